@@ -1,0 +1,101 @@
+"""Every error a user can meet: what went wrong, why, and what to try.
+
+The command line prints them as ``error[kind]: what`` / ``because:`` / ``try:`` and exits with
+``exit_code``; the library raises them. They live on the lowest floor because every floor raises them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+
+class PartitionerError(Exception):
+    """Base of all errors raised on purpose.
+
+    ``what`` states the operation that failed, ``because`` each reason with its numbers, ``suggestions``
+    what the user can change.
+    """
+
+    kind: ClassVar[str] = "internal"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, what: str, because: Sequence[str] = (), suggestions: Sequence[str] = ()) -> None:
+        self.what = what
+        self.because = tuple(because)
+        self.suggestions = tuple(suggestions)
+        super().__init__(self.render())
+
+    def render(self) -> str:
+        """The error as the text that the command line prints on stderr."""
+        lines = [f"error[{self.kind}]: {self.what}"]
+        lines += [f"  because: {reason}" for reason in self.because]
+        lines += [f"  try: {suggestion}" for suggestion in self.suggestions]
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[type[PartitionerError], tuple[str, tuple[str, ...], tuple[str, ...]]]:
+        return type(self), (self.what, self.because, self.suggestions)
+
+
+class UsageError(PartitionerError):
+    """A flag, an argument or a combination of them is wrong."""
+
+    kind = "usage"
+    exit_code = 2
+
+
+class ClusterError(UsageError):
+    """A cluster file, preset or device description is wrong."""
+
+    kind = "cluster"
+
+
+class PlanError(UsageError):
+    """A plan file cannot be read, or does not fit the model, batch or world it is used with."""
+
+    kind = "plan"
+
+
+class ModelError(PartitionerError):
+    """The model cannot be loaded, traced or lowered."""
+
+    kind = "model"
+    exit_code = 3
+
+
+class InfeasibleError(PartitionerError):
+    """No plan fits the cluster."""
+
+    kind = "infeasible"
+    exit_code = 4
+
+
+class TimeLimitError(PartitionerError):
+    """The search ran out of time (the best plan so far is still written)."""
+
+    kind = "time-limit"
+    exit_code = 5
+
+
+class RankFailureError(PartitionerError):
+    """A rank died or hung; names the rank and the instruction that was waited on."""
+
+    kind = "rank"
+    exit_code = 6
+
+
+class VerificationError(PartitionerError):
+    """A partitioned model computed something else than the unpartitioned one."""
+
+    kind = "verification"
+    exit_code = 7
+
+
+class InternalError(PartitionerError):
+    """A compiler invariant does not hold: a bug of ours. Names the pass or rule that found it."""
+
+
+class DeadlockError(InternalError):
+    """A program does not pass the checker."""
+
+    kind = "deadlock"

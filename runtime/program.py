@@ -1,0 +1,231 @@
+"""The program of a rank: which instructions there are, and how they print.
+
+A compile ends in one ``Program`` per rank. The simulator, the checker and the executor all read these same
+instruction lists, so what was predicted and proved is what runs. No torch here.
+
+Words
+    segment      a piece of the model that a rank runs as one call; segments form a DAG
+    microbatch   0-based index of a slice of the batch
+    value        a tensor that crosses from one segment to another
+    message      one tensor sent once: (value, microbatch, activation or gradient, source rank, target rank)
+    queue        the communicator that carries a message; operations on one queue run one after another
+
+Text form (the notation of the field's pipeline tools: ``<segment><action><microbatch>``)
+    2F0          forward of segment 2, micro-batch 0
+    2B0          whole backward            2I0  input gradients only      2W0  weight gradients only
+    >h.3:0@1     send value h.3 of micro-batch 0 to rank 1         >d(h.3):0@0  send its gradient to rank 0
+    <h.3:0@0     receive value h.3 of micro-batch 0 from rank 0    <d(h.3):0@1  receive its gradient
+    +wte@0,3     sum the gradients of tied parameter wte over ranks 0 and 3
+    step         optimizer step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run the segment's graph on one micro-batch."""
+
+    segment: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.segment}F{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run the segment's whole backward: input and weight gradients."""
+
+    segment: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.segment}B{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """The half of backward that upstream waits for: gradients of the segment's inputs."""
+
+    segment: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.segment}I{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """The half of backward that nobody waits for: gradients of the segment's parameters."""
+
+    segment: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.segment}W{self.microbatch}"
+
+
+Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Message:
+    """One tensor on its way once. Equal on both sides: this is what a send and its receive match by."""
+
+    value: str
+    microbatch: int
+    gradient: bool
+    source: int
+    target: int
+
+    @property
+    def label(self) -> str:
+        name = f"d({self.value})" if self.gradient else self.value
+        return f"{name}:{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start sending asynchronously; the buffer is kept alive until the send completes."""
+
+    message: Message
+    queue: str
+
+    def __str__(self) -> str:
+        return f">{self.message.label}@{self.message.target}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Post the receive asynchronously; the compute that needs the value waits for it."""
+
+    message: Message
+    queue: str
+
+    def __str__(self) -> str:
+        return f"<{self.message.label}@{self.message.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGradients:
+    """Sum the gradients of parameters held by several ranks (tied across stages). A collective."""
+
+    parameters: tuple[str, ...]
+    ranks: tuple[int, ...]
+    queue: str
+
+    def __str__(self) -> str:
+        return f"+{','.join(self.parameters)}@{','.join(map(str, self.ranks))}"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """Step the optimizer over the rank's parameters."""
+
+    def __str__(self) -> str:
+        return "step"
+
+
+Communication: TypeAlias = Send | Recv | ReduceGradients
+Instruction: TypeAlias = Compute | Communication | OptimizerStep
+
+
+@dataclass(frozen=True)
+class Program:
+    """What one rank does in one training step, in order."""
+
+    rank: int
+    instructions: tuple[Instruction, ...]
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: " + " ".join(map(str, self.instructions))
+
+
+def pair_queue(a: int, b: int) -> str:
+    """The queue of an unordered pair of ranks: both directions share it, as NCCL's communicators do."""
+    return f"p2p:{min(a, b)}-{max(a, b)}"
+
+
+def group_queue(ranks: Sequence[int]) -> str:
+    """The queue of collectives among ``ranks``."""
+    return "group:" + "-".join(map(str, sorted(ranks)))
+
+
+# --------------------------------------------------------------------------------------------------
+# What a schedule is made for: the DAG of segments, with costs but without tensors.
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentCost:
+    """What one segment costs per micro-batch on the device that runs it."""
+
+    forward_seconds: float
+    backward_input_seconds: float
+    backward_weight_seconds: float
+    saved_bytes: int = 0
+    """Held from the forward until the backward (or the weight half of it) of the same micro-batch."""
+    weight_saved_bytes: int = 0
+    """The part of ``saved_bytes``, plus output gradients kept for it, that a deferred weight half still holds."""
+
+    @property
+    def backward_seconds(self) -> float:
+        return self.backward_input_seconds + self.backward_weight_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A piece of the model. ``ranks`` is its device group (one rank in a layer-wise plan)."""
+
+    index: int
+    ranks: tuple[int, ...]
+    cost: SegmentCost
+    has_backward: bool = True
+
+    @property
+    def rank(self) -> int:
+        return self.ranks[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that at least one other segment consumes.
+
+    ``size_bytes`` is per (full) micro-batch. ``needs_grad`` says statically whether each consumer owes the
+    producer a gradient; exactly those values get a gradient message.
+    """
+
+    name: str
+    producer: int
+    consumers: tuple[int, ...]
+    size_bytes: int
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class SegmentGraph:
+    """The DAG of segments. ``segments[i].index == i`` and indices are a topological order."""
+
+    segments: tuple[Segment, ...]
+    values: tuple[Value, ...]
+    world_size: int
+
+    def of_rank(self, rank: int) -> tuple[Segment, ...]:
+        return tuple(s for s in self.segments if rank in s.ranks)
+
+    def edges(self) -> set[tuple[int, int]]:
+        """(producer, consumer) pairs of segments."""
+        return {(v.producer, c) for v in self.values for c in v.consumers}
+
+
+ComputeOrder: TypeAlias = tuple[tuple[Compute, ...], ...]
+"""For each rank, its compute instructions in order: what a schedule returns."""
+
+
+def compute_of(instructions: Iterable[Instruction]) -> tuple[Compute, ...]:
+    """The compute instructions among ``instructions``, in order."""
+    return tuple(i for i in instructions if isinstance(i, Forward | Backward | BackwardInput | BackwardWeight))
