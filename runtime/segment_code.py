@@ -1,0 +1,84 @@
+"""What the executor runs for one segment: its graph, and where every input comes from and output goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+Dim: TypeAlias = int | sympy.Expr
+"""A size, or an expression of the batch symbol (and of other dynamic sizes)."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a value for any micro-batch size."""
+
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype
+
+    def concrete(self, symbols: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
+        """The shape, in elements per dimension, once every symbol has a number."""
+        return tuple(d if isinstance(d, int) else int(d.subs(symbols)) for d in self.shape)
+
+
+InputKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch", "value"]
+OutputKind: TypeAlias = Literal["value", "loss", "output", "buffer"]
+
+
+@dataclass(frozen=True)
+class SegmentInput:
+    """One positional argument of the segment's graph.
+
+    ``name`` is the fully qualified name in the model for parameters, buffers and constants, the batch leaf's name
+    for batch inputs, and the value's name for values from other segments.
+    """
+
+    kind: InputKind
+    name: str
+    needs_grad: bool = False
+    """For values: whether the segment owes the producer a gradient."""
+
+
+@dataclass(frozen=True)
+class SegmentOutput:
+    """One element of the tuple that the segment's graph returns.
+
+    ``buffer``: the new contents of the buffer called ``name``, written into it after each forward.
+    """
+
+    kind: OutputKind
+    name: str
+    needs_grad: bool = False
+    """For values: whether some consumer sends a gradient back."""
+
+
+@dataclass(frozen=True)
+class SegmentCode:
+    """One segment, ready to run: ``module(*inputs)`` returns a tuple that matches ``outputs``."""
+
+    index: int
+    module: fx.GraphModule
+    inputs: tuple[SegmentInput, ...]
+    outputs: tuple[SegmentOutput, ...]
+    values: Mapping[str, TensorSpec] = field(default_factory=dict)
+    """Specs of every value the segment receives or produces."""
+    random: bool = False
+    """Whether it contains an op that draws random numbers (dropout): then it is seeded per micro-batch."""
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """How a batch is cut into micro-batches.
+
+    ``batch_dims[name]`` is the batch dimension of the leaf, or None if it is handed whole to every micro-batch.
+    ``symbols[symbol]`` is the (leaf, dimension) where the symbol's number is read.
+    """
+
+    batch_dims: Mapping[str, int | None]
+    batch_symbol: sympy.Symbol
+    symbols: Mapping[sympy.Symbol, tuple[str, int]]
