@@ -1,0 +1,49 @@
+# Everything a contributor does. Each target is idempotent and sets up what it needs in .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test lint verify-all bench predict docs wheel clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+setup: $(STAMP)  ## create .venv and install everything
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(STAMP)
+
+demo: setup  ## plan GPT-2 on two local workers, verify it, train it
+	$(BIN)/python -m examples.demo
+
+test: setup  ## all tests, and a smoke subset of the verification matrix
+	$(BIN)/python -m pytest
+
+lint: setup  ## ruff, strict mypy, the four floors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit/test_floors.py
+
+verify-all: setup  ## every model x stages x schedule, in float64 on real processes
+	$(BIN)/python -m benchmarks.verify_matrix
+
+bench: setup  ## our executor beside torch.distributed.pipelining
+	$(BIN)/python -m benchmarks.executor
+
+predict: setup  ## predicted beside measured step time and memory
+	$(BIN)/python -m benchmarks.prediction
+
+docs: setup  ## regenerate the JSON Schemas and check that the docs' commands run
+	$(BIN)/python -m benchmarks.make_docs
+
+wheel: setup  ## build the wheel, install it into an empty environment, plan outside the checkout
+	PYTHON=$(PYTHON) bash .ci/wheel
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,181 @@
+"""Segments: the pieces of the DAG that a device group runs as one call.
+
+    placed ops  ->  segments, numbered in topological order
+
+``layer`` and ``hybrid`` plans have one segment per stage. A free placement has no stages; there, ops share a segment iff
+they have the same device group, the same received values they transitively need, and the same sent values that depend on
+them. This is acyclic: were there a cycle through segments A and B, some value sent by A would be received by B and the
+other way round, so it would be both an ancestor and a descendant of the same op.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from cost_models.errors import InternalError
+from passes.graph import OpGraph
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """Which segment each placed op belongs to, and which ranks run each segment.
+
+    Ops in ``recomputed`` belong to none: every segment that needs one runs its own copy.
+    """
+
+    segment_of: Mapping[str, int]
+    ranks: tuple[tuple[int, ...], ...]
+    recomputed: frozenset[str]
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+
+def by_stage(
+    graph: OpGraph, stage_of: Mapping[str, int], stage_ranks: Sequence[int], recomputed: frozenset[str]
+) -> Segmentation:
+    """One segment per stage. Every edge must lead to the same or a later stage."""
+    backwards = [
+        f"{node.name} (stage {stage_of[node.name]}) -> {user.name} (stage {stage_of[user.name]})"
+        for node in graph.ops
+        if node.name in stage_of
+        for user in node.users
+        if user.name in stage_of and stage_of[user.name] < stage_of[node.name]
+    ]
+    if backwards:
+        raise InternalError("segment: a stage reads from a later stage", because=backwards[:10])
+    return Segmentation(dict(stage_of), tuple((rank,) for rank in stage_ranks), recomputed)
+
+
+def by_reach(graph: OpGraph, group_of: Mapping[str, tuple[int, ...]], recomputed: frozenset[str]) -> Segmentation:
+    """Segments of a free placement: equal device group, equal received ancestors, equal sent descendants."""
+    crossing = [
+        node.name
+        for node in graph.ops
+        if node.name in group_of
+        and any(group_of.get(user.name, group_of[node.name]) != group_of[node.name] for user in node.users)
+    ]
+    bit = {name: 1 << position for position, name in enumerate(crossing)}
+    received: dict[tuple[int, ...], int] = defaultdict(int)
+    sent: dict[tuple[int, ...], int] = defaultdict(int)
+    for name in crossing:
+        sent[group_of[name]] |= bit[name]
+        for user in graph.nodes[name].users:
+            if user.name in group_of and group_of[user.name] != group_of[name]:
+                received[group_of[user.name]] |= bit[name]
+    placed = [node for node in graph.ops if node.name in group_of]
+    ancestors: dict[str, int] = {}
+    for node in placed:
+        mask = 0
+        for source in node.all_input_nodes:
+            mask |= ancestors.get(source.name, 0) | bit.get(source.name, 0)
+        ancestors[node.name] = mask
+    descendants: dict[str, int] = {}
+    for node in reversed(placed):
+        mask = bit.get(node.name, 0)
+        for user in node.users:
+            mask |= descendants.get(user.name, 0)
+        descendants[node.name] = mask
+    key_of: dict[str, tuple[tuple[int, ...], int, int]] = {}
+    for node in placed:
+        group = group_of[node.name]
+        key = (group, ancestors[node.name] & received[group], descendants[node.name] & sent[group])
+        key_of[node.name] = key
+    return _numbered(graph, key_of, {key: key[0] for key in key_of.values()}, recomputed)
+
+
+def merge(
+    graph: OpGraph, segmentation: Segmentation, makespan: Callable[[Segmentation], float], *, limit: int = 200
+) -> Segmentation:
+    """Merge pairs of one device group while the segments stay acyclic and ``makespan`` does not rise.
+
+    Greedy over pairs joined by an edge first, then over neighbours in topological order; at most ``limit`` trials.
+    """
+    best, best_seconds = segmentation, makespan(segmentation)
+    trials = 0
+    refused: set[tuple[frozenset[str], frozenset[str]]] = set()
+    progress = True
+    while progress and trials < limit:
+        progress = False
+        for a, b in _mergeable(graph, best):
+            members = _members(best)
+            pair = (members[a], members[b])
+            if pair in refused:
+                continue
+            trials += 1
+            merged = _merged(graph, best, a, b)
+            seconds = makespan(merged) if merged is not None else float("inf")
+            if merged is not None and seconds <= best_seconds * (1 + 1e-12):
+                best, best_seconds, progress = merged, min(seconds, best_seconds), True
+                break
+            refused.add(pair)
+            if trials >= limit:
+                break
+    return best
+
+
+def segment_edges(graph: OpGraph, segment_of: Mapping[str, int]) -> set[tuple[int, int]]:
+    """(producer, consumer) pairs of different segments."""
+    return {
+        (segment_of[node.name], segment_of[user.name])
+        for node in graph.ops
+        if node.name in segment_of
+        for user in node.users
+        if user.name in segment_of and segment_of[user.name] != segment_of[node.name]
+    }
+
+
+def _members(segmentation: Segmentation) -> list[frozenset[str]]:
+    members: list[set[str]] = [set() for _ in segmentation.ranks]
+    for name, segment in segmentation.segment_of.items():
+        members[segment].add(name)
+    return [frozenset(names) for names in members]
+
+
+def _mergeable(graph: OpGraph, segmentation: Segmentation) -> list[tuple[int, int]]:
+    ranks = segmentation.ranks
+    joined = sorted((a, b) for a, b in segment_edges(graph, segmentation.segment_of) if ranks[a] == ranks[b])
+    last: dict[tuple[int, ...], int] = {}
+    neighbours: list[tuple[int, int]] = []
+    for index, group in enumerate(ranks):
+        if group in last:
+            neighbours.append((last[group], index))
+        last[group] = index
+    return joined + [pair for pair in neighbours if pair not in joined]
+
+
+def _merged(graph: OpGraph, segmentation: Segmentation, a: int, b: int) -> Segmentation | None:
+    """``segmentation`` with b united with a; None if that closes a cycle."""
+    united = {name: a if segment == b else segment for name, segment in segmentation.segment_of.items()}
+    dag: nx.DiGraph[int] = nx.DiGraph(list(segment_edges(graph, united)))
+    if not nx.is_directed_acyclic_graph(dag):
+        return None
+    ranks = {segment: segmentation.ranks[segment] for segment in set(united.values())}
+    return _numbered(graph, united, ranks, segmentation.recomputed)
+
+
+def _numbered(
+    graph: OpGraph, key_of: Mapping[str, object], ranks: Mapping[object, tuple[int, ...]], recomputed: frozenset[str]
+) -> Segmentation:
+    """Number segments in a topological order, ties by first op in graph order."""
+    first: dict[object, int] = {}
+    for position, node in enumerate(graph.ops):
+        if node.name in key_of:
+            first.setdefault(key_of[node.name], position)
+    dag: nx.DiGraph[object] = nx.DiGraph()
+    dag.add_nodes_from(first)
+    for node in graph.ops:
+        if node.name not in key_of:
+            continue
+        for user in node.users:
+            if user.name in key_of and key_of[user.name] != key_of[node.name]:
+                dag.add_edge(key_of[node.name], key_of[user.name])
+    order = list(nx.lexicographical_topological_sort(dag, key=lambda key: first[key]))
+    index = {key: position for position, key in enumerate(order)}
+    return Segmentation(
+        {name: index[key] for name, key in key_of.items()}, tuple(ranks[key] for key in order), recomputed
+    )
