@@ -1,0 +1,150 @@
+"""What scaled dot-product attention costs and saves for backward, per backend.
+
+A trace made on a laptop must predict a GPU, and the backend that the trace's own machine would pick is not the one that
+the target picks (``math`` saves tensors of size s·s, the fused ones do not). So attention is not measured: this table says
+what each backend saves, and ``choose_backend`` which one the target uses. Source: the autograd formulas of
+``torch`` 2.13 (``derivatives.yaml``) and its backend selection (``sdp_utils``); the unit tests compare the table with
+both.
+
+Shapes: query [b, h, s, d]; key, value [b, k, t, d] (k = h unless the heads are grouped); mask [.., s, t]; out [b, h, s, d].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+
+from cost_models.errors import UsageError
+
+Saved = Literal["query", "key", "value", "mask", "out"]
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention op, with every size a number."""
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    dtype: torch.dtype
+    mask: tuple[int, ...] | None = None
+    mask_dtype: torch.dtype | None = None
+    mask_requires_grad: bool = False
+    dropout: float = 0.0
+    causal: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Query rows over batch and heads: b·h·s."""
+        return math.prod(self.query[:-1])
+
+    @property
+    def logsumexp_itemsize(self) -> int:
+        """The softmax statistics are kept in 32 bits for narrower types, in 64 for float64."""
+        return max(4, self.dtype.itemsize)
+
+
+@dataclass(frozen=True)
+class AttentionBackend:
+    """Which tensors a backend keeps for backward besides query, key, value and out."""
+
+    name: str
+    device_kind: Literal["cuda", "cpu", "any"]
+    row_padding: int = 1
+    """Query rows whose log-sum-exp is stored are padded to a multiple of this."""
+    scalar_bytes: tuple[int, ...] = ()
+    """Storages that hold the random generator's seed and offset."""
+    allows_mask: bool = True
+    allows_dropout: bool = True
+
+
+BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
+    {
+        backend.name: backend
+        for backend in (
+            AttentionBackend("math", "any"),
+            AttentionBackend("cpu-flash", "cpu", allows_dropout=False),
+            AttentionBackend("flash", "cuda", scalar_bytes=(16, 8), allows_mask=False),
+            AttentionBackend("efficient", "cuda", row_padding=32, scalar_bytes=(8, 8)),
+            AttentionBackend("cudnn", "cuda", scalar_bytes=(8, 8)),
+        )
+    }
+)
+"""``math`` is not a kernel but a chain of ops; what it saves is counted by tracing the chain."""
+
+MAX_FLASH_HEAD_DIM = 256
+HALF_TYPES = (torch.float16, torch.bfloat16)
+
+
+def choose_backend(call: AttentionCall, device_kind: str, requested: str | None = None) -> str:
+    """The backend that runs ``call`` on a device of this kind: the requested one if it can, else the target's choice.
+
+    The choice follows ``torch.nn.functional.scaled_dot_product_attention``: on CUDA flash, then efficient, then math
+    (cudnn only when asked for); on CPU its flash, then math.
+    """
+    if requested is not None and requested not in BACKENDS:
+        raise UsageError(
+            f"use attention backend {requested!r}",
+            because=["there is no table of what it saves"],
+            suggestions=[f"choose one of: {', '.join(BACKENDS)}"],
+        )
+    order = ("flash", "efficient") if device_kind == "cuda" else ("cpu-flash",)
+    candidates = (requested, *order) if requested is not None else order
+    return next((name for name in candidates if name == "math" or supports(name, call)), "math")
+
+
+def supports(name: str, call: AttentionCall) -> bool:
+    """Whether the backend accepts the call."""
+    backend = BACKENDS[name]
+    if name == "math":
+        return True
+    if call.mask is not None and (not backend.allows_mask or call.mask_requires_grad and name == "cpu-flash"):
+        return False
+    if call.dropout > 0 and not backend.allows_dropout:
+        return False
+    same_head_dim = call.query[-1] == call.value[-1]
+    if len(call.query) != 4 or not same_head_dim and name != "efficient":
+        return False
+    if name in ("flash", "cudnn"):
+        return call.dtype in HALF_TYPES and call.query[-1] <= MAX_FLASH_HEAD_DIM
+    if name == "efficient":
+        return call.dtype in (*HALF_TYPES, torch.float32) and call.query[1] == call.key[1]
+    return call.dtype in (*HALF_TYPES, torch.float32, torch.float64)
+
+
+def saved_tensors(name: str, call: AttentionCall) -> tuple[Saved | int, ...]:
+    """What autograd keeps for a fused backend: operands by name, and bytes for each storage of the op's own.
+
+    ``logsumexp`` [b, h, s rounded up] and the random generator's state are the op's own, and so is a boolean mask's
+    floating-point copy.
+    """
+    backend = BACKENDS[name]
+    padded = -(-call.query[-2] // backend.row_padding) * backend.row_padding
+    kept: list[Saved | int] = ["query", "key", "value", "out"]
+    kept.append(math.prod(call.query[:-2]) * padded * call.logsumexp_itemsize)
+    kept.extend(backend.scalar_bytes)
+    if call.mask is not None:
+        kept.append("mask" if call.mask_dtype != torch.bool else math.prod(call.mask) * call.dtype.itemsize)
+    return tuple(kept)
+
+
+def transferred_bytes(call: AttentionCall) -> tuple[int, int]:
+    """(forward, backward) bytes a fused kernel reads and writes; it keeps the s·t scores on chip.
+
+    Forward reads query, key, value and mask, writes out and statistics. Backward reads those and the gradient of
+    out, and writes three gradients (and twice the query's accumulator).
+    """
+    query, key, value = (
+        math.prod(shape) * call.dtype.itemsize for shape in (call.query, call.key, call.value)
+    )
+    out = math.prod((*call.query[:-1], call.value[-1])) * call.dtype.itemsize
+    statistics = call.rows * call.logsumexp_itemsize
+    mask = math.prod(call.mask) * call.dtype.itemsize if call.mask is not None else 0
+    forward = query + key + value + mask + out + statistics
+    backward = forward + out + query + key + value
+    return forward, backward

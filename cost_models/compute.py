@@ -1,0 +1,133 @@
+"""How long computation takes: the roofline, and why a segment is not the sum of its ops.
+
+Symbols
+    W   floating point operations          P   peak rate for the op's data type, FLOP/s
+    Q   bytes read and written             B   memory bandwidth, bytes/s
+    e   achieved fraction of a peak, per class of op (``matmul``, ``attention``, ``conv``, ``memory``)
+    o   seconds the host needs to launch one kernel
+
+    kernel time   t = max(W / (P · e_class), Q / (B · e_memory))            (Williams, Waterman, Patterson 2009)
+    CPU segment   Σ (o·launches + t)      the host computes, so nothing overlaps
+    GPU segment   max(Σ o·launches, Σ t)  the host runs ahead and launches while the device computes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+OpClass: TypeAlias = Literal["matmul", "attention", "conv", "memory"]
+OP_CLASSES: tuple[OpClass, ...] = ("matmul", "attention", "conv", "memory")
+
+FloatArray: TypeAlias = NDArray[np.float64]
+IndexArray: TypeAlias = NDArray[np.intp] | NDArray[np.bool_]
+
+
+class ComputeDevice(Protocol):
+    """What the compute model reads of a device; ``cost_models.cluster.Device`` is one."""
+
+    @property
+    def kind(self) -> Literal["cuda", "cpu"]: ...
+    @property
+    def memory_bandwidth_bytes_per_second(self) -> float: ...
+    @property
+    def launch_overhead_seconds(self) -> float: ...
+    @property
+    def efficiency(self) -> Mapping[str, float]: ...
+    def peak_flops(self, dtype: torch.dtype) -> float: ...
+
+
+@dataclass(frozen=True)
+class OpWork:
+    """What one op does per micro-batch: arithmetic, memory traffic and kernels, forward and both halves of backward."""
+
+    forward_flops: float = 0.0
+    backward_input_flops: float = 0.0
+    backward_weight_flops: float = 0.0
+    forward_bytes: float = 0.0
+    """Read and written, not held."""
+    backward_input_bytes: float = 0.0
+    backward_weight_bytes: float = 0.0
+    forward_launches: float = 0.0
+    """Kernels the op starts; views start none."""
+    backward_input_launches: float = 0.0
+    backward_weight_launches: float = 0.0
+
+    def __add__(self, other: OpWork) -> OpWork:
+        return OpWork(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """Per op: seconds its kernels run and seconds the host spends launching them. Arrays of shape [ops]."""
+
+    kernel: FloatArray
+    launch: FloatArray
+
+
+def kernel_seconds(
+    flops: float | FloatArray,
+    transferred_bytes: float | FloatArray,
+    device: ComputeDevice,
+    dtype: torch.dtype,
+    op_class: OpClass,
+) -> FloatArray:
+    """Roofline time of a kernel (or of an array of them) of one data type and class, without launch overhead."""
+    memory = np.asarray(transferred_bytes, dtype=np.float64) / (
+        device.memory_bandwidth_bytes_per_second * device.efficiency["memory"]
+    )
+    if op_class == "memory":
+        return memory
+    arithmetic = np.asarray(flops, dtype=np.float64)
+    if not arithmetic.any():  # do not ask a device for the rate of a type it cannot multiply
+        return memory
+    return np.maximum(arithmetic / (device.peak_flops(dtype) * device.efficiency[op_class]), memory)
+
+
+@dataclass(frozen=True)
+class OpSeconds:
+    """Seconds of one op, or arrays over ops, by phase."""
+
+    forward: FloatArray
+    backward_input: FloatArray
+    backward_weight: FloatArray
+
+
+def op_seconds(work: OpWork, device: ComputeDevice, dtype: torch.dtype, op_class: OpClass) -> OpSeconds:
+    """Time of one op on its own: the longer of launching and running on a GPU, their sum on a CPU."""
+
+    def phase(name: str) -> FloatArray:
+        kernel = kernel_seconds(
+            getattr(work, f"{name}_flops"), getattr(work, f"{name}_bytes"), device, dtype, op_class
+        )
+        launch = np.asarray(getattr(work, f"{name}_launches") * device.launch_overhead_seconds)
+        return np.maximum(kernel, launch) if device.kind == "cuda" else kernel + launch
+
+    return OpSeconds(phase("forward"), phase("backward_input"), phase("backward_weight"))
+
+
+def segment_seconds(phase: PhaseSeconds, device: ComputeDevice, ops: IndexArray | None = None) -> float:
+    """Time of a segment's phase: ``max(Σ launch, Σ kernel)`` on a GPU, ``Σ (launch + kernel)`` on a CPU.
+
+    ``ops`` selects the segment's ops (indices or a mask of shape [all ops]); None means all of them.
+    """
+    kernel = phase.kernel if ops is None else phase.kernel[ops]
+    launch = phase.launch if ops is None else phase.launch[ops]
+    kernels, launches = float(kernel.sum()), float(launch.sum())
+    return max(kernels, launches) if device.kind == "cuda" else kernels + launches
+
+
+def additive_seconds(phase: PhaseSeconds, device: ComputeDevice) -> FloatArray:
+    """Per-op seconds, shape [ops], that add up to ``segment_seconds`` of the whole model.
+
+    On a GPU whichever of launching and running bounds the whole is charged to each op. For a part of the model the
+    sum is then at most the part's own ``segment_seconds``, and equal to it when the same side bounds both.
+    """
+    if device.kind != "cuda":
+        return phase.kernel + phase.launch
+    return phase.kernel if phase.kernel.sum() >= phase.launch.sum() else phase.launch
