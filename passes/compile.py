@@ -1,0 +1,126 @@
+"""The compile, on one page: a model's graph and a cluster become a placement, and a placement becomes programs.
+
+    trace ─► costs ─► place ─► bridge ─► segment ─► summarize ─► schedule ─► order ─► check ─► simulate
+
+Each line of :func:`compile_graph` is one pass. Everything from the placement on is in :func:`realize`, which the search
+also runs for every candidate it simulates, and :func:`programs_for`, which the executor runs from a saved plan: what was
+predicted is what runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cost_models.cluster import ClusterSpec
+from cost_models.compute import optimizer_seconds
+from cost_models.layout import Layout
+from cost_models.memory import StateBytes
+from passes.bridge import Bridge, bridges
+from passes.cheap import recomputed_ops
+from passes.costs import GraphCosts, cost_graph
+from passes.graph import OpGraph
+from passes.place_layers import LayerCandidate, LayerRequest, LayerResult, SimulatedCandidate, place_layers
+from passes.segment import Segmentation, by_stage
+from passes.summarize import TiedGroup, segment_graph, state_of_ranks, tied_groups
+from passes.verify_graph import verify_graph
+from runtime.check import Proof, check
+from runtime.order import build_programs
+from runtime.program import Program, SegmentGraph
+from runtime.schedules import SCHEDULES
+from runtime.simulate import Simulation, simulate
+
+log = logging.getLogger("partitioner")
+
+
+@dataclass(frozen=True)
+class Realized:
+    """A placement carried through to programs and their simulation."""
+
+    segmentation: Segmentation
+    segments: SegmentGraph
+    tied: tuple[TiedGroup, ...]
+    programs: tuple[Program, ...]
+    state: tuple[StateBytes, ...]
+    simulation: Simulation
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The outcome of a compile: the chosen placement, everything made of it, and how it was found."""
+
+    costs: GraphCosts
+    placement: LayerCandidate
+    layouts: dict[str, Layout]
+    bridges: tuple[Bridge, ...]
+    realized: Realized
+    proof: Proof
+    search: LayerResult
+
+
+def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest) -> Compiled:
+    """Choose a layer-wise placement of ``graph`` on ``cluster``, build its programs and prove them free of deadlock."""
+    verify_graph(graph, after="trace")
+    costs = cost_graph(graph)
+    recomputed = recomputed_ops(graph)
+
+    def simulated(candidate: LayerCandidate) -> SimulatedCandidate:
+        result = realize(graph, costs, cluster, candidate, request, recomputed)
+        return SimulatedCandidate(candidate, result.simulation.step_seconds, result.simulation.peak_memory_bytes)
+
+    search = place_layers(graph, costs, cluster, request, simulated)
+    placement = search.best.candidate
+    layouts = {name: Layout.on(placement.ranks[stage]) for name, stage in placement.stage_of.items()}
+    bridged = bridges(graph, layouts)
+    realized = realize(graph, costs, cluster, placement, request, recomputed)
+    proof = check(
+        realized.programs, realized.segments, placement.microbatches, tied=[(t.parameters, t.ranks) for t in realized.tied]
+    )
+    log.info("compiled: %d stages, %s, %d micro-batches", len(placement.ranks), placement.schedule, placement.microbatches)
+    return Compiled(costs, placement, layouts, bridged, realized, proof, search)
+
+
+def realize(
+    graph: OpGraph,
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    placement: LayerCandidate,
+    request: LayerRequest,
+    recomputed: frozenset[str],
+) -> Realized:
+    """Carry a placement through segments, schedule, order and simulation."""
+    segmentation = by_stage(graph, placement.stage_of, placement.ranks, recomputed)
+    largest_microbatch = -(-request.batch_size // placement.microbatches)
+    segments = segment_graph(graph, costs, segmentation, cluster, largest_microbatch)
+    tied = tied_groups(graph, segmentation)
+    state = state_of_ranks(graph, segmentation, cluster.world_size, request.optimizer, master=request.master)
+    programs = programs_for(segments, cluster, placement.schedule, placement.microbatches, tied)
+    simulation = simulate(
+        programs,
+        segments,
+        links=cluster,
+        state_bytes=[s.total for s in state],
+        optimizer_seconds=[
+            optimizer_seconds(s, device) for s, device in zip(state, cluster.devices, strict=True)
+        ],
+    )
+    return Realized(segmentation, segments, tied, programs, state, simulation)
+
+
+def programs_for(
+    segments: SegmentGraph, cluster: ClusterSpec, schedule: str, microbatches: int, tied: Sequence[TiedGroup]
+) -> tuple[Program, ...]:
+    """One program per rank: the schedule's order of computes, then the one global order of communications."""
+
+    def transfer_seconds(source: int, target: int, size_bytes: int) -> float:
+        return cluster.path(source, target).transfer_seconds(size_bytes)
+
+    orders = SCHEDULES[schedule].order(segments, microbatches, transfer_seconds=transfer_seconds)
+    return build_programs(
+        segments,
+        orders,
+        microbatches,
+        transfer_seconds=transfer_seconds,
+        tied=[(group.parameters, group.ranks) for group in tied],
+    )
