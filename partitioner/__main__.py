@@ -1,0 +1,5 @@
+"""``python -m partitioner``: what torchrun starts."""
+
+from partitioner.cli import main
+
+main()

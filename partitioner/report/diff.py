@@ -1,0 +1,61 @@
+"""What differs between two plans, in the order in which a plan is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cost_models.units import format_bytes, format_seconds
+from partitioner.modules import shorten
+
+if TYPE_CHECKING:
+    from partitioner.plan import Plan
+
+
+def diff_plans(old: Plan, new: Plan) -> str:
+    """Lines "what: old -> new"; empty if the plans say the same."""
+    lines = [
+        f"{label}: {before} -> {after}"
+        for label, before, after in (
+            ("model", old.model.name, new.model.name),
+            ("fingerprint", old.model.fingerprint[:12], new.model.fingerprint[:12]),
+            ("cluster", old.cluster.name, new.cluster.name),
+            ("strategy", old.strategy, new.strategy),
+            ("batch size", old.batch_size, new.batch_size),
+            ("micro-batches", old.microbatches, new.microbatches),
+            ("schedule", old.schedule, new.schedule),
+            ("optimizer memory", old.optimizer_memory, new.optimizer_memory),
+            ("stages", len(old.stages), len(new.stages)),
+        )
+        if before != after
+    ]
+    lines += _placement_lines(old, new)
+    lines += _prediction_lines(old, new)
+    return "\n".join(lines)
+
+
+def _placement_lines(old: Plan, new: Plan) -> list[str]:
+    moved = [op for op, ranks in new.placements.items() if old.placements.get(op, ranks) != ranks]
+    only_old = [op for op in old.placements if op not in new.placements]
+    only_new = [op for op in new.placements if op not in old.placements]
+    lines = []
+    if moved:
+        lines.append(f"moved to another device: {len(moved)} ops ({shorten(moved, 60)})")
+    if only_old:
+        lines.append(f"only in the first: {len(only_old)} ops ({shorten(only_old, 60)})")
+    if only_new:
+        lines.append(f"only in the second: {len(only_new)} ops ({shorten(only_new, 60)})")
+    return lines
+
+
+def _prediction_lines(old: Plan, new: Plan) -> list[str]:
+    a, b = old.prediction, new.prediction
+    lines = []
+    if a.step_seconds != b.step_seconds:
+        change = b.step_seconds / a.step_seconds - 1
+        lines.append(f"predicted step: {format_seconds(a.step_seconds)} -> {format_seconds(b.step_seconds)} ({change:+.1%})")
+    peak_a, peak_b = max(a.peak_memory_bytes.values()), max(b.peak_memory_bytes.values())
+    if peak_a != peak_b:
+        lines.append(f"largest peak memory: {format_bytes(peak_a)} -> {format_bytes(peak_b)} ({peak_b / peak_a - 1:+.1%})")
+    if a.communication_bytes != b.communication_bytes:
+        lines.append(f"communication per step: {format_bytes(a.communication_bytes)} -> {format_bytes(b.communication_bytes)}")
+    return lines
