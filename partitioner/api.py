@@ -56,7 +56,12 @@ def partition(
     """
     check_choices(strategy=strategy, schedule=schedule, optimizer_memory=optimizer_memory)
     graph = as_graph(
-        model, example_inputs=example_inputs, loss_fn=loss_fn, batch_dims=batch_dims, dynamic_dims=dynamic_dims, name=name
+        model,
+        example_inputs=example_inputs,
+        loss_fn=loss_fn,
+        batch_dims=batch_dims,
+        dynamic_dims=dynamic_dims,
+        name=name,
     )
     if graph.loss is None:
         raise UsageError(
@@ -131,7 +136,10 @@ def check_microbatches(batch_size: int, microbatches: int | Literal["auto"]) -> 
     if microbatches == "auto":
         return
     if not isinstance(microbatches, int) or microbatches < 1:
-        raise UsageError(f"cannot cut the batch into {microbatches!r} micro-batches", because=["expected 1 or more, or auto"])
+        raise UsageError(
+            f"cannot cut the batch into {microbatches!r} micro-batches",
+            because=["expected 1 or more, or auto"],
+        )
     if microbatches > batch_size:
         raise UsageError(
             f"cannot cut a batch of {batch_size} into {microbatches} micro-batches",
@@ -144,5 +152,7 @@ def _batch_size(batch_size: int | None, graph: OpGraph) -> int:
     if batch_size is None:
         return graph.example_batch_size
     if not isinstance(batch_size, int) or batch_size < 1:
-        raise UsageError(f"cannot plan for a batch size of {batch_size!r}", because=["expected 1 sample or more"])
+        raise UsageError(
+            f"cannot plan for a batch size of {batch_size!r}", because=["expected 1 sample or more"]
+        )
     return batch_size

@@ -1,6 +1,6 @@
 """Stages in the user's words: which of the model's modules lie in which stage.
 
-    ops of stage 0: embed, layers.0.*, layers.1.*, part of layers.2   ->   ("embed", "layers.0-1", "layers.2 (part)")
+ops of stage 0: embed, layers.0.*, layers.1.*, part of layers.2   ->   ("embed", "layers.0-1", "layers.2 (part)")
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 
-def modules_of_stages(module_path_of: Mapping[str, str], stage_of: Mapping[str, int], stages: int) -> list[tuple[str, ...]]:
+def modules_of_stages(
+    module_path_of: Mapping[str, str], stage_of: Mapping[str, int], stages: int
+) -> list[tuple[str, ...]]:
     """Outermost module paths that lie wholly inside each stage; a split leaf module is marked "(part)".
 
     ``module_path_of``: op name -> innermost module path, "" at the root. Order of first use is kept.
@@ -42,7 +44,9 @@ def compress(names: Iterable[str]) -> list[str]:
             result[-1] = (last[0], last[1], int(match[2]))
         else:
             result.append((match[1], int(match[2]), int(match[2])))
-    return [r if isinstance(r, str) else f"{r[0]}{r[1]}" + (f"-{r[2]}" if r[2] > r[1] else "") for r in result]
+    return [
+        r if isinstance(r, str) else f"{r[0]}{r[1]}" + (f"-{r[2]}" if r[2] > r[1] else "") for r in result
+    ]
 
 
 def shorten(names: Sequence[str], width: int) -> str:

@@ -44,7 +44,9 @@ class Stage(_Record):
 
     devices: tuple[int, ...]
     ops: tuple[str, ...]
-    modules: tuple[str, ...] = Field(description="outermost module paths that lie wholly inside, or 'path (part)'")
+    modules: tuple[str, ...] = Field(
+        description="outermost module paths that lie wholly inside, or 'path (part)'"
+    )
     parameter_bytes: int
     forward_seconds: float
     backward_seconds: float
@@ -167,7 +169,9 @@ class Plan(_Record):
         target = Path(path)
         text = self.model_dump_json(indent=1) + "\n"
         try:
-            descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+            descriptor, temporary = tempfile.mkstemp(
+                dir=target.parent, prefix=f".{target.name}.", suffix=".tmp"
+            )
         except OSError as error:
             raise PlanError(f"cannot write the plan to {target}", because=[str(error)]) from error
         try:
@@ -186,7 +190,9 @@ class Plan(_Record):
             text = Path(path).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise PlanError(
-                f"cannot read the plan {path}", because=[str(error)], suggestions=["give the file that `partitioner plan -o` wrote"]
+                f"cannot read the plan {path}",
+                because=[str(error)],
+                suggestions=["give the file that `partitioner plan -o` wrote"],
             ) from error
         return cls.from_json(text, source=str(path))
 
@@ -214,7 +220,9 @@ class Plan(_Record):
             raise PlanError(
                 f"{source} is not a valid plan",
                 because=[f"{_key_path(e['loc'])}: {e['msg']}" for e in error.errors()[:20]],
-                suggestions=["make the plan anew with `partitioner plan … -o plan.json`; plans are not meant to be edited"],
+                suggestions=[
+                    "make the plan anew with `partitioner plan … -o plan.json`; plans are not meant to be edited"
+                ],
             ) from error
 
     # ------------------------------------------------------------------------------------------ views

@@ -52,10 +52,16 @@ def _prediction_lines(old: Plan, new: Plan) -> list[str]:
     lines = []
     if a.step_seconds != b.step_seconds:
         change = b.step_seconds / a.step_seconds - 1
-        lines.append(f"predicted step: {format_seconds(a.step_seconds)} -> {format_seconds(b.step_seconds)} ({change:+.1%})")
+        lines.append(
+            f"predicted step: {format_seconds(a.step_seconds)} -> {format_seconds(b.step_seconds)} ({change:+.1%})"
+        )
     peak_a, peak_b = max(a.peak_memory_bytes.values()), max(b.peak_memory_bytes.values())
     if peak_a != peak_b:
-        lines.append(f"largest peak memory: {format_bytes(peak_a)} -> {format_bytes(peak_b)} ({peak_b / peak_a - 1:+.1%})")
+        lines.append(
+            f"largest peak memory: {format_bytes(peak_a)} -> {format_bytes(peak_b)} ({peak_b / peak_a - 1:+.1%})"
+        )
     if a.communication_bytes != b.communication_bytes:
-        lines.append(f"communication per step: {format_bytes(a.communication_bytes)} -> {format_bytes(b.communication_bytes)}")
+        lines.append(
+            f"communication per step: {format_bytes(a.communication_bytes)} -> {format_bytes(b.communication_bytes)}"
+        )
     return lines

@@ -110,7 +110,9 @@ def _alternatives(plan: Plan) -> str:
         return ""
     table = Table(box=None, pad_edge=False, header_style="", title_justify="left")
     for column in ("compared with", "step", "peak memory", ""):
-        table.add_column(column, justify="right" if column in ("step", "peak memory") else "left", no_wrap=True)
+        table.add_column(
+            column, justify="right" if column in ("step", "peak memory") else "left", no_wrap=True
+        )
     for other in plan.alternatives:
         table.add_row(
             other.strategy,

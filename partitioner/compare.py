@@ -1,0 +1,93 @@
+"""When two training steps agree: the one definition that verification, tests and docs use.
+
+In float64, with d the difference of two tensors and ‖·‖ the 2-norm:
+    loss        |d| ≤ 1e-9 · max(|loss|, 1)
+    gradient    ‖d‖ ≤ 1e-9 · max(‖g‖, 1e-6 · ‖all gradients‖)     some gradients (ViT's key bias) are zero but for rounding
+    parameter   ‖d‖ ≤ 1e-9 · max(‖p‖, lr · √n)                     after an optimizer step, n elements
+    buffer      ‖d‖ ≤ 1e-9 · max(‖b‖, 1)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Everything one training step computed, by the model's own names."""
+
+    loss: float
+    gradients: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One compared quantity. ``error`` and ``allowed`` are 2-norms; it agrees iff error ≤ allowed."""
+
+    kind: str
+    name: str
+    error: float
+    allowed: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.error <= self.allowed  # False for nan
+
+    @property
+    def severity(self) -> float:
+        """error / allowed; infinite when the error is no number."""
+        if math.isnan(self.error):
+            return math.inf
+        return self.error / self.allowed if self.allowed else (math.inf if self.error else 0.0)
+
+
+def compare(
+    expected: StepResult, actual: StepResult, learning_rate: float, tolerance: float = TOLERANCE
+) -> list[Comparison]:
+    """Compare every quantity; a name that only one side has counts as a difference."""
+    found = [
+        Comparison("loss", "loss", abs(expected.loss - actual.loss), tolerance * max(abs(expected.loss), 1.0))
+    ]
+    whole = math.sqrt(sum(float(g.double().norm()) ** 2 for g in expected.gradients.values()))
+    for name, e, a in _pairs(expected.gradients, actual.gradients):
+        found.append(_compare("gradient", name, e, a, lambda norm, _: max(norm, 1e-6 * whole), tolerance))
+    for name, e, a in _pairs(expected.parameters, actual.parameters):
+        found.append(
+            _compare(
+                "parameter", name, e, a, lambda norm, n: max(norm, learning_rate * math.sqrt(n)), tolerance
+            )
+        )
+    for name, e, a in _pairs(expected.buffers, actual.buffers):
+        found.append(_compare("buffer", name, e, a, lambda norm, _: max(norm, 1.0), tolerance))
+    return found
+
+
+def _pairs(
+    expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]
+) -> list[tuple[str, Tensor | None, Tensor | None]]:
+    names = list(expected) + [name for name in actual if name not in expected]
+    return [(name, expected.get(name), actual.get(name)) for name in names]
+
+
+def _compare(
+    kind: str,
+    name: str,
+    expected: Tensor | None,
+    actual: Tensor | None,
+    scale: Callable[[float, int], float],
+    tolerance: float,
+) -> Comparison:
+    if expected is None or actual is None or expected.shape != actual.shape:
+        return Comparison(kind, name, math.inf, 0.0)
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    error = float((expected.to(wide) - actual.to(wide)).norm())
+    return Comparison(kind, name, error, tolerance * scale(float(expected.to(wide).norm()), expected.numel()))
