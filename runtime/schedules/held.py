@@ -1,0 +1,108 @@
+"""What an order holds: micro-batches in flight, and the bytes that autograd saves for them.
+
+Counted from the instruction order itself, so it is exact for whatever a schedule generates. Only the rank's
+own order matters: holding begins with a forward and ends with a backward of the same rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+from runtime.program import Backward, BackwardInput, ComputeOrder, Forward, SegmentGraph
+
+Kind: TypeAlias = Literal["F", "B", "I", "W"]
+Step: TypeAlias = tuple[Kind, int, int]
+"""(forward, whole backward, input half or weight half; chunk on the rank; micro-batch)"""
+
+Moment: TypeAlias = tuple[tuple[int, int], ...]
+"""Per chunk: micro-batches held whole, and micro-batches of which only the weight half is left.
+
+whole         forward done, (input) backward not done: each holds ``saved_bytes``
+weights left  input half done, weight half not done:   each holds ``weight_saved_bytes``
+"""
+
+_CHANGE: dict[Kind, tuple[int, int]] = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
+
+
+def fullest_moments(steps: Iterable[Step], chunks: int) -> tuple[Moment, ...]:
+    """The moments of a rank's order that no other moment holds at least as much as, in every count.
+
+    The peak of any non-negative weighting of the counts, so of bytes, is reached at one of them.
+    """
+    whole = [0] * chunks
+    weights = [0] * chunks
+    seen: set[Moment] = set()
+    for kind, chunk, _ in steps:
+        more_whole, more_weights = _CHANGE[kind]
+        whole[chunk] += more_whole
+        weights[chunk] += more_weights
+        # Whoever only releases leaves a moment that the one before holds at least as much as.
+        if more_whole > 0 or more_weights > 0:
+            seen.add(tuple(zip(whole, weights, strict=True)))
+    return _undominated(seen)
+
+
+def _undominated(moments: set[Moment]) -> tuple[Moment, ...]:
+    kept: list[Moment] = []
+    by_size = sorted(moments, key=lambda moment: (sum(map(sum, moment)), moment), reverse=True)
+    for moment in by_size:  # a dominating moment has a larger sum, so it comes first
+        if not any(_dominates(other, moment) for other in kept):
+            kept.append(moment)
+    return tuple(kept)
+
+
+def _dominates(one: Moment, other: Moment) -> bool:
+    return all(a[0] >= b[0] and a[1] >= b[1] for a, b in zip(one, other, strict=True))
+
+
+def held_microbatches(steps: Iterable[Step], chunks: int) -> tuple[int, ...]:
+    """Per chunk, the most micro-batches at once whose forward is done and last backward half is not."""
+    now = [0] * chunks
+    most = [0] * chunks
+    for kind, chunk, _ in steps:
+        if kind == "F":
+            now[chunk] += 1
+            most[chunk] = max(most[chunk], now[chunk])
+        elif kind != "I":
+            now[chunk] -= 1
+    return tuple(most)
+
+
+def peak_bytes(
+    moments: Iterable[Moment], saved_bytes: Sequence[int], weight_saved_bytes: Sequence[int]
+) -> int:
+    """Most bytes saved for backward at once on a rank, given the bytes per chunk and micro-batch."""
+    return max(
+        (
+            sum(
+                whole * saved_bytes[chunk] + weights * weight_saved_bytes[chunk]
+                for chunk, (whole, weights) in enumerate(moment)
+            )
+            for moment in moments
+        ),
+        default=0,
+    )
+
+
+def peak_saved_bytes(graph: SegmentGraph, order: ComputeOrder) -> tuple[int, ...]:
+    """Per rank, the most bytes saved for backward at once when it runs ``order``: any graph, any schedule."""
+    peaks = []
+    for instructions in order:
+        held = peak = 0
+        for instruction in instructions:
+            segment = graph.segments[instruction.segment]
+            if not segment.has_backward:
+                continue
+            cost = segment.cost
+            if isinstance(instruction, Forward):
+                held += cost.saved_bytes
+            elif isinstance(instruction, Backward):
+                held -= cost.saved_bytes
+            elif isinstance(instruction, BackwardInput):
+                held += cost.weight_saved_bytes - cost.saved_bytes
+            else:
+                held -= cost.weight_saved_bytes
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)

@@ -1,0 +1,157 @@
+"""List scheduling: an order for any segment DAG on any placement.
+
+The step is played on a clock. Whenever a device group is free it starts, of the instructions whose inputs
+have arrived, the one that ranks first:
+
+    1. backwards before forwards (they free memory), weight halves last (nobody waits for them)
+    2. the older micro-batch
+    3. the longer critical path to the end of the micro-batch
+
+A forward must wait while its rank already holds as many unfinished micro-batches as its limit. Limits cannot
+lock: each segment runs its forwards in micro-batch order, so ranks admit micro-batches in that order too, and
+the oldest unfinished one is always admitted everywhere.
+
+Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (list scheduling); Little 1961, "A Proof for
+the Queuing Formula L = λW" (the default limits). Deterministic. Time O(n log n) for n instructions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from runtime.program import (
+    Backward,
+    Compute,
+    ComputeOrder,
+    Forward,
+    Segment,
+    SegmentCost,
+    SegmentGraph,
+    Value,
+)
+from runtime.schedules.held import Kind, Step
+from runtime.schedules.list_clock import play
+from runtime.schedules.list_work import Mode, Work, work_of
+from runtime.schedules.schedule import Schedule, TransferSeconds
+
+
+def list_order(
+    graph: SegmentGraph,
+    microbatches: int,
+    *,
+    limits: Sequence[int] | None = None,
+    transfer_seconds: TransferSeconds | None = None,
+    mode: Mode = "whole",
+    forward_first: bool = False,
+) -> ComputeOrder:
+    """Each rank's instructions in order of their simulated start.
+
+    limits         per rank, most unfinished micro-batches at once; ``default_limits`` if None
+    mode           forwards only, whole backwards, or backwards in halves
+    forward_first  swaps the first rule: on a chain that is GPipe
+    """
+    work = work_of(graph, transfer_seconds, mode, forward_first)
+    if limits is None:
+        limits = _default_limits(graph, work, microbatches)
+    return play(graph, work, microbatches, limits)[0]
+
+
+def default_limits(
+    graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSeconds | None = None
+) -> tuple[int, ...]:
+    """Per rank, how many unfinished micro-batches keep the slowest rank busy (and no more).
+
+    Little's law: L = λW. λ is one micro-batch per period, the work of the busiest rank; W is the time from a
+    micro-batch's first forward to its last backward on the rank when it is alone. On p equal stages this is
+    p-i on rank i, 1F1B's own bound.
+    """
+    return _default_limits(graph, work_of(graph, transfer_seconds, "whole", False), microbatches)
+
+
+def limits_within(graph: SegmentGraph, limits: Sequence[int], memory_bytes: Sequence[int]) -> tuple[int, ...]:
+    """``limits`` lowered to what fits: all saved bytes of one micro-batch on the rank, times the limit.
+
+    At least one micro-batch each: less cannot run, and whether one fits is not for a schedule to say.
+    """
+    saved = [0] * graph.world_size
+    for segment in graph.segments:
+        if segment.has_backward:
+            for rank in segment.ranks:
+                saved[rank] += segment.cost.saved_bytes
+    return tuple(
+        limit if size == 0 else max(1, min(limit, memory // size))
+        for limit, size, memory in zip(limits, saved, memory_bytes, strict=True)
+    )
+
+
+def inference_order(
+    graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSeconds | None = None
+) -> ComputeOrder:
+    """Forwards only, on any placement: micro-batches follow each other as fast as the ranks allow."""
+    return list_order(
+        graph,
+        microbatches,
+        limits=[microbatches] * graph.world_size,
+        transfer_seconds=transfer_seconds,
+        mode="inference",
+    )
+
+
+@dataclass(frozen=True)
+class ListSchedule(Schedule):
+    """The list scheduler with its default limits, lowered to the memory given."""
+
+    def check(self, stages: int, ranks: int, microbatches: int) -> str | None:
+        if min(stages, ranks, microbatches) < 1:
+            return f"list needs stages, ranks and micro-batches, not {stages}, {ranks} and {microbatches}"
+        return None
+
+    def steps(self, position: int, ranks: int, chunks: int, microbatches: int) -> Sequence[Step]:
+        """On a chain of equal stages placed round and round: other graphs may be ordered otherwise."""
+        return _chain_steps(ranks, chunks, microbatches)[position]
+
+    def order(
+        self,
+        graph: SegmentGraph,
+        microbatches: int,
+        memory_bytes: Sequence[int] | None = None,
+        transfer_seconds: TransferSeconds | None = None,
+    ) -> ComputeOrder:
+        work = work_of(graph, transfer_seconds, "whole", False)
+        limits = _default_limits(graph, work, microbatches)
+        if memory_bytes is not None:
+            limits = limits_within(graph, limits, memory_bytes)
+        return play(graph, work, microbatches, limits)[0]
+
+
+@lru_cache(maxsize=256)
+def _chain_steps(ranks: int, chunks: int, microbatches: int) -> tuple[tuple[Step, ...], ...]:
+    stages = ranks * chunks
+    cost = SegmentCost(forward_seconds=1, backward_input_seconds=1, backward_weight_seconds=1)
+    chain = SegmentGraph(
+        tuple(Segment(s, (s % ranks,), cost) for s in range(stages)),
+        tuple(Value(f"v{s}", s, (s + 1,), 0, True) for s in range(stages - 1)),
+        ranks,
+    )
+    kinds: dict[type[Compute], Kind] = {Forward: "F", Backward: "B"}
+    return tuple(
+        tuple((kinds[type(i)], i.segment // ranks, i.microbatch) for i in instructions)
+        for instructions in list_order(chain, microbatches)
+    )
+
+
+def _default_limits(graph: SegmentGraph, work: Work, microbatches: int) -> tuple[int, ...]:
+    alone = [1] * graph.world_size
+    _, spans_seconds = play(graph, work, 1, alone)
+    busy_seconds = [0.0] * graph.world_size
+    for node in work.nodes:
+        for rank in node.segment.ranks:
+            busy_seconds[rank] += node.seconds
+    period = max(busy_seconds)
+    if period <= 0:
+        return tuple([microbatches] * graph.world_size)
+    # A little less than the quotient, so that rounding of equal times does not add a micro-batch.
+    return tuple(min(microbatches, max(1, math.ceil(span / period - 1e-6))) for span in spans_seconds)
