@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cost_models.memory import StateBytes
+
 OpClass: TypeAlias = Literal["matmul", "attention", "conv", "memory"]
 OP_CLASSES: tuple[OpClass, ...] = ("matmul", "attention", "conv", "memory")
 
@@ -131,3 +133,14 @@ def additive_seconds(phase: PhaseSeconds, device: ComputeDevice) -> FloatArray:
     if device.kind != "cuda":
         return phase.kernel + phase.launch
     return phase.kernel if phase.kernel.sum() >= phase.launch.sum() else phase.launch
+
+
+def optimizer_seconds(state: StateBytes, device: ComputeDevice) -> float:
+    """Time of an optimizer step, bound by memory: parameters and state read and written, gradients read once.
+
+    ``t = (2·trained parameters + gradients + 2·state) / (B · e_memory)`` with B the memory bandwidth in bytes/s, as for
+    the fused (multi-tensor) implementations. Gradients have their parameters' sizes and types, so the bytes of the
+    trained parameters are those of the gradients; frozen ones are not touched.
+    """
+    moved_bytes = 3 * state.gradients + 2 * state.optimizer_state
+    return moved_bytes / (device.memory_bandwidth_bytes_per_second * device.efficiency["memory"])

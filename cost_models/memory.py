@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 import torch
 
-from cost_models.compute import ComputeDevice
 from cost_models.errors import UsageError
 
 ParameterCount: TypeAlias = tuple[int, torch.dtype, bool]
@@ -90,14 +89,3 @@ def state_bytes(parameters: Iterable[ParameterCount], optimizer: str, master: bo
         state += rule.copies * elements * state_itemsize + rule.step_bytes
         state += elements * MASTER_DTYPE.itemsize if mastered else 0
     return StateBytes(held, gradients, state)
-
-
-def optimizer_seconds(state: StateBytes, device: ComputeDevice) -> float:
-    """Time of an optimizer step, bound by memory: parameters and state read and written, gradients read once.
-
-    ``t = (2·trained parameters + gradients + 2·state) / (B · e_memory)`` with B the memory bandwidth in bytes/s, as for
-    the fused (multi-tensor) implementations. Gradients have their parameters' sizes and types, so the bytes of the
-    trained parameters are those of the gradients; frozen ones are not touched.
-    """
-    moved_bytes = 3 * state.gradients + 2 * state.optimizer_state
-    return moved_bytes / (device.memory_bandwidth_bytes_per_second * device.efficiency["memory"])

@@ -1,0 +1,289 @@
+"""What every op of a graph costs: arithmetic, memory traffic, seconds, and what autograd keeps on its account.
+
+    OpGraph ─► signatures (equal ops) ─► profiles at a few sizes ─► polynomials of the batch size ─► arrays over ops
+
+Words
+    storage      memory behind one or more tensors; a view shares its base's. Named by the op that makes it:
+                 ``relu_3``, ``split_1.2`` (third output), ``layer_norm~0`` (kept by autograd, not an output)
+    saved        the storages that autograd keeps from an op's forward until its backward. Parameters, buffers,
+                 constants and batch inputs are there anyway and are not counted
+    input half   the part of backward that computes gradients of activations
+    weight half  the part that computes gradients of parameters, and adds them to what micro-batches before left
+
+Everything but seconds is independent of the device, except that what dropout and attention keep depends on its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import sympy
+import torch
+
+from cost_models.compute import (
+    ComputeDevice,
+    FloatArray,
+    OpClass,
+    OpSeconds,
+    PhaseSeconds,
+    additive_seconds,
+    kernel_seconds,
+    segment_seconds,
+)
+from passes.graph import OpGraph
+from passes.saved_tensors import OpProfile, profile
+from passes.signatures import Signature, SignatureTable, group_by_signature
+from passes.size_model import OUTPUT_BYTES, WORK_FIELDS, SizeModel, fit
+from passes.storages import StorageTable, name_storages
+
+PHASES = ("forward", "backward_input", "backward_weight")
+
+
+@dataclass(frozen=True)
+class OpTable:
+    """Arrays over ``GraphCosts.ops``, shape [ops], for one micro-batch size."""
+
+    forward_flops: FloatArray
+    backward_input_flops: FloatArray
+    backward_weight_flops: FloatArray
+    forward_bytes: FloatArray
+    """Read and written."""
+    backward_input_bytes: FloatArray
+    backward_weight_bytes: FloatArray
+    forward_launches: FloatArray
+    backward_input_launches: FloatArray
+    backward_weight_launches: FloatArray
+    output_bytes: FloatArray
+    """Of the op's output tensors, were they sent: elements times element size."""
+
+
+@dataclass(frozen=True)
+class SegmentSeconds:
+    """One segment's time per micro-batch."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What a segment holds from its forward to its backward, per micro-batch.
+
+    ``saved``: storages saved by autograd, sent outputs and received values, as one union. ``weight_saved``: what a
+    deferred weight half still needs, the output gradients included.
+    """
+
+    saved: int
+    weight_saved: int
+
+
+@dataclass(frozen=True, eq=False)
+class GraphCosts:
+    """The costs of an ``OpGraph``; every tuple and array follows ``graph.ops``."""
+
+    ops: tuple[str, ...]
+    saved: tuple[tuple[str, ...], ...]
+    """Storages that autograd keeps on the op's account; several ops may name one storage."""
+    output_storages: tuple[tuple[str | None, ...], ...]
+    """Storage of each output; None for one that belongs to a parameter, buffer, constant or batch input."""
+    attention_backend: str | None
+    """Which attention the costs assume ("flash", or "flash+math" for a mixture); None without attention."""
+    estimated: tuple[str, ...]
+    """Ops that could not be run alone; their costs come from shapes."""
+    _model: SizeModel = field(repr=False)
+    _storages: StorageTable = field(repr=False)
+    _signature_of: np.ndarray[tuple[int], np.dtype[np.intp]] = field(repr=False)
+    _rates: tuple[tuple[torch.dtype, OpClass], ...] = field(repr=False)
+    """(data type, class) of each signature's arithmetic."""
+    _extra: Extra = field(repr=False)
+    _tables: dict[int, OpTable] = field(default_factory=dict, repr=False)
+    _phases: dict[object, tuple[PhaseSeconds, ...]] = field(default_factory=dict, repr=False)
+
+    def at(self, batch_size: int) -> OpTable:
+        """Work of every op for micro-batches of ``batch_size`` samples."""
+        if batch_size not in self._tables:
+            numbers = self._model.at(batch_size)
+            first = np.array(self._model.first_row[:-1], dtype=np.intp)[self._signature_of]
+            columns = {name: numbers[first + column] for column, name in enumerate(WORK_FIELDS)}
+            columns["output_bytes"] = numbers[first + OUTPUT_BYTES]
+            self._extra.add_to(columns)
+            self._tables[batch_size] = OpTable(**columns)
+        return self._tables[batch_size]
+
+    def phases(self, batch_size: int, device: ComputeDevice) -> tuple[PhaseSeconds, ...]:
+        """Kernel and launch seconds per op: forward, input half, weight half."""
+        key = (batch_size, self._speed(device))
+        if key not in self._phases:
+            table = self.at(batch_size)
+            self._phases[key] = tuple(self._phase(table, name, device) for name in PHASES)
+        return self._phases[key]
+
+    def seconds(self, batch_size: int, device: ComputeDevice) -> OpSeconds:
+        """Seconds of every op, in a form that adds up over ops (``cost_models.compute.additive_seconds``)."""
+        return OpSeconds(*(additive_seconds(phase, device) for phase in self.phases(batch_size, device)))
+
+    def segment_seconds(
+        self, op_indices: Sequence[int] | np.ndarray, batch_size: int, device: ComputeDevice
+    ) -> SegmentSeconds:
+        """Seconds of a segment made of these ops: on a GPU launching and running overlap."""
+        chosen = np.asarray(op_indices, dtype=np.intp)
+        phases = self.phases(batch_size, device)
+        return SegmentSeconds(*(segment_seconds(phase, device, chosen) for phase in phases))
+
+    def storage_bytes(self, batch_size: int) -> Mapping[str, int]:
+        """Size of every storage that an op makes."""
+        return self._storages.sizes(self._model.at(batch_size), batch_size)
+
+    def saved_bytes(self, op_indices: Iterable[int], batch_size: int) -> int:
+        """Bytes that autograd keeps for these ops: the union of their storages."""
+        sizes = self.storage_bytes(batch_size)
+        return sum(sizes[name] for name in self._union(op_indices))
+
+    def held_bytes(self, op_indices: Iterable[int], batch_size: int, outputs: Iterable[str] = ()) -> HeldBytes:
+        """What a segment of these ops holds; ``outputs`` names the ops whose results it sends or returns.
+
+        A received value is a buffer of its own, as large as the value, whatever its storage was where it was made.
+        """
+        chosen = [int(index) for index in op_indices]
+        sizes = dict(self.storage_bytes(batch_size))
+        output_bytes = self.at(batch_size).output_bytes
+        inside = set(chosen)
+        received: dict[str, int] = {}
+        arrived: set[int] = set()
+        for index in chosen:
+            for producer, storage in self._storages.reads[index]:
+                if producer not in inside and producer not in arrived and storage is not None:
+                    arrived.add(producer)
+                    received[storage] = received.get(storage, 0) + int(output_bytes[producer])
+        own = {name for index in chosen for name in (*self.output_storages[index], *self.saved[index]) if name}
+        own -= {name for name in received if self._storages.maker[name] not in inside}
+        sizes.update({name: size for name, size in received.items() if name not in own})
+        held = self._union(chosen) | set(received)
+        sent = {self._storages.index_of[name] for name in outputs}
+        held |= {name for index in sent for name in self.output_storages[index] if name}
+        parameterized = [index for index in chosen if self._storages.weight_half[index]]
+        deferred = sum(sizes[name] for name in self._union(parameterized))
+        deferred += int(output_bytes[parameterized].sum())
+        return HeldBytes(sum(sizes[name] for name in held), deferred)
+
+    def _speed(self, device: ComputeDevice) -> tuple[object, ...]:
+        """All that seconds depend on: equal devices share what is computed for one of them."""
+        efficiency = tuple(sorted(device.efficiency.items()))
+        peaks = tuple(device.peak_flops(dtype) for dtype, op_class in sorted_rates(self._rates) if op_class != "memory")
+        bandwidth = device.memory_bandwidth_bytes_per_second
+        return device.kind, bandwidth, device.launch_overhead_seconds, efficiency, peaks
+
+    def _union(self, op_indices: Iterable[int]) -> set[str]:
+        return {name for index in op_indices for name in self.saved[index]}
+
+    def _phase(self, table: OpTable, name: str, device: ComputeDevice) -> PhaseSeconds:
+        flops = getattr(table, f"{name}_flops")
+        moved = getattr(table, f"{name}_bytes")
+        kernel = np.zeros(len(self.ops))
+        groups = np.array([self._rates.index(rate) for rate in self._rates], dtype=np.intp)[self._signature_of]
+        for group in np.unique(groups):
+            members = groups == group
+            dtype, op_class = self._rates[group]
+            kernel[members] = kernel_seconds(flops[members], moved[members], device, dtype, op_class)
+        return PhaseSeconds(kernel, getattr(table, f"{name}_launches") * device.launch_overhead_seconds)
+
+
+@dataclass(frozen=True, eq=False)
+class Extra:
+    """Work that one op alone does not show: summing gradients where several consumers, or micro-batches, add up.
+
+    A value that k consumers differentiate has its k gradients added, k − 1 kernels, charged to its producer. A
+    parameter's gradient is added to what earlier micro-batches left. Adding reads two tensors and writes one.
+    """
+
+    fan_out: FloatArray
+    """k − 1 of each op, shape [ops]."""
+    parameter_bytes: FloatArray
+    """Trainable parameters that each op reads, bytes, shape [ops]."""
+    parameters: FloatArray
+    """How many."""
+    weight_only: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    """Ops without an input half; their fan-out counts in the weight half."""
+
+    def add_to(self, columns: dict[str, FloatArray]) -> None:
+        summed = 3 * self.fan_out * columns["output_bytes"]
+        for half, mine in (("input", ~self.weight_only), ("weight", self.weight_only)):
+            columns[f"backward_{half}_bytes"] = columns[f"backward_{half}_bytes"] + summed * mine
+            columns[f"backward_{half}_launches"] = columns[f"backward_{half}_launches"] + self.fan_out * mine
+        columns["backward_weight_bytes"] = columns["backward_weight_bytes"] + 3 * self.parameter_bytes
+        columns["backward_weight_launches"] = columns["backward_weight_launches"] + self.parameters
+
+
+def cost_graph(graph: OpGraph, *, attention: str | None = None, device_kind: str = "cpu") -> GraphCosts:
+    """Cost every op of ``graph`` for any batch size.
+
+    ``attention``: the backend to assume where it applies (``cost_models.attention.BACKENDS``); None for what devices of
+    ``device_kind`` ("cuda" or "cpu") choose themselves.
+    """
+    table = group_by_signature(graph)
+    symbols = example_sizes(graph)
+
+    def profiler(signature: int, batch_size: int) -> OpProfile:
+        sizes = {**symbols, graph.batch.batch_symbol: batch_size}
+        return profile(table.signatures[signature], sizes, attention=attention, device_kind=device_kind)
+
+    model = fit(len(table.signatures), profiler)
+    structures = [model.structures[index] for index in table.of]
+    storages = name_storages(graph, table, model)
+    backends = sorted({s.attention_backend for s in structures if s.attention_backend})
+    rates = tuple(
+        (_dtype(signature), structure.op_class)
+        for signature, structure in zip(table.signatures, model.structures, strict=True)
+    )
+    return GraphCosts(
+        ops=tuple(node.name for node in graph.ops),
+        saved=storages.saved,
+        output_storages=storages.outputs,
+        attention_backend="+".join(backends) or None,
+        estimated=tuple(n.name for n, s in zip(graph.ops, structures, strict=True) if s.estimated),
+        _model=model,
+        _storages=storages,
+        _signature_of=np.array(table.of, dtype=np.intp),
+        _rates=rates,
+        _extra=_extra(graph, table, storages),
+    )
+
+
+def example_sizes(graph: OpGraph) -> dict[sympy.Symbol, int]:
+    """The number of every dynamic size in the example batch. The batch's own is replaced by each size asked for."""
+    sizes: dict[sympy.Symbol, int] = {}
+    for symbol, (leaf, dim) in graph.batch.symbols.items():
+        if leaf in graph.example_shapes:
+            sizes[symbol] = graph.example_shapes[leaf][dim]
+    return sizes
+
+
+def _extra(graph: OpGraph, table: SignatureTable, storages: StorageTable) -> Extra:
+    parameter_of = {i.node: graph.parameters[i.name] for i in graph.inputs if i.kind == "parameter"}
+    fan_out = np.zeros(len(graph.ops))
+    parameter_bytes = np.zeros(len(graph.ops))
+    parameters = np.zeros(len(graph.ops))
+    weight_only = np.zeros(len(graph.ops), dtype=bool)
+    for index, node in enumerate(graph.ops):
+        if node.name not in graph.needs_grad:
+            continue
+        readers = sum(user.name in graph.needs_grad for user in node.users)
+        fan_out[index] = max(0, readers - 1) if storages.single[index] else 0
+        trained = [s for s in dict.fromkeys(node.all_input_nodes) if s.name in parameter_of and s.name in graph.needs_grad]
+        parameter_bytes[index] = sum(parameter_of[source.name].size_bytes for source in trained)
+        parameters[index] = len(trained)
+        weight_only[index] = all(operand.role != "input" for operand in table.operands[index])
+    return Extra(fan_out, parameter_bytes, parameters, weight_only)
+
+
+def sorted_rates(rates: Iterable[tuple[torch.dtype, OpClass]]) -> list[tuple[torch.dtype, OpClass]]:
+    """Each (data type, class) once, in a stable order."""
+    return sorted(set(rates), key=str)
+
+
+def _dtype(signature: Signature) -> torch.dtype:
+    """The type the op computes in: its first floating-point output's."""
+    return next((s.dtype for s in signature.outputs if s.dtype.is_floating_point), torch.float32)

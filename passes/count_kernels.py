@@ -1,0 +1,116 @@
+"""Counts what a piece of code makes a device do: arithmetic, memory traffic, kernel launches.
+
+A dispatch mode sees each kernel after composite ops have fallen apart. FLOPs come from ``torch.utils.flop_counter``'s
+registry; bytes are the operands read and the results written, except for kernels that touch only part of an operand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from cost_models.compute import OpClass
+
+aten = torch.ops.aten
+
+_FREE = frozenset(
+    {
+        aten._unsafe_view,
+        aten.empty,
+        aten.empty_like,
+        aten.empty_strided,
+        aten.new_empty,
+        aten.new_empty_strided,
+        aten.lift_fresh,
+        aten.scalar_tensor,
+    }
+)
+"""Ops that neither read nor write memory but are not declared views."""
+
+_GATHER = frozenset(
+    {aten.embedding, aten.index_select, aten.gather, aten.index, aten.take, aten.nll_loss_forward}
+)
+"""Read of their first operand as much as they write (a row per index), not all of it."""
+
+_SCATTER = frozenset({aten.index_put_, aten.index_add_, aten.scatter_, aten.scatter_add_, aten.copy_})
+"""Write of their first operand as much as the values they are given."""
+
+_WRITE_ONLY = frozenset({aten.fill_, aten.zero_, aten.bernoulli_, aten.uniform_, aten.normal_, aten.random_})
+"""Overwrite their operand without reading it."""
+
+_CONVOLUTIONS = frozenset({aten.convolution, aten._convolution, aten.convolution_backward})
+
+
+@dataclass(frozen=True)
+class KernelCounts:
+    """Sums over kernels."""
+
+    flops: int = 0
+    bytes: int = 0
+    launches: int = 0
+
+
+class KernelCounter(TorchDispatchMode):
+    """Counts the kernels dispatched inside it. Enter it inside a ``FakeTensorMode``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._flops = self._bytes = self._launches = 0
+        self.op_class: OpClass = "memory"
+        """Of what was seen so far: the class of its arithmetic."""
+
+    def take(self) -> KernelCounts:
+        """The counts since the last call."""
+        counts = KernelCounts(self._flops, self._bytes, self._launches)
+        self._flops = self._bytes = self._launches = 0
+        return counts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.namespace != "aten" or func.is_view or func._overloadpacket in _FREE:
+            return result
+        self._count(func._overloadpacket, args, kwargs, result)
+        return result
+
+    def _count(self, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        written = sum(map(_bytes, _tensors(result)))
+        if op in _WRITE_ONLY:
+            moved = written
+        elif op in _GATHER:
+            moved = 2 * written + sum(map(_bytes, _tensors(args[1:])))
+        elif op in _SCATTER:
+            moved = 2 * sum(map(_bytes, _tensors(args[1:])))
+        elif op is aten.nll_loss_backward:
+            moved = written + sum(map(_bytes, _tensors(args[2:])))
+        else:
+            moved = written + sum(map(_bytes, _tensors((*args, *kwargs.values()))))
+        self._bytes += moved
+        self._launches += 1
+        formula = flop_registry.get(op)
+        if formula is not None:
+            self._flops += int(formula(*args, **kwargs, out_val=result))
+            if op in _CONVOLUTIONS:
+                self.op_class = "conv"
+            elif self.op_class == "memory":
+                self.op_class = "attention" if "attention" in op.__name__ else "matmul"
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes a kernel touches: an expanded tensor is read once from memory, then from cache."""
+    return min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes())

@@ -1,0 +1,94 @@
+"""The numbers of every signature as polynomials of the batch size.
+
+Each signature is profiled at a few small sizes. FLOPs, bytes and storage sizes are polynomials of degree at most 2 in the
+batch size b (attention over the batch's own rows would be 2; everything usual is 1), so three sizes determine them and a
+fourth checks. A signature that fails the check, or whose structure changes with the size, is profiled anew at each size.
+
+    linear, s = 16, h = 8 → 32:   forward FLOPs at b = 2, 3, 5: 16384, 24576, 40960   →   8192·b      checked at b = 8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+
+import numpy as np
+
+from cost_models.compute import FloatArray, OpWork
+from passes.saved_tensors import OpProfile, OpStructure
+
+FIT_SIZES = (2, 3, 5)
+CHECK_SIZE = 8
+
+WORK_FIELDS = tuple(f.name for f in fields(OpWork))
+OUTPUT_BYTES = len(WORK_FIELDS)
+"""Column of the output's bytes; the columns after it are storages."""
+
+Profiler = Callable[[int, int], OpProfile]
+"""(signature index, batch size) -> profile."""
+
+
+@dataclass(frozen=True, eq=False)
+class SizeModel:
+    """``coefficients[row, k]`` of b**k. Signature s owns rows ``first_row[s]`` up to ``first_row[s + 1]``."""
+
+    coefficients: FloatArray
+    first_row: tuple[int, ...]
+    structures: tuple[OpStructure, ...]
+    direct: tuple[int, ...]
+    """Signatures that no polynomial fits."""
+    profiler: Profiler
+    _cache: dict[int, FloatArray] = field(default_factory=dict, repr=False)
+
+    def at(self, batch_size: int) -> FloatArray:
+        """Every number of every signature, shape [rows]."""
+        if batch_size not in self._cache:
+            powers = np.array([1.0, batch_size, float(batch_size) ** 2])
+            numbers = self.coefficients @ powers
+            for signature in self.direct:
+                exact = _numbers(self.profiler(signature, batch_size))
+                rows = slice(self.first_row[signature], self.first_row[signature + 1])
+                numbers[rows] = exact[: rows.stop - rows.start]
+            self._cache[batch_size] = np.rint(numbers)
+        return self._cache[batch_size]
+
+
+def fit(signatures: int, profiler: Profiler) -> SizeModel:
+    """Profile each signature at ``FIT_SIZES`` and ``CHECK_SIZE``; four short runs per signature."""
+    coefficients: list[tuple[float, float, float]] = []
+    first_row = [0]
+    structures: list[OpStructure] = []
+    direct: list[int] = []
+    for signature in range(signatures):
+        profiles = [profiler(signature, size) for size in (*FIT_SIZES, CHECK_SIZE)]
+        samples = [_numbers(p) for p in profiles]
+        structures.append(profiles[-1].structure)
+        rows = [_parabola(*values) for values in zip(*samples[:3], strict=False)]
+        same_structure = all(p.structure == structures[-1] for p in profiles)
+        fits = [c0 + c1 * CHECK_SIZE + c2 * CHECK_SIZE**2 for c0, c1, c2 in rows] == samples[-1]
+        if not (same_structure and fits):
+            direct.append(signature)
+            rows = [(Fraction(0), Fraction(0), Fraction(0))] * len(samples[-1])
+        coefficients += [(float(c0), float(c1), float(c2)) for c0, c1, c2 in rows]
+        first_row.append(len(coefficients))
+    table = np.array(coefficients, dtype=np.float64).reshape(-1, 3)
+    return SizeModel(table, tuple(first_row), tuple(structures), tuple(direct), profiler)
+
+
+def _numbers(profile: OpProfile) -> list[int]:
+    work = [int(getattr(profile.work, name)) for name in WORK_FIELDS]
+    return [*work, profile.output_bytes, *profile.storage_bytes]
+
+
+def _parabola(y0: int, y1: int, y2: int) -> tuple[Fraction, Fraction, Fraction]:
+    """Coefficients (of 1, b, b²) of the parabola through the values at ``FIT_SIZES``: Newton's divided differences."""
+    x0, x1, x2 = FIT_SIZES
+    first = Fraction(y1 - y0, x1 - x0)
+    second = (Fraction(y2 - y1, x2 - x1) - first) / (x2 - x0)
+    return y0 - first * x0 + second * x0 * x1, first - second * (x0 + x1), second
+
+
+def pick_rows(rows: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """``rows`` as an index array."""
+    return np.array(rows, dtype=np.intp)
