@@ -1,0 +1,249 @@
+"""The layer-wise problem as numbers: units, what they hold and send, devices, links. No graph, no torch.
+
+Words
+    unit         ops that stay together; units are numbered in a topological order
+    downset      a set of units that contains every producer of its members; ∅ ⊂ D1 ⊂ … ⊂ Dp = all units
+    stage s      the units D(s) \\ D(s-1); it runs on one device and is never empty
+    cut s        the boundary into stage s; what is produced before it and read after it crosses it
+    k            a stage counted from the end: the last stage has k = 1
+    kind         devices that are interchangeable in the search, or one device of a fixed order
+
+Surrogate, minimized exactly by ``layer_dp`` and ``layer_ilp``
+    t_s   forward + backward seconds of stage s on its device, per micro-batch
+    x_s   link seconds of cut s: latency + (activation bytes + gradient bytes) · seconds per byte. A value that skips
+          stages is counted at every cut it crosses: an upper estimate
+    step  = fill · Σ_s (t_s + x_s) + (m - fill) · v · max_s max(t_s, x_s)
+
+with m micro-batches and v chunks per device. ``fill`` is the share of the pipeline's filling and draining that a schedule
+cannot hide: 1 for GPipe and 1F1B (p equal stages: (m + p - 1)·t, the closed form), 1/v for interleaved 1F1B, about 1/3 for
+ZB-H1. With v > 1 the busiest device is bounded from above by v times its largest chunk.
+
+Memory, per device: ``state + gradients crossing both cuts + in_flight[k] · held ≤ capacity``, where ``held`` is a union
+of storages: one that several ops of the stage save, or that it saves and also sends, is counted once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray: TypeAlias = NDArray[np.float64]
+Assignment: TypeAlias = Literal["unordered", "ordered", "sequence"]
+
+MEMORY_TOLERANCE = 1e-9
+"""Relative slack in memory comparisons, so that sums in another order do not change the answer."""
+
+
+@dataclass(frozen=True)
+class Touch:
+    """Who makes a stage hold a storage: any of ``savers``; a reader whose producer is elsewhere; a producer read later.
+
+    ``producer`` is -1 for what no unit makes (parameters, batch inputs). Unit indices; ``readers`` exclude the producer.
+    """
+
+    savers: tuple[int, ...]
+    producer: int = -1
+    readers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Values with one producer unit and one set of reading units."""
+
+    producer: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStructure:
+    """What does not change with the micro-batch size.
+
+    ``downsets``: the family of downsets as bit masks (bit u: unit u), or None for the prefixes of the numbering.
+    """
+
+    units: int
+    edges: tuple[tuple[int, int], ...]
+    storages: tuple[Touch, ...] = ()
+    states: tuple[Touch, ...] = ()
+    crossings: tuple[Crossing, ...] = ()
+    downsets: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """``count`` interchangeable devices; ``row`` selects their seconds."""
+
+    name: str
+    row: int
+    capacity_bytes: float
+    count: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class LayerProblem:
+    """One micro-batch size, one schedule. Shapes: R rows of seconds, n units, K kinds.
+
+    ``assignment``: "unordered": any kind for any stage, each at most ``count`` times; "ordered": kinds are devices in
+    pipeline order and a plan uses any subsequence; "sequence": p stages use the last p entries of ``sequence``.
+    """
+
+    structure: LayerStructure
+    seconds: FloatArray
+    """[R, n] forward + backward seconds of each unit."""
+    storage_bytes: FloatArray
+    """[storages] held per micro-batch in flight."""
+    state_bytes: FloatArray
+    """[states] parameters, gradients, optimizer state."""
+    forward_bytes: FloatArray
+    """[crossings] activations."""
+    gradient_bytes: FloatArray
+    """[crossings] their gradients; 0 where none is sent back."""
+    kinds: tuple[DeviceKind, ...]
+    link_latency_seconds: FloatArray
+    """[K, K] per cut: the latencies of all its messages of one micro-batch."""
+    link_seconds_per_byte: FloatArray
+    """[K, K]"""
+    in_flight: tuple[int, ...]
+    """``in_flight[k - 1]``: micro-batches held at once by the k-th stage from the end; its length bounds the stages."""
+    microbatches: int = 1
+    fill: float = 1.0
+    chunks: int = 1
+    assignment: Assignment = "unordered"
+    sequence: tuple[int, ...] = ()
+    stage_counts: tuple[int, int] = (1, 1 << 30)
+    """Fewest and most stages allowed."""
+    pins: Mapping[int, int] = field(default_factory=dict)
+    """Unit to stage, counted from the front."""
+
+    @property
+    def bottleneck_weight(self) -> float:
+        """Factor of ``max_s max(t_s, x_s)`` in the surrogate."""
+        return (self.microbatches - self.fill) * self.chunks
+
+    @property
+    def max_stages(self) -> int:
+        devices = len(self.sequence) if self.assignment == "sequence" else sum(k.count for k in self.kinds)
+        return min(devices, len(self.in_flight), self.stage_counts[1], self.structure.units)
+
+
+@dataclass(frozen=True)
+class Split:
+    """A solution: the stage of each unit, the kind of each stage, and what the surrogate says about them."""
+
+    stage_of: tuple[int, ...]
+    kinds: tuple[int, ...]
+    objective_seconds: float
+    bottleneck_seconds: float
+    """max over stages and cuts, per micro-batch."""
+    total_seconds: float
+    """Σ_s (t_s + x_s)."""
+    memory_bytes: tuple[float, ...]
+    """Per stage."""
+
+    @property
+    def stages(self) -> int:
+        return len(self.kinds)
+
+
+def evaluate(problem: LayerProblem, stage_of: Sequence[int], kinds: Sequence[int]) -> Split:
+    """The surrogate and the memory of one split, by their definitions. The reference that the solvers are tested with."""
+    p = len(kinds)
+    seconds = np.zeros(p)
+    for unit, stage in enumerate(stage_of):
+        seconds[stage] += problem.seconds[problem.kinds[kinds[stage]].row, unit]
+    forward, gradient = cut_bytes(problem, stage_of, p)
+    link = np.zeros(p)
+    for s in range(1, p):
+        a, b = kinds[s - 1], kinds[s]
+        link[s] = (
+            problem.link_latency_seconds[a, b]
+            + (forward[s] + gradient[s]) * problem.link_seconds_per_byte[a, b]
+        )
+    held = touched_bytes(problem.structure.storages, problem.storage_bytes, stage_of, p)
+    state = touched_bytes(problem.structure.states, problem.state_bytes, stage_of, p)
+    memory = [
+        state[s]
+        + gradient[s]
+        + (gradient[s + 1] if s + 1 < p else 0.0)
+        + problem.in_flight[p - s - 1] * held[s]
+        for s in range(p)
+    ]
+    bottleneck = float(max(seconds.max(), link.max()))
+    total = float(seconds.sum() + link.sum())
+    objective = problem.fill * total + problem.bottleneck_weight * bottleneck
+    return Split(tuple(stage_of), tuple(kinds), objective, bottleneck, total, tuple(map(float, memory)))
+
+
+def cut_bytes(problem: LayerProblem, stage_of: Sequence[int], p: int) -> tuple[FloatArray, FloatArray]:
+    """Activation and gradient bytes of each cut, shape [p]; entry s is the cut into stage s, entry 0 is zero."""
+    forward, gradient = np.zeros(p), np.zeros(p)
+    for index, crossing in enumerate(problem.structure.crossings):
+        first = stage_of[crossing.producer]
+        last = max((stage_of[u] for u in crossing.readers), default=first)
+        forward[first + 1 : last + 1] += problem.forward_bytes[index]
+        gradient[first + 1 : last + 1] += problem.gradient_bytes[index]
+    return forward, gradient
+
+
+def touched_bytes(touches: Sequence[Touch], sizes: FloatArray, stage_of: Sequence[int], p: int) -> FloatArray:
+    """Bytes of the storages that each stage holds, shape [p]."""
+    total = np.zeros(p)
+    for index, touch in enumerate(touches):
+        stages = {stage_of[u] for u in touch.savers}
+        if touch.producer >= 0:
+            home = stage_of[touch.producer]
+            away = {stage_of[u] for u in touch.readers} - {home}
+            stages |= away | ({home} if away else set())
+        for stage in stages:
+            total[stage] += sizes[index]
+    return total
+
+
+def overflow_bytes(problem: LayerProblem, split: Split) -> tuple[float, ...]:
+    """Per stage: bytes that do not fit its device; 0 where it fits."""
+    return tuple(
+        max(0.0, used - problem.kinds[kind].capacity_bytes * (1 + MEMORY_TOLERANCE))
+        for used, kind in zip(split.memory_bytes, split.kinds, strict=True)
+    )
+
+
+def violations(problem: LayerProblem, split: Split) -> list[str]:
+    """Every rule of the problem that ``split`` breaks; empty for a legal split."""
+    found: list[str] = []
+    p = split.stages
+    if not problem.stage_counts[0] <= p <= problem.max_stages:
+        found.append(f"{p} stages")
+    if set(split.stage_of) != set(range(p)):
+        found.append("an empty stage")
+    found += [
+        f"edge {u}->{v} leads back"
+        for u, v in problem.structure.edges
+        if split.stage_of[u] > split.stage_of[v]
+    ]
+    found += [f"unit {u} is pinned to stage {s}" for u, s in problem.pins.items() if split.stage_of[u] != s]
+    found += [
+        f"stage {s} is too large" for s, excess in enumerate(overflow_bytes(problem, split)) if excess > 0
+    ]
+    if problem.structure.downsets is None:
+        if list(split.stage_of) != sorted(split.stage_of):
+            found.append("a stage is no interval of the numbering")
+    else:
+        family = set(problem.structure.downsets)
+        for s in range(p):
+            if sum(1 << u for u, stage in enumerate(split.stage_of) if stage <= s) not in family:
+                found.append(f"cut {s + 1} is not in the family")
+    if not _kinds_allowed(problem, split.kinds):
+        found.append("devices")
+    return found
+
+
+def _kinds_allowed(problem: LayerProblem, kinds: tuple[int, ...]) -> bool:
+    if problem.assignment == "sequence":
+        return kinds == problem.sequence[len(problem.sequence) - len(kinds) :]
+    if problem.assignment == "ordered":
+        return all(a < b for a, b in zip(kinds, kinds[1:], strict=False))
+    return all(kinds.count(k) <= problem.kinds[k].count for k in set(kinds))

@@ -1,0 +1,53 @@
+"""The dynamic program, the integer program and exhaustive search agree."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from passes.layer_dp import solve_dp
+from passes.layer_ilp import solve_ilp
+from passes.layer_problem import LayerProblem, violations
+from tests.unit.passes.layer_samples import brute_force, random_problem
+
+problems = st.builds(
+    random_problem,
+    st.integers(0, 1 << 30),
+    chain=st.booleans(),
+    assignment=st.sampled_from(["unordered", "ordered", "sequence"]),
+    tight=st.booleans(),
+    pinned=st.booleans(),
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(problems)
+def test_dp_equals_exhaustive_search(problem: LayerProblem) -> None:
+    result, expected = solve_dp(problem, keep=4), brute_force(problem)
+    assert result.optimal
+    if expected is None:
+        assert result.best is None
+        assert math.isinf(result.bound_seconds)
+        return
+    assert result.best is not None
+    assert result.best.objective_seconds == pytest.approx(expected.objective_seconds, rel=1e-9)
+    assert result.bound_seconds == pytest.approx(expected.objective_seconds, rel=1e-9)
+    for split in result.splits:
+        assert violations(problem, split) == []
+    assert len({(s.stage_of, s.kinds) for s in result.splits}) == len(result.splits)
+
+
+@settings(max_examples=120, deadline=None)
+@given(problems)
+def test_ilp_equals_dp(problem: LayerProblem) -> None:
+    dp, ilp = solve_dp(problem, keep=1), solve_ilp(problem, time_limit_seconds=20)
+    if dp.best is None:
+        assert ilp.status == "infeasible"
+        return
+    assert ilp.status == "optimal"
+    assert ilp.split is not None
+    assert violations(problem, ilp.split) == []
+    assert ilp.split.objective_seconds == pytest.approx(dp.best.objective_seconds, rel=1e-9)
