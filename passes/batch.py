@@ -1,0 +1,257 @@
+"""Batches: naming their tensors, finding the batch dimension, handing forward its share.
+
+A batch is what the user's data loader yields: a tensor, a tuple or list, any mapping (a tokenizer's
+``BatchEncoding`` too), nested as deep as they like. Everything else in the compiler knows a batch as ``{leaf
+name: tensor}``.
+
+    {"input_ids": x, "extra": {"mask": m}}      ->  {"input_ids": x, "extra.mask": m}
+    (x, y) with forward(self, image)            ->  {"image": x, "batch.1": y}
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cost_models.errors import ModelError, UsageError
+
+__all__ = [
+    "batch_dim_candidates",
+    "batch_size_of",
+    "flatten_batch",
+    "forward_arguments",
+    "forward_names",
+    "map_tensors",
+]
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+MAX_CANDIDATES = 4
+"""How many dimensions of the first leaf are tried as the batch dimension before we give up."""
+
+
+def map_tensors(batch: object, visit: Callable[[tuple[str, ...], Tensor], Tensor]) -> Any:
+    """The same structure with ``visit(path, tensor)`` for every tensor, in a fixed order; never in place."""
+    return _map(batch, (), visit)
+
+
+def _map(value: Any, path: tuple[str, ...], visit: Callable[[tuple[str, ...], Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return visit(path, value)
+    if isinstance(value, Mapping):
+        items = {key: _map(item, (*path, str(key)), visit) for key, item in value.items()}
+        return _like_mapping(value, items)
+    if isinstance(value, list | tuple):
+        values = [_map(item, (*path, str(index)), visit) for index, item in enumerate(value)]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*values)
+        return values if isinstance(value, list) else tuple(values)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [f.name for f in dataclasses.fields(value) if f.init]
+        return dataclasses.replace(value, **{f: _map(getattr(value, f), (*path, f), visit) for f in fields})
+    return value
+
+
+def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
+    """``items`` in the user's own mapping type, so that a loss may write ``batch.labels`` where that
+    works.
+    """
+    if type(original) is dict or not isinstance(original, MutableMapping):
+        return items
+    twin = copy.copy(original)
+    for key, item in items.items():
+        twin[key] = item
+    return twin
+
+
+def flatten_batch(batch: object, names: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Every tensor of the batch by its leaf name, in order of appearance.
+
+    ``names``: what the elements of a tuple are called (``forward_names(model)``); beyond it they are
+    ``batch.N``.
+    """
+    leaves: dict[str, Tensor] = {}
+
+    def visit(path: tuple[str, ...], leaf: Tensor) -> Tensor:
+        name = _leaf_name(path, batch, names)
+        if name in leaves:
+            raise ModelError(
+                f"two tensors of the batch are both called {name!r}",
+                ["nested keys are joined with dots"],
+                ["rename one of the keys"],
+            )
+        leaves[name] = leaf
+        return leaf
+
+    map_tensors(batch, visit)
+    return leaves
+
+
+def _leaf_name(path: tuple[str, ...], batch: object, names: Sequence[str]) -> str:
+    if isinstance(batch, Tensor):
+        path = ("0",)
+    if isinstance(batch, Tensor | list | tuple):
+        index = int(path[0])
+        root = names[index] if index < len(names) else f"batch.{index}"
+        return ".".join((root, *path[1:]))
+    return ".".join(path)
+
+
+def _signature(model: nn.Module) -> list[inspect.Parameter]:
+    return list(inspect.signature(model.forward).parameters.values())
+
+
+def forward_names(model: nn.Module) -> tuple[str, ...]:
+    """Names of the positional parameters of ``model.forward``."""
+    return tuple(p.name for p in _signature(model) if p.kind in _POSITIONAL)
+
+
+def forward_arguments(
+    model: nn.Module, batch: object, has_loss_fn: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) that ``forward`` gets of a batch.
+
+    Mapping: the keys that forward takes (all of them if it has ``**kwargs``). Tuple: everything, or with a
+    loss function as many as forward takes; the loss function sees the whole batch. A bare tensor: that one.
+    """
+    parameters = _signature(model)
+    if isinstance(batch, Mapping):
+        return (), _keyword_arguments(model, parameters, batch)
+    items = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+    positional = [p for p in parameters if p.kind in _POSITIONAL]
+    required = sum(p.default is inspect.Parameter.empty for p in positional)
+    unlimited = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
+    accepted = len(items) if unlimited else len(positional)
+    call = f"{type(model).__name__}.forward({', '.join(map(str, parameters))})"
+    if len(items) < required or (len(items) > accepted and not has_loss_fn):
+        raise ModelError(
+            f"the batch does not fit {call}",
+            [f"the batch has {len(items)} positional elements, forward takes {required} to {accepted}"],
+            [
+                "pass example_inputs as a mapping {parameter name: tensor}",
+                "pass loss_fn(output, batch) for the rest",
+            ],
+        )
+    if has_loss_fn and required < len(items) <= accepted:
+        raise ModelError(
+            f"cannot tell which elements of the batch are for {call} and which for the loss only",
+            [f"the batch has {len(items)} positional elements, forward takes {required} to {accepted}"],
+            ["pass example_inputs as a mapping; keys that forward does not take go to the loss only"],
+        )
+    return items[:accepted], {}
+
+
+def _keyword_arguments(
+    model: nn.Module, parameters: list[inspect.Parameter], batch: Mapping[Any, Any]
+) -> dict[str, Any]:
+    named = [p for p in parameters if p.kind in (*_POSITIONAL[1:], inspect.Parameter.KEYWORD_ONLY)]
+    accepted = {p.name for p in named}
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        accepted |= {str(key) for key in batch}
+    missing = [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in batch]
+    if missing:
+        raise ModelError(
+            f"{type(model).__name__}.forward needs {', '.join(missing)}, which the batch does not have",
+            [f"the batch has the keys {', '.join(map(str, batch))}"],
+            ["name the keys of example_inputs like forward's parameters"],
+        )
+    return {str(key): value for key, value in batch.items() if str(key) in accepted}
+
+
+# --------------------------------------------------------------------------------------------------
+# The batch dimension
+
+
+@dataclass(frozen=True)
+class BatchDims:
+    """One guess: the batch dimension per leaf (None: the leaf has none), and the batch size it implies."""
+
+    dims: Mapping[str, int | None]
+    size: int
+
+    @property
+    def leading(self) -> str:
+        """The first leaf that has a batch dimension: the guess stands and falls with it."""
+        return next(name for name, dim in self.dims.items() if dim is not None)
+
+
+def batch_dim_candidates(
+    leaves: Mapping[str, Tensor], overrides: Mapping[str, int | None] | None = None
+) -> Iterator[BatchDims]:
+    """Guesses, best first: dimension 0 of the first leaf, and of all leaves of that size; then its other
+    dimensions.
+
+    With ``overrides`` there is one guess: the given dimensions, and dimension 0 of every other leaf of that
+    size.
+    """
+    given = _checked(leaves, overrides or {})
+    if any(dim is not None for dim in given.values()):
+        size = next(leaves[name].shape[dim] for name, dim in given.items() if dim is not None)
+        yield _guess(leaves, given, size, 0)
+        return
+    first = next((t for name, t in leaves.items() if name not in given and t.dim() > 0), None)
+    if first is None:
+        raise ModelError(
+            "no tensor of the batch has a batch dimension",
+            [f"{name} has shape {tuple(leaf.shape)}" for name, leaf in leaves.items()],
+            ["pass example_inputs whose tensors have a batch dimension", "batch_dims={leaf name: dim}"],
+        )
+    for dim in range(min(first.dim(), MAX_CANDIDATES)):
+        yield _guess(leaves, given, first.shape[dim], dim)
+
+
+def _guess(leaves: Mapping[str, Tensor], given: Mapping[str, int | None], size: int, dim: int) -> BatchDims:
+    def of(name: str, leaf: Tensor) -> int | None:
+        if name in given:
+            return given[name]
+        return next((d for d in (dim, 0) if d < leaf.dim() and leaf.shape[d] == size), None)
+
+    return BatchDims({name: of(name, leaf) for name, leaf in leaves.items()}, size)
+
+
+def _checked(leaves: Mapping[str, Tensor], overrides: Mapping[str, int | None]) -> dict[str, int | None]:
+    problems = [
+        f"{name!r} is no tensor of the batch; it has {', '.join(leaves)}"
+        for name in overrides
+        if name not in leaves
+    ]
+    result: dict[str, int | None] = {}
+    for name, dim in overrides.items():
+        if name not in leaves or dim is None:
+            result[name] = None
+        elif not -leaves[name].dim() <= dim < leaves[name].dim():
+            problems.append(f"{name} has shape {tuple(leaves[name].shape)}: there is no dimension {dim}")
+        else:
+            result[name] = dim % leaves[name].dim()
+    if not problems:
+        sizes = {name: leaves[name].shape[dim] for name, dim in result.items() if dim is not None}
+        if len(set(sizes.values())) > 1:
+            problems.append(f"the batch dimensions differ in size: {sizes}")
+    if problems:
+        raise UsageError(
+            "batch_dims does not fit the batch", problems, ["give one dimension, or None, per leaf name"]
+        )
+    return result
+
+
+def batch_size_of(leaves: Mapping[str, Tensor], dims: Mapping[str, int | None]) -> int:
+    """Samples in a batch; all its batch dimensions must agree."""
+    sizes = {
+        name: leaves[name].shape[dim] for name, dim in dims.items() if dim is not None and name in leaves
+    }
+    if len(set(sizes.values())) != 1:
+        raise UsageError(
+            "the tensors of the batch disagree on its size", [f"{n}: {s} samples" for n, s in sizes.items()]
+        )
+    return int(next(iter(sizes.values())))
+
+
+def tile(leaf: Tensor, dim: int) -> Tensor:
+    """The leaf twice along ``dim``: export bakes sizes of 1 in, so a batch of one sample is traced as two."""
+    return torch.cat([leaf, leaf], dim)

@@ -1,0 +1,116 @@
+"""Which sizes stayed symbolic in an export, and making one batch symbol of them.
+
+Export gives every open dimension of every leaf a symbol of its own and merges those that the model's code
+compares. What is left apart (labels that only ever meet a flattened tensor) is merged here, in the shape
+environment itself, so that every size of the graph follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from cost_models.errors import ModelError
+from passes.batch import BatchDims
+from runtime.segment_code import BatchSpec
+
+
+@dataclass(frozen=True)
+class Settled:
+    """What became of a guess. ``fixed``: leaves whose guessed batch dimension got its size baked in."""
+
+    dims: Mapping[str, int | None]
+    fixed: tuple[str, ...]
+    leading: str
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """Leaves that have a batch dimension."""
+        return tuple(name for name, dim in self.dims.items() if dim is not None)
+
+
+def settle(guess: BatchDims, leaves: Mapping[str, fx.Node]) -> Settled:
+    """Keep the batch dimensions that stayed symbolic; a leaf whose size was baked in is broadcast."""
+    fixed = tuple(
+        name
+        for name, dim in guess.dims.items()
+        if dim is not None and isinstance(size_of(leaves[name], dim), int)
+    )
+    dims = {name: None if name in fixed else dim for name, dim in guess.dims.items()}
+    return Settled(dims, fixed, guess.leading)
+
+
+def size_of(node: fx.Node, dim: int) -> int | sympy.Expr:
+    """One size of a node's value: a number, or an expression of the symbols that are still apart."""
+    size = node.meta["val"].shape[dim]
+    if isinstance(size, torch.SymInt):
+        expression = size.node.expr
+        return int(expression) if expression.is_Integer else expression
+    return int(size)
+
+
+def merge(settled: Settled, leaves: Mapping[str, fx.Node]) -> tuple[sympy.Symbol, tuple[str, ...]]:
+    """Make all batch sizes one symbol. Returns it, and the leaves that nothing but convention made batch
+    leaves.
+    """
+    by_convention: list[str] = []
+    first, *others = settled.open
+    root = leaves[first].meta["val"].shape[settled.dims[first]]
+    for name in others:
+        size = leaves[name].meta["val"].shape[settled.dims[name]]
+        if size.node.expr != root.node.expr:
+            by_convention.append(name)
+            torch._check(size == root)  # type: ignore[no-untyped-call]
+    expressions = {name: size_of(leaves[name], settled.dims[name] or 0) for name in settled.open}
+    symbol = expressions[first]
+    if not isinstance(symbol, sympy.Symbol) or set(expressions.values()) != {symbol}:
+        raise ModelError(
+            "the batch size is not free",
+            [f"the code makes the size of {name!r} {size}" for name, size in expressions.items()],
+            [
+                "do not split or pair samples by a fixed count inside the model",
+                "batch_dims={leaf name: dim or None}",
+            ],
+        )
+    return symbol, tuple(by_convention)
+
+
+def batch_spec(
+    dims: Mapping[str, int | None], symbol: sympy.Symbol, leaves: Mapping[str, fx.Node]
+) -> BatchSpec:
+    """Where the number of each symbol is read at run time: the first used leaf that shows it bare."""
+    symbols: dict[sympy.Symbol, tuple[str, int]] = {}
+    for name in sorted(leaves, key=lambda leaf: not leaves[leaf].users):
+        for dim in range(leaves[name].meta["val"].dim()):
+            size = size_of(leaves[name], dim)
+            if isinstance(size, sympy.Symbol):
+                symbols.setdefault(size, (name, dim))
+    return BatchSpec(dict(dims), symbol, symbols)
+
+
+def check_known(graph: fx.Graph, known: BatchSpec) -> None:
+    """Every size must be computable from the batch; one that depends on tensor contents is not."""
+    strangers: dict[str, str] = {}
+    for node in graph.nodes:
+        where = f"{node.meta.get('module_path') or 'the model'} ({node.meta.get('source', '?')})"
+        for size in _symbolic_sizes(node.meta.get("val")):
+            for stranger in size.free_symbols - known.symbols.keys():
+                strangers.setdefault(str(stranger), f"{node.name} in {where} has a size of {size}")
+    if strangers:
+        raise ModelError(
+            "the sizes of some tensors depend on the numbers in other tensors",
+            [text for _, text in sorted(strangers.items())],
+            ["use masks of a fixed size instead of nonzero, unique or boolean indexing"],
+        )
+
+
+def _symbolic_sizes(value: object) -> Iterator[sympy.Expr]:
+    for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, torch.Tensor):
+            sizes: tuple[Any, ...] = tuple(item.shape)
+            yield from (size.node.expr for size in sizes if isinstance(size, torch.SymInt))

@@ -1,0 +1,140 @@
+"""One module of model and loss, exported: flat tensors in, ``(loss, outputs...)`` out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
+from torch.export import Dim, ExportedProgram
+
+from cost_models.errors import ModelError
+from passes.batch import flatten_batch, forward_arguments, map_tensors
+
+LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+
+
+@dataclass
+class OutputRecord:
+    """What ``ModelWithLoss.forward`` returned, known once it ran.
+
+    An object of its own because export undoes every attribute that a module assigns while it is traced.
+    """
+
+    names: tuple[str, ...] = ()
+    has_loss: bool = False
+
+
+class ModelWithLoss(nn.Module):
+    """Calls ``model`` on the batch rebuilt from its leaves, and the loss on top.
+
+    ``forward`` returns ``(loss,)`` when training, else ``(loss if there is one, *outputs)``; ``record``
+    tells what they are once it ran.
+    """
+
+    def __init__(self, model: nn.Module, batch: object, loss_fn: LossFunction | None, training: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_fn = loss_fn
+        # In a tuple, so that neither the batch nor its tensors become state of this module.
+        self._batch = (batch,)
+        self._with_outputs = not training
+        self.record = OutputRecord()
+
+    def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
+        """The traced computation."""
+        batch = rebuild(self._batch[0], leaves)
+        args, kwargs = forward_arguments(self.model, batch, self.loss_fn is not None)
+        output = self.model(*args, **kwargs)
+        if self.loss_fn is not None:
+            loss: Tensor | None = checked_loss(self.loss_fn(output, batch), "loss_fn")
+        else:
+            loss = loss_of(output, required=not self._with_outputs)
+        found = {"loss": loss} if loss is not None else {}
+        if self._with_outputs:
+            named = _named_outputs(output).items()
+            found |= {name: tensor for name, tensor in named if tensor is not loss}
+        self.record.names = tuple(found)
+        self.record.has_loss = loss is not None
+        return tuple(found.values())
+
+
+def rebuild(batch: object, leaves: Sequence[Tensor]) -> Any:
+    """The batch in the user's own structure, with ``leaves`` for its tensors."""
+    remaining: Iterator[Tensor] = iter(leaves)
+    return map_tensors(batch, lambda path, old: next(remaining))
+
+
+def _named_outputs(output: object) -> dict[str, Tensor]:
+    if isinstance(output, Tensor):
+        return {"output": output}
+    if isinstance(output, Mapping):
+        return flatten_batch(output)
+    return {name.replace("batch.", "output.", 1): t for name, t in flatten_batch(output).items()}
+
+
+def checked_loss(loss: object, origin: str) -> Tensor:
+    """``loss`` if it is one floating-point number, else a ModelError."""
+    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
+        return loss
+    got = (
+        f"a tensor of shape {tuple(loss.shape)} and {loss.dtype}"
+        if isinstance(loss, Tensor)
+        else repr(type(loss))
+    )
+    raise ModelError(
+        f"{origin} does not return a loss",
+        [f"a loss is one floating-point number; got {got}"],
+        ["return loss.mean()"],
+    )
+
+
+def loss_of(output: object, required: bool) -> Tensor | None:
+    """The loss inside a model's own output: ``.loss``, ``["loss"]``, a tuple's first element, or the
+    output itself.
+    """
+    found: object = None
+    if isinstance(output, Tensor):
+        found = output
+    elif isinstance(output, Mapping):
+        found = output.get("loss")
+    elif isinstance(getattr(output, "loss", None), Tensor):
+        found = output.loss  # type: ignore[attr-defined]
+    elif isinstance(output, list | tuple) and output:
+        found = output[0]
+    if isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point():
+        return found
+    if not required:
+        return None
+    got = type(output).__name__ if found is None else f"{type(output).__name__}, in it {_describe(found)}"
+    raise ModelError(
+        "the model returns no loss",
+        [
+            f"forward returned {got}",
+            "without loss_fn, the loss must be the output itself (a scalar), its .loss, its ['loss'] or the "
+            "first element of a tuple",
+        ],
+        ["pass loss_fn(output, batch)", "give a Hugging Face model its labels in example_inputs"],
+    )
+
+
+def _describe(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def export(
+    module: ModelWithLoss,
+    leaves: Mapping[str, Tensor],
+    symbolic: Mapping[str, frozenset[int]],
+    fake_mode: FakeTensorMode,
+) -> ExportedProgram:
+    """Export with the dimensions in ``symbolic`` left open where the model's code leaves them open."""
+    shapes = tuple(dict.fromkeys(sorted(symbolic[name]), Dim.AUTO) for name in leaves)
+    with tracing(TracingContext(fake_mode)):
+        return torch.export.export(
+            module, tuple(leaves.values()), dynamic_shapes=(shapes,) if shapes else None, strict=False
+        )

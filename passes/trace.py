@@ -1,0 +1,288 @@
+"""trace: a model and an example batch become an OpGraph.
+
+    model, batch ─► leaves (cloned, named) ─► torch.export with an open batch size ─► simplify ─► functional
+    ─► OpGraph
+
+The user's model is never changed: what tracing needs different (mode, cache flag, meta parameters) is put
+back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+
+from cost_models.errors import ModelError, PartitionerError, UsageError
+from passes.batch import BatchDims, batch_dim_candidates, flatten_batch, forward_names, map_tensors, tile
+from passes.batch_symbols import Settled, batch_spec, check_known, merge, settle, size_of
+from passes.build_graph import convert, leaf_nodes
+from passes.export_model import LossFunction, ModelWithLoss, export
+from passes.fingerprint import fingerprint
+from passes.graph import OpGraph
+from passes.names import frozen_modules, state_names
+from passes.trace_errors import model_error
+from passes.tracing_state import (
+    caching_off,
+    export_fake_mode,
+    meta_state_as_cpu,
+    training_mode,
+    watch_checkpointing,
+)
+
+__all__ = ["trace"]
+
+logger = logging.getLogger("partitioner")
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: object,
+    *,
+    loss_fn: LossFunction | None = None,
+    training: bool = True,
+    batch_dims: Mapping[str, int | None] | None = None,
+    dynamic_dims: Mapping[str, Sequence[int]] | None = None,
+    name: str | None = None,
+) -> OpGraph:
+    """Trace ``model`` on ``example_inputs`` into an OpGraph whose batch size is a symbol.
+
+    ``example_inputs``: a tensor, tuple, list or mapping, nested at will; only shapes and dtypes matter. A
+    mapping's keys that ``forward`` takes go to ``forward``; a tuple's elements go by position.
+    ``loss_fn(output, batch)`` sees the whole batch; without it the model must return its loss itself.
+    ``training=False`` traces evaluation mode; the graph's outputs are then the model's, after the loss if
+    there is one.
+
+    ``batch_dims`` ``{leaf name: dim or None}`` overrides the inferred batch dimension (dimension 0 of every
+    tensor whose dimension 0 is as large as the first tensor's). ``dynamic_dims`` ``{leaf name: dims}``
+    leaves further sizes open. A batch of one sample is doubled first, since export bakes sizes of 1 in.
+
+    The model may be on the meta device. Nothing of it is copied or changed.
+    """
+    model_name = name or type(model).__name__
+    batch = _private_copy(example_inputs, model)
+    leaves = flatten_batch(batch, forward_names(model))
+    if not leaves:
+        raise ModelError(
+            f"cannot trace {model_name}", ["example_inputs holds no tensor"], ["pass an example batch"]
+        )
+    state = state_names(model)
+    request = _Request(
+        model, batch, leaves, loss_fn, training, model_name, _dynamic(leaves, dynamic_dims or {})
+    )
+    notes: list[str] = []
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(training_mode(model, training))
+        changes.enter_context(caching_off(model, notes))
+        changes.enter_context(watch_checkpointing(model, notes))
+        traced = _trace_batch_dims(request, batch_dims)
+    notes += traced.notes
+    spec = batch_spec(traced.settled.dims, traced.symbol, traced.leaves)
+    converted = convert(traced.program, traced.module.record, state, traced.fake_mode, tuple(leaves))
+    check_known(converted.module.graph, spec)
+    everything = {**state.parameters, **state.buffers}
+    graph = OpGraph(
+        module=converted.module,
+        inputs=converted.inputs,
+        outputs=converted.outputs,
+        parameters=state.parameters,
+        buffers=state.buffers,
+        aliases=state.aliases,
+        constants=converted.constants,
+        batch=spec,
+        example_batch_size=traced.batch_size,
+        example_shapes={leaf: tuple(tensor.shape) for leaf, tensor in leaves.items()},
+        training=training,
+        model_name=model_name,
+        fingerprint=fingerprint(converted, everything, spec.symbols, training),
+        notes=tuple(dict.fromkeys(notes)),
+        frozen_modules=frozen_modules(model),
+    )
+    logger.info("traced %s: %d operations", model_name, len(graph))
+    return graph
+
+
+def _private_copy(example_inputs: object, model: nn.Module) -> Any:
+    """The batch with a tensor of its own for every leaf, on the model's device (CPU for a meta model).
+
+    Leaves that are one object (``labels=input_ids``) would be traced as one input: a silently wrong loss.
+    """
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+    def clone(path: tuple[str, ...], leaf: Tensor) -> Tensor:
+        if leaf.is_meta or isinstance(leaf, FakeTensor):
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+        return leaf.detach().to(device, copy=True)
+
+    return map_tensors(example_inputs, clone)
+
+
+def _dynamic(
+    leaves: Mapping[str, Tensor], dynamic_dims: Mapping[str, Sequence[int]]
+) -> dict[str, frozenset[int]]:
+    """``dynamic_dims`` checked, and with negative dimensions counted from the front."""
+    problems = []
+    for name, dims in dynamic_dims.items():
+        if name not in leaves:
+            problems.append(f"{name!r} is no tensor of the batch; it has {', '.join(leaves)}")
+            continue
+        rank = leaves[name].dim()
+        problems += [f"{name} has {rank} dimensions: there is no {d}" for d in dims if not -rank <= d < rank]
+        problems += [
+            f"{name} has size 1 in dimension {d}"
+            for d in dims
+            if -rank <= d < rank and leaves[name].shape[d] == 1
+        ]
+    if problems:
+        raise UsageError(
+            "dynamic_dims does not fit the batch", problems, ["dynamic_dims={leaf name: [dim, ...]}"]
+        )
+    return {name: frozenset(d % leaves[name].dim() for d in dims) for name, dims in dynamic_dims.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Finding the batch dimension: guess, export with the guess left open, see what stayed open
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is to be traced."""
+
+    model: nn.Module
+    batch: Any
+    leaves: Mapping[str, Tensor]
+    loss_fn: LossFunction | None
+    training: bool
+    model_name: str
+    dynamic: Mapping[str, frozenset[int]]
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """One export, and what became of the guess it was made with."""
+
+    program: ExportedProgram
+    module: ModelWithLoss
+    fake_mode: FakeTensorMode
+    leaves: Mapping[str, fx.Node]
+    settled: Settled
+    batch_size: int
+    symbol: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("unset"))
+    notes: tuple[str, ...] = ()
+
+
+def _trace_batch_dims(request: _Request, overrides: Mapping[str, int | None] | None) -> _Exported:
+    """The first guess whose leading leaf keeps a symbolic batch size; else the first in which any leaf
+    does.
+    """
+    fallback: _Exported | None = None
+    tried: list[str] = []
+    for guess in batch_dim_candidates(request.leaves, overrides):
+        exported = _export(request, guess)
+        if not exported.settled.fixed or exported.settled.leading in exported.settled.open:
+            return _finish(request, exported, overrides)
+        if exported.settled.open and fallback is None:
+            fallback = exported
+        tried += [
+            f"the code fixes {leaf} at {guess.size} in dimension {guess.dims[leaf]}"
+            for leaf in exported.settled.fixed
+        ]
+    if fallback is not None:
+        return _finish(request, fallback, overrides)
+    raise ModelError(
+        f"no batch dimension found in the inputs of {request.model_name}",
+        list(dict.fromkeys(tried)),
+        [
+            "batch_dims={leaf name: dim or None} says which dimension of which input counts samples",
+            "take sizes from tensor.shape in the model, never from constants: the batch size must stay free",
+        ],
+    )
+
+
+def _export(request: _Request, guess: BatchDims) -> _Exported:
+    """Export with the guessed and the requested dimensions open. A batch of one is doubled."""
+    doubled = guess.size == 1
+    leaves = {
+        name: tile(leaf, dim) if doubled and (dim := guess.dims[name]) is not None else leaf
+        for name, leaf in request.leaves.items()
+    }
+    remaining = iter(leaves.values())
+    batch = map_tensors(request.batch, lambda path, old: next(remaining))
+    module = ModelWithLoss(request.model, batch, request.loss_fn, request.training)
+    fake_mode = export_fake_mode()
+    symbolic = _open_dims(request, guess)
+    try:
+        with warnings.catch_warnings(), meta_state_as_cpu(request.model, fake_mode):
+            warnings.simplefilter("ignore")
+            program = export(module, leaves, symbolic, fake_mode)
+    except PartitionerError:
+        raise
+    except Exception as error:
+        raise model_error(error, request.model, request.model_name) from error
+    nodes = leaf_nodes(program, tuple(leaves))
+    return _Exported(program, module, fake_mode, nodes, settle(guess, nodes), 2 if doubled else guess.size)
+
+
+def _open_dims(request: _Request, guess: BatchDims) -> dict[str, frozenset[int]]:
+    """Dimensions to leave open per leaf: the batch, what was asked for, and equal sizes at the same place
+    elsewhere.
+
+    Opening ``input_ids`` alone would be in vain if ``labels`` of the same length stayed fixed.
+    """
+    wanted = {(d, request.leaves[name].shape[d]) for name, dims in request.dynamic.items() for d in dims}
+    result = {}
+    for name, leaf in request.leaves.items():
+        batch_dim = guess.dims[name]
+        more = {d for d, size in enumerate(leaf.shape) if (d, size) in wanted}
+        result[name] = frozenset(more | ({batch_dim} if batch_dim is not None else set()))
+    return result
+
+
+def _finish(request: _Request, exported: _Exported, overrides: Mapping[str, int | None] | None) -> _Exported:
+    """One batch symbol for all leaves; every requested size really open; remarks on what was inferred."""
+    problems = [
+        f"the code fixes {leaf} in dimension {dim}, which batch_dims calls its batch dimension"
+        for leaf, dim in (overrides or {}).items()
+        if leaf in exported.settled.fixed
+    ]
+    problems += [
+        f"the code fixes dimension {dim} of {leaf} at {request.leaves[leaf].shape[dim]}"
+        for leaf, dims in request.dynamic.items()
+        for dim in sorted(dims)
+        if isinstance(size_of(exported.leaves[leaf], dim), int)
+    ]
+    if problems:
+        raise ModelError(
+            f"cannot keep these sizes of {request.model_name} open",
+            problems,
+            ["take the size from tensor.shape in the model, not from a constant", "leave the dimension out"],
+        )
+    symbol, by_convention = merge(exported.settled, exported.leaves)
+    notes = [
+        f"{leaf} has no batch dimension: every micro-batch gets all of it" for leaf in exported.settled.fixed
+    ]
+    notes += [
+        f"{leaf}: dimension {exported.settled.dims[leaf]} is taken for the batch because of its size alone "
+        f"(batch_dims={{{leaf!r}: None}} if it is not)"
+        for leaf in by_convention
+        if leaf not in (overrides or {})
+    ]
+    return _Exported(
+        exported.program,
+        exported.module,
+        exported.fake_mode,
+        exported.leaves,
+        exported.settled,
+        exported.batch_size,
+        symbol,
+        tuple(notes),
+    )

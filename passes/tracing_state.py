@@ -1,0 +1,131 @@
+"""The state a model is put into while it is traced, and how it gets out of it unchanged.
+
+Each context manager changes one thing and restores exactly what it found, also after an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+
+def export_fake_mode() -> FakeTensorMode:
+    """A fake mode as ``torch.export`` makes one; ours, so that meta parameters can join it as CPU tensors."""
+    return FakeTensorMode(
+        shape_env=ShapeEnv(tracked_fakes=[], trace_asserts=True), allow_non_fake_inputs=True, export=True
+    )
+
+
+def fake_cpu(fake_mode: FakeTensorMode, tensor: Tensor) -> Tensor:
+    """A fake CPU tensor of the same sizes, strides and dtype: no memory, but CPU code paths."""
+    with fake_mode:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+@contextlib.contextmanager
+def meta_state_as_cpu(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Swap meta parameters and buffers for fake CPU ones.
+
+    A meta trace would bake ``device=meta`` into the graph and lose the data of ``torch.tensor([...])``.
+    Ties stay ties. Real tensors stay as they are: export fakes them itself, without a copy.
+    """
+    fakes: dict[int, Tensor] = {}
+    undo: list[tuple[dict[str, Any], str, Tensor]] = []
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            twin = fake_cpu(fake_mode, tensor)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+        return fakes[id(tensor)]
+
+    try:
+        for module in model.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is not None and tensor.is_meta:
+                        undo.append((table, name, tensor))
+                        table[name] = fake(tensor)
+        yield
+    finally:
+        for table, name, tensor in undo:
+            table[name] = tensor
+
+
+@contextlib.contextmanager
+def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """``model.train(training)``, which a model may override; afterwards every module's own flag as it was."""
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(training)
+        yield
+    finally:
+        for module, flag in before:
+            module.training = flag
+
+
+@contextlib.contextmanager
+def caching_off(model: nn.Module, notes: list[str]) -> Iterator[None]:
+    """``config.use_cache = False`` wherever a Hugging Face module has it on: cache objects do not export."""
+    configs = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for item in (config, *getattr(config, "__dict__", {}).values()):
+            if getattr(item, "use_cache", None) is True:
+                configs[id(item)] = item
+    if configs:
+        notes.append(
+            "use_cache was switched off for tracing (key-value caches are for generation, not training)"
+        )
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+@contextlib.contextmanager
+def watch_checkpointing(model: nn.Module, notes: list[str]) -> Iterator[None]:
+    """Note when activations would be recomputed: export drops ``torch.utils.checkpoint`` without a trace."""
+    seen: list[str] = []
+
+    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append("torch.utils.checkpoint was called")
+            return original(*args, **kwargs)
+
+        return call
+
+    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    reentrant = torch.utils.checkpoint.CheckpointFunction
+    # Patched below the public function, which most models have imported by name.
+    with (
+        mock.patch.object(torch.utils.checkpoint, generator.__name__, recording(generator)),
+        mock.patch.object(reentrant, "apply", recording(reentrant.apply)),
+    ):
+        yield
+    modules = [
+        path
+        for path, module in model.named_modules()
+        if getattr(module, "gradient_checkpointing", False) is True
+    ]
+    if modules:
+        seen.append(
+            "gradient checkpointing is enabled" + (f" in {modules[0]!r}" if modules and modules[0] else "")
+        )
+    if seen:
+        notes.append(
+            f"{seen[-1]}: the traced graph keeps all activations instead, so the plan's memory and time are "
+            "for a run without recompute"
+        )
