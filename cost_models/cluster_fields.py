@@ -1,0 +1,185 @@
+"""The field types of a cluster file: each parses human units, keeps SI base units and writes human units again.
+
+A wrong value raises a ``PydanticCustomError`` that already says expected and got; ``cost_models.cluster_file`` adds
+the key path.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from cost_models.devices import EFFICIENCY_NAMES, RATE_NAMES
+from cost_models.units import (
+    BANDWIDTH_EXPECTED,
+    FLOPS_EXPECTED,
+    SECONDS_EXPECTED,
+    SIZE_EXPECTED,
+    UnitError,
+    bandwidth_text,
+    bytes_text,
+    flops_text,
+    parse_bandwidth,
+    parse_bytes,
+    parse_flops,
+    parse_seconds,
+    seconds_text,
+    show,
+)
+
+Problem = tuple[str, str]
+"""(key path below the section, text): one thing that is wrong."""
+
+
+class Section(BaseModel):
+    """A mapping of a cluster file: frozen, unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def problems_error(problems: Iterable[Problem]) -> PydanticCustomError:
+    """Several problems of one section as one error, which the renderer takes apart again."""
+    listed = [list(problem) for problem in problems]
+    text = "; ".join(f"{path}: {message}" if path else message for path, message in listed)
+    # Braces are pydantic's template characters.
+    return PydanticCustomError("problems", "{text}", {"text": text, "problems": listed})
+
+
+def expected(what: str, got: object) -> PydanticCustomError:
+    return PydanticCustomError("expected", "{text}", {"text": f"expected {what}, got {show(got)}"})
+
+
+def did_you_mean(name: object, names: Iterable[str]) -> str:
+    """``' (did you mean "H100-80GB"?)'``, or nothing where no name is close."""
+    by_lower = {n.lower(): n for n in names}
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.5)
+    return f' (did you mean "{by_lower[close[0]]}"?)' if close else ""
+
+
+def _reader(
+    parse: Callable[[Any], float], what: str, smallest: float, largest: float, hint: str
+) -> Callable[[object], float]:
+    def read(value: object) -> float:
+        try:
+            number = parse(value)
+        except UnitError:
+            raise expected(what, value) from None
+        if not smallest <= number <= largest:
+            raise PydanticCustomError(
+                "range", "{text}", {"text": f"expected {what} {hint}, got {show(value)}"}
+            )
+        return number
+
+    return read
+
+
+def _schema(example: str) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number"}], "examples": [example]})
+
+
+# The bounds catch a forgotten unit ("memory: 80"), not an unusual machine.
+Size = Annotated[
+    int,
+    BeforeValidator(_reader(parse_bytes, SIZE_EXPECTED, 2.0**20, 1e18, "of at least 1 MiB")),
+    PlainSerializer(bytes_text),
+    _schema("80GiB"),
+]
+ReservedSize = Annotated[
+    int,
+    BeforeValidator(_reader(parse_bytes, SIZE_EXPECTED, 0, 1e18, "")),
+    PlainSerializer(bytes_text),
+    _schema("1GiB"),
+]
+Bandwidth = Annotated[
+    float,
+    BeforeValidator(_reader(parse_bandwidth, BANDWIDTH_EXPECTED, 1e3, 1e18, "of at least 1 kB/s")),
+    PlainSerializer(bandwidth_text),
+    _schema("400Gb/s"),
+]
+Seconds = Annotated[
+    float,
+    BeforeValidator(_reader(parse_seconds, SECONDS_EXPECTED, 0, 60, "of at most a minute")),
+    PlainSerializer(seconds_text),
+    _schema("5us"),
+]
+Rate = Annotated[
+    float,
+    BeforeValidator(_reader(parse_flops, FLOPS_EXPECTED, 1e6, 1e21, "of at least 1 MFLOPS")),
+    PlainSerializer(flops_text),
+    _schema("989TFLOPS"),
+]
+
+
+def _known_keys(names: tuple[str, ...], what: str) -> Callable[[object], object]:
+    """Reject other keys, all at once, before the values are read."""
+
+    def check(value: object) -> object:
+        if not isinstance(value, Mapping) or not value:
+            raise expected(what, value)
+        unknown = [key for key in value if key not in names]
+        if unknown:
+            listed = ", ".join(names)
+            raise problems_error(
+                (str(key), f"unknown key{did_you_mean(key, names)}; expected one of {listed}")
+                for key in unknown
+            )
+        return dict(value)
+
+    return check
+
+
+Flops = Annotated[
+    dict[str, Rate],
+    BeforeValidator(
+        _known_keys(RATE_NAMES, 'a mapping from dtypes to rates such as {bfloat16: "989TFLOPS"}')
+    ),
+]
+
+
+def _efficiency(value: object) -> object:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return dict.fromkeys(EFFICIENCY_NAMES, value)
+    what = "a number in (0, 1], or a mapping of matmul, attention, conv, memory to such numbers"
+    return _known_keys(EFFICIENCY_NAMES, what)(value)
+
+
+def _fraction(value: object) -> object:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise expected("a number in (0, 1]", value)
+    return float(value)
+
+
+Efficiency = Annotated[
+    dict[str, Annotated[float, BeforeValidator(_fraction)]],
+    BeforeValidator(_efficiency),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "object"}], "examples": [0.6]}),
+]
+Text = Annotated[str, Field(min_length=1, max_length=200)]
+Count = Annotated[int, Field(strict=True, ge=1, le=65536)]
+Index = Annotated[int, Field(strict=True, ge=0, le=65535)]
+
+
+def short_form(key: str) -> BeforeValidator:
+    """A text where a mapping is expected stands for ``{key: text}``."""
+    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
+
+
+def known_name(names: Iterable[str], what: str) -> BeforeValidator:
+    """One of ``names``; else an error that lists them."""
+    listed = tuple(names)
+
+    def check(value: object) -> object:
+        if value is not None and value not in listed:
+            hint = did_you_mean(value, listed) if isinstance(value, str) else ""
+            raise PydanticCustomError(
+                "preset",
+                "{text}",
+                {"text": f"expected {what} preset ({', '.join(listed)}), got {show(value)}{hint}"},
+            )
+        return value
+
+    return BeforeValidator(check)

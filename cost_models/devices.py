@@ -1,0 +1,121 @@
+"""A device: how much it holds, how fast it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+from cost_models.errors import ClusterError
+
+DeviceKind: TypeAlias = Literal["cuda", "cpu"]
+
+RATE_NAMES = ("float64", "float32", "tf32", "bfloat16", "float16", "float8")
+"""Keys of ``flops`` in a cluster file. ``tf32`` is a way to multiply float32, not a dtype."""
+
+EFFICIENCY_NAMES = ("matmul", "attention", "conv", "memory")
+"""Keys of ``efficiency``: the part of the peak that each kind of kernel reaches."""
+
+DEFAULT_EFFICIENCY: Mapping[DeviceKind, Mapping[str, float]] = {
+    # Rules of thumb, not measurements of your machine: calibrate to replace them.
+    # matmul: cuBLAS reaches 0.7-0.8 of the dense tensor-core peak on large matrices (A100, H100).
+    # attention: FlashAttention-2 reports 0.5-0.73 on A100 (Dao 2023, arXiv:2307.08691), less on H100.
+    # memory: STREAM-like copies reach 0.8-0.9 of the data sheet's bandwidth.
+    "cuda": {"matmul": 0.7, "attention": 0.5, "conv": 0.5, "memory": 0.8},
+    # A CPU worker's peak is itself a measured matmul rate, so matmul is 1.
+    "cpu": {"matmul": 1.0, "attention": 0.8, "conv": 1.0, "memory": 1.0},
+}
+
+_RATE_OF_DTYPE: Mapping[torch.dtype, str] = {
+    torch.float64: "float64",
+    torch.float32: "float32",
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float8_e4m3fn: "float8",
+    torch.float8_e4m3fnuz: "float8",
+    torch.float8_e5m2: "float8",
+    torch.float8_e5m2fnuz: "float8",
+    # A complex multiplication is four real ones, which the FLOP count has to say; the rate is the real one.
+    torch.complex64: "float32",
+    torch.complex128: "float64",
+}
+
+
+class Rates(Mapping[str, float]):
+    """A mapping from names to numbers that is frozen, hashable and picklable."""
+
+    __slots__ = ("_pairs",)
+
+    def __init__(self, rates: Mapping[str, float]) -> None:
+        self._pairs = tuple(sorted(rates.items()))
+
+    def __getitem__(self, name: str) -> float:
+        for key, rate in self._pairs:
+            if key == name:
+                return rate
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key, _ in self._pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __hash__(self) -> int:
+        return hash(self._pairs)
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == dict(other) if isinstance(other, Mapping) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"Rates({dict(self)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One rank's device. Hashable, so that costs can be cached by it."""
+
+    rank: int
+    node: int
+    node_name: str
+    host: str | None
+    """Where the node is reached (for a launch command), if the file says."""
+    model: str
+    """Of the preset, or the name the file gives: ``"H100-80GB"``."""
+    kind: DeviceKind
+    memory_bytes: int
+    """Usable: memory − memory_reserved."""
+    memory_bandwidth_bytes_per_second: float
+    flops_per_second: Rates
+    """Dense peak per rate name (``RATE_NAMES``)."""
+    launch_overhead_seconds: float
+    """Host time to start one operation; on a GPU it overlaps with the kernels before it."""
+    efficiency: Rates
+    """Part of the peak that is reached, in (0, 1], per kind of kernel (``EFFICIENCY_NAMES``)."""
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Whether ``flops`` has a rate for ``dtype``."""
+        return _RATE_OF_DTYPE.get(dtype) in self.flops_per_second
+
+    def peak_flops(self, dtype: torch.dtype, *, allow_tf32: bool = False) -> float:
+        """Dense peak in FLOP/s. With ``allow_tf32``, float32 runs at the ``tf32`` rate where the device has one.
+
+        Raises ``ClusterError`` for a dtype without a rate: it is unsupported, not guessed.
+        """
+        name = _RATE_OF_DTYPE.get(dtype)
+        if name == "float32" and allow_tf32 and "tf32" in self.flops_per_second:
+            name = "tf32"
+        if name is None or name not in self.flops_per_second:
+            wanted = str(dtype).removeprefix("torch.")
+            has = ", ".join(n for n in RATE_NAMES if n in self.flops_per_second)
+            raise ClusterError(
+                f"{self.model} (rank {self.rank}, node {self.node_name}) does not support {wanted}",
+                [f"flops has no rate for {wanted}; it has {has}"],
+                [
+                    "use one of these dtypes for the model",
+                    *([f'add "{name}: <rate>" to device.flops in the cluster file'] if name else []),
+                ],
+            )
+        return self.flops_per_second[name]

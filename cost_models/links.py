@@ -1,0 +1,81 @@
+"""Links, the paths made of them, and how transfers at the same time share them.
+
+A path's bandwidth is its narrowest link and its latency the sum over its links, so moving n bytes alone takes
+
+    seconds = Σ latency + n / min bandwidth            (the α–β model: Hockney, Parallel Computing 20, 1994)
+
+A link is one direction of a wire where the wire is full-duplex, and both directions where it is half-duplex: two
+transfers compete exactly when they name the same link.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Something transfers compete for: a port, one direction of a wire, an uplink."""
+
+    id: str
+    bandwidth_bytes_per_second: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """The links from one rank to another, in order. From a rank to itself there are none."""
+
+    links: tuple[str, ...]
+    bandwidth_bytes_per_second: float
+    """Of the narrowest link: what one transfer gets that shares with nobody."""
+    latency_seconds: float
+
+    @classmethod
+    def over(cls, links: Iterable[Link]) -> Path:
+        """The path over ``links``, in order."""
+        hops = tuple(links)
+        return cls(
+            links=tuple(link.id for link in hops),
+            bandwidth_bytes_per_second=min(
+                (link.bandwidth_bytes_per_second for link in hops), default=math.inf
+            ),
+            latency_seconds=math.fsum(link.latency_seconds for link in hops),
+        )
+
+    def transfer_seconds(self, size_bytes: float) -> float:
+        """Latency + bytes / bandwidth, with the path to itself."""
+        return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
+
+
+SAME_DEVICE = Path((), math.inf, 0.0)
+
+
+def fair_rates(paths: Sequence[Path], links: Mapping[str, Link]) -> tuple[float, ...]:
+    """Bytes per second that each of several simultaneous transfers gets: max–min fairness.
+
+    Progressive filling (Bertsekas & Gallager, Data Networks, 6.5.2): all rates rise together until a link is full;
+    the transfers over it stop there; the others go on. O(links · transfers). A path without links gets infinity.
+    """
+    users: dict[str, set[int]] = {}
+    for index, path in enumerate(paths):
+        for link in path.links:
+            users.setdefault(link, set()).add(index)
+    left = {link: links[link].bandwidth_bytes_per_second for link in users}
+    rates = [math.inf] * len(paths)
+    waiting = {index for index, path in enumerate(paths) if path.links}
+    while waiting:
+        open_links = [link for link, indices in users.items() if indices]
+        share = {link: left[link] / len(users[link]) for link in open_links}
+        rate = min(share.values())
+        # Every link that fills at this rate, so that equal transfers settle in one round.
+        for link in [link for link in open_links if share[link] <= rate * (1 + 1e-12)]:
+            for index in tuple(users[link]):
+                rates[index] = rate
+                waiting.discard(index)
+                for used in set(paths[index].links):
+                    users[used].discard(index)
+                    left[used] = max(0.0, left[used] - rate)
+    return tuple(rates)

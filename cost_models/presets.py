@@ -1,0 +1,205 @@
+"""Hardware by name, in the vocabulary of a cluster file. Every number has its source beside it.
+
+Rates are *dense* (data sheets headline the sparse ones, twice as high) and per direction (data sheets add both).
+Memory is what ``torch.cuda.get_device_properties(0).total_memory`` reports, not what the box says;
+``memory_reserved`` is kept free on top: the CUDA context (about 0.5 GiB), NCCL's buffers, fragmentation. It is an
+allowance, not a measurement. ``launch_overhead`` (5 us for an eager PyTorch operation on the host) is one as well.
+
+Sources
+    [V100]  NVIDIA V100 data sheet (2020), SXM2           [A100]  NVIDIA A100 80GB data sheet (2021), SXM
+    [H100]  NVIDIA H100 data sheet (2023), SXM5           [H200]  NVIDIA H200 data sheet (2024), SXM
+    [TX]    GeForce GTX Titan X (Maxwell, 2015) specification; float64 is 1/32 of float32 (GM200)
+    [580]   GeForce GTX 580 (Fermi, 2010) specification with 3 GB; float64 is 1/8 of float32
+    [mem]   "total capacity" in PyTorch's own out-of-memory messages for the card
+    [PCIe]  PCI-SIG base specifications: 16 lanes, after line coding (8b/10b for 2.0, else 128b/130b)
+    [NCCL]  the latency table in NVIDIA/nccl src/graph/tuning.cc, ring, simple protocol: NVLink 3.4 us,
+            PCI 5.7 us, network 9.6 us
+    [DGX]   NVIDIA DGX-1, DGX A100 and DGX H100 user guides
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Data = Mapping[str, Any]
+
+# --------------------------------------------------------------------------------------------------
+# Devices: the keys of ``device`` in a cluster file.
+
+DEVICES: Mapping[str, Data] = {
+    "V100-32GB": {
+        "kind": "cuda",
+        "memory": "31.74GiB",  # [mem]
+        "memory_reserved": "1GiB",
+        "memory_bandwidth": "900GB/s",  # [V100]
+        # [V100]; the 125 are tensor cores. No bfloat16 in hardware, so it is absent and refused.
+        "flops": {"float64": "7.8T", "float32": "15.7T", "float16": "125T"},
+        "launch_overhead": "5us",
+    },
+    "A100-40GB": {
+        "kind": "cuda",
+        "memory": "39.5GiB",  # [mem]
+        "memory_reserved": "1GiB",
+        "memory_bandwidth": "1555GB/s",  # [A100], the 40 GB card
+        # [A100]; float64 on tensor cores (9.7 without)
+        "flops": {
+            "float64": "19.5T",
+            "float32": "19.5T",
+            "tf32": "156T",
+            "bfloat16": "312T",
+            "float16": "312T",
+        },
+        "launch_overhead": "5us",
+    },
+    "A100-80GB": {
+        "kind": "cuda",
+        "memory": "79.25GiB",  # [mem]
+        "memory_reserved": "1GiB",
+        "memory_bandwidth": "2039GB/s",  # [A100]
+        "flops": {
+            "float64": "19.5T",
+            "float32": "19.5T",
+            "tf32": "156T",
+            "bfloat16": "312T",
+            "float16": "312T",
+        },
+        "launch_overhead": "5us",
+    },
+    "H100-80GB": {
+        "kind": "cuda",
+        "memory": "79.1GiB",  # [mem]
+        "memory_reserved": "1GiB",
+        "memory_bandwidth": "3350GB/s",  # [H100]
+        # [H100]: the sheet's tensor-core numbers are sparse, these are half; float64 on tensor cores (34 without)
+        "flops": {
+            "float64": "67T",
+            "float32": "67T",
+            "tf32": "494.7T",
+            "bfloat16": "989.4T",
+            "float16": "989.4T",
+            "float8": "1978.9T",
+        },
+        "launch_overhead": "5us",
+    },
+    "H200-141GB": {
+        "kind": "cuda",
+        "memory": "139.8GiB",  # [mem]
+        "memory_reserved": "1GiB",
+        "memory_bandwidth": "4800GB/s",  # [H200]
+        # [H200]: the compute of an H100
+        "flops": {
+            "float64": "67T",
+            "float32": "67T",
+            "tf32": "494.7T",
+            "bfloat16": "989.4T",
+            "float16": "989.4T",
+            "float8": "1978.9T",
+        },
+        "launch_overhead": "5us",
+    },
+    "TitanX-12GB": {
+        "kind": "cuda",
+        "memory": "11.92GiB",  # [mem]
+        "memory_reserved": "512MiB",
+        "memory_bandwidth": "336.5GB/s",  # [TX]
+        # [TX]: 3072 cores × 2 × 1.075 GHz boost. float16 is computed as float32, so it is absent.
+        "flops": {"float64": "0.206T", "float32": "6.6T"},
+        "launch_overhead": "5us",
+    },
+    "GTX580-3GB": {
+        "kind": "cuda",
+        "memory": "3GiB",  # nominal: no PyTorch release reports this card
+        "memory_reserved": "256MiB",
+        "memory_bandwidth": "192.4GB/s",  # [580]
+        "flops": {"float64": "0.198T", "float32": "1.581T"},  # [580]: 512 cores × 2 × 1.544 GHz
+        "launch_overhead": "10us",
+    },
+    # One thread of a server CPU. Measured on one core of an AMD EPYC with AVX-512, torch 2.13: matmul of
+    # 1024 × 1024: float64 54, float32 109, bfloat16 485, float16 1.1 GFLOP/s; one eager add on 8 elements 2.1 us.
+    # Rounded down; bfloat16 as float32, since not every CPU has its instructions. Calibrate to replace.
+    "cpu-worker": {
+        "kind": "cpu",
+        "memory": "4GiB",
+        "memory_bandwidth": "20GB/s",
+        "flops": {"float64": "50G", "float32": "100G", "bfloat16": "100G", "float16": "1G"},
+        "launch_overhead": "2us",
+    },
+}
+
+# --------------------------------------------------------------------------------------------------
+# Links: bandwidth per direction, one-way latency. NVLink is what one device has in all (all its links together).
+
+LINKS: Mapping[str, Data] = {
+    "NVLink2": {"bandwidth": "150GB/s", "latency": "3.4us"},  # [V100] 6 links × 25 GB/s; [NCCL]
+    "NVLink3": {"bandwidth": "300GB/s", "latency": "3.4us"},  # [A100] 12 × 25 GB/s; [NCCL]
+    "NVLink4": {"bandwidth": "450GB/s", "latency": "3.4us"},  # [H100] 18 × 25 GB/s; [NCCL]
+    # NVSwitch joins all devices of a machine at each one's full NVLink rate: here of the DGX H100.
+    "NVSwitch": {"bandwidth": "450GB/s", "latency": "3.4us"},  # [DGX]; [NCCL]
+    "PCIe2": {"bandwidth": "8GB/s", "latency": "5.7us"},  # [PCIe] 16 × 5 GT/s; [NCCL]
+    "PCIe3": {"bandwidth": "15.75GB/s", "latency": "5.7us"},  # [PCIe] 16 × 8 GT/s; [NCCL]
+    "PCIe4": {"bandwidth": "31.5GB/s", "latency": "5.7us"},  # [PCIe] 16 × 16 GT/s; [NCCL]
+    "PCIe5": {"bandwidth": "63GB/s", "latency": "5.7us"},  # [PCIe] 16 × 32 GT/s; [NCCL]
+    # Line rates. TCP through two kernels takes 15-50 us one way; 30 us is an assumption, not a specification.
+    "Ethernet-25G": {"bandwidth": "25Gb/s", "latency": "30us"},
+    "Ethernet-100G": {"bandwidth": "100Gb/s", "latency": "30us"},
+    "InfiniBand-EDR": {"bandwidth": "100Gb/s", "latency": "9.6us"},  # InfiniBand Trade Association; [NCCL]
+    "InfiniBand-HDR": {"bandwidth": "200Gb/s", "latency": "9.6us"},
+    "InfiniBand-NDR": {"bandwidth": "400Gb/s", "latency": "9.6us"},
+    # Gloo between two processes of one machine, measured on two cores: 1 KB 50-88 us, 64 MB in 18-44 ms one way.
+    # Half duplex, because an all-reduce of 64 MB (64 MB each way) takes 39-76 ms: the cores do the copying.
+    "Gloo-local": {"bandwidth": "2GB/s", "latency": "70us", "duplex": "half"},
+}
+
+# --------------------------------------------------------------------------------------------------
+# Machines: the keys of a node, and the network between several of them.
+
+_ONE, _TWO = {"bandwidth": "25GB/s", "latency": "3.4us"}, {"bandwidth": "50GB/s", "latency": "3.4us"}
+
+MACHINES: Mapping[str, Data] = {
+    "dgx-v100": {
+        "count": 8,
+        "device": {"preset": "V100-32GB"},
+        "links": {
+            # The hybrid cube mesh of [DGX], as `nvidia-smi topo -m` prints it: NV1, NV2, everything else PCIe.
+            "default": {"preset": "PCIe3"},
+            "pairs": [
+                *({"between": list(pair), **_ONE} for pair in ((0, 1), (0, 2), (1, 3), (2, 6), (3, 7))),
+                *({"between": list(pair), **_ONE} for pair in ((4, 5), (4, 6), (5, 7))),
+                *({"between": list(pair), **_TWO} for pair in ((0, 3), (0, 4), (1, 2), (1, 5), (2, 3))),
+                *({"between": list(pair), **_TWO} for pair in ((4, 7), (5, 6), (6, 7))),
+            ],
+        },
+        "host_memory": "512GB",
+    },
+    "dgx-a100": {
+        "count": 8,
+        "device": {"preset": "A100-80GB"},
+        "links": {"default": {"preset": "NVLink3"}},
+        "host_memory": "2TB",
+    },
+    "dgx-h100": {
+        "count": 8,
+        "device": {"preset": "H100-80GB"},
+        "links": {"default": {"preset": "NVSwitch"}},
+        "host_memory": "2TB",
+    },
+}
+
+MACHINE_NETWORKS: Mapping[str, Data] = {
+    "dgx-v100": {"preset": "InfiniBand-EDR", "cards": 4},  # [DGX] four cards, each shared by two GPUs
+    "dgx-a100": {"preset": "InfiniBand-HDR", "per": "device"},  # [DGX] eight compute cards
+    "dgx-h100": {"preset": "InfiniBand-NDR", "per": "device"},  # [DGX] eight compute cards
+}
+
+DEVICE_LINKS: Mapping[str, str] = {
+    "V100-32GB": "NVLink2",
+    "A100-40GB": "NVLink3",
+    "A100-80GB": "NVLink3",
+    "H100-80GB": "NVSwitch",
+    "H200-141GB": "NVSwitch",
+    "TitanX-12GB": "PCIe3",
+    "GTX580-3GB": "PCIe2",
+    "cpu-worker": "Gloo-local",
+}
+"""What joins several of a device inside one machine when only the device is named (``H100-80GB:4``)."""

@@ -1,0 +1,51 @@
+"""Measured rates in place of a preset's: what a calibration hands to ``ClusterSpec.with_device_rates``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cost_models.cluster_schema import LinkSpec, NodeSpec
+
+
+@dataclass(frozen=True)
+class MeasuredRates:
+    """What was measured; ``None`` or an absent key was not, and stays as it is.
+
+    ``flops_per_second`` and ``efficiency`` are merged key by key. The link rates are those inside a node
+    (``links.default``).
+    """
+
+    flops_per_second: Mapping[str, float] | None = None
+    memory_bandwidth_bytes_per_second: float | None = None
+    efficiency: Mapping[str, float] | None = None
+    launch_overhead_seconds: float | None = None
+    link_bandwidth_bytes_per_second: float | None = None
+    link_latency_seconds: float | None = None
+
+
+def with_rates(node: NodeSpec, rates: MeasuredRates) -> NodeSpec:
+    """The node with ``rates`` written over its device's and its default link's."""
+    full = node.resolved()
+    assert full.device is not None  # validated
+    device = full.device.resolved()
+    new: dict[str, Any] = {}
+    if rates.flops_per_second is not None:
+        new["flops"] = {**(device.flops or {}), **rates.flops_per_second}
+    if rates.memory_bandwidth_bytes_per_second is not None:
+        new["memory_bandwidth"] = rates.memory_bandwidth_bytes_per_second
+    if rates.efficiency is not None:
+        new["efficiency"] = {**(device.efficiency or {}), **rates.efficiency}
+    if rates.launch_overhead_seconds is not None:
+        new["launch_overhead"] = rates.launch_overhead_seconds
+    update: dict[str, Any] = {"device": full.device.model_copy(update=new)}
+    link: dict[str, Any] = {}
+    if rates.link_bandwidth_bytes_per_second is not None:
+        link["bandwidth"] = rates.link_bandwidth_bytes_per_second
+    if rates.link_latency_seconds is not None:
+        link["latency"] = rates.link_latency_seconds
+    if link and full.links is not None and full.links.default is not None:
+        default: LinkSpec = full.links.default.model_copy(update=link)
+        update["links"] = full.links.model_copy(update={"default": default})
+    return node.model_copy(update=update)
