@@ -55,5 +55,7 @@ class Layout:
         ranks = ",".join(map(str, self.ranks))
         if len(self.ranks) == 1:
             return f"rank {ranks}"
-        axes = " ".join(f"{a}={n}:{p}" for a, n, p in zip(self.mesh.axes, self.mesh.shape, self.placements, strict=True))
+        axes = " ".join(
+            f"{a}={n}:{p}" for a, n, p in zip(self.mesh.axes, self.mesh.shape, self.placements, strict=True)
+        )
         return f"ranks {ranks} [{axes}]"

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
-
 from cost_models.cluster import ClusterSpec
+from passes.place_layers import LayerRequest
+
 from cost_models.errors import UsageError
 from cost_models.memory import OPTIMIZERS
 from partitioner.plan import Plan
 from partitioner.workloads import Workload
 from passes.compile import compile_graph
 from passes.graph import OpGraph
-from passes.place_layers import LayerRequest
 from passes.trace import trace
 from runtime.schedules import SCHEDULES
 

@@ -8,18 +8,19 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from cost_models.cluster import ClusterSpec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from partitioner.api import ModelOrTrace
-    from partitioner.verify import VerifyReport
     from runtime.execute import Executor
     from runtime.simulate import Simulation
+
+    from partitioner.api import ModelOrTrace
+    from partitioner.verify import VerifyReport
 
 SCHEMA_VERSION = 1
 
@@ -50,10 +51,24 @@ class Stage(_Record):
     parameter_bytes: int
     forward_seconds: float
     backward_seconds: float
+    backward_input_seconds: float = Field(
+        description="the part of backward_seconds that earlier stages wait for"
+    )
     backward_weight_seconds: float = Field(description="the part of backward_seconds that can be deferred")
     saved_bytes: int = Field(description="held from forward to backward, per micro-batch in flight")
     weight_saved_bytes: int = Field(description="still held by a deferred weight half, per micro-batch")
+    has_backward: bool
     in_flight: int = Field(description="largest number of micro-batches in flight in the simulated step")
+
+
+class StageValue(_Record):
+    """A tensor that a later stage reads (on the same device or another)."""
+
+    name: str
+    producer: int = Field(description="stage")
+    consumers: tuple[int, ...] = Field(description="stages")
+    size_bytes: int = Field(description="per micro-batch")
+    needs_grad: bool
 
 
 class Transfer(_Record):
@@ -129,7 +144,10 @@ class Plan(_Record):
     placements: dict[str, tuple[int, ...]] = Field(description="ranks of every placed op")
     recomputed: tuple[str, ...] = Field(description="cheap ops that every stage recomputes for itself")
     tied: tuple[tuple[str, tuple[int, ...]], ...] = Field(description="parameters held by several ranks")
-    transfers: tuple[Transfer, ...]
+    values: tuple[StageValue, ...] = Field(description="what crosses between stages")
+    transfers: tuple[Transfer, ...] = Field(description="what crosses between devices: the bridges")
+    state_bytes: dict[str, int] = Field(description="parameters, gradients and optimizer state, by rank")
+    optimizer_seconds: dict[str, float] = Field(description="time of the optimizer step, by rank")
     attention_backend: str
     prediction: Prediction
     certificate: CertificateRecord
@@ -142,6 +160,19 @@ class Plan(_Record):
     def _consistent(self) -> Plan:
         world = self.cluster.world_size
         problems: list[str] = []
+        if not self.stages:
+            problems.append("stages: there is none")
+        if self.microbatches > self.batch_size:
+            problems.append(f"microbatches: {self.microbatches} pieces of a batch of {self.batch_size}")
+        problems += [
+            f"values[{index}]: {value.name} goes from stage {value.producer} to {value.consumers} of {len(self.stages)}"
+            for index, value in enumerate(self.values)
+            if not all(value.producer < consumer < len(self.stages) for consumer in value.consumers)
+            or value.producer < 0
+        ]
+        missing = [str(rank) for rank in range(world) if str(rank) not in self.state_bytes]
+        if missing:
+            problems.append(f"state_bytes: no entry for ranks {', '.join(missing[:5])}")
         for index, stage in enumerate(self.stages):
             problems += [
                 f"stages[{index}].devices: rank {rank} is not in the cluster of {world}"
@@ -251,11 +282,11 @@ class Plan(_Record):
 
     # ------------------------------------------------------------------------------------------ use
 
-    def simulate(self, model: ModelOrTrace, **options: Any) -> Simulation:
-        """Build the plan's programs for ``model`` and simulate one training step."""
-        from partitioner.api import simulate_plan
+    def simulate(self) -> Simulation:
+        """Rebuild the plan's programs, prove them again, and simulate one training step. Needs no model."""
+        from partitioner.rebuild import simulate_plan
 
-        return simulate_plan(self, model, **options)
+        return simulate_plan(self)
 
     def verify(self, model: ModelOrTrace, **options: Any) -> VerifyReport:
         """Run the actual plan on local Gloo processes and compare every number with the unpartitioned model."""

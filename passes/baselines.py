@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import data_parallel_seconds
+
 from cost_models.compute import optimizer_seconds
 from passes.costs import GraphCosts
 from passes.graph import OpGraph

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cost_models.cluster import ClusterSpec
+from runtime.simulate import Simulation, simulate
+
 from cost_models.compute import optimizer_seconds
 from cost_models.layout import Layout
 from cost_models.memory import StateBytes
@@ -29,7 +31,6 @@ from runtime.check import Proof, check
 from runtime.order import build_programs
 from runtime.program import Program, SegmentGraph
 from runtime.schedules import SCHEDULES
-from runtime.simulate import Simulation, simulate
 
 log = logging.getLogger("partitioner")
 
@@ -67,7 +68,9 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest) -
 
     def simulated(candidate: LayerCandidate) -> SimulatedCandidate:
         result = realize(graph, costs, cluster, candidate, request, recomputed)
-        return SimulatedCandidate(candidate, result.simulation.step_seconds, result.simulation.peak_memory_bytes)
+        return SimulatedCandidate(
+            candidate, result.simulation.step_seconds, result.simulation.peak_memory_bytes
+        )
 
     search = place_layers(graph, costs, cluster, request, simulated)
     placement = search.best.candidate
@@ -75,9 +78,17 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest) -
     bridged = bridges(graph, layouts)
     realized = realize(graph, costs, cluster, placement, request, recomputed)
     proof = check(
-        realized.programs, realized.segments, placement.microbatches, tied=[(t.parameters, t.ranks) for t in realized.tied]
+        realized.programs,
+        realized.segments,
+        placement.microbatches,
+        tied=[(t.parameters, t.ranks) for t in realized.tied],
     )
-    log.info("compiled: %d stages, %s, %d micro-batches", len(placement.ranks), placement.schedule, placement.microbatches)
+    log.info(
+        "compiled: %d stages, %s, %d micro-batches",
+        len(placement.ranks),
+        placement.schedule,
+        placement.microbatches,
+    )
     return Compiled(costs, placement, layouts, bridged, realized, proof, search)
 
 

@@ -44,12 +44,13 @@ def requires_grad(graph: OpGraph) -> frozenset[str]:
     }
     found: set[str] = set()
     for node in graph.graph.nodes:
-        if node.op == "placeholder":
-            if node.name in trainable:
-                found.add(node.name)
-        elif node.op == "call_function" and node.target not in NOT_DIFFERENTIABLE:
-            if _is_floating(node) and any(source.name in found for source in node.all_input_nodes):
-                found.add(node.name)
+        if node.name in trainable or (
+            node.op == "call_function"
+            and node.target not in NOT_DIFFERENTIABLE
+            and _is_floating(node)
+            and any(source.name in found for source in node.all_input_nodes)
+        ):
+            found.add(node.name)
     return frozenset(found)
 
 
@@ -68,4 +69,6 @@ def needs_grad(graph: OpGraph) -> frozenset[str]:
 def _is_floating(node: fx.Node) -> bool:
     value = node.meta.get("val")
     items = value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(item, torch.Tensor) and (item.is_floating_point() or item.is_complex()) for item in items)
+    return any(
+        isinstance(item, torch.Tensor) and (item.is_floating_point() or item.is_complex()) for item in items
+    )

@@ -129,7 +129,9 @@ class OpGraph:
         for node in self.graph.nodes:
             if node.op == "output":
                 continue
-            dag.add_node(node.name, op=node.op, target=str(node.target), module=node.meta.get("module_path", ""))
+            dag.add_node(
+                node.name, op=node.op, target=str(node.target), module=node.meta.get("module_path", "")
+            )
             dag.add_edges_from((source.name, node.name) for source in node.all_input_nodes)
         return dag
 
@@ -145,7 +147,9 @@ def tensor_specs(node: fx.Node) -> tuple[TensorSpec, ...]:
     value = node.meta.get("val")
     items = value if isinstance(value, list | tuple) else (value,)
     return tuple(
-        TensorSpec(tuple(_dim(size) for size in item.shape), item.dtype) for item in items if isinstance(item, torch.Tensor)
+        TensorSpec(tuple(_dim(size) for size in item.shape), item.dtype)
+        for item in items
+        if isinstance(item, torch.Tensor)
     )
 
 

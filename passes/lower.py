@@ -1,9 +1,9 @@
 """Lower: one ``fx.GraphModule`` per segment, with tables of where inputs come from and outputs go.
 
-    segment 1 of a two-stage MLP, before and after
-        %relu = relu(%addmm)            # segment 0        def forward(self, relu, fc2_weight, batch_y):
-        %linear = linear(%relu, %w2)    # segment 1            linear = aten.linear(relu, fc2_weight)
-        %loss = mse_loss(%linear, %y)   # segment 1            return (aten.mse_loss(linear, batch_y),)
+segment 1 of a two-stage MLP, before and after
+    %relu = relu(%addmm)            # segment 0        def forward(self, relu, fc2_weight, batch_y):
+    %linear = linear(%relu, %w2)    # segment 1            linear = aten.linear(relu, fc2_weight)
+    %loss = mse_loss(%linear, %y)   # segment 1            return (aten.mse_loss(linear, batch_y),)
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ def lower(
         if node.name in segmentation.segment_of:
             members[segmentation.segment_of[node.name]].append(node)
     wanted = range(len(segmentation)) if only is None else sorted(only)
-    return {index: _lower_segment(graph, segmentation, crossing, index, members[index], device) for index in wanted}
+    return {
+        index: _lower_segment(graph, segmentation, crossing, index, members[index], device)
+        for index in wanted
+    }
 
 
 def crossing_values(graph: OpGraph, segmentation: Segmentation) -> dict[str, tuple[int, ...]]:

@@ -12,7 +12,12 @@ import torch
 
 from passes.graph import OpGraph
 
-_BATCH_NORMS = ("aten::batch_norm", "aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::_native_batch_norm_legit")
+_BATCH_NORMS = (
+    "aten::batch_norm",
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::_native_batch_norm_legit",
+)
 
 
 def mutable_buffers(graph: OpGraph) -> frozenset[str]:
@@ -40,7 +45,9 @@ def colocated(graph: OpGraph) -> tuple[frozenset[str], ...]:
     users: dict[str, set[str]] = defaultdict(set)
     for placeholder in graph.inputs:
         if placeholder.kind == "buffer" and placeholder.name in mutable:
-            users[placeholder.name].update(user.name for user in graph.nodes[placeholder.node].users if user.op != "output")
+            users[placeholder.name].update(
+                user.name for user in graph.nodes[placeholder.node].users if user.op != "output"
+            )
     for output in graph.outputs:
         if output.kind == "buffer" and graph.nodes[output.node].op == "call_function":
             users[output.name].add(output.node)

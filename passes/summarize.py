@@ -6,12 +6,12 @@ This is the only place where per-op costs become per-segment costs, so the searc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-
 from cost_models.cluster import ClusterSpec
+
 from cost_models.memory import StateBytes, state_bytes
 from passes.costs import GraphCosts
 from passes.graph import OpGraph
@@ -41,7 +41,9 @@ def segment_graph(
     for index, ranks in enumerate(segmentation.ranks):
         indices = ops_of[index]
         seconds = costs.segment_seconds(indices, microbatch_size, cluster.devices[ranks[0]])
-        held = costs.held_bytes(indices, microbatch_size, outputs=[n for n in crossing if segmentation.segment_of[n] == index])
+        held = costs.held_bytes(
+            indices, microbatch_size, outputs=[n for n in crossing if segmentation.segment_of[n] == index]
+        )
         cost = SegmentCost(
             forward_seconds=seconds.forward,
             backward_input_seconds=seconds.backward_input if index in has_backward else 0.0,
@@ -51,7 +53,9 @@ def segment_graph(
         )
         segments.append(Segment(index, ranks, cost, index in has_backward))
     values = tuple(
-        Value(name, segmentation.segment_of[name], consumers, int(output_bytes[name]), name in graph.needs_grad)
+        Value(
+            name, segmentation.segment_of[name], consumers, int(output_bytes[name]), name in graph.needs_grad
+        )
         for name, consumers in crossing.items()
     )
     return SegmentGraph(tuple(segments), values, cluster.world_size)
@@ -135,9 +139,8 @@ def state_of_ranks(
     for found in names:
         specs = [graph.parameters.get(name) or graph.buffers[name] for name in sorted(found)]
         triples = [
-            (int(np.prod(spec.shape, dtype=np.int64)), spec.dtype, node_of[spec.name] in graph.needs_grad) for spec in specs
+            (int(np.prod(spec.shape, dtype=np.int64)), spec.dtype, node_of[spec.name] in graph.needs_grad)
+            for spec in specs
         ]
         result.append(state_bytes(triples, optimizer, master=master))
     return tuple(result)
-
-

@@ -1,0 +1,257 @@
+"""From a compile's outcome to the Plan a user keeps: every number with its name, nothing left implicit."""
+
+from __future__ import annotations
+
+import math
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import torch
+from cost_models.cluster import ClusterSpec
+from passes.place_layers import LayerRequest
+
+from cost_models.compute import optimizer_seconds
+from partitioner.modules import modules_of_stages
+from partitioner.plan import (
+    Alternative,
+    CertificateRecord,
+    ModelInfo,
+    Plan,
+    Prediction,
+    ProofRecord,
+    Stage,
+    StageValue,
+    Transfer,
+)
+from passes.baselines import Baseline, data_parallel, one_device
+from passes.cheap import recomputed_ops
+from passes.compile import Compiled
+from passes.graph import OpGraph
+from passes.summarize import parameters_of_segments
+from runtime.program import Backward, BackwardWeight, Forward, Program
+
+NOT_CONSIDERED = (
+    "data parallelism",
+    "tensor parallelism",
+    "ZeRO sharding",
+    "activation recomputation",
+)
+"""What a layer-wise plan does not look at; an expert should hear it from the plan itself."""
+
+
+def describe(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: Compiled) -> Plan:
+    """The plan of a compile."""
+    placement = compiled.placement
+    return Plan(
+        partitioner_version=package_version(),
+        model=_model(graph),
+        cluster=cluster,
+        strategy="layer",
+        batch_size=request.batch_size,
+        microbatches=placement.microbatches,
+        schedule=placement.schedule,
+        optimizer_memory=request.optimizer + ("+master" if request.master else ""),
+        stages=_stages(graph, compiled),
+        placements={name: (placement.ranks[stage],) for name, stage in placement.stage_of.items()},
+        recomputed=tuple(sorted(recomputed_ops(graph))),
+        tied=tuple((name, group.ranks) for group in compiled.realized.tied for name in group.parameters),
+        values=tuple(
+            StageValue(
+                name=value.name,
+                producer=value.producer,
+                consumers=value.consumers,
+                size_bytes=value.size_bytes,
+                needs_grad=value.needs_grad,
+            )
+            for value in compiled.realized.segments.values
+        ),
+        transfers=_transfers(compiled),
+        state_bytes={str(rank): state.total for rank, state in enumerate(compiled.realized.state)},
+        optimizer_seconds={
+            str(rank): optimizer_seconds(state, device)
+            for rank, (state, device) in enumerate(zip(compiled.realized.state, cluster.devices, strict=True))
+        },
+        attention_backend=compiled.costs.attention_backend,
+        prediction=_prediction(graph, cluster, request, compiled),
+        certificate=CertificateRecord(**compiled.search.certificate.as_dict()),
+        alternatives=_alternatives(graph, cluster, request, compiled),
+        not_considered=NOT_CONSIDERED,
+        proof=ProofRecord(
+            instructions=compiled.proof.instructions,
+            messages=compiled.proof.messages,
+            rules=compiled.proof.rules,
+        ),
+        notes=(*graph.notes, *_notes(graph)),
+    )
+
+
+def package_version() -> str:
+    """The installed version; "source" when run from a checkout that is not installed."""
+    try:
+        return version("partitioner")
+    except PackageNotFoundError:
+        return "source"
+
+
+def tokens_per_sample(graph: OpGraph) -> int | None:
+    """Elements per sample of the first integer input with a further dimension (token ids); None if there is none."""
+    for name, shape in graph.example_shapes.items():
+        dim = graph.batch.batch_dims.get(name)
+        dtype = graph.nodes[_batch_node(graph, name)].meta["val"].dtype
+        if dim is not None and len(shape) > 1 and not dtype.is_floating_point and dtype != torch.bool:
+            return math.prod(shape) // shape[dim]
+    return None
+
+
+def _batch_node(graph: OpGraph, name: str) -> str:
+    return next(i.node for i in graph.inputs if i.kind == "batch" and i.name == name)
+
+
+def _model(graph: OpGraph) -> ModelInfo:
+    sizes = {name: math.prod(spec.shape) for name, spec in graph.parameters.items()}
+    return ModelInfo(
+        name=graph.model_name,
+        fingerprint=graph.fingerprint,
+        parameters=sum(sizes.values()),
+        parameter_bytes=sum(spec.size_bytes for spec in graph.parameters.values()),
+        trainable_parameters=sum(
+            sizes[name] for name, spec in graph.parameters.items() if spec.requires_grad
+        ),
+        ops=len(graph),
+    )
+
+
+def _stages(graph: OpGraph, compiled: Compiled) -> tuple[Stage, ...]:
+    placement, realized = compiled.placement, compiled.realized
+    paths = {node.name: str(node.meta.get("module_path", "")) for node in graph.ops}
+    ordered = {
+        node.name: placement.stage_of[node.name] for node in graph.ops if node.name in placement.stage_of
+    }
+    modules = modules_of_stages(paths, ordered, len(placement.ranks))
+    names = parameters_of_segments(graph, realized.segmentation)
+    flying = _in_flight(realized.programs, len(placement.ranks))
+    ops: list[list[str]] = [[] for _ in placement.ranks]
+    for name, stage in ordered.items():
+        ops[stage].append(name)
+    stages = []
+    for segment in realized.segments.segments:
+        cost = segment.cost
+        parameters = [graph.parameters[name] for name in names[segment.index] if name in graph.parameters]
+        stages.append(
+            Stage(
+                devices=segment.ranks,
+                ops=tuple(ops[segment.index]),
+                modules=modules[segment.index],
+                parameter_bytes=sum(spec.size_bytes for spec in parameters),
+                forward_seconds=cost.forward_seconds,
+                backward_seconds=cost.backward_seconds,
+                backward_input_seconds=cost.backward_input_seconds,
+                backward_weight_seconds=cost.backward_weight_seconds,
+                saved_bytes=cost.saved_bytes,
+                weight_saved_bytes=cost.weight_saved_bytes,
+                has_backward=segment.has_backward,
+                in_flight=flying[segment.index],
+            )
+        )
+    return tuple(stages)
+
+
+def _in_flight(programs: tuple[Program, ...], segments: int) -> list[int]:
+    """Per segment, the most micro-batches at once whose forward is done and whose last backward half is not."""
+    most = [0] * segments
+    for program in programs:
+        now = [0] * segments
+        for instruction in program.instructions:
+            if isinstance(instruction, Forward):
+                now[instruction.segment] += 1
+                most[instruction.segment] = max(most[instruction.segment], now[instruction.segment])
+            elif isinstance(instruction, Backward | BackwardWeight):
+                now[instruction.segment] -= 1
+    return most
+
+
+def _transfers(compiled: Compiled) -> tuple[Transfer, ...]:
+    size_of = {value.name: value.size_bytes for value in compiled.realized.segments.values}
+    return tuple(
+        Transfer(
+            value=bridge.value,
+            kind=bridge.kind,
+            source=bridge.source.ranks[0],
+            target=bridge.target.ranks[0],
+            size_bytes=size_of[bridge.value],
+            gradient=bridge.needs_grad,
+        )
+        for bridge in compiled.bridges
+    )
+
+
+def _prediction(
+    graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: Compiled
+) -> Prediction:
+    simulation = compiled.realized.simulation
+    step = simulation.step_seconds
+    tokens = tokens_per_sample(graph)
+    return Prediction(
+        step_seconds=step,
+        samples_per_second=request.batch_size / step,
+        tokens_per_second=None if tokens is None else tokens * request.batch_size / step,
+        mfu=_mfu(graph, cluster, request, compiled),
+        bubble_fraction=simulation.bubble_fraction,
+        peak_memory_bytes={str(rank): int(peak) for rank, peak in enumerate(simulation.peak_memory_bytes)},
+        communication_bytes=int(simulation.communication_bytes),
+        messages=simulation.messages,
+        confidence=cluster.provenance,
+    )
+
+
+def _mfu(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: Compiled) -> float | None:
+    """Model FLOPs utilisation: FLOPs of forward and backward over step time times the used devices' peak rates."""
+    table = compiled.costs.at(request.batch_size)
+    flops = float(np.sum(table.forward_flops + table.backward_input_flops + table.backward_weight_flops))
+    dtypes = [spec.dtype for spec in graph.parameters.values() if spec.dtype.is_floating_point]
+    if not flops or not dtypes:
+        return None
+    dtype = max(set(dtypes), key=dtypes.count)
+    ranks = {rank for stage in compiled.realized.segments.segments for rank in stage.ranks}
+    peak = sum(cluster.devices[rank].peak_flops(dtype) for rank in ranks)
+    return flops / (compiled.realized.simulation.step_seconds * peak)
+
+
+def _alternatives(
+    graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: Compiled
+) -> tuple[Alternative, ...]:
+    baselines = [one_device(graph, compiled.costs, cluster, request)]
+    if cluster.world_size > 1:
+        baselines.append(data_parallel(graph, compiled.costs, cluster, request))
+    others = [_alternative(baseline) for baseline in baselines]
+    for entry in compiled.search.runner_ups:
+        others.append(
+            Alternative(
+                strategy=f"layer: {entry.description}",
+                feasible=entry.feasible,
+                reason=entry.reason,
+                step_seconds=entry.step_seconds,
+                peak_memory_bytes=entry.peak_memory_bytes,
+            )
+        )
+    return tuple(others)
+
+
+def _alternative(baseline: Baseline) -> Alternative:
+    return Alternative(
+        strategy=baseline.strategy,
+        feasible=baseline.feasible,
+        reason=baseline.reason,
+        step_seconds=baseline.step_seconds,
+        peak_memory_bytes=baseline.peak_memory_bytes,
+    )
+
+
+def _notes(graph: OpGraph) -> tuple[str, ...]:
+    """What a user must know about the semantics of micro-batches for this model."""
+    batch_norms = sum(1 for node in graph.ops if "batch_norm" in str(node.target))
+    if not batch_norms:
+        return ()
+    return (
+        f"{batch_norms} batch norms see one micro-batch at a time; their running statistics advance once per micro-batch",
+    )
