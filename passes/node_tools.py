@@ -1,0 +1,109 @@
+"""Small helpers that rewriting passes share: make a node with a value, say where a node came from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_ORIGIN = ("nn_module_stack", "stack_trace", "module_path", "source")
+_TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def value_of(argument: Any) -> Any:
+    """The argument with every node in it replaced by the node's example value."""
+    return fx.map_arg(argument, lambda node: node.meta["val"])
+
+
+def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
+    """The fake mode that the graph was traced under, None for a graph without tensors."""
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), torch._subclasses.FakeTensor):
+            mode: FakeTensorMode = node.meta["val"].fake_mode
+            return mode
+    return None
+
+
+def fake_call(
+    mode: FakeTensorMode | None, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run one op on example values: shapes and dtypes only, no autograd."""
+    if mode is None:
+        return target(*args, **kwargs)
+    with mode, torch.no_grad():
+        return target(*args, **kwargs)
+
+
+def call(
+    graph: fx.Graph,
+    mode: FakeTensorMode | None,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    like: fx.Node,
+) -> fx.Node:
+    """A new op at the graph's insertion point, with its value, that says it comes from where ``like`` does."""
+    node = graph.call_function(target, args, dict(kwargs or {}))
+    node.meta.update(origin(like))
+    node.meta["val"] = fake_call(mode, target, value_of(args), value_of(dict(kwargs or {})))
+    return node
+
+
+def origin(node: fx.Node) -> dict[str, Any]:
+    """The part of ``meta`` that says where in the model a node was made."""
+    return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
+
+
+def where(node: fx.Node) -> str:
+    """'op in module "encoder.layer.0" (file.py:12)', as far as it is known."""
+    module, source = node.meta.get("module_path"), node.meta.get("source")
+    if module is None:
+        stack = [
+            entry[0] for entry in node.meta.get("nn_module_stack", {}).values() if isinstance(entry, tuple)
+        ]
+        module = stack[-1] if stack else ""
+    if not source:
+        lines = _TRACE_LINE.findall(node.meta.get("stack_trace") or "")
+        source = ":".join(lines[-1]) if lines else "line unknown"
+    return f"{node.target} in module {str(module) or 'the root'!r} ({source})"
+
+
+def storage_key(value: Any) -> int | None:
+    """Equal for tensors that share memory; None for anything without memory."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return None
+    return int(value.untyped_storage()._cdata)
+
+
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """The op's argument ``name`` as given, else its schema's default, else ``default``."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return default
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name:
+            if name in node.kwargs:
+                return node.kwargs[name]
+            if position < len(node.args):
+                return node.args[position]
+            return declared.default_value
+    return default
+
+
+def recorded_requires_grad(node: fx.Node) -> bool | None:
+    """Whether the tensor required a gradient when the model was traced; None where nothing was recorded.
+
+    The exporter loses ``no_grad`` inside ``autocast``, and puts ops of a custom ``autograd.Function`` into the
+    graph as if they were differentiable; what it recorded per tensor is right in both cases.
+    """
+    recorded = node.meta.get("tensor_meta")
+    if hasattr(recorded, "requires_grad"):
+        return bool(recorded.requires_grad)
+    value = node.meta.get("val")
+    if node.op == "placeholder" and isinstance(value, torch.Tensor):
+        return value.requires_grad
+    return False if node.meta.get("grad_enabled") is False else None
