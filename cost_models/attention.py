@@ -103,12 +103,14 @@ def supports(name: str, call: AttentionCall) -> bool:
     backend = BACKENDS[name]
     if name == "math":
         return True
-    if call.mask is not None and (not backend.allows_mask or call.mask_requires_grad and name == "cpu-flash"):
+    if call.mask is not None and (
+        not backend.allows_mask or (call.mask_requires_grad and name == "cpu-flash")
+    ):
         return False
     if call.dropout > 0 and not backend.allows_dropout:
         return False
     same_head_dim = call.query[-1] == call.value[-1]
-    if len(call.query) != 4 or not same_head_dim and name != "efficient":
+    if len(call.query) != 4 or (not same_head_dim and name != "efficient"):
         return False
     if name in ("flash", "cudnn"):
         return call.dtype in HALF_TYPES and call.query[-1] <= MAX_FLASH_HEAD_DIM

@@ -88,7 +88,9 @@ def kernel_seconds(
     arithmetic = np.asarray(flops, dtype=np.float64)
     if not arithmetic.any():  # do not ask a device for the rate of a type it cannot multiply
         return memory
-    return np.maximum(arithmetic / (device.peak_flops(dtype) * device.efficiency[op_class]), memory)
+    rate = device.peak_flops(dtype) * device.efficiency[op_class]
+    kernel: FloatArray = np.maximum(arithmetic / rate, memory)
+    return kernel
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def op_seconds(work: OpWork, device: ComputeDevice, dtype: torch.dtype, op_class
             getattr(work, f"{name}_flops"), getattr(work, f"{name}_bytes"), device, dtype, op_class
         )
         launch = np.asarray(getattr(work, f"{name}_launches") * device.launch_overhead_seconds)
-        return np.maximum(kernel, launch) if device.kind == "cuda" else kernel + launch
+        seconds: FloatArray = np.maximum(kernel, launch) if device.kind == "cuda" else kernel + launch
+        return seconds
 
     return OpSeconds(phase("forward"), phase("backward_input"), phase("backward_weight"))
 

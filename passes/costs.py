@@ -142,7 +142,9 @@ class GraphCosts:
         sizes = self.storage_bytes(batch_size)
         return sum(sizes[name] for name in self._union(op_indices))
 
-    def held_bytes(self, op_indices: Iterable[int], batch_size: int, outputs: Iterable[str] = ()) -> HeldBytes:
+    def held_bytes(
+        self, op_indices: Iterable[int], batch_size: int, outputs: Iterable[str] = ()
+    ) -> HeldBytes:
         """What a segment of these ops holds; ``outputs`` names the ops whose results it sends or returns.
 
         A received value is a buffer of its own, as large as the value, whatever its storage was where it was made.
@@ -158,7 +160,9 @@ class GraphCosts:
                 if producer not in inside and producer not in arrived and storage is not None:
                     arrived.add(producer)
                     received[storage] = received.get(storage, 0) + int(output_bytes[producer])
-        own = {name for index in chosen for name in (*self.output_storages[index], *self.saved[index]) if name}
+        own = {
+            name for index in chosen for name in (*self.output_storages[index], *self.saved[index]) if name
+        }
         own -= {name for name in received if self._storages.maker[name] not in inside}
         sizes.update({name: size for name, size in received.items() if name not in own})
         held = self._union(chosen) | set(received)
@@ -172,7 +176,9 @@ class GraphCosts:
     def _speed(self, device: ComputeDevice) -> tuple[object, ...]:
         """All that seconds depend on: equal devices share what is computed for one of them."""
         efficiency = tuple(sorted(device.efficiency.items()))
-        peaks = tuple(device.peak_flops(dtype) for dtype, op_class in sorted_rates(self._rates) if op_class != "memory")
+        peaks = tuple(
+            device.peak_flops(dtype) for dtype, op_class in sorted_rates(self._rates) if op_class != "memory"
+        )
         bandwidth = device.memory_bandwidth_bytes_per_second
         return device.kind, bandwidth, device.launch_overhead_seconds, efficiency, peaks
 
@@ -183,7 +189,9 @@ class GraphCosts:
         flops = getattr(table, f"{name}_flops")
         moved = getattr(table, f"{name}_bytes")
         kernel = np.zeros(len(self.ops))
-        groups = np.array([self._rates.index(rate) for rate in self._rates], dtype=np.intp)[self._signature_of]
+        groups = np.array([self._rates.index(rate) for rate in self._rates], dtype=np.intp)[
+            self._signature_of
+        ]
         for group in np.unique(groups):
             members = groups == group
             dtype, op_class = self._rates[group]
@@ -272,7 +280,11 @@ def _extra(graph: OpGraph, table: SignatureTable, storages: StorageTable) -> Ext
             continue
         readers = sum(user.name in graph.needs_grad for user in node.users)
         fan_out[index] = max(0, readers - 1) if storages.single[index] else 0
-        trained = [s for s in dict.fromkeys(node.all_input_nodes) if s.name in parameter_of and s.name in graph.needs_grad]
+        trained = [
+            s
+            for s in dict.fromkeys(node.all_input_nodes)
+            if s.name in parameter_of and s.name in graph.needs_grad
+        ]
         parameter_bytes[index] = sum(parameter_of[source.name].size_bytes for source in trained)
         parameters[index] = len(trained)
         weight_only[index] = all(operand.role != "input" for operand in table.operands[index])

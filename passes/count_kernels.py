@@ -55,11 +55,11 @@ class KernelCounts:
     launches: int = 0
 
 
-class KernelCounter(TorchDispatchMode):
+class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Counts the kernels dispatched inside it. Enter it inside a ``FakeTensorMode``."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._flops = self._bytes = self._launches = 0
         self.op_class: OpClass = "memory"
         """Of what was seen so far: the class of its arithmetic."""
@@ -71,7 +71,11 @@ class KernelCounter(TorchDispatchMode):
         return counts
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)

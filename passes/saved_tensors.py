@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from cost_models.attention import AttentionCall, choose_backend, saved_tensors, transferred_bytes
 from cost_models.compute import OpClass, OpWork
@@ -27,6 +27,10 @@ from passes.signatures import Signature, concrete, concrete_arguments
 
 logger = logging.getLogger("partitioner")
 aten = torch.ops.aten
+
+# All fused backends do the same arithmetic. Causal calls count in full, as is the custom.
+_FORWARD_FLOPS = flop_registry[aten._scaled_dot_product_flash_attention]
+_BACKWARD_FLOPS = flop_registry[aten._scaled_dot_product_flash_attention_backward]
 
 SavedPlace: TypeAlias = Literal["operand", "output", "own"]
 
@@ -147,7 +151,9 @@ class _Run:
         roots = [output for output in outputs if output.requires_grad]
         roles = [operand.role for operand in self._signature.operands]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
-        weights = [leaf for leaf, role in zip(leaves, roles, strict=True) if leaf.requires_grad and role == "weight"]
+        weights = [
+            leaf for leaf, role in zip(leaves, roles, strict=True) if leaf.requires_grad and role == "weight"
+        ]
         if not roots or not trained:
             return self._counter.take(), self._counter.take()
         gradients = [torch.empty_like(root) for root in roots]
@@ -197,7 +203,9 @@ def attention_call(signature: Signature, symbols: Mapping[sympy.Symbol, int]) ->
     node = signature.exemplar
     if node.target is not aten.scaled_dot_product_attention.default:
         return None
-    arguments = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
+    arguments = dict(
+        zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False)
+    )
     arguments.update(node.kwargs)
     shapes = [tuple(concrete(size, symbols) for size in o.spec.shape) for o in signature.operands]
     mask = signature.operands[3] if len(signature.operands) > 3 else None
@@ -221,11 +229,15 @@ def _profile_attention(signature: Signature, call: AttentionCall, backend: str) 
     forward_bytes, backward_bytes = transferred_bytes(call)
     backward = signature.differentiated
     gradients = backward and any(operand.role != "none" for operand in signature.operands)
-    repeated = (call.query[0], call.query[1], *call.key[2:])  # grouped heads are multiplied as often as query heads
+    repeated = (
+        call.query[0],
+        call.query[1],
+        *call.key[2:],
+    )  # grouped heads are multiplied as often as query heads
     values = (call.query[0], call.query[1], *call.value[2:])
     work = OpWork(
-        forward_flops=sdpa_flop_count(call.query, repeated, values),
-        backward_input_flops=sdpa_backward_flop_count(out, call.query, repeated, values) if gradients else 0,
+        forward_flops=_FORWARD_FLOPS(call.query, repeated, values),
+        backward_input_flops=_BACKWARD_FLOPS(out, call.query, repeated, values) if gradients else 0,
         forward_bytes=forward_bytes,
         backward_input_bytes=backward_bytes if gradients else 0,
         forward_launches=1,
@@ -278,13 +290,17 @@ def _on_device(target: Any, device_kind: str, args: Sequence[Any]) -> Callable[.
     """
     if device_kind == "cuda" and target is aten.dropout.default and args[2] and 0 < args[1] < 1:
         return lambda x, p, train: aten.native_dropout.default(x, p, train)[0]
-    assert callable(target)
-    return target
+    op: Callable[..., Any] = target
+    return op
 
 
 def _one_attention(backend: str | None) -> Any:
     """Pin the composite attention, so that the machine that traces does not choose."""
-    return sdpa_kernel(SDPBackend.MATH) if backend == "math" else sdpa_kernel([*SDPBackend.__members__.values()][1:])
+    return (
+        sdpa_kernel(SDPBackend.MATH)
+        if backend == "math"
+        else sdpa_kernel([*SDPBackend.__members__.values()][1:])
+    )
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ gradient roles, and equal other arguments. Everything an analysis of a single op
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -129,7 +129,9 @@ class _Tensors:
         for (element, item), spec in zip(tensors, tensor_specs(node), strict=True):
             stride = tuple(symbolic(s) for s in item.stride())
             floating = item.is_floating_point() or item.is_complex()
-            operands.append(Operand(node.name, element, spec, stride, self._role(node) if floating else "none"))
+            operands.append(
+                Operand(node.name, element, spec, stride, self._role(node) if floating else "none")
+            )
         return tuple(operands)
 
     def _role(self, node: fx.Node) -> Role:
@@ -142,7 +144,9 @@ def weight_nodes(graph: OpGraph) -> frozenset[str]:
     """Parameters, and ops that read parameters only: their gradients belong to the weight half of backward."""
     found = {i.node for i in graph.inputs if i.kind == "parameter"}
     for node in graph.ops:
-        sources = [source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)]
+        sources = [
+            source for source in node.all_input_nodes if isinstance(source.meta.get("val"), torch.Tensor)
+        ]
         if sources and all(source.name in found for source in sources):
             found.add(node.name)
     return frozenset(found)
@@ -151,16 +155,22 @@ def weight_nodes(graph: OpGraph) -> frozenset[str]:
 def _sources(node: fx.Node) -> list[fx.Node]:
     """Nodes among the arguments, in order, repeated as often as they are given."""
     found: list[fx.Node] = []
-    fx.node.map_arg((node.args, dict(node.kwargs)), lambda source: found.append(source) or source)
+
+    def visit(source: fx.Node) -> fx.Node:
+        found.append(source)
+        return source
+
+    fx.node.map_arg((node.args, dict(node.kwargs)), visit)
     return found
 
 
-def symbolic(size: object) -> Dim:
+def symbolic(size: Any) -> Dim:
     """A size as a number or an expression."""
     if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
         expression = size.node.expr
         return int(expression) if getattr(expression, "is_Integer", False) else expression
-    return size  # type: ignore[return-value]
+    dim: Dim = size
+    return dim
 
 
 def hashable(value: Any, tensors: _Tensors) -> Hashable:
@@ -177,12 +187,12 @@ def hashable(value: Any, tensors: _Tensors) -> Hashable:
 
 
 def concrete(size: Dim, symbols: Mapping[sympy.Symbol, int]) -> int:
-    """The number that ``size`` is once every symbol has one; ``default`` symbols count as 1."""
+    """The number that ``size`` is once every symbol has one; a symbol without one (data-dependent) counts as 1."""
     if not isinstance(size, sympy.Basic):
         return int(size)
     substituted = size.subs(symbols)
     if substituted.free_symbols:
-        substituted = substituted.subs({symbol: 1 for symbol in substituted.free_symbols})
+        substituted = substituted.subs(dict.fromkeys(substituted.free_symbols, 1))
     return int(substituted)
 
 
@@ -200,9 +210,8 @@ def concrete_arguments(
             return [next(supply) if isinstance(item, torch.Tensor) else item for item in value]
         return concrete(symbolic(value), symbols)
 
-    convert: Callable[[Any], Any] = lambda argument: fx.node.map_arg(argument, resolve)  # noqa: E731
-    args, kwargs = convert((node.args, dict(node.kwargs)))
-    kwargs = dict(kwargs)
+    resolved: Any = fx.node.map_arg((node.args, dict(node.kwargs)), resolve)
+    args, kwargs = resolved[0], dict(resolved[1])
     if isinstance(kwargs.get("device"), torch.device):
         kwargs["device"] = torch.device("cpu")  # a model traced on meta has its device baked in
     return tuple(args), kwargs

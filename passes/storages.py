@@ -11,6 +11,7 @@ from torch import fx
 
 from cost_models.compute import FloatArray
 from passes.graph import OpGraph
+from passes.saved_tensors import SavedPlace
 from passes.signatures import SignatureTable
 from passes.size_model import OUTPUT_BYTES, SizeModel
 
@@ -74,12 +75,12 @@ def name_storages(graph: OpGraph, table: SignatureTable, model: SizeModel) -> St
             storage_of[node.name, table.elements[index][j]] = name
         for k in range(structure.own_storages):
             row_of[f"{node.name}~{k}"], maker[f"{node.name}~{k}"] = row + count + k, index
-        places = {
-            "operand": lambda i, operands=operands: storage_of.get((operands[i].node, operands[i].element)),
-            "output": lambda j, names=names: names[j],
-            "own": lambda k, node=node: f"{node.name}~{k}",
+        of_place: dict[SavedPlace, list[str | None]] = {
+            "operand": [storage_of.get((operand.node, operand.element)) for operand in operands],
+            "output": names,
+            "own": [f"{node.name}~{k}" for k in range(structure.own_storages)],
         }
-        kept = [places[place](which) for place, which in structure.saved]
+        kept = [of_place[place][which] for place, which in structure.saved]
         saved.append(tuple(dict.fromkeys(name for name in kept if name is not None)))
         outputs.append(tuple(names))
     reads = tuple(
@@ -104,5 +105,6 @@ def name_storages(graph: OpGraph, table: SignatureTable, model: SizeModel) -> St
 
 def _projected(node: fx.Node, storage_of: Mapping[tuple[str, int], str | None]) -> str | None:
     source, element = node.args
-    assert isinstance(source, fx.Node) and isinstance(element, int)
+    assert isinstance(source, fx.Node)
+    assert isinstance(element, int)
     return storage_of.get((source.name, element))

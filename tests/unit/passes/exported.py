@@ -19,10 +19,15 @@ def exported(model: nn.Module, kwargs: dict[str, Any], static: tuple[str, ...] =
     program = export(model, (), kwargs, dynamic_shapes=dims, strict=False)
     signature = program.graph_signature
     inputs, symbol = [], None
-    parameters = {n: StateSpec(n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in model.named_parameters()}
+    parameters = {
+        n: StateSpec(n, tuple(p.shape), p.dtype, p.requires_grad)
+        for n, p in model.named_parameters(remove_duplicate=False)
+    }
     buffers = {n: StateSpec(n, tuple(b.shape), b.dtype, False) for n, b in model.named_buffers()}
     for spec in signature.input_specs:
-        kind = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant"}.get(spec.kind.name, "batch")
+        kind = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant"}.get(
+            spec.kind.name, "batch"
+        )
         inputs.append(GraphInput(spec.arg.name, kind, spec.target if kind != "batch" else spec.arg.name))
         node = next(n for n in program.graph.nodes if n.name == spec.arg.name)
         value = node.meta.get("val")
@@ -42,7 +47,9 @@ def exported(model: nn.Module, kwargs: dict[str, Any], static: tuple[str, ...] =
         buffers=buffers,
         aliases={},
         constants=dict(program.constants),
-        batch=BatchSpec({n: None if n in static else 0 for n in kwargs}, symbol[0], {symbol[0]: (symbol[1], 0)}),
+        batch=BatchSpec(
+            {n: None if n in static else 0 for n in kwargs}, symbol[0], {symbol[0]: (symbol[1], 0)}
+        ),
         example_batch_size=shapes[symbol[1]][0],
         example_shapes=shapes,
         training=True,
