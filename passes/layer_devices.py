@@ -1,7 +1,8 @@
 """Which device a stage may use, given the stages after it: the device half of the dynamic program's state.
 
-Stages are numbered from the end, because the micro-batches a stage holds depend on how many stages follow it. A state of
-level k says which kind the k-th stage from the end uses and what is left for the stages before it:
+Stages are numbered from the end, because the micro-batches a stage holds depend on how many stages follow
+it. A state of level k says which kind the k-th stage from the end uses and what is left for the stages
+before it:
 
     sequence     k                          the last k entries of a fixed list of devices
     ordered      (k, device)                any subsequence of a list of unlike devices
@@ -18,7 +19,8 @@ from passes.layer_problem import LayerProblem
 
 @dataclass(frozen=True)
 class DeviceState:
-    """The first of the remaining stages uses ``kind``; ``next`` are the states of level k-1 that may follow."""
+    """The first of the remaining stages uses ``kind``; ``next`` are the states of level k-1 that may
+    follow."""
 
     kind: int
     next: tuple[int, ...]

@@ -1,18 +1,21 @@
-"""Exact minimum of the layer-wise surrogate: a bounded search over bottlenecks around a dynamic program over cuts.
+"""Exact minimum of the layer-wise surrogate: a bounded search over bottlenecks around a dynamic program over
+cuts.
 
     f(T) = min Σ_s (t_s + x_s)  subject to  t_s, x_s ≤ T, memory, pins
-    D_k[a] = min over b ⊃ a of  t(a, b) + min over next devices of (x(b) + D_{k-1}[b])       f(T) = min over k of D_k[∅]
+    D_k[a] = min over b ⊃ a of  t(a, b) + min over next devices of (x(b) + D_{k-1}[b])       f(T) = min over
+    k of D_k[∅]
 
-The optimum is the minimum over T of ``fill · f(T) + w · T`` (w = (m - fill)·v), and only values that some stage or link takes
-matter as T. Alpa (Zheng et al. 2022, section 5.2) enumerates them all; here they are bisected. f falls as T grows, so on
-thresholds [lo, hi] nothing is below ``fill · f(hi) + w · lo``, and a solution found at T with bottleneck T' ≤ T settles
-[T', T]. Intervals are taken in the order of their bounds until none can beat the best split: exact, and if time runs out
-the smallest remaining bound is still proved.
+The optimum is the minimum over T of ``fill · f(T) + w · T`` (w = (m - fill)·v), and only values that some
+stage or link takes matter as T. Alpa (Zheng et al. 2022, section 5.2) enumerates them all; here they are
+bisected. f falls as T grows, so on thresholds [lo, hi] nothing is below ``fill · f(hi) + w · lo``, and a
+solution found at T with bottleneck T' ≤ T settles [T', T]. Intervals are taken in the order of their bounds
+until none can beat the best split: exact, and if time runs out the smallest remaining bound is still proved.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 import time
 from collections.abc import Iterable
@@ -27,7 +30,8 @@ from passes.layer_table import BoolArray, Geometry, IntArray, StageTable, stage_
 
 @dataclass(frozen=True)
 class DpResult:
-    """``splits``: distinct, best first; empty if nothing fits. No split of the space is below ``bound_seconds``."""
+    """``splits``: distinct, best first; empty if nothing fits. No split of the space is below
+    ``bound_seconds``."""
 
     splits: tuple[Split, ...]
     bound_seconds: float
@@ -51,8 +55,9 @@ def solve_dp(
 ) -> DpResult:
     """The best split by the surrogate, and up to ``keep`` good ones of other bottlenecks and stage counts.
 
-    ``relative_gap``: stop once bound ≥ (1 - gap) · best. ``deadline``: value of ``time.perf_counter`` to stop at.
-    ``cutoff_seconds``: splits above it are of no interest; what is returned then may be empty with a bound ≥ cutoff.
+    ``relative_gap``: stop once bound ≥ (1 - gap) · best. ``deadline``: value of ``time.perf_counter`` to
+    stop at. ``cutoff_seconds``: splits above it are of no interest; what is returned then may be empty with
+    a bound ≥ cutoff.
     """
     geometry = geometry or Geometry(problem.structure)
     table = stage_table(problem, geometry)
@@ -163,7 +168,8 @@ class _Search:
         return max(0, int(np.searchsorted(thresholds, value * (1 + 1e-12), side="right")) - 1)
 
     def _at(self, threshold: float, thresholds: FloatArray) -> tuple[float, int] | None:
-        """Solve at a threshold: (f(T), index of the smallest threshold that this settles); None if nothing fits."""
+        """Solve at a threshold: (f(T), index of the smallest threshold that this settles); None if nothing
+        fits."""
         self.solved += 1
         ends = self.program.solve(threshold)
         if not ends:
@@ -181,7 +187,8 @@ class _Search:
         return split
 
     def _other_stage_counts(self) -> None:
-        """Other numbers of stages at the best threshold: different plans that the surrogate thinks nearly as good."""
+        """Other numbers of stages at the best threshold: different plans that the surrogate thinks nearly as
+        good."""
         if math.isinf(self.best_threshold) or self.keep <= 1:
             return
         ends = self.program.solve(self.best_threshold)
@@ -195,11 +202,20 @@ class _CutProgram:
     def __init__(self, problem: LayerProblem, table: StageTable) -> None:
         self.problem, self.table = problem, table
         self.levels = device_levels(problem)
-        self.kinds = sorted({state.kind for level in self.levels for state in level})
-        self.links: dict[tuple[int, int], FloatArray] = {}
-        for later, level in zip(self.levels, self.levels[1:], strict=False):
+        # kinds that differ by their links only share one class of costs; pairs of kinds with equal links one
+        # array
+        classes: dict[tuple[int, float], int] = {}
+        self.classes = [classes.setdefault((k.row, k.capacity_bytes), len(classes)) for k in problem.kinds]
+        used = {state.kind for level in self.levels for state in level}
+        self.kinds = sorted({self.classes[kind]: kind for kind in used}.values())
+        self.link_class: dict[tuple[int, int], tuple[float, float]] = {}
+        self.links: dict[tuple[float, float], FloatArray] = {}
+        for later, level in itertools.pairwise(self.levels):
             for a, b in {(s.kind, later[i].kind) for s in level for i in s.next}:
-                self.links.setdefault((a, b), table.link_seconds(problem, a, b))
+                key = (float(problem.link_latency_seconds[a, b]), float(problem.link_seconds_per_byte[a, b]))
+                self.link_class[a, b] = key
+                if key not in self.links:
+                    self.links[key] = table.link_seconds(problem, a, b)
         self.starts = self._allowed_starts()
 
     def _allowed_starts(self) -> list[BoolArray] | None:
@@ -211,11 +227,12 @@ class _CutProgram:
         pinned = np.full(problem.structure.units, -1)
         for unit, stage in problem.pins.items():
             pinned[unit] = stage
-        allowed = []
+        allowed: list[BoolArray] = []
         for k in range(1, p + 1):
             stage = p - k
             before, after = (pinned >= 0) & (pinned < stage), pinned >= stage
-            allowed.append(members[:, before].all(axis=1) & ~members[:, after].any(axis=1))
+            legal = members[:, before].all(axis=1) & ~members[:, after].any(axis=1)
+            allowed.append(np.asarray(legal, dtype=bool))
         return allowed
 
     def thresholds(self) -> FloatArray:
@@ -230,25 +247,28 @@ class _CutProgram:
         """(Σ(t + x), k, state index) of the best plan per number of stages, best first. Keeps the tables."""
         geometry, problem = self.table.geometry, self.problem
         limit = threshold * (1 + 1e-12)
-        work = {k: self.table.work_seconds[problem.kinds[k].row] for k in self.kinds}
-        useful = np.nonzero(np.minimum.reduce([work[k] for k in self.kinds]) <= limit)[0]
-        self._source: IntArray = geometry.source[useful]
-        self._target: IntArray = geometry.target[useful]
+        fewest = min(problem.in_flight[: len(self.levels)])
+        work = {self.classes[k]: self.table.work_seconds[problem.kinds[k].row] for k in self.kinds}
+        room = {self.classes[k]: self.table.room[k] for k in self.kinds}
+        usable = [(work[c] <= limit) & (room[c] >= fewest) for c in work]
+        useful = np.nonzero(np.logical_or.reduce(usable))[0]
         if not len(useful):
             return []
-        self._heads, self._first = np.unique(self._source, return_index=True)
-        self._work = {k: np.where(work[k][useful] <= limit, work[k][useful], np.inf) for k in self.kinds}
-        self._room = {k: self.table.room[k][useful] for k in self.kinds}
-        self._links = {pair: np.where(x <= limit, x, np.inf) for pair, x in self.links.items()}
+        self._source: IntArray = geometry.source[useful]
+        self._target: IntArray = geometry.target[useful]
+        self._first = np.flatnonzero(np.diff(self._source, prepend=-1))
+        self._heads = self._source[self._first]
+        self._work = {c: np.where(work[c][useful] <= limit, work[c][useful], np.inf) for c in work}
+        self._room = {c: room[c][useful] for c in work}
+        self._links = {key: np.where(x <= limit, x, np.inf) for key, x in self.links.items()}
+        self._costs: dict[tuple[int, int], FloatArray] = {}
         self._best: list[list[FloatArray]] = []
-        costs: dict[tuple[int, int], FloatArray] = {}
         ends: list[tuple[float, int, int]] = []
         for k, level in enumerate(self.levels, start=1):
             rows = []
             for state in level:
-                cost = costs.setdefault((state.kind, problem.in_flight[k - 1]), self._cost(state.kind, k))
-                rest = self._rest(k, state)
                 least = np.full(geometry.downsets, np.inf)
+                cost, rest = self._cost(state.kind, k), self._rest(k, state)
                 least[self._heads] = np.minimum.reduceat(cost + rest[self._target], self._first)
                 if self.starts is not None:
                     least[~self.starts[k - 1]] = np.inf
@@ -258,11 +278,16 @@ class _CutProgram:
                 value, index = min((float(row[0]), i) for i, row in enumerate(rows))
                 if math.isfinite(value):
                     ends.append((value, k, index))
+            if not any(np.isfinite(row).any() for row in rows):
+                break
         return sorted(ends)
 
     def _cost(self, kind: int, k: int) -> FloatArray:
-        """[useful pairs] seconds of the pair as k-th stage from the end on ``kind``; infinite where it does not fit."""
-        return np.where(self._room[kind] >= self.problem.in_flight[k - 1], self._work[kind], np.inf)
+        """[useful pairs] seconds of the pair as k-th stage from the end; infinite where it does not fit."""
+        key = (self.classes[kind], self.problem.in_flight[k - 1])
+        if key not in self._costs:
+            self._costs[key] = np.where(self._room[key[0]] >= key[1], self._work[key[0]], np.inf)
+        return self._costs[key]
 
     def _rest(self, k: int, state: DeviceState) -> FloatArray:
         """[downsets] cost of everything behind a stage that ends at the downset, the cut included."""
@@ -270,9 +295,11 @@ class _CutProgram:
             rest = np.full(self.table.geometry.downsets, np.inf)
             rest[-1] = 0.0
             return rest
-        later = self.levels[k - 2]
-        options = [self._links[state.kind, later[i].kind] + self._best[k - 2][i] for i in state.next]
-        return options[0] if len(options) == 1 else np.minimum.reduce(options)
+        options = [self._link(k, state, i) + self._best[k - 2][i] for i in state.next]
+        return options[0] if len(options) == 1 else np.asarray(np.minimum.reduce(options))
+
+    def _link(self, k: int, state: DeviceState, index: int) -> FloatArray:
+        return self._links[self.link_class[state.kind, self.levels[k - 2][index].kind]]
 
     def trace_back(self, k: int, index: int) -> tuple[list[int], list[int]]:
         """The split that ``solve`` found for (k, state): stage of each unit, kind of each stage."""
@@ -290,12 +317,9 @@ class _CutProgram:
             end = int(target[np.argmin(self._cost(state.kind, k)[lo:hi] + self._rest(k, state)[target])])
             stage_of[members[end] & ~members[start]] = stage
             if k > 1:
-                later = self.levels[k - 2]
-                index = min(
-                    state.next,
-                    key=lambda i: float(
-                        self._links[state.kind, later[i].kind][end] + self._best[k - 2][i][end]
-                    ),
-                )
+                options = [
+                    float(self._link(k, state, i)[end] + self._best[k - 2][i][end]) for i in state.next
+                ]
+                index = state.next[int(np.argmin(options))]
             start, stage, k = end, stage + 1, k - 1
         return stage_of.tolist(), kinds

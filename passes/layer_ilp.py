@@ -1,15 +1,16 @@
-"""The same layer-wise problem as an integer linear program: PuLP states it, HiGHS solves it (CBC where it is absent).
+"""The same layer-wise problem as an integer linear program: PuLP states it, HiGHS solves it (CBC where it is
+absent).
 
-An independent formulation, by units instead of cuts, that the dynamic program is tested against; and the method of choice
-where a graph branches so much that its downsets cannot be listed.
+An independent formulation, by units instead of cuts, that the dynamic program is tested against; and the
+method of choice where a graph branches so much that its downsets cannot be listed.
 
-    z[u,k] ∈ {0,1}      unit u is in the k-th stage from the end       y[u,k] = Σ_{k' ≥ k} z[u,k']  (there or before)
-    a[k,d] ∈ {0,1}      that stage runs on kind d                      used[k] = Σ_d a[k,d], without gaps
-    y[u,k] ≥ y[v,k]     for every edge u → v: each cut is a downset
+    z[u,k] ∈ {0,1}      unit u is in the k-th stage from the end       y[u,k] = Σ_{k' ≥ k} z[u,k']  (there or
+    before) a[k,d] ∈ {0,1}      that stage runs on kind d                      used[k] = Σ_d a[k,d], without
+    gaps y[u,k] ≥ y[v,k]     for every edge u → v: each cut is a downset
     c[i,k] ≥ y[producer,k+1] - y[reader,k+1]                           crossing i passes the cut into stage k
-    h[i,k] ≥ z[saver,k], z[reader,k] - z[producer,k], z[producer,k] - z[reader,k]      the stage holds storage i
-    t[k] ≥ Σ_u seconds[d,u]·z[u,k] - M(1 - a[k,d]);  x[k] ≥ link(d,e) - M(2 - a[k+1,d] - a[k,e]);  T ≥ t[k], x[k]
-    minimize fill·Σ(t + x) + (m - fill)·v·T
+    h[i,k] ≥ z[saver,k], z[reader,k] - z[producer,k], z[producer,k] - z[reader,k]      the stage holds
+    storage i t[k] ≥ Σ_u seconds[d,u]·z[u,k] - M(1 - a[k,d]);  x[k] ≥ link(d,e) - M(2 - a[k+1,d] - a[k,e]);
+    T ≥ t[k], x[k] minimize fill·Σ(t + x) + (m - fill)·v·T
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from passes.layer_problem import LayerProblem, Split, Touch, evaluate
 
 @dataclass(frozen=True)
 class IlpResult:
-    """``status``: "optimal", "feasible" (time ran out), "infeasible" or "unknown". No split is below ``bound_seconds``."""
+    """``status``: "optimal", "feasible" (time ran out), "infeasible" or "unknown". No split is below
+    ``bound_seconds``."""
 
     split: Split | None
     status: str
@@ -52,7 +54,8 @@ def solve_ilp(problem: LayerProblem, time_limit_seconds: float = 60.0) -> IlpRes
 
 
 class _Model:
-    """The program of one problem. Seconds and bytes are scaled to about 1, where solvers' tolerances are meant."""
+    """The program of one problem. Seconds and bytes are scaled to about 1, where solvers' tolerances are
+    meant."""
 
     def __init__(self, problem: LayerProblem) -> None:
         self.problem = problem

@@ -10,20 +10,24 @@ Words
 
 Surrogate, minimized exactly by ``layer_dp`` and ``layer_ilp``
     t_s   forward + backward seconds of stage s on its device, per micro-batch
-    x_s   link seconds of cut s: latency + (activation bytes + gradient bytes) · seconds per byte. A value that skips
+    x_s   link seconds of cut s: latency + (activation bytes + gradient bytes) · seconds per byte. A value
+    that skips
           stages is counted at every cut it crosses: an upper estimate
     step  = fill · Σ_s (t_s + x_s) + (m - fill) · v · max_s max(t_s, x_s)
 
-with m micro-batches and v chunks per device. ``fill`` is the share of the pipeline's filling and draining that a schedule
-cannot hide: 1 for GPipe and 1F1B (p equal stages: (m + p - 1)·t, the closed form), 1/v for interleaved 1F1B, about 1/3 for
-ZB-H1. With v > 1 the busiest device is bounded from above by v times its largest chunk.
+with m micro-batches and v chunks per device. ``fill`` is the share of the pipeline's filling and draining
+that a schedule cannot hide: 1 for GPipe and 1F1B (p equal stages: (m + p - 1)·t, the closed form), 1/v for
+interleaved 1F1B, about 1/3 for ZB-H1. With v > 1 the busiest device is bounded from above by v times its
+largest chunk.
 
-Memory, per device: ``state + gradients crossing both cuts + in_flight[k] · held ≤ capacity``, where ``held`` is a union
-of storages: one that several ops of the stage save, or that it saves and also sends, is counted once.
+Memory, per device: ``state + gradients crossing both cuts + in_flight[k] · held ≤ capacity``, where ``held``
+is a union of storages: one that several ops of the stage save, or that it saves and also sends, is counted
+once.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -40,9 +44,11 @@ MEMORY_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Touch:
-    """Who makes a stage hold a storage: any of ``savers``; a reader whose producer is elsewhere; a producer read later.
+    """Who makes a stage hold a storage: any of ``savers``; a reader whose producer is elsewhere; a producer
+    read later.
 
-    ``producer`` is -1 for what no unit makes (parameters, batch inputs). Unit indices; ``readers`` exclude the producer.
+    ``producer`` is -1 for what no unit makes (parameters, batch inputs). Unit indices; ``readers`` exclude
+    the producer.
     """
 
     savers: tuple[int, ...]
@@ -62,7 +68,8 @@ class Crossing:
 class LayerStructure:
     """What does not change with the micro-batch size.
 
-    ``downsets``: the family of downsets as bit masks (bit u: unit u), or None for the prefixes of the numbering.
+    ``downsets``: the family of downsets as bit masks (bit u: unit u), or None for the prefixes of the
+    numbering.
     """
 
     units: int
@@ -87,8 +94,9 @@ class DeviceKind:
 class LayerProblem:
     """One micro-batch size, one schedule. Shapes: R rows of seconds, n units, K kinds.
 
-    ``assignment``: "unordered": any kind for any stage, each at most ``count`` times; "ordered": kinds are devices in
-    pipeline order and a plan uses any subsequence; "sequence": p stages use the last p entries of ``sequence``.
+    ``assignment``: "unordered": any kind for any stage, each at most ``count`` times; "ordered": kinds are
+    devices in pipeline order and a plan uses any subsequence; "sequence": p stages use the last p entries of
+    ``sequence``.
     """
 
     structure: LayerStructure
@@ -108,7 +116,8 @@ class LayerProblem:
     link_seconds_per_byte: FloatArray
     """[K, K]"""
     in_flight: tuple[int, ...]
-    """``in_flight[k - 1]``: micro-batches held at once by the k-th stage from the end; its length bounds the stages."""
+    """``in_flight[k - 1]``: micro-batches held at once by the k-th stage from the end; its length bounds the
+    stages."""
     microbatches: int = 1
     fill: float = 1.0
     chunks: int = 1
@@ -150,7 +159,8 @@ class Split:
 
 
 def evaluate(problem: LayerProblem, stage_of: Sequence[int], kinds: Sequence[int]) -> Split:
-    """The surrogate and the memory of one split, by their definitions. The reference that the solvers are tested with."""
+    """The surrogate and the memory of one split, by their definitions. The reference that the solvers are
+    tested with."""
     p = len(kinds)
     seconds = np.zeros(p)
     for unit, stage in enumerate(stage_of):
@@ -179,7 +189,8 @@ def evaluate(problem: LayerProblem, stage_of: Sequence[int], kinds: Sequence[int
 
 
 def cut_bytes(problem: LayerProblem, stage_of: Sequence[int], p: int) -> tuple[FloatArray, FloatArray]:
-    """Activation and gradient bytes of each cut, shape [p]; entry s is the cut into stage s, entry 0 is zero."""
+    """Activation and gradient bytes of each cut, shape [p]; entry s is the cut into stage s, entry 0 is
+    zero."""
     forward, gradient = np.zeros(p), np.zeros(p)
     for index, crossing in enumerate(problem.structure.crossings):
         first = stage_of[crossing.producer]
@@ -245,5 +256,5 @@ def _kinds_allowed(problem: LayerProblem, kinds: tuple[int, ...]) -> bool:
     if problem.assignment == "sequence":
         return kinds == problem.sequence[len(problem.sequence) - len(kinds) :]
     if problem.assignment == "ordered":
-        return all(a < b for a, b in zip(kinds, kinds[1:], strict=False))
+        return all(a < b for a, b in itertools.pairwise(kinds))
     return all(kinds.count(k) <= problem.kinds[k].count for k in set(kinds))

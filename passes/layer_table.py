@@ -1,7 +1,10 @@
-"""Costs of every possible stage at once: arrays over pairs of downsets (A, B), A ⊂ B, whose difference is a stage.
+"""Costs of every possible stage at once: arrays over pairs of downsets (A, B), A ⊂ B, whose difference is a
+stage.
 
-    prefixes    downset i = the first i units; pair (i, j) = units i … j-1. A storage touched by some units adds its size to
-                a few rectangles of the (i, j) plane, so all pairs cost O(touches + n²): a two-dimensional prefix sum
+    prefixes    downset i = the first i units; pair (i, j) = units i … j-1. A storage touched by some units
+    adds its size to
+                a few rectangles of the (i, j) plane, so all pairs cost O(touches + n²): a two-dimensional
+                prefix sum
     family      any list of downsets; each pair is looked at, one matrix product per quantity
 
 The geometry depends on the structure only and is reused for every micro-batch size.
@@ -104,8 +107,9 @@ class RectangleSum:
 def _boxes(touch: Touch, n: int) -> list[tuple[int, int, int, int]]:
     """Disjoint boxes (i0, i1, j0, j1), half-open, of the intervals [i, j) that hold the storage.
 
-    Intervals that start after the producer hold it if they contain a saver or a reader; earlier ones if they contain a
-    saver, or contain the producer but not the last reader. Each is filed under its first unit that matters.
+    Intervals that start after the producer hold it if they contain a saver or a reader; earlier ones if they
+    contain a saver, or contain the producer but not the last reader. Each is filed under its first unit that
+    matters.
     """
     boxes: list[tuple[int, int, int, int]] = []
     p = touch.producer
@@ -158,9 +162,8 @@ def _any_inside(members: BoolArray, units: Sequence[int], source: IntArray, targ
     """[pairs] whether the pair's stage contains one of ``units``."""
     if not units:
         return np.zeros(len(source), dtype=bool)
-    count = members[:, list(units)].sum(axis=1)
-    inside: BoolArray = count[target] > count[source]
-    return inside
+    count: IntArray = members[:, list(units)].sum(axis=1, dtype=np.int64)
+    return np.asarray(count[target] > count[source], dtype=bool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,8 +173,9 @@ class StageTable:
     geometry: Geometry
     work_seconds: FloatArray
     """[R, pairs]"""
-    room: FloatArray
-    """[K, pairs] micro-batches in flight that fit the kind's memory; -1 where even the state does not."""
+    room: tuple[FloatArray, ...]
+    """Per kind, [pairs]: micro-batches in flight that fit its memory; -1 where even the state does not.
+    Kinds of one capacity share one array."""
     cut_bytes: FloatArray
     """[downsets] activations + gradients crossing."""
 
@@ -194,10 +198,10 @@ def stage_table(problem: LayerProblem, geometry: Geometry) -> StageTable:
     cut = geometry.crossed @ (problem.forward_bytes + problem.gradient_bytes)
     fixed = geometry.state(problem.state_bytes) + gradient[source] + gradient[target]
     held = geometry.held(problem.storage_bytes)
-    room = np.empty((len(problem.kinds), len(source)))
-    for index, kind in enumerate(problem.kinds):
-        free = kind.capacity_bytes * (1 + MEMORY_TOLERANCE) - fixed
+    room: dict[float, FloatArray] = {}
+    for capacity_bytes in {kind.capacity_bytes for kind in problem.kinds}:
+        free = capacity_bytes * (1 + MEMORY_TOLERANCE) - fixed
         with np.errstate(divide="ignore", invalid="ignore"):
             fitting = np.where(held > 0, np.floor(free / held), np.inf)
-        room[index] = np.where(free < 0, -1.0, fitting)
-    return StageTable(geometry, work, room, cut)
+        room[capacity_bytes] = np.where(free < 0, -1.0, fitting)
+    return StageTable(geometry, work, tuple(room[kind.capacity_bytes] for kind in problem.kinds), cut)
