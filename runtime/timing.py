@@ -127,7 +127,7 @@ def _steps(
     graph: SegmentGraph, orders: ComputeOrder, microbatches: int, transfer_seconds: TransferSeconds
 ) -> list[list[_Step]]:
     """The orders as flat tuples, one per compute."""
-    duration = _durations(graph)
+    duration = compute_seconds(graph)
     needs = _needs(graph, microbatches, transfer_seconds)
     planes = 3 * len(graph.segments)
     base = [plane_segment * microbatches for plane_segment in range(planes)]
@@ -147,7 +147,8 @@ def _steps(
         ) from error
 
 
-def _durations(graph: SegmentGraph) -> dict[type, list[float]]:
+def compute_seconds(graph: SegmentGraph) -> dict[type, list[float]]:
+    """Seconds of one micro-batch: by instruction type, then by segment."""
     costs = [segment.cost for segment in graph.segments]
     return {
         Forward: [c.forward_seconds for c in costs],
