@@ -146,7 +146,7 @@ class PairSum:
             held = _any_inside(members, touch.savers, source, target)
             if touch.producer >= 0 and touch.readers:
                 made = members[:, touch.producer]
-                all_read = members[:, list(touch.readers)].all(axis=1)
+                all_read: BoolArray = np.asarray(members[:, list(touch.readers)].all(axis=1))
                 held |= made[source] & _any_inside(members, touch.readers, source, target)
                 held |= ~made[source] & made[target] & ~all_read[target]
             self._columns.append(held)
