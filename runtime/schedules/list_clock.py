@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from cost_models.errors import InternalError
+from cost_models.errors import InternalError, UsageError
 from runtime.program import ComputeOrder, SegmentGraph
 from runtime.schedules.list_work import Work
 from runtime.schedules.schedule import INSTRUCTION
 
 
-def play(
-    graph: SegmentGraph, work: Work, microbatches: int, limits: Sequence[int]
-) -> tuple[ComputeOrder, tuple[float, ...]]:
-    """The order, and each rank's time from its first start to its last finish (seconds)."""
+@dataclass(frozen=True)
+class Played:
+    """A step that was played."""
+
+    order: ComputeOrder
+    step_seconds: float
+    span_seconds: tuple[float, ...]
+    """Per rank, from its first start to its last finish."""
+
+
+def play(graph: SegmentGraph, work: Work, microbatches: int, limits: Sequence[int]) -> Played:
+    """Play ``microbatches`` with at most ``limits`` of them unfinished on each rank."""
+    problems = []
+    if microbatches < 1:
+        problems.append(f"there must be a micro-batch, not {microbatches}")
+    if len(limits) != graph.world_size or min(limits) < 1:
+        problems.append(f"each of {graph.world_size} ranks needs a limit of 1 or more, not {list(limits)}")
+    if problems:
+        raise UsageError("the list scheduler cannot order these segments", problems)
     clock = _Clock(graph, work, microbatches, limits)
     clock.run()
-    return clock.order(), tuple(clock.spans_seconds())
+    return Played(clock.order(), max(clock.last_seconds), tuple(clock.span_seconds()))
 
 
 class _Clock:
@@ -170,7 +186,7 @@ class _Clock:
             for tasks in self.started
         )
 
-    def spans_seconds(self) -> list[float]:
+    def span_seconds(self) -> list[float]:
         return [
             max(0.0, last - first) if tasks else 0.0
             for first, last, tasks in zip(self.first_seconds, self.last_seconds, self.started, strict=True)

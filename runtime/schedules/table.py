@@ -46,7 +46,7 @@ def table(
     width = max((len(cell) for _, cells in [*rows, ("", head)] for cell in cells), default=1) + 1
     label_width = max(len(label) for label, _ in [*rows, ("time", head)]) + 1
     lines = [
-        label.ljust(label_width) + "".join(cell.rjust(width) for cell in cells)
+        (label.ljust(label_width) + "".join(cell.rjust(width) for cell in cells)).rstrip()
         for label, cells in [("time", head), *rows]
     ]
     return "\n".join(lines)

@@ -53,9 +53,9 @@ def _lagging_weights(microbatches: int, ahead: int, lag: int) -> list[Step]:
 def zb_v(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
     """Two chunks per rank, placed as a V: rank i runs stages i and 2p-1-i, the last rank turns round alone.
 
-    Zero bubble for F=I=W and m >= 2p-1, with at most 2p chunks of micro-batches held on a rank: the bytes of p
-    stages of a pipeline with one chunk per rank, 1F1B's on its first rank. Fewer than 2p-1 micro-batches run the
-    order for 2p-1 without those that do not exist.
+    Zero bubble for F=I=W and m >= 2p-1. A rank holds at most 2p chunks, in bytes the p stages that 1F1B holds
+    on its first rank (its stages are twice as large). Fewer than 2p-1 micro-batches run the order for 2p-1
+    without those that do not exist.
     """
     padded = max(microbatches, 2 * ranks - 1)
     steps: list[Step] = []
