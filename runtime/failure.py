@@ -1,0 +1,142 @@
+"""Which rank failed, and what the others were waiting for.
+
+Every wait has a time limit. The rank whose wait ends badly (the peer's process is gone: at once; the peer
+hangs: after the limit) looks up what the others reported in the process group's store, and follows them to
+the cause:
+
+    rank 3 waits on rank 2 for <h.9:0@2, rank 2 on rank 1 for <h.3:0@1, rank 1 reports nothing  →  rank 1
+
+A rank reports a wait once it lasts longer than half of its limit (a daemon thread watches, the step itself
+pays one attribute write per wait), and an exception of its own at once. The store is a help, not a need:
+where it died with the failed rank, the direct peer is named.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from cost_models.errors import RankFailureError
+
+logger = logging.getLogger("partitioner")
+
+WAIT_SHARE = 0.8
+"""Share of the time limit that a single wait may take; the rest is for ending cleanly within it."""
+
+
+Describe = Callable[[int], tuple[int, str]]
+"""Wait number -> (peer, instruction text)."""
+
+
+class FailureMonitor:
+    """Explains failed waits of one rank. ``name`` sets the executor apart from others that share the store.
+
+    ``waiting`` is the number of the wait that the compute thread is in, or -1. Numbers never repeat.
+    """
+
+    def __init__(self, rank: int, store: Any | None, timeout_seconds: float, name: str) -> None:
+        self.rank = rank
+        self.timeout_seconds = timeout_seconds
+        self.wait_seconds = timeout_seconds * WAIT_SHARE
+        self.waiting = -1
+        self.describe: Describe | None = None
+        # A connection of its own: the watching thread must not queue behind other users of the store.
+        self._store = None if store is None else dist.PrefixStore(f"partitioner/{name}", _cloned(store))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"partitioner-watch-{rank}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)
+
+    def explain(self, step: int, peer: int, instruction: str, error: BaseException) -> RankFailureError:
+        """The error to raise where waiting on ``peer`` for ``instruction`` failed with ``error``."""
+        self._report({"peer": peer, "instruction": instruction})
+        chain, cause = self._follow(peer)
+        culprit = chain[-1]
+        reasons = [f"rank {self.rank} waited on rank {peer} for `{instruction}` in step {step}"]
+        reasons += [f"rank {a} itself waited on rank {b}" for a, b in zip(chain[:-1], chain[1:], strict=True)]
+        if cause:
+            reasons.append(f"rank {culprit} reported: {cause}")
+        reasons.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        return RankFailureError(
+            f"rank {culprit} failed or hangs: rank {self.rank} got no answer for `{instruction}`",
+            because=reasons,
+            suggestions=[
+                f"read the log of rank {culprit}",
+                f"raise timeout_seconds (now {self.timeout_seconds:g}) if a step may take longer",
+                "restart all ranks: the process group is unusable after a failure",
+            ],
+        )
+
+    def report_own(self, error: BaseException) -> None:
+        """Tell the others that this rank itself failed."""
+        self._report({"error": f"{type(error).__name__}: {error}"})
+
+    def _follow(self, peer: int) -> tuple[list[int], str | None]:
+        """The ranks from ``peer`` to the one that waits on nobody, and what that one reported of itself."""
+        chain = [peer]
+        while True:
+            record = self._read(chain[-1])
+            if record is None:
+                return chain, None
+            if "error" in record:
+                return chain, record["error"]
+            if record["peer"] in (*chain, self.rank):
+                return chain, f"waits on rank {record['peer']} for `{record['instruction']}`: a circle"
+            chain.append(record["peer"])
+
+    def _watch(self) -> None:
+        period = max(0.05, min(1.0, self.timeout_seconds / 20))
+        seen, since, reported = -1, 0.0, False
+        while not self._stop.wait(period):
+            waiting, describe = self.waiting, self.describe
+            if waiting != seen:
+                seen, since = waiting, time.monotonic()
+                if reported:
+                    reported = False
+                    self._report(None)
+            elif (
+                waiting >= 0
+                and describe
+                and not reported
+                and time.monotonic() - since > self.wait_seconds / 2
+            ):
+                reported = True
+                peer, instruction = describe(waiting)
+                self._report({"peer": peer, "instruction": instruction})
+
+    def _report(self, record: dict[str, Any] | None) -> None:
+        if self._store is None:
+            return
+        try:
+            self._store.set(str(self.rank), json.dumps(record))
+        except (RuntimeError, OSError) as error:  # the store's host may be the rank that died
+            logger.debug("rank %d cannot reach the store: %s", self.rank, error)
+
+    def _read(self, rank: int) -> dict[str, Any] | None:
+        if self._store is None:
+            return None
+        try:
+            if not self._store.check([str(rank)]):
+                return None
+            record: dict[str, Any] | None = json.loads(self._store.get(str(rank)))
+        except (RuntimeError, OSError) as error:
+            logger.debug("rank %d cannot reach the store: %s", self.rank, error)
+            return None
+        return record
+
+
+def _cloned(store: Any) -> Any:
+    try:
+        return store.clone()
+    except (RuntimeError, NotImplementedError, AttributeError):
+        return store

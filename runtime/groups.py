@@ -1,0 +1,74 @@
+"""Process groups for the queues that a program's communications name.
+
+NCCL runs the operations of one communicator one after another, so the queue decides what can block what:
+each pair of ranks gets a communicator of its own, as the checker assumed. Gloo matches point-to-point
+messages by tag, so the default group carries all of them. Groups are created in the order of their queues'
+names, the same everywhere, by their members only, and are kept for the next executor.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from cost_models.errors import InternalError
+from runtime.program import Program, Recv, ReduceGradients, Send
+
+TAG_BASE = 1 << 20
+"""Below it are the tags that other users of a shared group are likely to take."""
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A process group and, for each rank of the program, its rank in that group."""
+
+    group: Any
+    rank_in_group: dict[int, int]
+
+
+_created: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Channel]] = weakref.WeakKeyDictionary()
+
+
+def create_channels(program: Program, group: Any, timeout_seconds: float) -> dict[str, Channel]:
+    """A channel per queue of ``program``. Collective: every rank of ``group`` calls it, with its own."""
+    everyone = Channel(group, {r: r for r in range(dist.get_world_size(group))})
+    tagged = dist.get_backend(group) == "gloo"
+    channels: dict[str, Channel] = {}
+    queues: dict[str, tuple[int, ...]] = {}
+    for instruction in program.instructions:
+        if isinstance(instruction, Send | Recv):
+            if tagged:
+                channels[instruction.queue] = everyone
+                continue
+            ranks = tuple(sorted((instruction.message.source, instruction.message.target)))
+        elif isinstance(instruction, ReduceGradients):
+            ranks = tuple(sorted(instruction.ranks))
+        else:
+            continue
+        if queues.setdefault(instruction.queue, ranks) != ranks:
+            raise InternalError(
+                f"queue {instruction.queue} is used by two sets of ranks",
+                because=[
+                    f"ranks {queues[instruction.queue]} and ranks {ranks}, the latter for `{instruction}`"
+                ],
+            )
+    known = _created.setdefault(group, {})
+    for queue in sorted(queues):
+        ranks = queues[queue]
+        if ranks not in known:
+            known[ranks] = _new_channel(ranks, group, timeout_seconds)
+        channels[queue] = known[ranks]
+    return channels
+
+
+def _new_channel(ranks: tuple[int, ...], group: Any, timeout_seconds: float) -> Channel:
+    created = dist.new_group(
+        [dist.get_global_rank(group, r) for r in ranks],
+        timeout=timedelta(seconds=timeout_seconds),
+        use_local_synchronization=True,
+    )
+    return Channel(created, {r: position for position, r in enumerate(ranks)})

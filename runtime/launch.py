@@ -1,0 +1,248 @@
+"""Start processes: join what ``torchrun`` started, or spawn local Gloo workers.
+
+    init_distributed(device)                 under torchrun: NCCL on GPUs, Gloo on CPU
+    spawn_local(4, function, *arguments)     four local processes, once; their results by rank
+    with WorkerPool(4) as pool:              four that stay up, because importing torch costs seconds
+        pool.run(function, *arguments, world_size=3)
+
+Functions must be importable by name (module level). In a worker, ``torch.distributed`` is initialized with
+the asked number of ranks, on 127.0.0.1 only. A worker's exception is raised in the parent with its
+traceback's text.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cost_models.errors import PartitionerError, RankFailureError, UsageError
+
+logger = logging.getLogger("partitioner")
+
+_HOST = "127.0.0.1"
+
+
+class WorkerError(RankFailureError):
+    """A local worker raised an exception, died or ran out of time. ``errors``: the text of each rank."""
+
+    def __init__(
+        self,
+        what: str,
+        because: Sequence[str] = (),
+        suggestions: Sequence[str] = (),
+        errors: dict[int, str] | None = None,
+    ) -> None:
+        super().__init__(what, because, suggestions)
+        self.errors = errors or {}
+
+
+def init_distributed(device: torch.device | str, timeout_seconds: float = 30.0) -> Any:
+    """The default process group: the existing one, or one over the processes ``torchrun`` started."""
+    if dist.is_initialized():
+        return dist.group.WORLD
+    missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
+    if missing:
+        raise UsageError(
+            "this process was not started as one of several",
+            because=[f"the environment lacks {', '.join(missing)}"],
+            suggestions=["start it with torchrun --nproc-per-node=N SCRIPT"],
+        )
+    device = torch.device(device)
+    timeout = timedelta(seconds=timeout_seconds)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", timeout=timeout)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    return dist.group.WORLD
+
+
+def spawn_local(
+    world_size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    timeout_seconds: float = 300.0,
+    threads: int = 1,
+) -> list[Any]:
+    """``function(*arguments)`` in ``world_size`` fresh local processes; what each rank returned, by rank."""
+    with WorkerPool(world_size, threads=threads) as pool:
+        return pool.run(function, *arguments, timeout_seconds=timeout_seconds)
+
+
+class WorkerPool:
+    """Local processes that stay up and run one function after another.
+
+    After an error, a death or a time-out the workers that cannot go on are replaced at the next ``run``.
+    """
+
+    def __init__(self, world_size: int, *, threads: int = 1, group_timeout_seconds: float = 60.0) -> None:
+        self.world_size = world_size
+        self._threads = threads
+        self._group_timeout_seconds = group_timeout_seconds
+        self._context = multiprocessing.get_context("spawn")
+        self._generations = itertools.count()
+        self._generation: tuple[int, int] | None = None
+        """Number and size of the process group that the workers are in."""
+        self._store = dist.TCPStore(
+            _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=group_timeout_seconds)
+        )
+        self._workers: list[tuple[Any, Connection] | None] = [None] * world_size
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that are up."""
+        return [worker[0].pid for worker in self._workers if worker is not None]
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        world_size: int | None = None,
+        timeout_seconds: float = 300.0,
+    ) -> list[Any]:
+        """``function(*arguments)`` on ranks 0 … ``world_size`` − 1; what each returned, by rank."""
+        outcomes = self.run_each(function, *arguments, world_size=world_size, timeout_seconds=timeout_seconds)
+        errors = {rank: str(text) for rank, (ok, text) in enumerate(outcomes) if not ok}
+        if errors:
+            first = min(errors)
+            raise WorkerError(
+                f"{len(errors)} of {len(outcomes)} local workers failed in {function.__qualname__}",
+                because=[f"rank {rank}: {text.strip()}" for rank, text in errors.items()],
+                suggestions=[f"read rank {first}'s traceback above"],
+                errors=errors,
+            )
+        return [value for _, value in outcomes]
+
+    def run_each(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        world_size: int | None = None,
+        timeout_seconds: float = 300.0,
+    ) -> list[tuple[bool, Any]]:
+        """As ``run``, but per rank (True, result) or (False, text of what went wrong)."""
+        count = self.world_size if world_size is None else world_size
+        if not 1 <= count <= self.world_size:
+            raise UsageError(f"the pool has {self.world_size} workers, not {count}")
+        if self._generation is None or self._generation[1] != count:
+            self._generation = (next(self._generations), count)
+        for rank in range(count):
+            self._worker(rank)[1].send((self._generation[0], count, function, arguments))
+        outcomes = self._collect(count, time.monotonic() + timeout_seconds, timeout_seconds)
+        if not all(ok for ok, _ in outcomes.values()):
+            self._generation = None  # a group that saw a failure is unusable: the next run makes a new one
+        return [outcomes[rank] for rank in range(count)]
+
+    def close(self) -> None:
+        """End the workers: politely first, then by force."""
+        for worker in self._workers:
+            if worker is not None:
+                worker[1].close()  # the worker's loop ends at end of file
+        for rank in range(self.world_size):
+            self._end(rank, grace_seconds=5.0)
+
+    def _collect(self, count: int, deadline: float, timeout_seconds: float) -> dict[int, tuple[bool, Any]]:
+        outcomes: dict[int, tuple[bool, Any]] = {}
+        while len(outcomes) < count:
+            waiting = {self._worker(r)[1]: r for r in range(count) if r not in outcomes}
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            for pipe in [p for p in waiting if p in ready]:
+                rank = waiting[pipe]
+                try:
+                    outcomes[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    process = self._worker(rank)[0]
+                    process.join(5.0)
+                    outcomes[rank] = (False, f"the process ended with exit code {process.exitcode}")
+                    self._end(rank, grace_seconds=0.0)
+            if not ready:
+                for rank in waiting.values():
+                    outcomes[rank] = (
+                        False,
+                        f"no result within {timeout_seconds:g} s; the process was killed",
+                    )
+                    self._end(rank, grace_seconds=0.0)
+        return outcomes
+
+    def _worker(self, rank: int) -> tuple[Any, Connection]:
+        worker = self._workers[rank]
+        if worker is None:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
+                target=_serve,
+                args=(rank, theirs, self._store.port, self._threads, self._group_timeout_seconds),
+                daemon=True,
+                name=f"partitioner-worker-{rank}",
+            )
+            process.start()
+            theirs.close()
+            worker = self._workers[rank] = (process, ours)
+        return worker
+
+    def _end(self, rank: int, grace_seconds: float) -> None:
+        worker = self._workers[rank]
+        if worker is None:
+            return
+        process, pipe = worker
+        pipe.close()
+        if grace_seconds:
+            process.join(grace_seconds)
+        if process.is_alive():
+            process.kill()
+        process.join()
+        process.close()
+        self._workers[rank] = None
+
+
+def _serve(rank: int, pipe: Connection, port: int, threads: int, group_timeout_seconds: float) -> None:
+    """A worker's life: run what the parent sends until the parent closes the pipe."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if sys.platform.startswith("linux"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(threads)
+    timeout = timedelta(seconds=group_timeout_seconds)
+    store = dist.TCPStore(_HOST, port, is_master=False, timeout=timeout)
+    current: int | None = None
+    while True:
+        try:
+            generation, world_size, function, arguments = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            break
+        try:
+            if current != generation:
+                _leave_group()
+                prefixed = dist.PrefixStore(f"generation{generation}", store)
+                dist.init_process_group(
+                    "gloo", store=prefixed, rank=rank, world_size=world_size, timeout=timeout
+                )
+                current = generation
+            pipe.send((True, function(*arguments)))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
+            ours = isinstance(error, PartitionerError)
+            pipe.send((False, str(error) if ours else traceback.format_exc()))
+            current = None
+            _leave_group()  # closes the connections, so that peers that wait for this rank end at once
+    _leave_group()
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,79 @@
+"""Cut a batch into micro-batches.
+
+    batch of 10 in 4 micro-batches: 3 3 2 2     (sizes differ by at most one; the larger ones come first)
+
+Leaves without a batch dimension go whole to every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sympy
+import torch
+
+from cost_models.errors import UsageError
+from runtime.segment_code import BatchSpec
+
+
+def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
+    """Samples per micro-batch."""
+    small, larger = divmod(batch_size, microbatches)
+    return (small + 1,) * larger + (small,) * (microbatches - larger)
+
+
+def batch_size_of(batch: Mapping[str, torch.Tensor], spec: BatchSpec) -> int:
+    """Samples in ``batch``; every leaf with a batch dimension must agree."""
+    missing = [name for name in spec.batch_dims if name not in batch]
+    if missing:
+        raise UsageError(
+            "the batch lacks inputs that the model was traced with",
+            because=[f"missing: {name}" for name in missing],
+            suggestions=[f"pass a batch with the keys {', '.join(spec.batch_dims)}"],
+        )
+    sizes = {name: batch[name].shape[dim] for name, dim in spec.batch_dims.items() if dim is not None}
+    if len(set(sizes.values())) != 1:
+        raise UsageError(
+            "the inputs of a batch disagree on the number of samples"
+            if sizes
+            else "no input of the batch has a batch dimension",
+            because=[
+                f"{name}: {size} samples in dimension {spec.batch_dims[name]}" for name, size in sizes.items()
+            ],
+            suggestions=[
+                "pass inputs of one batch size, or say batch_dims={name: None} for inputs without one"
+            ],
+        )
+    return next(iter(sizes.values()))
+
+
+def check_cut(batch_size: int, microbatches: int) -> None:
+    """Every micro-batch needs at least one sample."""
+    if microbatches < 1 or batch_size < microbatches:
+        raise UsageError(
+            f"cannot cut a batch of {batch_size} samples into {microbatches} micro-batches",
+            because=["each micro-batch needs at least one sample"],
+            suggestions=[f"use at most {batch_size} micro-batches, or a larger batch"],
+        )
+
+
+def cut(tensor: torch.Tensor, dim: int | None, microbatches: int) -> list[torch.Tensor]:
+    """``tensor`` per micro-batch: views along ``dim``, or the whole of it."""
+    if dim is None:
+        return [tensor] * microbatches
+    return list(torch.tensor_split(tensor, microbatches, dim))
+
+
+def symbol_sizes(
+    spec: BatchSpec, shapes: Mapping[str, tuple[int, ...]], microbatch_size: int
+) -> dict[sympy.Symbol, int]:
+    """The number that each symbol stands for in a micro-batch of ``microbatch_size`` samples.
+
+    ``shapes``: of the whole batch's leaves.
+    """
+    sizes = {
+        symbol: microbatch_size if spec.batch_dims.get(leaf) == dim else shapes[leaf][dim]
+        for symbol, (leaf, dim) in spec.symbols.items()
+    }
+    sizes[spec.batch_symbol] = microbatch_size
+    return sizes

@@ -1,0 +1,67 @@
+"""What the executor and the handlers of a program share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.early_sends import EarlySends
+from runtime.failure import FailureMonitor
+from runtime.groups import Channel
+from runtime.program import Message, Program, SegmentGraph
+from runtime.random_state import Seeded
+from runtime.release import first_uses
+from runtime.segment_code import SegmentCode
+from runtime.segment_runner import SegmentRunner
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same for every batch shape."""
+
+    program: Program
+    graph: SegmentGraph
+    codes: Mapping[int, SegmentCode]
+    runners: Mapping[int, SegmentRunner]
+    channels: Mapping[str, Channel]
+    state: Mapping[str, Tensor]
+    device: torch.device
+    monitor: FailureMonitor
+    released: Mapping[int, list[int]]
+    seeded: Seeded
+    early: Mapping[int, tuple[tuple[int, ...], EarlySends]]
+    """By segment: the outputs it can send early, and who sends them."""
+    training: bool
+
+    @cached_property
+    def value_numbers(self) -> Mapping[str, int]:
+        """The same on every rank, so that tags agree."""
+        return {value.name: number for number, value in enumerate(self.graph.values)}
+
+    @cached_property
+    def first_uses(self) -> Mapping[Message, int]:
+        return first_uses(self.program, self.graph)
+
+
+@dataclass
+class Shared:
+    """What the executor and the handlers hand each other."""
+
+    microbatches: int
+    shapes: list[Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+    """Per micro-batch: shape and dtype of every value this rank sends or receives."""
+    weights: list[float]
+    """Per micro-batch: its share of the batch's samples."""
+    pieces: dict[str, list[Tensor]]
+    """Per batch leaf: its part in each micro-batch. The lists stay, their contents change every step."""
+    losses: list[Tensor | None] = field(default_factory=list)
+    outputs: list[dict[str, Tensor]] = field(default_factory=list)
+    optimizer: Any = None
+    step: int = 0
+    checked: bool = False
+    """Whether a step has shown that values have the shapes that were promised."""
