@@ -51,23 +51,34 @@ class Comparison:
 
 
 def compare(
-    expected: StepResult, actual: StepResult, learning_rate: float, tolerance: float = TOLERANCE
+    expected: StepResult,
+    actual: StepResult,
+    learning_rate: float,
+    *,
+    whole: Mapping[str, Tensor] | None = None,
+    tolerance: float = TOLERANCE,
 ) -> list[Comparison]:
-    """Compare every quantity; a name that only one side has counts as a difference."""
-    found = [
-        Comparison("loss", "loss", abs(expected.loss - actual.loss), tolerance * max(abs(expected.loss), 1.0))
-    ]
-    whole = math.sqrt(sum(float(g.double().norm()) ** 2 for g in expected.gradients.values()))
+    """Compare every quantity. A name that only one side has counts as a difference, but for gradients: none means zero.
+
+    ``whole``: all gradients of the model, where ``expected`` holds only a part of them.
+    """
+    loss_error = abs(expected.loss - actual.loss)
+    found = [Comparison("loss", "loss", loss_error, tolerance * max(abs(expected.loss), 1.0))]
+    every = (expected.gradients if whole is None else whole).values()
+    norm_of_all = math.sqrt(sum(float(gradient.double().norm()) ** 2 for gradient in every))
+    scales: dict[str, Callable[[float, int], float]] = {
+        "gradient": lambda norm, _: max(norm, 1e-6 * norm_of_all),
+        "parameter": lambda norm, elements: max(norm, learning_rate * math.sqrt(elements)),
+        "buffer": lambda norm, _: max(norm, 1.0),
+    }
     for name, e, a in _pairs(expected.gradients, actual.gradients):
-        found.append(_compare("gradient", name, e, a, lambda norm, _: max(norm, 1e-6 * whole), tolerance))
+        e = torch.zeros_like(a) if e is None and a is not None else e
+        a = torch.zeros_like(e) if a is None and e is not None else a
+        found.append(_compare("gradient", name, e, a, scales["gradient"], tolerance))
     for name, e, a in _pairs(expected.parameters, actual.parameters):
-        found.append(
-            _compare(
-                "parameter", name, e, a, lambda norm, n: max(norm, learning_rate * math.sqrt(n)), tolerance
-            )
-        )
+        found.append(_compare("parameter", name, e, a, scales["parameter"], tolerance))
     for name, e, a in _pairs(expected.buffers, actual.buffers):
-        found.append(_compare("buffer", name, e, a, lambda norm, _: max(norm, 1.0), tolerance))
+        found.append(_compare("buffer", name, e, a, scales["buffer"], tolerance))
     return found
 
 

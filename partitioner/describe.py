@@ -7,10 +7,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
-from cost_models.cluster import ClusterSpec
 from passes.place_layers import LayerRequest
 
-from cost_models.compute import optimizer_seconds
+from cost_models.cluster import ClusterSpec
 from partitioner.modules import modules_of_stages
 from partitioner.plan import (
     Alternative,
@@ -21,6 +20,7 @@ from partitioner.plan import (
     ProofRecord,
     Stage,
     StageValue,
+    TiedParameter,
     Transfer,
 )
 from passes.baselines import Baseline, data_parallel, one_device
@@ -54,7 +54,11 @@ def describe(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compil
         stages=_stages(graph, compiled),
         placements={name: (placement.ranks[stage],) for name, stage in placement.stage_of.items()},
         recomputed=tuple(sorted(recomputed_ops(graph))),
-        tied=tuple((name, group.ranks) for group in compiled.realized.tied for name in group.parameters),
+        tied=tuple(
+            TiedParameter(name=name, ranks=group.ranks, size_bytes=compiled.realized.step.tied_bytes[name])
+            for group in compiled.realized.tied
+            for name in group.parameters
+        ),
         values=tuple(
             StageValue(
                 name=value.name,
@@ -66,11 +70,8 @@ def describe(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compil
             for value in compiled.realized.segments.values
         ),
         transfers=_transfers(compiled),
-        state_bytes={str(rank): state.total for rank, state in enumerate(compiled.realized.state)},
-        optimizer_seconds={
-            str(rank): optimizer_seconds(state, device)
-            for rank, (state, device) in enumerate(zip(compiled.realized.state, cluster.devices, strict=True))
-        },
+        state_bytes={str(r): size for r, size in enumerate(compiled.realized.step.state_bytes)},
+        optimizer_seconds={str(r): s for r, s in enumerate(compiled.realized.step.optimizer_seconds)},
         attention_backend=compiled.costs.attention_backend,
         prediction=_prediction(graph, cluster, request, compiled),
         certificate=CertificateRecord(**compiled.search.certificate.as_dict()),
@@ -197,9 +198,9 @@ def _prediction(
         tokens_per_second=None if tokens is None else tokens * request.batch_size / step,
         mfu=_mfu(graph, cluster, request, compiled),
         bubble_fraction=simulation.bubble_fraction,
-        peak_memory_bytes={str(rank): int(peak) for rank, peak in enumerate(simulation.peak_memory_bytes)},
-        communication_bytes=int(simulation.communication_bytes),
-        messages=simulation.messages,
+        peak_memory_bytes={str(rank): int(peak) for rank, peak in enumerate(simulation.peak_bytes)},
+        communication_bytes=int(sum(simulation.pair_bytes.values())),
+        messages=simulation.message_count,
         confidence=cluster.provenance,
     )
 

@@ -8,19 +8,18 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from cost_models.cluster import ClusterSpec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from runtime.execute import Executor
-    from runtime.simulate import Simulation
-
     from partitioner.api import ModelOrTrace
     from partitioner.verify import VerifyReport
+    from runtime.execute import Executor
+    from runtime.simulate import Simulation
 
 SCHEMA_VERSION = 1
 
@@ -80,6 +79,14 @@ class Transfer(_Record):
     target: int
     size_bytes: int = Field(description="per micro-batch, one direction")
     gradient: bool = Field(description="whether its gradient is sent back")
+
+
+class TiedParameter(_Record):
+    """A trainable parameter that several ranks hold; its gradients are summed before the optimizer."""
+
+    name: str
+    ranks: tuple[int, ...]
+    size_bytes: int
 
 
 class Prediction(_Record):
@@ -143,12 +150,12 @@ class Plan(_Record):
     stages: tuple[Stage, ...]
     placements: dict[str, tuple[int, ...]] = Field(description="ranks of every placed op")
     recomputed: tuple[str, ...] = Field(description="cheap ops that every stage recomputes for itself")
-    tied: tuple[tuple[str, tuple[int, ...]], ...] = Field(description="parameters held by several ranks")
+    tied: tuple[TiedParameter, ...] = Field(description="trainable parameters held by several ranks")
     values: tuple[StageValue, ...] = Field(description="what crosses between stages")
     transfers: tuple[Transfer, ...] = Field(description="what crosses between devices: the bridges")
     state_bytes: dict[str, int] = Field(description="parameters, gradients and optimizer state, by rank")
     optimizer_seconds: dict[str, float] = Field(description="time of the optimizer step, by rank")
-    attention_backend: str
+    attention_backend: str | None = Field(description="which attention the memory prediction assumes")
     prediction: Prediction
     certificate: CertificateRecord
     alternatives: tuple[Alternative, ...]

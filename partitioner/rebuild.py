@@ -6,16 +6,16 @@ model; the model is needed for the code of the segments only.
 
 from __future__ import annotations
 
-from runtime.simulate import Simulation, simulate
-
 from cost_models.errors import PlanError
 from partitioner.plan import Plan
-from passes.compile import programs_for
+from passes.compile import StepCosts, programs_for, simulate_step
 from passes.graph import OpGraph
 from passes.segment import Segmentation, by_stage
 from passes.summarize import TiedGroup
 from runtime.check import check
+from runtime.microbatch import microbatch_sizes
 from runtime.program import Program, Segment, SegmentCost, SegmentGraph, Value
+from runtime.simulate import Simulation
 
 
 def plan_segments(plan: Plan) -> SegmentGraph:
@@ -42,8 +42,8 @@ def plan_segments(plan: Plan) -> SegmentGraph:
 def plan_tied(plan: Plan) -> tuple[TiedGroup, ...]:
     """The plan's tied parameters, one group per set of ranks."""
     groups: dict[tuple[int, ...], list[str]] = {}
-    for name, ranks in plan.tied:
-        groups.setdefault(ranks, []).append(name)
+    for tied in plan.tied:
+        groups.setdefault(tied.ranks, []).append(tied.name)
     return tuple(TiedGroup(tuple(names), ranks) for ranks, names in groups.items())
 
 
@@ -57,14 +57,14 @@ def plan_programs(plan: Plan) -> tuple[Program, ...]:
 
 def simulate_plan(plan: Plan) -> Simulation:
     """One training step of the plan, simulated."""
-    ranks = range(plan.cluster.world_size)
-    return simulate(
-        plan_programs(plan),
-        plan_segments(plan),
-        links=plan.cluster,
-        state_bytes=[plan.state_bytes[str(rank)] for rank in ranks],
-        optimizer_seconds=[plan.optimizer_seconds[str(rank)] for rank in ranks],
+    ranks = [str(rank) for rank in range(plan.cluster.world_size)]
+    step = StepCosts(
+        state_bytes=tuple(plan.state_bytes[rank] for rank in ranks),
+        optimizer_seconds=tuple(plan.optimizer_seconds[rank] for rank in ranks),
+        tied_bytes={tied.name: tied.size_bytes for tied in plan.tied},
     )
+    sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
+    return simulate_step(plan_programs(plan), plan_segments(plan), plan.cluster, step, sizes)
 
 
 def plan_segmentation(plan: Plan, graph: OpGraph, *, same_numbers: bool = True) -> Segmentation:

@@ -10,12 +10,11 @@ predicted is what runs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_models.cluster import ClusterSpec
-from runtime.simulate import Simulation, simulate
-
+from cost_models.communication import ring_all_reduce_seconds, slowest_hop
 from cost_models.compute import optimizer_seconds
 from cost_models.layout import Layout
 from cost_models.memory import StateBytes
@@ -28,11 +27,23 @@ from passes.segment import Segmentation, by_stage
 from passes.summarize import TiedGroup, segment_graph, state_of_ranks, tied_groups
 from passes.verify_graph import verify_graph
 from runtime.check import Proof, check
+from runtime.microbatch import microbatch_sizes
 from runtime.order import build_programs
-from runtime.program import Program, SegmentGraph
+from runtime.program import Program, ReduceGradients, SegmentGraph
 from runtime.schedules import SCHEDULES
+from runtime.simulate import Simulation, simulate
 
 log = logging.getLogger("partitioner")
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a step costs beside its segments: state held on each rank, optimizer steps, reductions."""
+
+    state_bytes: tuple[int, ...]
+    optimizer_seconds: tuple[float, ...]
+    tied_bytes: Mapping[str, int]
+    """Bytes of each tied parameter's gradient."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,7 @@ class Realized:
     tied: tuple[TiedGroup, ...]
     programs: tuple[Program, ...]
     state: tuple[StateBytes, ...]
+    step: StepCosts
     simulation: Simulation
 
 
@@ -63,14 +75,12 @@ class Compiled:
 def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest) -> Compiled:
     """Choose a layer-wise placement of ``graph`` on ``cluster``, build its programs and prove them free of deadlock."""
     verify_graph(graph, after="trace")
-    costs = cost_graph(graph)
+    costs = cost_graph(graph, device_kind=cluster.devices[0].kind)
     recomputed = recomputed_ops(graph)
 
     def simulated(candidate: LayerCandidate) -> SimulatedCandidate:
         result = realize(graph, costs, cluster, candidate, request, recomputed)
-        return SimulatedCandidate(
-            candidate, result.simulation.step_seconds, result.simulation.peak_memory_bytes
-        )
+        return SimulatedCandidate(candidate, result.simulation.step_seconds, result.simulation.peak_bytes)
 
     search = place_layers(graph, costs, cluster, request, simulated)
     placement = search.best.candidate
@@ -102,21 +112,18 @@ def realize(
 ) -> Realized:
     """Carry a placement through segments, schedule, order and simulation."""
     segmentation = by_stage(graph, placement.stage_of, placement.ranks, recomputed)
-    largest_microbatch = -(-request.batch_size // placement.microbatches)
-    segments = segment_graph(graph, costs, segmentation, cluster, largest_microbatch)
+    sizes = microbatch_sizes(request.batch_size, placement.microbatches)
+    segments = segment_graph(graph, costs, segmentation, cluster, sizes[0])
     tied = tied_groups(graph, segmentation)
     state = state_of_ranks(graph, segmentation, cluster.world_size, request.optimizer, master=request.master)
-    programs = programs_for(segments, cluster, placement.schedule, placement.microbatches, tied)
-    simulation = simulate(
-        programs,
-        segments,
-        links=cluster,
-        state_bytes=[s.total for s in state],
-        optimizer_seconds=[
-            optimizer_seconds(s, device) for s, device in zip(state, cluster.devices, strict=True)
-        ],
+    step = StepCosts(
+        state_bytes=tuple(s.total for s in state),
+        optimizer_seconds=tuple(map(optimizer_seconds, state, cluster.devices)),
+        tied_bytes={name: graph.parameters[name].size_bytes for group in tied for name in group.parameters},
     )
-    return Realized(segmentation, segments, tied, programs, state, simulation)
+    programs = programs_for(segments, cluster, placement.schedule, placement.microbatches, tied)
+    simulation = simulate_step(programs, segments, cluster, step, sizes)
+    return Realized(segmentation, segments, tied, programs, state, step, simulation)
 
 
 def programs_for(
@@ -134,4 +141,29 @@ def programs_for(
         microbatches,
         transfer_seconds=transfer_seconds,
         tied=[(group.parameters, group.ranks) for group in tied],
+    )
+
+
+def simulate_step(
+    programs: Sequence[Program],
+    segments: SegmentGraph,
+    cluster: ClusterSpec,
+    step: StepCosts,
+    sizes: Sequence[int],
+) -> Simulation:
+    """One training step of ``programs`` on ``cluster``, with micro-batches of ``sizes`` samples."""
+
+    def reduce_seconds(reduction: ReduceGradients) -> float:
+        size_bytes = sum(step.tied_bytes[name] for name in reduction.parameters)
+        hop = slowest_hop([list(reduction.ranks)], cluster)
+        return ring_all_reduce_seconds(size_bytes, len(reduction.ranks), hop)
+
+    return simulate(
+        programs,
+        segments,
+        links=cluster,
+        state_bytes=step.state_bytes,
+        microbatch_scale=[size / sizes[0] for size in sizes],
+        optimizer_seconds=step.optimizer_seconds,
+        reduce_seconds=reduce_seconds,
     )

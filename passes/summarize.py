@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from cost_models.cluster import ClusterSpec
 
+from cost_models.cluster import ClusterSpec
 from cost_models.memory import StateBytes, state_bytes
 from passes.costs import GraphCosts
 from passes.graph import OpGraph
@@ -37,21 +37,27 @@ def segment_graph(
     output_bytes = dict(zip(costs.ops, table.output_bytes, strict=True))
     crossing = crossing_values(graph, segmentation)
     has_backward = _segments_with_backward(graph, segmentation, crossing)
+    received: list[int] = [0] * len(segmentation)
+    for name, consumers in crossing.items():
+        for consumer in consumers:
+            received[consumer] += int(output_bytes[name])
     segments = []
     for index, ranks in enumerate(segmentation.ranks):
         indices = ops_of[index]
         seconds = costs.segment_seconds(indices, microbatch_size, cluster.devices[ranks[0]])
-        held = costs.held_bytes(
-            indices, microbatch_size, outputs=[n for n in crossing if segmentation.segment_of[n] == index]
-        )
+        sent = [name for name in crossing if segmentation.segment_of[name] == index]
+        held = costs.held_bytes(indices, microbatch_size, outputs=sent)
+        # The simulator charges values between segments on their own, from the moment they are sent or received.
+        between = received[index] + sum(int(output_bytes[name]) for name in sent)
+        backward = index in has_backward
         cost = SegmentCost(
             forward_seconds=seconds.forward,
-            backward_input_seconds=seconds.backward_input if index in has_backward else 0.0,
-            backward_weight_seconds=seconds.backward_weight if index in has_backward else 0.0,
-            saved_bytes=held.saved,
-            weight_saved_bytes=held.weight_saved,
+            backward_input_seconds=seconds.backward_input if backward else 0.0,
+            backward_weight_seconds=seconds.backward_weight if backward else 0.0,
+            saved_bytes=max(0, held.saved - between),
+            weight_saved_bytes=max(0, held.weight_saved - received[index]),
         )
-        segments.append(Segment(index, ranks, cost, index in has_backward))
+        segments.append(Segment(index, ranks, cost, backward))
     values = tuple(
         Value(
             name, segmentation.segment_of[name], consumers, int(output_bytes[name]), name in graph.needs_grad

@@ -51,9 +51,13 @@ def settings(pairs: Sequence[str], flag: str = "--set") -> dict[str, str]:
 def pins(pairs: Sequence[str]) -> dict[str, int]:
     """``["transformer.h.0.*=1"]`` -> ``{"transformer.h.0.*": 1}``."""
     found = settings(pairs, "--pin")
-    problems = [f"{glob}={stage}: the stage is not a number" for glob, stage in found.items() if not stage.isdigit()]
+    problems = [
+        f"{glob}={stage}: the stage is not a number" for glob, stage in found.items() if not stage.isdigit()
+    ]
     if problems:
-        raise UsageError("cannot read --pin", because=problems, suggestions=["write --pin 'module.glob.*=STAGE'"])
+        raise UsageError(
+            "cannot read --pin", because=problems, suggestions=["write --pin 'module.glob.*=STAGE'"]
+        )
     return {glob: int(stage) for glob, stage in found.items()}
 
 
@@ -62,5 +66,7 @@ def microbatch_count(text: str) -> int | str:
     if text == "auto":
         return "auto"
     if not text.isdigit() or int(text) < 1:
-        raise UsageError("cannot read --microbatches", because=[f"{text!r} is neither auto nor a number from 1 up"])
+        raise UsageError(
+            "cannot read --microbatches", because=[f"{text!r} is neither auto nor a number from 1 up"]
+        )
     return int(text)

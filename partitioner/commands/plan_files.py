@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
+from runtime.timeline import chrome_trace, render
 
 from partitioner.commands.options import emit, progress
 from partitioner.plan import Plan
-from runtime.timeline import chrome_trace, render
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=())]
 
@@ -69,9 +69,9 @@ def simulate(plan: Path, /, *, width: int = 110, trace: Path | None = None, json
     data = {
         "step_seconds": simulation.step_seconds,
         "bubble_fraction": simulation.bubble_fraction,
-        "peak_memory_bytes": {str(r): int(p) for r, p in enumerate(simulation.peak_memory_bytes)},
-        "communication_bytes": int(simulation.communication_bytes),
-        "messages": simulation.messages,
+        "peak_memory_bytes": {str(r): int(p) for r, p in enumerate(simulation.peak_bytes)},
+        "communication_bytes": int(sum(simulation.pair_bytes.values())),
+        "messages": simulation.message_count,
     }
     emit(render(simulation, width=width), data, json)
     return 0

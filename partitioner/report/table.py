@@ -39,7 +39,7 @@ def _heading(plan: Plan) -> str:
             f"{plan.model.name} ({plan.model.parameters:,} parameters) on {plan.cluster.name}: {plan.strategy}-wise, "
             f"{len(plan.stages)} stages on {len(ranks)} of {plan.cluster.world_size} devices",
             f"schedule {plan.schedule}, batch {plan.batch_size} = {sizes}, optimizer memory {plan.optimizer_memory}, "
-            f"attention {plan.attention_backend}",
+            f"attention {plan.attention_backend or 'none'}",
             f"predicted step {format_seconds(p.step_seconds)}, {', '.join(rates)}, bubble {p.bubble_fraction:.1%}, "
             f"{format_bytes(p.communication_bytes)} sent in {p.messages:,} messages (rests on {p.confidence})",
         ]

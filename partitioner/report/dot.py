@@ -1,0 +1,102 @@
+"""Placement graphs as DOT and as JSON: a model's ops, or a plan's stages, with devices as clusters."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+
+from cost_models.units import format_bytes, format_seconds
+from partitioner.modules import shorten
+
+if TYPE_CHECKING:
+    from partitioner.plan import Plan
+    from passes.graph import OpGraph
+
+
+def op_graph(graph: OpGraph, plan: Plan | None = None) -> nx.DiGraph[str]:
+    """One node per op (attributes label, module, device), one edge per value.
+
+    Ops that stages recompute for themselves have no device.
+    """
+    dag: nx.DiGraph[str] = nx.DiGraph(name=graph.model_name)
+    for node in graph.ops:
+        ranks = plan.placements.get(node.name) if plan is not None else None
+        dag.add_node(
+            node.name,
+            label=f"{node.name}\n{node.target}",
+            module=str(node.meta.get("module_path", "")),
+            source=str(node.meta.get("source", "")),
+            device=None if ranks is None or plan is None else device_name(plan, ranks[0]),
+        )
+        dag.add_edges_from((s.name, node.name) for s in node.all_input_nodes if s.op == "call_function")
+    return dag
+
+
+def stage_graph(plan: Plan) -> nx.DiGraph[str]:
+    """One node per stage (attributes label, device), one edge per pair of stages with the bytes between them."""
+    dag: nx.DiGraph[str] = nx.DiGraph(name=plan.model.name)
+    for index, stage in enumerate(plan.stages):
+        seconds = f"{format_seconds(stage.forward_seconds)} + {format_seconds(stage.backward_seconds)}"
+        dag.add_node(
+            f"stage {index}",
+            label=f"stage {index}\n{shorten(stage.modules, 60)}\n{seconds}",
+            modules=list(stage.modules),
+            ops=len(stage.ops),
+            device=device_name(plan, stage.devices[0]),
+        )
+    size_bytes: dict[tuple[int, int], int] = defaultdict(int)
+    for value in plan.values:
+        for consumer in value.consumers:
+            size_bytes[value.producer, consumer] += value.size_bytes
+    for (source, target), size in sorted(size_bytes.items()):
+        dag.add_edge(f"stage {source}", f"stage {target}", label=format_bytes(size), size_bytes=size)
+    return dag
+
+
+def device_name(plan: Plan, rank: int) -> str:
+    """ "rank 3 (node1 H100-80GB)"."""
+    device = plan.cluster.devices[rank]
+    return f"rank {rank} ({device.node_name} {device.model})"
+
+
+def to_json(dag: nx.DiGraph[str]) -> dict[str, Any]:
+    """Plain data: nodes with their attributes, edges with theirs."""
+    return {
+        "name": dag.graph.get("name", ""),
+        "nodes": [{"id": name, **attributes} for name, attributes in dag.nodes(data=True)],
+        "edges": [{"source": a, "target": b, **attributes} for a, b, attributes in dag.edges(data=True)],
+    }
+
+
+def to_dot(dag: nx.DiGraph[str]) -> str:
+    """DOT text for graphviz; nodes of one device stand in one cluster."""
+    clusters: dict[str | None, list[str]] = defaultdict(list)
+    for name, attributes in dag.nodes(data=True):
+        clusters[attributes.get("device")].append(f"{_quote(name)} [{_attributes(attributes)}];")
+    lines = [f"digraph {_quote(dag.graph.get('name', 'graph'))} {{", "  node [shape=box];"]
+    for number, (device, nodes) in enumerate(clusters.items()):
+        if device is None:
+            lines += [f"  {node}" for node in nodes]
+            continue
+        lines += [f"  subgraph cluster_{number} {{", f"    label={_quote(device)};"]
+        lines += [f"    {node}" for node in nodes]
+        lines.append("  }")
+    for source, target, attributes in dag.edges(data=True):
+        label = f" [{_attributes(attributes)}]" if "label" in attributes else ""
+        lines.append(f"  {_quote(source)} -> {_quote(target)}{label};")
+    return "\n".join([*lines, "}"])
+
+
+def _attributes(attributes: Mapping[str, Any]) -> str:
+    parts = [f"label={_quote(str(attributes['label']))}"]
+    if attributes.get("module"):
+        parts.append(f"tooltip={_quote(str(attributes['module']))}")
+    return ", ".join(parts)
+
+
+def _quote(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

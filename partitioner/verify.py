@@ -1,0 +1,271 @@
+"""``verify``: run the actual plan on local processes and compare every number with the unpartitioned model.
+
+    plan ─► the same programs ─► Gloo workers on this machine, float64 ─┐
+    model ─► eager, micro-batch by micro-batch, gradients accumulated ──┴─► loss, gradients, buffers, parameters
+
+The reference is the user's own module, not our graph. Dropout is switched off on both sides, because two random draws
+cannot be compared. Tolerances: ``partitioner.compare``.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cost_models.errors import UsageError, VerificationError
+from partitioner.api import ModelOrTrace, as_graph
+from partitioner.compare import Comparison, StepResult, compare
+from partitioner.optimizers import make_optimizer
+from partitioner.plan import Plan
+from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
+from partitioner.verify_batch import rebuilt, to_double, verification_batch
+from partitioner.verify_rank import VerificationTask, run_rank
+from partitioner.workloads import Workload
+from passes.batch import flatten_batch, forward_arguments, forward_names
+from passes.dropout import DropoutOff, random_ops, without_dropout
+from passes.export_model import loss_of
+from passes.graph import OpGraph
+from passes.lower import lower
+from runtime.launch import WorkerPool
+from runtime.microbatch import cut, microbatch_sizes
+
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was compared, and the worst of it. ``str()`` is what the command prints."""
+
+    model: str
+    stages: int
+    schedule: str
+    microbatches: int
+    samples: int
+    compared: Mapping[str, int]
+    differences: tuple[Comparison, ...]
+    worst: Comparison | None
+    seconds: float
+    notes: tuple[str, ...]
+    first_difference: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        return not self.differences
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{count} {kind}s" for kind, count in self.compared.items())
+        lines = [
+            f"{'verified' if self.passed else 'DIFFERS'}: {self.model}, {self.stages} stages, {self.schedule}, "
+            f"{self.microbatches} micro-batches of {self.samples} samples in float64: {counts} compared "
+            f"({self.seconds:.1f} s)"
+        ]
+        if self.worst is not None:
+            lines.append(
+                f"  largest error: {self.worst.kind} {self.worst.name}, {self.worst.error:.2e} "
+                f"of {self.worst.allowed:.2e} allowed"
+            )
+        lines += [
+            f"  differs: {d.kind} {d.name}: {d.error:.3e}, allowed {d.allowed:.3e}"
+            for d in self.differences[:10]
+        ]
+        if self.first_difference:
+            lines.append(f"  first op that differs: {self.first_difference}")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def raise_if_different(self) -> None:
+        """Raise VerificationError unless everything agreed."""
+        if not self.passed:
+            raise VerificationError(
+                "the partitioned model computes something else", because=str(self).splitlines()
+            )
+
+
+def verify_plan(
+    plan: Plan,
+    model: ModelOrTrace,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    pool: WorkerPool | None = None,
+    graph: OpGraph | None = None,
+    timeout_seconds: float = 120.0,
+) -> VerifyReport:
+    """Run ``plan`` on local Gloo processes in float64 and compare it with ``model``.
+
+    ``model``: a module with real weights, or a Workload. ``pool``: workers to use instead of starting new ones;
+    ``graph``: the float64 training trace of the model, to trace once for several plans.
+    """
+    started = time.monotonic()
+    workload = _workload(model, example_inputs, loss_fn)
+    reference = double_copy(workload)
+    if graph is None:
+        graph = as_graph(reference, batch_dims=batch_dims, name=plan.model.name)
+    segmentation = plan_segmentation(plan, graph, same_numbers=False)
+    graph, dropped = without_dropout(graph)
+    notes = list(graph.notes)
+    if dropped:
+        notes.append(f"dropout switched off in {dropped} ops: two random draws cannot be compared")
+    drawing = random_ops(graph)
+    if drawing:
+        notes.append(
+            f"{len(drawing)} ops draw random numbers ({drawing[0]}, …): they may differ for that reason alone"
+        )
+
+    sizes = _sizes(plan)
+    batch = verification_batch(reference.example_inputs, graph, sum(sizes))
+    leaves = flatten_batch(batch, forward_names(reference.model))
+    state = model_state(reference.model, graph)
+    task = VerificationTask(
+        programs=plan_programs(plan),
+        codes=lower(graph, segmentation),
+        segments=plan_segments(plan),
+        batch_spec=graph.batch,
+        batch={name: leaves[name] for name in graph.batch.batch_dims},
+        state=state,
+        trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
+        microbatches=plan.microbatches,
+        optimizer=plan.optimizer_memory,
+        learning_rate=LEARNING_RATE,
+        timeout_seconds=timeout_seconds,
+    )
+    expected = reference_step(reference, batch, leaves, graph, sizes, plan.optimizer_memory)
+    actual = _run(task, plan, pool, timeout_seconds)
+    found = _compare_ranks(expected, actual)
+    differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
+    kinds = [c.kind for c in found]
+    report = VerifyReport(
+        model=plan.model.name,
+        stages=len(plan.stages),
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        samples=sum(sizes),
+        compared={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+        differences=differences,
+        worst=max(found, key=lambda c: c.severity, default=None),
+        seconds=time.monotonic() - started,
+        notes=tuple(notes),
+    )
+    return report
+
+
+def double_copy(workload: Workload) -> Workload:
+    """The workload in float64, its model copied: the user's is never touched."""
+    meta = [name for name, tensor in workload.model.state_dict().items() if tensor.is_meta]
+    if meta:
+        raise UsageError(
+            "cannot verify a model without weights",
+            because=[f"{len(meta)} tensors are on the meta device, such as {meta[0]}"],
+            suggestions=["verify a small variant with real weights (for bundled models: --set size=tiny)"],
+        )
+    model = copy.deepcopy(workload.model).double().cpu()
+    return Workload(model, to_double(workload.example_inputs), workload.loss_fn, workload.name)
+
+
+def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
+    """Parameters, buffers and lifted constants by canonical name."""
+    state = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    state.update({name: tensor.detach() for name, tensor in model.named_buffers()})
+    wide = {name: c.double() if c.is_floating_point() else c for name, c in graph.constants.items()}
+    return {**wide, **state}
+
+
+def reference_step(
+    reference: Workload,
+    batch: Any,
+    leaves: Mapping[str, Tensor],
+    graph: OpGraph,
+    sizes: tuple[int, ...],
+    optimizer: str,
+) -> StepResult:
+    """One step of the unpartitioned model on the same micro-batches, gradients accumulated, weighted by size."""
+    model = copy.deepcopy(reference.model).train()
+    pieces = {name: cut(leaf, graph.batch.batch_dims.get(name), len(sizes)) for name, leaf in leaves.items()}
+    total = 0.0
+    with DropoutOff():
+        for index, size in enumerate(sizes):
+            piece = rebuilt(batch, {name: parts[index].clone() for name, parts in pieces.items()}, model)
+            args, kwargs = forward_arguments(model, piece, reference.loss_fn is not None)
+            output = model(*args, **kwargs)
+            loss = reference.loss_fn(output, piece) if reference.loss_fn else loss_of(output, required=True)
+            assert loss is not None
+            weight = size / sum(sizes)
+            (loss * weight).backward()
+            total += float(loss.detach()) * weight
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    stepper = make_optimizer(optimizer, model.parameters(), LEARNING_RATE)
+    if stepper is not None:
+        stepper.step()
+    return StepResult(
+        total,
+        gradients,
+        {name: p.detach() for name, p in model.named_parameters()},
+        {name: b.detach() for name, b in model.named_buffers()},
+    )
+
+
+def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:
+    if isinstance(model, Workload):
+        inputs = model.example_inputs if example_inputs is None else example_inputs
+        return Workload(model.model, inputs, loss_fn or model.loss_fn, model.name)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"cannot verify against a {type(model).__name__}",
+            because=["the reference is the unpartitioned module itself"],
+            suggestions=["give the torch.nn.Module or the Workload that was planned"],
+        )
+    if example_inputs is None:
+        raise UsageError(
+            "cannot verify without example inputs", suggestions=["give `example_inputs=`: one batch"]
+        )
+    return Workload(model, example_inputs, loss_fn, type(model).__name__)
+
+
+def _sizes(plan: Plan) -> tuple[int, ...]:
+    """Micro-batch sizes of a small batch that is cut like the plan's: two samples each, uneven if the plan's is."""
+    samples = min(plan.batch_size, 2 * plan.microbatches)
+    uneven = plan.batch_size % plan.microbatches != 0
+    if uneven and samples == 2 * plan.microbatches and plan.microbatches > 1:
+        samples -= 1
+    return microbatch_sizes(samples, plan.microbatches)
+
+
+def _run(
+    task: VerificationTask, plan: Plan, pool: WorkerPool | None, timeout_seconds: float
+) -> list[StepResult]:
+    if pool is not None:
+        return list(pool.run(run_rank, task, world_size=plan.world_size, timeout_seconds=timeout_seconds))
+    with WorkerPool(plan.world_size) as own:
+        return list(own.run(run_rank, task, timeout_seconds=timeout_seconds))
+
+
+def _compare_ranks(expected: StepResult, actual: list[StepResult]) -> list[Comparison]:
+    """Every rank's copy is compared; what no rank holds must not have changed."""
+    losses = [result.loss for result in actual if result.loss == result.loss]
+    seen: set[str] = set()
+    found: list[Comparison] = []
+    for result in actual:
+        names = set(result.parameters) | set(result.buffers)
+        seen |= names
+        own = StepResult(
+            expected.loss,
+            {n: g for n, g in expected.gradients.items() if n in names or n in result.gradients},
+            {n: p for n, p in expected.parameters.items() if n in names},
+            {n: b for n, b in expected.buffers.items() if n in names},
+        )
+        buffers = {n: b for n, b in result.buffers.items() if n in expected.buffers}
+        mine = StepResult(expected.loss, result.gradients, result.parameters, buffers)
+        found += [c for c in compare(own, mine, LEARNING_RATE, whole=expected.gradients) if c.kind != "loss"]
+    lost = {n: g for n, g in expected.gradients.items() if n not in seen}
+    found += compare(StepResult(expected.loss, lost, {}), StepResult(expected.loss, {}, {}), LEARNING_RATE)[
+        1:
+    ]
+    loss = losses[0] if len(losses) == 1 else float("nan")
+    return compare(StepResult(expected.loss, {}, {}), StepResult(loss, {}, {}), LEARNING_RATE) + found
