@@ -1,0 +1,25 @@
+"""A device with round numbers, for tests of cost models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+ALL = {"matmul": 1.0, "attention": 1.0, "conv": 1.0, "memory": 1.0}
+
+
+@dataclass(frozen=True, eq=False)
+class StandIn:
+    """1 GFLOP/s, 1 GB/s, 1 µs per launch."""
+
+    kind: Literal["cuda", "cpu"] = "cuda"
+    memory_bandwidth_bytes_per_second: float = 1e9
+    launch_overhead_seconds: float = 1e-6
+    efficiency: Mapping[str, float] = field(default_factory=lambda: dict(ALL))
+    peak: float = 1e9
+
+    def peak_flops(self, dtype: torch.dtype) -> float:
+        return self.peak if dtype != torch.float64 else self.peak / 2

@@ -1,0 +1,119 @@
+"""Collectives against step-by-step counts, and the closed forms of the literature."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models import communication as comm
+from cost_models.cluster import ClusterSpec
+
+LINK = comm.AlphaBeta(latency_seconds=1e-3, bandwidth_bytes_per_second=1e6)
+
+
+def test_a_message_takes_latency_and_bytes_over_bandwidth():
+    assert comm.point_to_point_seconds(2e6, LINK) == pytest.approx(2.001)
+
+
+@given(st.integers(2, 9), st.integers(1, 4))
+def test_the_ring_takes_as_long_as_its_steps_played_out(ranks, chunk):
+    """Play the ring: in each of 2(p−1) steps every rank passes one chunk on; all end with the sum of all."""
+    holds = [[{rank} for _ in range(ranks)] for rank in range(ranks)]
+    seconds = 0.0
+    for step in range(2 * (ranks - 1)):
+        moving = []
+        for rank in range(ranks):
+            index = (rank - step) % ranks if step < ranks - 1 else (rank + 1 - (step - ranks + 1)) % ranks
+            moving.append((rank, index, set(holds[rank][index])))
+        for rank, index, contents in moving:
+            holds[(rank + 1) % ranks][index] |= contents
+        seconds += comm.point_to_point_seconds(chunk, LINK)
+    assert all(contents == set(range(ranks)) for row in holds for contents in row)
+    assert comm.ring_all_reduce_seconds(chunk * ranks, ranks, LINK) == pytest.approx(seconds)
+
+
+def test_ring_halves():
+    scatter = comm.ring_reduce_scatter_seconds(4e6, 4, LINK)
+    assert scatter == pytest.approx(3 * 1e-3 + 3.0)
+    assert scatter == comm.ring_all_gather_seconds(4e6, 4, LINK)
+    assert comm.ring_all_reduce_seconds(4e6, 4, LINK) == 2 * scatter
+
+
+def test_trees_win_for_small_tensors_and_rings_for_large():
+    assert comm.tree_all_reduce_seconds(8, 64, LINK) < comm.ring_all_reduce_seconds(8, 64, LINK)
+    assert comm.tree_all_reduce_seconds(1e9, 64, LINK) > comm.ring_all_reduce_seconds(1e9, 64, LINK)
+    assert comm.tree_all_reduce_seconds(1e6, 8, LINK) == pytest.approx(2 * 3 * 1e-3 + 2.0)
+    assert comm.tree_all_reduce_seconds(0, 5, LINK) == pytest.approx(6e-3)  # ⌈log₂ 5⌉ = 3
+
+
+def test_hierarchy_sends_a_gth_between_nodes():
+    inside, between = comm.AlphaBeta(0, 1e9), comm.AlphaBeta(0, 1e6)
+    seconds = comm.hierarchical_all_reduce_seconds(8e6, 8, 4, inside, between)
+    assert seconds == pytest.approx(2 * 7 / 8 * 8e6 / 1e9 + 2 * 3 / 4 * 1e6 / 1e6)
+    same = comm.hierarchical_all_reduce_seconds(8e6, 1, 4, inside, between)
+    assert same == comm.ring_all_reduce_seconds(8e6, 4, between)
+
+
+def test_all_to_all_and_broadcast():
+    assert comm.all_to_all_seconds(4e6, 4, LINK) == pytest.approx(3 * (1e-3 + 1.0))
+    assert comm.broadcast_seconds(0, 8, LINK) == pytest.approx(3e-3)
+    assert comm.broadcast_seconds(8e6, 8, LINK) == pytest.approx(10e-3 + 14.0)  # less than the tree's 24 s
+
+
+@pytest.mark.parametrize("collective", ["ring_all_reduce", "tree_all_reduce", "all_to_all", "broadcast"])
+def test_one_rank_has_nobody_to_talk_to(collective):
+    assert getattr(comm, f"{collective}_seconds")(1e6, 1, LINK) == 0
+    assert comm.parameter_server_seconds(1e6, 1, LINK) == 0
+
+
+def _messages(layers: int, features: int, same_devices: bool) -> int:
+    """Count one message per pair of unlike devices, forward and backward, of fully connected layers."""
+    count = 0
+    for layer in range(layers - 1):
+        for source, target in product(range(features), repeat=2):
+            here = (0 if same_devices else layer, source)
+            there = (0 if same_devices else layer + 1, target)
+            count += 2 * (here != there)
+    return count
+
+
+@pytest.mark.parametrize(("layers", "features"), product([1, 2, 5], [1, 2, 4]))
+def test_closed_forms_of_message_counts(layers, features):
+    assert comm.layer_wise_messages(layers) == _messages(layers, 1, same_devices=False)
+    assert comm.feature_wise_messages(layers, features) == _messages(layers, features, same_devices=True)
+    assert comm.hybrid_messages(layers, features) == _messages(layers, features, same_devices=False)
+
+
+def test_closed_forms_of_all_reduce_traffic():
+    assert comm.parameter_server_elements(1_000, 5) == 4_000
+    assert comm.ring_elements(1_000, 5) == 1_600
+    server = comm.parameter_server_seconds(1e6, 5, comm.AlphaBeta(0, 1e6))
+    assert server == pytest.approx(2 * comm.parameter_server_elements(1_000_000, 5) / 1e6)
+
+
+@given(st.integers(1, 6), st.integers(1, 8))
+def test_the_bubble_is_what_a_played_out_gpipe_idles(stages, microbatches):
+    """Forwards of equal length: stage s runs micro-batch m in slot s + m."""
+    slots = stages + microbatches - 1
+    idle = stages * slots - stages * microbatches
+    assert comm.bubble_fraction(stages, microbatches) == pytest.approx(idle / (stages * slots))
+    assert comm.bubble_fraction(stages, microbatches, chunks=2) <= comm.bubble_fraction(stages, microbatches)
+
+
+def test_data_parallel_uses_the_hierarchy_where_it_helps():
+    cluster = ClusterSpec.preset("dgx-h100", nodes=4)
+    size = 2e9
+    ring = comm.ring_all_reduce_seconds(size, 32, comm.slowest_hop([list(range(32))], cluster))
+    inside, between = cluster.path(0, 1), cluster.path(0, 8)
+    best = comm.hierarchical_all_reduce_seconds(size, 8, 4, inside, between)
+    assert comm.data_parallel_seconds(size, cluster) == pytest.approx(best)  # a card per device: no sharing
+    assert best < ring
+
+
+def test_data_parallel_on_one_rank_is_free_and_grows_with_bytes():
+    assert comm.data_parallel_seconds(1e9, ClusterSpec.local(1)) == 0
+    two = ClusterSpec.local(2)
+    assert comm.data_parallel_seconds(2e9, two) > comm.data_parallel_seconds(1e9, two) > 0

@@ -1,0 +1,88 @@
+"""The roofline, and how ops add up to a segment."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_models.compute import (
+    OpWork,
+    PhaseSeconds,
+    additive_seconds,
+    kernel_seconds,
+    op_seconds,
+    optimizer_seconds,
+    segment_seconds,
+)
+from cost_models.memory import StateBytes
+from tests.unit.cost_models.stand_in import ALL, StandIn
+
+
+def test_the_roofline_is_the_slower_of_arithmetic_and_memory():
+    device = StandIn()
+    assert kernel_seconds(2e9, 1e9, device, torch.float32, "matmul") == 2.0
+    assert kernel_seconds(1e9, 3e9, device, torch.float32, "matmul") == 3.0
+
+
+def test_efficiency_is_taken_per_class_and_memory_has_its_own():
+    device = StandIn(efficiency={**ALL, "attention": 0.5, "memory": 0.25})
+    assert kernel_seconds(1e9, 0, device, torch.float32, "attention") == 2.0
+    assert kernel_seconds(1e9, 0, device, torch.float32, "conv") == 1.0
+    assert kernel_seconds(0, 1e9, device, torch.float32, "memory") == 4.0
+
+
+def test_the_peak_is_the_data_types_own():
+    assert kernel_seconds(1e9, 0, StandIn(), torch.float64, "matmul") == 2.0
+
+
+def test_a_device_is_not_asked_for_a_rate_it_does_not_need():
+    class NoFloat16(StandIn):
+        def peak_flops(self, dtype: torch.dtype) -> float:
+            raise KeyError(dtype)
+
+    assert kernel_seconds(0, 1e9, NoFloat16(), torch.float16, "matmul") == 1.0
+    with pytest.raises(KeyError):
+        kernel_seconds(1, 1e9, NoFloat16(), torch.float16, "matmul")
+
+
+def test_a_cpu_op_waits_for_its_overhead_and_a_gpu_op_hides_the_smaller_part():
+    work = OpWork(forward_flops=4e3, forward_launches=3)
+    cpu = op_seconds(work, StandIn("cpu"), torch.float32, "matmul")
+    gpu = op_seconds(work, StandIn("cuda"), torch.float32, "matmul")
+    assert cpu.forward == pytest.approx(7e-6)
+    assert gpu.forward == pytest.approx(4e-6)
+    assert cpu.backward_input == cpu.backward_weight == 0
+
+
+def test_a_gpu_segment_overlaps_launches_and_kernels_over_all_its_ops():
+    phase = PhaseSeconds(kernel=np.array([5.0, 1.0, 1.0]), launch=np.array([2.0, 2.0, 2.0]))
+    assert segment_seconds(phase, StandIn("cuda")) == 7.0  # op by op it would be 5 + 2 + 2
+    assert segment_seconds(phase, StandIn("cpu")) == 13.0
+    assert segment_seconds(phase, StandIn("cuda"), np.array([1, 2])) == 4.0
+    assert segment_seconds(phase, StandIn("cuda"), np.array([True, False, False])) == 5.0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=8), st.sampled_from(["cpu", "cuda"])
+)
+def test_additive_seconds_add_up_to_the_whole_and_never_overcharge_a_part(pairs, kind):
+    kernel, launch = np.array(pairs).T
+    phase, device = PhaseSeconds(kernel, launch), StandIn(kind)
+    per_op = additive_seconds(phase, device)
+    assert per_op.sum() == pytest.approx(segment_seconds(phase, device))
+    half = np.arange(len(pairs)) % 2 == 0
+    assert per_op[half].sum() <= segment_seconds(phase, device, half) + 1e-9
+
+
+def test_work_adds_up_field_by_field():
+    total = OpWork(1, 2, 3, 4, 5, 6, 7, 8, 9) + OpWork(10, 20, 30, 40, 50, 60, 70, 80, 90)
+    assert total == OpWork(11, 22, 33, 44, 55, 66, 77, 88, 99)
+
+
+def test_the_optimizer_is_bound_by_memory():
+    adam = StateBytes(parameters=1_000, gradients=800, optimizer_state=1_600)
+    assert optimizer_seconds(adam, StandIn()) == pytest.approx((3 * 800 + 2 * 1_600) / 1e9)
+    assert optimizer_seconds(StateBytes(parameters=1_000), StandIn()) == 0  # nothing trained, nothing moved
