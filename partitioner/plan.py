@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from partitioner.api import ModelOrTrace
+    from partitioner.deploy import Deployment
     from partitioner.verify import VerifyReport
-    from runtime.execute import Executor
     from runtime.simulate import Simulation
 
 SCHEMA_VERSION = 1
@@ -301,8 +301,8 @@ class Plan(_Record):
 
         return verify_plan(self, model, **options)
 
-    def deploy(self, model: ModelOrTrace, **options: Any) -> Executor:
-        """This rank's executor, ready for ``train_step``; under torchrun, called on every rank."""
+    def deploy(self, model: ModelOrTrace, **options: Any) -> Deployment:
+        """This rank's share, ready for ``train_step``; under torchrun, called on every rank."""
         from partitioner.deploy import deploy_plan
 
         return deploy_plan(self, model, **options)

@@ -12,19 +12,18 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cost_models.errors import UsageError, VerificationError
 from partitioner.api import ModelOrTrace, as_graph
 from partitioner.compare import Comparison, StepResult, compare
+from partitioner.grow_batch import grow_batch, rebuilt, to_double
 from partitioner.optimizers import make_optimizer
 from partitioner.plan import Plan
 from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
-from partitioner.verify_batch import rebuilt, to_double, verification_batch
 from partitioner.verify_rank import VerificationTask, run_rank
 from partitioner.workloads import Workload
 from passes.batch import flatten_batch, forward_arguments, forward_names
@@ -79,6 +78,10 @@ class VerifyReport:
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON data."""
+        return {"passed": self.passed, **asdict(self)}
+
     def raise_if_different(self) -> None:
         """Raise VerificationError unless everything agreed."""
         if not self.passed:
@@ -120,7 +123,7 @@ def verify_plan(
         )
 
     sizes = _sizes(plan)
-    batch = verification_batch(reference.example_inputs, graph, sum(sizes))
+    batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
     leaves = flatten_batch(batch, forward_names(reference.model))
     state = model_state(reference.model, graph)
     task = VerificationTask(
@@ -141,7 +144,7 @@ def verify_plan(
     found = _compare_ranks(expected, actual)
     differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
     kinds = [c.kind for c in found]
-    report = VerifyReport(
+    return VerifyReport(
         model=plan.model.name,
         stages=len(plan.stages),
         schedule=plan.schedule,
@@ -153,7 +156,6 @@ def verify_plan(
         seconds=time.monotonic() - started,
         notes=tuple(notes),
     )
-    return report
 
 
 def double_copy(workload: Workload) -> Workload:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
-from runtime.timeline import chrome_trace, render
 
 from partitioner.commands.options import emit, progress
 from partitioner.plan import Plan
+from runtime.timeline import chrome_trace, render
 
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=())]
 

@@ -1,4 +1,4 @@
-"""The batch that a verification runs on: as many samples as it takes, no two alike, in float64."""
+"""Example batches grown to any size, no two samples alike: for verification (in float64), runs and benchmarks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from passes.batch import flatten_batch, forward_names, map_tensors
-from passes.graph import OpGraph
 
 NOISE = 0.05
 
@@ -19,22 +18,20 @@ def to_double(batch: Any) -> Any:
     return map_tensors(batch, lambda _, leaf: leaf.double() if leaf.is_floating_point() else leaf.clone())
 
 
-def verification_batch(example: Any, graph: OpGraph, samples: int, seed: int = 0) -> Any:
+def grow_batch(
+    example: Any, batch_dims: Mapping[str, int | None], model: nn.Module, samples: int, seed: int = 0
+) -> Any:
     """``example`` grown or cut to ``samples`` samples along each leaf's batch dimension.
 
     Copies of a sample are told apart: floats get some noise, integers of several dimensions are rolled along the last
     one, which keeps them in range (token ids, masks). Leaves without a batch dimension stay.
     """
     generator = torch.Generator().manual_seed(seed)
-    dims = list(graph.batch.batch_dims.items())
-    position = iter(range(len(dims)))
+    names = iter(flatten_batch(example, forward_names(model)))
 
     def grow(_: tuple[str, ...], leaf: Tensor) -> Tensor:
-        index = next(position, None)
-        dim = dims[index][1] if index is not None else None
-        if dim is None:
-            return leaf.clone()
-        return _distinct(leaf, dim, samples, generator)
+        dim = batch_dims.get(next(names))
+        return leaf.clone() if dim is None else _distinct(leaf, dim, samples, generator)
 
     return map_tensors(example, grow)
 

@@ -1,0 +1,52 @@
+"""``partitioner verify``: does the plan compute what the model computes?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from partitioner.commands.options import emit, progress, settings
+from partitioner.plan import Plan
+from partitioner.verify import verify_plan
+from partitioner.workloads import load_workload
+
+
+def verify(
+    plan: Path,
+    model: str,
+    /,
+    *,
+    seq: int | None = None,
+    dtype: str | None = None,
+    set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = (),
+    timeout: float = 300.0,
+    json: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Run a plan on local CPU processes in float64 and compare every number with the unpartitioned model.
+
+    Parameters
+    ----------
+    plan
+        The plan file.
+    model
+        The model it was made for, as given to `partitioner plan`.
+    seq
+        Sequence length of a bundled or hf: model.
+    dtype
+        Data type of a bundled or hf: model.
+    set_
+        key=value for the factory's arguments; may be repeated.
+    timeout
+        Seconds for the step on the workers.
+    json
+        Print one JSON object.
+    """
+    loaded = Plan.load(plan)
+    with progress(f"loading {model}"):
+        workload = load_workload(model, settings=settings(set_), seq=seq, dtype=dtype)
+    with progress(f"verifying on {loaded.world_size} local processes"):
+        report = verify_plan(loaded, workload, timeout_seconds=timeout)
+    emit(str(report), report.to_dict(), json)
+    return 0 if report.passed else 7

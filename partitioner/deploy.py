@@ -1,0 +1,164 @@
+"""``plan.deploy(model)``: this rank's share of a plan, ready to train. Called on every rank under torchrun."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cost_models.errors import PlanError, UsageError
+from partitioner.api import ModelOrTrace, as_graph
+from partitioner.optimizers import make_optimizer
+from partitioner.plan import Plan
+from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
+from partitioner.workloads import Workload
+from passes.batch import flatten_batch, forward_names
+from passes.init_state import materialize
+from passes.lower import lower
+from runtime.execute import Executor
+from runtime.launch import init_distributed
+
+
+class Deployment:
+    """One rank of a running plan. ``parameters`` holds only what this rank owns, by the model's own names."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        executor: Executor,
+        state: Mapping[str, Tensor],
+        leaf_names: tuple[str, ...],
+        optimizer: torch.optim.Optimizer | None,
+        loss_rank: int,
+    ) -> None:
+        self.plan = plan
+        self.executor = executor
+        self.optimizer = optimizer
+        self.parameters = {name: t for name, t in state.items() if isinstance(t, nn.Parameter)}
+        self.buffers = {name: t for name, t in state.items() if not isinstance(t, nn.Parameter)}
+        self._leaf_names = leaf_names
+        self._loss_rank = loss_rank
+
+    def train_step(self, batch: Any) -> Tensor:
+        """One optimizer step on ``batch`` (the whole batch, on every rank). Returns the loss, on every rank."""
+        leaves = flatten_batch(batch, self._leaf_names)
+        loss = self.executor.train_step(leaves, self.plan.microbatches, self.optimizer)
+        shared = torch.zeros((), dtype=torch.float64, device=self.executor.device)
+        if loss is not None:
+            shared.copy_(loss)
+        if dist.get_world_size() > 1:
+            dist.broadcast(shared, self._loss_rank)
+        return shared
+
+    def close(self) -> None:
+        """Stop this rank's watchers; the process group stays for its owner."""
+        self.executor.close()
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def deploy_plan(
+    plan: Plan,
+    model: ModelOrTrace,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    optimizer_kwargs: Mapping[str, Any] | None = None,
+    learning_rate: float = 1e-3,
+    state_dict: Mapping[str, Tensor] | None = None,
+    init_fn: Callable[[nn.Module], None] | None = None,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    timeout_seconds: float = 30.0,
+) -> Deployment:
+    """Build this rank's executor. Collective: every rank of the plan calls it.
+
+    Each rank materializes only its own parameters: from the real ``model``, from ``state_dict``, or from a meta model
+    with ``init_fn``. ``optimizer``: a torch.optim class; the plan's own kind if not given. ``timeout_seconds``: how
+    long a rank waits for another before it ends with an error that names it.
+    """
+    module = model.model if isinstance(model, Workload) else model
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            "cannot deploy a trace", because=["weights are needed"], suggestions=["give the model itself"]
+        )
+    graph = as_graph(model, example_inputs=example_inputs, loss_fn=loss_fn)
+    segmentation = plan_segmentation(plan, graph)
+    device = torch.device(device) if device is not None else _own_device(plan)
+    init_distributed(device, timeout_seconds)
+    rank = dist.get_rank()
+    refuse_other_world(plan, dist.get_world_size())
+    programs, segments = plan_programs(plan), plan_segments(plan)
+    mine = frozenset(segment.index for segment in segments.segments if rank in segment.ranks)
+    codes = lower(graph, segmentation, device=str(device), only=mine)
+    wanted = {i.name: i.kind for c in codes.values() for i in c.inputs if i.kind in ("parameter", "buffer")}
+    with _seeded(seed):
+        loaded = materialize(
+            list(wanted), model=module, state_dict=state_dict, init_fn=init_fn, device=device
+        )
+    state: dict[str, Tensor] = {name: c.to(device) for name, c in graph.constants.items()}
+    for name, kind in wanted.items():
+        tensor = loaded[name].detach().clone()
+        is_parameter = kind == "parameter"
+        state[name] = nn.Parameter(tensor, graph.parameters[name].requires_grad) if is_parameter else tensor
+    parameters = [t for t in state.values() if isinstance(t, nn.Parameter) and t.requires_grad]
+    if optimizer is None:
+        made = make_optimizer(plan.optimizer_memory, parameters, learning_rate)
+    else:
+        made = optimizer(parameters, **dict(optimizer_kwargs or {})) if parameters else None
+    executor = Executor(
+        programs[rank],
+        codes,
+        segments,
+        state,
+        graph.batch,
+        device=device,
+        timeout_seconds=timeout_seconds,
+        programs=programs,
+        seed=seed,
+    )
+    loss_segment = next(s for s, stage in enumerate(plan.stages) if graph.loss in stage.ops)
+    return Deployment(
+        plan, executor, state, forward_names(module), made, plan.stages[loss_segment].devices[0]
+    )
+
+
+def refuse_other_world(plan: Plan, world_size: int) -> None:
+    """Raise PlanError when the processes that run are not those that were planned."""
+    if world_size != plan.world_size:
+        raise PlanError(
+            f"the plan for {plan.model.name} does not fit this launch",
+            because=[f"it is made for {plan.world_size} ranks, {world_size} are running"],
+            suggestions=[f"start {plan.world_size} processes: {plan.launch_command().splitlines()[0]}"],
+        )
+
+
+def _own_device(plan: Plan) -> torch.device:
+    kind = plan.cluster.devices[0].kind
+    if kind == "cuda":
+        if not torch.cuda.is_available():
+            raise PlanError(
+                f"the plan for {plan.model.name} needs GPUs",
+                because=["its cluster has CUDA devices and this process sees none"],
+                suggestions=["run it on the planned machines, or plan for local:N CPU workers"],
+            )
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Draw initial weights from ``seed``; the caller's generator is left as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
