@@ -1,7 +1,7 @@
 """The models that ship with the package: configurations only, built through ``transformers``.
 
-Sizes are the published ones (each model's own config.json). ``size="tiny"`` gives the same architecture with few layers
-and small dimensions, and real (random, seeded) weights: for tests, for ``verify``, for a look around.
+Sizes are the published ones (each model's own config.json). ``size="tiny"`` gives the same
+architecture with few layers, small dimensions and real (random, seeded) weights: for tests and ``verify``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Bundled:
     meta: bool = False
     """Whether the full size is built without weights."""
     common: Mapping[str, Any] = field(default_factory=dict)
+    tiny_experts: str = ""
+    """How the tiny size runs its experts: grouped matrix products do not know float64."""
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, tied: bool = False) -> Bundled:
@@ -196,6 +198,7 @@ _TABLE: dict[str, Bundled] = {
         seq=4096,
         dtype="bfloat16",
         meta=True,
+        tiny_experts="batched_mm",
     ),
 }
 
@@ -215,7 +218,8 @@ def bundled(
 ) -> Workload:
     """A bundled model with an example batch of ``batch`` samples; 0 or "" is the model's own default.
 
-    Full-size Llama and Mixtral have no weights (they are on meta); everything else has random ones from ``seed``.
+    Full-size Llama and Mixtral have no weights (they are on meta); everything else has random ones from
+    ``seed``.
     """
     transformers = transformers_module(f"the bundled model {name}")
     if name not in _TABLE:
@@ -227,6 +231,8 @@ def bundled(
         raise UsageError(f"{name} has no number of layers to set")
     values |= dict.fromkeys(entry.layers, layers) if layers else {}
     config = getattr(transformers, entry.config_class)(**values)
+    if tiny and entry.tiny_experts:
+        config._experts_implementation = entry.tiny_experts
     model_dtype = parse_dtype(dtype or ("float32" if tiny else entry.dtype))
     model = build(
         getattr(transformers, entry.model_class),

@@ -1,7 +1,8 @@
 """Hugging Face models from a config alone: built offline, with a batch that fits them.
 
 config.json ─► model class (its "architectures" entry) ─► model, on meta or with seeded random weights
-            └► what it reads (token ids, pixels, log-mel frames) and what its labels look like ─► example batch
+            └► what it reads (token ids, pixels, log-mel frames) and what its labels look like ─► example
+            batch
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def parse_dtype(text: str) -> torch.dtype:
 
 
 def from_config_file(path: Path, seq: int = 0, dtype: str = "", batch: int = 2) -> Workload:
-    """The model of a ``config.json``, without weights. ``seq`` 0 means the smaller of 512 and the model's longest."""
+    """The model of a ``config.json``, without weights. ``seq`` 0 means the smaller of 512 and the model's
+    longest.
+    """
     transformers = transformers_module(f"hf:{path}")
     file = path / "config.json" if path.is_dir() else path
     try:

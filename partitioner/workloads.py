@@ -31,7 +31,7 @@ __all__ = ["Workload", "load_workload"]
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, a batch as its data loader would yield it, and the loss if the model does not return it itself."""
+    """A model, a batch as its data loader would yield it, and the loss unless the model returns it itself."""
 
     model: nn.Module
     example_inputs: Any
@@ -94,10 +94,11 @@ def _load_file(path: Path) -> types.ModuleType:
     if not path.is_file():
         raise UsageError(f"there is no file {path}", [f"looked in {Path.cwd()}"])
     spec = importlib.util.spec_from_file_location(f"partitioner_workload_{path.stem}", path)
-    assert spec is not None and spec.loader is not None  # a .py file always has a loader
+    assert spec is not None  # a .py file always has a spec and a loader
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Registered, because dataclasses and typing look up a class's module by name; its folder is importable, as
-    # for a script.
+    # Registered, because dataclasses and typing look up a class's module by name; its folder is importable,
+    # as for a script.
     sys.modules[spec.name] = module
     folder = str(path.parent.resolve())
     if folder not in sys.path:
@@ -186,7 +187,7 @@ def parse_settings(
 
 
 def _annotations(factory: Callable[..., Any]) -> dict[str, Any]:
-    target = factory.__init__ if inspect.isclass(factory) else factory  # type: ignore[misc]
+    target = factory.__init__ if inspect.isclass(factory) else factory
     try:
         return typing.get_type_hints(target)
     except (NameError, TypeError):  # annotations that only a type checker can resolve

@@ -1,0 +1,221 @@
+"""The values of parameters and buffers, each rank asking only for its own.
+
+Where a value comes from, first match:
+
+    1. ``state_dict``       under the canonical name or any alias of it
+    2. the model itself     if it has real tensors
+    3. a rebuilt submodule  non-persistent buffers of a meta model (rotary tables): no checkpoint holds them,
+                            but a Hugging Face submodule made from its config alone recomputes them
+    4. ``init_fn(module)``  called on a private copy of the owning submodule, on CPU, seeded by its path, so
+                            that every rank that holds a tied parameter draws the same numbers
+
+What has no value then is an error that names it.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from cost_models.errors import ModelError
+from passes.names import StateNames, state_names
+
+__all__ = ["materialize"]
+
+InitFunction: TypeAlias = Callable[[nn.Module], Any]
+"""Fills a module's own parameters and buffers in place, as ``model._init_weights`` and FSDP's
+``param_init_fn`` do.
+"""
+
+REBUILD_LIMIT_ELEMENTS = 2**28
+"""A submodule with more parameters than this (1 GiB in 32 bits) is not rebuilt for the sake of a buffer."""
+
+
+def materialize(
+    names: Iterable[str],
+    *,
+    model: nn.Module | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    init_fn: InitFunction | None = None,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> dict[str, Tensor]:
+    """Real values on ``device`` for the parameters and buffers called ``names``; always copies, never the
+    model's own.
+
+    Without a ``state_dict`` entry, ``model`` says shape and dtype and must be given.
+    """
+    wanted = list(names)
+    known = state_names(model) if model is not None else StateNames({}, {}, {})
+    source = _Source(model, known, dict(state_dict or {}), init_fn, seed)
+    result: dict[str, Tensor] = {}
+    problems: list[str] = []
+    for name in wanted:
+        try:
+            result[name] = source.value(name).to(device, copy=True)
+        except _NoValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ModelError(
+            "some parameters or buffers have no values",
+            problems,
+            [
+                "state_dict={name: tensor} with all of them",
+                "init_fn=callable(module) that fills a submodule in place (Hugging Face: model._init_weights)",
+                "build the model with real tensors instead of torch.device('meta')",
+            ],
+        )
+    return result
+
+
+class _NoValueError(Exception):
+    """One name without a value; collected into one ModelError."""
+
+
+class _Source:
+    """Looks values up; submodules that had to be made are kept for the next name."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        known: StateNames,
+        state_dict: dict[str, Tensor],
+        init_fn: InitFunction | None,
+        seed: int,
+    ) -> None:
+        self._model = model
+        self._known = known
+        self._state_dict = state_dict
+        self._init_fn = init_fn
+        self._seed = seed
+        self._rebuilt: dict[str, nn.Module | None] = {}
+        self._initialized: dict[str, nn.Module] = {}
+
+    def value(self, name: str) -> Tensor:
+        canonical = self._known.canonical(name)
+        found = self._from_state_dict(canonical)
+        if found is not None:
+            return found
+        if self._model is None:
+            raise _NoValueError(f"{name} is not in the state dict, and no model was given")
+        owner, _, attribute = canonical.rpartition(".")
+        try:
+            module = self._model.get_submodule(owner)
+        except AttributeError as error:
+            raise _NoValueError(f"{name} is no parameter or buffer of the model") from error
+        tensor = _own_tensor(module, attribute)
+        if tensor is None:
+            raise _NoValueError(f"{name} is no parameter or buffer of the model")
+        if not tensor.is_meta:
+            return tensor.detach()
+        return self._made(canonical, owner, attribute, module, tensor)
+
+    def _from_state_dict(self, canonical: str) -> Tensor | None:
+        names = [canonical, *(alias for alias, target in self._known.aliases.items() if target == canonical)]
+        found = next((self._state_dict[n] for n in names if n in self._state_dict), None)
+        if found is None:
+            return None
+        if found.is_meta:
+            raise _NoValueError(f"{canonical} is on the meta device in the state dict")
+        spec = self._known.parameters.get(canonical) or self._known.buffers.get(canonical)
+        if spec is not None and tuple(found.shape) != spec.shape:
+            raise _NoValueError(
+                f"{canonical} is {tuple(found.shape)} in the state dict, {spec.shape} in the model"
+            )
+        return found.detach().to(spec.dtype) if spec is not None else found.detach()
+
+    def _made(self, name: str, owner: str, attribute: str, module: nn.Module, tensor: Tensor) -> Tensor:
+        """A value for a meta tensor: from the rebuilt submodule if it is a non-persistent buffer, else
+        ``init_fn``.
+        """
+        why = ["is on the meta device"]
+        if attribute in module._non_persistent_buffers_set:
+            if owner not in self._rebuilt:
+                self._rebuilt[owner] = self._rebuild(module, owner)
+            rebuilt = self._rebuilt[owner]
+            value = rebuilt._buffers.get(attribute) if rebuilt is not None else None
+            if value is not None and value.shape == tensor.shape and not value.is_meta:
+                return value.detach().to(tensor.dtype)
+            why.append("is in no state dict (persistent=False)")
+            why.append(f"{type(module).__name__} cannot be rebuilt from a config")
+        if self._init_fn is None:
+            raise _NoValueError(f"{name} {', '.join(why)}, and there is no init_fn")
+        if owner not in self._initialized:
+            self._initialized[owner] = _initialize(module, self._init_fn, self._seed_of(owner))
+        value = _own_tensor(self._initialized[owner], attribute)
+        if value is None or (value.is_floating_point() and value.numel() and bool(value.isnan().all())):
+            raise _NoValueError(f"{name} {', '.join(why)}, and init_fn leaves it unset")
+        return value.detach()
+
+    def _rebuild(self, module: nn.Module, path: str) -> nn.Module | None:
+        """``module`` made anew, with the config that it or the nearest module around it keeps."""
+        config = getattr(module, "config", None)
+        while config is None and path and self._model is not None:
+            path = path.rpartition(".")[0]
+            config = getattr(self._model.get_submodule(path), "config", None)
+        return _rebuild(module, config, self._seed_of(path))
+
+    def _seed_of(self, path: str) -> int:
+        digest = hashlib.sha256(f"{self._seed}:{path}".encode()).digest()
+        return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _own_tensor(module: nn.Module, attribute: str) -> Tensor | None:
+    parameter = module._parameters.get(attribute)
+    return module._buffers.get(attribute) if parameter is None else parameter
+
+
+def _rebuild(module: nn.Module, config: Any, seed: int) -> nn.Module | None:
+    """The module made anew on CPU, if its constructor needs nothing but its config (and layer index); else
+    None.
+    """
+    if sum(p.numel() for p in module.parameters()) > REBUILD_LIMIT_ELEMENTS:
+        return None
+    parameters = list(inspect.signature(type(module)).parameters.values())
+    available = {"config": config, "layer_idx": getattr(module, "layer_idx", None)}
+    arguments = {p.name: available[p.name] for p in parameters if available.get(p.name) is not None}
+    needed = {
+        p.name
+        for p in parameters
+        if p.default is inspect.Parameter.empty
+        and p.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    }
+    if "config" not in arguments or needed - arguments.keys():
+        return None
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        return type(module)(**arguments)
+
+
+def _initialize(module: nn.Module, init_fn: InitFunction, seed: int) -> nn.Module:
+    """A copy of ``module`` with CPU tensors of its own (its children stay as they are), filled by
+    ``init_fn``.
+
+    Floating-point values start as NaN, so that what ``init_fn`` leaves out is found.
+    """
+    twin = copy.copy(module)
+    parameters: dict[str, Any] = {
+        name: nn.Parameter(_unset(p), p.requires_grad) if p is not None else None
+        for name, p in module._parameters.items()
+    }
+    buffers = {
+        name: b.detach().clone() if b is not None and not b.is_meta else (None if b is None else _unset(b))
+        for name, b in module._buffers.items()
+    }
+    twin.__dict__["_parameters"] = parameters
+    twin.__dict__["_buffers"] = buffers
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        init_fn(twin)
+    return twin
+
+
+def _unset(tensor: Tensor) -> Tensor:
+    real = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    return real.fill_(float("nan")) if real.is_floating_point() else real
