@@ -39,9 +39,15 @@ class Proof:
     rules: tuple[str, ...]
 
     def __str__(self) -> str:
-        counted = f"{self.instructions} instructions on {self.ranks} ranks, {self.messages} messages"
-        collectives = f", {self.collectives} collectives" if self.collectives else ""
-        return f"checked {counted}{collectives}:\n" + "\n".join(f"  - {rule}" for rule in self.rules)
+        counted = f"{_count(self.instructions, 'instruction')} on {_count(self.ranks, 'rank')}"
+        counted += f", {_count(self.messages, 'message')}"
+        if self.collectives:
+            counted += f", {_count(self.collectives, 'collective')}"
+        return f"checked {counted}:\n" + "\n".join(f"  - {rule}" for rule in self.rules)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class Fault(NamedTuple):
