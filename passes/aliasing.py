@@ -70,9 +70,13 @@ class Writer:
         return call(self.graph, self.mode, target, args, kwargs, like=self.like)
 
 
+_ALWAYS_COPIES = (aten.clone.default, aten.lift_fresh_copy.default)
+"""The exporter records some of their results with their input's memory."""
+
+
 def view_of(node: fx.Node) -> View | None:
     """The aliasing step that ``node`` takes, None if its memory is its own."""
-    if node.op != "call_function":
+    if node.op != "call_function" or node.target in _ALWAYS_COPIES:
         return None
     if node.target is operator.getitem:
         multi = node.args[0]
@@ -107,6 +111,46 @@ def _shares(node: fx.Node, source: fx.Node) -> bool:
     """By memory, since ops such as ``reshape`` and ``to`` decide at run time whether they copy."""
     key = storage_key(node.meta.get("val"))
     return key is not None and key == storage_key(source.meta.get("val"))
+
+
+def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The tensors that the op declares to write, in the order of its schema."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return ()
+    found: list[fx.Node] = []
+    for declared in node.target._schema.arguments:
+        if declared.alias_info is not None and declared.alias_info.is_write:
+            value = argument(node, declared.name)
+            items = value if isinstance(value, list | tuple) else (value,)
+            found += [item for item in items if isinstance(item, fx.Node)]
+    return tuple(found)
+
+
+def changes_view_only(node: fx.Node) -> bool:
+    """``t_``, ``unsqueeze_``, ``detach_``: another view of the same memory, which is not written."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return target == aten.detach_.default or torch.Tag.inplace_view in target.tags
+
+
+def written_storages(graph: fx.Graph) -> set[int | None]:
+    """Keys of the memory that some op declares to write, by whichever of its names."""
+    written: set[int | None] = set()
+    for node in reversed(graph.nodes):
+        targets = written_arguments(node)
+        if not targets and not written:
+            continue
+        mine = storage_key(node.meta.get("val"))
+        if not changes_view_only(node):
+            written.update(storage_key(target.meta["val"]) for target in targets)
+        if mine is not None and mine in written:
+            # A result may be recorded with memory of its own although it is its source's (dropout in evaluation,
+            # an in-place op of the exporter): what is written through it is written in the source.
+            view = view_of(node)
+            sources = (view.source,) if view is not None else targets
+            written.update(storage_key(source.meta["val"]) for source in sources)
+    return written
 
 
 # --------------------------------------------------------------------------------------------------
@@ -214,7 +258,8 @@ def _unbind(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Nod
 
 def _pieces(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
     """One piece of ``split`` or ``chunk`` along ``dim``."""
-    assert view.index is not None and view.multi is not None
+    assert view.index is not None
+    assert view.multi is not None
     dim = view.argument("dim", 0)
     pieces = [piece.shape[dim] for piece in view.multi.meta["val"]]
     start = sum(pieces[: view.index])
@@ -249,77 +294,49 @@ def _complex_pair(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> 
 
 
 def _real(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
-    return writer.call(aten.complex.default, new, writer.call(aten.imag.default, parent))
+    return _half(parent, new, 0, writer)
 
 
 def _imag(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
-    return writer.call(aten.complex.default, writer.call(aten.real.default, parent), new)
+    return _half(parent, new, 1, writer)
 
 
-_INVERSE: dict[Any, Inverse] = {
-    **dict.fromkeys(
-        [
-            aten.alias.default,
-            aten.detach.default,
-            aten.contiguous.default,
-            aten.dropout.default,
-            aten.positive.default,
-        ]
-        + [aten.lift_fresh.default, aten.resolve_conj.default, aten.resolve_neg.default],
+def _half(parent: fx.Node, new: fx.Node, index: int, writer: Writer) -> fx.Node:
+    """Write the real (0) or imaginary (1) half. (``complex(new, imag)`` would fix dynamic sizes when traced.)"""
+    pair = writer.call(aten.select_scatter.default, writer.call(aten.view_as_real.default, parent), new, -1, index)
+    return writer.call(aten.view_as_complex.default, pair)
+
+
+def _table(*rows: tuple[Inverse, tuple[Any, ...]]) -> dict[Any, Inverse]:
+    return {op: inverse for inverse, ops in rows for op in ops}
+
+
+_INVERSE: dict[Any, Inverse] = _table(
+    (_same, (aten.alias.default, aten.detach.default, aten.contiguous.default, aten.dropout.default)),
+    (
         _same,
+        (aten.positive.default, aten.lift_fresh.default, aten.resolve_conj.default, aten.resolve_neg.default),
     ),
-    **dict.fromkeys([aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other], _cast_back),
-    **dict.fromkeys(
-        [
-            aten.transpose.int,
-            aten.t.default,
-            aten.swapaxes.default,
-            aten.swapdims.default,
-            aten.numpy_T.default,
-        ]
-        + [
-            aten.mT.default,
-            aten.mH.default,
-            aten.adjoint.default,
-            aten._conj.default,
-            aten._neg_view.default,
-        ],
-        _again,
-    ),
-    **dict.fromkeys(
-        [
-            aten.view.default,
-            aten.reshape.default,
-            aten.view_as.default,
-            aten.reshape_as.default,
-            aten.ravel.default,
-        ]
-        + [aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default, aten.squeeze.default]
-        + [aten.squeeze.dim, aten.squeeze.dims],
-        _reshape,
-    ),
-    aten.permute.default: _permute,
-    aten.movedim.int: _movedim,
-    aten.movedim.intlist: _movedim,
-    aten.moveaxis.int: _movedim,
-    aten.moveaxis.intlist: _movedim,
-    aten.expand.default: _expand,
-    aten.expand_as.default: _expand,
-    aten.broadcast_to.default: _expand,
-    aten.slice.Tensor: _slice,
-    aten.narrow.default: _narrow,
-    aten.select.int: _select,
-    aten.unbind.int: _unbind,
-    **dict.fromkeys(
-        [aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default]
-        + [aten.tensor_split.sections, aten.tensor_split.indices],
-        _pieces,
-    ),
-    aten.diagonal.default: _diagonal,
-    aten.as_strided.default: _as_strided,
-    aten.view.dtype: _bits,
-    aten.view_as_real.default: _complex_pair,
-    aten.view_as_complex.default: _complex_pair,
-    aten.real.default: _real,
-    aten.imag.default: _imag,
-}
+    (_cast_back, (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other)),
+    (_again, (aten.transpose.int, aten.t.default, aten.swapaxes.default, aten.swapdims.default)),
+    (_again, (aten.numpy_T.default, aten.mT.default, aten.mH.default, aten.adjoint.default)),
+    (_again, (aten._conj.default, aten._neg_view.default)),
+    (_reshape, (aten.view.default, aten.reshape.default, aten.view_as.default, aten.reshape_as.default)),
+    (_reshape, (aten.ravel.default, aten.flatten.using_ints, aten.unflatten.int, aten.unsqueeze.default)),
+    (_reshape, (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)),
+    (_permute, (aten.permute.default,)),
+    (_movedim, (aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist)),
+    (_expand, (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)),
+    (_slice, (aten.slice.Tensor,)),
+    (_narrow, (aten.narrow.default,)),
+    (_select, (aten.select.int,)),
+    (_unbind, (aten.unbind.int,)),
+    (_pieces, (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default)),
+    (_pieces, (aten.tensor_split.sections, aten.tensor_split.indices)),
+    (_diagonal, (aten.diagonal.default,)),
+    (_as_strided, (aten.as_strided.default,)),
+    (_bits, (aten.view.dtype,)),
+    (_complex_pair, (aten.view_as_real.default, aten.view_as_complex.default)),
+    (_real, (aten.real.default,)),
+    (_imag, (aten.imag.default,)),
+)

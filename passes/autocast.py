@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from passes.node_tools import call, origin
+from passes.node_tools import call, origin, quiet
 
 aten = torch.ops.aten
 
@@ -52,24 +52,38 @@ def copy_with_casts(
         return graph.node_copy(node, lambda n: environment[n])
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: environment[n])
     values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    if not any(_castable(value) for value in pytree.tree_leaves(values)):
+    casts: frozenset[tuple[int, torch.dtype]] = frozenset()
+    if any(_castable(value) for value in pytree.tree_leaves(values)):
+        if _has_kernel(node.target, f"Autocast{autocast.device.upper()}"):
+            casts = _watch(node.target, values, autocast).inputs
+        elif _has_kernel(node.target, "CompositeImplicitAutograd") and _differs(node.target, values, autocast):
+            return _decomposed(graph, node, (args, kwargs), values, autocast)
+    if not casts:
         return graph.node_copy(node, lambda n: environment[n])
-    with_autocast = _watch(node.target, values, autocast)
-    without = _watch(node.target, values, None)
-    if with_autocast == without:
-        return graph.node_copy(node, lambda n: environment[n])
-    own_kernel = torch._C._dispatch_has_kernel_for_dispatch_key(
-        node.target.name(), f"Autocast{autocast.device.upper()}"
-    )
-    if not own_kernel:
-        return _decomposed(graph, node, (args, kwargs), values, autocast)
     leaves, shape = pytree.tree_flatten((args, kwargs))
-    for position, dtype in with_autocast.inputs - without.inputs:
+    for position, dtype in sorted(casts, key=lambda cast: cast[0]):
         leaves[position] = _cast(graph, leaves[position], dtype, node, cache)
     args, kwargs = pytree.tree_unflatten(leaves, shape)
     copied = graph.create_node("call_function", node.target, args, kwargs, name=node.name)
     copied.meta.update(node.meta)
     return copied
+
+
+def _has_kernel(target: torch._ops.OpOverload, key: str) -> bool:
+    name = target._schema.name
+    if target._schema.overload_name:
+        name += f".{target._schema.overload_name}"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, key))
+
+
+def _differs(target: torch._ops.OpOverload, values: Any, autocast: Autocast) -> bool:
+    """Whether autocast casts something inside a composite op."""
+    dtypes = {value.dtype for value in pytree.tree_leaves(values) if _castable(value)}
+    with_autocast = _watch(target, values, autocast)
+    if not with_autocast.made:
+        return False
+    # Mixed precisions: without autocast the op may not even run.
+    return len(dtypes) > 1 or with_autocast != _watch(target, values, None)
 
 
 def _cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, like: fx.Node, cache: CastCache) -> fx.Node:
@@ -91,9 +105,9 @@ class _Casts:
     made: tuple[torch.dtype, ...]
 
 
-class _CastWatch(TorchDispatchMode):
+class _CastWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
     def __init__(self, inputs: Sequence[Any]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.positions = {id(value): i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
         self.inputs: set[tuple[int, torch.dtype]] = set()
         self.made: list[torch.dtype] = []
@@ -112,7 +126,7 @@ def _watch(target: Any, values: Any, autocast: Autocast | None) -> _Casts:
     mode = next(value.fake_mode for value in leaves if _castable(value))
     args, kwargs = values
     watch = _CastWatch(leaves)
-    with mode, watch, torch.no_grad(), _scope(autocast):
+    with quiet(mode), watch, _scope(autocast):
         target(*args, **kwargs)
     return _Casts(frozenset(watch.inputs), tuple(watch.made))
 
@@ -137,7 +151,8 @@ def _decomposed(graph: fx.Graph, node: fx.Node, arguments: Any, values: Any, aut
         with _scope(autocast):
             return node.target(*args, **kwargs)  # type: ignore[operator]
 
-    with torch.no_grad():
+    mode = next(value.fake_mode for value in flat_values if _castable(value))
+    with quiet(mode):
         traced = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=False)(
             *(flat_values[i] for i in positions)
         )

@@ -22,11 +22,21 @@ import torch
 from torch import fx
 
 from cost_models.errors import ModelError
-from passes.aliasing import View, Writer, can_write, replay, view_of, write
+from passes.aliasing import (
+    View,
+    Writer,
+    can_write,
+    changes_view_only,
+    replay,
+    view_of,
+    write,
+    written_arguments,
+    written_storages,
+)
 from passes.grad_boundaries import cut_gradients
 from passes.node_tools import fake_mode_of, recorded_requires_grad, storage_key, where
-from passes.out_of_place import changes_view_only, fitted, functional_form, out_of_place, written_arguments
-from passes.simplify import drop_dead_code, written_storages
+from passes.out_of_place import fitted, functional_form, out_of_place
+from passes.simplify import drop_dead_code
 
 aten = torch.ops.aten
 
@@ -50,11 +60,11 @@ def functionalize(
     module = fx.GraphModule(torch.nn.Module(), graph)
     module.meta.update(gm.meta)
     cut_gradients(module, strict=True, written=frozenset(rewriter.written))
-    result, kept = output.args[0]  # type: ignore[misc]
+    result, kept = output.args[0]
     output.args = (result,)
     graph.lint()
     module.recompile()
-    return module, {fqn: node.name for fqn, node in zip(contents, kept, strict=True)}  # type: ignore[union-attr]
+    return module, {fqn: node.name for fqn, node in zip(contents, kept, strict=True)}
 
 
 @dataclass

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.passes.shape_prop import TensorMetadata
 
 _ORIGIN = ("nn_module_stack", "stack_trace", "module_path", "source")
 _TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -28,14 +30,20 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
     return None
 
 
-def fake_call(
-    mode: FakeTensorMode | None, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def fake_call(mode: FakeTensorMode | None, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run one op on example values: shapes and dtypes only, no autograd."""
     if mode is None:
         return target(*args, **kwargs)
-    with mode, torch.no_grad():
+    with quiet(mode):
         return target(*args, **kwargs)
+
+
+@contextmanager
+def quiet(mode: FakeTensorMode) -> Iterator[None]:
+    """Fake execution that keeps dynamic sizes dynamic: some ops compare sizes, which would fix them for good."""
+    shape_env = mode.shape_env
+    with mode, torch.no_grad(), shape_env.suppress_guards() if shape_env is not None else nullcontext():
+        yield
 
 
 def call(
@@ -101,7 +109,7 @@ def recorded_requires_grad(node: fx.Node) -> bool | None:
     graph as if they were differentiable; what it recorded per tensor is right in both cases.
     """
     recorded = node.meta.get("tensor_meta")
-    if hasattr(recorded, "requires_grad"):
+    if isinstance(recorded, TensorMetadata):
         return bool(recorded.requires_grad)
     value = node.meta.get("val")
     if node.op == "placeholder" and isinstance(value, torch.Tensor):

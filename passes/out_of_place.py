@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.aliasing import Writer, sizes_of
-from passes.node_tools import argument
+from passes.aliasing import Writer, sizes_of, written_arguments
 
 aten = torch.ops.aten
 
@@ -29,27 +28,6 @@ _OTHER_NAMES: dict[Any, Any] = {
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.normal_.default: aten.normal_functional.default,
 }
-
-
-def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensors that the op declares to write, in the order of its schema."""
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
-        return ()
-    found: list[fx.Node] = []
-    for declared in node.target._schema.arguments:
-        if declared.alias_info is not None and declared.alias_info.is_write:
-            value = argument(node, declared.name)
-            items = value if isinstance(value, list | tuple) else (value,)
-            found += [item for item in items if isinstance(item, fx.Node)]
-    return tuple(found)
-
-
-def changes_view_only(node: fx.Node) -> bool:
-    """``t_``, ``unsqueeze_``, ``detach_``: another view of the same memory, which is not written."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return target == aten.detach_.default or torch.Tag.inplace_view in target.tags
 
 
 def functional_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from cost_models.errors import ModelError
+from passes.aliasing import written_storages
 from passes.autocast import Autocast, CastCache, copy_with_casts
 from passes.grad_boundaries import cut_gradients
 from passes.node_tools import argument, recorded_requires_grad, storage_key, where
@@ -49,7 +50,8 @@ _ADVICE = {
     "flex_attention": "use scaled_dot_product_attention (transformers: attn_implementation='sdpa')",
 }
 
-NO_GRAD_SENSITIVE_BATCH_NORMS = frozenset({"aten::batch_norm"})
+WRITES_UNDECLARED = frozenset({"aten::batch_norm"})
+"""Ops that update a buffer (running statistics) without saying so in their schema."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,9 @@ def _expand(
         inner = _Region(bool(enabled), region.autocast)
     elif name == "wrap_with_autocast":
         device, dtype, enabled, _cache, body, *inputs = args
-        inner = _Region(region.grad_enabled, _autocast(node, device, dtype, enabled, region, problems))
+        inner = _Region(
+            region.grad_enabled, _autocast(node, str(device), dtype, bool(enabled), region, problems)
+        )
     else:
         advice = _ADVICE.get(name, f"rewrite the model without torch.ops.higher_order.{name}")
         problems.append((f"{name}: {where(node)}", advice))
@@ -189,11 +193,7 @@ def _attribute(owner: torch.nn.Module, path: str) -> Any:
 def _is_assert(node: fx.Node) -> bool:
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._schema.name in _ASSERTS
-    return (
-        node.target in (torch._check, torch.sym_constrain_range)
-        if hasattr(torch, "sym_constrain_range")
-        else (node.target is torch._check)
-    )
+    return node.target is torch._check
 
 
 # --------------------------------------------------------------------------------------------------
@@ -233,27 +233,14 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
     return False
 
 
-def written_storages(graph: fx.Graph) -> set[int | None]:
-    """Storages that some op declares to write."""
-    written: set[int | None] = set()
-    for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            if node.target == aten.detach_.default:
-                continue
-            for declared in node.target._schema.arguments:
-                if declared.alias_info is not None and declared.alias_info.is_write:
-                    value = argument(node, declared.name)
-                    if isinstance(value, fx.Node):
-                        written.add(storage_key(value.meta["val"]))
-    return written
-
-
 def drop_dead_code(graph: fx.Graph) -> None:
     """Erase ops whose result nobody reads and that write nothing (random ones included)."""
     for node in reversed(list(graph.nodes)):
-        if node.op in ("placeholder", "output") or node.users:
-            continue
-        if isinstance(node.target, torch._ops.OpOverload):
-            if node.target._schema.is_mutable or node.target._schema.name in NO_GRAD_SENSITIVE_BATCH_NORMS:
-                continue
-        graph.erase_node(node)
+        if node.op not in ("placeholder", "output") and not node.users and not _writes(node):
+            graph.erase_node(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target._schema.is_mutable or node.target._schema.name in WRITES_UNDECLARED

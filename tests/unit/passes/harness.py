@@ -138,23 +138,20 @@ def eager(
 
 
 def difference(a: Run, b: Run) -> float:
-    """Largest absolute difference of loss, gradients and buffers, relative to the largest number compared."""
+    """Largest difference of loss, gradients and buffers; each tensor relative to its own largest number, if over 1."""
     pairs = [(a.outputs[0], b.outputs[0])]
     for name in a.gradients:
         left, right = a.gradients[name], b.gradients[name]
-        if left is None and right is None:
-            continue
-        pairs.append(
-            (
-                torch.zeros_like(right) if left is None else left,
-                torch.zeros_like(left) if right is None else right,
-            )
-        )  # type: ignore[arg-type]
+        if left is None and right is not None:
+            left = torch.zeros_like(right)
+        if left is not None:
+            pairs.append((left, torch.zeros_like(left) if right is None else right))
     pairs += [(a.buffers[name], b.buffers[name]) for name in a.buffers]
-    worst, scale = 0.0, 1.0
-    for left, right in pairs:
-        left, right = left.detach().double(), right.detach().double()
-        if left.numel():
-            worst = max(worst, float((left - right).abs().nan_to_num(nan=0.0).max()))
-            scale = max(scale, float(left.abs().nan_to_num(posinf=0, neginf=0).max()))
-    return worst / scale
+    return max(_difference(left.detach().double(), right.detach().double()) for left, right in pairs)
+
+
+def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    if not left.numel():
+        return 0.0
+    scale = max(1.0, float(right.abs().max()))
+    return float((left - right).abs().max()) / scale
