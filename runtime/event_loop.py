@@ -150,7 +150,6 @@ class Run:
                     self._at(now + seconds, _GO_ON, rank)
                     break
             elif code == REDUCE:
-                index += 1
                 self._arrived[target] += 1
                 if self._arrived[target] == len(self.machine.reduction_ranks[target]):
                     self.reduction_start[target] = now
@@ -247,6 +246,7 @@ class Run:
         self.reduction_end[reduction] = now
         self.finish_seconds = max(self.finish_seconds, now)
         for rank in self.machine.reduction_ranks[reduction]:
+            self._next[rank] += 1
             self._advance(rank, now)
 
     def unfinished(self) -> list[tuple[int, int]]:

@@ -92,7 +92,7 @@ def simulate(
     reduce_seconds: Callable[[ReduceGradients], float] | None = None,
     device_queues: bool = False,
 ) -> Simulation:
-    """Runs ``programs`` on paper.
+    """Runs ``programs``, which must have passed ``check``, on paper.
 
     contention         factor by which a rank's computes slow down while a transfer of that rank is under way
     state_bytes        per rank: parameters, gradients and optimizer state
