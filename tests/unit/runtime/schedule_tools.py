@@ -36,13 +36,14 @@ def graph_of(
     cost: SegmentCost | Sequence[SegmentCost] = UNIT,
     frozen: Iterable[int] = (),
     world_size: int | None = None,
+    integers: Iterable[tuple[int, int]] = (),
 ) -> SegmentGraph:
-    """Segments on ``ranks``, one value per edge. Values of ``frozen`` segments need no gradient."""
-    still = set(frozen)
+    """Segments on ``ranks``, one value per edge. No gradient: to or from ``frozen`` segments, on ``integers``."""
+    still, without = set(frozen), set(integers)
     costs = [cost] * len(ranks) if isinstance(cost, SegmentCost) else list(cost)
     segments = tuple(Segment(i, tuple(r), costs[i], i not in still) for i, r in enumerate(ranks))
     values = tuple(
-        Value(f"v{n}", a, (b,), 100, a not in still and b not in still)
+        Value(f"v{n}", a, (b,), 100, needs_grad=(a, b) not in without and not still & {a, b})
         for n, (a, b) in enumerate(sorted(edges))
     )
     return SegmentGraph(segments, values, world_size or 1 + max(rank for r in ranks for rank in r))

@@ -31,7 +31,8 @@ def free(draw: st.DrawFn) -> SegmentGraph:
     costs = [SegmentCost(draw(seconds), draw(seconds), draw(seconds), 10, 4) for _ in range(count)]
     chosen = draw(st.sets(st.sampled_from(edges), max_size=2 * count)) if edges else set()
     frozen = draw(st.sets(st.integers(0, count - 1)))
-    return graph_of(ranks, chosen, costs, frozen, world)
+    integers = draw(st.sets(st.sampled_from(sorted(chosen)))) if chosen else set()
+    return graph_of(ranks, chosen, costs, frozen, world, integers)
 
 
 @settings(max_examples=250, deadline=None)
@@ -92,6 +93,15 @@ def test_the_longer_path_goes_first() -> None:
     short, long = 1, 2  # both on rank 0 after segment 0; segment 3 on rank 1 hangs on the long one
     graph = graph_of([(0,), (0,), (0,), (1,)], [(0, short), (0, long), (long, 3)])
     assert [str(i) for i in inference_order(graph, 1)[0]] == ["0F0", "2F0", "1F0"]
+
+
+def test_nobody_waits_for_a_gradient_that_never_comes() -> None:
+    # 0 hands 1 an integer mask: 0's own backward (it has other outputs) does not wait for the slow one of 1.
+    costs = [SegmentCost(1, 1, 0), SegmentCost(50, 50, 0)]
+    waits = graph_of([(0,), (1,)], [(0, 1)], costs)
+    free_to_go = graph_of([(0,), (1,)], [(0, 1)], costs, integers=[(0, 1)])
+    assert default_limits(waits, 9) == (2, 1)
+    assert default_limits(free_to_go, 9) == (1, 1)
 
 
 def test_a_layer_wise_lstm_is_a_wavefront() -> None:

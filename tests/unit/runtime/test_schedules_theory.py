@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from runtime.program import Backward
+from runtime.program import Backward, SegmentCost
 from runtime.schedules import SCHEDULES, peak_bytes, peak_saved_bytes
 from tests.unit.runtime.schedule_tools import chain, clock, ordered
 
@@ -91,13 +91,18 @@ def _held(name: str, position: int, p: int, v: int, m: int) -> int:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 1), (3, 7), (4, 12)])
-def test_moments_give_the_peak_of_the_order_itself(name: str, p: int, m: int) -> None:
+@pytest.mark.parametrize(
+    "weight_saved_bytes", [0, 4, 15]
+)  # 15: the output gradient is larger than what was saved
+def test_moments_give_the_peak_of_the_order_itself(
+    name: str, p: int, m: int, weight_saved_bytes: int
+) -> None:
     schedule = SCHEDULES[name]
     v = schedule.chunks or 2
-    graph = chain(name, p, v)
+    graph = chain(name, p, v, SegmentCost(1, 1, 1, 10, weight_saved_bytes))
     peaks = peak_saved_bytes(graph, schedule.order(graph, m))
     for i in range(p):
-        assert peaks[i] == peak_bytes(schedule.moments(i, p, v, m), [10] * v, [4] * v)
+        assert peaks[i] == peak_bytes(schedule.moments(i, p, v, m), [10] * v, [weight_saved_bytes] * v)
 
 
 def test_moments_hold_for_chunks_of_unlike_size() -> None:
