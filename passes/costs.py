@@ -152,26 +152,28 @@ class GraphCosts:
         chosen = [int(index) for index in op_indices]
         sizes = dict(self.storage_bytes(batch_size))
         output_bytes = self.at(batch_size).output_bytes
+        received = self._received(chosen, output_bytes)
+        sizes.update(received)
+        sent = [self._storages.index_of[name] for name in outputs]
+        held = self._union(chosen) | set(received)
+        held |= {name for index in sent for name in self.output_storages[index] if name}
+        parameterized = [index for index in chosen if self._storages.weight_half[index]]
+        deferred = sum(sizes[name] for name in self._union(parameterized)) + output_bytes[parameterized].sum()
+        return HeldBytes(sum(sizes[name] for name in held), int(deferred))
+
+    def _received(self, chosen: Sequence[int], output_bytes: FloatArray) -> dict[str, int]:
+        """Bytes of the buffers for values that ``chosen`` ops read from others, by storage."""
         inside = set(chosen)
         received: dict[str, int] = {}
         arrived: set[int] = set()
-        for index in chosen:
-            for producer, storage in self._storages.reads[index]:
-                if producer not in inside and producer not in arrived and storage is not None:
-                    arrived.add(producer)
-                    received[storage] = received.get(storage, 0) + int(output_bytes[producer])
-        own = {
-            name for index in chosen for name in (*self.output_storages[index], *self.saved[index]) if name
-        }
-        own -= {name for name in received if self._storages.maker[name] not in inside}
-        sizes.update({name: size for name, size in received.items() if name not in own})
-        held = self._union(chosen) | set(received)
-        sent = {self._storages.index_of[name] for name in outputs}
-        held |= {name for index in sent for name in self.output_storages[index] if name}
-        parameterized = [index for index in chosen if self._storages.weight_half[index]]
-        deferred = sum(sizes[name] for name in self._union(parameterized))
-        deferred += int(output_bytes[parameterized].sum())
-        return HeldBytes(sum(sizes[name] for name in held), deferred)
+        for producer, storage in (read for index in chosen for read in self._storages.reads[index]):
+            if producer in inside or producer in arrived:
+                continue
+            arrived.add(producer)
+            name = storage or f"{self.ops[producer]}:received"  # a view of a batch input is a buffer here
+            if self._storages.maker.get(name) not in inside:
+                received[name] = received.get(name, 0) + int(output_bytes[producer])
+        return received
 
     def _speed(self, device: ComputeDevice) -> tuple[object, ...]:
         """All that seconds depend on: equal devices share what is computed for one of them."""

@@ -24,6 +24,7 @@ from cost_models.attention import AttentionCall, choose_backend, saved_tensors, 
 from cost_models.compute import OpClass, OpWork
 from passes.count_kernels import KernelCounter
 from passes.signatures import Signature, concrete, concrete_arguments
+from runtime.segment_code import TensorSpec
 
 logger = logging.getLogger("partitioner")
 aten = torch.ops.aten
@@ -75,7 +76,7 @@ def profile(
 ) -> OpProfile:
     """Run the signature's op on fake tensors of the sizes that ``symbols`` give, and report."""
     if not signature.runs:
-        return OpProfile(OpStructure(), OpWork(), 0, ())
+        return OpProfile(OpStructure(), OpWork(), sum(_sizes(signature.outputs, symbols)), ())
     call = attention_call(signature, symbols)
     backend = None
     if call is not None:
@@ -259,12 +260,8 @@ def _profile_attention(signature: Signature, call: AttentionCall, backend: str) 
 
 def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpProfile:
     """For an op that cannot run alone (its output's size depends on data): shapes only, everything kept."""
-
-    def size(shape: Sequence[Any], dtype: torch.dtype) -> int:
-        return math.prod(concrete(d, symbols) for d in shape) * dtype.itemsize
-
-    outputs = [size(spec.shape, spec.dtype) for spec in signature.outputs]
-    moved = sum(outputs) + sum(size(o.spec.shape, o.spec.dtype) for o in signature.operands)
+    outputs = _sizes(signature.outputs, symbols)
+    moved = sum(outputs) + sum(_sizes([operand.spec for operand in signature.operands], symbols))
     places: list[tuple[SavedPlace, int]] = []
     if signature.differentiated:
         places += [("operand", i) for i in range(len(signature.operands))]
@@ -281,6 +278,11 @@ def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpPr
     alias: tuple[int | None, ...] = (None,) * len(outputs)
     structure = OpStructure("memory", alias, tuple(range(len(outputs))), tuple(places), estimated=True)
     return OpProfile(structure, work, sum(outputs), tuple(outputs))
+
+
+def _sizes(specs: Sequence[TensorSpec], symbols: Mapping[sympy.Symbol, int]) -> list[int]:
+    """Bytes of each tensor."""
+    return [math.prod(concrete(d, symbols) for d in spec.shape) * spec.dtype.itemsize for spec in specs]
 
 
 def _on_device(target: Any, device_kind: str, args: Sequence[Any]) -> Callable[..., Any]:

@@ -94,7 +94,10 @@ def test_the_choice_on_a_gpu():
     assert choose_backend(_call(torch.float32), "cuda") == "efficient"
     assert choose_backend(_call(mask=(2, 4, 10, 10), mask_dtype=torch.bfloat16), "cuda") == "efficient"
     assert choose_backend(_call(torch.float64), "cuda") == "math"
-    assert choose_backend(_call(query=(2, 4, 10, 512), key=(2, 4, 10, 512), value=(2, 4, 10, 512)), "cuda") == "efficient"
+    assert (
+        choose_backend(_call(query=(2, 4, 10, 512), key=(2, 4, 10, 512), value=(2, 4, 10, 512)), "cuda")
+        == "efficient"
+    )
 
 
 def test_a_request_holds_where_it_can_and_yields_where_it_cannot():

@@ -66,7 +66,8 @@ def test_a_gpu_segment_overlaps_launches_and_kernels_over_all_its_ops():
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=8), st.sampled_from(["cpu", "cuda"])
+    st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), min_size=1, max_size=8),
+    st.sampled_from(["cpu", "cuda"]),
 )
 def test_additive_seconds_add_up_to_the_whole_and_never_overcharge_a_part(pairs, kind):
     kernel, launch = np.array(pairs).T
