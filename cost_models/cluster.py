@@ -10,6 +10,7 @@ The keys of a file are in docs/01-hardware.md; the sections' models in ``cost_mo
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
@@ -21,8 +22,9 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from cost_models import host
 from cost_models.cluster_checks import cluster_problems
+from cost_models.cluster_diagnosis import cluster_error
 from cost_models.cluster_fields import Section, Text, did_you_mean, expected, problems_error, short_form
-from cost_models.cluster_file import Document, cluster_error, read_document
+from cost_models.cluster_file import Document, read_document
 from cost_models.cluster_schema import DeviceSpec, NetworkSpec, NodeSpec
 from cost_models.devices import DEFAULT_EFFICIENCY, Device, DeviceKind, Rates
 from cost_models.errors import ClusterError
@@ -76,7 +78,7 @@ class ClusterSpec(Section):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise cluster_error(error, cls, document, source) from error
+            raise cluster_error(cls, document, source) from error
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> Self:
@@ -152,7 +154,7 @@ class ClusterSpec(Section):
             if name == "local":
                 return cls.local(count)
             return cls.preset(name, count) if name in MACHINES else cls.one_node(name, count)
-        if FilePath(text).suffix in (".yaml", ".yml", ".json") or FilePath(text).exists():
+        if FilePath(text).suffix in (".yaml", ".yml", ".json") or os.path.exists(text):
             return cls.load(text)
         known = [*MACHINES, *DEVICES, "local"]
         raise ClusterError(

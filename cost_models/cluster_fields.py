@@ -1,7 +1,7 @@
 """The field types of a cluster file: each parses human units, keeps SI base units and writes human units again.
 
-A wrong value raises a ``PydanticCustomError`` that already says expected and got; ``cost_models.cluster_file`` adds
-the key path.
+A wrong value raises a ``PydanticCustomError`` that already says expected and got; ``cost_models.cluster_diagnosis``
+adds the key path.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    WithJsonSchema,
+)
 from pydantic_core import PydanticCustomError
 
 from cost_models.devices import EFFICIENCY_NAMES, RATE_NAMES
@@ -41,12 +49,21 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def problems_error(problems: Iterable[Problem]) -> PydanticCustomError:
-    """Several problems of one section as one error, which the renderer takes apart again."""
+FIELDS_ONLY: Mapping[str, bool] = {"fields_only": True}
+"""Validation context under which sections check each value but not the section as a whole."""
+
+
+def whole(info: ValidationInfo) -> bool:
+    """Whether to check the section as a whole."""
+    return not (info.context or {}).get("fields_only", False)
+
+
+def problems_error(problems: Iterable[Problem], kind: str = "problems") -> PydanticCustomError:
+    """Several problems of one section as one error, which the diagnosis takes apart again."""
     listed = [list(problem) for problem in problems]
     text = "; ".join(f"{path}: {message}" if path else message for path, message in listed)
     # Braces are pydantic's template characters.
-    return PydanticCustomError("problems", "{text}", {"text": text, "problems": listed})
+    return PydanticCustomError(kind, "{text}", {"text": text, "problems": listed})
 
 
 def expected(what: str, got: object) -> PydanticCustomError:
@@ -123,9 +140,10 @@ def _known_keys(names: tuple[str, ...], what: str) -> Callable[[object], object]
         unknown = [key for key in value if key not in names]
         if unknown:
             listed = ", ".join(names)
+            hints = ((str(key), did_you_mean(key, names)) for key in unknown)
             raise problems_error(
-                (str(key), f"unknown key{did_you_mean(key, names)}; expected one of {listed}")
-                for key in unknown
+                ((key, f"unknown key{hint}; expected one of {listed}") for key, hint in hints),
+                kind="unknown_keys",
             )
         return dict(value)
 
@@ -142,7 +160,7 @@ Flops = Annotated[
 
 def _efficiency(value: object) -> object:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return dict.fromkeys(EFFICIENCY_NAMES, value)
+        return dict.fromkeys(EFFICIENCY_NAMES, _fraction(value))
     what = "a number in (0, 1], or a mapping of matmul, attention, conv, memory to such numbers"
     return _known_keys(EFFICIENCY_NAMES, what)(value)
 

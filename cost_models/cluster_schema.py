@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_serializer, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, model_validator
 
 from cost_models.cluster_fields import (
     Bandwidth,
@@ -28,11 +28,12 @@ from cost_models.cluster_fields import (
     known_name,
     problems_error,
     short_form,
+    whole,
 )
 from cost_models.devices import DeviceKind
 from cost_models.node_names import expand_names
 from cost_models.presets import DEVICES, LINKS, MACHINES
-from cost_models.units import BANDWIDTH_EXPECTED, SECONDS_EXPECTED, SIZE_EXPECTED, show
+from cost_models.units import BANDWIDTH_EXPECTED, SECONDS_EXPECTED, SIZE_EXPECTED, format_bytes, show
 
 Duplex = Literal["full", "half"]
 
@@ -89,7 +90,13 @@ class DeviceSpec(Section):
             if value is None
         ]
         if full.memory is not None and (full.memory_reserved or 0) >= full.memory:
-            found.append(("memory_reserved", "expected less than memory, got all of it or more"))
+            reserved = format_bytes(full.memory_reserved or 0)
+            found.append(
+                (
+                    "memory_reserved",
+                    f"expected less than memory ({format_bytes(full.memory)}), got {reserved}",
+                )
+            )
         return found
 
 
@@ -102,8 +109,8 @@ class LinkSpec(Section):
     duplex: Duplex | None = None
 
     @model_validator(mode="after")
-    def _complete(self) -> Self:
-        if found := _missing_rates(self):
+    def _complete(self, info: ValidationInfo) -> Self:
+        if whole(info) and (found := _missing_rates(self)):
             raise problems_error(found)
         return self
 
@@ -178,8 +185,8 @@ class NodeSpec(Section):
         return expand_names(self.host)
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if found := list(_node_problems(self)):
+    def _consistent(self, info: ValidationInfo) -> Self:
+        if whole(info) and (found := list(_node_problems(self))):
             raise problems_error(found)
         return self
 
@@ -267,7 +274,7 @@ class NetworkSpec(Section):
     links: tuple[GraphLink, ...] = ()
 
     @model_validator(mode="after")
-    def _one_way_to_say_it(self) -> Self:
+    def _one_way_to_say_it(self, info: ValidationInfo) -> Self:
         found: list[Problem] = []
         if self.links:
             others = ("preset", "bandwidth", "latency", "duplex", "per", "cards", "switches")
@@ -280,7 +287,7 @@ class NetworkSpec(Section):
             found += _missing_rates(self)
         if self.per is not None and self.cards is not None:
             found.append(("cards", 'expected either "per" or "cards", got both'))
-        if found:
+        if found and whole(info):
             raise problems_error(found)
         return self
 

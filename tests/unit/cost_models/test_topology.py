@@ -42,7 +42,13 @@ def test_a_pair_with_a_wire_of_its_own_uses_it() -> None:
 
 @pytest.mark.parametrize(
     ("setting", "together"),
-    [({"per": "device"}, 10e9), ({}, 10e9), ({"per": "node"}, 2.5e9), ({"cards": 2}, 5e9), ({"cards": 9}, 10e9)],
+    [
+        ({"per": "device"}, 10e9),
+        ({}, 10e9),
+        ({"per": "node"}, 2.5e9),
+        ({"cards": 2}, 5e9),
+        ({"cards": 9}, 10e9),
+    ],
 )
 def test_cards_per_node_or_per_device(setting: dict[str, Any], together: float) -> None:
     """Four devices send to four others at once: one shared card makes that a factor of four."""

@@ -72,7 +72,22 @@ def test_seconds_and_rates() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    ["", "eighty", "80", "80Gb", "80G", "80gib", "-1GB", "nan", "inf", "1e999GB", "GB", "8 0GB", "80GB/s", "1" * 100],
+    [
+        "",
+        "eighty",
+        "80",
+        "80Gb",
+        "80G",
+        "80gib",
+        "-1GB",
+        "nan",
+        "inf",
+        "1e999GB",
+        "GB",
+        "8 0GB",
+        "80GB/s",
+        "1" * 100,
+    ],
 )
 def test_what_is_no_size(value: str) -> None:
     if value == "80":  # a bare number is in base units, text or not
