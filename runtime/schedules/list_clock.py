@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from cost_models.errors import InternalError, UsageError
@@ -13,18 +12,8 @@ from runtime.schedules.list_work import Work
 from runtime.schedules.schedule import INSTRUCTION
 
 
-@dataclass(frozen=True)
-class Played:
-    """A step that was played."""
-
-    order: ComputeOrder
-    step_seconds: float
-    span_seconds: tuple[float, ...]
-    """Per rank, from its first start to its last finish."""
-
-
-def play(graph: SegmentGraph, work: Work, microbatches: int, limits: Sequence[int]) -> Played:
-    """Play ``microbatches`` with at most ``limits`` of them unfinished on each rank."""
+def play(graph: SegmentGraph, work: Work, microbatches: int, limits: Sequence[int]) -> Clock:
+    """Play ``microbatches`` with at most ``limits`` of them unfinished on each rank; the clock has run out."""
     problems = []
     if microbatches < 1:
         problems.append(f"there must be a micro-batch, not {microbatches}")
@@ -32,12 +21,12 @@ def play(graph: SegmentGraph, work: Work, microbatches: int, limits: Sequence[in
         problems.append(f"each of {graph.world_size} ranks needs a limit of 1 or more, not {list(limits)}")
     if problems:
         raise UsageError("the list scheduler cannot order these segments", problems)
-    clock = _Clock(graph, work, microbatches, limits)
+    clock = Clock(graph, work, microbatches, limits)
     clock.run()
-    return Played(clock.order(), max(clock.last_seconds), tuple(clock.span_seconds()))
+    return clock
 
 
-class _Clock:
+class Clock:
     """State of the play.
 
     task   node * m + microbatch
@@ -179,6 +168,7 @@ class _Clock:
             self._arrive(task, touched)
 
     def order(self) -> ComputeOrder:
+        """What every rank started, in order."""
         nodes, m = self.work.nodes, self.microbatches
         made = [(INSTRUCTION[node.kind], node.segment.index) for node in nodes]
         return tuple(
@@ -186,7 +176,12 @@ class _Clock:
             for tasks in self.started
         )
 
+    @property
+    def step_seconds(self) -> float:
+        return max(self.last_seconds)
+
     def span_seconds(self) -> list[float]:
+        """Per rank, from its first start to its last finish."""
         return [
             max(0.0, last - first) if tasks else 0.0
             for first, last, tasks in zip(self.first_seconds, self.last_seconds, self.started, strict=True)
