@@ -58,9 +58,13 @@ def test_rates_are_max_min_fair_on_random_networks() -> None:
             for _ in range(random_numbers.randint(1, 8))
         ]
         rates = _rates(capacities, *routes)
-        load = {name: sum(r for r, route in zip(rates, routes, strict=True) if name in route) for name in "abcdef"}
+        load = {
+            name: sum(r for r, route in zip(rates, routes, strict=True) if name in route) for name in "abcdef"
+        }
         assert all(load[name] <= capacities[name] * (1 + 1e-9) for name in load)
         for rate, route in zip(rates, routes, strict=True):
             full = [name for name in route if load[name] >= capacities[name] * (1 - 1e-9)]
-            fastest = [max(r for r, other in zip(rates, routes, strict=True) if name in other) for name in full]
+            fastest = [
+                max(r for r, other in zip(rates, routes, strict=True) if name in other) for name in full
+            ]
             assert any(rate >= most * (1 - 1e-9) for most in fastest)
