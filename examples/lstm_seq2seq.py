@@ -25,8 +25,9 @@ State: TypeAlias = tuple[Tensor, Tensor]
 
 
 class LSTMCell(nn.Module):
-    """One LSTM step, written out: i, f, g, o = W·x + U·h + b; c' = σ(f)·c + σ(i)·tanh(g); h' =
-    σ(o)·tanh(c').
+    """One LSTM step, written out.
+
+    i, f, g, o = W·x + U·h + b;   c' = σ(f)·c + σ(i)·tanh(g);   h' = σ(o)·tanh(c')
     """
 
     def __init__(self, inputs: int, hidden: int) -> None:
@@ -57,9 +58,7 @@ class Stack(nn.Module):
 
 
 class Seq2Seq(nn.Module):
-    """Reads ``source``, then predicts each token of ``target`` from the ones before it. Returns the mean
-    loss.
-    """
+    """Reads ``source``, predicts each token of ``target`` from those before it, returns the mean loss."""
 
     def __init__(self, vocabulary: int, hidden: int, layers: int) -> None:
         super().__init__()

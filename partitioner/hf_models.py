@@ -55,9 +55,7 @@ def parse_dtype(text: str) -> torch.dtype:
 
 
 def from_config_file(path: Path, seq: int = 0, dtype: str = "", batch: int = 2) -> Workload:
-    """The model of a ``config.json``, without weights. ``seq`` 0 means the smaller of 512 and the model's
-    longest.
-    """
+    """The model of a ``config.json``, without weights. ``seq`` 0: 512, or the model's longest if shorter."""
     transformers = transformers_module(f"hf:{path}")
     file = path / "config.json" if path.is_dir() else path
     try:

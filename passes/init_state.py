@@ -46,8 +46,7 @@ def materialize(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Real values on ``device`` for the parameters and buffers called ``names``; always copies, never the
-    model's own.
+    """Real values on ``device`` for the parameters and buffers called ``names``; copies, never the model's own.
 
     Without a ``state_dict`` entry, ``model`` says shape and dtype and must be given.
     """
@@ -172,9 +171,7 @@ def _own_tensor(module: nn.Module, attribute: str) -> Tensor | None:
 
 
 def _rebuild(module: nn.Module, config: Any, seed: int) -> nn.Module | None:
-    """The module made anew on CPU, if its constructor needs nothing but its config (and layer index); else
-    None.
-    """
+    """The module made anew on CPU if its config (and layer index) is all its constructor needs, else None."""
     if sum(p.numel() for p in module.parameters()) > REBUILD_LIMIT_ELEMENTS:
         return None
     parameters = list(inspect.signature(type(module)).parameters.values())
@@ -194,8 +191,7 @@ def _rebuild(module: nn.Module, config: Any, seed: int) -> nn.Module | None:
 
 
 def _initialize(module: nn.Module, init_fn: InitFunction, seed: int) -> nn.Module:
-    """A copy of ``module`` with CPU tensors of its own (its children stay as they are), filled by
-    ``init_fn``.
+    """A copy of ``module`` with CPU tensors of its own (its children are shared), filled by ``init_fn``.
 
     Floating-point values start as NaN, so that what ``init_fn`` leaves out is found.
     """

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -86,8 +86,9 @@ def trace(
         changes.enter_context(watch_checkpointing(model, notes))
         traced = _trace_batch_dims(request, batch_dims)
     notes += traced.notes
-    spec = batch_spec(traced.settled.dims, traced.symbol, traced.leaves)
-    converted = convert(traced.program, traced.module.record, state, traced.fake_mode, tuple(leaves))
+    exported = traced.exported
+    spec = batch_spec(exported.settled.dims, traced.symbol, exported.leaves)
+    converted = convert(exported.program, exported.module.record, state, exported.fake_mode, tuple(leaves))
     check_known(converted.module.graph, spec)
     everything = {**state.parameters, **state.buffers}
     graph = OpGraph(
@@ -99,7 +100,7 @@ def trace(
         aliases=state.aliases,
         constants=converted.constants,
         batch=spec,
-        example_batch_size=traced.batch_size,
+        example_batch_size=exported.batch_size,
         example_shapes={leaf: tuple(tensor.shape) for leaf, tensor in leaves.items()},
         training=training,
         model_name=model_name,
@@ -176,18 +177,31 @@ class _Exported:
     leaves: Mapping[str, fx.Node]
     settled: Settled
     batch_size: int
-    symbol: sympy.Symbol = field(default_factory=lambda: sympy.Symbol("unset"))
-    notes: tuple[str, ...] = ()
 
 
-def _trace_batch_dims(request: _Request, overrides: Mapping[str, int | None] | None) -> _Exported:
-    """The first guess whose leading leaf keeps a symbolic batch size; else the first in which any leaf
-    does.
-    """
+@dataclass(frozen=True)
+class _Traced:
+    """The export that was chosen, its one batch symbol, and remarks on what was inferred."""
+
+    exported: _Exported
+    symbol: sympy.Symbol
+    notes: tuple[str, ...]
+
+
+def _trace_batch_dims(request: _Request, overrides: Mapping[str, int | None] | None) -> _Traced:
+    """The first guess whose leading leaf keeps a symbolic batch size; else the first in which any leaf does."""
     fallback: _Exported | None = None
+    failure: ModelError | None = None
     tried: list[str] = []
     for guess in batch_dim_candidates(request.leaves, overrides):
-        exported = _export(request, guess)
+        try:
+            exported = _export(request, guess)
+        except ModelError as error:
+            if guess.size > 1:
+                raise
+            # Doubling along a wrong dimension makes shapes that do not fit: not the model's fault.
+            failure = failure or error
+            continue
         if not exported.settled.fixed or exported.settled.leading in exported.settled.open:
             return _finish(request, exported, overrides)
         if exported.settled.open and fallback is None:
@@ -198,6 +212,8 @@ def _trace_batch_dims(request: _Request, overrides: Mapping[str, int | None] | N
         ]
     if fallback is not None:
         return _finish(request, fallback, overrides)
+    if failure is not None:
+        raise failure
     raise ModelError(
         f"no batch dimension found in the inputs of {request.model_name}",
         list(dict.fromkeys(tried)),
@@ -221,7 +237,8 @@ def _export(request: _Request, guess: BatchDims) -> _Exported:
     fake_mode = export_fake_mode()
     symbolic = _open_dims(request, guess)
     try:
-        with warnings.catch_warnings(), meta_state_as_cpu(request.model, fake_mode):
+        # Gradients on: inside no_grad the whole model would be traced as frozen.
+        with torch.enable_grad(), warnings.catch_warnings(), meta_state_as_cpu(request.model, fake_mode):
             warnings.simplefilter("ignore")
             program = export(module, leaves, symbolic, fake_mode)
     except PartitionerError:
@@ -247,7 +264,7 @@ def _open_dims(request: _Request, guess: BatchDims) -> dict[str, frozenset[int]]
     return result
 
 
-def _finish(request: _Request, exported: _Exported, overrides: Mapping[str, int | None] | None) -> _Exported:
+def _finish(request: _Request, exported: _Exported, overrides: Mapping[str, int | None] | None) -> _Traced:
     """One batch symbol for all leaves; every requested size really open; remarks on what was inferred."""
     problems = [
         f"the code fixes {leaf} in dimension {dim}, which batch_dims calls its batch dimension"
@@ -276,13 +293,4 @@ def _finish(request: _Request, exported: _Exported, overrides: Mapping[str, int 
         for leaf in by_convention
         if leaf not in (overrides or {})
     ]
-    return _Exported(
-        exported.program,
-        exported.module,
-        exported.fake_mode,
-        exported.leaves,
-        exported.settled,
-        exported.batch_size,
-        symbol,
-        tuple(notes),
-    )
+    return _Traced(exported, symbol, tuple(notes))
