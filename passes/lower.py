@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from cost_models.errors import InternalError
 from passes.cheap import draws_random_numbers
@@ -135,6 +136,6 @@ def _copy(new: fx.Graph, node: fx.Node, environment: Mapping[str, fx.Node], devi
     def relocate(argument: object) -> object:
         return target if isinstance(argument, torch.device) else argument
 
-    copy.args = fx.map_aggregate(copy.args, relocate)  # type: ignore[assignment]
-    copy.kwargs = fx.map_aggregate(copy.kwargs, relocate)  # type: ignore[assignment]
+    copy.args = map_aggregate(copy.args, relocate)  # type: ignore[assignment]
+    copy.kwargs = map_aggregate(copy.kwargs, relocate)  # type: ignore[assignment]
     return copy

@@ -57,18 +57,26 @@ def create_channels(program: Program, group: Any, timeout_seconds: float) -> dic
                 ],
             )
     known = _created.setdefault(group, {})
-    for queue in sorted(queues):
-        ranks = queues[queue]
+    for ranks in _wanted_by_any(set(queues.values()), group):
         if ranks not in known:
             known[ranks] = _new_channel(ranks, group, timeout_seconds)
-        channels[queue] = known[ranks]
+    channels.update({queue: known[ranks] for queue, ranks in queues.items()})
     return channels
+
+
+def _wanted_by_any(mine: set[tuple[int, ...]], group: Any) -> list[tuple[int, ...]]:
+    """Every set of ranks that some rank of ``group`` needs a communicator for, in the same order everywhere.
+
+    torch names a new group after its ranks and the number of groups its members are in already. Members that were in
+    different numbers of groups would wait for each other under two names; so everybody takes part in every creation.
+    """
+    everyones: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, sorted(mine), group=group)
+    return sorted({ranks for wanted in everyones for ranks in wanted})
 
 
 def _new_channel(ranks: tuple[int, ...], group: Any, timeout_seconds: float) -> Channel:
     created = dist.new_group(
-        [dist.get_global_rank(group, r) for r in ranks],
-        timeout=timedelta(seconds=timeout_seconds),
-        use_local_synchronization=True,
+        [dist.get_global_rank(group, r) for r in ranks], timeout=timedelta(seconds=timeout_seconds)
     )
     return Channel(created, {r: position for position, r in enumerate(ranks)})

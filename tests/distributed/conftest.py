@@ -1,0 +1,15 @@
+"""One pool of local workers for all tests: importing torch costs seconds a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from runtime.launch import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(4) as workers:
+        yield workers
