@@ -303,7 +303,9 @@ def _imag(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
 
 def _half(parent: fx.Node, new: fx.Node, index: int, writer: Writer) -> fx.Node:
     """Write the real (0) or imaginary (1) half. (``complex(new, imag)`` would fix dynamic sizes when traced.)"""
-    pair = writer.call(aten.select_scatter.default, writer.call(aten.view_as_real.default, parent), new, -1, index)
+    pair = writer.call(
+        aten.select_scatter.default, writer.call(aten.view_as_real.default, parent), new, -1, index
+    )
     return writer.call(aten.view_as_complex.default, pair)
 
 

@@ -56,7 +56,9 @@ def copy_with_casts(
     if any(_castable(value) for value in pytree.tree_leaves(values)):
         if _has_kernel(node.target, f"Autocast{autocast.device.upper()}"):
             casts = _watch(node.target, values, autocast).inputs
-        elif _has_kernel(node.target, "CompositeImplicitAutograd") and _differs(node.target, values, autocast):
+        elif _has_kernel(node.target, "CompositeImplicitAutograd") and _differs(
+            node.target, values, autocast
+        ):
             return _decomposed(graph, node, (args, kwargs), values, autocast)
     if not casts:
         return graph.node_copy(node, lambda n: environment[n])

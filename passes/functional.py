@@ -34,7 +34,7 @@ from passes.aliasing import (
     written_storages,
 )
 from passes.grad_boundaries import cut_gradients
-from passes.node_tools import fake_mode_of, recorded_requires_grad, storage_key, where
+from passes.node_tools import copy_graph, fake_mode_of, new_module, recorded_requires_grad, storage_key, where
 from passes.out_of_place import fitted, functional_form, out_of_place
 from passes.simplify import drop_dead_code
 
@@ -44,12 +44,19 @@ aten = torch.ops.aten
 def functionalize(
     gm: fx.GraphModule, mutable_buffers: Mapping[str, str]
 ) -> tuple[fx.GraphModule, dict[str, str]]:
-    """A new module without writes, and for each written buffer (by name) the node with its new contents.
+    """The module without writes, and for each written buffer (by name) the node with its new contents.
+
+    A graph without writes is returned as it is.
 
     ``mutable_buffers``: placeholder node name → fully qualified name of every buffer that the model may write.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {})).meta.update(gm.graph.output_node().meta)
+    if not any(written_arguments(node) for node in gm.graph.nodes):
+        nodes = len(gm.graph.nodes)
+        cut_gradients(gm.graph, strict=True)
+        if len(gm.graph.nodes) != nodes:
+            gm.recompile()
+        return gm, {}
+    graph = copy_graph(gm.graph)
     rewriter = _Rewriter(graph, mutable_buffers)
     rewriter.run()
     contents = rewriter.buffer_contents()
@@ -57,14 +64,10 @@ def functionalize(
     result = output.args[0]
     output.args = ((result, list(contents.values())),)  # keeps the buffers' new contents alive
     drop_dead_code(graph)
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    module.meta.update(gm.meta)
-    cut_gradients(module, strict=True, written=frozenset(rewriter.written))
+    cut_gradients(graph, strict=True, written=frozenset(rewriter.written))
     result, kept = output.args[0]
     output.args = (result,)
-    graph.lint()
-    module.recompile()
-    return module, {fqn: node.name for fqn, node in zip(contents, kept, strict=True)}
+    return new_module(gm, graph), {fqn: node.name for fqn, node in zip(contents, kept, strict=True)}
 
 
 @dataclass
@@ -98,8 +101,6 @@ class _Rewriter:
     def run(self) -> None:
         """Rewrite the whole graph in place, in the order of the model's code."""
         storages = written_storages(self.graph)
-        if not storages and not any(changes_view_only(node) for node in self.graph.nodes):
-            return
         self.mode = fake_mode_of(self.graph)
         nodes = list(self.graph.nodes)
         views = {node: view for node in nodes if (view := view_of(node)) is not None}

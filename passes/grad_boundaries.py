@@ -22,14 +22,13 @@ from passes.node_tools import call, fake_mode_of, recorded_requires_grad, where
 aten = torch.ops.aten
 
 
-def cut_gradients(gm: fx.GraphModule, *, strict: bool, written: frozenset[fx.Node] = frozenset()) -> None:
-    """Insert the detaches into ``gm``.
+def cut_gradients(graph: fx.Graph, *, strict: bool, written: frozenset[fx.Node] = frozenset()) -> None:
+    """Insert the detaches into ``graph``.
 
     ``strict``: also raise on gradients from nowhere. Only meaningful once the graph is functional, since a tensor
     that is written later may carry more than what was recorded when it was made. ``written``: results of writes; they
     required a gradient by what was overwritten, so theirs and their consumers' may come from nowhere.
     """
-    graph = gm.graph
     mode = fake_mode_of(graph)
     carries: set[fx.Node] = set()
     excused: set[fx.Node] = set(written)

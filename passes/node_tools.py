@@ -30,7 +30,9 @@ def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
     return None
 
 
-def fake_call(mode: FakeTensorMode | None, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def fake_call(
+    mode: FakeTensorMode | None, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
     """Run one op on example values: shapes and dtypes only, no autograd."""
     if mode is None:
         return target(*args, **kwargs)
@@ -60,6 +62,20 @@ def call(
     node.meta.update(origin(like))
     node.meta["val"] = fake_call(mode, target, value_of(args), value_of(dict(kwargs or {})))
     return node
+
+
+def new_module(old: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A module around ``graph``. Made last in a pass: it compiles the graph, which costs more than most passes."""
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    module.meta.update(old.meta)
+    return module
+
+
+def copy_graph(old: fx.Graph) -> fx.Graph:
+    """A copy with the same node names."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(old, {})).meta.update(old.output_node().meta)
+    return graph
 
 
 def origin(node: fx.Node) -> dict[str, Any]:

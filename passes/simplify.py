@@ -22,7 +22,7 @@ from cost_models.errors import ModelError
 from passes.aliasing import written_storages
 from passes.autocast import Autocast, CastCache, copy_with_casts
 from passes.grad_boundaries import cut_gradients
-from passes.node_tools import argument, recorded_requires_grad, storage_key, where
+from passes.node_tools import argument, new_module, recorded_requires_grad, storage_key, where
 
 aten = torch.ops.aten
 
@@ -67,11 +67,8 @@ def simplify(gm: fx.GraphModule) -> fx.GraphModule:
     graph = _inline(gm)
     _drop_no_ops(graph)
     drop_dead_code(graph)
-    result = fx.GraphModule(torch.nn.Module(), graph)
-    result.meta.update(gm.meta)
-    cut_gradients(result, strict=False)
-    result.recompile()
-    return result
+    cut_gradients(graph, strict=False)
+    return new_module(gm, graph)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -22,7 +21,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from cost_models.errors import InternalError, ModelError
-from passes.node_tools import where
+from passes.node_tools import copy_graph, new_module, where
 from passes.simplify import drop_dead_code
 
 aten = torch.ops.aten
@@ -30,9 +29,8 @@ aten = torch.ops.aten
 
 def canonical_sizes(gm: fx.GraphModule, batch_inputs: Sequence[str]) -> fx.GraphModule:
     """A new module whose sizes depend only on ``sym_size`` of the placeholders named in ``batch_inputs``."""
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {})).meta.update(gm.graph.output_node().meta)
-    _refuse_data_dependent(graph)
+    _refuse_data_dependent(gm.graph)
+    graph = copy_graph(gm.graph)
     sizes = [node for node in graph.nodes if node.op == "call_function" and _is_size(node.meta.get("val"))]
     if sizes:
         placeholders = graph.find_nodes(op="placeholder")
@@ -44,27 +42,22 @@ def canonical_sizes(gm: fx.GraphModule, batch_inputs: Sequence[str]) -> fx.Graph
             graph.erase_node(node)
         graph.erase_node(anchor)
         drop_dead_code(graph)
-    graph.lint()
-    result = fx.GraphModule(torch.nn.Module(), graph)
-    result.meta.update(gm.meta)
-    return result
+    return new_module(gm, graph)
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
-def _origins(
-    placeholders: Sequence[fx.Node], batch_inputs: Sequence[str]
-) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
+def _origins(placeholders: Sequence[fx.Node], batch_inputs: Sequence[str]) -> dict[Any, tuple[fx.Node, int]]:
     """Where each symbol's number can be read: the first batch input with a dimension of exactly that size."""
     wanted = set(batch_inputs)
-    found: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
+    found: dict[Any, tuple[fx.Node, int]] = {}
     for node in placeholders:
         if node.name not in wanted or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
         for dim, size in enumerate(node.meta["val"].shape):
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                 found.setdefault(size.node.expr, (node, dim))
     return found
 
@@ -72,15 +65,13 @@ def _origins(
 class _Builder:
     """Emits the nodes of size expressions, each expression once."""
 
-    def __init__(
-        self, graph: fx.Graph, anchor: fx.Node, origins: Mapping[sympy.Symbol, tuple[fx.Node, int]]
-    ) -> None:
+    def __init__(self, graph: fx.Graph, anchor: fx.Node, origins: Mapping[Any, tuple[fx.Node, int]]) -> None:
         self.graph, self.anchor, self.origins = graph, anchor, origins
         self.tracer = fx.proxy.GraphAppendingTracer(graph)
-        self.built: dict[sympy.Expr, Any] = {}
-        self.symbols: dict[sympy.Symbol, fx.Proxy] = {}
+        self.built: dict[Any, Any] = {}
+        self.symbols: dict[Any, fx.Proxy] = {}
 
-    def build(self, expression: sympy.Expr, like: fx.Node) -> Any:
+    def build(self, expression: Any, like: fx.Node) -> Any:
         """The node of the expression, or its number if it has no symbols."""
         if expression not in self.built:
             with self.graph.inserting_before(self.anchor):
@@ -92,7 +83,7 @@ class _Builder:
             self.built[expression] = result.node if isinstance(result, fx.Proxy) else result
         return self.built[expression]
 
-    def _read(self, symbol: sympy.Symbol, like: fx.Node) -> None:
+    def _read(self, symbol: Any, like: fx.Node) -> None:
         if symbol in self.symbols:
             return
         if symbol not in self.origins:
@@ -139,6 +130,8 @@ def _data_dependent(value: Any) -> set[Any]:
     items = value if isinstance(value, list | tuple) else (value,)
     found: set[Any] = set()
     for item in items:
-        if _is_size(item) or (isinstance(item, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in item.shape)):
+        if _is_size(item) or (
+            isinstance(item, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in item.shape)
+        ):
             found |= free_unbacked_symbols(item)
     return found

@@ -69,7 +69,9 @@ class AutocastModel(nn.Module):
             h = h * frozen + self.first(h)  # first's weight is cast once, used twice
             both = torch.cat([h, x], -1)
             product = torch.einsum("bi,bj->ij", both, h)
-            heads = F.scaled_dot_product_attention(h.view(-1, 1, 2, 4), h.view(-1, 1, 2, 4), x.view(-1, 1, 2, 4))
+            heads = F.scaled_dot_product_attention(
+                h.view(-1, 1, 2, 4), h.view(-1, 1, 2, 4), x.view(-1, 1, 2, 4)
+            )
             with torch.autocast("cpu", enabled=False):
                 exact = self.second(x)
             loss = F.cross_entropy(self.first(heads.reshape(-1, 8)), label)
@@ -109,7 +111,9 @@ class Views(nn.Module):
         out = torch.empty(4, 4, dtype=x.dtype)
         torch.mm(self.linear.weight.detach(), self.linear.weight.detach(), out=out)
         everything = [left, flat, squares, same, kept, early, h, turned, raised, second, out]
-        return sum((t.pow(2).sum() * (i + 1) for i, t in enumerate(everything)), torch.zeros((), dtype=x.dtype))
+        return sum(
+            (t.pow(2).sum() * (i + 1) for i, t in enumerate(everything)), torch.zeros((), dtype=x.dtype)
+        )
 
 
 class RareWrites(nn.Module):
