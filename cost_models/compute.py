@@ -56,7 +56,7 @@ class OpWork:
     backward_input_bytes: float = 0.0
     backward_weight_bytes: float = 0.0
     forward_launches: float = 0.0
-    """Kernels the op starts; views start none."""
+    """What the host starts: the op's kernels, and at least the op itself if it is a view."""
     backward_input_launches: float = 0.0
     backward_weight_launches: float = 0.0
 

@@ -93,9 +93,10 @@ class GraphCosts:
     """Which attention the costs assume ("flash", or "flash+math" for a mixture); None without attention."""
     estimated: tuple[str, ...]
     """Ops that could not be run alone; their costs come from shapes."""
+    signature_of: np.ndarray[tuple[int], np.dtype[np.intp]] = field(repr=False)
+    """Ops with one number here are the same op (``passes.signatures``): measure one, know all."""
     _model: SizeModel = field(repr=False)
     _storages: StorageTable = field(repr=False)
-    _signature_of: np.ndarray[tuple[int], np.dtype[np.intp]] = field(repr=False)
     _rates: tuple[tuple[torch.dtype, OpClass], ...] = field(repr=False)
     """(data type, class) of each signature's arithmetic."""
     _extra: Extra = field(repr=False)
@@ -106,7 +107,7 @@ class GraphCosts:
         """Work of every op for micro-batches of ``batch_size`` samples."""
         if batch_size not in self._tables:
             numbers = self._model.at(batch_size)
-            first = np.array(self._model.first_row[:-1], dtype=np.intp)[self._signature_of]
+            first = np.array(self._model.first_row[:-1], dtype=np.intp)[self.signature_of]
             columns = {name: numbers[first + column] for column, name in enumerate(WORK_FIELDS)}
             columns["output_bytes"] = numbers[first + OUTPUT_BYTES]
             self._extra.add_to(columns)
@@ -191,9 +192,7 @@ class GraphCosts:
         flops = getattr(table, f"{name}_flops")
         moved = getattr(table, f"{name}_bytes")
         kernel = np.zeros(len(self.ops))
-        groups = np.array([self._rates.index(rate) for rate in self._rates], dtype=np.intp)[
-            self._signature_of
-        ]
+        groups = np.array([self._rates.index(rate) for rate in self._rates], dtype=np.intp)[self.signature_of]
         for group in np.unique(groups):
             members = groups == group
             dtype, op_class = self._rates[group]
@@ -256,7 +255,7 @@ def cost_graph(graph: OpGraph, *, attention: str | None = None, device_kind: str
         estimated=tuple(n.name for n, s in zip(graph.ops, structures, strict=True) if s.estimated),
         _model=model,
         _storages=storages,
-        _signature_of=np.array(table.of, dtype=np.intp),
+        signature_of=np.array(table.of, dtype=np.intp),
         _rates=rates,
         _extra=_extra(graph, table, storages),
     )

@@ -8,10 +8,12 @@ the process in backward, so devices differ by the few ops of ``_on_device``, and
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 import sympy
@@ -22,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from cost_models.attention import AttentionCall, choose_backend, saved_tensors, transferred_bytes
 from cost_models.compute import OpClass, OpWork
-from passes.count_kernels import KernelCounter
+from passes.count_kernels import KernelCounter, KernelCounts
 from passes.signatures import Signature, concrete, concrete_arguments
 from runtime.segment_code import TensorSpec
 
@@ -32,6 +34,8 @@ aten = torch.ops.aten
 # All fused backends do the same arithmetic. Causal calls count in full, as is the custom.
 _FORWARD_FLOPS = flop_registry[aten._scaled_dot_product_flash_attention]
 _BACKWARD_FLOPS = flop_registry[aten._scaled_dot_product_flash_attention_backward]
+
+_OPAQUE = frozenset({aten.lstm.input, aten.lstm.data})
 
 SavedPlace: TypeAlias = Literal["operand", "output", "own"]
 
@@ -52,7 +56,8 @@ class OpStructure:
     own_storages: int = 0
     attention_backend: str | None = None
     estimated: bool = False
-    """The op could not be run alone; bytes come from shapes, and its inputs and outputs count as saved."""
+    """The op could not be run alone (bytes come from shapes, and its inputs and outputs count as saved), or the device
+    runs it as one kernel whose workspace is its own secret."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class _Run:
             leaves = [self._operand(index) for index in range(len(self._signature.operands))]
             operands = [leaf.clone() for leaf in leaves] if self._writes_operands() else leaves
             hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-            with _one_attention(backend), self._counter, hooks:
+            with _one_attention(backend), _plain_recurrence(self._signature), self._counter, hooks:
                 result = self._call(operands)
                 forward = self._counter.take()
             outputs = _tensors(result)
@@ -125,7 +130,7 @@ class _Run:
             forward.bytes,
             max(0, total.bytes - weight.bytes),
             weight.bytes,
-            forward.launches,
+            max(1, forward.launches),
             max(0, total.launches - weight.launches),
             weight.launches,
         )
@@ -147,7 +152,9 @@ class _Run:
         args, kwargs = concrete_arguments(self._signature.exemplar, operands, self._symbols)
         return _on_device(self._signature.exemplar.target, self._device_kind, args)(*args, **kwargs)
 
-    def _backward(self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    def _backward(
+        self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+    ) -> tuple[KernelCounts, KernelCounts]:
         """Counts of the whole backward, and of the weight half alone."""
         roots = [output for output in outputs if output.requires_grad]
         roles = [operand.role for operand in self._signature.operands]
@@ -161,6 +168,9 @@ class _Run:
         self._counter.take()
         torch.autograd.grad(roots, trained, gradients, retain_graph=True, allow_unused=True)
         total = self._counter.take()
+        total = replace(
+            total, launches=max(1, total.launches)
+        )  # a view's backward is a view: started, if for nothing
         if not weights:
             return total, self._counter.take()
         if len(weights) == len(trained):
@@ -195,7 +205,10 @@ class _Run:
             output.untyped_storage().nbytes() if alias[j] is None and shared[j] == j else 0
             for j, output in enumerate(outputs)
         ]
-        structure = OpStructure(self._counter.op_class, alias, shared, tuple(places), len(own), backend)
+        opaque = self._signature.exemplar.target in _OPAQUE
+        structure = OpStructure(
+            self._counter.op_class, alias, shared, tuple(places), len(own), backend, opaque
+        )
         return structure, (*fresh, *own.values())
 
 
@@ -303,6 +316,18 @@ def _one_attention(backend: str | None) -> Any:
         if backend == "math"
         else sdpa_kernel([*SDPBackend.__members__.values()][1:])
     )
+
+
+@contextlib.contextmanager
+def _plain_recurrence(signature: Signature) -> Iterator[None]:
+    """An LSTM as its cells: the fused kernel hides its arithmetic, and reports a workspace of no bytes."""
+    if signature.exemplar.target not in _OPAQUE:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about Intel GPUs, from setting a flag
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
 
 
 def _tensors(result: Any) -> list[torch.Tensor]:

@@ -187,3 +187,20 @@ def test_dropout_keeps_noise_on_a_cpu_and_a_boolean_mask_on_a_gpu():
     every = range(len(graph.ops))
     assert cost_graph(graph, device_kind="cpu").saved_bytes(every, 16) == 16 * 8 * 4
     assert cost_graph(graph, device_kind="cuda").saved_bytes(every, 16) == 16 * 8
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(x)[0].sum()
+
+
+def test_a_fused_lstm_is_costed_by_its_cells_and_says_that_this_is_an_estimate():
+    costs = cost_graph(trace(Recurrent(), {"x": torch.randn(2, 5, 8)}))
+    lstm = next(i for i, name in enumerate(costs.ops) if "lstm" in name)
+    assert costs.estimated == (costs.ops[lstm],)
+    assert costs.at(4).forward_flops[lstm] == 2 * 4 * 5 * 8 * (8 + 8) * 4
+    assert costs.saved_bytes([lstm], 4) >= 4 * 5 * 8 * 4 * 5
