@@ -15,8 +15,9 @@ earlier in the one order. Every chain of waits from message to message goes stri
 
 Where a message is issued (slot k = just before the rank's k-th compute):
     a send     right after the compute that produces it
-    a receive  as late as it can be: one compute ahead of its consumer, and so early that the transfer fits
-               before the consumer starts; earlier where a later message of the order must be issued earlier
+    a receive  as late as it can be: one compute ahead of its consumer, and so early that its transfer and those
+               behind it in the queue fit before their consumers start; earlier where a later message of the
+               order must be issued earlier
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from runtime.program import (
     group_queue,
     pair_queue,
 )
-from runtime.timing import Timing, TransferSeconds, quick_makespan, time_orders
+from runtime.timing import Timing, TransferSeconds, consumers_by_rank, quick_makespan, time_orders
 
 __all__ = ["TiedGroup", "build_programs", "quick_makespan"]
 
@@ -66,8 +67,9 @@ class _Planned(NamedTuple):
     """Earliest slot on the source: just after the producing compute."""
     consumer: int
     """Position on the target of the first compute that needs it."""
-    latest_post_seconds: float
-    """Posted by then, the transfer ends before the consumer starts."""
+    needed_seconds: float
+    """When that compute starts."""
+    transfer_seconds: float
 
 
 def build_programs(
@@ -114,7 +116,7 @@ def _messages(
     backward = len(graph.segments) * microbatches
     for number, value in enumerate(graph.values):
         home = graph.segments[value.producer].rank
-        for away, consumers in _by_rank(graph, value.consumers).items():
+        for away, consumers in consumers_by_rank(graph, value).items():
             if away == home:
                 continue
             there = transfer_seconds(home, away, value.size_bytes)
@@ -124,7 +126,7 @@ def _messages(
                 used = min((c * microbatches + mb for c in consumers), key=position.__getitem__)
                 yield _Planned(
                     end[sent], sequence[sent], number, away, mb, home, False,
-                    position[sent] + 1, position[used], start[used] - there,
+                    position[sent] + 1, position[used], start[used], there,
                 )  # fmt: skip
                 if not (training and value.needs_grad):
                     continue
@@ -132,7 +134,7 @@ def _messages(
                 used = backward + value.producer * microbatches + mb
                 yield _Planned(
                     end[sent], sequence[sent], number, home, mb, away, True,
-                    position[sent] + 1, position[used], start[used] - back,
+                    position[sent] + 1, position[used], start[used], back,
                 )  # fmt: skip
 
 
@@ -149,7 +151,9 @@ def _place(
     queues: dict[tuple[int, int], str] = {}
     projection: list[list[tuple[int, Instruction]]] = [[] for _ in range(graph.world_size)]
     lowest = [0] * graph.world_size
-    for _, _, number, target, mb, source, gradient, send_slot, consumer, latest in planned:
+    for latest, (_, _, number, target, mb, source, gradient, send_slot, consumer, _, _) in zip(
+        _latest_posts(planned), planned, strict=True
+    ):
         message = Message(names[number], mb, gradient, source, target)
         queue = queues.get((source, target))
         if queue is None:
@@ -168,6 +172,24 @@ def _place(
         for together in slots[rank].values():
             together.reverse()
     return slots
+
+
+def _latest_posts(planned: Sequence[_Planned]) -> list[float]:
+    """For each message the last moment to post its receive so that nobody waits longer than in the timing pass.
+
+    Backwards along each pair's queue: a message must leave the queue before its consumer starts and before the next
+    message must begin; posting before it is sent would gain nothing.
+    """
+    latest = [0.0] * len(planned)
+    next_begins: dict[tuple[int, int], float] = {}
+    for index in range(len(planned) - 1, -1, -1):
+        message = planned[index]
+        source, target = message.source, message.target
+        pair = (source, target) if source < target else (target, source)
+        deadline = min(message.needed_seconds, next_begins.get(pair, message.needed_seconds))
+        begins = max(message.send_seconds, deadline - message.transfer_seconds)
+        latest[index] = next_begins[pair] = begins
+    return latest
 
 
 def _tails(
@@ -190,13 +212,6 @@ def _tails(
         for rank in {segment.rank for segment in graph.segments if segment.has_backward}:
             tails[rank].append(OptimizerStep())
     return tails
-
-
-def _by_rank(graph: SegmentGraph, segments: Sequence[int]) -> dict[int, list[int]]:
-    grouped: dict[int, list[int]] = {}
-    for segment in segments:
-        grouped.setdefault(graph.segments[segment].rank, []).append(segment)
-    return grouped
 
 
 def _refuse_impossible(graph: SegmentGraph, orders: ComputeOrder, training: bool) -> None:

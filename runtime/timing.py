@@ -1,24 +1,28 @@
 """When each compute of a schedule would run, if links were never shared: the fast timing pass.
 
 Used twice: to rank candidates (``quick_makespan``) and to put communications into their one global order.
-A compute starts when its rank has finished the one before and everything it needs has arrived:
+A compute starts when its rank has finished the one before and everything it needs has arrived; a transfer starts when
+its tensor is made and the one before it from the same rank to the same rank is done:
 
-    start(c) = max( end(previous compute of the rank),  max over needs n of  end(n) + transfer(n -> c) )
+    start(c)   = max( end(previous compute of the rank),  max over its needs n of  arrival(n) )
+    arrival(n) = max( end(producer of n),  arrival(previous n between these two ranks) ) + transfer seconds
 
-That is the longest path through the schedule. Queues and shared links only delay, so the makespan is a lower
-bound on what ``simulate`` returns for the same orders (tested).
+Everything that is left out (both directions of a pair in one queue, shared links, late receives, contention) only
+delays, so the makespan is a lower bound on what ``simulate`` returns for the same orders (tested).
 
 Nodes. Every compute has a number, so that times live in flat lists (S segments, m micro-batches):
 
     forward                     s * m + microbatch
     backward, or its input half S * m + s * m + microbatch
     weight half                 2 * S * m + s * m + microbatch
+
+Behind them, m numbers per tensor that goes from one rank to another: its arrivals.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from cost_models.errors import DeadlockError, InternalError
@@ -30,6 +34,7 @@ from runtime.program import (
     ComputeOrder,
     Forward,
     SegmentGraph,
+    Value,
 )
 
 TransferSeconds: TypeAlias = Callable[[int, int, int], float]
@@ -41,10 +46,10 @@ UNSET = -1.0
 NODE_PLANE: dict[type, int] = {Forward: 0, Backward: 1, BackwardInput: 1, BackwardWeight: 2}
 """Which of the three planes of node numbers an instruction type lives in."""
 
-_Need: TypeAlias = tuple[int, float]
-"""(node number at micro-batch 0, transfer seconds)."""
-_Step: TypeAlias = tuple[int, int, float, tuple[_Need, ...]]
-"""(node, micro-batch, duration in seconds, needs)."""
+_Outgoing: TypeAlias = tuple[int, int, float, list[int] | None]
+"""(arrival at micro-batch 0, pair of ranks, transfer seconds, contributions missing per micro-batch or None)."""
+_Step: TypeAlias = tuple[int, int, float, list[int], list[_Outgoing]]
+"""(node, micro-batch, duration in seconds, what it needs at micro-batch 0, what it sends)."""
 
 
 @dataclass(frozen=True)
@@ -72,70 +77,135 @@ def require_single_ranks(graph: SegmentGraph) -> None:
         )
 
 
+def quick_makespan(
+    graph: SegmentGraph, orders: ComputeOrder, microbatches: int, transfer_seconds: TransferSeconds
+) -> float:
+    """Seconds from the first forward to the last backward; a lower bound, see above."""
+    return time_orders(graph, orders, microbatches, transfer_seconds).makespan_seconds
+
+
 def time_orders(
     graph: SegmentGraph, orders: ComputeOrder, microbatches: int, transfer_seconds: TransferSeconds
 ) -> Timing:
     """Times every compute of ``orders``; raises ``DeadlockError`` if they wait for each other in a circle."""
     require_single_ranks(graph)
-    steps = _steps(graph, orders, microbatches, transfer_seconds)
+    ways = _ways(graph, microbatches, transfer_seconds)
+    steps = _steps(graph, orders, microbatches, ways)
     nodes = 3 * len(graph.segments) * microbatches
-    start, end = [UNSET] * nodes, [UNSET] * nodes
-    position, sequence = [-1] * nodes, [-1] * nodes
+    start, position, sequence = [UNSET] * nodes, [-1] * nodes, [-1] * nodes
+    end = [UNSET] * (nodes + ways.tensors * microbatches)
+    free_at = [0.0] * len(ways.pairs)
     clock, next_step = [0.0] * len(orders), [0] * len(orders)
-    waiters: dict[int, list[int]] = {}
+    waiters: dict[int, int] = {}
+    """What is waited for -> the rank that waits: a node or an arrival is needed on one rank only."""
     done = 0
     ready = list(range(len(orders) - 1, -1, -1))
     while ready:
         rank = ready.pop()
         now, index, todo = clock[rank], next_step[rank], steps[rank]
         while index < len(todo):
-            node, microbatch, duration, needs = todo[index]
+            node, microbatch, duration, needs, sends = todo[index]
             begin = now
-            for first, delay in needs:
-                arrival = end[first + microbatch]
-                if arrival < 0.0:
-                    waiters.setdefault(first + microbatch, []).append(rank)
-                    break
-                arrival += delay
+            for need in needs:
+                arrival = end[need + microbatch]
                 if arrival > begin:
                     begin = arrival
+                elif arrival < 0.0:
+                    waiters[need + microbatch] = rank
+                    break
             else:
                 now = begin + duration
                 start[node], end[node] = begin, now
                 position[node], sequence[node] = index, done
                 done += 1
                 index += 1
-                if node in waiters:
-                    ready += waiters.pop(node)
+                for tensor, pair, seconds, missing in sends:
+                    if missing is not None:
+                        missing[microbatch] -= 1
+                        if missing[microbatch]:
+                            continue
+                    free = free_at[pair]
+                    free_at[pair] = end[tensor + microbatch] = (free if free > now else now) + seconds
+                    if tensor + microbatch in waiters:
+                        ready.append(waiters.pop(tensor + microbatch))
                 continue
             break
         clock[rank], next_step[rank] = now, index
     if done < sum(map(len, orders)):
-        raise _stuck(orders, next_step, waiters, len(graph.segments), microbatches)
+        raise _stuck(orders, next_step, waiters, ways, microbatches)
     rank_ends = [[end[step[0]] for step in todo] for todo in steps]
-    return Timing(max(clock, default=0.0), start, end, position, sequence, rank_ends)
+    return Timing(max(clock, default=0.0), start, end[:nodes], position, sequence, rank_ends)
 
 
-def quick_makespan(
-    graph: SegmentGraph, orders: ComputeOrder, microbatches: int, transfer_seconds: TransferSeconds
-) -> float:
-    """Seconds from the first forward to the last backward, with unshared links and no queues."""
-    return time_orders(graph, orders, microbatches, transfer_seconds).makespan_seconds
+@dataclass
+class _Ways:
+    """What each row (plane and segment) needs and sends."""
+
+    rows: int
+    microbatches: int
+    needs: list[list[int]] = field(default_factory=list)
+    sends: list[list[_Outgoing]] = field(default_factory=list)
+    pairs: dict[tuple[int, int], int] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)
+    """Tensor -> what it is, for errors."""
+
+    @property
+    def tensors(self) -> int:
+        return len(self.texts)
+
+    def carry(
+        self, text: str, producers: list[int], users: list[int], ends: tuple[int, int], seconds: float
+    ) -> None:
+        """A tensor from rank to rank, sent when all ``producers`` (rows) have run; ``users`` (rows) need it."""
+        tensor = (self.rows + self.tensors) * self.microbatches
+        self.texts.append(text)
+        pair = self.pairs.setdefault(ends, len(self.pairs))
+        missing = [len(producers)] * self.microbatches if len(producers) > 1 else None
+        for row in producers:
+            self.sends[row].append((tensor, pair, seconds, missing))
+        for row in users:
+            self.needs[row].append(tensor)
 
 
-def _steps(
-    graph: SegmentGraph, orders: ComputeOrder, microbatches: int, transfer_seconds: TransferSeconds
-) -> list[list[_Step]]:
+def _ways(graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSeconds) -> _Ways:
+    count = len(graph.segments)
+    rows = 3 * count
+    ways = _Ways(rows, microbatches, [[] for _ in range(rows)], [[] for _ in range(rows)])
+    for value in graph.values:
+        home = graph.segments[value.producer].rank
+        for rank, consumers in consumers_by_rank(graph, value).items():
+            if rank == home:
+                for consumer in consumers:
+                    ways.needs[consumer].append(value.producer * microbatches)
+                    if value.needs_grad:
+                        ways.needs[count + value.producer].append((count + consumer) * microbatches)
+                continue
+            there = transfer_seconds(home, rank, value.size_bytes)
+            ways.carry(value.name, [value.producer], consumers, (home, rank), there)
+            if value.needs_grad:
+                back = transfer_seconds(rank, home, value.size_bytes)
+                backwards = [count + consumer for consumer in consumers]
+                ways.carry(f"d({value.name})", backwards, [count + value.producer], (rank, home), back)
+    return ways
+
+
+def consumers_by_rank(graph: SegmentGraph, value: Value) -> dict[int, list[int]]:
+    """The segments that use ``value``, by the rank they run on."""
+    grouped: dict[int, list[int]] = {}
+    for segment in value.consumers:
+        grouped.setdefault(graph.segments[segment].rank, []).append(segment)
+    return grouped
+
+
+def _steps(graph: SegmentGraph, orders: ComputeOrder, microbatches: int, ways: _Ways) -> list[list[_Step]]:
     """The orders as flat tuples, one per compute."""
     duration = compute_seconds(graph)
-    needs = _needs(graph, microbatches, transfer_seconds)
-    planes = 3 * len(graph.segments)
-    base = [plane_segment * microbatches for plane_segment in range(planes)]
+    base = [row * microbatches for row in range(ways.rows)]
     offset = {kind: plane * len(graph.segments) for kind, plane in NODE_PLANE.items()}
     try:
         return [
             [
-                (base[row] + mb, mb, duration[type(c)][c.segment], needs[row])
+                (base[row] + mb, mb, duration[type(c)][c.segment], ways.needs[row], ways.sends[row])
                 for c in order
                 for row, mb in ((offset[type(c)] + c.segment, c.microbatch),)
             ]
@@ -158,42 +228,18 @@ def compute_seconds(graph: SegmentGraph) -> dict[type, list[float]]:
     }
 
 
-def _needs(
-    graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSeconds
-) -> list[tuple[_Need, ...]]:
-    """What each row (plane and segment) waits for: activations forward, gradients back."""
-    count = len(graph.segments)
-    slowest: list[dict[int, float]] = [{} for _ in range(3 * count)]
-
-    def need(row: int, cause: int, delay: float) -> None:
-        slowest[row][cause] = max(slowest[row].get(cause, 0.0), delay)
-
-    for value in graph.values:
-        producer_rank = graph.segments[value.producer].rank
-        for consumer in value.consumers:
-            rank = graph.segments[consumer].rank
-            away = rank != producer_rank
-            delay = transfer_seconds(producer_rank, rank, value.size_bytes) if away else 0.0
-            need(consumer, value.producer, delay)
-            if value.needs_grad:
-                back = transfer_seconds(rank, producer_rank, value.size_bytes) if away else 0.0
-                need(count + value.producer, count + consumer, back)
-    return [tuple((cause * microbatches, delay) for cause, delay in row.items()) for row in slowest]
-
-
 def _stuck(
-    orders: ComputeOrder,
-    next_step: Sequence[int],
-    waiters: dict[int, list[int]],
-    segments: int,
-    microbatches: int,
+    orders: ComputeOrder, next_step: Sequence[int], waiters: dict[int, int], ways: _Ways, microbatches: int
 ) -> DeadlockError:
     """The error for orders whose ranks wait for each other, or for computes that nobody runs."""
     reasons = []
-    for node, ranks in sorted(waiters.items()):
-        plane, rest = divmod(node, segments * microbatches)
-        waited = f"{rest // microbatches}{'FB'[plane]}{rest % microbatches}"
-        for rank in ranks:
-            compute: Compute = orders[rank][next_step[rank]]
-            reasons.append(f"rank {rank}: {compute} waits for {waited}")
+    for waited, rank in sorted(waiters.items(), key=lambda item: item[1]):
+        compute: Compute = orders[rank][next_step[rank]]
+        row, mb = divmod(waited, microbatches)
+        segments = ways.rows // 3
+        if row < ways.rows:
+            text = f"{row % segments}{'FBW'[row // segments]}{mb}, which comes later on the same rank"
+        else:
+            text = f"{ways.texts[row - ways.rows]}:{mb}"
+        reasons.append(f"rank {rank}: {compute} waits for {text}")
     return DeadlockError("time a schedule: its computes wait for each other forever", reasons)

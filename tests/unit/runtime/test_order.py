@@ -124,8 +124,8 @@ def test_an_order_whose_computes_wait_in_a_circle_is_refused() -> None:
     orders = ((Backward(0, 0), Forward(0, 0)), (Forward(1, 0), Backward(1, 0)))
     with pytest.raises(DeadlockError) as caught:
         build_programs(chain(2), orders, 1, transfer_seconds=no_time)
-    assert "rank 0: 0B0 waits for 1B0" in str(caught.value)
-    assert "rank 1: 1F0 waits for 0F0" in str(caught.value)
+    assert "rank 0: 0B0 waits for d(x0):0" in str(caught.value)
+    assert "rank 1: 1F0 waits for x0:0" in str(caught.value)
 
 
 def test_all_impossible_things_are_reported_at_once() -> None:

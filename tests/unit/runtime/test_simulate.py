@@ -107,7 +107,7 @@ def test_random_programs_run_and_never_beat_the_quick_makespan(case: Case) -> No
         simulation = simulate(programs, case.graph, links=CaseLinks(1.0), device_queues=device_queues)
         quick = quick_makespan(case.graph, case.orders, case.microbatches, case.transfer_seconds)
         assert simulation.step_seconds >= quick - 1e-9 * quick
-        if case.transfer == 0.0:
+        if case.transfer == 0.0 and not device_queues:
             assert simulation.step_seconds == pytest.approx(quick, rel=1e-12)
         for curve in simulation.memory:
             assert curve.bytes_held[-1] == 0, "everything is released by the end of the step"
