@@ -1,0 +1,181 @@
+"""Solve the surrogate for every option of a request, the promising ones first, and keep the best splits of
+each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from passes.certificate import simulated_lower_bound
+from passes.layer_dp import DpResult, solve_dp
+from passes.layer_model import LayerModel, Space
+from passes.layer_options import (
+    Cluster,
+    DevicePlan,
+    DeviceTable,
+    Numbers,
+    Option,
+    device_plan,
+    layer_problem,
+    numbers,
+)
+from passes.layer_problem import MEMORY_TOLERANCE, LayerProblem, Split, evaluate
+from runtime.schedules import SCHEDULES
+
+SLACK = 1.15
+"""Options whose proved bound is this much above the best surrogate are not solved: the surrogate's optimum
+was up to 8–16% off the simulated one on random plans."""
+KEEP = 4
+"""Splits kept per option and space."""
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A split of one option over one space."""
+
+    option: Option
+    space: Space
+    problem: LayerProblem
+    split: Split
+    ranks: tuple[int, ...]
+    """Rank of each stage."""
+
+
+@dataclass(frozen=True, eq=False)
+class OptionResult:
+    """What is known of one option. No split of its space is below ``bound_seconds``."""
+
+    option: Option
+    solved: tuple[Solved, ...]
+    bound_seconds: float
+    looked_at: bool
+    """Whether it was solved; else its bound alone ruled it out, or time did."""
+    optimal: bool
+
+
+@dataclass(eq=False)
+class LayerSearch:
+    """Everything the search reads, and caches per micro-batch size and kind of schedule."""
+
+    model: LayerModel
+    cluster: Cluster
+    table: DeviceTable
+    spaces: Sequence[Space]
+    batch_size: int
+    pins: Mapping[int, int]
+    max_stages: int
+    options: Sequence[Option]
+    _numbers: dict[tuple[int, int], Numbers] = field(default_factory=dict)
+    _plans: dict[tuple[int, bool], DevicePlan] = field(default_factory=dict)
+
+    def numbers(self, space: int, size: int) -> Numbers:
+        """Costs over the units of a space, cached."""
+        key = (space, size)
+        if key not in self._numbers:
+            self._numbers[key] = numbers(self.model, self.spaces[space], self.table, size)
+        return self._numbers[key]
+
+    def plan(self, option: Option) -> DevicePlan:
+        """How the option may hand out devices, cached."""
+        key = (option.chunks, SCHEDULES[option.schedule].folded)
+        if key not in self._plans:
+            self._plans[key] = device_plan(self.cluster, self.table, *key, self.max_stages)
+        return self._plans[key]
+
+    def problem(self, space: int, option: Option, capacity_scale: float = 1.0) -> LayerProblem | None:
+        """The option as numbers; None if it cannot be used on this cluster."""
+        costs = self.numbers(space, option.size(self.batch_size))
+        return layer_problem(
+            self.spaces[space], costs, self.plan(option), option, self.pins, self.max_stages, capacity_scale
+        )
+
+    def floor_seconds(self, option: Option) -> float:
+        """A quick bound on the option's surrogate: equal shares of the work, or the heaviest unit."""
+        fastest = self.numbers(0, option.size(self.batch_size)).seconds.min(axis=0)
+        work, world = float(fastest.sum()), len(self.cluster.devices)
+        heaviest = 0.0 if len(self.spaces) > 1 else float(fastest.max())
+        bottleneck = max(work / (world * option.chunks), heaviest)
+        return option.fill * work + (option.microbatches - option.fill) * option.chunks * bottleneck
+
+    def solve(self, deadline: float, capacity_scale: float = 1.0) -> list[OptionResult]:
+        """Best splits of every option that may still matter, by rising bound."""
+        queue = sorted((self.floor_seconds(option), index) for index, option in enumerate(self.options))
+        best = math.inf
+        results = []
+        for floor, index in queue:
+            option = self.options[index]
+            late = time.perf_counter() > deadline and math.isfinite(best)
+            if floor > best * SLACK or late:
+                results.append(OptionResult(option, (), floor, False, not late))
+                continue
+            result = self._solve_option(option, floor, deadline, best * SLACK, capacity_scale)
+            results.append(result)
+            best = min([best, *(s.split.objective_seconds for s in result.solved)])
+        return results
+
+    def _solve_option(
+        self, option: Option, floor: float, deadline: float, cutoff: float, capacity_scale: float
+    ) -> OptionResult:
+        solved: list[Solved] = []
+        bound, optimal = math.inf, True
+        for index, space in enumerate(self.spaces):
+            problem = self.problem(index, option, capacity_scale)
+            if problem is None:
+                continue
+            result = self._solve_problem(space, problem, deadline, cutoff)
+            plan = self.plan(option)
+            for split in result.splits:
+                shifted = _first_devices(problem, split)
+                ranks = plan.ranks_of(shifted.kinds, option.chunks)
+                solved.append(Solved(option, space, problem, shifted, ranks))
+            bound, optimal = min(bound, result.bound_seconds), optimal and result.optimal
+        solved.sort(key=lambda s: s.split.objective_seconds)
+        return OptionResult(option, tuple(solved[:KEEP]), max(bound, floor), True, optimal)
+
+    def _solve_problem(self, space: Space, problem: LayerProblem, deadline: float, cutoff: float) -> DpResult:
+        def run(candidate: LayerProblem) -> DpResult:
+            return solve_dp(
+                candidate, geometry=space.geometry, keep=KEEP, deadline=deadline, cutoff_seconds=cutoff
+            )
+
+        result = run(problem)
+        if problem.chunks == 1:
+            return result
+        fitting = tuple(split for split in result.splits if device_overflow(problem, split) <= 0)
+        if fitting or not result.splits:
+            return replace(result, splits=fitting)
+        # chunks that fit one by one overflow together: give each an equal share, and keep the weaker
+        # problem's bound
+        kinds = tuple(replace(k, capacity_bytes=k.capacity_bytes / problem.chunks) for k in problem.kinds)
+        strict = run(replace(problem, kinds=kinds))
+        return replace(result, splits=strict.splits, optimal=result.optimal and strict.optimal)
+
+    def lower_bound_seconds(self) -> float:
+        """What no layer-wise plan of any option simulates below."""
+        devices = [self.table.representatives[row] for row in self.table.row_of]
+        bounds = {}
+        for m in {option.microbatches for option in self.options}:
+            bounds[m] = simulated_lower_bound(self.model.times(self.batch_size // m, devices), m)
+        return min(bounds.values())
+
+
+def device_overflow(problem: LayerProblem, split: Split) -> float:
+    """Bytes that do not fit the fullest device when all its chunks are counted together."""
+    used = np.zeros(len(problem.kinds))
+    np.add.at(used, list(split.kinds), split.memory_bytes)
+    room = np.array([kind.capacity_bytes * (1 + MEMORY_TOLERANCE) for kind in problem.kinds])
+    return float((used - room).max())
+
+
+def _first_devices(problem: LayerProblem, split: Split) -> Split:
+    """The same split on the first devices of a run of identical ones (the program counts from the end), if
+    as good."""
+    identical = len({(kind.row, kind.capacity_bytes) for kind in problem.kinds}) == 1
+    if problem.assignment != "sequence" or problem.chunks > 1 or not identical:
+        return split
+    moved = evaluate(problem, split.stage_of, problem.sequence[: split.stages])
+    return moved if moved.objective_seconds <= split.objective_seconds * (1 + 1e-9) else split

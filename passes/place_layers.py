@@ -1,0 +1,279 @@
+"""The layer-wise search: which ops, on which devices, in how many micro-batches, under which schedule.
+
+    OpGraph ─► units ─► for every micro-batch count × schedule: the surrogate's exact minimum and other good
+    splits
+            ─► the best ones simulated as programs ─► the best that fits is the plan, with its certificate
+
+The surrogate ranks, the simulation decides: the step time of unlike stages is not what the surrogate says.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cost_models.errors import InfeasibleError
+from passes.certificate import Certificate, relative_gap
+from passes.graph import OpGraph
+from passes.layer_model import Costs, LayerModel, read_model, spaces
+from passes.layer_options import Cluster, device_table, microbatch_counts, options
+from passes.layer_pins import resolve_pins
+from passes.layer_problem import Split
+from passes.layer_search import LayerSearch, OptionResult, Solved
+from passes.layer_ways_out import infeasible
+
+log = logging.getLogger("partitioner")
+
+OBJECTIVE = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * largest"
+MEMORY_ROUNDS = 4
+"""Searches repeated with less memory when everything simulated overflows: the surrogate's memory is an
+estimate."""
+ONE_OF_EACH = 1.25
+"""Every schedule whose best surrogate is within this factor of the best of all is simulated at least once."""
+
+
+@dataclass(frozen=True)
+class LayerRequest:
+    """What the user fixed and what is left to the search."""
+
+    batch_size: int
+    microbatches: int | Literal["auto"] = "auto"
+    schedule: str = "auto"
+    optimizer: str = "adamw"
+    master: bool = False
+    pins: Mapping[str, int] = field(default_factory=dict)
+    max_stages: int | None = None
+    time_limit_seconds: float | None = None
+    simulations: int = 12
+    """Candidates simulated at most."""
+
+
+@dataclass(frozen=True)
+class LayerCandidate:
+    """A placement. Recomputed ops have no stage."""
+
+    stage_of: Mapping[str, int]
+    ranks: tuple[int, ...]
+    """Rank of each stage."""
+    schedule: str
+    microbatches: int
+    chunks: int
+
+    @property
+    def description(self) -> str:
+        """For tables: ``8 stages, 1f1b, 32 micro-batches``."""
+        return f"{len(self.ranks)} stages, {self.schedule}, {self.microbatches} micro-batches"
+
+
+@dataclass(frozen=True)
+class SimulatedCandidate:
+    """What the simulation of a candidate's programs says. ``peak_memory_bytes``: per rank."""
+
+    candidate: LayerCandidate
+    step_seconds: float
+    peak_memory_bytes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """A simulated candidate that was not chosen."""
+
+    description: str
+    feasible: bool
+    reason: str
+    step_seconds: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """The chosen candidate and how it was found."""
+
+    best: SimulatedCandidate
+    runner_ups: tuple[RunnerUp, ...]
+    certificate: Certificate
+    surrogate: Split
+
+
+@dataclass(frozen=True)
+class _Tried:
+    solved: Solved
+    simulated: SimulatedCandidate
+    overflow_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        return self.simulated.step_seconds
+
+
+def place_layers(
+    graph: OpGraph,
+    costs: Costs,
+    cluster: Cluster,
+    request: LayerRequest,
+    simulate: Callable[[LayerCandidate], SimulatedCandidate],
+) -> LayerResult:
+    """Search, simulate the best candidates, return the best that fits.
+
+    ``time_limit_seconds`` bounds search and simulation; at least one candidate that fits is always
+    simulated. Raises ``UsageError`` for pins that cannot hold, ``InfeasibleError`` with computed ways out if
+    nothing fits.
+    """
+    started = time.perf_counter()
+    limit = request.time_limit_seconds
+    deadline = started + limit if limit is not None else float("inf")
+    search = prepare(graph, costs, cluster, request)
+    results = search.solve(started + 0.5 * (deadline - started))
+    searched = time.perf_counter() - started
+    log.info("layer search: %d options in %.2f s", len(results), searched)
+    tried = _simulate_until_one_fits(search, results, request, simulate, deadline)
+    best = min((t for t in tried if t.overflow_bytes <= 0), key=lambda t: t.seconds)
+    return LayerResult(
+        best.simulated,
+        tuple(_runner_up(t, best) for t in sorted(tried, key=lambda t: t.seconds) if t is not best),
+        _certificate(search, results, best.solved, searched),
+        best.solved.split,
+    )
+
+
+def prepare(graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerRequest) -> LayerSearch:
+    """Everything that the search of ``request`` reads, as arrays."""
+    model = read_model(graph, costs, request.optimizer, request.master)
+    paths = [str(graph.nodes[name].meta.get("module_path", "")) for name in model.names]
+    pins = resolve_pins(request.pins, model.names, paths, model.readers, model.together)
+    table = device_table(cluster)
+    counts = microbatch_counts(request.batch_size, request.microbatches)
+    size = max(1, request.batch_size // counts[-1])
+    work = model.seconds(size, table.representatives[0])
+    return LayerSearch(
+        model=model,
+        cluster=cluster,
+        table=table,
+        spaces=spaces(model, work, pins, size),
+        batch_size=request.batch_size,
+        pins=pins,
+        max_stages=request.max_stages or 1 << 30,
+        options=options(counts, request.schedule, len(cluster.devices)),
+    )
+
+
+def _simulate_until_one_fits(
+    search: LayerSearch,
+    results: Sequence[OptionResult],
+    request: LayerRequest,
+    simulate: Callable[[LayerCandidate], SimulatedCandidate],
+    deadline: float,
+) -> list[_Tried]:
+    """Simulate the best candidates; while all of them overflow, search again as if devices were smaller."""
+    tried: list[_Tried] = []
+    scale = 1.0
+    for _ in range(MEMORY_ROUNDS):
+        for solved in _ranked(results, request.simulations):
+            fits = any(t.overflow_bytes <= 0 for t in tried)
+            if fits and time.perf_counter() > deadline:
+                break
+            simulated = simulate(_candidate(search.model, solved))
+            tried.append(_Tried(solved, simulated, _overflow_bytes(search, simulated)))
+        if not tried or any(t.overflow_bytes <= 0 for t in tried):
+            break
+        least = min(tried, key=lambda t: t.overflow_bytes)
+        scale *= 0.98 / _fullest(search, least.simulated)
+        log.info(
+            "every simulated candidate overflows; searching again with %.0f%% of the memory", 100 * scale
+        )
+        results = search.solve(deadline, scale)
+        if not any(result.solved for result in results):
+            break
+    if not any(t.overflow_bytes <= 0 for t in tried):
+        raise _overflowing(search, tried, request, scale)
+    return tried
+
+
+def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
+    """Best first by surrogate, after the best of every schedule that is nearly as good."""
+    solved = sorted((s for r in results for s in r.solved), key=lambda s: s.split.objective_seconds)
+    if not solved:
+        return []
+    worth = solved[0].split.objective_seconds * ONE_OF_EACH
+    first: dict[tuple[str, int], Solved] = {}
+    for s in solved:
+        if s.split.objective_seconds <= worth:
+            first.setdefault((s.option.schedule, s.option.chunks), s)
+    leaders = list(first.values())
+    return [*leaders, *(s for s in solved if s not in leaders)][:count]
+
+
+def _candidate(model: LayerModel, solved: Solved) -> LayerCandidate:
+    stages = [solved.split.stage_of[unit] for unit in solved.space.unit_of.tolist()]
+    return LayerCandidate(
+        stage_of=dict(zip(model.names, stages, strict=True)),
+        ranks=solved.ranks,
+        schedule=solved.option.schedule,
+        microbatches=solved.option.microbatches,
+        chunks=solved.option.chunks,
+    )
+
+
+def _overflow_bytes(search: LayerSearch, simulated: SimulatedCandidate) -> int:
+    """Bytes that do not fit the fullest device; 0 or less if all fit."""
+    devices = search.cluster.devices
+    return max(
+        peak - device.memory_bytes for peak, device in zip(simulated.peak_memory_bytes, devices, strict=True)
+    )
+
+
+def _fullest(search: LayerSearch, simulated: SimulatedCandidate) -> float:
+    """Largest peak / memory of any device."""
+    devices = search.cluster.devices
+    return max(
+        peak / device.memory_bytes for peak, device in zip(simulated.peak_memory_bytes, devices, strict=True)
+    )
+
+
+def _overflowing(
+    search: LayerSearch, tried: Sequence[_Tried], request: LayerRequest, scale: float
+) -> InfeasibleError:
+    if not tried:
+        return infeasible(search, request.microbatches == "auto")
+    least = min(tried, key=lambda t: t.overflow_bytes)
+    peak_bytes = least.simulated.peak_memory_bytes
+    return infeasible(search, request.microbatches == "auto", least.solved, peak_bytes, scale)
+
+
+def _runner_up(tried: _Tried, best: _Tried) -> RunnerUp:
+    feasible = tried.overflow_bytes <= 0
+    slower = tried.seconds / best.seconds - 1 if best.seconds > 0 else 0.0
+    reason = f"{slower:.1%} slower" if feasible else f"exceeds a device by {tried.overflow_bytes:,} bytes"
+    simulated = tried.simulated
+    return RunnerUp(
+        simulated.candidate.description, feasible, reason, tried.seconds, max(simulated.peak_memory_bytes)
+    )
+
+
+def _certificate(
+    search: LayerSearch, results: Sequence[OptionResult], best: Solved, search_seconds: float
+) -> Certificate:
+    """About the option that won: its surrogate's proved minimum over all its splits."""
+    own = next(r for r in results if r.option == best.option)
+    objective = best.split.objective_seconds
+    bound = min(own.bound_seconds, objective)
+    option = best.option
+    solved = sum(r.looked_at for r in results)
+    space = "; and ".join(s.name for s in search.spaces)
+    return Certificate(
+        objective=OBJECTIVE,
+        objective_seconds=objective,
+        bound_seconds=bound,
+        gap=relative_gap(objective, bound),
+        simulated_lower_bound_seconds=search.lower_bound_seconds(),
+        space=(
+            f"{space}; {search.plan(option).text}; {option.schedule}, {option.microbatches} micro-batches "
+            f"({solved} of {len(results)} schedules and micro-batch counts solved, the rest bounded)"
+        ),
+        method="dynamic program over cuts, branch and bound over bottlenecks",
+        solver_status="optimal" if all(r.optimal for r in results) else "time limit",
+        search_seconds=search_seconds,
+    )
