@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from cost_models.errors import DeadlockError, InternalError
 from cost_models.links import Link, Path
+from runtime.check import check
 from runtime.fair_share import FairShare, UniformLinks
 from runtime.order import build_programs, quick_makespan
 from runtime.program import (
@@ -128,6 +132,32 @@ def test_random_programs_run_on_one_shared_wire_with_contention(case: Case) -> N
         assert simulation.step_seconds >= moved / 100.0 * (1 - 1e-9)
     for slow, fast in zip(beside.busy_seconds, alone.busy_seconds, strict=True):
         assert fast * (1 - 1e-9) <= slow <= 2 * fast * (1 + 1e-9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(cases(), st.integers(0, 2**32))
+def test_the_checker_and_the_simulator_agree_on_what_deadlocks(case: Case, seed: int) -> None:
+    """Two communications of a rank swapped: accepted programs run to their end, those with a circle do not."""
+    programs = build_programs(
+        case.graph, case.orders, case.microbatches, transfer_seconds=case.transfer_seconds
+    )
+    dice = random.Random(seed)
+    rank = dice.randrange(case.graph.world_size)
+    instructions = list(programs[rank].instructions)
+    found = [i for i, instruction in enumerate(instructions) if isinstance(instruction, Send | Recv)]
+    assume(len(found) > 1)
+    a, b = dice.sample(found, 2)
+    instructions[a], instructions[b] = instructions[b], instructions[a]
+    swapped = [replace(p, instructions=tuple(instructions)) if p.rank == rank else p for p in programs]
+    rules = [(True, True), (False, True)]
+    try:
+        check(swapped, case.graph, case.microbatches)
+    except InternalError as error:
+        assume(len(error.because) == 1 and "wait for each other forever" in error.because[0])
+        rules = [(True, False), (False, "per pair" not in error.because[0])]
+    for device_queues, finishes in rules:
+        with nullcontext() if finishes else pytest.raises(DeadlockError):
+            simulate(swapped, case.graph, links=INSTANT, device_queues=device_queues)
 
 
 # Shared links
