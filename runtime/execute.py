@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,7 +37,8 @@ from runtime.setting import Setting, Shared
 
 logger = logging.getLogger("partitioner")
 
-_executors = itertools.count()
+_executors: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""Numbers the executors of a process group, alike on all of its ranks."""
 
 
 class Optimizer(Protocol):
@@ -85,8 +87,12 @@ class Executor:
         group = dist.group.WORLD if group is None else group
         if group is not None and dist.get_rank(group) != program.rank:
             raise InternalError(f"rank {dist.get_rank(group)} was given the program of rank {program.rank}")
-        store = None if group is None else dist.distributed_c10d._get_default_store()
-        self._monitor = FailureMonitor(program.rank, store, timeout_seconds, f"executor{next(_executors)}")
+        store, name = None, ""
+        if group is not None:
+            store = dist.distributed_c10d._get_default_store()
+            number = next(_executors.setdefault(group, itertools.count()))
+            name = f"{group.group_name}/executor{number}"
+        self._monitor = FailureMonitor(program.rank, store, timeout_seconds, name)
         self._monitor.describe = self._describe
         channels = {} if group is None else create_channels(program, group, timeout_seconds)
 
@@ -221,12 +227,10 @@ class Executor:
 
     def _run(self, binder: Binder, shared: Shared) -> None:
         """The loop. Everything else in this file happens once."""
-        position = -1
         self._active = binder
         try:
-            for position, handler in enumerate(binder.handlers):  # noqa: B007 - read where a handler fails
+            for handler in binder.handlers:
                 handler()
-            position = -1
             binder.finish()
             self._synchronize(binder, shared)
         except BaseException as error:

@@ -13,6 +13,7 @@ where it died with the failed rank, the direct peer is named.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -63,7 +64,7 @@ class FailureMonitor:
         chain, cause = self._follow(peer)
         culprit = chain[-1]
         reasons = [f"rank {self.rank} waited on rank {peer} for `{instruction}` in step {step}"]
-        reasons += [f"rank {a} itself waited on rank {b}" for a, b in zip(chain[:-1], chain[1:], strict=True)]
+        reasons += [f"rank {a} itself waited on rank {b}" for a, b in itertools.pairwise(chain)]
         if cause:
             reasons.append(f"rank {culprit} reported: {cause}")
         reasons.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")

@@ -3,7 +3,7 @@
 NCCL runs the operations of one communicator one after another, so the queue decides what can block what:
 each pair of ranks gets a communicator of its own, as the checker assumed. Gloo matches point-to-point
 messages by tag, so the default group carries all of them. Groups are created in the order of their queues'
-names, the same everywhere, by their members only, and are kept for the next executor.
+names, the same everywhere, by all ranks, and are kept for the next executor.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cost_models.errors import InternalError
+from cost_models.errors import InternalError, UsageError
 from runtime.program import Program, Recv, ReduceGradients, Send
 
 TAG_BASE = 1 << 20
 """Below it are the tags that other users of a shared group are likely to take."""
+
+SETUP_SECONDS = 300.0
+"""How long ranks wait for each other to create a group: some load a model for longer than a step may take."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,18 @@ def create_channels(program: Program, group: Any, timeout_seconds: float) -> dic
 def _wanted_by_any(mine: set[tuple[int, ...]], group: Any) -> list[tuple[int, ...]]:
     """Every set of ranks that some rank of ``group`` needs a communicator for, in the same order everywhere.
 
-    torch names a new group after its ranks and the number of groups its members are in already. Members that were in
-    different numbers of groups would wait for each other under two names; so everybody takes part in every creation.
+    Groups could be created by their members only, but torch then names them after the number of groups that a
+    process is in already, and members in different numbers of groups would wait for each other under two
+    names. So everybody takes part in every creation.
     """
+    if dist.get_world_size(group) != dist.get_world_size():
+        raise UsageError(
+            "cannot create communicators for a part of the processes",
+            because=[
+                f"{dist.get_world_size(group)} of {dist.get_world_size()} ranks are in the executor's group"
+            ],
+            suggestions=["use the default process group"],
+        )
     everyones: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyones, sorted(mine), group=group)
     return sorted({ranks for wanted in everyones for ranks in wanted})
@@ -77,6 +89,8 @@ def _wanted_by_any(mine: set[tuple[int, ...]], group: Any) -> list[tuple[int, ..
 
 def _new_channel(ranks: tuple[int, ...], group: Any, timeout_seconds: float) -> Channel:
     created = dist.new_group(
-        [dist.get_global_rank(group, r) for r in ranks], timeout=timedelta(seconds=timeout_seconds)
+        [dist.get_global_rank(group, r) for r in ranks], timeout=timedelta(seconds=SETUP_SECONDS)
     )
+    if created is not dist.GroupMember.NON_GROUP_MEMBER:
+        created.set_timeout(timedelta(seconds=timeout_seconds))
     return Channel(created, {r: position for position, r in enumerate(ranks)})

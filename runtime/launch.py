@@ -142,6 +142,13 @@ class WorkerPool:
         count = self.world_size if world_size is None else world_size
         if not 1 <= count <= self.world_size:
             raise UsageError(f"the pool has {self.world_size} workers, not {count}")
+        for rank, worker in enumerate(self._workers):
+            if worker is not None and not worker[0].is_alive():
+                logger.warning(
+                    "local worker %d ended with exit code %s; starting another", rank, worker[0].exitcode
+                )
+                self._end(rank, grace_seconds=0.0)
+                self._generation = None
         if self._generation is None or self._generation[1] != count:
             self._generation = (next(self._generations), count)
         for rank in range(count):
@@ -157,27 +164,35 @@ class WorkerPool:
             if worker is not None:
                 worker[1].close()  # the worker's loop ends at end of file
         for rank in range(self.world_size):
-            self._end(rank, grace_seconds=5.0)
+            self._end(rank, grace_seconds=1.0)
 
     def _collect(self, count: int, deadline: float, timeout_seconds: float) -> dict[int, tuple[bool, Any]]:
         outcomes: dict[int, tuple[bool, Any]] = {}
+        failed = False
         while len(outcomes) < count:
             waiting = {self._worker(r)[1]: r for r in range(count) if r not in outcomes}
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             for pipe in [p for p in waiting if p in ready]:
                 rank = waiting[pipe]
                 try:
-                    outcomes[rank] = pipe.recv()
+                    ok, value, usable = pipe.recv()
+                    outcomes[rank] = (ok, value)
+                    if not usable:
+                        self._end(rank, grace_seconds=5.0)
                 except (EOFError, ConnectionResetError):
                     process = self._worker(rank)[0]
                     process.join(5.0)
                     outcomes[rank] = (False, f"the process ended with exit code {process.exitcode}")
                     self._end(rank, grace_seconds=0.0)
+            if not failed and not all(ok for ok, _ in outcomes.values()):
+                failed = True
+                # The others may wait for the failed one; their own time limits come first, then ours.
+                deadline = min(deadline, time.monotonic() + self._group_timeout_seconds)
             if not ready:
                 for rank in waiting.values():
                     outcomes[rank] = (
                         False,
-                        f"no result within {timeout_seconds:g} s; the process was killed",
+                        f"no result in time (at most {timeout_seconds:g} s); the process was killed",
                     )
                     self._end(rank, grace_seconds=0.0)
         return outcomes
@@ -226,18 +241,24 @@ def _serve(rank: int, pipe: Connection, port: int, threads: int, group_timeout_s
             generation, world_size, function, arguments = pipe.recv()
         except (EOFError, ConnectionResetError):
             break
-        try:
-            if current != generation:
+        if current != generation:
+            try:
                 _leave_group()
                 prefixed = dist.PrefixStore(f"generation{generation}", store)
                 dist.init_process_group(
                     "gloo", store=prefixed, rank=rank, world_size=world_size, timeout=timeout
                 )
                 current = generation
-            pipe.send((True, function(*arguments)))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
-            ours = isinstance(error, PartitionerError)
-            pipe.send((False, str(error) if ours else traceback.format_exc()))
+            except Exception:  # noqa: BLE001 - whatever it is, the parent must hear of it
+                # torch cannot initialize again after this; the parent starts another worker.
+                pipe.send((False, traceback.format_exc(), False))
+                break
+        try:
+            pipe.send((True, function(*arguments), True))
+        except Exception as error:  # noqa: BLE001
+            pipe.send(
+                (False, str(error) if isinstance(error, PartitionerError) else traceback.format_exc(), True)
+            )
             current = None
             _leave_group()  # closes the connections, so that peers that wait for this rank end at once
     _leave_group()

@@ -73,7 +73,7 @@ def releases(
 
 
 def _earliest_proofs(peer: Program, rank: int, uses: Mapping[Message, int]) -> list[int | None]:
-    """Per position of the peer's program: where ``rank`` first waits for what the peer sends from there on."""
+    """Per position of the peer's program: where ``rank`` first waits for what the peer sends from there."""
     earliest: int | None = None
     result: list[int | None] = []
     for instruction in reversed(peer.instructions):
