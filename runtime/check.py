@@ -128,7 +128,7 @@ def check(
     if faults:
         error = DeadlockError if any(fault.hangs for fault in faults) else InternalError
         raise error(
-            f"check the programs of {len(programs)} ranks: {len(faults)} faults",
+            f"check the programs of {_count(len(programs), 'rank')}: {_count(len(faults), 'fault')}",
             [fault.text for fault in faults],
         )
     return Proof(
