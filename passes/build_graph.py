@@ -70,9 +70,7 @@ def convert(
     fake_mode: FakeTensorMode,
     leaf_names: tuple[str, ...],
 ) -> Converted:
-    """Name the inputs, merge tied ones, run ``simplify`` and ``functionalize``, and note where every node
-    comes from.
-    """
+    """Name inputs, merge tied ones, run ``simplify`` and ``functionalize``, note where every node comes from."""
     module = program.graph_module
     constants: dict[str, Tensor] = {}
     stands_for = _placeholders(program, state, leaf_names, constants)

@@ -110,7 +110,11 @@ def loss_of(output: object, required: bool) -> Tensor | None:
         return found
     if not required:
         return None
-    got = type(output).__name__ if found is None else f"{type(output).__name__}, in it {_describe(found)}"
+    got = (
+        _describe(output)
+        if found is None or found is output
+        else f"{type(output).__name__} with {_describe(found)}"
+    )
     raise ModelError(
         "the model returns no loss",
         [

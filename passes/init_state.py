@@ -46,7 +46,8 @@ def materialize(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Real values on ``device`` for the parameters and buffers called ``names``; copies, never the model's own.
+    """Real values on ``device`` for the parameters and buffers called ``names``; copies, never the model's
+    own.
 
     Without a ``state_dict`` entry, ``model`` says shape and dtype and must be given.
     """

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +34,7 @@ from passes.tracing_state import (
     caching_off,
     export_fake_mode,
     meta_state_as_cpu,
+    torch_quiet,
     training_mode,
     watch_checkpointing,
 )
@@ -189,7 +189,7 @@ class _Traced:
 
 
 def _trace_batch_dims(request: _Request, overrides: Mapping[str, int | None] | None) -> _Traced:
-    """The first guess whose leading leaf keeps a symbolic batch size; else the first in which any leaf does."""
+    """The first guess whose leading leaf keeps a symbolic size, else the first in which any leaf does."""
     fallback: _Exported | None = None
     failure: ModelError | None = None
     tried: list[str] = []
@@ -238,8 +238,7 @@ def _export(request: _Request, guess: BatchDims) -> _Exported:
     symbolic = _open_dims(request, guess)
     try:
         # Gradients on: inside no_grad the whole model would be traced as frozen.
-        with torch.enable_grad(), warnings.catch_warnings(), meta_state_as_cpu(request.model, fake_mode):
-            warnings.simplefilter("ignore")
+        with torch.enable_grad(), torch_quiet(), meta_state_as_cpu(request.model, fake_mode):
             program = export(module, leaves, symbolic, fake_mode)
     except PartitionerError:
         raise

@@ -6,6 +6,9 @@ Each context manager changes one thing and restores exactly what it found, also 
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -59,6 +62,28 @@ def meta_state_as_cpu(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[N
     finally:
         for table, name, tensor in undo:
             table[name] = tensor
+
+
+@contextlib.contextmanager
+def torch_quiet() -> Iterator[None]:
+    """Keep torch's own reports of a failed export (warnings, log records, whole graphs on stderr) to our debug log.
+
+    The error that the user gets says the same in five lines.
+    """
+    names = [name for name in logging.root.manager.loggerDict if name == "torch" or name.startswith("torch.")]
+    heard = [log for log in map(logging.getLogger, names) if not log.disabled]
+    said = io.StringIO()
+    for log in heard:
+        log.disabled = True
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(said):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for log in heard:
+            log.disabled = False
+        if said.getvalue():
+            logging.getLogger("partitioner").debug("while tracing: %s", said.getvalue())
 
 
 @contextlib.contextmanager

@@ -138,7 +138,7 @@ def test_tracing_leaves_the_model_as_it_was() -> None:
 def test_training_graph_has_the_loss_and_the_written_buffers() -> None:
     model = Normed().double()
     graph = trace(model, torch.randn(3, 4, dtype=torch.float64))
-    assert [(o.kind, o.name) for o in graph.outputs][0] == ("loss", "loss")
+    assert next((o.kind, o.name) for o in graph.outputs) == ("loss", "loss")
     assert ("buffer", "norm.num_batches_tracked") in [(o.kind, o.name) for o in graph.outputs]
     assert "unused" in graph.parameters
     assert "unused" not in {i.name for i in graph.inputs}
