@@ -59,6 +59,10 @@ class AttentionBackend:
     """Query rows whose log-sum-exp is stored are padded to a multiple of this."""
     scalar_bytes: tuple[int, ...] = ()
     """Storages that hold the random generator's seed and offset."""
+    head_alignment: int = 1
+    """Heads of another width are copied into padded ones, which are kept instead of the operands."""
+    mask_alignment: int = 1
+    """Masks with another number of columns are copied into padded ones."""
     allows_mask: bool = True
     allows_dropout: bool = True
 
@@ -69,8 +73,8 @@ BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
         for backend in (
             AttentionBackend("math", "any"),
             AttentionBackend("cpu-flash", "cpu", allows_dropout=False),
-            AttentionBackend("flash", "cuda", scalar_bytes=(16, 8), allows_mask=False),
-            AttentionBackend("efficient", "cuda", row_padding=32, scalar_bytes=(8, 8)),
+            AttentionBackend("flash", "cuda", scalar_bytes=(16, 8), head_alignment=8, allows_mask=False),
+            AttentionBackend("efficient", "cuda", row_padding=32, scalar_bytes=(8, 8), mask_alignment=8),
             AttentionBackend("cudnn", "cuda", scalar_bytes=(8, 8)),
         )
     }
@@ -126,13 +130,28 @@ def saved_tensors(name: str, call: AttentionCall) -> tuple[Saved | int, ...]:
     floating-point copy.
     """
     backend = BACKENDS[name]
-    padded = -(-call.query[-2] // backend.row_padding) * backend.row_padding
     kept: list[Saved | int] = ["query", "key", "value", "out"]
-    kept.append(math.prod(call.query[:-2]) * padded * call.logsumexp_itemsize)
+    if call.query[-1] % backend.head_alignment:
+        padded = (_padded(shape, backend.head_alignment) for shape in (call.query, call.key, call.value))
+        kept = [*(math.prod(shape) * call.dtype.itemsize for shape in padded), "out"]
+    rows = -(-call.query[-2] // backend.row_padding) * backend.row_padding
+    kept.append(math.prod(call.query[:-2]) * rows * call.logsumexp_itemsize)
     kept.extend(backend.scalar_bytes)
     if call.mask is not None:
-        kept.append("mask" if call.mask_dtype != torch.bool else math.prod(call.mask) * call.dtype.itemsize)
+        copied = call.mask_dtype == torch.bool or call.mask[-1] % backend.mask_alignment
+        copy_bytes = math.prod(_padded(call.mask, backend.mask_alignment)) * call.dtype.itemsize
+        kept.append(copy_bytes if copied else "mask")
     return tuple(kept)
+
+
+def output_storage_bytes(name: str, call: AttentionCall) -> int:
+    """Bytes behind the output: more than its own where heads are padded."""
+    out = (*call.query[:-1], call.value[-1])
+    return math.prod(_padded(out, BACKENDS[name].head_alignment)) * call.dtype.itemsize
+
+
+def _padded(shape: tuple[int, ...], alignment: int) -> tuple[int, ...]:
+    return (*shape[:-1], -(-shape[-1] // alignment) * alignment)
 
 
 def transferred_bytes(call: AttentionCall) -> tuple[int, int]:

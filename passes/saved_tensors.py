@@ -22,7 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry
 
-from cost_models.attention import AttentionCall, choose_backend, saved_tensors, transferred_bytes
+from cost_models.attention import (
+    AttentionCall,
+    choose_backend,
+    output_storage_bytes,
+    saved_tensors,
+    transferred_bytes,
+)
 from cost_models.compute import OpClass, OpWork
 from passes.count_kernels import KernelCounter, KernelCounts
 from passes.signatures import Signature, concrete, concrete_arguments
@@ -268,7 +274,7 @@ def _profile_attention(signature: Signature, call: AttentionCall, backend: str) 
             places.append(("output", 0) if kept == "out" else ("operand", operand[kept]))
     out_bytes = math.prod(out) * call.dtype.itemsize
     structure = OpStructure("attention", (None,), (0,), tuple(places), len(own), backend)
-    return OpProfile(structure, work, out_bytes, (out_bytes, *own))
+    return OpProfile(structure, work, out_bytes, (output_storage_bytes(backend, call), *own))
 
 
 def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpProfile:

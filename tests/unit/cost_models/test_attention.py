@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cost_models.attention import AttentionCall, choose_backend, saved_tensors, supports, transferred_bytes
+from cost_models.attention import (
+    AttentionCall,
+    choose_backend,
+    output_storage_bytes,
+    saved_tensors,
+    supports,
+    transferred_bytes,
+)
 from cost_models.errors import UsageError
 
 aten = torch.ops.aten
-SHAPE = (2, 4, 10, 16)
+SHAPE = (2, 4, 24, 16)
 
 KERNELS = {
     "flash": lambda q, k, v, mask: aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, True),
@@ -58,11 +65,11 @@ def _storages(call: AttentionCall, kernel) -> Counter[str | int]:
     [
         ("flash", None),
         ("efficient", None),
-        ("efficient", (2, 4, 10, 10)),
+        ("efficient", (2, 4, 24, 24)),
         ("cudnn", None),
-        ("cudnn", (2, 4, 10, 10)),
+        ("cudnn", (2, 4, 24, 24)),
         ("cpu-flash", None),
-        ("cpu-flash", (2, 1, 10, 10)),
+        ("cpu-flash", (2, 1, 24, 24)),
     ],
 )
 def test_the_table_says_what_the_kernels_autograd_formula_keeps(name, mask, dtype):
@@ -75,9 +82,9 @@ def test_the_table_says_what_the_kernels_autograd_formula_keeps(name, mask, dtyp
     ("changes", "arguments"),
     [
         ({}, {"is_causal": True}),
-        ({"mask": (2, 1, 10, 10), "mask_dtype": torch.bool}, {"attn_mask": torch.ones(2, 1, 10, 10) > 0}),
+        ({"mask": (2, 1, 24, 24), "mask_dtype": torch.bool}, {"attn_mask": torch.ones(2, 1, 24, 24) > 0}),
         ({"dropout": 0.5}, {"dropout_p": 0.5}),
-        ({"value": (2, 4, 10, 8)}, {}),
+        ({"value": (2, 4, 24, 8)}, {}),
     ],
     ids=["causal", "mask", "dropout", "unlike heads"],
 )
@@ -92,10 +99,10 @@ def test_the_choice_on_a_cpu_is_pytorchs_own(changes, arguments, dtype):
 def test_the_choice_on_a_gpu():
     assert choose_backend(_call(), "cuda") == "flash"
     assert choose_backend(_call(torch.float32), "cuda") == "efficient"
-    assert choose_backend(_call(mask=(2, 4, 10, 10), mask_dtype=torch.bfloat16), "cuda") == "efficient"
+    assert choose_backend(_call(mask=(2, 4, 24, 24), mask_dtype=torch.bfloat16), "cuda") == "efficient"
     assert choose_backend(_call(torch.float64), "cuda") == "math"
     assert (
-        choose_backend(_call(query=(2, 4, 10, 512), key=(2, 4, 10, 512), value=(2, 4, 10, 512)), "cuda")
+        choose_backend(_call(query=(2, 4, 24, 512), key=(2, 4, 24, 512), value=(2, 4, 24, 512)), "cuda")
         == "efficient"
     )
 
@@ -109,16 +116,28 @@ def test_a_request_holds_where_it_can_and_yields_where_it_cannot():
 
 
 def test_grouped_heads():
-    grouped = _call(key=(2, 2, 10, 16), value=(2, 2, 10, 16))
+    grouped = _call(key=(2, 2, 24, 16), value=(2, 2, 24, 16))
     assert supports("flash", grouped)
     assert not supports("efficient", grouped)
 
 
 def test_a_boolean_mask_is_kept_as_a_copy_of_the_querys_type():
-    call = _call(torch.float32, mask=(2, 1, 10, 10), mask_dtype=torch.bool)
+    call = _call(torch.float32, mask=(2, 1, 24, 24), mask_dtype=torch.bool)
     kept = saved_tensors("cpu-flash", call)
     assert "mask" not in kept
-    assert 2 * 10 * 10 * 4 in kept
+    assert 2 * 24 * 24 * 4 in kept
+
+
+def test_unaligned_heads_and_masks_are_kept_as_padded_copies():
+    shape = (2, 4, 10, 12)
+    call = _call(query=shape, key=shape, value=shape)
+    padded = 2 * 4 * 10 * 16 * 2
+    assert saved_tensors("flash", call)[:4] == (padded, padded, padded, "out")
+    assert output_storage_bytes("flash", call) == padded
+    assert saved_tensors("efficient", call)[:4] == ("query", "key", "value", "out")
+    masked = _call(mask=(2, 1, 10, 10), mask_dtype=torch.bfloat16)
+    assert saved_tensors("efficient", masked)[-1] == 2 * 10 * 16 * 2
+    assert saved_tensors("cudnn", masked)[-1] == "mask"
 
 
 def test_fused_kernels_move_no_scores():
