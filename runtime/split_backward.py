@@ -189,6 +189,8 @@ def _convolution(
         return wide[0], wide[1], wide[2], transposed, wide[3], groups
 
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dim() < weight.dim():
+            return forward(x.unsqueeze(0), weight, bias).squeeze(0)
         result: Tensor = aten.convolution(x, weight, bias, *arguments(weight))
         return result
 
