@@ -7,7 +7,9 @@ Charged to a rank (times are of the simulated instructions; bytes are multiplied
     saved by a forward         start of the forward                  end of its backward; when split, the input half
                                                                      frees all but ``weight_saved_bytes``, the weight
                                                                      half the rest; without a backward, its own end
-    a value, where produced    start of the forward                  its sends are done and its local consumers too
+    a value, where produced    start of the forward                  its sends are done, its local consumers too and,
+                                                                     if it needs a gradient, its producer's backward
+                                                                     (which starts from it, so the executor keeps it)
     a value, where received    the receive is posted                 its local consumers are done
     a gradient, where made     start of the first local consumer's   the send is done; or, within the rank, the end of
                                backward                              the producer's backward
@@ -105,7 +107,8 @@ def memory_curves(
         by_rank: dict[int, list[int]] = {}
         for consumer in value.consumers:
             by_rank.setdefault(graph.segments[consumer].rank, []).append(consumer)
-        held_until = forward[value.producer]
+        held_until = backward[value.producer] if value.needs_grad else forward[value.producer]
+        held_until = _latest(forward[value.producer], held_until)
         for rank, consumers in by_rank.items():
             finished = _latest(*(done[c] for c in consumers))
             if rank == home:
