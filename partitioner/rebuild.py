@@ -67,17 +67,14 @@ def simulate_plan(plan: Plan) -> Simulation:
     return simulate_step(plan_programs(plan), plan_segments(plan), plan.cluster, step, sizes)
 
 
-def plan_segmentation(plan: Plan, graph: OpGraph, *, same_numbers: bool = True) -> Segmentation:
-    """Which ops of ``graph`` each of the plan's segments runs. Raises PlanError when the plan is for another model.
-
-    ``same_numbers=False`` accepts a graph that differs in data types only (verification runs in float64).
-    """
-    refuse_other_model(plan, graph, same_numbers=same_numbers)
+def plan_segmentation(plan: Plan, graph: OpGraph) -> Segmentation:
+    """Which ops of ``graph`` each of the plan's segments runs. Raises PlanError when the plan is for another model."""
+    refuse_other_model(plan, graph)
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     return by_stage(graph, stage_of, [stage.devices[0] for stage in plan.stages], frozenset(plan.recomputed))
 
 
-def refuse_other_model(plan: Plan, graph: OpGraph, *, same_numbers: bool = True) -> None:
+def refuse_other_model(plan: Plan, graph: OpGraph) -> None:
     """Raise PlanError listing how ``graph`` differs from the model the plan was made for."""
     planned = set(plan.placements) | set(plan.recomputed)
     traced = {node.name for node in graph.ops}
@@ -91,7 +88,7 @@ def refuse_other_model(plan: Plan, graph: OpGraph, *, same_numbers: bool = True)
         differences.append(
             f"{len(extra)} ops of the model are not in the plan, such as {', '.join(extra[:3])}"
         )
-    if same_numbers and graph.fingerprint != plan.model.fingerprint:
+    if graph.fingerprint != plan.model.fingerprint:
         differences.append(
             f"fingerprint {graph.fingerprint[:12]} differs from the plan's {plan.model.fingerprint[:12]} "
             "(ops, shapes, data types and parameter names count)"

@@ -27,6 +27,7 @@ from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
 from partitioner.verify_rank import VerificationTask, run_rank
 from partitioner.workloads import Workload
 from passes.batch import flatten_batch, forward_arguments, forward_names
+from passes.double import Float64, float64_by_default, in_float64
 from passes.dropout import DropoutOff, random_ops, without_dropout
 from passes.export_model import loss_of
 from passes.graph import OpGraph
@@ -104,15 +105,15 @@ def verify_plan(
     """Run ``plan`` on local Gloo processes in float64 and compare it with ``model``.
 
     ``model``: a module with real weights, or a Workload. ``pool``: workers to use instead of starting new ones;
-    ``graph``: the float64 training trace of the model, to trace once for several plans.
+    ``graph``: the model's training trace, to trace once for several plans.
     """
     started = time.monotonic()
     workload = _workload(model, example_inputs, loss_fn)
+    refuse_without_weights(workload.model)
+    graph = as_graph(workload, batch_dims=batch_dims, name=plan.model.name) if graph is None else graph
+    segmentation = plan_segmentation(plan, graph)
+    graph, dropped = without_dropout(in_float64(graph))
     reference = double_copy(workload)
-    if graph is None:
-        graph = as_graph(reference, batch_dims=batch_dims, name=plan.model.name)
-    segmentation = plan_segmentation(plan, graph, same_numbers=False)
-    graph, dropped = without_dropout(graph)
     notes = list(graph.notes)
     if dropped:
         notes.append(f"dropout switched off in {dropped} ops: two random draws cannot be compared")
@@ -158,15 +159,19 @@ def verify_plan(
     )
 
 
-def double_copy(workload: Workload) -> Workload:
-    """The workload in float64, its model copied: the user's is never touched."""
-    meta = [name for name, tensor in workload.model.state_dict().items() if tensor.is_meta]
+def refuse_without_weights(model: nn.Module) -> None:
+    """Raise UsageError for a model on the meta device."""
+    meta = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if meta:
         raise UsageError(
             "cannot verify a model without weights",
             because=[f"{len(meta)} tensors are on the meta device, such as {meta[0]}"],
             suggestions=["verify a small variant with real weights (for bundled models: --set size=tiny)"],
         )
+
+
+def double_copy(workload: Workload) -> Workload:
+    """The workload in float64 on the CPU, its model copied: the user's is never touched."""
     model = copy.deepcopy(workload.model).double().cpu()
     return Workload(model, to_double(workload.example_inputs), workload.loss_fn, workload.name)
 
@@ -175,8 +180,7 @@ def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
     """Parameters, buffers and lifted constants by canonical name."""
     state = {name: tensor.detach() for name, tensor in model.named_parameters()}
     state.update({name: tensor.detach() for name, tensor in model.named_buffers()})
-    wide = {name: c.double() if c.is_floating_point() else c for name, c in graph.constants.items()}
-    return {**wide, **state}
+    return {**graph.constants, **state}
 
 
 def reference_step(
@@ -191,7 +195,7 @@ def reference_step(
     model = copy.deepcopy(reference.model).train()
     pieces = {name: cut(leaf, graph.batch.batch_dims.get(name), len(sizes)) for name, leaf in leaves.items()}
     total = 0.0
-    with DropoutOff():
+    with DropoutOff(), Float64(), float64_by_default():
         for index, size in enumerate(sizes):
             piece = rebuilt(batch, {name: parts[index].clone() for name, parts in pieces.items()}, model)
             args, kwargs = forward_arguments(model, piece, reference.loss_fn is not None)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from partitioner.compare import StepResult
 from partitioner.optimizers import make_optimizer
+from passes.double import float64_by_default
 from runtime.execute import Executor
 from runtime.program import Program, SegmentGraph
 from runtime.segment_code import BatchSpec, SegmentCode
@@ -53,7 +54,8 @@ def run_rank(task: VerificationTask) -> StepResult | None:
     try:
         parameters = [tensor for tensor in state.values() if isinstance(tensor, nn.Parameter)]
         optimizer = make_optimizer(task.optimizer, parameters, task.learning_rate)
-        loss = executor.train_step(task.batch, task.microbatches, optimizer)
+        with float64_by_default():
+            loss = executor.train_step(task.batch, task.microbatches, optimizer)
     finally:
         executor.close()
     return StepResult(

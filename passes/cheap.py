@@ -14,6 +14,7 @@ from torch import fx
 
 from passes.graph import OpGraph
 from passes.mutable import mutable_buffers
+from passes.node_tools import argument
 
 MAX_FLOPS_PER_ELEMENT = 512
 """A contraction of at most this many terms per output element still counts as cheap (empirically: the rotary
@@ -47,20 +48,9 @@ def draws_random_numbers(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
-    train = _argument(node, "train")
-    probability = _argument(node, "dropout_p")
+    train = argument(node, "train")
+    probability = argument(node, "dropout_p")
     return train is not False and probability != 0.0
-
-
-def _argument(node: fx.Node, name: str) -> object:
-    """The value of the op's argument ``name``, its default when it was not given, None when there is none."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            if name in node.kwargs:
-                return node.kwargs[name]
-            return node.args[position] if position < len(node.args) else argument.default_value
-    return None
 
 
 def _is_light(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from passes.cheap import draws_random_numbers
 from passes.graph import OpGraph
+from passes.node_tools import copy_graph
 
 _PROBABILITY_NAMES = ("p", "dropout_p", "dropout")
 _DROPPING_OPS = ("dropout", "attention", "lstm", "gru", "rnn")
@@ -20,7 +21,7 @@ _DROPPING_OPS = ("dropout", "attention", "lstm", "gru", "rnn")
 
 def without_dropout(graph: OpGraph) -> tuple[OpGraph, int]:
     """The graph with every dropout probability set to zero, and how many ops that changed."""
-    module = fx.GraphModule(graph.module, _copied(graph.graph))
+    module = fx.GraphModule(graph.module, copy_graph(graph.graph))
     changed = 0
     for node in module.graph.nodes:
         if node.op == "call_function" and draws_random_numbers(node) and _set_probability(node):
@@ -68,14 +69,6 @@ class DropoutOff(TorchFunctionMode):
             else:
                 options["dropout_p"] = 0.0
         return func(*args, **options)
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    new = fx.Graph()
-    environment: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        environment[node] = new.node_copy(node, environment.__getitem__)
-    return new
 
 
 def _set_probability(node: fx.Node) -> bool:
