@@ -174,7 +174,7 @@ def _written_buffers(code: SegmentCode) -> list[tuple[int, list[int], str]]:
 
 
 def _with_emits(module: fx.GraphModule, early: Sequence[int], emit: Emit) -> fx.GraphModule:
-    """A copy of ``module`` that calls ``emit(position, tensor)`` right after making an output in ``early``."""
+    """A copy of ``module`` that calls ``emit(position, tensor)`` after making each output in ``early``."""
     graph = fx.Graph()
     result = graph.graph_copy(module.graph, val_map={})
     output = graph.output(result)
