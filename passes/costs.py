@@ -15,8 +15,9 @@ Everything but seconds is independent of the device, except that what dropout an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import sympy
@@ -35,7 +36,7 @@ from cost_models.compute import (
 from passes.graph import OpGraph
 from passes.saved_tensors import OpProfile, profile
 from passes.signatures import Signature, SignatureTable, group_by_signature
-from passes.size_model import OUTPUT_BYTES, WORK_FIELDS, SizeModel, fit
+from passes.size_model import OUTPUT_BYTES, WORK_FIELDS, SizeModel, at_one_sample, fit
 from passes.storages import StorageTable, name_storages
 
 PHASES = ("forward", "backward_input", "backward_weight")
@@ -100,11 +101,23 @@ class GraphCosts:
     _rates: tuple[tuple[torch.dtype, OpClass], ...] = field(repr=False)
     """(data type, class) of each signature's arithmetic."""
     _extra: Extra = field(repr=False)
+    _assemble: Callable[[SizeModel], GraphCosts] | None = field(repr=False)
+    """Makes the costs of another size model; None if this one is of a single batch size."""
     _tables: dict[int, OpTable] = field(default_factory=dict, repr=False)
     _phases: dict[object, tuple[PhaseSeconds, ...]] = field(default_factory=dict, repr=False)
 
+    @cached_property
+    def _one_sample(self) -> GraphCosts:
+        return self if self._assemble is None else self._assemble(at_one_sample(self._model))
+
+    def exact(self, batch_size: int) -> GraphCosts:
+        """The costs whose ``saved`` and ``output_storages`` hold for this size: at one sample, some copies are views."""
+        return self._one_sample if batch_size == 1 else self
+
     def at(self, batch_size: int) -> OpTable:
         """Work of every op for micro-batches of ``batch_size`` samples."""
+        if batch_size == 1 and self._assemble is not None:
+            return self._one_sample.at(1)
         if batch_size not in self._tables:
             numbers = self._model.at(batch_size)
             first = np.array(self._model.first_row[:-1], dtype=np.intp)[self.signature_of]
@@ -135,11 +148,13 @@ class GraphCosts:
         return SegmentSeconds(*(segment_seconds(phase, device, chosen) for phase in phases))
 
     def storage_bytes(self, batch_size: int) -> Mapping[str, int]:
-        """Size of every storage that an op makes."""
+        """Size of every storage that an op makes, for the names in this object's ``saved`` (see ``exact``)."""
         return self._storages.sizes(self._model.at(batch_size), batch_size)
 
     def saved_bytes(self, op_indices: Iterable[int], batch_size: int) -> int:
         """Bytes that autograd keeps for these ops: the union of their storages."""
+        if self.exact(batch_size) is not self:
+            return self.exact(batch_size).saved_bytes(op_indices, batch_size)
         sizes = self.storage_bytes(batch_size)
         return sum(sizes[name] for name in self._union(op_indices))
 
@@ -150,6 +165,8 @@ class GraphCosts:
 
         A received value is a buffer of its own, as large as the value, whatever its storage was where it was made.
         """
+        if self.exact(batch_size) is not self:
+            return self.exact(batch_size).held_bytes(op_indices, batch_size, outputs)
         chosen = [int(index) for index in op_indices]
         sizes = dict(self.storage_bytes(batch_size))
         output_bytes = self.at(batch_size).output_bytes
@@ -239,7 +256,12 @@ def cost_graph(graph: OpGraph, *, attention: str | None = None, device_kind: str
         sizes = {**symbols, graph.batch.batch_symbol: batch_size}
         return profile(table.signatures[signature], sizes, attention=attention, device_kind=device_kind)
 
-    model = fit(len(table.signatures), profiler)
+    return _assemble(graph, table, fit(len(table.signatures), profiler))
+
+
+def _assemble(
+    graph: OpGraph, table: SignatureTable, model: SizeModel, *, any_size: bool = True
+) -> GraphCosts:
     structures = [model.structures[index] for index in table.of]
     storages = name_storages(graph, table, model)
     backends = sorted({s.attention_backend for s in structures if s.attention_backend})
@@ -258,6 +280,7 @@ def cost_graph(graph: OpGraph, *, attention: str | None = None, device_kind: str
         signature_of=np.array(table.of, dtype=np.intp),
         _rates=rates,
         _extra=_extra(graph, table, storages),
+        _assemble=(lambda other: _assemble(graph, table, other, any_size=False)) if any_size else None,
     )
 
 

@@ -9,7 +9,7 @@ fourth checks. A signature that fails the check, or whose structure changes with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 
@@ -47,9 +47,10 @@ class SizeModel:
             powers = np.array([1.0, batch_size, float(batch_size) ** 2])
             numbers = self.coefficients @ powers
             for signature in self.direct:
-                exact = _numbers(self.profiler(signature, batch_size))
-                rows = slice(self.first_row[signature], self.first_row[signature + 1])
-                numbers[rows] = exact[: rows.stop - rows.start]
+                first, end = self.first_row[signature], self.first_row[signature + 1]
+                exact = _numbers(self.profiler(signature, batch_size))[: end - first]
+                numbers[first:end] = 0  # a structure that changes with the size may have fewer storages
+                numbers[first : first + len(exact)] = exact
             self._cache[batch_size] = np.rint(numbers)
         return self._cache[batch_size]
 
@@ -76,6 +77,30 @@ def fit(signatures: int, profiler: Profiler) -> SizeModel:
     return SizeModel(table, tuple(first_row), tuple(structures), tuple(direct), profiler)
 
 
+def at_one_sample(model: SizeModel) -> SizeModel:
+    """Numbers and structures of micro-batches of one sample, profiled as such: there, some copies become views.
+
+    ``x.transpose(0, 1).contiguous()`` copies, unless one of the two dimensions is 1. Ops that refuse a single sample (a
+    normalization over the batch) keep their polynomials.
+    """
+    coefficients: list[tuple[float, float, float]] = []
+    first_row = [0]
+    structures: list[OpStructure] = []
+    fitted = model.at(1)
+    for signature, structure in enumerate(model.structures):
+        profile = model.profiler(signature, 1)
+        numbers = [float(n) for n in _numbers(profile)]
+        if profile.structure.estimated and not structure.estimated:
+            numbers = fitted[model.first_row[signature] : model.first_row[signature + 1]].tolist()
+        else:
+            structure = profile.structure
+        structures.append(structure)
+        coefficients += [(number, 0.0, 0.0) for number in numbers]
+        first_row.append(len(coefficients))
+    table = np.array(coefficients, dtype=np.float64).reshape(-1, 3)
+    return SizeModel(table, tuple(first_row), tuple(structures), (), model.profiler)
+
+
 def _numbers(profile: OpProfile) -> list[int]:
     work = [int(getattr(profile.work, name)) for name in WORK_FIELDS]
     return [*work, profile.output_bytes, *profile.storage_bytes]
@@ -87,8 +112,3 @@ def _parabola(y0: int, y1: int, y2: int) -> tuple[Fraction, Fraction, Fraction]:
     first = Fraction(y1 - y0, x1 - x0)
     second = (Fraction(y2 - y1, x2 - x1) - first) / (x2 - x0)
     return y0 - first * x0 + second * x0 * x1, first - second * (x0 + x1), second
-
-
-def pick_rows(rows: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
-    """``rows`` as an index array."""
-    return np.array(rows, dtype=np.intp)
