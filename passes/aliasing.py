@@ -156,17 +156,40 @@ def written_storages(graph: fx.Graph) -> set[int | None]:
 # --------------------------------------------------------------------------------------------------
 # Replay
 
-_STRIDE_FREE = {aten.view.default: aten.reshape.default}
+_STRIDE_FREE: dict[Any, Any] = {aten.view.default: aten.reshape.default}
 """A rewritten tensor may have other strides, which ``view`` would refuse."""
+
+_NEEDS_DENSE = (aten.as_strided.default, aten.view_as_complex.default, aten.view.dtype)
+"""Views whose meaning or legality depends on strides."""
 
 
 def replay(view: View, parent: fx.Node, writer: Writer) -> fx.Node:
     """The same view of ``parent``, the new contents of ``view.source``."""
     args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: parent if n is view.source else n)
-    if view.target == aten.as_strided.default:
-        args = (writer.call(aten.contiguous.default, parent), *args[1:])
+    if view.target in _NEEDS_DENSE:
+        args = (_dense(parent, writer), *args[1:])
     again = writer.call(_STRIDE_FREE.get(view.target, view.target), *args, **kwargs)
     return again if view.index is None else writer.call(operator.getitem, again, view.index)
+
+
+def same_strides(left: fx.Node, right: fx.Node) -> bool:
+    """Whether two tensors are laid out alike in memory (compared as expressions: no size gets fixed)."""
+    values = (left.meta["val"], right.meta["val"])
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return True
+    first, second = ([str(stride) for stride in value.stride()] for value in values)
+    return first == second
+
+
+def accept_any_strides(node: fx.Node, writer: Writer) -> None:
+    """Make an op that reads a tensor with other strides than the traced one legal, its result the same."""
+    node.target = _STRIDE_FREE.get(node.target, node.target)
+    if node.target in _NEEDS_DENSE and isinstance(node.args[0], fx.Node):
+        node.update_arg(0, _dense(node.args[0], writer))
+
+
+def _dense(node: fx.Node, writer: Writer) -> fx.Node:
+    return writer.call(aten.contiguous.default, node)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -275,12 +298,11 @@ def _diagonal(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.N
 
 def _as_strided(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
     size, stride, offset = (view.argument(name) for name in ("size", "stride", "storage_offset"))
-    dense = writer.call(aten.contiguous.default, parent)
-    return writer.call(aten.as_strided_scatter.default, dense, new, size, stride, offset)
+    return writer.call(aten.as_strided_scatter.default, _dense(parent, writer), new, size, stride, offset)
 
 
 def _bits(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
-    return writer.call(aten.view.dtype, new, parent.meta["val"].dtype)
+    return writer.call(aten.view.dtype, _dense(new, writer), parent.meta["val"].dtype)
 
 
 def _cast_back(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
@@ -289,7 +311,7 @@ def _cast_back(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.
 
 def _complex_pair(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
     if view.target == aten.view_as_real.default:
-        return writer.call(aten.view_as_complex.default, new)
+        return writer.call(aten.view_as_complex.default, _dense(new, writer))
     return writer.call(aten.view_as_real.default, new)
 
 
@@ -306,7 +328,7 @@ def _half(parent: fx.Node, new: fx.Node, index: int, writer: Writer) -> fx.Node:
     pair = writer.call(
         aten.select_scatter.default, writer.call(aten.view_as_real.default, parent), new, -1, index
     )
-    return writer.call(aten.view_as_complex.default, pair)
+    return writer.call(aten.view_as_complex.default, _dense(pair, writer))
 
 
 def _table(*rows: tuple[Inverse, tuple[Any, ...]]) -> dict[Any, Inverse]:

@@ -25,9 +25,11 @@ from cost_models.errors import ModelError
 from passes.aliasing import (
     View,
     Writer,
+    accept_any_strides,
     can_write,
     changes_view_only,
     replay,
+    same_strides,
     view_of,
     write,
     written_arguments,
@@ -96,6 +98,8 @@ class _Rewriter:
     members: dict[fx.Node, _Member] = field(default_factory=dict)
     """Every tensor of a written family. An in-place op returns the tensor that it writes: the same member."""
     written: set[fx.Node] = field(default_factory=set)
+    restrided: set[fx.Node] = field(default_factory=set)
+    """Tensors that may have other strides than in the traced graph."""
     problems: list[tuple[str, str]] = field(default_factory=list)
 
     def run(self) -> None:
@@ -104,20 +108,16 @@ class _Rewriter:
         self.mode = fake_mode_of(self.graph)
         nodes = list(self.graph.nodes)
         views = {node: view for node in nodes if (view := view_of(node)) is not None}
-        for node in reversed(
-            nodes
-        ):  # a view may hide its memory (dropout in evaluation): follow the source too
-            if node in views and storage_key(node.meta["val"]) in storages:
-                storages.add(storage_key(views[node].source.meta["val"]))
         firsts: dict[int | None, fx.Node] = {}
-        taken: dict[fx.Node, int] = {}
+        taken: dict[fx.Node, int] = {}  # when an op with several views ran: its projections are that old
         for node in nodes:
             targets = written_arguments(node)
+            mine = storage_key(node.meta.get("val")) in storages
             if node.op == "placeholder":
-                if (key := storage_key(node.meta.get("val"))) in storages:
-                    self._add_placeholder(node, firsts.setdefault(key, node))
+                if mine:
+                    self._add_placeholder(node, firsts.setdefault(storage_key(node.meta["val"]), node))
                 continue
-            view_only = bool(targets) and changes_view_only(node)
+            view_only = changes_view_only(node)
             if view_only:
                 views[node] = self._make_out_of_place_view(node)
             self._refresh(node)
@@ -125,7 +125,7 @@ class _Rewriter:
                 self._rewrite(node, targets)
             elif node in views:
                 self._add_view(node, views[node], taken)
-            elif storage_key(node.meta.get("val")) in storages:
+            elif mine:
                 family = _Family(node, bool(recorded_requires_grad(node)))
                 self.members[node] = _Member(family, None, node, 0)
             elif isinstance(node.meta.get("val"), list | tuple):
@@ -168,10 +168,17 @@ class _Rewriter:
         """Make the op read the newest contents of everything that it reads."""
         for source in node.all_input_nodes:
             member = self.members.get(source)
-            if member is not None and (
-                member.version < member.family.version or member.contents is not source
-            ):
-                node.replace_input_with(source, self._current(source, node))
+            if member is None:
+                continue
+            if member.version < member.family.version or member.contents is not source:
+                contents = self._current(source, node)
+                node.replace_input_with(source, contents)
+                if not same_strides(source, contents):
+                    self.restrided.add(contents)
+        if any(source in self.restrided for source in node.all_input_nodes):
+            self.restrided.add(node)
+            with self.graph.inserting_before(node):
+                accept_any_strides(node, Writer(self.graph, self.mode, node))
 
     def _current(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         """The node with the contents of ``node`` as ``reader`` finds them."""
