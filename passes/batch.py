@@ -138,7 +138,7 @@ def forward_arguments(
                 "pass loss_fn(output, batch) for the rest",
             ],
         )
-    if has_loss_fn and required < len(items) <= accepted:
+    if has_loss_fn and max(required, 1) < len(items) <= accepted:
         raise ModelError(
             f"cannot tell which elements of the batch are for {call} and which for the loss only",
             [f"the batch has {len(items)} positional elements, forward takes {required} to {accepted}"],

@@ -7,7 +7,7 @@ environment itself, so that every size of the graph follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,36 @@ def batch_spec(
             if isinstance(size, sympy.Symbol):
                 symbols.setdefault(size, (name, dim))
     return BatchSpec(dict(dims), symbol, symbols)
+
+
+TRIED_SIZES = range(2, 65)
+"""Batch sizes for which an assumption of the trace is evaluated (1 is never assumed about)."""
+
+
+def check_guards(guards: Iterable[sympy.Basic], symbol: sympy.Symbol) -> list[str]:
+    """Refuse a graph that holds for some batch sizes only: for the others the model's code takes another way.
+
+    ``guards``: what the trace assumed, such as ``3 < batch`` from ``if x.shape[0] > 3``. One that a single
+    size breaks (``batch != 8``) is returned as a remark: most come from torch comparing sizes by chance.
+    """
+    remarks: list[str] = []
+    problems: list[str] = []
+    for guard in guards:
+        if guard.free_symbols != {symbol}:
+            continue
+        broken = [size for size in TRIED_SIZES if guard.subs(symbol, size) == sympy.false]
+        readable = str(guard.subs(symbol, sympy.Symbol("batch")))
+        if len(broken) > 1:
+            problems.append(f"{readable}, which {broken[0]} and {len(broken) - 1} other sizes below 65 break")
+        elif broken:
+            remarks.append(f"the code was traced for batch sizes other than {broken[0]} ({readable})")
+    if problems:
+        raise ModelError(
+            "the model's code depends on the batch size",
+            [f"it was traced under the assumption {text}" for text in problems],
+            ["make forward do the same for every batch size", "batch_dims={leaf name: dim or None}"],
+        )
+    return remarks
 
 
 def check_known(graph: fx.Graph, known: BatchSpec) -> None:

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from cost_models.errors import ModelError
+from cost_models.errors import InternalError, ModelError
 from passes.export_model import OutputRecord
 from passes.functional import functionalize
 from passes.graph import GraphInput, GraphOutput
@@ -34,6 +34,7 @@ _PREFIX = "model."
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parent) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_SLICE = re.compile(r"(?P<container>[\w.]+)\.slice\((?P<limits>[^)]*)\)\.(?P<index>\d+)(?P<rest>.*)")
 _EXPORT_META = (
     "nn_module_stack",
     "stack_trace",
@@ -69,19 +70,19 @@ def convert(
     state: StateNames,
     fake_mode: FakeTensorMode,
     leaf_names: tuple[str, ...],
+    model: nn.Module,
 ) -> Converted:
-    """Name inputs, merge tied ones, run ``simplify`` and ``functionalize``, note where every node comes from."""
+    """Name inputs, merge ties, run ``simplify`` and ``functionalize``, note where every node comes from."""
     module = program.graph_module
     constants: dict[str, Tensor] = {}
     stands_for = _placeholders(program, state, leaf_names, constants)
     _check_constants(constants)
     stands_for = _merge_ties(module.graph, stands_for)
-    written = _take_mutations(program, module.graph, state)
+    _check_output_kinds(program)
     module = simplify(module)
     buffers = {i.node: i.name for i in stands_for.values() if i.kind == "buffer"}
-    module, mutated = functionalize(module, buffers)
-    written |= mutated
-    _annotate(module.graph, fake_mode)
+    module, written = functionalize(module, buffers)
+    _annotate(module.graph, fake_mode, model)
     outputs = _outputs(module, record, written)
     inputs = _used_inputs(module.graph, stands_for)
     kept = {i.name for i in inputs if i.kind == "constant"}
@@ -159,20 +160,11 @@ def _merge_ties(graph: fx.Graph, stands_for: Mapping[str, GraphInput]) -> dict[s
     return result
 
 
-def _take_mutations(program: ExportedProgram, graph: fx.Graph, state: StateNames) -> dict[str, str]:
-    """Where export itself made buffer writes functional: take them out of the output. Buffer name -> node
-    name.
-    """
-    output = graph.output_node()
-    written: dict[str, str] = {}
-    kept = []
-    for spec, value in zip(program.graph_signature.output_specs, output.args[0], strict=True):  # type: ignore[arg-type]
-        if spec.kind is OutputKind.USER_OUTPUT:
-            kept.append(value)
-        elif spec.kind is OutputKind.BUFFER_MUTATION:
-            written[state.canonical((spec.target or "").removeprefix(_PREFIX))] = value.name
-    output.args = (tuple(kept),)
-    return written
+def _check_output_kinds(program: ExportedProgram) -> None:
+    """Writes are operations in the graph; were they outputs already, the graph would not be what we expect."""
+    kinds = {spec.kind for spec in program.graph_signature.output_specs} - {OutputKind.USER_OUTPUT}
+    if kinds:
+        raise InternalError("trace: export returned outputs of an unknown kind", sorted(map(str, kinds)))
 
 
 def _outputs(
@@ -214,14 +206,14 @@ def _used_inputs(graph: fx.Graph, stands_for: Mapping[str, GraphInput]) -> tuple
 # Where every node comes from
 
 
-def _annotate(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
+def _annotate(graph: fx.Graph, fake_mode: FakeTensorMode, model: nn.Module) -> None:
     """Set ``module_path`` and ``source``, make every value a fake CPU tensor, and drop what only export
     needed.
     """
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack")
         if stack:
-            node.meta["module_path"] = _module_path(next(reversed(stack.values()))[0])
+            node.meta["module_path"] = _module_path(next(reversed(stack.values()))[0], model)
         node.meta.setdefault("module_path", "")
         node.meta["source"] = node.meta.get("source") or _source(node.meta.get("stack_trace") or "")
         for key in _EXPORT_META:
@@ -230,9 +222,20 @@ def _annotate(graph: fx.Graph, fake_mode: FakeTensorMode) -> None:
             node.meta["val"] = _on_cpu(node.meta["val"], fake_mode)
 
 
-def _module_path(path: str) -> str:
-    """The path without the wrapper that joins model and loss; the loss function has none."""
-    return path.removeprefix(_PREFIX) if path.startswith(_PREFIX) else ""
+def _module_path(path: str, model: nn.Module) -> str:
+    """The path without the wrapper that joins model and loss; the loss function has none.
+
+    ``for layer in self.layers[1:]`` is reported as "layers.slice(1, None, None).0", which is "layers.1".
+    """
+    if not path.startswith(_PREFIX):
+        return ""
+    path = path.removeprefix(_PREFIX)
+    while match := _SLICE.match(path):
+        container = model.get_submodule(match["container"])
+        limits = slice(*(None if n == "None" else int(n) for n in match["limits"].split(", ")))
+        index = range(len(container))[limits][int(match["index"])]  # type: ignore[arg-type]
+        path = f"{match['container']}.{index}{match['rest']}"
+    return path
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -49,7 +50,8 @@ class ModelWithLoss(nn.Module):
         """The traced computation."""
         batch = rebuild(self._batch[0], leaves)
         args, kwargs = forward_arguments(self.model, batch, self.loss_fn is not None)
-        output = self.model(*args, **kwargs)
+        with writes_for_assignments(self.model):
+            output = self.model(*args, **kwargs)
         if self.loss_fn is not None:
             loss: Tensor | None = checked_loss(self.loss_fn(output, batch), "loss_fn")
         else:
@@ -61,6 +63,31 @@ class ModelWithLoss(nn.Module):
         self.record.names = tuple(found)
         self.record.has_loss = loss is not None
         return tuple(found.values())
+
+
+@contextlib.contextmanager
+def writes_for_assignments(model: nn.Module) -> Iterator[None]:
+    """Turn ``self.buffer = new`` into ``self.buffer.copy_(new)``: export forgets the one and sees the other."""
+    before = [
+        (path, module._buffers, name, buffer)
+        for path, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    yield
+    for path, table, name, old in before:
+        new = table.get(name)
+        if new is None or new is old:
+            continue
+        if new.shape != old.shape:
+            raise ModelError(
+                f"forward replaces the buffer {f'{path}.{name}'.lstrip('.')} by one of another shape",
+                [f"from {tuple(old.shape)} to {tuple(new.shape)}"],
+                ["compute it anew in forward, or keep a buffer of the largest shape and slice it"],
+            )
+        with torch.no_grad():
+            old.copy_(new)
+        table[name] = old
 
 
 def rebuild(batch: object, leaves: Sequence[Tensor]) -> Any:

@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 
 from cost_models.errors import ModelError, PartitionerError, UsageError
 from passes.batch import BatchDims, batch_dim_candidates, flatten_batch, forward_names, map_tensors, tile
-from passes.batch_symbols import Settled, batch_spec, check_known, merge, settle, size_of
+from passes.batch_symbols import Settled, batch_spec, check_guards, check_known, merge, settle, size_of
 from passes.build_graph import convert, leaf_nodes
 from passes.export_model import LossFunction, ModelWithLoss, export
 from passes.fingerprint import fingerprint
@@ -69,6 +69,7 @@ def trace(
     The model may be on the meta device. Nothing of it is copied or changed.
     """
     model_name = name or type(model).__name__
+    _check_module(model)
     batch = _private_copy(example_inputs, model)
     leaves = flatten_batch(batch, forward_names(model))
     if not leaves:
@@ -88,7 +89,9 @@ def trace(
     notes += traced.notes
     exported = traced.exported
     spec = batch_spec(exported.settled.dims, traced.symbol, exported.leaves)
-    converted = convert(exported.program, exported.module.record, state, exported.fake_mode, tuple(leaves))
+    converted = convert(
+        exported.program, exported.module.record, state, exported.fake_mode, tuple(leaves), model
+    )
     check_known(converted.module.graph, spec)
     everything = {**state.parameters, **state.buffers}
     graph = OpGraph(
@@ -110,6 +113,25 @@ def trace(
     )
     logger.info("traced %s: %d operations", model_name, len(graph))
     return graph
+
+
+def _check_module(model: nn.Module) -> None:
+    """Wrappers that hide the model's code or its names are to be taken off first."""
+    if not isinstance(model, nn.Module):
+        raise UsageError("the model is no torch.nn.Module", [f"got {type(model).__name__}"])
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "a TorchScript model cannot be traced", suggestions=["pass the module that was scripted"]
+        )
+    inner = {"_orig_mod": "torch.compile", "module": "a data-parallel wrapper"}
+    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+    for attribute, wrapper in inner.items():
+        if attribute in model._modules and (attribute == "_orig_mod" or isinstance(model, wrappers)):
+            raise ModelError(
+                f"the model is wrapped by {wrapper}",
+                [f"{type(model).__name__} renames the model's parameters"],
+                [f"pass model.{attribute}"],
+            )
 
 
 def _private_copy(example_inputs: object, model: nn.Module) -> Any:
@@ -283,7 +305,10 @@ def _finish(request: _Request, exported: _Exported, overrides: Mapping[str, int 
             ["take the size from tensor.shape in the model, not from a constant", "leave the dimension out"],
         )
     symbol, by_convention = merge(exported.settled, exported.leaves)
-    notes = [
+    shape_env = exported.fake_mode.shape_env
+    assert shape_env is not None
+    notes = check_guards([shape_env.replace(guard.expr) for guard in shape_env.guards], symbol)
+    notes += [
         f"{leaf} has no batch dimension: every micro-batch gets all of it" for leaf in exported.settled.fixed
     ]
     notes += [

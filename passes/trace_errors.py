@@ -89,7 +89,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _location(error: BaseException, model: nn.Module) -> str:
-    """Where the model's code failed: the innermost module, and the innermost line that is not torch's or ours.
+    """Where the model's code failed: the innermost module, and the innermost line that is not torch's or
+    ours.
 
     For example: in module 'encoder.0' (Router), model.py:17: if x.sum() > 0:
     """

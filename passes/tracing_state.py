@@ -66,7 +66,8 @@ def meta_state_as_cpu(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[N
 
 @contextlib.contextmanager
 def torch_quiet() -> Iterator[None]:
-    """Keep torch's own reports of a failed export (warnings, log records, whole graphs on stderr) to our debug log.
+    """Keep torch's own reports of a failed export (warnings, log records, whole graphs on stderr) to our
+    debug log.
 
     The error that the user gets says the same in five lines.
     """

@@ -94,6 +94,28 @@ def test_a_tuple_whose_split_is_a_guess_is_refused() -> None:
     assert "cannot tell" in failure(Masked(), (torch.zeros(2, 4), torch.zeros(2, 4)), loss_fn=mean_loss).what
 
 
+def test_wrappers_are_to_be_taken_off() -> None:
+    inner = nn.Linear(4, 2)
+    assert "pass model.module" in failure(nn.DataParallel(inner), loss_fn=mean_loss).suggestions
+    assert "pass model._orig_mod" in failure(torch.compile(inner), loss_fn=mean_loss).suggestions
+    assert "TorchScript" in failure(torch.jit.script(inner), loss_fn=mean_loss).what
+    with pytest.raises(UsageError, match=r"no torch\.nn\.Module"):
+        trace(mean_loss, torch.zeros(2, 4))  # type: ignore[arg-type]
+
+
+def test_a_buffer_of_another_shape_cannot_replace_one() -> None:
+    class Growing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.table = torch.ones(4)
+            return (x * self.table).mean()
+
+    assert "buffer table by one of another shape" in failure(Growing()).what
+
+
 def test_a_loss_function_with_parameters_of_its_own() -> None:
     class Learned(nn.Module):
         def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -252,6 +252,71 @@ def test_nested_inputs_have_dotted_names() -> None:
     graph = trace(model, {**batch, "offset": None})
     assert graph.batch.batch_dims == {"x.a": 0, "x.b": 0, "scale.0": None, "scale.1": 0}
     torch.testing.assert_close(run(graph, model, batch)[0], model(**batch))
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[1:-1]:
+            x = layer(x)
+        return x
+
+
+def test_layers_of_a_slice_keep_their_own_paths() -> None:
+    graph = trace(Layers(), torch.randn(2, 4), loss_fn=mean_loss)
+    assert {n.meta["module_path"] for n in graph.ops} == {"layers.1.0", "layers.2.0", ""}
+
+
+class Assigning(nn.Module):
+    """Replaces its buffer instead of writing into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.seen
+        self.seen = 0.5 * self.seen + x.detach().mean(0)
+        return self.linear(x) * self.seen + before
+
+
+def test_assigning_a_buffer_is_a_write() -> None:
+    model = Assigning()
+    buffer = model.seen
+    graph = trace(model, torch.randn(2, 4), loss_fn=mean_loss)
+    assert model.seen is buffer
+    assert buffer.abs().sum() == 0
+    assert [(o.kind, o.name) for o in graph.outputs] == [("loss", "loss"), ("buffer", "seen")]
+    x = torch.randn(3, 4)
+    loss, seen = run(graph, model, x)
+    torch.testing.assert_close(loss, mean_loss(model(x), x))
+    torch.testing.assert_close(seen, model.seen)
+
+
+class DependsOnBatchSize(nn.Module):
+    def __init__(self, rule: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.rule = rule
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * 2 if self.rule(x) else self.linear(x)
+
+
+@pytest.mark.parametrize("rule", [lambda x: x.shape[0] > 3, lambda x: x.shape[0] % 2 == 0])
+def test_code_that_branches_on_the_batch_size_is_refused(rule: Callable[[Tensor], bool]) -> None:
+    """Its graph would be silently wrong for micro-batches of another size."""
+    with pytest.raises(ModelError, match="depends on the batch size"):
+        trace(DependsOnBatchSize(rule), torch.randn(6, 4), loss_fn=mean_loss)
+
+
+def test_an_exception_for_one_batch_size_is_noted() -> None:
+    graph = trace(DependsOnBatchSize(lambda x: x.shape[0] == 8), torch.randn(6, 4), loss_fn=mean_loss)
+    assert any("other than 8" in note for note in graph.notes)
 
 
 def test_a_batch_dependent_constant_is_recomputed_for_every_size() -> None:
