@@ -19,6 +19,7 @@ from passes import functional, simplify
 from passes.sizes import canonical_sizes
 from tests.unit.passes import models
 from tests.unit.passes.harness import Exported, difference, eager, export, lowered, run, shuffled_order
+from tests.unit.passes.random_writes import RandomWrites
 
 SEEDS = range(4)
 BATCH_SIZES = (3, 2, 5)
@@ -203,3 +204,18 @@ def test_rewriting_keeps_dynamic_sizes_dynamic() -> None:
     gm, _ = lowered(program)
     mode = next(n.meta["val"].fake_mode for n in gm.graph.nodes if isinstance(n.meta["val"], torch.Tensor))
     assert not mode.shape_env.replacements
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["values", "gradients"])
+@pytest.mark.parametrize("seed", [0, 1, 3, 17])
+def test_random_views_and_writes(seed: int, gradient: bool) -> None:
+    """Seed 17 takes views again of a tensor whose rewritten form has other strides."""
+    torch.manual_seed(seed)
+    batch = {"x": torch.randn(3, 4, dtype=torch.float64)}
+    model = RandomWrites(seed, steps=14, gradient=gradient).double()
+    expected = eager(model, batch, loss_of)
+    program = export(model, batch)
+    gm, buffers = rewritten(program)
+    assert_functional(gm)
+    for order in (None, shuffled_order(gm.graph, seed)):
+        assert difference(run(program, gm, batch, order, buffers), expected) <= 1e-10
