@@ -1,0 +1,131 @@
+"""Every model × ranks × schedule, verified in float64 on real processes (``make verify-all``).
+
+    python -m benchmarks.verify_matrix [--models gpt2,unet] [--ranks 2,3] [--schedules 1f1b,zb-v] [--smoke]
+
+One worker pool and one trace per model serve all cases. Prints a row per model and number of ranks, a column per
+schedule: the largest error as a share of what is allowed (1.0 would be the limit), or what went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import PartitionerError
+from partitioner import Workload, partition
+from partitioner.api import as_graph
+from partitioner.verify import VerifyReport, verify_plan
+from partitioner.workloads import load_workload
+from passes.graph import OpGraph
+from runtime.launch import WorkerPool
+from runtime.schedules import SCHEDULES
+
+MODELS = ("gpt2", "llama-1b", "bert", "t5", "vit", "resnet50", "whisper", "mixtral", "unet", "lstm_seq2seq")
+RANKS = (2, 3, 4)
+SCHEDULES_SHOWN = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
+MICROBATCHES = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the table."""
+
+    model: str
+    ranks: int
+    schedule: str
+
+
+SMOKE = (
+    Case("gpt2", 3, "1f1b"),
+    Case("llama-1b", 2, "zb-h1"),
+    Case("bert", 2, "gpipe"),
+    Case("t5", 3, "zb-v"),
+    Case("vit", 4, "1f1b"),
+    Case("resnet50", 2, "interleaved"),
+    Case("whisper", 3, "gpipe"),
+    Case("mixtral", 2, "1f1b"),
+    Case("unet", 3, "zb-h1"),
+    Case("lstm_seq2seq", 3, "interleaved"),
+)
+"""Every model once, every schedule twice."""
+
+
+def load(model: str) -> tuple[Workload, OpGraph]:
+    """The model's small variant with real weights, and its trace."""
+    if model in ("unet", "lstm_seq2seq"):
+        workload = load_workload(f"examples.{model}:{model}")
+    else:
+        workload = load_workload(model, settings={"size": "tiny"})
+    return workload, as_graph(workload)
+
+
+def verify_case(case: Case, workload: Workload, graph: OpGraph, pool: WorkerPool) -> VerifyReport:
+    """Plan with exactly ``case.ranks`` devices in use, and verify the plan."""
+    schedule = SCHEDULES[case.schedule]
+    stages = case.ranks * (schedule.chunks or 2)
+    assert graph.loss is not None
+    has_batch_norm = any("batch_norm" in str(node.target) for node in graph.ops)
+    plan = partition(
+        graph,
+        ClusterSpec.local(case.ranks),
+        batch_size=2 * MICROBATCHES
+        - (0 if has_batch_norm else 1),  # uneven, but a batch norm refuses one sample
+        microbatches=MICROBATCHES,
+        schedule=case.schedule,
+        pins={graph.loss: stages - 1},
+    )
+    assert len({rank for stage in plan.stages for rank in stage.devices}) == case.ranks
+    return verify_plan(plan, workload, pool=pool, graph=graph)
+
+
+def main() -> int:
+    """Run the chosen cases; the number of failures is the exit code's sign."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--models", default=",".join(MODELS))
+    options.add_argument("--ranks", default=",".join(map(str, RANKS)))
+    options.add_argument("--schedules", default=",".join(SCHEDULES_SHOWN))
+    options.add_argument("--smoke", action="store_true", help="only the subset that `make test` runs")
+    chosen = options.parse_args()
+    schedules = chosen.schedules.split(",")
+    started, failures, cases = time.monotonic(), 0, 0
+    print(f"{'model':14} ranks  " + "  ".join(f"{name:>12}" for name in schedules), flush=True)
+    with WorkerPool(max(map(int, chosen.ranks.split(",")))) as pool:
+        for model in chosen.models.split(","):
+            workload, graph = load(model)
+            for ranks in map(int, chosen.ranks.split(",")):
+                wanted = [Case(model, ranks, schedule) for schedule in schedules]
+                cells = list(
+                    _cells([c for c in wanted if not chosen.smoke or c in SMOKE], workload, graph, pool)
+                )
+                cases += len(cells)
+                failures += sum(not cell.replace(".", "").replace("e-", "").isdigit() for cell in cells)
+                print(f"{model:14} {ranks:5}  " + "  ".join(f"{cell:>12}" for cell in cells), flush=True)
+    print(f"{cases - failures} of {cases} plans verified in {time.monotonic() - started:.0f} s")
+    return 1 if failures else 0
+
+
+def _cells(cases: list[Case], workload: Workload, graph: OpGraph, pool: WorkerPool) -> Iterator[str]:
+    for case in cases:
+        try:
+            report = verify_case(case, workload, graph, pool)
+        except PartitionerError as error:
+            print(error.render(), file=sys.stderr, flush=True)
+            yield error.kind
+            continue
+        if not report.passed:
+            print(report, file=sys.stderr, flush=True)
+            yield "DIFFERS"
+            continue
+        severity = report.worst.severity if report.worst is not None else math.inf
+        yield f"{severity:.1e}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
