@@ -15,9 +15,9 @@ Everything but seconds is independent of the device, except that what dropout an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from typing import cast
 
 import numpy as np
 import sympy
@@ -33,6 +33,8 @@ from cost_models.compute import (
     kernel_seconds,
     segment_seconds,
 )
+from cost_models.op_cases import kind_of
+from cost_models.op_profile import OpTimes, Phase, op_phase_seconds
 from passes.graph import OpGraph
 from passes.saved_tensors import OpProfile, profile
 from passes.signatures import Signature, SignatureTable, group_by_signature
@@ -100,24 +102,22 @@ class GraphCosts:
     _storages: StorageTable = field(repr=False)
     _rates: tuple[tuple[torch.dtype, OpClass], ...] = field(repr=False)
     """(data type, class) of each signature's arithmetic."""
+    _kinds: tuple[str, ...] = field(repr=False)
+    """What each signature is charged as on a calibrated device (``cost_models.op_cases.kind_of``)."""
     _extra: Extra = field(repr=False)
-    _assemble: Callable[[SizeModel], GraphCosts] | None = field(repr=False)
-    """Makes the costs of another size model; None if this one is of a single batch size."""
+    _one_sample: GraphCosts | None = field(repr=False)
+    """The same for micro-batches of one sample; None if this is it."""
     _tables: dict[int, OpTable] = field(default_factory=dict, repr=False)
     _phases: dict[object, tuple[PhaseSeconds, ...]] = field(default_factory=dict, repr=False)
 
-    @cached_property
-    def _one_sample(self) -> GraphCosts:
-        return self if self._assemble is None else self._assemble(at_one_sample(self._model))
-
     def exact(self, batch_size: int) -> GraphCosts:
         """The costs whose ``saved`` and ``output_storages`` hold for this size: at one sample, some copies are views."""
-        return self._one_sample if batch_size == 1 else self
+        return self._one_sample if batch_size == 1 and self._one_sample is not None else self
 
     def at(self, batch_size: int) -> OpTable:
         """Work of every op for micro-batches of ``batch_size`` samples."""
-        if batch_size == 1 and self._assemble is not None:
-            return self._one_sample.at(1)
+        if self.exact(batch_size) is not self:
+            return self.exact(batch_size).at(batch_size)
         if batch_size not in self._tables:
             numbers = self._model.at(batch_size)
             first = np.array(self._model.first_row[:-1], dtype=np.intp)[self.signature_of]
@@ -200,12 +200,16 @@ class GraphCosts:
             device.peak_flops(dtype) for dtype, op_class in sorted_rates(self._rates) if op_class != "memory"
         )
         bandwidth = device.memory_bandwidth_bytes_per_second
-        return device.kind, bandwidth, device.launch_overhead_seconds, efficiency, peaks
+        times = getattr(device, "op_times", None)
+        return device.kind, bandwidth, device.launch_overhead_seconds, efficiency, peaks, times
 
     def _union(self, op_indices: Iterable[int]) -> set[str]:
         return {name for index in op_indices for name in self.saved[index]}
 
     def _phase(self, table: OpTable, name: str, device: ComputeDevice) -> PhaseSeconds:
+        times: OpTimes | None = getattr(device, "op_times", None)
+        if times is not None:
+            return self._measured_phase(table, name, device, times)
         flops = getattr(table, f"{name}_flops")
         moved = getattr(table, f"{name}_bytes")
         kernel = np.zeros(len(self.ops))
@@ -215,6 +219,32 @@ class GraphCosts:
             dtype, op_class = self._rates[group]
             kernel[members] = kernel_seconds(flops[members], moved[members], device, dtype, op_class)
         return PhaseSeconds(kernel, getattr(table, f"{name}_launches") * device.launch_overhead_seconds)
+
+    def _measured_phase(
+        self, table: OpTable, name: str, device: ComputeDevice, times: OpTimes
+    ) -> PhaseSeconds:
+        """As ``_phase``, from what a calibration measured of each kind of op; launching is part of that."""
+        phase: Phase = cast("Phase", name)
+        summed = self._extra.fan_out * (phase == self._extra.phase_of_sums())
+        moved = getattr(table, f"{name}_bytes") - 3 * summed * table.output_bytes
+        launches = getattr(table, f"{name}_launches") - summed
+        flops = getattr(table, f"{name}_flops")
+        # What several consumers differentiate is summed: k - 1 additions, in place where autograd owns the buffer.
+        seconds = summed * op_phase_seconds(
+            times, "add", "forward", np.zeros_like(moved), 3 * table.output_bytes, np.ones_like(moved)
+        )
+        kinds = np.array(self._kinds, dtype=object)[self.signature_of]
+        rates = np.array([self._rates.index(rate) for rate in self._rates], dtype=np.intp)[self.signature_of]
+        for kind, rate in sorted({(str(k), int(r)) for k, r in zip(kinds, rates, strict=True)}):
+            chosen = (kinds == kind) & (rates == rate)
+            dtype, _ = self._rates[rate]
+            scale = 1.0
+            if flops[chosen].any():
+                scale = device.peak_flops(torch.float32) / device.peak_flops(dtype)
+            seconds[chosen] += op_phase_seconds(
+                times, kind, phase, flops[chosen], moved[chosen], launches[chosen], scale
+            )
+        return PhaseSeconds(seconds, np.zeros_like(seconds))
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,6 +263,10 @@ class Extra:
     """How many."""
     weight_only: np.ndarray[tuple[int], np.dtype[np.bool_]]
     """Ops without an input half; their fan-out counts in the weight half."""
+
+    def phase_of_sums(self) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
+        """The half of backward that each op's fan-out is charged to, shape [ops]."""
+        return np.where(self.weight_only, "backward_weight", "backward_input")
 
     def add_to(self, columns: dict[str, FloatArray]) -> None:
         summed = 3 * self.fan_out * columns["output_bytes"]
@@ -256,11 +290,12 @@ def cost_graph(graph: OpGraph, *, attention: str | None = None, device_kind: str
         sizes = {**symbols, graph.batch.batch_symbol: batch_size}
         return profile(table.signatures[signature], sizes, attention=attention, device_kind=device_kind)
 
-    return _assemble(graph, table, fit(len(table.signatures), profiler))
+    model = fit(len(table.signatures), profiler)
+    return _assemble(graph, table, model, _assemble(graph, table, at_one_sample(model), None))
 
 
 def _assemble(
-    graph: OpGraph, table: SignatureTable, model: SizeModel, *, any_size: bool = True
+    graph: OpGraph, table: SignatureTable, model: SizeModel, one_sample: GraphCosts | None
 ) -> GraphCosts:
     structures = [model.structures[index] for index in table.of]
     storages = name_storages(graph, table, model)
@@ -279,8 +314,9 @@ def _assemble(
         _storages=storages,
         signature_of=np.array(table.of, dtype=np.intp),
         _rates=rates,
+        _kinds=tuple(kind_of(signature.exemplar.target) for signature in table.signatures),
         _extra=_extra(graph, table, storages),
-        _assemble=(lambda other: _assemble(graph, table, other, any_size=False)) if any_size else None,
+        _one_sample=one_sample,
     )
 
 
