@@ -96,6 +96,9 @@ def batch_spec(
 TRIED_SIZES = range(2, 65)
 """Batch sizes for which an assumption of the trace is evaluated (1 is never assumed about)."""
 
+NOT_ONE_SIZES = 4
+"""How many sizes may break an assumption of the kind "this size is not 1" before it counts as a branch."""
+
 
 def check_guards(guards: Iterable[sympy.Basic], symbol: sympy.Symbol) -> list[str]:
     """Refuse a graph that holds for some batch sizes only: for the others the model's code takes another way.
@@ -110,10 +113,12 @@ def check_guards(guards: Iterable[sympy.Basic], symbol: sympy.Symbol) -> list[st
             continue
         broken = [size for size in TRIED_SIZES if guard.subs(symbol, size) == sympy.false]
         readable = str(guard.subs(symbol, sympy.Symbol("batch")))
-        if len(broken) > 1:
+        not_one = isinstance(guard, sympy.Ne) and guard.rhs == 1
+        if len(broken) > (NOT_ONE_SIZES if not_one else 1):
             problems.append(f"{readable}, which {broken[0]} and {len(broken) - 1} other sizes below 65 break")
         elif broken:
-            remarks.append(f"the code was traced for batch sizes other than {broken[0]} ({readable})")
+            sizes = ", ".join(map(str, broken))
+            remarks.append(f"the code was traced for batch sizes other than {sizes} ({readable})")
     if problems:
         raise ModelError(
             "the model's code depends on the batch size",

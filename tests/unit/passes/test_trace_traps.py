@@ -314,6 +314,26 @@ def test_code_that_branches_on_the_batch_size_is_refused(rule: Callable[[Tensor]
         trace(DependsOnBatchSize(rule), torch.randn(6, 4), loss_fn=mean_loss)
 
 
+class TwoViews(nn.Module):
+    """Pairs the halves of the batch, as contrastive losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = self.linear(x).chunk(2)
+        return (a - b).square().mean()
+
+
+def test_halving_the_batch_is_not_a_branch_on_its_size() -> None:
+    model = TwoViews()
+    graph = trace(model, torch.randn(8, 4))
+    for size in (2, 4, 10):
+        x = torch.randn(size, 4)
+        torch.testing.assert_close(run(graph, model, x)[0], model(x))
+
+
 def test_an_exception_for_one_batch_size_is_noted() -> None:
     graph = trace(DependsOnBatchSize(lambda x: x.shape[0] == 8), torch.randn(6, 4), loss_fn=mean_loss)
     assert any("other than 8" in note for note in graph.notes)
