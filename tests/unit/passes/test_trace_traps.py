@@ -314,22 +314,21 @@ def test_code_that_branches_on_the_batch_size_is_refused(rule: Callable[[Tensor]
         trace(DependsOnBatchSize(rule), torch.randn(6, 4), loss_fn=mean_loss)
 
 
-class TwoViews(nn.Module):
-    """Pairs the halves of the batch, as contrastive losses do."""
+class Halves(nn.Module):
+    """Works on the halves of the batch apart."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        a, b = self.linear(x).chunk(2)
-        return (a - b).square().mean()
+        return torch.cat([self.linear(half) for half in x.chunk(2)]).square().mean()
 
 
-def test_halving_the_batch_is_not_a_branch_on_its_size() -> None:
-    model = TwoViews()
+def test_halving_the_batch_is_no_branch_on_its_size() -> None:
+    model = Halves()
     graph = trace(model, torch.randn(8, 4))
-    for size in (2, 4, 10):
+    for size in (2, 3, 4, 9):
         x = torch.randn(size, 4)
         torch.testing.assert_close(run(graph, model, x)[0], model(x))
 
