@@ -10,7 +10,7 @@ method of choice where a graph branches so much that its downsets cannot be list
     c[i,k] ≥ y[producer,k+1] - y[reader,k+1]                           crossing i passes the cut into stage k
     h[i,k] ≥ z[saver,k], z[reader,k] - z[producer,k], z[producer,k] - z[reader,k]      the stage holds
     storage i t[k] ≥ Σ_u seconds[d,u]·z[u,k] - M(1 - a[k,d]);  x[k] ≥ link(d,e) - M(2 - a[k+1,d] - a[k,e]);
-    T ≥ t[k], x[k] minimize fill·Σ(t + x) + (m - fill)·v·T
+    T ≥ t[k], x[k], r[k] minimize fill·Σ(t + x) + (m - fill)·v·T
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ class _Model:
         self.problem = problem
         self.units, self.stages, self.kinds = problem.structure.units, problem.max_stages, len(problem.kinds)
         self.time_scale = float(problem.seconds.max()) or 1.0
+        sizes = float((problem.forward_bytes + problem.gradient_bytes).sum())
+        link = float((problem.link_latency_seconds + problem.link_seconds_per_byte * sizes).max())
+        self._longest = (float(problem.seconds.max(axis=0).sum()) + link * self.stages) / self.time_scale
         self.byte_scale = (
             float(max(sum(problem.storage_bytes), sum(problem.state_bytes), sum(problem.gradient_bytes)))
             or 1.0
@@ -145,6 +148,11 @@ class _Model:
         for k in self.steps:
             self.lp += self.bottleneck >= self.t[k]
             self.lp += self.bottleneck >= self.x[k]
+            held = self.problem.in_flight[k - 1]
+            if held < self.problem.microbatches:  # the cut into stage k itself is not on its round trip
+                behind = pulp.lpSum([self.t[i] for i in range(1, k + 1)] + [self.x[i] for i in range(1, k)])
+                unused = self._longest * (1 - self.used[k])
+                self.lp += held * self.problem.chunks * self.bottleneck >= behind - unused
             for d, kind in enumerate(self.problem.kinds):
                 row = seconds[kind.row]
                 work = pulp.lpSum(float(row[u]) * self.z[u, k] for u in range(self.units))

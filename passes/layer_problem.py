@@ -11,14 +11,19 @@ Words
 Surrogate, minimized exactly by ``layer_dp`` and ``layer_ilp``
     t_s   forward + backward seconds of stage s on its device, per micro-batch
     x_s   link seconds of cut s: latency + (activation bytes + gradient bytes) · seconds per byte. A value
-    that skips
-          stages is counted at every cut it crosses: an upper estimate
-    step  = fill · Σ_s (t_s + x_s) + (m - fill) · v · max_s max(t_s, x_s)
+    that
+          skips stages is counted at every cut it crosses: an upper estimate
+    r_k   round trip of a micro-batch from the k-th stage from the end to the last and back, per micro-batch
+    that this
+          stage holds at once (Little's law): Σ over the stages behind it, itself included, of t and of x
+          between them, divided by in_flight[k]·v; left out where all m micro-batches are held at once
+    T     = max over s of (t_s, x_s, r_s)
+    step  = fill · Σ_s (t_s + x_s) + (m - fill) · v · T
 
 with m micro-batches and v chunks per device. ``fill`` is the share of the pipeline's filling and draining
-that a schedule cannot hide: 1 for GPipe and 1F1B (p equal stages: (m + p - 1)·t, the closed form), 1/v for
-interleaved 1F1B, about 1/3 for ZB-H1. With v > 1 the busiest device is bounded from above by v times its
-largest chunk.
+that a schedule cannot hide: 1 for GPipe and 1F1B (p equal stages and free links: (m + p - 1)·t, the closed
+form), 1/v for interleaved 1F1B, about 1/3 for ZB-H1. With v > 1 the busiest device is bounded from above by
+v times its largest chunk.
 
 Memory, per device: ``state + gradients crossing both cuts + in_flight[k] · held ≤ capacity``, where ``held``
 is a union of storages: one that several ops of the stage save, or that it saves and also sends, is counted
@@ -130,7 +135,7 @@ class LayerProblem:
 
     @property
     def bottleneck_weight(self) -> float:
-        """Factor of ``max_s max(t_s, x_s)`` in the surrogate."""
+        """Factor of T in the surrogate."""
         return (self.microbatches - self.fill) * self.chunks
 
     @property
@@ -147,7 +152,7 @@ class Split:
     kinds: tuple[int, ...]
     objective_seconds: float
     bottleneck_seconds: float
-    """max over stages and cuts, per micro-batch."""
+    """T, per micro-batch."""
     total_seconds: float
     """Σ_s (t_s + x_s)."""
     memory_bytes: tuple[float, ...]
@@ -182,10 +187,18 @@ def evaluate(problem: LayerProblem, stage_of: Sequence[int], kinds: Sequence[int
         + problem.in_flight[p - s - 1] * held[s]
         for s in range(p)
     ]
-    bottleneck = float(max(seconds.max(), link.max()))
+    bottleneck = float(max(seconds.max(), link.max(), _round_trips(problem, seconds, link).max()))
     total = float(seconds.sum() + link.sum())
     objective = problem.fill * total + problem.bottleneck_weight * bottleneck
     return Split(tuple(stage_of), tuple(kinds), objective, bottleneck, total, tuple(map(float, memory)))
+
+
+def _round_trips(problem: LayerProblem, seconds: FloatArray, link: FloatArray) -> FloatArray:
+    """r_s of each stage from the front, shape [p]; 0 where all micro-batches are held at once."""
+    p = len(seconds)
+    behind = np.cumsum((seconds + link)[::-1])[::-1] - link
+    held = np.array(problem.in_flight[:p][::-1])
+    return np.where(held < problem.microbatches, behind / (held * problem.chunks), 0.0)
 
 
 def cut_bytes(problem: LayerProblem, stage_of: Sequence[int], p: int) -> tuple[FloatArray, FloatArray]:

@@ -40,7 +40,7 @@ def test_dp_equals_exhaustive_search(problem: LayerProblem) -> None:
     assert len({(s.stage_of, s.kinds) for s in result.splits}) == len(result.splits)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=110, deadline=None)
 @given(problems)
 def test_ilp_equals_dp(problem: LayerProblem) -> None:
     dp, ilp = solve_dp(problem, keep=1), solve_ilp(problem, time_limit_seconds=20)
