@@ -57,6 +57,9 @@ class Binder:
         self.arrived: list[Tensor | None] = [None] * len(instructions)
         self.reductions: list[GradientReduction] = []
         self._seeds: list[Tensor | None] = [None] * count
+        self.waited: list[tuple[int, Any]] = []
+        """On a GPU: (position, work) of what the stream was told to wait for in this step."""
+        self._on_gpu = setting.device.type == "cuda"
         self._timeout = timedelta(seconds=setting.monitor.wait_seconds)
         self._waits_at: dict[int, list[int]] = {}
         self._gradients_of: dict[tuple[str, int], list[int]] = {}
@@ -81,7 +84,11 @@ class Binder:
         self.works[position] = None
         monitor = self.setting.monitor
         monitor.waiting = self.shared.step * len(self.works) + position
-        work.wait(self._timeout)
+        if self._on_gpu:
+            work.wait()  # the stream waits, not this thread; with a time limit, the thread would
+            self.waited.append((position, work))
+        else:
+            work.wait(self._timeout)
         monitor.waiting = -1
 
     def finish(self) -> None:
@@ -99,6 +106,7 @@ class Binder:
         """Drop every tensor of a failed step."""
         for held in (self.leaves, self.outgoing, self.works, self.arrived):
             held[:] = [None] * len(held)
+        self.waited.clear()
         for reduction in self.reductions:
             reduction.discard()
 
@@ -121,6 +129,8 @@ class Binder:
             elif isinstance(instruction, Forward):
                 for name in readers[instruction.segment]:
                     self._last_forward[self.slot(name, instruction.microbatch)] = position
+        for position, sends in self.setting.released.items():  # over by then: this frees their buffers
+            self._waits_at.setdefault(position, []).extend(sends)
 
     def _bind(self, position: int, instruction: Instruction) -> Handler:
         match instruction:
@@ -238,9 +248,8 @@ class Binder:
         run_backward: Callable[[int, list[Tensor | None]], None],
     ) -> Handler:
         shared, leaves, arrived, wait = self.shared, self.leaves, self.arrived, self.wait
-        seeds, works = self._seeds, self.works
+        seeds = self._seeds
         waits = self._waits_at.get(position, [])
-        released = self.setting.released.get(position, [])
         roots: list[tuple[int, list[int]] | None] = []
         for at in self.setting.runners[segment].root_positions:
             output = self.setting.codes[segment].outputs[at]
@@ -274,9 +283,6 @@ class Binder:
                     arrived[p] = None
                     total = gradient if total is None else total + gradient  # type: ignore[operator]
                 gradients.append(total)
-            for p in released:
-                if works[p] is not None:
-                    wait(p)
             run_backward(microbatch, gradients)
 
         return run

@@ -41,6 +41,10 @@ _executors: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakK
 """Numbers the executors of a process group, alike on all of its ranks."""
 
 
+_MOST_SHAPES = 32
+"""Batch shapes whose handlers are kept; the oldest go first."""
+
+
 class Optimizer(Protocol):
     """What a step needs of an optimizer."""
 
@@ -184,6 +188,8 @@ class Executor:
         shapes = {name: tuple(batch[name].shape) for name in self.batch_spec.batch_dims}
         key = (setting.training, microbatches, tuple(shapes.items()))
         if key not in self._bound:
+            if len(self._bound) >= _MOST_SHAPES:
+                self._bound.pop(next(iter(self._bound)))
             self._bound[key] = self._bind(setting, batch_size, microbatches, shapes)
         binder, shared = self._bound[key]
         for name, pieces in shared.pieces.items():
@@ -247,11 +253,11 @@ class Executor:
         deadline = time.monotonic() + self._monitor.wait_seconds
         while not done.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
-                pending = [p for p, work in enumerate(binder.works) if work is not None]
+                pending = [p for p, work in binder.waited if not work.is_completed()]
                 self._monitor.waiting = shared.step * len(binder.works) + (pending[0] if pending else 0)
                 raise RuntimeError(f"the device did not finish within {self._monitor.wait_seconds:g} s")
             time.sleep(20e-6)
-        binder.works[:] = [None] * len(binder.works)
+        binder.waited.clear()
 
     def _fail(self, binder: Binder, error: BaseException) -> None:
         """Free what the step holds; raise who failed if it was not this rank itself."""

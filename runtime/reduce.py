@@ -15,9 +15,9 @@ class Works:
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
 
-    def wait(self, timeout: Any) -> None:
+    def wait(self, *timeout: Any) -> None:
         for work in self._works:
-            work.wait(timeout)
+            work.wait(*timeout)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

@@ -52,6 +52,9 @@ def run_steps(
         tensors["running"].fill_(1.0)
         loss = executor.train_step(hand.batch(SAMPLES), MICROBATCHES)
     executor.close()
+    binder = executor._active
+    assert not any(x is not None for kept in (binder.leaves, binder.outgoing, binder.works) for x in kept)
+    assert not any(gradient is not None for gradient in binder.arrived)
     held = {i.name for s in executor._runners.values() for i in s.code.inputs if i.kind != "value"}
     return {
         "loss": loss,
