@@ -100,13 +100,15 @@ def _local_minima(
 ) -> list[int]:
     """Positions that no other within half a window of work undercuts; of equal ones close together, the
     first."""
-    positions = np.flatnonzero(allowed)
-    positions = positions[(positions > 0) & (positions < len(done) - 1)]
+    allowed[-1] = (
+        True  # nothing crosses the end: it undercuts what is just before it, as the next block would
+    )
+    positions = np.flatnonzero(allowed)[1:]
     kept: list[int] = []
     place, value = done[positions], crossing[positions]
     lo = np.searchsorted(place, place - window / 2, side="left")
     hi = np.searchsorted(place, place + window / 2, side="right")
-    for index, position in enumerate(positions.tolist()):
+    for index, position in enumerate(positions[:-1].tolist()):
         if value[lo[index] : hi[index]].min() < value[index] * (1 - 1e-9):
             continue
         if kept and done[position] - done[kept[-1]] < window * PLATEAU:

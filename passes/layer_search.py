@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from cost_models.devices import Device
 from passes.certificate import simulated_lower_bound
 from passes.layer_dp import DpResult, solve_dp
 from passes.layer_model import LayerModel, Space
@@ -72,7 +73,7 @@ class LayerSearch:
     max_stages: int
     options: Sequence[Option]
     _numbers: dict[tuple[int, int], Numbers] = field(default_factory=dict)
-    _fastest: dict[int, FloatArray] = field(default_factory=dict)
+    _op_seconds: dict[tuple[int, Device], FloatArray] = field(default_factory=dict)
     _plans: dict[tuple[int, bool], DevicePlan] = field(default_factory=dict)
 
     def numbers(self, space: int, size: int) -> Numbers:
@@ -97,11 +98,15 @@ class LayerSearch:
         )
 
     def fastest_seconds(self, size: int) -> FloatArray:
-        """[n ops] forward + backward seconds on the fastest device for each, cached."""
-        if size not in self._fastest:
-            each = [self.model.seconds(size, device) for device in self.table.representatives]
-            self._fastest[size] = np.minimum.reduce(each)
-        return self._fastest[size]
+        """[n ops] forward + backward seconds on the fastest device for each."""
+        return np.asarray(np.minimum.reduce([self.op_seconds(size, d) for d in self.table.representatives]))
+
+    def op_seconds(self, size: int, device: Device) -> FloatArray:
+        """[n ops] forward + backward seconds on ``device``, cached."""
+        key = (size, device)
+        if key not in self._op_seconds:
+            self._op_seconds[key] = self.model.seconds(size, device)
+        return self._op_seconds[key]
 
     def floor_seconds(self, option: Option) -> float:
         """A quick bound on the option's surrogate: equal shares of the work, or the heaviest op."""
@@ -176,6 +181,21 @@ class LayerSearch:
         for m in {option.microbatches for option in self.options}:
             bounds[m] = simulated_lower_bound(self.model.times(self.batch_size // m, devices), m)
         return min(bounds.values())
+
+
+def busiest_seconds(search: LayerSearch, solved: Solved) -> float:
+    """Compute seconds of the busiest rank in one step: no simulation of the candidate is below it.
+
+    Counted at the smallest micro-batch, because the last ones may be smaller.
+    """
+    m = solved.option.microbatches
+    size = search.batch_size // m
+    stages = np.array(solved.split.stage_of)[solved.space.unit_of]
+    busy = np.zeros(len(search.cluster.devices))
+    for stage, rank in enumerate(solved.ranks):
+        device = search.table.representatives[search.table.row_of[rank]]
+        busy[rank] += float(search.op_seconds(size, device)[stages == stage].sum())
+    return m * float(busy.max())
 
 
 def device_overflow(problem: LayerProblem, split: Split) -> float:

@@ -10,6 +10,7 @@ The surrogate ranks, the simulation decides: the step time of unlike stages is n
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from passes.layer_model import Costs, LayerModel, read_model, spaces
 from passes.layer_options import Cluster, device_table, microbatch_counts, options
 from passes.layer_pins import resolve_pins
 from passes.layer_problem import Split
-from passes.layer_search import LayerSearch, OptionResult, Solved
+from passes.layer_search import LayerSearch, OptionResult, Solved, busiest_seconds
 from passes.layer_ways_out import infeasible
 
 log = logging.getLogger("partitioner")
@@ -49,6 +50,8 @@ class LayerRequest:
     time_limit_seconds: float | None = None
     simulations: int = 12
     """Candidates simulated at most."""
+    simulation_seconds: float = 20.0
+    """No further candidate is simulated after this long, once one fits."""
 
 
 @dataclass(frozen=True)
@@ -170,11 +173,14 @@ def _simulate_until_one_fits(
     """Simulate the best candidates; while all of them overflow, search again as if devices were smaller."""
     tried: list[_Tried] = []
     scale = 1.0
+    deadline = min(deadline, time.perf_counter() + request.simulation_seconds)
     for _ in range(MEMORY_ROUNDS):
         for solved in _ranked(results, request.simulations):
-            fits = any(t.overflow_bytes <= 0 for t in tried)
-            if fits and time.perf_counter() > deadline:
+            best = min((t.seconds for t in tried if t.overflow_bytes <= 0), default=math.inf)
+            if math.isfinite(best) and time.perf_counter() > deadline:
                 break
+            if busiest_seconds(search, solved) >= best:  # cannot win, whatever its simulation says
+                continue
             simulated = simulate(_candidate(search.model, solved))
             tried.append(_Tried(solved, simulated, _overflow_bytes(search, simulated)))
         if not tried or any(t.overflow_bytes <= 0 for t in tried):

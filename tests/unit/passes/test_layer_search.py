@@ -47,7 +47,7 @@ def test_equal_devices_get_equal_stages() -> None:
     result = _place(schedule="1f1b", microbatches=16)
     assert _linears(result) == [4, 4]
     assert result.best.candidate.ranks == (0, 1)
-    assert result.certificate.gap == pytest.approx(0.0, abs=1e-9)
+    assert result.certificate.gap == pytest.approx(0.0, abs=1e-6)
     assert result.certificate.solver_status == "optimal"
 
 
