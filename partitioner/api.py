@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
-from cost_models.cluster import ClusterSpec
-from passes.place_layers import LayerRequest
 
+from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.memory import OPTIMIZERS
 from partitioner.plan import Plan
 from partitioner.workloads import Workload
 from passes.compile import compile_graph
 from passes.graph import OpGraph
+from passes.place_layers import LayerRequest
 from passes.trace import trace
 from runtime.schedules import SCHEDULES
 
 ModelOrTrace: TypeAlias = torch.nn.Module | OpGraph | Workload
 
 STRATEGIES = ("layer",)
+MOST_SAMPLES = 1 << 30
+MOST_MICROBATCHES = 1 << 16
+"""Beyond these a number is a typing error: programs list every micro-batch."""
 
 
 def partition(
@@ -54,7 +58,25 @@ def partition(
 
     Raises ClusterError, ModelError, UsageError, or InfeasibleError with the computed ways out.
     """
-    check_choices(strategy=strategy, schedule=schedule, optimizer_memory=optimizer_memory)
+    if not isinstance(cluster, ClusterSpec):
+        raise UsageError(
+            f"cannot plan for a cluster of type {type(cluster).__name__}",
+            because=["a ClusterSpec is expected"],
+            suggestions=[
+                'ClusterSpec.load("cluster.yaml"), ClusterSpec.preset("dgx-h100", nodes=8)'
+                " or ClusterSpec.local(2)"
+            ],
+        )
+    check_options(
+        strategy=strategy,
+        schedule=schedule,
+        optimizer_memory=optimizer_memory,
+        batch_size=batch_size,
+        microbatches=microbatches,
+        max_stages=max_stages,
+        time_limit_seconds=time_limit_seconds,
+        pins=pins,
+    )
     graph = as_graph(
         model,
         example_inputs=example_inputs,
@@ -70,7 +92,7 @@ def partition(
             suggestions=["give `loss_fn=`, or a model that returns its loss"],
         )
     request = LayerRequest(
-        batch_size=_batch_size(batch_size, graph),
+        batch_size=graph.example_batch_size if batch_size is None else batch_size,
         microbatches=microbatches,
         schedule=schedule,
         optimizer=optimizer_memory,
@@ -118,8 +140,18 @@ def as_graph(
     )
 
 
-def check_choices(*, strategy: str, schedule: str, optimizer_memory: str) -> None:
-    """Refuse unknown words, all at once."""
+def check_options(
+    *,
+    strategy: str,
+    schedule: str,
+    optimizer_memory: str,
+    batch_size: int | None,
+    microbatches: int | Literal["auto"],
+    max_stages: int | None,
+    time_limit_seconds: float,
+    pins: Mapping[str, int] | None = None,
+) -> None:
+    """Refuse unknown words and numbers that mean nothing, all at once."""
     problems = []
     if strategy not in STRATEGIES:
         problems.append(f"strategy {strategy!r} is not one of: {', '.join(STRATEGIES)}")
@@ -127,20 +159,30 @@ def check_choices(*, strategy: str, schedule: str, optimizer_memory: str) -> Non
         problems.append(f"schedule {schedule!r} is not one of: auto, {', '.join(SCHEDULES)}")
     if optimizer_memory not in OPTIMIZERS:
         problems.append(f"optimizer memory {optimizer_memory!r} is not one of: {', '.join(OPTIMIZERS)}")
+    if batch_size is not None and not _is_count(batch_size, MOST_SAMPLES):
+        problems.append(f"batch size {batch_size!r} is not a number of samples from 1 to {MOST_SAMPLES:,}")
+    if microbatches != "auto" and not _is_count(microbatches, MOST_MICROBATCHES):
+        problems.append(
+            f"{microbatches!r} micro-batches: expected auto, or a number from 1 to {MOST_MICROBATCHES:,}"
+        )
+    if max_stages is not None and not _is_count(max_stages, MOST_SAMPLES):
+        problems.append(f"at most {max_stages!r} stages: expected 1 or more")
+    if not (isinstance(time_limit_seconds, int | float) and 0 < time_limit_seconds < math.inf):
+        problems.append(f"a time limit of {time_limit_seconds!r} s: expected more than 0")
+    problems += [
+        f"pin {glob!r}: the stage {stage!r} is not a number"
+        for glob, stage in (pins or {}).items()
+        if not isinstance(stage, int) or isinstance(stage, bool)
+    ]
     if problems:
         raise UsageError("cannot plan with these options", because=problems)
+    if batch_size is not None:
+        check_microbatches(batch_size, microbatches)
 
 
 def check_microbatches(batch_size: int, microbatches: int | Literal["auto"]) -> None:
     """Refuse a number of micro-batches that the batch cannot be cut into."""
-    if microbatches == "auto":
-        return
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise UsageError(
-            f"cannot cut the batch into {microbatches!r} micro-batches",
-            because=["expected 1 or more, or auto"],
-        )
-    if microbatches > batch_size:
+    if microbatches != "auto" and microbatches > batch_size:
         raise UsageError(
             f"cannot cut a batch of {batch_size} into {microbatches} micro-batches",
             because=["every micro-batch needs a sample"],
@@ -148,11 +190,5 @@ def check_microbatches(batch_size: int, microbatches: int | Literal["auto"]) -> 
         )
 
 
-def _batch_size(batch_size: int | None, graph: OpGraph) -> int:
-    if batch_size is None:
-        return graph.example_batch_size
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise UsageError(
-            f"cannot plan for a batch size of {batch_size!r}", because=["expected 1 sample or more"]
-        )
-    return batch_size
+def _is_count(value: object, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most

@@ -7,68 +7,131 @@ stdout is data, stderr is progress and errors. Exit codes:
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
+from importlib import import_module
 
 import cyclopts
 
-from cost_models.errors import PartitionerError, UsageError
-from partitioner.commands import calibrate, graph, plan, plan_files, run, verify
+from cost_models.errors import InternalError, PartitionerError, UsageError
+from partitioner.commands.options import progress, report
+
+COMMANDS = {
+    "plan": (
+        "plan:plan",
+        "Plan how a model trains on a cluster.",
+        "MODEL --cluster C --batch-size N [OPTIONS]",
+    ),
+    "show": ("plan_files:show", "Print a plan file.", "PLAN"),
+    "diff": ("plan_files:diff", "Print what differs between two plan files.", "PLAN PLAN"),
+    "simulate": ("plan_files:simulate", "Simulate a plan's step and draw its timeline.", "PLAN [OPTIONS]"),
+    "verify": ("verify:verify", "Compare a plan with the unpartitioned model.", "PLAN MODEL [OPTIONS]"),
+    "run": ("run:run", "Train some steps with a plan.", "PLAN MODEL --steps N [--local] [OPTIONS]"),
+    "calibrate": ("calibrate:calibrate", "Measure this machine.", "[OPTIONS]"),
+    "graph": ("graph:graph", "Draw a model's ops or a plan's stages.", "MODEL|PLAN [OPTIONS]"),
+}
+"""Name -> where it lives, what the overview says, how it is called. Imported only when it is called."""
+
+EPILOGUE = """\
+Start with: `partitioner plan gpt2 --set size=tiny --cluster local:2 --batch-size 8 -o plan.json`
+
+Exit codes: 0 ok, 1 internal error, 2 usage (bad files and flags), 3 model or trace, 4 does not fit,
+5 time limit (the plan is still written), 6 a rank failed, 7 verification differs.
+
+Everywhere: `--json` prints one JSON object on stdout; `--debug` adds tracebacks and logs on stderr."""
 
 app = cyclopts.App(
     name="partitioner",
     help="Plan, prove, verify and run model-parallel training.",
+    help_epilogue=EPILOGUE,
+    help_format="markdown",
     version_flags=["--version"],
+    default_parameter=cyclopts.Parameter(negative=()),
     result_action="return_value",
 )
-app.command(plan.plan)
-app.command(plan_files.show)
-app.command(plan_files.diff)
-app.command(plan_files.simulate)
-app.command(verify.verify)
-app.command(run.run)
-app.command(calibrate.calibrate)
-app.command(graph.graph)
+for _name, (_place, _help, _usage) in COMMANDS.items():
+    app.command(
+        f"partitioner.commands.{_place}",
+        name=_name,
+        help=_help,
+        usage=f"Usage: partitioner {_name} {_usage}",
+        help_epilogue="",
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the ``partitioner`` command; ends the process with the exit code."""
-    sys.exit(run_command(list(sys.argv[1:] if arguments is None else arguments)))
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    _quieten("--debug" in given)
+    sys.exit(run_command(given))
 
 
 def run_command(arguments: list[str]) -> int:
     """Run one command and return its exit code. Errors go to stderr; tracebacks only with ``--debug``."""
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, stream=sys.stderr)
     try:
+        _import_command(arguments)
         result = app(arguments, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except PartitionerError as error:
-        return _report(error, debug)
+        return _failed(error, arguments, debug)
     except cyclopts.CycloptsError as error:
-        help_text = "see `partitioner --help`, or `partitioner COMMAND --help`"
-        return _report(UsageError("cannot read the command line", [str(error)], [help_text]), debug)
+        return _failed(_usage_error(error, arguments), arguments, debug)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of our output went away
         return 0
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as error:  # noqa: BLE001 - the last resort must name the bug and not drown it in a traceback
-        if debug:
-            traceback.print_exc()
-        print(f"error[internal]: {type(error).__name__}: {error}", file=sys.stderr)
-        print("  try: run again with --debug and report the traceback", file=sys.stderr)
-        return 1
+        found = InternalError(
+            f"{type(error).__name__}: {error}",
+            suggestions=["run again with --debug and report the traceback"],
+        )
+        return _failed(found, arguments, debug)
 
 
-def _report(error: PartitionerError, debug: bool) -> int:
+def _quieten(debug: bool) -> None:
+    """Third parties' chatter stays off the terminal, ours below a warning too; all of it comes with ``--debug``."""
+    logging.basicConfig(level=logging.WARNING if debug else logging.ERROR, stream=sys.stderr)
+    logging.getLogger("partitioner").setLevel(logging.DEBUG if debug else logging.WARNING)
+    if not debug:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for worker processes
+        warnings.simplefilter("ignore")
+
+
+def _import_command(arguments: Sequence[str]) -> None:
+    """Import what the command needs where it shows: torch alone takes a second or more."""
+    name = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if name in COMMANDS:
+        with progress("importing torch"):
+            import_module(f"partitioner.commands.{COMMANDS[name][0].partition(':')[0]}")
+
+
+def _usage_error(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> UsageError:
+    command = arguments[0] if arguments and arguments[0] in COMMANDS else "COMMAND"
+    text = " ".join(str(error).split())
+    return UsageError("cannot read the command line", [text], [f"partitioner {command} --help"])
+
+
+def _failed(error: PartitionerError, arguments: Sequence[str], debug: bool) -> int:
+    """Report on stderr; with ``--json`` on stdout as well, where nothing was printed before."""
     if debug:
         traceback.print_exc()
-    print(error.render(), file=sys.stderr)
-    return error.exit_code
+    if "--json" in arguments:
+        details = {
+            "kind": error.kind,
+            "what": error.what,
+            "because": list(error.because),
+            "try": list(error.suggestions),
+        }
+        print(json.dumps({"error": details, "exit_code": error.exit_code}, indent=1), flush=True)
+    return report(error)

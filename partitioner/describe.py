@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
-from passes.place_layers import LayerRequest
 
 from cost_models.cluster import ClusterSpec
+from cost_models.units import format_bytes
 from partitioner.modules import modules_of_stages
 from partitioner.plan import (
     Alternative,
@@ -23,10 +25,12 @@ from partitioner.plan import (
     TiedParameter,
     Transfer,
 )
+from partitioner.report.text import counted
 from passes.baselines import Baseline, data_parallel, one_device
 from passes.cheap import recomputed_ops
 from passes.compile import Compiled
 from passes.graph import OpGraph
+from passes.place_layers import LayerRequest, RunnerUp
 from passes.summarize import parameters_of_segments
 from runtime.program import Backward, BackwardWeight, Forward, Program
 
@@ -37,6 +41,7 @@ NOT_CONSIDERED = (
     "activation recomputation",
 )
 """What a layer-wise plan does not look at; an expert should hear it from the plan itself."""
+MOST_RUNNER_UPS = 5
 
 
 def describe(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: Compiled) -> Plan:
@@ -74,7 +79,7 @@ def describe(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compil
         optimizer_seconds={str(r): s for r, s in enumerate(compiled.realized.step.optimizer_seconds)},
         attention_backend=compiled.costs.attention_backend,
         prediction=_prediction(graph, cluster, request, compiled),
-        certificate=CertificateRecord(**compiled.search.certificate.as_dict()),
+        certificate=_certificate(compiled),
         alternatives=_alternatives(graph, cluster, request, compiled),
         not_considered=NOT_CONSIDERED,
         proof=ProofRecord(
@@ -205,6 +210,21 @@ def _prediction(
     )
 
 
+def _certificate(compiled: Compiled) -> CertificateRecord:
+    found = compiled.search.certificate
+    return CertificateRecord(
+        objective=found.objective,
+        objective_seconds=found.objective_seconds,
+        bound_seconds=found.bound_seconds,
+        gap=found.gap,
+        simulated_lower_bound_seconds=found.simulated_lower_bound_seconds,
+        space=_well_counted(found.space),
+        method=found.method,
+        solver_status=found.solver_status,
+        search_seconds=found.search_seconds,
+    )
+
+
 def _mfu(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: Compiled) -> float | None:
     """Model FLOPs utilisation: FLOPs of forward and backward over step time times the used devices' peak rates."""
     table = compiled.costs.at(request.batch_size)
@@ -221,31 +241,47 @@ def _mfu(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: 
 def _alternatives(
     graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: Compiled
 ) -> tuple[Alternative, ...]:
-    baselines = [one_device(graph, compiled.costs, cluster, request)]
+    """Not partitioning at all, and the best other layer-wise plans."""
+    capacities = [device.memory_bytes for device in cluster.devices]
+    others = [_baseline(one_device(graph, compiled.costs, cluster, request), capacities[0])]
     if cluster.world_size > 1:
-        baselines.append(data_parallel(graph, compiled.costs, cluster, request))
-    others = [_alternative(baseline) for baseline in baselines]
-    for entry in compiled.search.runner_ups:
-        others.append(
-            Alternative(
-                strategy=f"layer: {entry.description}",
-                feasible=entry.feasible,
-                reason=entry.reason,
-                step_seconds=entry.step_seconds,
-                peak_memory_bytes=entry.peak_memory_bytes,
-            )
+        others.append(_baseline(data_parallel(graph, compiled.costs, cluster, request), min(capacities)))
+    others += [
+        Alternative(
+            strategy=_well_counted(entry.description),
+            feasible=entry.feasible,
+            reason=entry.reason,
+            step_seconds=entry.step_seconds,
+            peak_memory_bytes=entry.peak_memory_bytes,
         )
+        for entry in distinct_runner_ups(compiled.search.runner_ups)
+    ]
     return tuple(others)
 
 
-def _alternative(baseline: Baseline) -> Alternative:
+def _baseline(baseline: Baseline, capacity_bytes: int) -> Alternative:
+    fits = f"fits in {counted(baseline.microbatches, 'micro-batch')}"
+    short = format_bytes(baseline.peak_memory_bytes - capacity_bytes)
     return Alternative(
         strategy=baseline.strategy,
         feasible=baseline.feasible,
-        reason=baseline.reason,
+        reason=fits if baseline.feasible else f"does not fit: {short} short on each device",
         step_seconds=baseline.step_seconds,
         peak_memory_bytes=baseline.peak_memory_bytes,
     )
+
+
+def distinct_runner_ups(runner_ups: Sequence[RunnerUp]) -> list[RunnerUp]:
+    """The best of each (schedule, micro-batches), a few: neighbours of one split teach nothing new."""
+    best: dict[str, RunnerUp] = {}
+    for entry in sorted(runner_ups, key=lambda entry: (not entry.feasible, entry.step_seconds)):
+        best.setdefault(entry.description.partition(", ")[2], entry)  # "2 stages, 1f1b, 8 micro-batches"
+    return list(best.values())[:MOST_RUNNER_UPS]
+
+
+def _well_counted(description: str) -> str:
+    """ "1 stages, 1f1b, 1 micro-batches" -> "1 stage, 1f1b, 1 micro-batch"."""
+    return re.sub(r"\b1 (stage|micro-batch)(?:es|s)\b", r"1 \1", description)
 
 
 def _notes(graph: OpGraph) -> tuple[str, ...]:
@@ -254,5 +290,5 @@ def _notes(graph: OpGraph) -> tuple[str, ...]:
     if not batch_norms:
         return ()
     return (
-        f"{batch_norms} batch norms see one micro-batch at a time; their running statistics advance once per micro-batch",
+        f"{counted(batch_norms, 'batch norm')}: statistics of one micro-batch at a time; running ones advance with each",
     )

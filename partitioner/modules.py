@@ -1,6 +1,6 @@
 """Stages in the user's words: which of the model's modules lie in which stage.
 
-ops of stage 0: embed, layers.0.*, layers.1.*, part of layers.2   ->   ("embed", "layers.0-1", "layers.2 (part)")
+ops of stage 0: embed, layers.0.*, layers.1.*, most of layers.2   ->   ("embed", "layers.0-1", "layers.2 (part)")
 """
 
 from __future__ import annotations
@@ -9,56 +9,109 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+FEW = 2
+"""Up to so many pieces of a split block are named one by one; more become "block (part)"."""
+
 
 def modules_of_stages(
     module_path_of: Mapping[str, str], stage_of: Mapping[str, int], stages: int
 ) -> list[tuple[str, ...]]:
-    """Outermost module paths that lie wholly inside each stage; a split leaf module is marked "(part)".
+    """Outermost module paths that lie wholly inside each stage; what is split is marked "(part)".
 
-    ``module_path_of``: op name -> innermost module path, "" at the root. Order of first use is kept.
+    ``module_path_of``: op name -> innermost module path, "" at the root. Order of first use is kept. A numbered block
+    (``layers.2``) that is split is named once, not by its pieces, unless these are few. The own ops of a module whose
+    children are elsewhere as well (masks, reshapes) are named only where a stage has nothing else.
     """
     stages_of: dict[str, set[int]] = defaultdict(set)
+    containers: set[str] = set()
     for op, stage in stage_of.items():
-        for prefix in _prefixes(module_path_of.get(op, "")):
+        prefixes = _prefixes(module_path_of.get(op, ""))
+        containers.update(prefixes[:-1])
+        for prefix in prefixes:
             stages_of[prefix].add(stage)
-    found: list[dict[str, None]] = [{} for _ in range(stages)]
+    found: list[dict[str, str]] = [
+        {} for _ in range(stages)
+    ]  # name -> the split block it is a piece of, or ""
+    glue: list[dict[str, str]] = [{} for _ in range(stages)]
     for op, stage in stage_of.items():
         path = module_path_of.get(op, "")
-        whole = next((prefix for prefix in _prefixes(path) if stages_of[prefix] == {stage}), None)
+        prefixes = _prefixes(path)
+        whole = next((prefix for prefix in prefixes if stages_of[prefix] == {stage}), None)
+        block = next((prefix for prefix in prefixes if prefix.rpartition(".")[2].isdigit()), "")
+        block = block if whole is None or whole.startswith(f"{block}.") else ""
         if whole is not None:
-            found[stage].setdefault(whole)
+            found[stage].setdefault(whole, block)
+        elif path in containers:
+            glue[stage].setdefault(f"{path} (part)", block)
         elif path:
-            found[stage].setdefault(f"{path} (part)")
-    return [tuple(compress(names)) for names in found]
+            found[stage].setdefault(f"{path} (part)", block)
+    return [tuple(compress(_fold_blocks(names or rest))) for names, rest in zip(found, glue, strict=True)]
+
+
+def _fold_blocks(names: Mapping[str, str]) -> list[str]:
+    """More than a few pieces of one split block become that block's name."""
+    pieces = list(names.values())
+    folded = {
+        n: f"{block} (part)" if block and pieces.count(block) > FEW else n for n, block in names.items()
+    }
+    return list(dict.fromkeys(folded.values()))
 
 
 def compress(names: Iterable[str]) -> list[str]:
-    """Runs of numbered siblings in one word: layers.0, layers.1, layers.2 -> layers.0-2."""
-    result: list[tuple[str, int, int] | str] = []
+    """Numbered siblings in one word, where the first stands: layers.0, norm, layers.1 -> layers.0-1, norm."""
+    numbers: dict[str, list[int]] = {}
+    order: list[str] = []
     for name in names:
         match = re.fullmatch(r"(.*\.)(\d+)", name)
-        last = result[-1] if result else None
-        if match is None:
-            result.append(name)
-        elif isinstance(last, tuple) and last[0] == match[1] and last[2] + 1 == int(match[2]):
-            result[-1] = (last[0], last[1], int(match[2]))
+        key = match[1] if match else name
+        if match and key in numbers:
+            numbers[key].append(int(match[2]))
+            continue
+        if match:
+            numbers[key] = [int(match[2])]
+        order.append(key)
+    return [f"{key}{_runs(numbers[key])}" if key in numbers else key for key in order]
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2,5"."""
+    runs: list[tuple[int, int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], number)
         else:
-            result.append((match[1], int(match[2]), int(match[2])))
-    return [
-        r if isinstance(r, str) else f"{r[0]}{r[1]}" + (f"-{r[2]}" if r[2] > r[1] else "") for r in result
-    ]
+            runs.append((number, number))
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
 def shorten(names: Sequence[str], width: int) -> str:
-    """As many names as fit into ``width`` characters; the rest as a count."""
-    text = ""
-    for position, name in enumerate(names):
-        longer = f"{text}, {name}" if text else name
-        rest = len(names) - position - 1
-        if len(longer) + (len(f" +{rest} more") if rest else 0) > width and text:
-            return f"{text} +{rest + 1} more"
-        text = longer
-    return text
+    """As many names as fit into ``width`` characters, the rest as a count; runs of numbered blocks matter most.
+
+    wte, wpe, drop, h.0-3, ln_f   ->   wte, h.0-3 +3 more
+    """
+    by_weight = sorted(range(len(names)), key=lambda i: (not re.search(r"\d-\d", names[i]), i))
+    shown: set[int] = set()
+    for index in by_weight:
+        trial = sorted(shown | {index})
+        if shown and len(_listing(names, trial)) > width:
+            break
+        shown = set(trial)
+    return _listing(names, sorted(shown))
+
+
+def _listing(names: Sequence[str], shown: Sequence[int]) -> str:
+    rest = len(names) - len(shown)
+    return ", ".join(names[index] for index in shown) + (f" +{rest} more" if rest else "")
+
+
+def common_parent(stages: Sequence[Sequence[str]]) -> str:
+    """The dotted prefix that most of the names share ("transformer."), "" if leaving it out would not help."""
+    names = [name for stage in stages for name in stage]
+    first = [name.partition(".")[0] for name in names if "." in name]
+    if not first:
+        return ""
+    parent = max(dict.fromkeys(first), key=first.count)
+    return f"{parent}." if first.count(parent) * 2 > len(names) and len(parent) > 2 else ""
 
 
 def _prefixes(path: str) -> list[str]:

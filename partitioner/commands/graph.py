@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from cyclopts import Parameter
-
+from cost_models.errors import UsageError
 from partitioner.api import as_graph
-from partitioner.commands.options import progress, settings
+from partitioner.commands.options import JsonFlag, Settings, emit, progress, settings
 from partitioner.plan import Plan
 from partitioner.rebuild import refuse_other_model
 from partitioner.report.dot import op_graph, stage_graph, to_dot, to_json
@@ -24,7 +22,8 @@ def graph(
     plan: Path | None = None,
     seq: int | None = None,
     dtype: str | None = None,
-    set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = (),
+    set_: Settings = (),
+    json: JsonFlag = False,
 ) -> int:
     """Draw the ops of a MODEL, or the stages of a PLAN file with devices as clusters.
 
@@ -39,11 +38,21 @@ def graph(
     seq
         Sequence length of a bundled or hf: model.
     dtype
-        Data type of a bundled or hf: model.
+        Data type of a bundled or hf: model, such as bfloat16.
     set_
         key=value for the factory's arguments; may be repeated.
+    json
+        The same as --format json.
     """
     if target.endswith(".json") and not target.startswith("hf:"):
+        given = {"--plan": plan, "--seq": seq, "--dtype": dtype, "--set": set_ or None}
+        extra = [flag for flag, value in given.items() if value is not None]
+        if extra:
+            raise UsageError(
+                f"cannot draw the plan {target} with {', '.join(extra)}",
+                ["these are for drawing a model"],
+                [f"partitioner graph MODEL --plan {target}"],
+            )
         dag = stage_graph(Plan.load(target))
     else:
         loaded = Plan.load(plan) if plan is not None else None
@@ -52,5 +61,5 @@ def graph(
         if loaded is not None:
             refuse_other_model(loaded, traced)
         dag = op_graph(traced, loaded)
-    print(to_dot(dag) if format == "dot" else json.dumps(to_json(dag), indent=1))
+    emit(to_dot(dag), to_json(dag), json or format == "json")
     return 0

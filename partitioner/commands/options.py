@@ -3,70 +3,139 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
 
-from cost_models.errors import UsageError
+from cyclopts import Parameter
+
+from cost_models.errors import PartitionerError, UsageError
+from partitioner.report.text import printable
 
 SECONDS_BEFORE_PROGRESS = 1.0
+
+JsonFlag = Annotated[bool, Parameter(name="--json", negative=(), show_default=False)]
+Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)]
 
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
-    """Say on stderr what is being done, if it takes more than a second, and how long it took."""
+    """Say on stderr what is being done, if it takes more than a second, and how long it took.
+
+    What the work prints (a user's factory, a library, a worker process) goes to stderr: stdout is data.
+    """
     started = time.monotonic()
-    timer = threading.Timer(SECONDS_BEFORE_PROGRESS, lambda: print(f"{what} …", file=sys.stderr, flush=True))
+    said = threading.Event()
+
+    def say() -> None:
+        said.set()
+        print(f"{what} … ", end="", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(SECONDS_BEFORE_PROGRESS, say)
     timer.daemon = True
     timer.start()
+    outcome = "stopped"
     try:
-        yield
+        with _stdout_to_stderr():
+            yield
+        outcome = f"{time.monotonic() - started:.1f} s"
     finally:
         timer.cancel()
-    seconds = time.monotonic() - started
-    if seconds > SECONDS_BEFORE_PROGRESS:
-        print(f"{what}: {seconds:.1f} s", file=sys.stderr, flush=True)
+        if said.is_set():
+            print(outcome, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """File descriptor 1 as well as ``sys.stdout``: C libraries and child processes write there directly."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    try:
+        saved = os.dup(1)
+        os.dup2(2, 1)
+    except OSError:  # one of the two is closed, so there is nothing to mix up
+        with redirect_stdout(sys.stderr):
+            yield
+        return
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
 
 
 def emit(text: str, data: Mapping[str, Any], as_json: bool) -> None:
     """Print the result: one JSON object and nothing else with ``--json``, the text otherwise."""
-    print(json.dumps(data, indent=1) if as_json else text)
+    print(json.dumps(data, indent=1) if as_json else printable(text), flush=True)
+
+
+def report(error: PartitionerError) -> int:
+    """Print an error on stderr and return its exit code."""
+    print(printable(error.render()), file=sys.stderr, flush=True)
+    return error.exit_code
 
 
 def settings(pairs: Sequence[str], flag: str = "--set") -> dict[str, str]:
     """``["size=tiny"]`` -> ``{"size": "tiny"}``; collects every malformed pair before raising."""
-    problems = [pair for pair in pairs if "=" not in pair or not pair.split("=", 1)[0]]
+    problems = [f"{pair!r} is not key=value" for pair in pairs if "=" not in pair or pair.startswith("=")]
+    keys = [pair.split("=", 1)[0] for pair in pairs]
+    problems += [f"{key} is given twice" for key in dict.fromkeys(keys) if keys.count(key) > 1]
     if problems:
         raise UsageError(
             f"cannot read {flag}",
-            because=[f"{pair!r} is not key=value" for pair in problems],
+            because=problems,
             suggestions=[f"write {flag} key=value, once per key"],
         )
     return dict(pair.split("=", 1) for pair in pairs)
 
 
 def pins(pairs: Sequence[str]) -> dict[str, int]:
-    """``["transformer.h.0.*=1"]`` -> ``{"transformer.h.0.*": 1}``."""
-    found = settings(pairs, "--pin")
-    problems = [
-        f"{glob}={stage}: the stage is not a number" for glob, stage in found.items() if not stage.isdigit()
-    ]
+    """``["transformer.h.0.*=1"]`` -> ``{"transformer.h.0.*": 1}``; a glob may itself contain ``=``."""
+    found: dict[str, int] = {}
+    problems = []
+    for pair in pairs:
+        glob, _, stage = pair.rpartition("=")
+        if not glob:
+            problems.append(f"{pair!r} is not GLOB=STAGE")
+        elif not (stage.isascii() and stage.isdigit() and len(stage) < 7):
+            problems.append(f"{pair!r}: the stage {stage!r} is not a number from 0 up")
+        elif found.setdefault(glob, int(stage)) != int(stage):
+            problems.append(f"{glob!r} is pinned to stage {found[glob]} and to stage {int(stage)}")
     if problems:
-        raise UsageError(
-            "cannot read --pin", because=problems, suggestions=["write --pin 'module.glob.*=STAGE'"]
-        )
-    return {glob: int(stage) for glob, stage in found.items()}
+        raise UsageError("cannot read --pin", problems, ["write --pin 'module.glob.*=STAGE', once per glob"])
+    return found
 
 
 def microbatch_count(text: str) -> int | str:
     """ "auto" or a positive number."""
     if text == "auto":
         return "auto"
-    if not text.isdigit() or int(text) < 1:
+    if not (text.isascii() and text.isdigit() and len(text) < 12) or int(text) < 1:
         raise UsageError(
             "cannot read --microbatches", because=[f"{text!r} is neither auto nor a number from 1 up"]
         )
     return int(text)
+
+
+def check_output(path: Path | None) -> None:
+    """Refuse a file that cannot be written before the work, not after it."""
+    if path is None:
+        return
+    folder = path.parent
+    problem = (
+        f"{path} is a folder"
+        if path.is_dir()
+        else f"there is no folder {folder}"
+        if not folder.is_dir()
+        else f"the folder {folder} is not writable"
+        if not os.access(folder, os.W_OK)
+        else None
+    )
+    if problem:
+        raise UsageError(f"cannot write {path}", because=[problem])

@@ -9,8 +9,19 @@ from cyclopts import Parameter
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import TimeLimitError
-from partitioner.api import as_graph, check_choices, check_microbatches, partition
-from partitioner.commands.options import emit, microbatch_count, pins, progress, settings
+from partitioner.api import as_graph, check_options, partition
+from partitioner.commands.options import (
+    JsonFlag,
+    Settings,
+    check_output,
+    emit,
+    microbatch_count,
+    pins,
+    progress,
+    report,
+    settings,
+)
+from partitioner.report.text import percent
 from partitioner.workloads import load_workload
 
 
@@ -26,13 +37,13 @@ def plan(
     optimizer_memory: str = "adamw",
     master: bool = False,
     max_stages: int | None = None,
-    pin: tuple[str, ...] = (),
+    pin: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     time_limit: float = 60.0,
     seq: int | None = None,
     dtype: str | None = None,
-    set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = (),
+    set_: Settings = (),
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: JsonFlag = False,
 ) -> int:
     """Plan how MODEL trains on a cluster.
 
@@ -45,7 +56,7 @@ def plan(
     batch_size
         Samples per optimizer step.
     strategy
-        layer.
+        layer: every op on one device, every device one contiguous run of the model.
     microbatches
         auto, or into how many pieces the batch is cut.
     schedule
@@ -57,7 +68,7 @@ def plan(
     max_stages
         Use at most this many stages.
     pin
-        GLOB=STAGE over module paths or op names; may be repeated.
+        GLOB=STAGE over module paths or op names, such as 'layers.0.*=0'; may be repeated.
     time_limit
         Seconds for the search; the best plan so far is kept.
     seq
@@ -67,14 +78,22 @@ def plan(
     set_
         key=value for the factory's arguments; may be repeated.
     output
-        Where to write the plan.
+        The file to write the plan to; without it nothing is written.
     json
-        Print the plan as one JSON object.
+        Print one JSON object: the plan.
     """
-    check_choices(strategy=strategy, schedule=schedule, optimizer_memory=optimizer_memory)
     count: Any = microbatch_count(microbatches)
-    check_microbatches(batch_size, count)
     pinned = pins(pin)
+    check_options(
+        strategy=strategy,
+        schedule=schedule,
+        optimizer_memory=optimizer_memory,
+        batch_size=batch_size,
+        microbatches=count,
+        max_stages=max_stages,
+        time_limit_seconds=time_limit,
+    )
+    check_output(output)
     machines = ClusterSpec.parse(cluster)
     with progress(f"loading {model}"):
         workload = load_workload(model, settings=settings(set_), seq=seq, dtype=dtype)
@@ -97,10 +116,12 @@ def plan(
     if output is not None:
         made.save(output)
     emit(str(made), made.to_dict(), json)
-    if made.certificate.solver_status == "time limit":
-        raise TimeLimitError(
-            f"the search stopped after {time_limit:g} s",
-            because=[f"the proved gap is {made.certificate.gap:.1%}"],
-            suggestions=["the plan is good as it is; a larger --time-limit may find a better one"],
+    if made.certificate.solver_status != "time limit":
+        return 0
+    return report(
+        TimeLimitError(
+            f"the search stopped after {time_limit:g} s with a plan that fits",
+            because=[f"it is within {percent(made.certificate.gap)} of the best its schedule can have"],
+            suggestions=["use the plan as it is, or search on with a larger --time-limit"],
         )
-    return 0
+    )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from partitioner.commands.options import emit, progress
+from cost_models.errors import UsageError
+from partitioner.commands.options import JsonFlag, check_output, emit, progress
 from partitioner.plan import Plan
 from runtime.timeline import chrome_trace, render
 
-JsonFlag = Annotated[bool, Parameter(name="--json", negative=())]
+NARROWEST, WIDEST = 10, 10_000
+"""Columns of a timeline."""
 
 
 def show(plan: Path, /, *, json: JsonFlag = False) -> int:
@@ -23,7 +22,7 @@ def show(plan: Path, /, *, json: JsonFlag = False) -> int:
     plan
         The plan file.
     json
-        Print it as one JSON object.
+        Print one JSON object: the plan.
     """
     loaded = Plan.load(plan)
     emit(str(loaded), loaded.to_dict(), json)
@@ -47,7 +46,7 @@ def diff(first: Path, second: Path, /, *, json: JsonFlag = False) -> int:
     return 0
 
 
-def simulate(plan: Path, /, *, width: int = 110, trace: Path | None = None, json: JsonFlag = False) -> int:
+def simulate(plan: Path, /, *, width: int = 80, trace: Path | None = None, json: JsonFlag = False) -> int:
     """Rebuild a plan's programs, prove them again, simulate one step and draw its timeline.
 
     Parameters
@@ -61,6 +60,11 @@ def simulate(plan: Path, /, *, width: int = 110, trace: Path | None = None, json
     json
         Print one JSON object.
     """
+    if not NARROWEST <= width <= WIDEST:
+        raise UsageError(
+            f"cannot draw a timeline {width} columns wide", [f"expected {NARROWEST} to {WIDEST:,}"]
+        )
+    check_output(trace)
     loaded = Plan.load(plan)
     with progress("simulating"):
         simulation = loaded.simulate()

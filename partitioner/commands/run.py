@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -9,12 +10,17 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from cost_models.errors import UsageError
-from partitioner.commands.options import emit, progress, settings
+from cost_models.errors import ModelError, PartitionerError, UsageError
+from cost_models.units import format_seconds
+from partitioner.commands.options import JsonFlag, Settings, emit, progress, settings
 from partitioner.grow_batch import grow_batch
 from partitioner.plan import Plan
+from partitioner.report.text import counted
 from partitioner.workloads import load_workload
 from runtime.launch import spawn_local
+
+MOST_STEPS = 1_000_000
+MOST_SECONDS = 24 * 3600.0
 
 
 def run(
@@ -29,8 +35,8 @@ def run(
     timeout: float = 30.0,
     seq: int | None = None,
     dtype: str | None = None,
-    set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = (),
-    json: Annotated[bool, Parameter(negative=())] = False,
+    set_: Settings = (),
+    json: JsonFlag = False,
 ) -> int:
     """Train for some steps on the model's example batch, grown to the plan's batch size.
 
@@ -59,9 +65,8 @@ def run(
     json
         Print one JSON object.
     """
+    _check(steps, learning_rate, timeout)
     loaded = Plan.load(plan)
-    if steps < 1:
-        raise UsageError(f"cannot run {steps} steps", because=["expected 1 or more"])
     arguments = (
         loaded.model_dump_json(),
         model,
@@ -74,29 +79,66 @@ def run(
         settings(set_),
     )
     if local:
-        with progress(f"running {steps} steps on {loaded.world_size} local processes"):
-            result = spawn_local(loaded.world_size, train, *arguments, timeout_seconds=3600.0)[0]
+        with progress(f"running {counted(steps, 'step')} on {counted(loaded.world_size, 'local process')}"):
+            result = _run_locally(loaded.world_size, arguments)
     elif "RANK" not in os.environ:
+        launch = loaded.launch_command(model, str(plan), steps).splitlines()
         raise UsageError(
-            "cannot run the plan in one process",
-            because=[f"it needs {loaded.world_size}"],
-            suggestions=[loaded.launch_command(model, str(plan), steps).splitlines()[-1], "or add --local"],
+            f"cannot run the plan: it needs {counted(loaded.world_size, 'process')}, this is one",
+            because=["torchrun did not start this process, and --local was not given"],
+            suggestions=["add --local, to run on CPU workers of this machine", *launch],
         )
     else:
-        result = train(*arguments)
+        with progress(f"running {counted(steps, 'step')}"):
+            result = train(*arguments)
         if int(os.environ["RANK"]) != 0:
             return 0
-    lines = [
-        f"step {index}: loss {loss:.6f}, {seconds * 1e3:.1f} ms"
-        for index, (loss, seconds) in enumerate(zip(result["losses"], result["step_seconds"], strict=True))
-    ]
     predicted = loaded.prediction.step_seconds
+    emit(_text(result, predicted), {**result, "predicted_step_seconds": predicted}, json)
+    return 0
+
+
+def _check(steps: int, learning_rate: float, timeout: float) -> None:
+    """Refuse numbers that mean nothing, all at once."""
+    problems = []
+    if not 1 <= steps <= MOST_STEPS:
+        problems.append(f"--steps is {steps}, expected 1 to {MOST_STEPS:,}")
+    if not (math.isfinite(learning_rate) and learning_rate >= 0):
+        problems.append(f"--learning-rate is {learning_rate:g}, expected 0 or more")
+    if not (math.isfinite(timeout) and timeout > 0):
+        problems.append(f"--timeout is {timeout:g}, expected more than 0 seconds")
+    if problems:
+        raise UsageError("cannot run with these options", problems)
+
+
+def _run_locally(world_size: int, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """What rank 0 measured. What every rank refuses alike (another model, a bad file) is raised as it is."""
+    results = spawn_local(world_size, _train_or_refusal, *arguments, timeout_seconds=MOST_SECONDS)
+    refusals = [result for result in results if isinstance(result, PartitionerError)]
+    if refusals:
+        raise refusals[0]
+    measured: dict[str, Any] = results[0]
+    return measured
+
+
+def _train_or_refusal(*arguments: Any) -> dict[str, Any] | PartitionerError:
+    try:
+        return train(*arguments)
+    except (UsageError, ModelError) as error:
+        return error
+
+
+def _text(result: dict[str, Any], predicted_seconds: float) -> str:
+    pairs = enumerate(zip(result["losses"], result["step_seconds"], strict=True))
+    lines = [
+        f"step {index:>4}   loss {loss:.6f}   {format_seconds(seconds)}" for index, (loss, seconds) in pairs
+    ]
     measured = result["median_step_seconds"]
     lines.append(
-        f"predicted step {predicted * 1e3:.1f} ms, measured {measured * 1e3:.1f} ms ({predicted / measured:.2f}x)"
+        f"measured {format_seconds(measured)} a step (median without the first), "
+        f"predicted {format_seconds(predicted_seconds)}: {predicted_seconds / measured:.2f}x"
     )
-    emit("\n".join(lines), {**result, "predicted_step_seconds": predicted}, json)
-    return 0
+    return "\n".join(lines)
 
 
 def train(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from partitioner.commands.options import emit, progress, settings
+from cost_models.errors import UsageError
+from partitioner.commands.options import JsonFlag, Settings, emit, progress, settings
 from partitioner.plan import Plan
+from partitioner.report.text import counted
 from partitioner.verify import verify_plan
 from partitioner.workloads import load_workload
 
@@ -20,9 +20,9 @@ def verify(
     *,
     seq: int | None = None,
     dtype: str | None = None,
-    set_: Annotated[tuple[str, ...], Parameter(name="--set", negative=())] = (),
+    set_: Settings = (),
     timeout: float = 300.0,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: JsonFlag = False,
 ) -> int:
     """Run a plan on local CPU processes in float64 and compare every number with the unpartitioned model.
 
@@ -43,10 +43,14 @@ def verify(
     json
         Print one JSON object.
     """
+    if not (math.isfinite(timeout) and timeout > 0):
+        raise UsageError(
+            "cannot verify with this option", [f"--timeout is {timeout:g}, expected more than 0 seconds"]
+        )
     loaded = Plan.load(plan)
     with progress(f"loading {model}"):
         workload = load_workload(model, settings=settings(set_), seq=seq, dtype=dtype)
-    with progress(f"verifying on {loaded.world_size} local processes"):
+    with progress(f"verifying on {counted(loaded.world_size, 'local process')}"):
         report = verify_plan(loaded, workload, timeout_seconds=timeout)
     emit(str(report), report.to_dict(), json)
     return 0 if report.passed else 7

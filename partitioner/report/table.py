@@ -1,136 +1,209 @@
-"""The plan as a person reads it: one table of stages, then what was proved, compared and left out."""
+"""The plan as a person reads it: what was chosen, stage by stage, what was proved, compared and left out.
+
+Everything fits into WIDTH columns; the full texts of the certificate and the proof are in the JSON.
+"""
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-
 from cost_models.units import format_bytes, format_seconds
-from partitioner.modules import shorten
+from partitioner.modules import common_parent, shorten
+from partitioner.report.text import WIDTH, columns, counted, labelled, percent, printable
 
 if TYPE_CHECKING:
-    from partitioner.plan import Plan
+    from partitioner.plan import Alternative, Plan, Stage
 
-WIDTH = 118
 MAX_ROWS = 16
 """Plans with more stages show the first and last half of this many."""
+PROVED = 5e-5
+"""Gaps below are rounding."""
+NARROWEST = 16
+"""Characters that the column of modules has at least."""
 
 
 def render_plan(plan: Plan) -> str:
     """The text of ``print(plan)``."""
-    sections = [_heading(plan), _stage_table(plan), _certificate(plan), _alternatives(plan), _remarks(plan)]
-    return "\n".join(section for section in sections if section)
+    sections = [_heading(plan), _stage_table(plan), _evidence(plan), _alternatives(plan), _remarks(plan)]
+    return printable("\n\n".join(section for section in sections if section))
 
 
 def _heading(plan: Plan) -> str:
     p = plan.prediction
-    rates = [f"{p.samples_per_second:,.1f} samples/s"]
-    if p.tokens_per_second is not None:
-        rates.append(f"{p.tokens_per_second:,.0f} tokens/s")
-    if p.mfu is not None:
-        rates.append(f"MFU {p.mfu:.1%}")
     ranks = sorted({rank for stage in plan.stages for rank in stage.devices})
-    sizes = microbatch_text(plan.batch_size, plan.microbatches)
+    world = plan.cluster.world_size
+    devices = (
+        counted(world, "device") if len(ranks) == world else f"{len(ranks)} of {counted(world, 'device')}"
+    )
+    rates = [f"{format_seconds(p.step_seconds)} a step", f"{_rate(p.samples_per_second)} samples/s"]
+    rates += [f"{_rate(p.tokens_per_second)} tokens/s"] if p.tokens_per_second is not None else []
+    rates += [f"MFU {percent(p.mfu)}"] if p.mfu is not None else []
+    rates += [f"bubble {percent(p.bubble_fraction)}"]
+    schedule = (
+        f"{plan.schedule}, batch {plan.batch_size:,} = {microbatch_text(plan.batch_size, plan.microbatches)}"
+    )
+    assumed = [f"optimizer {plan.optimizer_memory}"]
+    assumed += [f"{plan.attention_backend} attention"] if plan.attention_backend else []
+    sent = f"{format_bytes(p.communication_bytes)} in {counted(p.messages, 'message')} a step"
     return "\n".join(
         [
-            f"{plan.model.name} ({plan.model.parameters:,} parameters) on {plan.cluster.name}: {plan.strategy}-wise, "
-            f"{len(plan.stages)} stages on {len(ranks)} of {plan.cluster.world_size} devices",
-            f"schedule {plan.schedule}, batch {plan.batch_size} = {sizes}, optimizer memory {plan.optimizer_memory}, "
-            f"attention {plan.attention_backend or 'none'}",
-            f"predicted step {format_seconds(p.step_seconds)}, {', '.join(rates)}, bubble {p.bubble_fraction:.1%}, "
-            f"{format_bytes(p.communication_bytes)} sent in {p.messages:,} messages (rests on {p.confidence})",
+            labelled("model", f"{plan.model.name}, {plan.model.parameters:,} parameters"),
+            labelled(
+                "plan",
+                f"{plan.strategy}-wise, {counted(len(plan.stages), 'stage')} on {devices} of {plan.cluster.name}",
+            ),
+            labelled("schedule", schedule),
+            labelled("predicted", f"{', '.join(rates)} (from {p.confidence})"),
+            labelled("sent", sent if p.messages else "nothing"),
+            labelled("budgeted", f"{', '.join(assumed)}; {_memory(plan, ranks)}"),
         ]
+    )
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:,.3g}"
+
+
+def _memory(plan: Plan, ranks: list[int]) -> str:
+    """The fullest device: "fullest device 71.2 of 78.5 GiB (91%)"."""
+    peak = plan.prediction.peak_memory_bytes
+    fullest = max(ranks, key=lambda rank: peak[str(rank)] / plan.cluster.devices[rank].memory_bytes)
+    device = plan.cluster.devices[fullest]
+    used = peak[str(fullest)]
+    return (
+        f"the fullest device (rank {fullest}) holds {format_bytes(used)} of {format_bytes(device.memory_bytes)}, "
+        f"{percent(used / device.memory_bytes)}"
     )
 
 
 def microbatch_text(batch_size: int, microbatches: int) -> str:
-    """ "8 x 4" or, for an uneven last one, "2 x 4 + 1 x 3"."""
+    """8, 2 -> "2 micro-batches of 4"; an uneven 9, 2 -> "1 micro-batch of 5 + 1 of 4"."""
     small, larger = divmod(batch_size, microbatches)
-    parts = [(larger, small + 1), (microbatches - larger, small)]
-    return " + ".join(f"{count} x {size}" for count, size in parts if count)
+    sizes = [(count, size) for count, size in ((larger, small + 1), (microbatches - larger, small)) if count]
+    first, *rest = sizes
+    parts = [f"{counted(first[0], 'micro-batch')} of {first[1]:,}"]
+    return " + ".join([*parts, *(f"{count:,} of {size:,}" for count, size in rest)])
+
+
+# --------------------------------------------------------------------------------------------------
+# Stages
 
 
 def _stage_table(plan: Plan) -> str:
-    table = Table(box=None, pad_edge=False, header_style="")
-    for column, justify in (
-        ("stage", "right"),
-        ("rank", "right"),
-        ("device", "left"),
-        ("modules", "left"),
-        ("parameters", "right"),
-        ("forward", "right"),
-        ("backward", "right"),
-        ("in flight", "right"),
-        ("peak memory", "right"),
-    ):
-        table.add_column(column, justify="left" if justify == "left" else "right", no_wrap=True)
-    hidden = range(0)
-    if len(plan.stages) > MAX_ROWS:
-        hidden = range(MAX_ROWS // 2, len(plan.stages) - MAX_ROWS // 2)
-    for index, stage in enumerate(plan.stages):
-        if index in hidden:
-            if index == hidden[0]:
-                table.add_row("…", "", "", f"({len(hidden)} more stages)", "", "", "", "", "")
-            continue
-        device = plan.cluster.devices[stage.devices[0]]
-        peak = max(plan.prediction.peak_memory_bytes[str(rank)] for rank in stage.devices)
-        table.add_row(
-            str(index),
-            ",".join(map(str, stage.devices)),
-            f"{device.node_name} {device.model}",
-            shorten(stage.modules, 44),
-            format_bytes(stage.parameter_bytes),
-            format_seconds(stage.forward_seconds),
-            format_seconds(stage.backward_seconds),
-            str(stage.in_flight),
-            f"{format_bytes(peak)} / {format_bytes(device.memory_bytes)}",
-        )
-    return render(table)
-
-
-def _certificate(plan: Plan) -> str:
-    c = plan.certificate
-    return "\n".join(
-        [
-            f"certificate: {c.objective} = {format_seconds(c.objective_seconds)}, proved bound "
-            f"{format_seconds(c.bound_seconds)}, gap {c.gap:.2%} ({c.solver_status}, {c.method}, {c.search_seconds:.2f} s)",
-            f"  over {c.space}",
-            f"  no plan of this space simulates below {format_seconds(c.simulated_lower_bound_seconds)}",
-            f"proof: {plan.proof.instructions:,} instructions and {plan.proof.messages:,} messages matched; "
-            f"no deadlock ({'; '.join(plan.proof.rules)})",
-        ]
+    parent = common_parent([stage.modules for stage in plan.stages])
+    header = ["stage", "rank", *_device_header(plan), "modules", "parameters", "forward", "backward"]
+    header += ["in flight", "peak memory", "used"]
+    shown = _shown(len(plan.stages))
+    rows = [_stage_row(plan, index) for index in shown]
+    place = header.index("modules")
+    names = [[name.removeprefix(parent) for name in plan.stages[index].modules] for index in shown]
+    other = sum(
+        max(len(header[c]), *(len(row[c]) for row in rows)) + 2 for c in range(len(header)) if c != place
     )
+    room = max(NARROWEST, WIDTH - other)
+    for row, modules in zip(rows, names, strict=True):
+        row[place] = shorten(modules, room) or "-"
+        if len(row[place]) > room:
+            row[place] = f"{row[place][: room - 1]}…"
+    header[place] = f"modules of {parent[:-1]}" if parent and len(parent) + 10 < room else "modules"
+    hidden = len(plan.stages) - len(shown)
+    if hidden:
+        gap = [""] * len(header)
+        gap[0], gap[place] = "…", f"({counted(hidden, 'more stage')})"
+        rows.insert(len(shown) // 2, gap)
+    return columns(header, rows, left=("device", "node", header[place]))
+
+
+def _shown(stages: int) -> list[int]:
+    half = MAX_ROWS // 2
+    every = list(range(stages))
+    return every if stages <= MAX_ROWS else [*every[:half], *every[-half:]]
+
+
+def _device_header(plan: Plan) -> list[str]:
+    """Which device a rank is: nothing where all are the same, its node, or its node and model."""
+    devices = [plan.cluster.devices[rank] for stage in plan.stages for rank in stage.devices]
+    if len({device.model for device in devices}) > 1:
+        return ["device"]
+    return ["node"] if len({device.node_name for device in devices}) > 1 else []
+
+
+def _stage_row(plan: Plan, index: int) -> list[str]:
+    stage = plan.stages[index]
+    device = plan.cluster.devices[stage.devices[0]]
+    columns_of = {"device": f"{device.node_name} {device.model}", "node": device.node_name}
+    return [
+        str(index),
+        ",".join(map(str, stage.devices)),
+        *(columns_of[name] for name in _device_header(plan)),
+        "",
+        format_bytes(stage.parameter_bytes),
+        format_seconds(stage.forward_seconds),
+        format_seconds(stage.backward_seconds),
+        str(stage.in_flight),
+        *_peak(plan, index, stage),
+    ]
+
+
+def _peak(plan: Plan, index: int, stage: Stage) -> tuple[str, str]:
+    """Memory belongs to the device: it stands once, at the first of its stages."""
+    first = next(i for i, other in enumerate(plan.stages) if set(other.devices) & set(stage.devices))
+    if first < index:
+        return f"see {first}", ""
+    rank = max(stage.devices, key=lambda rank: plan.prediction.peak_memory_bytes[str(rank)])
+    peak = plan.prediction.peak_memory_bytes[str(rank)]
+    return format_bytes(peak), f"{peak / plan.cluster.devices[rank].memory_bytes:.0%}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Evidence
+
+
+def _evidence(plan: Plan) -> str:
+    c, p = plan.certificate, plan.prediction
+    quality = "the best" if c.gap < PROVED else f"within {percent(c.gap)} of the best"
+    floor = c.simulated_lower_bound_seconds
+    lines = [
+        labelled(
+            "search",
+            f"{quality} that its surrogate allows ({c.solver_status}, {format_seconds(c.search_seconds)}) over {c.space}",
+        ),
+        labelled(
+            "bound",
+            f"no plan of this kind simulates below {format_seconds(floor)}; this one takes "
+            f"{p.step_seconds / floor:.2f}x that"
+            if floor > 0
+            else "none",
+        ),
+        labelled(
+            "checked",
+            f"{counted(plan.proof.instructions, 'instruction')} and {counted(plan.proof.messages, 'message')}: all "
+            "matched, in order, free of deadlock",
+        ),
+    ]
+    return "\n".join(lines)
 
 
 def _alternatives(plan: Plan) -> str:
     if not plan.alternatives:
         return ""
-    table = Table(box=None, pad_edge=False, header_style="", title_justify="left")
-    for column in ("compared with", "step", "peak memory", ""):
-        table.add_column(
-            column, justify="right" if column in ("step", "peak memory") else "left", no_wrap=True
-        )
-    for other in plan.alternatives:
-        table.add_row(
-            other.strategy,
-            format_seconds(other.step_seconds) if other.step_seconds is not None else "-",
-            format_bytes(other.peak_memory_bytes) if other.peak_memory_bytes is not None else "-",
-            other.reason if other.feasible else f"does not fit: {other.reason}",
-        )
-    return render(table)
+    rows = [_alternative_row(other, plan.prediction.step_seconds) for other in plan.alternatives]
+    header = ("compared with", "step", "to plan", "peak memory", "")
+    return columns(header, rows, left=("compared with", ""))
+
+
+def _alternative_row(other: Alternative, step_seconds: float) -> list[str]:
+    known = other.step_seconds is not None
+    return [
+        other.strategy,
+        format_seconds(other.step_seconds) if other.step_seconds is not None else "-",
+        f"{(other.step_seconds or 0.0) / step_seconds:.2f}x" if known else "-",
+        format_bytes(other.peak_memory_bytes) if other.peak_memory_bytes is not None else "-",
+        other.reason,
+    ]
 
 
 def _remarks(plan: Plan) -> str:
-    lines = [f"not considered: {', '.join(plan.not_considered)}"] if plan.not_considered else []
-    lines += [f"note: {note}" for note in plan.notes]
+    lines = [labelled("not tried", ", ".join(plan.not_considered))] if plan.not_considered else []
+    lines += [labelled("note", note) for note in plan.notes]
     return "\n".join(lines)
-
-
-def render(table: Table) -> str:
-    """A rich table as plain text, without colours or trailing blanks."""
-    file = io.StringIO()
-    Console(file=file, width=WIDTH + 60, no_color=True, force_terminal=False).print(table)
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip("\n").split("\n"))

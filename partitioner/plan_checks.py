@@ -1,0 +1,81 @@
+"""What must hold between a plan's fields: a file that breaks it was edited or damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cost_models.memory import OPTIMIZERS
+from runtime.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from partitioner.plan import Plan
+
+MOST_COMPUTES = 1 << 24
+"""Stages times micro-batches: a plan whose programs are longer cannot be rebuilt in memory."""
+
+
+def inconsistencies(plan: Plan) -> Iterator[str]:
+    """Every contradiction, as "key path: what is wrong"."""
+    world = plan.cluster.world_size
+    if not plan.stages:
+        yield "stages: there is none"
+    if plan.microbatches > plan.batch_size:
+        yield f"microbatches: {plan.microbatches} pieces of a batch of {plan.batch_size}"
+    if len(plan.stages) * plan.microbatches > MOST_COMPUTES:
+        yield f"microbatches: {len(plan.stages)} stages x {plan.microbatches} micro-batches are too many"
+    if plan.schedule not in SCHEDULES:
+        yield f"schedule: {plan.schedule!r} is not one of {', '.join(SCHEDULES)}"
+    if plan.optimizer_memory.removesuffix("+master") not in OPTIMIZERS:
+        yield f"optimizer_memory: {plan.optimizer_memory!r} is not one of {', '.join(OPTIMIZERS)}"
+    yield from _stages(plan, world)
+    yield from _values(plan, world)
+    yield from _per_rank(plan, world)
+
+
+def _stages(plan: Plan, world: int) -> Iterator[str]:
+    seen: dict[str, int] = {}
+    for index, stage in enumerate(plan.stages):
+        if not stage.devices:
+            yield f"stages[{index}].devices: there is none"
+        elif plan.strategy == "layer" and len(stage.devices) != 1:
+            yield f"stages[{index}].devices: a layer-wise stage has one device, not {len(stage.devices)}"
+        for rank in stage.devices:
+            if rank >= world:
+                yield f"stages[{index}].devices: rank {rank} is not in the cluster of {world}"
+        for op in stage.ops:
+            if op in seen:
+                yield f"stages[{index}].ops: {op!r} stands in stage {seen[op]} as well"
+            seen[op] = index
+            placed = plan.placements.get(op)
+            if placed is not None and placed != stage.devices:
+                yield f"placements.{op}: {list(placed)}, but stages[{index}].devices is {list(stage.devices)}"
+    for op in sorted(set(seen) ^ set(plan.placements)):
+        yield f"placements.{op}: is missing" if op in seen else f"placements.{op}: no stage holds this op"
+
+
+def _values(plan: Plan, world: int) -> Iterator[str]:
+    count = len(plan.stages)
+    for index, value in enumerate(plan.values):
+        if not all(value.producer < consumer < count for consumer in value.consumers):
+            yield f"values[{index}]: goes from stage {value.producer} to {list(value.consumers)} of {count}"
+    for index, transfer in enumerate(plan.transfers):
+        if max(transfer.source, transfer.target) >= world or transfer.source == transfer.target:
+            yield (
+                f"transfers[{index}]: goes from rank {transfer.source} to {transfer.target} "
+                f"in a cluster of {world}"
+            )
+    for index, tied in enumerate(plan.tied):
+        if len(set(tied.ranks)) < 2 or max(tied.ranks) >= world:
+            yield f"tied[{index}].ranks: {list(tied.ranks)} are not two or more ranks of {world}"
+
+
+def _per_rank(plan: Plan, world: int) -> Iterator[str]:
+    ranks = {str(rank) for rank in range(world)}
+    for name, table in (
+        ("state_bytes", plan.state_bytes),
+        ("optimizer_seconds", plan.optimizer_seconds),
+        ("prediction.peak_memory_bytes", plan.prediction.peak_memory_bytes),
+    ):
+        for key in sorted(ranks ^ set(table), key=lambda key: (len(key), key)):
+            yield f"{name}.{key}: is missing" if key in ranks else f"{name}.{key}: no rank of {world}"

@@ -1,0 +1,152 @@
+"""Plan files on their way in and out: written atomically, read as data from anyone.
+
+    bytes ─► text (at most MOST_BYTES) ─► JSON (bounded numbers and depth) ─► Plan (types, then consistency)
+
+Whatever is wrong is a PlanError that names the key path. Nothing is evaluated, imported or unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from cost_models.errors import PlanError
+from cost_models.units import show
+
+MOST_BYTES = 1 << 28
+"""A plan of 100,000 ops has some 20 MB."""
+MOST_DEPTH = 40
+LARGEST = 1 << 63
+"""No count, size in bytes or time in seconds is as large."""
+MOST_PROBLEMS = 20
+
+ANEW = "make the plan anew with `partitioner plan … -o plan.json`"
+GIVE_PLAN = "give the file that `partitioner plan … -o plan.json` wrote"
+
+
+def write_text(target: Path, text: str) -> None:
+    """Replace ``target`` by ``text``. Atomic: a crash leaves the previous file, never half of a new one."""
+    try:
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    except OSError as error:
+        raise PlanError(f"cannot write the plan to {target}", because=[_reason(error)]) from error
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(target)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise PlanError(f"cannot write the plan to {target}", because=[_reason(error)]) from error
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The file's text."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"cannot read the plan {path}", [_reason(error)], [GIVE_PLAN]) from error
+    if len(data) > MOST_BYTES:
+        raise PlanError(
+            f"cannot read the plan {path}", [f"it is larger than {MOST_BYTES:,} bytes"], [GIVE_PLAN]
+        )
+    if not data.strip():
+        raise PlanError(f"cannot read the plan {path}", ["it is empty"], [GIVE_PLAN])
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise PlanError(
+            f"cannot read the plan {path}", [f"byte {error.start} is not UTF-8 text"], [GIVE_PLAN]
+        ) from error
+
+
+def read_json(text: str, source: str, version: int) -> None:
+    """Raise PlanError unless ``text`` is a JSON object of this schema version, with sane numbers and depth."""
+    try:
+        data = json.loads(text, parse_int=_integer)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}: {error.msg}"
+        raise PlanError(f"{source} is not JSON", [where], [ANEW]) from error
+    except RecursionError as error:
+        raise PlanError(f"{source} is not a plan", ["it is nested too deeply"], [ANEW]) from error
+    if not isinstance(data, dict):
+        raise PlanError(f"{source} is not a plan", [f"expected an object, got {show(data)}"], [ANEW])
+    found = data.get("schema_version")
+    if "schema_version" not in data:
+        raise PlanError(
+            f"{source} is not a plan",
+            [f"it has no schema_version; its keys are {', '.join(map(show, list(data)[:6])) or 'none'}"],
+            [GIVE_PLAN],
+        )
+    if found != version or isinstance(found, bool):
+        newer = isinstance(found, int) and found > version
+        raise PlanError(
+            f"{source} is a plan of another version",
+            [f"its schema_version is {show(found)}, this partitioner reads {version}"],
+            ["update partitioner, or " + ANEW if newer else ANEW],
+        )
+    problems = [problem for problem, _ in zip(_insane(data, "", 0), range(MOST_PROBLEMS), strict=False)]
+    if problems:
+        raise PlanError(f"{source} is not a valid plan", problems, [ANEW])
+
+
+def validation_problems(error: ValidationError) -> list[str]:
+    """ "stages[0].ops: expected …", one per problem, the root ones as they are."""
+    found = error.errors(include_url=False)
+    lines = []
+    for entry in found[:MOST_PROBLEMS]:
+        message = entry["msg"].removeprefix("Value error, ")
+        message = message[:1].lower() + message[1:]
+        got = entry["input"]
+        if entry["type"] == "missing":
+            message = "is missing"
+        elif entry["type"] == "extra_forbidden":
+            message = "is no key of a plan"
+        elif isinstance(got, str | int | float | bool | None):
+            message += f", got {show(got)}"
+        path = _key_path(entry["loc"])
+        lines += [f"{path}: {part}" if path else part for part in message.split("\n")]
+    if len(found) > MOST_PROBLEMS:
+        lines.append(f"and {len(found) - MOST_PROBLEMS} more problems")
+    return lines
+
+
+def _insane(data: Any, path: str, depth: int) -> Iterator[str]:
+    """Problems with numbers and nesting, before anything is built from them."""
+    if depth > MOST_DEPTH:
+        yield f"{path[:80]}: nested more than {MOST_DEPTH} deep"
+    elif isinstance(data, dict):
+        for key, value in data.items():
+            yield from _insane(value, f"{path}.{key}" if path else key, depth + 1)
+    elif isinstance(data, list):
+        for index, value in enumerate(data):
+            yield from _insane(value, f"{path}[{index}]", depth + 1)
+    elif isinstance(data, float) and not math.isfinite(data):
+        yield f"{path}: {data} is no finite number"
+    elif isinstance(data, int | float) and abs(data) >= LARGEST:
+        yield f"{path}: {float(data):.3g} is too large"
+
+
+def _integer(text: str) -> int | float:
+    """Python refuses to read integers of thousands of digits; here they are merely too large."""
+    return int(text) if len(text) <= 40 else math.inf
+
+
+def _key_path(location: tuple[int | str, ...]) -> str:
+    """("stages", 0, "ops") -> "stages[0].ops"."""
+    path = ""
+    for key in location:
+        path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else str(key)
+    return path
+
+
+def _reason(error: Exception) -> str:
+    return error.strerror.lower() if isinstance(error, OSError) and error.strerror else str(error)
