@@ -12,7 +12,9 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from cost_models.errors import UsageError, VerificationError
 from partitioner.api import ModelOrTrace, as_graph
 from partitioner.compare import Comparison, StepResult, compare
+from partitioner.first_difference import first_difference
 from partitioner.grow_batch import grow_batch, rebuilt, to_double
 from partitioner.optimizers import make_optimizer
 from partitioner.plan import Plan
@@ -36,6 +39,7 @@ from runtime.launch import WorkerPool
 from runtime.microbatch import cut, microbatch_sizes
 
 LEARNING_RATE = 1e-3
+_PLURAL = {"loss": "losses", "gradient": "gradients", "parameter": "parameters", "buffer": "buffers"}
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,10 @@ class VerifyReport:
         return not self.differences
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{count} {kind}s" for kind, count in self.compared.items())
+        counts = ", ".join(f"{n} {kind if n == 1 else _PLURAL[kind]}" for kind, n in self.compared.items())
         lines = [
             f"{'verified' if self.passed else 'DIFFERS'}: {self.model}, {self.stages} stages, {self.schedule}, "
-            f"{self.microbatches} micro-batches of {self.samples} samples in float64: {counts} compared "
+            f"{self.microbatches} micro-batches, {self.samples} samples, in float64: {counts} compared "
             f"({self.seconds:.1f} s)"
         ]
         if self.worst is not None:
@@ -141,9 +145,11 @@ def verify_plan(
         timeout_seconds=timeout_seconds,
     )
     expected = reference_step(reference, batch, leaves, graph, sizes, plan.optimizer_memory)
-    actual = _run(task, plan, pool, timeout_seconds)
-    found = _compare_ranks(expected, actual)
-    differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
+    with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
+        run = partial(workers.run, world_size=plan.world_size, timeout_seconds=timeout_seconds)
+        found = _compare_ranks(expected, run(run_rank, task))
+        differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
+        first = first_difference(plan, graph, task, expected, run) if differences else None
     kinds = [c.kind for c in found]
     return VerifyReport(
         model=plan.model.name,
@@ -156,6 +162,7 @@ def verify_plan(
         worst=max(found, key=lambda c: c.severity, default=None),
         seconds=time.monotonic() - started,
         notes=tuple(notes),
+        first_difference=first,
     )
 
 
@@ -203,7 +210,7 @@ def reference_step(
             loss = reference.loss_fn(output, piece) if reference.loss_fn else loss_of(output, required=True)
             assert loss is not None
             weight = size / sum(sizes)
-            (loss * weight).backward()
+            (loss * weight).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach()) * weight
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     stepper = make_optimizer(optimizer, model.parameters(), LEARNING_RATE)
@@ -241,15 +248,6 @@ def _sizes(plan: Plan) -> tuple[int, ...]:
     if uneven and samples == 2 * plan.microbatches and plan.microbatches > 1:
         samples -= 1
     return microbatch_sizes(samples, plan.microbatches)
-
-
-def _run(
-    task: VerificationTask, plan: Plan, pool: WorkerPool | None, timeout_seconds: float
-) -> list[StepResult]:
-    if pool is not None:
-        return list(pool.run(run_rank, task, world_size=plan.world_size, timeout_seconds=timeout_seconds))
-    with WorkerPool(plan.world_size) as own:
-        return list(own.run(run_rank, task, timeout_seconds=timeout_seconds))
 
 
 def _compare_ranks(expected: StepResult, actual: list[StepResult]) -> list[Comparison]:

@@ -13,6 +13,7 @@ from partitioner.optimizers import make_optimizer
 from passes.double import float64_by_default
 from runtime.execute import Executor
 from runtime.program import Program, SegmentGraph
+from runtime.record import Note, take_notes
 from runtime.segment_code import BatchSpec, SegmentCode
 
 
@@ -64,6 +65,13 @@ def run_rank(task: VerificationTask) -> StepResult | None:
         parameters={n: t.detach() for n, t in state.items() if isinstance(t, nn.Parameter)},
         buffers={n: t for n, t in state.items() if not isinstance(t, nn.Parameter)},
     )
+
+
+def run_rank_with_notes(task: VerificationTask) -> dict[str, list[Note]]:
+    """``run_rank`` on code with notes; what this rank's ops computed, per micro-batch."""
+    take_notes()
+    run_rank(task)
+    return take_notes()
 
 
 def own_state(

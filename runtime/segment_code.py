@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import sympy
 import torch
 from torch import fx
+
+from runtime.portable import PackedNode, pack, unpack
 
 Dim: TypeAlias = int | sympy.Expr
 """A size, or an expression of the batch symbol (and of other dynamic sizes)."""
@@ -69,6 +71,15 @@ class SegmentCode:
     """Specs of every value the segment receives or produces."""
     random: bool = False
     """Whether it contains an op that draws random numbers (dropout): then it is seeded per micro-batch."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels to another process as plain data (``runtime.portable``)."""
+        rest = (self.inputs, self.outputs, dict(self.values), self.random)
+        return _unpacked, (self.index, pack(self.module), *rest)
+
+
+def _unpacked(index: int, nodes: tuple[PackedNode, ...], *rest: Any) -> SegmentCode:
+    return SegmentCode(index, unpack(nodes), *rest)
 
 
 @dataclass(frozen=True)

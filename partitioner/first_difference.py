@@ -1,0 +1,123 @@
+"""After a failed verification: which op was the first to compute something else, and where it ran.
+
+First the unpartitioned *graph* is compared with the eager model: if these differ, the trace is wrong and not the
+partition. Otherwise the plan runs again with a note after each op, and the notes are held against the graph's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor, fx, nn
+
+from partitioner.compare import StepResult, compare
+from partitioner.plan import Plan
+from partitioner.verify_rank import VerificationTask, run_rank_with_notes
+from passes.double import float64_by_default
+from passes.graph import OpGraph
+from runtime.microbatch import cut
+from runtime.record import Note, summarized, with_notes
+
+RELATIVE = 1e-9
+
+
+def first_difference(
+    plan: Plan,
+    graph: OpGraph,
+    task: VerificationTask,
+    expected: StepResult,
+    run: Callable[..., Sequence[Mapping[str, list[Note]]]],
+) -> str:
+    """One sentence. ``run(function, task)`` runs a function on every rank of the plan."""
+    own = unpartitioned(graph, task)
+    numbers = replace(expected, parameters={}, buffers={})
+    different = [c for c in compare(numbers, own.result, 0.0) if not c.agrees]
+    if different:
+        worst = max(different, key=lambda c: c.severity)
+        return (
+            f"none of the partition: the traced graph alone differs from the eager model "
+            f"({worst.kind} {worst.name}: {worst.error:.2e}, allowed {worst.allowed:.2e})"
+        )
+    tensors = frozenset(node.name for node in graph.ops if isinstance(node.meta["val"], Tensor))
+    noted = replace(task, codes={index: with_notes(code, tensors) for index, code in task.codes.items()})
+    per_rank = run(run_rank_with_notes, noted)
+    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+    for node in graph.ops:
+        for rank, notes in enumerate(per_rank):
+            for microbatch, (mine, theirs) in enumerate(
+                zip(notes.get(node.name, ()), own.notes.get(node.name, ()), strict=False)
+            ):
+                if not _close(mine, theirs):
+                    stage = stage_of.get(node.name)
+                    place = (
+                        f"stage {stage} on rank {rank}" if stage is not None else f"recomputed on rank {rank}"
+                    )
+                    return (
+                        f"{node.name} ({place}, micro-batch {microbatch}; module "
+                        f"{node.meta.get('module_path') or '(root)'}, {node.meta.get('source')})"
+                    )
+    return (
+        "no forward op: every op's forward agrees, so the difference is in backward, reduction or optimizer"
+    )
+
+
+class _Noting(fx.Interpreter):
+    """Runs the graph and notes every tensor."""
+
+    def __init__(self, module: fx.GraphModule, notes: dict[str, list[Note]]) -> None:
+        super().__init__(module)
+        self.notes = notes
+
+    def run_node(self, n: fx.Node) -> object:
+        result = super().run_node(n)
+        if n.op == "call_function" and isinstance(result, Tensor):
+            self.notes.setdefault(n.name, []).append(summarized(result))
+        return result
+
+
+@dataclass(frozen=True)
+class Unpartitioned:
+    """What the whole graph computed in one process."""
+
+    result: StepResult
+    notes: dict[str, list[Note]]
+
+
+def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
+    """Loss, gradients and notes of the whole graph on the task's micro-batches."""
+    state = {
+        name: nn.Parameter(tensor.clone(), name in task.trainable)
+        if name in graph.parameters
+        else tensor.clone()
+        for name, tensor in task.state.items()
+    }
+    pieces = {
+        n: cut(leaf, graph.batch.batch_dims.get(n), task.microbatches) for n, leaf in task.batch.items()
+    }
+    dim_of = {name: dim for name, dim in graph.batch.batch_dims.items() if dim is not None}
+    name, dim = next(iter(dim_of.items()))
+    notes: dict[str, list[Note]] = {}
+    total = 0.0
+    with float64_by_default():
+        for index in range(task.microbatches):
+            arguments = [pieces[i.name][index] if i.kind == "batch" else state[i.name] for i in graph.inputs]
+            outputs = _Noting(graph.module, notes).run(*arguments)
+            weight = pieces[name][index].shape[dim] / task.batch[name].shape[dim]
+            for output, value in zip(graph.outputs, outputs, strict=True):
+                if output.kind == "loss":
+                    (value * weight).backward()
+                    total += float(value.detach()) * weight
+                elif output.kind == "buffer":
+                    state[output.name] = value.detach()
+    gradients = {n: t.grad for n, t in state.items() if isinstance(t, nn.Parameter) and t.grad is not None}
+    return Unpartitioned(StepResult(total, gradients, {}), notes)
+
+
+def _close(mine: Note, theirs: Note) -> bool:
+    scale = max(abs(mine[1]), abs(theirs[1]), 1e-30)
+    same = [
+        a == b or (a != a and b != b) or abs(a - b) <= RELATIVE * scale * 10
+        for a, b in zip(mine, theirs, strict=True)
+    ]
+    return all(same)
