@@ -32,6 +32,11 @@ SLACK = 1.15
 was up to 8–16% off the simulated one on random plans."""
 GAP = 1e-6
 """Relative gap to which the surrogate's minimum is proved."""
+CAUTION = 4.0
+"""How much slower links are in a second look at the best options: transfers that share a link, or that
+interlock with unlike stages, take longer than the surrogate thinks, and a split that sends less may simulate
+better."""
+CAUTIOUS_OPTIONS = 3
 KEEP = 4
 """Splits kept per option and space."""
 
@@ -46,6 +51,8 @@ class Solved:
     split: Split
     ranks: tuple[int, ...]
     """Rank of each stage."""
+    cautious: bool = False
+    """Found with slower links than there are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +137,30 @@ class LayerSearch:
             result = self._solve_option(option, floor, deadline, best * SLACK, capacity_scale)
             results.append(result)
             best = min([best, *(s.split.objective_seconds for s in result.solved)])
+        self._second_look(results, deadline)
         return results
+
+    def _second_look(self, results: list[OptionResult], deadline: float) -> None:
+        """Add to the best options their optimum under slower links, valued by the real ones."""
+        ranking = sorted((r.solved[0].split.objective_seconds, i) for i, r in enumerate(results) if r.solved)[
+            :CAUTIOUS_OPTIONS
+        ]
+        for _, index in ranking:
+            if time.perf_counter() > deadline:
+                return
+            known = results[index].solved
+            first = known[0]
+            slower = replace(
+                first.problem, link_seconds_per_byte=first.problem.link_seconds_per_byte * CAUTION
+            )
+            found = self._solve_problem(first.space, slower, deadline, math.inf).splits[:1]
+            added = []
+            for split in found:
+                real = _first_devices(first.problem, evaluate(first.problem, split.stage_of, split.kinds))
+                ranks = self.plan(first.option).ranks_of(real.kinds, first.option.chunks)
+                if all(real.stage_of != s.split.stage_of or ranks != s.ranks for s in known):
+                    added.append(replace(first, split=real, ranks=ranks, cautious=True))
+            results[index] = replace(results[index], solved=(*known, *added))
 
     def _solve_option(
         self, option: Option, floor: float, deadline: float, cutoff: float, capacity_scale: float

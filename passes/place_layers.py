@@ -199,7 +199,8 @@ def _simulate_until_one_fits(
 
 
 def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
-    """Best first by surrogate, after the best of every schedule that is nearly as good."""
+    """Best first by surrogate, after the best of every schedule that is nearly as good and one cautious
+    split."""
     solved = sorted((s for r in results for s in r.solved), key=lambda s: s.split.objective_seconds)
     if not solved:
         return []
@@ -209,6 +210,7 @@ def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
         if s.split.objective_seconds <= worth:
             first.setdefault((s.option.schedule, s.option.chunks), s)
     leaders = list(first.values())
+    leaders += [s for s in solved if s.cautious and s not in leaders][:1]
     return [*leaders, *(s for s in solved if s not in leaders)][:count]
 
 
