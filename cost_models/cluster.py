@@ -21,11 +21,12 @@ import yaml
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from cost_models import host
+from cost_models.calibration import stored_calibration
 from cost_models.cluster_checks import cluster_problems
 from cost_models.cluster_diagnosis import cluster_error
 from cost_models.cluster_fields import Section, Text, did_you_mean, expected, problems_error, short_form
 from cost_models.cluster_file import Document, read_document
-from cost_models.cluster_schema import DeviceSpec, NetworkSpec, NodeSpec
+from cost_models.cluster_schema import DeviceSpec, HostSpec, NetworkSpec, NodeSpec
 from cost_models.devices import DEFAULT_EFFICIENCY, Device, DeviceKind, Rates
 from cost_models.errors import ClusterError
 from cost_models.links import Link, Path
@@ -52,6 +53,8 @@ class ClusterSpec(Section):
     network: Annotated[NetworkSpec, short_form("preset")] | None = None
     provenance: Text = DEFAULTS
     """What the rates rest on: ``"defaults"``, or ``"calibration <file>"``."""
+    host_costs: HostSpec = HostSpec()
+    """Contention and overheads of the hosts' runtime; measured by a calibration."""
 
     # ----------------------------------------------------------------------------------------------
     # Ways in
@@ -115,6 +118,7 @@ class ClusterSpec(Section):
         """``workers`` CPU processes on this machine, over Gloo.
 
         Each has ``memory``, or an equal part of the machine's; with more workers than cores, also a part of a core.
+        Rates are those of this machine's calibration where there is one (``cost_models.calibration``).
         """
         _check_count(workers, "workers")
         share = host.memory_bytes() // workers if memory is None else parse_bytes(memory)
@@ -137,7 +141,13 @@ class ClusterSpec(Section):
             "device": device,
             "links": "Gloo-local",
         }
-        return cls.from_dict({"name": f"local:{workers}", "nodes": [node]}, source=f"local:{workers}")
+        cluster = cls.from_dict({"name": f"local:{workers}", "nodes": [node]}, source=f"local:{workers}")
+        found = stored_calibration()
+        if found is None:
+            return cluster
+        calibration, path = found
+        provenance = f"calibration of {calibration.date} with {calibration.workers} workers ({path})"
+        return cluster.with_device_rates(calibration.rates(workers), provenance)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -277,7 +287,10 @@ class ClusterSpec(Section):
         if all(new is old for new, old in zip(nodes, self.nodes, strict=True)):
             has = ", ".join(sorted({d.model for d in self.devices}))
             raise ClusterError(f'cannot apply measured rates to "{device}"', [f"{self.name} has {has}"])
-        data = self.model_copy(update={"nodes": nodes, "provenance": provenance}).to_dict()
+        update: dict[str, Any] = {"nodes": nodes, "provenance": provenance}
+        if rates.host_costs is not None:
+            update["host_costs"] = rates.host_costs
+        data = self.model_copy(update=update).to_dict()
         return type(self).from_dict(data, source=f"{self.name} with measured rates")
 
     def describe(self) -> str:
@@ -339,4 +352,5 @@ def _device(node: NodeSpec, rank: int, node_index: int, node_name: str, host_nam
         flops_per_second=Rates(full.flops),
         launch_overhead_seconds=full.launch_overhead or 0.0,
         efficiency=Rates({**DEFAULT_EFFICIENCY[kind], **(full.efficiency or {})}),
+        op_times=full.op_times,
     )

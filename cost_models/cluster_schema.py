@@ -10,7 +10,15 @@ import itertools
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_serializer, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    WithJsonSchema,
+    field_serializer,
+    model_validator,
+)
 
 from cost_models.cluster_fields import (
     Bandwidth,
@@ -32,6 +40,7 @@ from cost_models.cluster_fields import (
 )
 from cost_models.devices import DeviceKind
 from cost_models.node_names import expand_names
+from cost_models.op_profile import OpTimes
 from cost_models.presets import DEVICES, LINKS, MACHINES
 from cost_models.units import BANDWIDTH_EXPECTED, SECONDS_EXPECTED, SIZE_EXPECTED, format_bytes, show
 
@@ -52,6 +61,25 @@ def _names(value: object) -> object:
 NodeNames = Annotated[str, BeforeValidator(_names)]
 
 
+def _op_times(value: object) -> object:
+    if isinstance(value, OpTimes):
+        return value
+    if not isinstance(value, dict):
+        raise expected("seconds by kind of op, as `partitioner calibrate` writes them", value)
+    try:
+        return OpTimes.from_dict(value)
+    except ValueError as error:
+        raise problems_error([("", str(error))]) from None
+
+
+OpTimesField = Annotated[
+    OpTimes,
+    BeforeValidator(_op_times),
+    PlainSerializer(lambda times: times.to_dict()),
+    WithJsonSchema({"type": "object", "description": "measured by `partitioner calibrate`"}),
+]
+
+
 class DeviceSpec(Section):
     """``device``: a preset, or memory, memory_bandwidth and flops, or a preset with some keys overridden."""
 
@@ -64,6 +92,8 @@ class DeviceSpec(Section):
     flops: Flops | None = None
     launch_overhead: Seconds | None = None
     efficiency: Efficiency | None = None
+    op_times: OpTimesField | None = None
+    """Measured seconds by kind of op (``cost_models.op_profile``); written by a calibration, not by hand."""
 
     def over(self, base: DeviceSpec) -> DeviceSpec:
         """This section's keys over those of ``base``."""
@@ -239,6 +269,17 @@ def _pair_problems(links: NodeLinks, count: int) -> Iterable[Problem]:
                 "default",
                 f"expected a link for the pairs that have none of their own ({listed}), got nothing",
             )
+
+
+class HostSpec(Section):
+    """``host_costs``: what a step costs beside arithmetic and bytes. Measured by a calibration; nothing by default."""
+
+    contention: float = Field(default=1.0, ge=1.0, le=100.0, allow_inf_nan=False)
+    """Factor by which a rank's computes slow down while a transfer of that rank is under way."""
+    compute_overhead: Seconds = 0.0
+    """Per forward or backward of a segment: looking up tensors, starting autograd."""
+    send_overhead: Seconds = 0.0
+    receive_overhead: Seconds = 0.0
 
 
 class SwitchSpec(Section):

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from cost_models.memory import StateBytes
+from cost_models.op_profile import CostLine, OpTimes
 
 OpClass: TypeAlias = Literal["matmul", "attention", "conv", "memory"]
 OP_CLASSES: tuple[OpClass, ...] = ("matmul", "attention", "conv", "memory")
@@ -138,12 +139,20 @@ def additive_seconds(phase: PhaseSeconds, device: ComputeDevice) -> FloatArray:
     return phase.kernel if phase.kernel.sum() >= phase.launch.sum() else phase.launch
 
 
-def optimizer_seconds(state: StateBytes, device: ComputeDevice) -> float:
+def optimizer_seconds(
+    state: StateBytes, device: ComputeDevice, optimizer: str | None = None, tensors: int = 0
+) -> float:
     """Time of an optimizer step, bound by memory: parameters and state read and written, gradients read once.
 
     ``t = (2·trained parameters + gradients + 2·state) / (B · e_memory)`` with B the memory bandwidth in bytes/s, as for
     the fused (multi-tensor) implementations. Gradients have their parameters' sizes and types, so the bytes of the
     trained parameters are those of the gradients; frozen ones are not touched.
+
+    Where a calibration measured ``optimizer`` on the device: ``o · tensors + gradients · seconds per byte``.
     """
+    times: OpTimes | None = getattr(device, "op_times", None)
+    measured = None if times is None or optimizer is None else times.get(f"optimizer {optimizer}", "forward")
+    if isinstance(measured, CostLine):
+        return tensors * measured.overhead_seconds + state.gradients * measured.seconds_per_byte
     moved_bytes = 3 * state.gradients + 2 * state.optimizer_state
     return moved_bytes / (device.memory_bandwidth_bytes_per_second * device.efficiency["memory"])

@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from cost_models.errors import ClusterError
+from cost_models.op_profile import OpTimes
 
 DeviceKind: TypeAlias = Literal["cuda", "cpu"]
 
@@ -94,6 +95,8 @@ class Device:
     """Host time to start one operation; on a GPU it overlaps with the kernels before it."""
     efficiency: Rates
     """Part of the peak that is reached, in (0, 1], per kind of kernel (``EFFICIENCY_NAMES``)."""
+    op_times: OpTimes | None = None
+    """Measured seconds by kind of op, where calibrated: they replace the roofline for these kinds."""
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Whether ``flops`` has a rate for ``dtype``."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cost_models.cluster_schema import LinkSpec, NodeSpec
+from cost_models.cluster_schema import HostSpec, LinkSpec, NodeSpec
+from cost_models.op_profile import OpTimes
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,9 @@ class MeasuredRates:
     launch_overhead_seconds: float | None = None
     link_bandwidth_bytes_per_second: float | None = None
     link_latency_seconds: float | None = None
+    op_times: OpTimes | None = None
+    host_costs: HostSpec | None = None
+    """Of the cluster as a whole."""
 
 
 def with_rates(node: NodeSpec, rates: MeasuredRates) -> NodeSpec:
@@ -39,6 +43,8 @@ def with_rates(node: NodeSpec, rates: MeasuredRates) -> NodeSpec:
         new["efficiency"] = {**(device.efficiency or {}), **rates.efficiency}
     if rates.launch_overhead_seconds is not None:
         new["launch_overhead"] = rates.launch_overhead_seconds
+    if rates.op_times is not None:
+        new["op_times"] = rates.op_times
     update: dict[str, Any] = {"device": full.device.model_copy(update=new)}
     link: dict[str, Any] = {}
     if rates.link_bandwidth_bytes_per_second is not None:

@@ -24,14 +24,14 @@ from passes.costs import GraphCosts, cost_graph
 from passes.graph import OpGraph
 from passes.place_layers import LayerCandidate, LayerRequest, LayerResult, SimulatedCandidate, place_layers
 from passes.segment import Segmentation, by_stage
-from passes.summarize import TiedGroup, segment_graph, state_of_ranks, tied_groups
+from passes.summarize import TiedGroup, segment_graph, state_of_ranks, tied_groups, trained_tensors
 from passes.verify_graph import verify_graph
 from runtime.check import Proof, check
 from runtime.microbatch import microbatch_sizes
 from runtime.order import build_programs
 from runtime.program import Program, ReduceGradients, SegmentGraph
 from runtime.schedules import SCHEDULES
-from runtime.simulate import Simulation, simulate
+from runtime.simulate import Overheads, Simulation, simulate
 
 log = logging.getLogger("partitioner")
 
@@ -75,7 +75,7 @@ class Compiled:
 def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest) -> Compiled:
     """Choose a layer-wise placement of ``graph`` on ``cluster``, build its programs and prove them free of deadlock."""
     verify_graph(graph, after="trace")
-    costs = cost_graph(graph, device_kind=cluster.devices[0].kind)
+    costs = costs_of(graph, cluster)
     recomputed = recomputed_ops(graph)
 
     def simulated(candidate: LayerCandidate) -> SimulatedCandidate:
@@ -102,6 +102,16 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest) -
     return Compiled(costs, placement, layouts, bridged, realized, proof, search)
 
 
+def costs_of(graph: OpGraph, cluster: ClusterSpec) -> GraphCosts:
+    """The graph's costs on devices of the cluster's kind; computed once per graph."""
+    key = ("costs", cluster.devices[0].kind)
+    if key not in graph.memo:
+        graph.memo[key] = cost_graph(graph, device_kind=cluster.devices[0].kind)
+    costs = graph.memo[key]
+    assert isinstance(costs, GraphCosts)
+    return costs
+
+
 def realize(
     graph: OpGraph,
     costs: GraphCosts,
@@ -118,7 +128,12 @@ def realize(
     state = state_of_ranks(graph, segmentation, cluster.world_size, request.optimizer, master=request.master)
     step = StepCosts(
         state_bytes=tuple(s.total for s in state),
-        optimizer_seconds=tuple(map(optimizer_seconds, state, cluster.devices)),
+        optimizer_seconds=tuple(
+            optimizer_seconds(held, device, request.optimizer, tensors)
+            for held, device, tensors in zip(
+                state, cluster.devices, trained_tensors(graph, segmentation, cluster.world_size), strict=True
+            )
+        ),
         tied_bytes={name: graph.parameters[name].size_bytes for group in tied for name in group.parameters},
     )
     programs = programs_for(segments, cluster, placement.schedule, placement.microbatches, tied)
@@ -162,6 +177,12 @@ def simulate_step(
         programs,
         segments,
         links=cluster,
+        contention=cluster.host_costs.contention,
+        overheads=Overheads(
+            cluster.host_costs.compute_overhead,
+            cluster.host_costs.send_overhead,
+            cluster.host_costs.receive_overhead,
+        ),
         state_bytes=step.state_bytes,
         microbatch_scale=[size / sizes[0] for size in sizes],
         optimizer_seconds=step.optimizer_seconds,

@@ -117,6 +117,16 @@ def parameters_of_segments(graph: OpGraph, segmentation: Segmentation) -> tuple[
     return tuple(frozenset(found) for found in names)
 
 
+def trained_tensors(graph: OpGraph, segmentation: Segmentation, world_size: int) -> tuple[int, ...]:
+    """How many parameters the optimizer steps on each rank."""
+    node_of = {i.name: i.node for i in graph.inputs if i.kind == "parameter"}
+    names: list[set[str]] = [set() for _ in range(world_size)]
+    for segment, found in enumerate(parameters_of_segments(graph, segmentation)):
+        for rank in segmentation.ranks[segment]:
+            names[rank] |= {name for name in found if node_of.get(name) in graph.needs_grad}
+    return tuple(map(len, names))
+
+
 def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, ...]:
     """Which gradients must be summed across ranks. One group per distinct set of ranks."""
     ranks_of: dict[str, set[int]] = defaultdict(set)

@@ -23,15 +23,24 @@ from torch.utils._pytree import tree_leaves
 class AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Tracks ``current_bytes`` and ``peak_bytes`` of tensors on ``device_type`` while it is active.
 
-    ``known``: tensors that live already and count from the start (parameters, buffers, the batch).
+    ``known``: tensors that live already and count from the start (parameters, gradients, optimizer state).
+    ``ignored``: tensors whose memory never counts, nor that of their views (a batch that the caller holds).
     """
 
-    def __init__(self, known: Iterable[torch.Tensor] = (), device_type: str = "cpu") -> None:
+    def __init__(
+        self,
+        known: Iterable[torch.Tensor] = (),
+        device_type: str = "cpu",
+        *,
+        ignored: Iterable[torch.Tensor] = (),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.current_bytes = 0
         self.peak_bytes = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._ignored = {tensor.untyped_storage()._cdata: tensor for tensor in ignored}
+        """By storage; held, so that no other storage gets the address."""
         for tensor in known:
             self._count(tensor)
 
@@ -53,7 +62,7 @@ class AliveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._alive:
+        if key in self._alive or key in self._ignored:
             return
         size_bytes = storage.nbytes()
 

@@ -34,3 +34,12 @@ def test_sees_what_autograd_saves_and_the_backward_makes() -> None:
         assert x.grad is not None
         del loss
         assert alive.current_bytes == 200  # x and its gradient
+
+
+def test_an_ignored_batch_never_counts_nor_do_its_views() -> None:
+    batch = torch.zeros(100)
+    with AliveBytes(ignored=[batch]) as alive:
+        piece = batch[:50]
+        assert alive.current_bytes == 0
+        copy = piece.clone()
+        assert alive.current_bytes == copy.numel() * 4

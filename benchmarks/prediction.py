@@ -1,0 +1,175 @@
+"""Predicted beside measured: step time and peak memory of many plans on two local workers.
+
+    make predict            = python -m benchmarks.prediction [--steps N] [--only GLOB] [--calibration FILE]
+
+Every plan runs for real: Gloo processes, one thread each, the executor on the plan's own programs. Plans take turns, step
+by step, so that a drifting machine drifts for all of them. A step's time is the slowest rank's from a barrier on. Steps
+during which other programs took more than a share of the processors are measured again, up to a limit; the table says
+what the load was. Peak memory comes from a step of its own under ``runtime.alive.AliveBytes``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.prediction_plans import PlanCase, plan_cases
+from benchmarks.prediction_rank import RankSteps, measure_memory, prepare, time_steps
+from cost_models.calibration import VARIABLE, calibrate
+from cost_models.cluster import ClusterSpec
+from partitioner.plan import Plan
+from passes.count_cases import count_case
+from runtime.launch import WorkerPool
+
+FOREIGN_SHARE = 0.10
+"""A step counts as undisturbed if other programs used less than this share of the processors during it."""
+
+
+@dataclass
+class Row:
+    """One plan's predictions and measurements."""
+
+    case: PlanCase
+    plan: Plan
+    seconds: list[float] = field(default_factory=list)
+    disturbed: list[float] = field(default_factory=list)
+    peak_bytes: tuple[int, ...] = ()
+
+    @property
+    def predicted(self) -> float:
+        return self.plan.prediction.step_seconds
+
+    @property
+    def measured(self) -> float:
+        """Median of the undisturbed steps; of all, if there are fewer than three."""
+        return statistics.median(self.seconds if len(self.seconds) >= 3 else self.seconds + self.disturbed)
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1.0
+
+    @property
+    def predicted_bytes(self) -> tuple[int, ...]:
+        peaks = self.plan.prediction.peak_memory_bytes
+        return tuple(peaks[str(rank)] for rank in range(self.plan.world_size))
+
+    @property
+    def memory_errors(self) -> tuple[float, ...]:
+        return tuple(
+            p / m - 1.0 if m else 0.0 for p, m in zip(self.predicted_bytes, self.peak_bytes, strict=True)
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Calibrate unless told not to, plan, measure, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=9, help="undisturbed steps per plan")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for timing all plans")
+    parser.add_argument("--only", default="*", help="glob over plan names")
+    parser.add_argument("--calibration", type=Path, help="use this file instead of calibrating anew")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    os.environ[VARIABLE] = str(options.calibration or _calibrated())
+    rows = [
+        Row(case, case.plan(ClusterSpec.local(2)))
+        for case in plan_cases()
+        if fnmatch.fnmatch(case.name, options.only)
+    ]
+    print(f"predictions rest on: {rows[0].plan.prediction.confidence}")
+    load = os.getloadavg()
+    with WorkerPool(2) as pool:
+        for number, row in enumerate(rows):
+            pool.run(prepare, number, row.case.task(row.plan))
+            row.peak_bytes = tuple(pool.run(measure_memory, number))
+        _time(pool, rows, options.steps, options.limit)
+    print(_table(rows))
+    print(f"load average before and after: {load[0]:.1f}, {os.getloadavg()[0]:.1f}")
+    if options.json:
+        options.json.write_text(json.dumps([_as_data(row) for row in rows], indent=1))
+
+
+def _calibrated() -> Path:
+    """A calibration of this moment, next to the user's own but not in its place."""
+    found = calibrate(2, count_case)
+    print(found)
+    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"partitioner-prediction-{os.getpid()}.json"
+    found.save(path)
+    return path
+
+
+def _time(pool: WorkerPool, rows: Sequence[Row], steps: int, limit_seconds: float) -> None:
+    """Rounds over all plans until each has ``steps`` undisturbed steps, or time is up."""
+    deadline = time.monotonic() + limit_seconds
+    while time.monotonic() < deadline and any(len(row.seconds) < steps for row in rows):
+        for number, row in enumerate(rows):
+            if len(row.seconds) >= steps:
+                continue
+            ranks: list[RankSteps] = pool.run(time_steps, number, 3)
+            for step in range(len(ranks[0].seconds)):
+                seconds = max(rank.seconds[step] for rank in ranks)
+                quiet = ranks[0].busy_seconds[step] - sum(r.own_seconds[step] for r in ranks)
+                cores = os.cpu_count() or 1
+                bucket = row.seconds if quiet < FOREIGN_SHARE * cores * seconds + 0.01 else row.disturbed
+                bucket.append(seconds)
+
+
+def _table(rows: Sequence[Row]) -> str:
+    lines = [
+        f"{'plan':34}{'predicted':>11}{'measured':>11}{'error':>8}   {'peak predicted':>17}{'measured':>17}{'error':>14}"
+        "   steps (disturbed)"
+    ]
+    for row in rows:
+        errors = " ".join(f"{e:+.1%}" for e in row.memory_errors)
+        lines.append(
+            f"{row.case.name:34}{row.predicted * 1e3:8.1f} ms{row.measured * 1e3:8.1f} ms{row.error:+8.1%}   "
+            f"{_mib(row.predicted_bytes):>17}{_mib(row.peak_bytes):>17}{errors:>14}"
+            f"   {len(row.seconds)} ({len(row.disturbed)})"
+        )
+    times = [abs(row.error) for row in rows]
+    memory = [abs(e) for row in rows for e in row.memory_errors]
+    lines.append(
+        f"median |error|: step time {statistics.median(times):.1%} (largest {max(times):.1%}), "
+        f"peak memory {statistics.median(memory):.1%} (largest {max(memory):.1%})"
+    )
+    for model in dict.fromkeys(row.case.model for row in rows):
+        group = [row for row in rows if row.case.model == model]
+        predicted_best = min(group, key=lambda row: row.predicted)
+        measured_best = min(group, key=lambda row: row.measured)
+        excess = predicted_best.measured / measured_best.measured - 1.0
+        lines.append(
+            f"{model}: predicted best {predicted_best.case.name}, measured best {measured_best.case.name}: "
+            f"{excess:.1%} above it"
+        )
+    return "\n".join(lines)
+
+
+def _mib(sizes: Sequence[int]) -> str:
+    return " ".join(f"{size / 2**20:.1f}" for size in sizes) + " MiB"
+
+
+def _as_data(row: Row) -> dict[str, Any]:
+    return {
+        "plan": row.case.name,
+        "model": row.case.model,
+        "predicted_seconds": row.predicted,
+        "measured_seconds": row.measured,
+        "undisturbed": row.seconds,
+        "disturbed": row.disturbed,
+        "predicted_bytes": row.predicted_bytes,
+        "measured_bytes": row.peak_bytes,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What each worker of the prediction benchmark does: build the plan's executor once, then run steps when asked."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from partitioner.optimizers import make_optimizer
+from partitioner.verify_rank import VerificationTask, own_state
+from runtime.alive import AliveBytes
+from runtime.execute import Executor
+
+_ready: dict[int, tuple[VerificationTask, Executor, dict[str, Tensor], Any]] = {}
+"""Plans by number, kept between calls of a pool's worker."""
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """Per step: this rank's seconds, its own processor seconds, and the whole machine's busy processor seconds."""
+
+    seconds: list[float]
+    own_seconds: list[float]
+    busy_seconds: list[float]
+
+
+def prepare(number: int, task: VerificationTask) -> None:
+    """Build the executor and run one step to warm up."""
+    rank = dist.get_rank()
+    mine = {segment.index for segment in task.segments.segments if rank in segment.ranks}
+    codes = {index: code for index, code in task.codes.items() if index in mine}
+    state = own_state(codes, task.state, task.trainable)
+    executor = Executor(
+        task.programs[rank],
+        codes,
+        task.segments,
+        state,
+        task.batch_spec,
+        timeout_seconds=task.timeout_seconds,
+        programs=task.programs,
+    )
+    parameters = [tensor for tensor in state.values() if isinstance(tensor, nn.Parameter)]
+    optimizer = make_optimizer(task.optimizer, parameters, task.learning_rate)
+    _ready[number] = (task, executor, state, optimizer)
+    _step(number)
+
+
+def _step(number: int) -> None:
+    task, executor, _, optimizer = _ready[number]
+    executor.train_step(task.batch, task.microbatches, optimizer)
+
+
+def measure_memory(number: int) -> int:
+    """Peak bytes of tensors alive during one step; the batch is the caller's and does not count."""
+    task, _, state, optimizer = _ready[number]
+    held = list(state.values())
+    held += [p.grad for p in state.values() if p.grad is not None]
+    if optimizer is not None:
+        held += [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    with AliveBytes(held, ignored=task.batch.values()) as tracker:
+        del held
+        _step(number)
+    return tracker.peak_bytes
+
+
+def time_steps(number: int, steps: int) -> RankSteps:
+    """One step that does not count (another plan had the caches), then ``steps`` that do."""
+    torch.set_num_threads(1)
+    _step(number)
+    found = RankSteps([], [], [])
+    for _ in range(steps):
+        dist.barrier()
+        busy, own, started = _busy_seconds(), time.process_time(), time.perf_counter()
+        _step(number)
+        found.seconds.append(time.perf_counter() - started)
+        found.own_seconds.append(time.process_time() - own)
+        found.busy_seconds.append(_busy_seconds() - busy)
+    return found
+
+
+def _busy_seconds() -> float:
+    """Processor seconds that all programs of this machine have used; 0 where the system does not say."""
+    try:
+        fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]
+    except OSError:
+        return 0.0
+    user, nice, system, _idle, _iowait, irq, softirq = map(int, fields[:7])
+    return (user + nice + system + irq + softirq) / 100.0

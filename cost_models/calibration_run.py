@@ -1,0 +1,123 @@
+"""The processes of a calibration: all workers measure at the same time, because they will train at the same time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cost_models.errors import InternalError
+from cost_models.measure_links import LinkTimes, make_pair, measure_links
+from cost_models.measure_ops import (
+    CaseSeconds,
+    compute_overhead_seconds,
+    copy_bytes_per_second,
+    matmul_flops_per_second,
+    measure_case,
+    optimizer_rates,
+)
+from cost_models.op_cases import op_cases
+
+_HOST = "127.0.0.1"
+_TIME_LIMIT_SECONDS = 180.0
+_DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class WorkerTimes:
+    """What one worker measured. ``link`` and ``busy_slowdown`` are rank 0's."""
+
+    cases: tuple[CaseSeconds, ...]
+    flops_per_second: dict[str, float]
+    copy_bytes_per_second: float
+    optimizers: dict[str, tuple[float, float]]
+    compute_overhead_seconds: float
+    busy_slowdown: float
+    link: LinkTimes | None
+
+
+def measure_workers(workers: int) -> list[WorkerTimes]:
+    """Start ``workers`` processes, one thread each, let them measure, and return what they found, by rank."""
+    context = multiprocessing.get_context("spawn")
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    started: list[tuple[Any, Connection]] = []
+    try:
+        for rank in range(workers):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_worker, args=(rank, workers, store.port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            started.append((process, ours))
+        return _collect([pipe for _, pipe in started])
+    finally:
+        for process, pipe in started:
+            pipe.close()
+            process.join(5.0)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Connection]) -> list[WorkerTimes]:
+    deadline = time.monotonic() + _TIME_LIMIT_SECONDS
+    found: dict[int, WorkerTimes] = {}
+    while len(found) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
+        ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise InternalError("calibrate", [f"the workers were not done after {_TIME_LIMIT_SECONDS:g} s"])
+        for pipe, rank in waiting.items():
+            if pipe in ready:
+                try:
+                    found[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    raise InternalError("calibrate", [f"worker {rank} ended without a result"]) from None
+    return [found[rank] for rank in range(len(pipes))]
+
+
+def _worker(rank: int, workers: int, port: int, pipe: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    if sys.platform.startswith("linux"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=workers, timeout=timedelta(seconds=_TIME_LIMIT_SECONDS)
+    )
+    try:
+        pipe.send(_measure(rank, workers))
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(rank: int, workers: int) -> WorkerTimes:
+    torch.manual_seed(0)
+    cases = op_cases()
+    measure_case(cases[0])  # the first call of anything pays for loading it
+    alone = matmul_flops_per_second(torch.float32) if rank == 0 else 1.0
+    dist.barrier()
+    flops = {name: matmul_flops_per_second(dtype) for name, dtype in _DTYPES.items()}
+    copy = copy_bytes_per_second()
+    overhead = compute_overhead_seconds()
+    times = tuple(measure_case(case) for case in cases)
+    optimizers = optimizer_rates()
+    dist.barrier()
+    link = None
+    if workers > 1:
+        make_pair()
+        link = measure_links(rank)
+    dist.barrier()
+    return WorkerTimes(times, flops, copy, optimizers, overhead, alone / flops["float32"], link)

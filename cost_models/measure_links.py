@@ -1,0 +1,124 @@
+"""Time messages between two local processes: latency, bandwidth, the host's share, and what they do to computing.
+
+Called in every worker of an initialized Gloo group; ranks 0 and 1 measure, the others wait at the next barrier.
+Messages go as the executor sends them: asynchronous sends and receives on both sides, then a wait.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_SIZES_BYTES = (1024, 64 * 1024, 512 * 1024, 4 * 2**20)
+_ROUNDS = 11
+
+
+@dataclass(frozen=True)
+class LinkTimes:
+    """``one_way``: (bytes, seconds) of a message. Overheads: host seconds to start one."""
+
+    one_way: tuple[tuple[int, float], ...]
+    send_seconds: float
+    receive_seconds: float
+    contention: float
+    """As in ``cost_models.cluster_schema.HostSpec``."""
+
+
+def measure_links(rank: int) -> LinkTimes | None:
+    """On rank 0 the result, elsewhere None. Ranks above 1 return at once."""
+    if rank > 1:
+        return None
+    one_way = tuple((size, _one_way_seconds(rank, size)) for size in _SIZES_BYTES)
+    send, receive = _starting_seconds(rank)
+    contention = _contention(rank)
+    return LinkTimes(one_way, send, receive, contention) if rank == 0 else None
+
+
+def fit_latency(one_way: tuple[tuple[int, float], ...]) -> tuple[float, float]:
+    """(latency in seconds, bytes per second) of seconds = latency + bytes / bandwidth.
+
+    The latency is the smallest message's time; the bandwidth the median of what the larger ones leave.
+    """
+    latency = max(1e-7, one_way[0][1])
+    rates = [size / max(1e-7, seconds - latency) for size, seconds in one_way[1:]]
+    return latency, statistics.median(rates)
+
+
+def _exchange(rank: int, buffer: Tensor, first: bool) -> None:
+    peer = 1 - rank
+    work = dist.isend(buffer, peer) if first else dist.irecv(buffer, peer)
+    assert work is not None
+    work.wait()
+
+
+def _one_way_seconds(rank: int, size_bytes: int) -> float:
+    """Half the median round trip."""
+    buffer = torch.ones(size_bytes, dtype=torch.uint8)
+    spent = []
+    for _ in range(_ROUNDS):
+        started = time.perf_counter()
+        _exchange(rank, buffer, first=rank == 0)
+        _exchange(rank, buffer, first=rank == 1)
+        spent.append(time.perf_counter() - started)
+    return statistics.median(spent[1:]) / 2
+
+
+def _starting_seconds(rank: int) -> tuple[float, float]:
+    """Host seconds to start a send and a receive of 64 KB."""
+    buffers = [torch.ones(16 * 1024) for _ in range(16)]
+    works = []
+    started = time.thread_time()
+    for buffer in buffers:
+        works.append(dist.isend(buffer, 1) if rank == 0 else dist.irecv(buffer, 0))
+    spent = torch.tensor([(time.thread_time() - started) / len(buffers)], dtype=torch.float64)
+    for work in works:
+        assert work is not None
+        work.wait()
+    theirs = torch.zeros_like(spent)
+    _exchange(rank, spent if rank == 1 else theirs, first=rank == 1)
+    return float(spent), float(theirs)
+
+
+def _contention(rank: int) -> float:
+    """How much slower rank 0 computes while messages of 512 KB arrive without a pause; medians of alternating runs.
+
+    Both ranks compute, as in a pipeline; the transfers are the background threads' work.
+    """
+    quiet, busy = [], []
+    for _ in range(_ROUNDS):
+        dist.barrier(group=_pair())
+        quiet.append(_products_seconds())
+        dist.barrier(group=_pair())
+        buffers = [torch.ones(128 * 1024) for _ in range(8)]
+        works = [dist.isend(b, 1) if rank == 0 else dist.irecv(b, 0) for b in buffers]
+        busy.append(_products_seconds())
+        for work in works:
+            assert work is not None
+            work.wait()
+    return min(4.0, max(1.0, statistics.median(b / q for b, q in zip(busy, quiet, strict=True))))
+
+
+_pairs: dict[int, dist.ProcessGroup] = {}
+
+
+def _pair() -> dist.ProcessGroup:
+    """A group of ranks 0 and 1; made by ``make_pair`` in every worker."""
+    return _pairs[0]
+
+
+def make_pair() -> None:
+    """Collective over all workers."""
+    _pairs[0] = dist.new_group([0, 1], backend="gloo")
+
+
+def _products_seconds() -> float:
+    a = torch.ones(192, 192)
+    started = time.perf_counter()
+    for _ in range(16):
+        a.mm(a)
+    return time.perf_counter() - started

@@ -1,0 +1,184 @@
+"""Measured seconds of ops by kind: what a calibration knows beyond one rate per class.
+
+On a CPU an op's time is not one roofline: small ops are overhead, ops whose data fit a cache run several times faster
+than those that touch fresh pages, ``gelu`` computes where ``add`` only moves, and backward differs from forward. So a
+calibration measures each common kind of op (``gelu``, ``linear``, …), forward and both halves of backward apart, and
+keeps one of two shapes:
+
+    ``CostCurve``   seconds over the bytes moved, points joined by straight lines in log-log coordinates;
+                    beyond the ends: constant seconds below, constant bytes/s above
+    ``CostLine``    seconds = o + W · a + Q · b   for ops with arithmetic: W FLOPs, Q bytes, o seconds of overhead.
+                    (A sum, not the roofline's maximum: one core computes and loads with the same instructions.)
+
+An op of a kind that was not measured is charged as ``launches`` elementwise kernels (``GENERIC``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray: TypeAlias = NDArray[np.float64]
+Phase: TypeAlias = Literal["forward", "backward_input", "backward_weight"]
+PHASES: tuple[Phase, ...] = ("forward", "backward_input", "backward_weight")
+
+GENERIC = "elementwise"
+"""The kind that stands for all that were not measured."""
+VIEW = "view"
+"""The kind of ops that move nothing: only their overhead counts."""
+ACCUMULATE = "accumulate"
+"""Adding a parameter's gradient to what earlier micro-batches left; its phase is ``backward_weight``."""
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """``points``: (bytes, seconds), bytes rising."""
+
+    points: tuple[tuple[float, float], ...]
+
+    def seconds(self, flops: FloatArray, moved_bytes: FloatArray) -> FloatArray:
+        """Seconds per op, shape of the arguments."""
+        x, y = np.log(np.array(self.points)).T
+        given = np.log(np.maximum(moved_bytes, 1.0))
+        inside: FloatArray = np.exp(np.interp(given, x, y))
+        # np.interp holds the last value; above the last point the rate stays instead.
+        beyond: FloatArray = np.exp(y[-1] + given - x[-1])
+        return np.where(given > x[-1], beyond, inside)
+
+    def slower(self, factor: float) -> CostCurve:
+        """Every duration ``factor`` times as long."""
+        return CostCurve(tuple((moved, seconds * factor) for moved, seconds in self.points))
+
+
+@dataclass(frozen=True)
+class CostLine:
+    """seconds = overhead + flops · seconds_per_flop + bytes · seconds_per_byte."""
+
+    overhead_seconds: float
+    seconds_per_flop: float
+    seconds_per_byte: float
+
+    def seconds(self, flops: FloatArray, moved_bytes: FloatArray) -> FloatArray:
+        """Seconds per op, shape of the arguments."""
+        return self.overhead_seconds + flops * self.seconds_per_flop + moved_bytes * self.seconds_per_byte
+
+    def slower(self, factor: float) -> CostLine:
+        """Every duration ``factor`` times as long."""
+        return CostLine(
+            self.overhead_seconds * factor, self.seconds_per_flop * factor, self.seconds_per_byte * factor
+        )
+
+
+Cost: TypeAlias = CostCurve | CostLine
+
+
+@dataclass(frozen=True)
+class OpTimes:
+    """``costs``: ((kind, phase), how long), sorted: a frozen, hashable mapping.
+
+    Arithmetic was measured in float32; ``CostLine`` is scaled by the ratio of the device's rates for other types.
+    """
+
+    costs: tuple[tuple[tuple[str, Phase], Cost], ...]
+
+    def get(self, kind: str, phase: Phase) -> Cost | None:
+        """What was measured of ``kind``; None if it was not."""
+        return _index(self).get((kind, phase))
+
+    def slower(self, factor: float) -> OpTimes:
+        """The same with every duration ``factor`` times as long."""
+        return OpTimes(tuple((key, cost.slower(factor)) for key, cost in self.costs))
+
+    def knows(self, kind: str) -> bool:
+        """Whether any phase of ``kind`` was measured."""
+        return any((kind, phase) in _index(self) for phase in PHASES)
+
+    def to_dict(self) -> dict[str, dict[str, object]]:
+        """Plain data: ``{kind: {phase: {"points": …} or {"line": …}}}``."""
+        data: dict[str, dict[str, object]] = {}
+        for (kind, phase), cost in self.costs:
+            if isinstance(cost, CostCurve):
+                entry: dict[str, object] = {"points": [[float(b), float(s)] for b, s in cost.points]}
+            else:
+                entry = {"line": [cost.overhead_seconds, cost.seconds_per_flop, cost.seconds_per_byte]}
+            data.setdefault(kind, {})[phase] = entry
+        return data
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, object]) -> OpTimes:
+        """The inverse of ``to_dict``; raises ``ValueError`` saying what is wrong."""
+        costs: dict[tuple[str, Phase], Cost] = {}
+        for kind, phases in data.items():
+            if not isinstance(phases, Mapping):
+                raise ValueError(f"{kind}: expected a mapping from phases, got {phases!r}")
+            for phase, entry in phases.items():
+                if phase not in PHASES:
+                    raise ValueError(f"{kind}.{phase}: expected one of {', '.join(PHASES)}")
+                costs[kind, cast("Phase", phase)] = _cost(f"{kind}.{phase}", entry)
+        if (GENERIC, "forward") not in costs:
+            raise ValueError(f"expected at least {GENERIC}.forward")
+        return cls(tuple(sorted(costs.items(), key=lambda item: item[0])))
+
+
+_indices: dict[OpTimes, dict[tuple[str, Phase], Cost]] = {}
+
+
+def _index(times: OpTimes) -> dict[tuple[str, Phase], Cost]:
+    if times not in _indices:
+        _indices[times] = dict(times.costs)
+    return _indices[times]
+
+
+def _cost(where: str, entry: object) -> Cost:
+    if isinstance(entry, Mapping) and set(entry) == {"line"} and _numbers(entry["line"], 3):
+        return CostLine(*(float(n) for n in entry["line"]))
+    if isinstance(entry, Mapping) and set(entry) == {"points"} and isinstance(entry["points"], list | tuple):
+        points = entry["points"]
+        rising = all(_numbers(p, 2) and p[0] > 0 and p[1] > 0 for p in points) and all(
+            a[0] < b[0] for a, b in itertools.pairwise(points)
+        )
+        if points and rising:
+            return CostCurve(tuple((float(b), float(s)) for b, s in points))
+    raise ValueError(f"{where}: expected points [[bytes, seconds], …] with bytes rising, or line [o, a, b]")
+
+
+def _numbers(value: object, count: int) -> bool:
+    return (
+        isinstance(value, list | tuple)
+        and len(value) == count
+        and all(isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < 1e300 for n in value)
+    )
+
+
+def op_phase_seconds(
+    times: OpTimes,
+    kind: str,
+    phase: Phase,
+    flops: FloatArray,
+    moved_bytes: FloatArray,
+    launches: FloatArray,
+    arithmetic_scale: float = 1.0,
+) -> FloatArray:
+    """Seconds of one phase of ops of one kind, overhead included; 0 where nothing is launched.
+
+    ``arithmetic_scale``: how much slower the op's data type multiplies than float32.
+    """
+    cost = times.get(kind, phase)
+    if cost is not None:
+        per_op = cost.seconds(flops * arithmetic_scale, moved_bytes)
+        return np.where(launches > 0, per_op, 0.0)
+    idle = moved_bytes <= 0
+    stand_in = (
+        times.get(GENERIC, phase) or times.get(GENERIC, "backward_input") or times.get(GENERIC, "forward")
+    )
+    view = times.get(VIEW, phase) or times.get(VIEW, "forward") or stand_in
+    assert stand_in is not None  # from_dict requires it
+    assert view is not None
+    count = np.maximum(launches, 1.0)
+    moving = count * stand_in.seconds(flops, moved_bytes / count)
+    return np.where(launches > 0, np.where(idle, count * view.seconds(flops, moved_bytes), moving), 0.0)
