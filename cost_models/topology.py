@@ -195,7 +195,7 @@ class _GraphNetwork:
     """An explicit link graph: the way with the fewest hops, among those the lowest latency."""
 
     def __init__(self, topology: Topology, nodes: Sequence[NodeWiring], network: NetworkSpec) -> None:
-        self._graph = nx.Graph()
+        self._graph: nx.Graph[str] = nx.Graph()
         self._ways: dict[tuple[str, str], Link] = {}
         for edge in network.links:
             bandwidth, latency, duplex = edge.resolved()
@@ -208,7 +208,7 @@ class _GraphNetwork:
                 self._ways[ends] = topology.links.setdefault(name, Link(name, bandwidth, latency))
             self._graph.add_edge(edge.a, edge.b, latency=latency)
         # One hop weighs 1 and all latencies together less than 1, so that hops always decide first.
-        total = 1.0 + sum(latency for _, _, latency in self._graph.edges(data="latency"))
+        total = 1.0 + sum(float(data["latency"]) for _, _, data in self._graph.edges(data=True))
         for _, _, data in self._graph.edges(data=True):
             data["weight"] = 1.0 + data["latency"] / total
         self._ends = {node.name: graph_ends(node.name, node.count, self._graph) for node in nodes}

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import networkx as nx
 import sympy
@@ -122,6 +122,11 @@ class OpGraph:
         from passes.grads import needs_grad
 
         return needs_grad(self)
+
+    @cached_property
+    def memo(self) -> dict[object, Any]:
+        """What passes keep to answer the same question about this graph once (its costs), by their own keys."""
+        return {}
 
     def networkx(self) -> nx.DiGraph[str]:
         """The DAG of ops and placeholders as a networkx graph; edge (u, v): v reads u."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -133,9 +134,9 @@ def _copy(new: fx.Graph, node: fx.Node, environment: Mapping[str, fx.Node], devi
     copy = new.node_copy(node, lambda source: environment[source.name])
     target = torch.device(device)
 
-    def relocate(argument: object) -> object:
+    def relocate(argument: Any) -> Any:
         return target if isinstance(argument, torch.device) else argument
 
-    copy.args = map_aggregate(copy.args, relocate)  # type: ignore[assignment]
-    copy.kwargs = map_aggregate(copy.kwargs, relocate)  # type: ignore[assignment]
+    copy.args = map_aggregate(copy.args, relocate)
+    copy.kwargs = map_aggregate(copy.kwargs, relocate)
     return copy

@@ -51,7 +51,9 @@ def by_stage(
     return Segmentation(dict(stage_of), tuple((rank,) for rank in stage_ranks), recomputed)
 
 
-def by_reach(graph: OpGraph, group_of: Mapping[str, tuple[int, ...]], recomputed: frozenset[str]) -> Segmentation:
+def by_reach(
+    graph: OpGraph, group_of: Mapping[str, tuple[int, ...]], recomputed: frozenset[str]
+) -> Segmentation:
     """Segments of a free placement: equal device group, equal received ancestors, equal sent descendants."""
     crossing = [
         node.name
@@ -154,12 +156,15 @@ def _merged(graph: OpGraph, segmentation: Segmentation, a: int, b: int) -> Segme
     dag: nx.DiGraph[int] = nx.DiGraph(list(segment_edges(graph, united)))
     if not nx.is_directed_acyclic_graph(dag):
         return None
-    ranks = {segment: segmentation.ranks[segment] for segment in set(united.values())}
+    ranks: dict[object, tuple[int, ...]] = {s: segmentation.ranks[s] for s in set(united.values())}
     return _numbered(graph, united, ranks, segmentation.recomputed)
 
 
 def _numbered(
-    graph: OpGraph, key_of: Mapping[str, object], ranks: Mapping[object, tuple[int, ...]], recomputed: frozenset[str]
+    graph: OpGraph,
+    key_of: Mapping[str, object],
+    ranks: Mapping[object, tuple[int, ...]],
+    recomputed: frozenset[str],
 ) -> Segmentation:
     """Number segments in a topological order, ties by first op in graph order."""
     first: dict[object, int] = {}

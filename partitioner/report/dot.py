@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from passes.graph import OpGraph
 
 
-def op_graph(graph: OpGraph, plan: Plan | None = None) -> nx.DiGraph:
+def op_graph(graph: OpGraph, plan: Plan | None = None) -> nx.DiGraph[str]:
     """One node per op (attributes label, module, device), one edge per value.
 
     Ops that stages recompute for themselves have no device.
     """
-    dag: nx.DiGraph = nx.DiGraph(name=graph.model_name)
+    dag: nx.DiGraph[str] = nx.DiGraph(name=graph.model_name)
     for node in graph.ops:
         ranks = plan.placements.get(node.name) if plan is not None else None
         dag.add_node(
@@ -35,9 +35,9 @@ def op_graph(graph: OpGraph, plan: Plan | None = None) -> nx.DiGraph:
     return dag
 
 
-def stage_graph(plan: Plan) -> nx.DiGraph:
+def stage_graph(plan: Plan) -> nx.DiGraph[str]:
     """One node per stage (attributes label, device), one edge per pair of stages with the bytes between them."""
-    dag: nx.DiGraph = nx.DiGraph(name=plan.model.name)
+    dag: nx.DiGraph[str] = nx.DiGraph(name=plan.model.name)
     for index, stage in enumerate(plan.stages):
         seconds = f"{format_seconds(stage.forward_seconds)} + {format_seconds(stage.backward_seconds)}"
         dag.add_node(
@@ -62,7 +62,7 @@ def device_name(plan: Plan, rank: int) -> str:
     return f"rank {rank} ({device.node_name} {device.model})"
 
 
-def to_json(dag: nx.DiGraph) -> dict[str, Any]:
+def to_json(dag: nx.DiGraph[str]) -> dict[str, Any]:
     """Plain data: nodes with their attributes, edges with theirs."""
     return {
         "name": dag.graph.get("name", ""),
@@ -71,7 +71,7 @@ def to_json(dag: nx.DiGraph) -> dict[str, Any]:
     }
 
 
-def to_dot(dag: nx.DiGraph) -> str:
+def to_dot(dag: nx.DiGraph[str]) -> str:
     """DOT text for graphviz; nodes of one device stand in one cluster."""
     clusters: dict[str | None, list[str]] = defaultdict(list)
     for name, attributes in dag.nodes(data=True):
