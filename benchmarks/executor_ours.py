@@ -1,0 +1,97 @@
+"""Our side of the executor benchmark: the public way from a model to a plan, and the executor on the plan's programs."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.executor_models import ModelSpec
+from cost_models.cluster import ClusterSpec
+from partitioner.api import as_graph, partition
+from partitioner.plan import Plan
+from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
+from partitioner.verify import model_state
+from partitioner.verify_rank import VerificationTask, own_state
+from passes.batch import flatten_batch, forward_names
+from passes.graph import OpGraph
+from passes.lower import lower
+from runtime.execute import Executor
+
+RANKS = 2
+
+
+def plan_of(spec: ModelSpec, graph: OpGraph, schedule: str, stages: int) -> Plan:
+    """Two local workers, equal stages pinned: only the cut is given, the rest is the compiler's own."""
+    pins = {
+        f"layers.{layer}": stage for stage in range(stages) for layer in spec.stage_layers(stage, stages)
+    }
+    return partition(
+        graph,
+        ClusterSpec.local(RANKS),
+        batch_size=spec.batch_size,
+        schedule=schedule,
+        microbatches=spec.microbatches,
+        pins=pins,
+        optimizer_memory="none",
+    )
+
+
+def trace_of(spec: ModelSpec) -> OpGraph:
+    """The model's graph, loss included."""
+    return as_graph(spec.workload(), name="stack")
+
+
+def task_of(spec: ModelSpec, graph: OpGraph, plan: Plan) -> VerificationTask:
+    """What the workers need to run ``plan``."""
+    workload = spec.workload()
+    leaves = flatten_batch(workload.example_inputs, forward_names(workload.model))
+    return VerificationTask(
+        programs=plan_programs(plan),
+        codes=lower(graph, plan_segmentation(plan, graph)),
+        segments=plan_segments(plan),
+        batch_spec=graph.batch,
+        batch={name: leaves[name] for name in graph.batch.batch_dims},
+        state=model_state(workload.model, graph),
+        trainable=frozenset(name for name, p in graph.parameters.items() if p.requires_grad),
+        microbatches=plan.microbatches,
+        optimizer="none",
+        learning_rate=0.0,
+        timeout_seconds=60.0,
+    )
+
+
+class Ours:
+    """One rank's executor with its batch; ``step`` zeroes gradients, runs forwards and backwards."""
+
+    def __init__(self, task: VerificationTask) -> None:
+        rank = dist.get_rank()
+        mine = {segment.index for segment in task.segments.segments if rank in segment.ranks}
+        codes = {index: code for index, code in task.codes.items() if index in mine}
+        self._state = own_state(codes, task.state, task.trainable)
+        self._batch, self._microbatches = task.batch, task.microbatches
+        self._executor = Executor(
+            task.programs[rank],
+            codes,
+            task.segments,
+            self._state,
+            task.batch_spec,
+            timeout_seconds=task.timeout_seconds,
+            programs=task.programs,
+        )
+
+    def step(self) -> Tensor | None:
+        """One step; the loss where this rank computes it."""
+        return self._executor.train_step(self._batch, self._microbatches)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """By the model's parameter names."""
+        return {
+            name: tensor.grad
+            for name, tensor in self._state.items()
+            if isinstance(tensor, torch.nn.Parameter) and tensor.grad is not None
+        }
+
+    def close(self) -> None:
+        """Stop the executor's watcher."""
+        self._executor.close()
