@@ -2,10 +2,10 @@
 
     make predict            = python -m benchmarks.prediction [--steps N] [--only GLOB] [--calibration FILE]
 
-Every plan runs for real: Gloo processes, one thread each, the executor on the plan's own programs. Plans take turns, step
-by step, so that a drifting machine drifts for all of them. A step's time is the slowest rank's from a barrier on. Steps
-during which other programs took more than a share of the processors are measured again, up to a limit; the table says
-what the load was. Peak memory comes from a step of its own under ``runtime.alive.AliveBytes``.
+Every plan runs for real: Gloo processes, one thread each, the executor on the plan's own programs. Plans take turns, so
+that a drifting machine drifts for all of them. A step's time is the slowest rank's from a barrier on. Steps are taken in
+moments when no other program runs, and thrown away if others then took more than a small share of the processors; the
+table says how many were, and what the load was. Peak memory is from a step of its own under ``runtime.alive.AliveBytes``.
 """
 
 from __future__ import annotations
@@ -24,10 +24,18 @@ from typing import Any
 import torch
 
 from benchmarks.prediction_plans import PlanCase, plan_cases
-from benchmarks.prediction_rank import RankSteps, measure_memory, prepare, time_steps
+from benchmarks.prediction_rank import (
+    RankSteps,
+    busy_seconds,
+    measure_memory,
+    prepare,
+    raise_priority,
+    time_steps,
+)
 from cost_models.calibration import VARIABLE, calibrate
 from cost_models.cluster import ClusterSpec
 from partitioner.plan import Plan
+from partitioner.rebuild import simulate_plan
 from passes.count_cases import count_case
 from runtime.launch import WorkerPool
 
@@ -37,12 +45,13 @@ FOREIGN_SHARE = 0.10
 
 @dataclass
 class Row:
-    """One plan's predictions and measurements."""
+    """One plan's predictions and measurements. ``own``: processor seconds of each rank, per undisturbed step."""
 
     case: PlanCase
     plan: Plan
     seconds: list[float] = field(default_factory=list)
     disturbed: list[float] = field(default_factory=list)
+    own: list[tuple[float, ...]] = field(default_factory=list)
     peak_bytes: tuple[int, ...] = ()
 
     @property
@@ -77,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for timing all plans")
     parser.add_argument("--only", default="*", help="glob over plan names")
     parser.add_argument("--calibration", type=Path, help="use this file instead of calibrating anew")
+    parser.add_argument("--nice", type=int, help="niceness of the workers while they are timed, such as -10")
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -92,6 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for number, row in enumerate(rows):
             pool.run(prepare, number, row.case.task(row.plan))
             row.peak_bytes = tuple(pool.run(measure_memory, number))
+        if options.nice is not None:
+            pool.run(raise_priority, options.nice)
         _time(pool, rows, options.steps, options.limit)
     print(_table(rows))
     print(f"load average before and after: {load[0]:.1f}, {os.getloadavg()[0]:.1f}")
@@ -115,13 +127,25 @@ def _time(pool: WorkerPool, rows: Sequence[Row], steps: int, limit_seconds: floa
         for number, row in enumerate(rows):
             if len(row.seconds) >= steps:
                 continue
-            ranks: list[RankSteps] = pool.run(time_steps, number, 3)
+            _await_quiet(deadline)
+            ranks: list[RankSteps] = pool.run(time_steps, number, 2)
             for step in range(len(ranks[0].seconds)):
                 seconds = max(rank.seconds[step] for rank in ranks)
                 quiet = ranks[0].busy_seconds[step] - sum(r.own_seconds[step] for r in ranks)
                 cores = os.cpu_count() or 1
                 bucket = row.seconds if quiet < FOREIGN_SHARE * cores * seconds + 0.01 else row.disturbed
                 bucket.append(seconds)
+                if bucket is row.seconds or not row.seconds:
+                    row.own.append(tuple(rank.own_seconds[step] for rank in ranks))
+
+
+def _await_quiet(deadline: float) -> None:
+    """Until other programs leave the processors alone for a moment, or ``deadline``."""
+    while time.monotonic() < deadline:
+        before, started = busy_seconds(), time.monotonic()
+        time.sleep(0.25)
+        if busy_seconds() - before < 2 * FOREIGN_SHARE * (time.monotonic() - started):
+            return
 
 
 def _table(rows: Sequence[Row]) -> str:
@@ -164,6 +188,8 @@ def _as_data(row: Row) -> dict[str, Any]:
         "model": row.case.model,
         "predicted_seconds": row.predicted,
         "measured_seconds": row.measured,
+        "own_seconds": row.own,
+        "busy_predicted": simulate_plan(row.plan).busy_seconds,
         "undisturbed": row.seconds,
         "disturbed": row.disturbed,
         "predicted_bytes": row.predicted_bytes,

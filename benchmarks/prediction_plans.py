@@ -86,7 +86,7 @@ def plan_cases() -> tuple[PlanCase, ...]:
         PlanCase("vit-small", "1f1b", 4, 16),
         PlanCase("vit-small", "interleaved", 8, 16),
         PlanCase("unet", "gpipe", 4, 8),
-        PlanCase("unet", "1f1b", 8, 8),
+        PlanCase("unet", "1f1b", 2, 8),
         PlanCase("mlp", "1f1b", 4, 512),
         PlanCase("mlp", "gpipe", 8, 512),
     )
@@ -172,7 +172,7 @@ _MODELS: dict[str, Callable[[], Workload]] = {
     "gpt2-small": _gpt2,
     "llama-small": _llama,
     "vit-small": _vit,
-    "unet": lambda: unet(channels=16, depth=3, size=64),
+    "unet": lambda: unet(channels=32, depth=3, size=64),
     "mlp": _mlp,
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +70,12 @@ def measure_memory(number: int) -> int:
     return tracker.peak_bytes
 
 
+def raise_priority(niceness: int) -> None:
+    """Let this worker go before other programs, where that is allowed; a step lasts less than a second."""
+    with contextlib.suppress(PermissionError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
+
+
 def time_steps(number: int, steps: int) -> RankSteps:
     """One step that does not count (another plan had the caches), then ``steps`` that do."""
     torch.set_num_threads(1)
@@ -75,15 +83,15 @@ def time_steps(number: int, steps: int) -> RankSteps:
     found = RankSteps([], [], [])
     for _ in range(steps):
         dist.barrier()
-        busy, own, started = _busy_seconds(), time.process_time(), time.perf_counter()
+        busy, own, started = busy_seconds(), time.process_time(), time.perf_counter()
         _step(number)
         found.seconds.append(time.perf_counter() - started)
         found.own_seconds.append(time.process_time() - own)
-        found.busy_seconds.append(_busy_seconds() - busy)
+        found.busy_seconds.append(busy_seconds() - busy)
     return found
 
 
-def _busy_seconds() -> float:
+def busy_seconds() -> float:
     """Processor seconds that all programs of this machine have used; 0 where the system does not say."""
     try:
         fields = Path("/proc/stat").read_text(encoding="ascii").splitlines()[0].split()[1:]

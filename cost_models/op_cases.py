@@ -188,13 +188,15 @@ def _attention() -> Iterator[OpCase]:
 
 
 def _images() -> Iterator[OpCase]:
-    for batch, channels, wider, side in (
+    shapes = (
         (1, 4, 4, 8),
-        (2, 3, 16, 64),
+        (2, 8, 16, 64),
         (2, 16, 16, 64),
         (2, 32, 64, 32),
+        (4, 64, 64, 32),
         (4, 128, 128, 16),
-    ):
+    )
+    for batch, channels, wider, side in shapes:
 
         def images(batch: int = batch, channels: int = channels, side: int = side) -> Sequence[Tensor]:
             return (torch.randn(batch, channels, side, side),)
