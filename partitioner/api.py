@@ -160,15 +160,15 @@ def check_options(
     if optimizer_memory not in OPTIMIZERS:
         problems.append(f"optimizer memory {optimizer_memory!r} is not one of: {', '.join(OPTIMIZERS)}")
     if batch_size is not None and not _is_count(batch_size, MOST_SAMPLES):
-        problems.append(f"batch size {batch_size!r} is not a number of samples from 1 to {MOST_SAMPLES:,}")
+        problems.append(f"the batch size is {batch_size!r}, expected 1 to {MOST_SAMPLES:,} samples")
     if microbatches != "auto" and not _is_count(microbatches, MOST_MICROBATCHES):
         problems.append(
-            f"{microbatches!r} micro-batches: expected auto, or a number from 1 to {MOST_MICROBATCHES:,}"
+            f"the number of micro-batches is {microbatches!r}, expected auto or 1 to {MOST_MICROBATCHES:,}"
         )
     if max_stages is not None and not _is_count(max_stages, MOST_SAMPLES):
-        problems.append(f"at most {max_stages!r} stages: expected 1 or more")
+        problems.append(f"max_stages is {max_stages!r}, expected 1 or more")
     if not (isinstance(time_limit_seconds, int | float) and 0 < time_limit_seconds < math.inf):
-        problems.append(f"a time limit of {time_limit_seconds!r} s: expected more than 0")
+        problems.append(f"the time limit is {time_limit_seconds!r}, expected more than 0 seconds")
     problems += [
         f"pin {glob!r}: the stage {stage!r} is not a number"
         for glob, stage in (pins or {}).items()

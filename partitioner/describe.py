@@ -101,16 +101,15 @@ def package_version() -> str:
 
 def tokens_per_sample(graph: OpGraph) -> int | None:
     """Elements per sample of the first integer input with a further dimension (token ids); None if there is none."""
+    nodes = {i.name: i.node for i in graph.inputs if i.kind == "batch"}
     for name, shape in graph.example_shapes.items():
         dim = graph.batch.batch_dims.get(name)
-        dtype = graph.nodes[_batch_node(graph, name)].meta["val"].dtype
-        if dim is not None and len(shape) > 1 and not dtype.is_floating_point and dtype != torch.bool:
+        if dim is None or len(shape) < 2 or name not in nodes:
+            continue
+        dtype = graph.nodes[nodes[name]].meta["val"].dtype
+        if not dtype.is_floating_point and dtype != torch.bool:
             return math.prod(shape) // shape[dim]
     return None
-
-
-def _batch_node(graph: OpGraph, name: str) -> str:
-    return next(i.node for i in graph.inputs if i.kind == "batch" and i.name == name)
 
 
 def _model(graph: OpGraph) -> ModelInfo:
@@ -285,10 +284,13 @@ def _well_counted(description: str) -> str:
 
 
 def _notes(graph: OpGraph) -> tuple[str, ...]:
-    """What a user must know about the semantics of micro-batches for this model."""
+    """What a user must know about the semantics of this model's training."""
+    notes = []
+    if not any(spec.requires_grad for spec in graph.parameters.values()):
+        notes.append("nothing is trained: no parameter requires a gradient")
     batch_norms = sum(1 for node in graph.ops if "batch_norm" in str(node.target))
-    if not batch_norms:
-        return ()
-    return (
-        f"{counted(batch_norms, 'batch norm')}: statistics of one micro-batch at a time; running ones advance with each",
-    )
+    if batch_norms:
+        notes.append(
+            f"{counted(batch_norms, 'batch norm')}: statistics of one micro-batch at a time; running ones advance with each"
+        )
+    return tuple(notes)

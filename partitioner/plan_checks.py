@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cost_models.memory import OPTIMIZERS
+from partitioner.report.text import counted
 from runtime.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def inconsistencies(plan: Plan) -> Iterator[str]:
     if plan.microbatches > plan.batch_size:
         yield f"microbatches: {plan.microbatches} pieces of a batch of {plan.batch_size}"
     if len(plan.stages) * plan.microbatches > MOST_COMPUTES:
-        yield f"microbatches: {len(plan.stages)} stages x {plan.microbatches} micro-batches are too many"
+        yield f"microbatches: {plan.microbatches:,}, times {counted(len(plan.stages), 'stage')}, is too many"
     if plan.schedule not in SCHEDULES:
         yield f"schedule: {plan.schedule!r} is not one of {', '.join(SCHEDULES)}"
     if plan.optimizer_memory.removesuffix("+master") not in OPTIMIZERS:
@@ -40,15 +41,15 @@ def _stages(plan: Plan, world: int) -> Iterator[str]:
             yield f"stages[{index}].devices: there is none"
         elif plan.strategy == "layer" and len(stage.devices) != 1:
             yield f"stages[{index}].devices: a layer-wise stage has one device, not {len(stage.devices)}"
-        for rank in stage.devices:
-            if rank >= world:
-                yield f"stages[{index}].devices: rank {rank} is not in the cluster of {world}"
+        missing = [rank for rank in stage.devices if rank >= world]
+        if missing:
+            yield f"stages[{index}].devices: rank {missing[0]} is not in the cluster of {world}"
         for op in stage.ops:
             if op in seen:
                 yield f"stages[{index}].ops: {op!r} stands in stage {seen[op]} as well"
             seen[op] = index
             placed = plan.placements.get(op)
-            if placed is not None and placed != stage.devices:
+            if placed is not None and placed != stage.devices and stage.devices and not missing:
                 yield f"placements.{op}: {list(placed)}, but stages[{index}].devices is {list(stage.devices)}"
     for op in sorted(set(seen) ^ set(plan.placements)):
         yield f"placements.{op}: is missing" if op in seen else f"placements.{op}: no stage holds this op"

@@ -74,11 +74,11 @@ def read_json(text: str, source: str, version: int) -> None:
         data = json.loads(text, parse_int=_integer)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}: {error.msg}"
-        raise PlanError(f"{source} is not JSON", [where], [ANEW]) from error
+        raise PlanError(f"{source} is not JSON", [where], [GIVE_PLAN]) from error
     except RecursionError as error:
         raise PlanError(f"{source} is not a plan", ["it is nested too deeply"], [ANEW]) from error
     if not isinstance(data, dict):
-        raise PlanError(f"{source} is not a plan", [f"expected an object, got {show(data)}"], [ANEW])
+        raise PlanError(f"{source} is not a plan", [f"expected an object, got {show(data)}"], [GIVE_PLAN])
     found = data.get("schema_version")
     if "schema_version" not in data:
         raise PlanError(
@@ -86,7 +86,7 @@ def read_json(text: str, source: str, version: int) -> None:
             [f"it has no schema_version; its keys are {', '.join(map(show, list(data)[:6])) or 'none'}"],
             [GIVE_PLAN],
         )
-    if found != version or isinstance(found, bool):
+    if type(found) is not int or found != version:
         newer = isinstance(found, int) and found > version
         raise PlanError(
             f"{source} is a plan of another version",

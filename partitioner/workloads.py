@@ -70,7 +70,11 @@ def load_workload(
         raise UsageError(
             f"there is no model {text!r}",
             ["MODEL is file.py:factory, package.module:factory, hf:PATH/config.json or a bundled name"],
-            [*(f"{m}?" for m in get_close_matches(text, NAMES)), f"bundled models: {' '.join(NAMES)}"],
+            [
+                *(f"{m}?" for m in get_close_matches(text, NAMES)),
+                *([f"{text}:FACTORY, naming a function in that file"] if text.endswith(".py") else []),
+                f"bundled models: {' '.join(NAMES)}",
+            ],
         )
     return _call(text, bundled, values, name=text)
 
@@ -84,7 +88,7 @@ def _factory(text: str) -> Callable[..., Any]:
         here = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
         raise UsageError(
             f"{place} has no function {attribute!r}",
-            [f"its functions are {', '.join(here) or 'none'}"],
+            [f"its functions are {', '.join(here[:10]) or 'none'}{', …' if len(here) > 10 else ''}"],
             [f"{place}:{match}" for match in get_close_matches(attribute, here)],
         )
     return found  # type: ignore[no-any-return]
@@ -107,7 +111,7 @@ def _load_file(path: Path) -> types.ModuleType:
         spec.loader.exec_module(module)
     except PartitionerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{path} cannot be imported", [f"{type(error).__name__}: {error}"]) from error
     return module
 
@@ -125,7 +129,7 @@ def _import(name: str, text: str) -> types.ModuleType:
         ) from error
     except PartitionerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"module {name} cannot be imported", [f"{type(error).__name__}: {error}"]) from error
 
 
@@ -136,7 +140,7 @@ def _call(text: str, factory: Callable[..., Any], values: Mapping[str, str], **f
         result = factory(**fixed, **arguments)
     except PartitionerError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ModelError(f"{text} failed", [f"{type(error).__name__}: {error}"]) from error
     if not isinstance(result, Workload):
         raise ModelError(

@@ -130,9 +130,8 @@ class _Search:
         splits = sorted(self.found.values(), key=lambda s: (s.objective_seconds, s.stages))
         best = splits[0].objective_seconds if splits else math.inf
         bound = min(best, remaining, self.cutoff)
-        optimal = remaining >= best * (1 - self.gap) and math.isfinite(best)
-        if not splits:
-            optimal = math.isinf(remaining)
+        # nothing unexplored is better than the best split, or than what the caller still cares about
+        optimal = remaining >= min(best, self.cutoff) * (1 - self.gap)
         return DpResult(tuple(splits[: self.keep]), bound, optimal, self.solved)
 
     def _bound(self, total: float, bottleneck: float) -> float:

@@ -46,7 +46,7 @@ def resolve_pins(
         unique = list(dict.fromkeys(problems))
         more = [f"… and {len(unique) - MAX_REPORTED} more"] if len(unique) > MAX_REPORTED else []
         raise UsageError(
-            "use these pins", [*unique[:MAX_REPORTED], *more], _suggestions(unmatched, module_paths)
+            "cannot use these pins", [*unique[:MAX_REPORTED], *more], _suggestions(unmatched, module_paths)
         )
     return {op: pins[glob] for op, glob in by.items()}
 

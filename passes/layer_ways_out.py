@@ -19,6 +19,10 @@ from passes.layer_problem import DeviceKind, LayerProblem, LayerStructure, Split
 from passes.layer_search import LayerSearch, Solved, device_overflow
 from passes.layer_table import Geometry
 
+NO_WAY = (
+    "devices with more memory; more micro-batches, a smaller batch, more devices or recompute do not help"
+)
+NO_SPLIT = "other pins, another number of stages or another schedule: together they leave no split"
 MAX_ROWS = 8
 MAX_SCALE = 1 << 20
 GROWTH = (2, 4, 8, 16)
@@ -40,6 +44,7 @@ def infeasible(
     """
     option = _leanest(search.options)
     because = [f"{_words(search, option)}, the least-bad split:"]
+    found: tuple[LayerProblem, Split] | None = None
     if least is not None and peak_bytes is not None:
         because = [f"{_words(search, least.option)}, the least-bad split, simulated:"]
         because += _rows(search, list(enumerate(peak_bytes)))
@@ -60,7 +65,7 @@ def infeasible(
     return InfeasibleError(
         f"no layer-wise plan fits {len(search.cluster.devices)} devices at batch size {search.batch_size}",
         because,
-        ways or ["none of: more micro-batches, smaller batch, more devices, recompute; use larger devices"],
+        ways or [NO_WAY if least is not None or found is not None else NO_SPLIT],
     )
 
 

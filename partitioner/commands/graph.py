@@ -7,7 +7,7 @@ from typing import Literal
 
 from cost_models.errors import UsageError
 from partitioner.api import as_graph
-from partitioner.commands.options import JsonFlag, Settings, emit, progress, settings
+from partitioner.commands.options import JsonFlag, Settings, Whole, emit, progress, settings
 from partitioner.plan import Plan
 from partitioner.rebuild import refuse_other_model
 from partitioner.report.dot import op_graph, stage_graph, to_dot, to_json
@@ -20,7 +20,7 @@ def graph(
     *,
     format: Literal["dot", "json"] = "dot",
     plan: Path | None = None,
-    seq: int | None = None,
+    seq: Whole | None = None,
     dtype: str | None = None,
     set_: Settings = (),
     json: JsonFlag = False,

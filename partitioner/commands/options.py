@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 import time
@@ -19,6 +20,16 @@ from partitioner.report.text import printable
 
 SECONDS_BEFORE_PROGRESS = 1.0
 
+
+def _whole(_: Any, tokens: Sequence[Any]) -> int:
+    """Digits only: cyclopts itself would read 2.5 as 2."""
+    text = tokens[0].value
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+Whole = Annotated[int, Parameter(converter=_whole)]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=(), show_default=False)]
 Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)]
 
@@ -33,8 +44,8 @@ def progress(what: str) -> Iterator[None]:
     said = threading.Event()
 
     def say() -> None:
-        said.set()
         print(f"{what} … ", end="", file=sys.stderr, flush=True)
+        said.set()
 
     timer = threading.Timer(SECONDS_BEFORE_PROGRESS, say)
     timer.daemon = True
@@ -46,6 +57,7 @@ def progress(what: str) -> Iterator[None]:
         outcome = f"{time.monotonic() - started:.1f} s"
     finally:
         timer.cancel()
+        timer.join()
         if said.is_set():
             print(outcome, file=sys.stderr, flush=True)
 

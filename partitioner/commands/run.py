@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from cost_models.errors import ModelError, PartitionerError, UsageError
 from cost_models.units import format_seconds
-from partitioner.commands.options import JsonFlag, Settings, emit, progress, settings
+from partitioner.commands.options import JsonFlag, Settings, Whole, emit, progress, settings
 from partitioner.grow_batch import grow_batch
 from partitioner.plan import Plan
 from partitioner.report.text import counted
@@ -28,12 +28,12 @@ def run(
     model: str,
     /,
     *,
-    steps: int,
+    steps: Whole,
     local: Annotated[bool, Parameter(negative=())] = False,
     learning_rate: float = 1e-3,
-    seed: int = 0,
+    seed: Whole = 0,
     timeout: float = 30.0,
-    seq: int | None = None,
+    seq: Whole | None = None,
     dtype: str | None = None,
     set_: Settings = (),
     json: JsonFlag = False,
@@ -84,8 +84,8 @@ def run(
     elif "RANK" not in os.environ:
         launch = loaded.launch_command(model, str(plan), steps).splitlines()
         raise UsageError(
-            f"cannot run the plan: it needs {counted(loaded.world_size, 'process')}, this is one",
-            because=["torchrun did not start this process, and --local was not given"],
+            "cannot run the plan outside torchrun",
+            because=[f"it needs {counted(loaded.world_size, 'process')}, and --local was not given"],
             suggestions=["add --local, to run on CPU workers of this machine", *launch],
         )
     else:
@@ -144,11 +144,11 @@ def _text(result: dict[str, Any], predicted_seconds: float) -> str:
 def train(
     plan_json: str,
     model: str,
-    steps: int,
+    steps: Whole,
     learning_rate: float,
-    seed: int,
+    seed: Whole,
     timeout_seconds: float,
-    seq: int | None,
+    seq: Whole | None,
     dtype: str | None,
     set_: dict[str, str],
 ) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from cost_models.errors import UsageError
-from partitioner.commands.options import JsonFlag, Settings, emit, progress, settings
+from partitioner.commands.options import JsonFlag, Settings, Whole, emit, progress, settings
 from partitioner.plan import Plan
 from partitioner.report.text import counted
 from partitioner.verify import verify_plan
@@ -18,7 +18,7 @@ def verify(
     model: str,
     /,
     *,
-    seq: int | None = None,
+    seq: Whole | None = None,
     dtype: str | None = None,
     set_: Settings = (),
     timeout: float = 300.0,

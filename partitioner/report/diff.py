@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from cost_models.units import format_bytes, format_seconds
 from partitioner.modules import shorten
+from partitioner.report.text import counted
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan
@@ -39,11 +40,11 @@ def _placement_lines(old: Plan, new: Plan) -> list[str]:
     only_new = [op for op in new.placements if op not in old.placements]
     lines = []
     if moved:
-        lines.append(f"moved to another device: {len(moved)} ops ({shorten(moved, 60)})")
+        lines.append(f"moved to another device: {counted(len(moved), 'op')} ({shorten(moved, 60)})")
     if only_old:
-        lines.append(f"only in the first: {len(only_old)} ops ({shorten(only_old, 60)})")
+        lines.append(f"only in the first: {counted(len(only_old), 'op')} ({shorten(only_old, 60)})")
     if only_new:
-        lines.append(f"only in the second: {len(only_new)} ops ({shorten(only_new, 60)})")
+        lines.append(f"only in the second: {counted(len(only_new), 'op')} ({shorten(only_new, 60)})")
     return lines
 
 

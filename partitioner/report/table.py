@@ -161,13 +161,15 @@ def _peak(plan: Plan, index: int, stage: Stage) -> tuple[str, str]:
 
 def _evidence(plan: Plan) -> str:
     c, p = plan.certificate, plan.prediction
-    quality = "the best" if c.gap < PROVED else f"within {percent(c.gap)} of the best"
+    seconds = format_seconds(c.search_seconds)
+    quality = (
+        f"optimal for the surrogate of the step time, in {seconds}"
+        if c.gap < PROVED
+        else f"within {percent(c.gap)} of the surrogate's optimum ({c.solver_status}, {seconds})"
+    )
     floor = c.simulated_lower_bound_seconds
     lines = [
-        labelled(
-            "search",
-            f"{quality} that its surrogate allows ({c.solver_status}, {format_seconds(c.search_seconds)}) over {c.space}",
-        ),
+        labelled("search", f"{quality}, over {c.space}"),
         labelled(
             "bound",
             f"no plan of this kind simulates below {format_seconds(floor)}; this one takes "
