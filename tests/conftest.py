@@ -1,14 +1,18 @@
-"""Golden texts: ``golden("plan_small", text)`` compares with ``tests/golden/plan_small.txt``.
+"""For every test: no calibration of the machine that happens to run it, and golden texts.
 
-A difference is a change of behaviour: look at it, then accept it with ``pytest --update-golden``.
+``golden("plan_small", text)`` compares with ``tests/golden/plan_small.txt``. A difference is a change of behaviour:
+look at it, then accept it with ``pytest --update-golden``.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+os.environ["PARTITIONER_CALIBRATION"] = "none"
 
 FOLDER = Path(__file__).parent / "golden"
 
