@@ -1,0 +1,109 @@
+"""``plan.deploy``: training on real processes equals training the unpartitioned model, wherever the weights come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cost_models.cluster import ClusterSpec
+from partitioner import Plan, Workload, partition
+from runtime.launch import WorkerError, WorkerPool
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.middle = nn.Embedding(11, 8), nn.Linear(8, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.norm(torch.relu(self.middle(self.embed(tokens)))) * self.scale)
+
+
+def loss_fn(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch["tokens"].flatten())
+
+
+def init(module: nn.Module) -> None:
+    """Every parameter a fixed function of its shape, so that all ways of loading can be compared."""
+    for parameter in module.parameters(recurse=False):
+        parameter.data = torch.linspace(-0.5, 0.5, parameter.numel(), dtype=parameter.dtype).reshape(
+            parameter.shape
+        )
+
+
+def batch() -> dict[str, Tensor]:
+    return {"tokens": torch.randint(0, 11, (7, 5), generator=torch.Generator().manual_seed(0))}
+
+
+def workload(device: str = "cpu") -> Workload:
+    with torch.device(device):
+        model = Net().double()
+    if device != "meta":
+        model.apply(init)
+    return Workload(model, batch(), loss_fn, "net")
+
+
+def train(plan_json: str, source: str) -> tuple[list[float], dict[str, Tensor]]:
+    plan = Plan.from_json(plan_json)
+    options = {
+        "model": {},
+        "state_dict": {"state_dict": {n: t.detach() for n, t in workload().model.state_dict().items()}},
+        "init_fn": {"init_fn": init},
+    }[source]
+    made = workload("cpu" if source == "model" else "meta")
+    if source != "model":
+        made.model.scale = torch.ones((), dtype=torch.float64)
+    kwargs = {"optimizer": torch.optim.AdamW, "optimizer_kwargs": {"lr": 1e-2}}
+    with plan.deploy(made, timeout_seconds=20.0, **kwargs, **options) as engine:
+        losses = [float(engine.train_step(batch())) for _ in range(STEPS)]
+        return losses, {name: p.detach() for name, p in engine.parameters.items()}
+
+
+def expected() -> tuple[list[float], dict[str, Tensor]]:
+    model = workload().model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for piece in torch.tensor_split(batch()["tokens"], 3):
+            loss = loss_fn(model(piece), {"tokens": piece}) * piece.shape[0] / 7
+            loss.backward()
+            total += float(loss.detach())
+        optimizer.step()
+        losses.append(total)
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    pins = {"embed": 0, "middle": 1, "head": 2}
+    cluster = ClusterSpec.local(3)
+    return partition(workload(), cluster, batch_size=7, microbatches=3, schedule="1f1b", pins=pins)
+
+
+@pytest.mark.parametrize("source", ["model", "state_dict", "init_fn"])
+def test_training_equals_the_unpartitioned_model(source: str, plan: Plan, pool: WorkerPool) -> None:
+    results = pool.run(train, plan.model_dump_json(), source, world_size=3, timeout_seconds=120.0)
+    losses, parameters = expected()
+    held: set[str] = set()
+    for rank_losses, rank_parameters in results:
+        assert rank_losses == pytest.approx(losses, rel=1e-12), "the loss is known on every rank"
+        held |= set(rank_parameters)
+        for name, tensor in rank_parameters.items():
+            assert torch.allclose(tensor, parameters[name], rtol=1e-10, atol=1e-12), name
+    assert held == set(parameters)
+    assert set(results[1][1]) == {"middle.weight", "middle.bias"}, "a rank holds its own parameters only"
+
+
+def test_another_world_size_is_refused(plan: Plan, pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="it is made for 3 ranks, 2 are running"):
+        pool.run(train, plan.model_dump_json(), "model", world_size=2, timeout_seconds=60.0)
