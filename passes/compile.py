@@ -27,6 +27,7 @@ from passes.segment import Segmentation, by_stage
 from passes.summarize import TiedGroup, segment_graph, state_of_ranks, tied_groups, trained_tensors
 from passes.verify_graph import verify_graph
 from runtime.check import Proof, check
+from runtime.collector import collector_paused
 from runtime.microbatch import microbatch_sizes
 from runtime.order import build_programs
 from runtime.program import Program, ReduceGradients, SegmentGraph
@@ -72,21 +73,25 @@ class Compiled:
     search: LayerResult
 
 
+@collector_paused()
 def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest) -> Compiled:
     """Choose a layer-wise placement of ``graph`` on ``cluster``, build its programs and prove them free of deadlock."""
     verify_graph(graph, after="trace")
     costs = costs_of(graph, cluster)
     recomputed = recomputed_ops(graph)
 
+    best = _Best(cluster)
+
     def simulated(candidate: LayerCandidate) -> SimulatedCandidate:
         result = realize(graph, costs, cluster, candidate, request, recomputed)
+        best.offer(candidate, result)
         return SimulatedCandidate(candidate, result.simulation.step_seconds, result.simulation.peak_bytes)
 
     search = place_layers(graph, costs, cluster, request, simulated)
     placement = search.best.candidate
     layouts = {name: Layout.on(placement.ranks[stage]) for name, stage in placement.stage_of.items()}
     bridged = bridges(graph, layouts)
-    realized = realize(graph, costs, cluster, placement, request, recomputed)
+    realized = best.of(placement) or realize(graph, costs, cluster, placement, request, recomputed)
     proof = check(
         realized.programs,
         realized.segments,
@@ -100,6 +105,25 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest) -
         placement.microbatches,
     )
     return Compiled(costs, placement, layouts, bridged, realized, proof, search)
+
+
+class _Best:
+    """The fastest candidate so far that fits, carried through: the search will most likely choose it."""
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        self._memory_bytes = [device.memory_bytes for device in cluster.devices]
+        self._kept: tuple[LayerCandidate, Realized] | None = None
+
+    def offer(self, candidate: LayerCandidate, realized: Realized) -> None:
+        simulation = realized.simulation
+        if any(a > b for a, b in zip(simulation.peak_bytes, self._memory_bytes, strict=True)):
+            return
+        if self._kept is None or simulation.step_seconds < self._kept[1].simulation.step_seconds:
+            self._kept = candidate, realized
+
+    def of(self, candidate: LayerCandidate) -> Realized | None:
+        """What the candidate became, if it is still kept."""
+        return self._kept[1] if self._kept is not None and self._kept[0] is candidate else None
 
 
 def costs_of(graph: OpGraph, cluster: ClusterSpec) -> GraphCosts:

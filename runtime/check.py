@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from cost_models.errors import DeadlockError, InternalError
+from runtime.collector import collector_paused
 from runtime.deadlock import Place, find_deadlock
 from runtime.program import (
     Backward,
@@ -99,6 +100,7 @@ _LETTER: dict[type, str] = {Forward: "F", Backward: "B", BackwardInput: "I", Bac
 _NAME = {"F": "forward", "B": "backward", "I": "input half of backward", "W": "weight half of backward"}
 
 
+@collector_paused()
 def check(
     programs: Sequence[Program],
     graph: SegmentGraph,

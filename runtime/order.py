@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from cost_models.errors import InternalError
+from runtime.collector import collector_paused
 from runtime.program import (
     ComputeOrder,
     Instruction,
@@ -72,6 +73,7 @@ class _Planned(NamedTuple):
     transfer_seconds: float
 
 
+@collector_paused()
 def build_programs(
     graph: SegmentGraph,
     orders: ComputeOrder,

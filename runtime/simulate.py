@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cost_models.errors import DeadlockError, InternalError
+from runtime.collector import collector_paused
 from runtime.event_loop import COMPUTE, NOT_YET, REDUCE, STEP, Run
 from runtime.fair_share import Links
 from runtime.flatten import FlatPrograms, Overheads, count_microbatches
@@ -79,6 +80,7 @@ class Simulation:
         return len(self.transfers)
 
 
+@collector_paused()
 def simulate(
     programs: Sequence[Program],
     graph: SegmentGraph,
