@@ -42,9 +42,10 @@ def progress(what: str) -> Iterator[None]:
     """
     started = time.monotonic()
     said = threading.Event()
+    stderr = sys.stderr  # the work may redirect it for itself
 
     def say() -> None:
-        print(f"{what} … ", end="", file=sys.stderr, flush=True)
+        print(f"{what} … ", end="", file=stderr, flush=True)
         said.set()
 
     timer = threading.Timer(SECONDS_BEFORE_PROGRESS, say)
@@ -59,7 +60,7 @@ def progress(what: str) -> Iterator[None]:
         timer.cancel()
         timer.join()
         if said.is_set():
-            print(outcome, file=sys.stderr, flush=True)
+            print(outcome, file=stderr, flush=True)
 
 
 @contextmanager

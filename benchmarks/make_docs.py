@@ -1,0 +1,114 @@
+"""``make docs``: what the documentation takes from the code.
+
+docs/plan.schema.json, docs/cluster.schema.json    the JSON Schemas of the two files
+```console blocks of docs/09-plan-and-cli.md        commands (``$ …``) are run, what they print is put below them
+
+Commands run in one empty folder, in order; a command that ends with another code than the block says (``# exit 4``)
+stops the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cost_models.cluster import ClusterSpec
+from partitioner.plan import Plan
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGE = DOCS / "09-plan-and-cli.md"
+SHORT_FORMS = ("DeviceSpec", "LinkSpec", "NodeLinks", "NetworkSpec")
+"""Mappings that a cluster file may write as the name of a preset."""
+SECONDS_PER_COMMAND = 600.0
+
+
+def plan_schema() -> dict[str, Any]:
+    """The JSON Schema of a plan file."""
+    return _schema(Plan, "Plan")
+
+
+def cluster_schema() -> dict[str, Any]:
+    """The JSON Schema of a cluster file."""
+    return _schema(ClusterSpec, "Cluster")
+
+
+def _schema(model: type[Plan] | type[ClusterSpec], title: str) -> dict[str, Any]:
+    found = _with_short_forms(model.model_json_schema(mode="validation"))
+    assert isinstance(found, dict)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": title}
+
+
+def _with_short_forms(schema: Any) -> Any:
+    """Allow a text wherever one of SHORT_FORMS may stand."""
+    if isinstance(schema, list):
+        return [_with_short_forms(entry) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if str(schema.get("$ref", "")).rpartition("/")[2] in SHORT_FORMS:
+        return {"anyOf": [schema, {"type": "string"}]}
+    return {key: _with_short_forms(value) for key, value in schema.items()}
+
+
+def files() -> dict[Path, str]:
+    """Every generated file and what it should hold."""
+    schemas = {"plan.schema.json": plan_schema(), "cluster.schema.json": cluster_schema()}
+    return {DOCS / name: json.dumps(schema, indent=1) + "\n" for name, schema in schemas.items()}
+
+
+def with_output(page: str) -> str:
+    """``page`` with every console block's output as its commands print it now."""
+    with tempfile.TemporaryDirectory() as folder:
+        return re.sub(
+            r"(?s)```console\n(.*?)```", lambda block: f"```console\n{_block(block[1], folder)}```", page
+        )
+
+
+def _block(text: str, folder: str) -> str:
+    commands = re.findall(r"^\$ ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    return "".join(f"$ {command}\n{_run(command, folder)}" for command in commands)
+
+
+def _run(command: str, folder: str) -> str:
+    """What the command prints, stdout before stderr; progress lines are left out."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+        "PYTHONPATH": str(ROOT),
+        "PARTITIONER_CALIBRATION": "none",
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS_PER_COMMAND,
+        check=False,
+    )
+    expected = re.search(r"# exit (\d+)", command)
+    if done.returncode != (int(expected[1]) if expected else 0):
+        raise SystemExit(f"{command}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+    errors = "\n".join(line for line in done.stderr.splitlines() if " … " not in line)
+    return "".join(f"{part.rstrip()}\n" for part in (done.stdout, errors) if part.strip())
+
+
+def main() -> None:
+    """Rewrite everything that is generated; say what changed."""
+    wanted = files()
+    wanted[PAGE] = with_output(PAGE.read_text())
+    for path, text in wanted.items():
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
