@@ -242,9 +242,10 @@ def _alternatives(
 ) -> tuple[Alternative, ...]:
     """Not partitioning at all, and the best other layer-wise plans."""
     capacities = [device.memory_bytes for device in cluster.devices]
-    others = [_baseline(one_device(graph, compiled.costs, cluster, request), capacities[0])]
+    others = [_baseline(one_device(graph, compiled.costs, cluster, request), capacities[0], "")]
     if cluster.world_size > 1:
-        others.append(_baseline(data_parallel(graph, compiled.costs, cluster, request), min(capacities)))
+        replicas = data_parallel(graph, compiled.costs, cluster, request)
+        others.append(_baseline(replicas, min(capacities), " on each device"))
     others += [
         Alternative(
             strategy=_well_counted(entry.description),
@@ -258,13 +259,13 @@ def _alternatives(
     return tuple(others)
 
 
-def _baseline(baseline: Baseline, capacity_bytes: int) -> Alternative:
+def _baseline(baseline: Baseline, capacity_bytes: int, where: str) -> Alternative:
     fits = f"fits in {counted(baseline.microbatches, 'micro-batch')}"
     short = format_bytes(baseline.peak_memory_bytes - capacity_bytes)
     return Alternative(
         strategy=baseline.strategy,
         feasible=baseline.feasible,
-        reason=fits if baseline.feasible else f"does not fit: {short} short on each device",
+        reason=fits if baseline.feasible else f"does not fit: {short} short{where}",
         step_seconds=baseline.step_seconds,
         peak_memory_bytes=baseline.peak_memory_bytes,
     )

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+MOST_BLOCKS = 100_000
 FEW = 2
 """Up to so many pieces of a split block are named one by one; more become "block (part)"."""
 
@@ -85,10 +86,13 @@ def _runs(numbers: Sequence[int]) -> str:
 
 
 def shorten(names: Sequence[str], width: int) -> str:
-    """As many names as fit into ``width`` characters, the rest as a count; runs of numbered blocks matter most.
+    """All names if they fit into ``width`` characters, else numbered blocks folded into runs, else a count of the rest.
 
-    wte, wpe, drop, h.0-3, ln_f   ->   wte, h.0-3 +3 more
+    wte, wpe, drop, h.0-3, ln_f                   ->   wte, h.0-3 +3 more
+    layers.1.mlp, layers.2, layers.3.norm         ->   layers.1-3 (part)
     """
+    if len(", ".join(names)) > width:
+        names = _fold_runs(names)
     by_weight = sorted(range(len(names)), key=lambda i: (not re.search(r"\d-\d", names[i]), i))
     shown: set[int] = set()
     for index in by_weight:
@@ -97,6 +101,36 @@ def shorten(names: Sequence[str], width: int) -> str:
             break
         shown = set(trial)
     return _listing(names, sorted(shown))
+
+
+def _fold_runs(names: Sequence[str]) -> list[str]:
+    """Blocks of one parent in one word; "(part)" if some of them lie in another stage as well."""
+    numbers: dict[str, list[int]] = {}
+    parts: set[str] = set()
+    order: dict[str, None] = {}
+    for name in names:
+        match = re.fullmatch(r"((?:[^.\d][^.]*\.)*)(\d+(?:[-,]\d+)*)(.*)", name)
+        if match is None:
+            order.setdefault(name)
+            continue
+        order.setdefault(match[1])
+        numbers.setdefault(match[1], []).extend(_expanded(match[2]))
+        if match[3]:
+            parts.add(match[1])
+    return [
+        f"{key}{_runs(numbers[key])}{' (part)' if key in parts else ''}" if key in numbers else key
+        for key in order
+    ]
+
+
+def _expanded(runs: str) -> list[int]:
+    """ "0-2,5" -> [0, 1, 2, 5]; what a file says is not counted up without bound."""
+    numbers: list[int] = []
+    for run in runs.split(","):
+        first, _, last = run.partition("-")
+        low, high = int(first[:9]), int((last or first)[:9])
+        numbers += range(low, min(high, low + MOST_BLOCKS) + 1)
+    return numbers
 
 
 def _listing(names: Sequence[str], shown: Sequence[int]) -> str:

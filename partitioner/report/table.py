@@ -162,11 +162,12 @@ def _peak(plan: Plan, index: int, stage: Stage) -> tuple[str, str]:
 def _evidence(plan: Plan) -> str:
     c, p = plan.certificate, plan.prediction
     seconds = format_seconds(c.search_seconds)
-    quality = (
-        f"optimal for the surrogate of the step time, in {seconds}"
-        if c.gap < PROVED
-        else f"within {percent(c.gap)} of the surrogate's optimum ({c.solver_status}, {seconds})"
-    )
+    if c.gap < PROVED:
+        quality = f"optimal for the surrogate of the step time, in {seconds}"
+    elif c.solver_status == "time limit":
+        quality = f"stopped after {seconds} within {percent(c.gap)} of what the surrogate allows at best"
+    else:
+        quality = f"within {percent(c.gap)} of the surrogate's proved optimum, in {seconds}"
     floor = c.simulated_lower_bound_seconds
     lines = [
         labelled("search", f"{quality}, over {c.space}"),

@@ -52,6 +52,19 @@ def test_runs_of_blocks_are_kept_when_others_are_dropped() -> None:
     assert shorten(["wte", "wpe", "drop", "h.0-3", "ln_f"], 18) == "wte, h.0-3 +3 more"
 
 
+def test_blocks_are_folded_where_they_do_not_fit() -> None:
+    names = [
+        "layers.69.post_attention_layernorm",
+        "layers.69.mlp",
+        "layers.70",
+        "layers.71.self_attn",
+        "norm",
+    ]
+    assert shorten(names, 30) == "layers.69-71 (part), norm"
+    assert shorten(["a.0-1", "a.3", "b", "c.0.x.1"], 8) == "a.0-1,3 +2 more"
+    assert len(shorten(["a.0-99999999999999999999", "b" * 30], 20)) < 40
+
+
 def test_a_parent_that_most_names_share_is_found() -> None:
     assert common_parent([("model.a", "model.b"), ("model.c", "head")]) == "model."
     assert common_parent([("encoder.a",), ("decoder.a",)]) == ""
