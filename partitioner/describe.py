@@ -250,7 +250,7 @@ def _alternatives(
         Alternative(
             strategy=_well_counted(entry.description),
             feasible=entry.feasible,
-            reason=entry.reason,
+            reason=_readable_sizes(entry.reason),
             step_seconds=entry.step_seconds,
             peak_memory_bytes=entry.peak_memory_bytes,
         )
@@ -282,6 +282,11 @@ def distinct_runner_ups(runner_ups: Sequence[RunnerUp]) -> list[RunnerUp]:
 def _well_counted(description: str) -> str:
     """ "1 stages, 1f1b, 1 micro-batches" -> "1 stage, 1f1b, 1 micro-batch"."""
     return re.sub(r"\b1 (stage|micro-batch)(?:es|s)\b", r"1 \1", description)
+
+
+def _readable_sizes(reason: str) -> str:
+    """ "exceeds a device by 1,048,576 bytes" -> "exceeds a device by 1.00 MiB"."""
+    return re.sub(r"([\d,]+) bytes", lambda size: format_bytes(int(size[1].replace(",", ""))), reason)
 
 
 def _notes(graph: OpGraph) -> tuple[str, ...]:
