@@ -29,7 +29,6 @@ from benchmarks.prediction_rank import (
     busy_seconds,
     measure_memory,
     prepare,
-    raise_priority,
     time_steps,
 )
 from cost_models.calibration import VARIABLE, calibrate
@@ -86,7 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for timing all plans")
     parser.add_argument("--only", default="*", help="glob over plan names")
     parser.add_argument("--calibration", type=Path, help="use this file instead of calibrating anew")
-    parser.add_argument("--nice", type=int, help="niceness of the workers while they are timed, such as -10")
+    parser.add_argument("--patience", type=float, default=10.0, help="seconds to wait for a quiet moment")
+    parser.add_argument(
+        "--nice", type=int, default=0, help="niceness of the workers during a step, such as -15"
+    )
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -102,9 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for number, row in enumerate(rows):
             pool.run(prepare, number, row.case.task(row.plan))
             row.peak_bytes = tuple(pool.run(measure_memory, number))
-        if options.nice is not None:
-            pool.run(raise_priority, options.nice)
-        _time(pool, rows, options.steps, options.limit)
+        _time(pool, rows, options)
     print(_table(rows))
     print(f"load average before and after: {load[0]:.1f}, {os.getloadavg()[0]:.1f}")
     if options.json:
@@ -120,15 +120,16 @@ def _calibrated() -> Path:
     return path
 
 
-def _time(pool: WorkerPool, rows: Sequence[Row], steps: int, limit_seconds: float) -> None:
+def _time(pool: WorkerPool, rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Rounds over all plans until each has ``steps`` undisturbed steps, or time is up."""
-    deadline = time.monotonic() + limit_seconds
+    deadline = time.monotonic() + options.limit
+    steps = options.steps
     while time.monotonic() < deadline and any(len(row.seconds) < steps for row in rows):
         for number, row in enumerate(rows):
             if len(row.seconds) >= steps:
                 continue
-            _await_quiet(deadline)
-            ranks: list[RankSteps] = pool.run(time_steps, number, 2)
+            _await_quiet(min(deadline, time.monotonic() + options.patience))
+            ranks: list[RankSteps] = pool.run(time_steps, number, 3, options.nice)
             for step in range(len(ranks[0].seconds)):
                 seconds = max(rank.seconds[step] for rank in ranks)
                 quiet = ranks[0].busy_seconds[step] - sum(r.own_seconds[step] for r in ranks)

@@ -10,9 +10,10 @@ import numpy as np
 
 from cost_models.measure_ops import CaseSeconds
 from cost_models.op_cases import ARITHMETIC, OpCase
-from cost_models.op_profile import PHASES, Cost, CostCurve, CostLine, OpTimes, Phase
+from cost_models.op_profile import GENERIC, PHASES, Cost, CostCurve, CostLine, OpTimes, Phase
 
 _SHORTEST_SECONDS = 5e-8
+STANDS_FOR_ALL = "mul"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ def fit_op_times(
     costs: list[tuple[tuple[str, Phase], Cost]] = []
     for key, found in sorted(samples.items()):
         costs.append((key, fit_line(found) if key[0] in ARITHMETIC else fit_curve(found)))
-    return OpTimes(tuple(costs))
+    # A product of two tensors stands for all that was not measured: it reads, computes little, and writes.
+    costs += [((GENERIC, phase), cost) for (kind, phase), cost in costs if kind == STANDS_FOR_ALL]
+    return OpTimes(tuple(sorted(costs, key=lambda item: item[0])))
 
 
 def fit_curve(samples: Sequence[tuple[float, float, float]]) -> CostCurve:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cost_models.op_cases import OpCase
 
-_POOL_BYTES = 24 * 2**20
-_MOST_CALLS = 32
+_POOL_BYTES = 16 * 2**20
+_MOST_CALLS = 24
 _REPETITIONS = 3
 
 

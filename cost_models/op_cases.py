@@ -29,6 +29,7 @@ ALIASES = {
     "add_": "add",
     "bmm": "matmul",
     "mm": "matmul",
+    "addmm": "linear",
     "conv1d": "conv2d",
     "convolution": "conv2d",
     "log_softmax": "softmax",
@@ -43,9 +44,7 @@ ALIASES = {
 }
 """Kinds that are charged as another one that does the same work."""
 
-ARITHMETIC = frozenset(
-    {"linear", "addmm", "matmul", "conv2d", "conv_transpose2d", "scaled_dot_product_attention"}
-)
+ARITHMETIC = frozenset({"linear", "matmul", "conv2d", "conv_transpose2d", "scaled_dot_product_attention"})
 """Kinds with a ``CostLine``; the others have a ``CostCurve``."""
 
 
@@ -88,7 +87,6 @@ def _elementwise() -> Iterator[OpCase]:
 
         yield OpCase("add", aten.add.Tensor, two)
         yield OpCase("mul", aten.mul.Tensor, two)
-        yield OpCase("elementwise", aten.mul.Tensor, two)
         yield OpCase("relu", aten.relu.default, one)
         yield OpCase("gelu", aten.gelu.default, one)
         yield OpCase("silu", aten.silu.default, one)
@@ -158,11 +156,7 @@ def _products() -> Iterator[OpCase]:
         def affine(inner: int = inner, outer: int = outer) -> Sequence[Tensor]:
             return torch.randn(outer, inner), torch.randn(outer)
 
-        def affine_t(inner: int = inner, outer: int = outer) -> Sequence[Tensor]:
-            return torch.randn(inner, outer), torch.randn(outer)
-
         yield OpCase("linear", aten.linear.default, x, affine)
-        yield OpCase("addmm", lambda x, w, b: aten.addmm.default(b, x, w), x, affine_t)
     for batch, rows, inner in ((4, 8, 8), (8, 64, 32), (16, 128, 64), (8, 256, 128)):
 
         def pair(batch: int = batch, rows: int = rows, inner: int = inner) -> Sequence[Tensor]:

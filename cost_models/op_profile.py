@@ -164,14 +164,17 @@ def op_phase_seconds(
     launches: FloatArray,
     arithmetic_scale: float = 1.0,
 ) -> FloatArray:
-    """Seconds of one phase of ops of one kind, overhead included; 0 where nothing is launched.
+    """Seconds of one phase of ops of one kind, overhead included; 0 where there is nothing to do.
 
     ``arithmetic_scale``: how much slower the op's data type multiplies than float32.
     """
+    # One kernel may compute both halves of a backward (convolution, layer norm): the input half then launches nothing of
+    # its own, but has work.
+    active = (launches > 0) | (flops > 0) | (moved_bytes > 0)
     cost = times.get(kind, phase)
     if cost is not None:
         per_op = cost.seconds(flops * arithmetic_scale, moved_bytes)
-        return np.where(launches > 0, per_op, 0.0)
+        return np.where(active, per_op, 0.0)
     idle = moved_bytes <= 0
     stand_in = (
         times.get(GENERIC, phase) or times.get(GENERIC, "backward_input") or times.get(GENERIC, "forward")
@@ -181,4 +184,4 @@ def op_phase_seconds(
     assert view is not None
     count = np.maximum(launches, 1.0)
     moving = count * stand_in.seconds(flops, moved_bytes / count)
-    return np.where(launches > 0, np.where(idle, count * view.seconds(flops, moved_bytes), moving), 0.0)
+    return np.where(active, np.where(idle, count * view.seconds(flops, moved_bytes), moving), 0.0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cost_models.calibration import VARIABLE, Calibration, Machine, cache_path, stored_calibration
-from cost_models.calibration_fit import CaseWork, fit_curve, fit_line, fit_op_times
+from cost_models.calibration_fit import STANDS_FOR_ALL, CaseWork, fit_curve, fit_line, fit_op_times
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
 from cost_models.errors import UsageError
@@ -124,6 +124,12 @@ def test_views_cost_their_overhead_and_nothing_launched_costs_nothing() -> None:
     assert seconds == pytest.approx([1e-6, 0.0])
 
 
+def test_a_half_without_a_kernel_of_its_own_still_costs_its_work() -> None:
+    # One kernel computes both halves of a convolution's backward: the input half launches nothing.
+    seconds = op_phase_seconds(op_times(), "linear", "forward", array(1e9), array(1e6), array(0))
+    assert seconds == pytest.approx([5e-6 + 1e-2 + 2e-5])
+
+
 def test_slower_types_scale_the_arithmetic_only() -> None:
     one, two = (
         op_phase_seconds(op_times(), "linear", "forward", array(1e9), array(1e6), array(1), scale)[0]
@@ -168,7 +174,7 @@ def test_cases_are_the_same_in_every_process_and_cover_the_kinds_with_lines() ->
     assert [c.kind for c in op_cases()] == [c.kind for c in op_cases()]
     kinds = {c.kind for c in op_cases()}
     assert kinds >= ARITHMETIC
-    assert {"elementwise", "view"} <= kinds
+    assert {STANDS_FOR_ALL, "view"} <= kinds
 
 
 # ------------------------------------------------------------------------------------------------ files
