@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from cost_models.errors import DeadlockError, InternalError
-from runtime.order import build_programs, quick_makespan
+from runtime.order import EARLY_BYTES, build_programs, quick_makespan
 from runtime.program import (
     Backward,
     Forward,
@@ -30,6 +30,8 @@ from runtime.timing import time_orders
 from tests.unit.runtime.random_dags import Case, cases
 from tests.unit.runtime.schedule_helpers import COST, chain, gpipe, no_time, one_f_one_b, split_backward
 
+LARGE = 2 * EARLY_BYTES
+
 
 def text(programs: tuple[Program, ...]) -> list[str]:
     return [str(program) for program in programs]
@@ -40,7 +42,7 @@ def messages(programs: tuple[Program, ...], kind: type) -> list[Message]:
 
 
 def test_1f1b_two_stages_reads_as_in_the_docs() -> None:
-    programs = build_programs(chain(2), one_f_one_b(2, 3), 3, transfer_seconds=no_time)
+    programs = build_programs(chain(2, size_bytes=LARGE), one_f_one_b(2, 3), 3, transfer_seconds=no_time)
     assert text(programs) == [
         "rank 0: 0F0 >x0:0@1 0F1 >x0:1@1 <d(x0):0@1 0B0 <d(x0):1@1 0F2 >x0:2@1 <d(x0):2@1 0B1 0B2 step",
         "rank 1: <x0:0@0 1F0 <x0:1@0 1B0 >d(x0):0@0 1F1 1B1 >d(x0):1@0 <x0:2@0 1F2 1B2 >d(x0):2@0 step",
@@ -75,9 +77,23 @@ def test_a_value_goes_once_to_each_rank_and_its_gradient_comes_back_once() -> No
     assert programs[3].instructions == ()
 
 
-def test_receives_are_posted_one_compute_ahead_but_not_from_the_start() -> None:
-    programs = build_programs(chain(2), gpipe(2, 4), 4, transfer_seconds=no_time)
+def test_large_receives_are_posted_one_compute_ahead_but_not_from_the_start() -> None:
+    programs = build_programs(chain(2, size_bytes=LARGE), gpipe(2, 4), 4, transfer_seconds=no_time)
     assert str(programs[1]).startswith("rank 1: <x0:0@0 <x0:1@0 1F0 <x0:2@0 1F1 <x0:3@0 1F2 1F3")
+
+
+def test_small_receives_are_posted_as_early_as_the_order_allows() -> None:
+    programs = build_programs(chain(2), gpipe(2, 4), 4, transfer_seconds=no_time)
+    assert str(programs[1]).startswith("rank 1: <x0:0@0 <x0:1@0 <x0:2@0 <x0:3@0 1F0 1F1 1F2 1F3")
+    assert " >x0:3@1 <d(x0):0@1 <d(x0):1@1 <d(x0):2@1 <d(x0):3@1 0B0 " in str(programs[0])
+
+
+def test_receives_posted_early_hold_a_bounded_amount_of_memory() -> None:
+    size = EARLY_BYTES // 2
+    programs = build_programs(chain(2, size_bytes=size), gpipe(2, 6), 6, transfer_seconds=no_time)
+    assert str(programs[1]).startswith(
+        "rank 1: <x0:0@0 <x0:1@0 <x0:2@0 <x0:3@0 1F0 <x0:4@0 1F1 <x0:5@0 1F2 1F3"
+    )
 
 
 def test_slow_transfers_are_posted_earlier() -> None:
