@@ -29,9 +29,9 @@ from passes.verify_graph import verify_graph
 from runtime.check import Proof, check
 from runtime.collector import collector_paused
 from runtime.microbatch import microbatch_sizes
-from runtime.order import build_programs
+from runtime.order import build_programs, quick_makespan
 from runtime.program import Program, ReduceGradients, SegmentGraph
-from runtime.schedules import SCHEDULES
+from runtime.schedules import SCHEDULES, TransferSeconds
 from runtime.simulate import Overheads, Simulation, simulate
 
 log = logging.getLogger("partitioner")
@@ -87,7 +87,10 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest) -
         best.offer(candidate, result)
         return SimulatedCandidate(candidate, result.simulation.step_seconds, result.simulation.peak_bytes)
 
-    search = place_layers(graph, costs, cluster, request, simulated)
+    def lower_bound(candidate: LayerCandidate) -> float:
+        return quick_seconds(graph, costs, cluster, candidate, request, recomputed)
+
+    search = place_layers(graph, costs, cluster, request, simulated, lower_bound)
     placement = search.best.candidate
     layouts = {name: Layout.on(placement.ranks[stage]) for name, stage in placement.stage_of.items()}
     bridged = bridges(graph, layouts)
@@ -165,14 +168,41 @@ def realize(
     return Realized(segmentation, segments, tied, programs, state, step, simulation)
 
 
+def quick_seconds(
+    graph: OpGraph,
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    placement: LayerCandidate,
+    request: LayerRequest,
+    recomputed: frozenset[str],
+) -> float:
+    """What ``realize`` cannot simulate below: no shared links, no queues, no optimizer. 20 times as fast.
+
+    0 where micro-batches differ in size.
+    """
+    sizes = microbatch_sizes(request.batch_size, placement.microbatches)
+    if sizes[0] != sizes[-1]:
+        return 0.0
+    segmentation = by_stage(graph, placement.stage_of, placement.ranks, recomputed)
+    segments = segment_graph(graph, costs, segmentation, cluster, sizes[0])
+    seconds = _transfer_seconds(cluster)
+    orders = SCHEDULES[placement.schedule].order(segments, placement.microbatches, transfer_seconds=seconds)
+    return quick_makespan(segments, orders, placement.microbatches, seconds)
+
+
+def _transfer_seconds(cluster: ClusterSpec) -> TransferSeconds:
+    def transfer_seconds(source: int, target: int, size_bytes: int) -> float:
+        return cluster.path(source, target).transfer_seconds(size_bytes)
+
+    return transfer_seconds
+
+
 def programs_for(
     segments: SegmentGraph, cluster: ClusterSpec, schedule: str, microbatches: int, tied: Sequence[TiedGroup]
 ) -> tuple[Program, ...]:
     """One program per rank: the schedule's order of computes, then the one global order of communications."""
 
-    def transfer_seconds(source: int, target: int, size_bytes: int) -> float:
-        return cluster.path(source, target).transfer_seconds(size_bytes)
-
+    transfer_seconds = _transfer_seconds(cluster)
     orders = SCHEDULES[schedule].order(segments, microbatches, transfer_seconds=transfer_seconds)
     return build_programs(
         segments,

@@ -3,6 +3,9 @@
     D_k[a] = min over b ⊃ a of  t(a, b) + min over next devices of (x(b) + D_{k-1}[b])
     with t, x ≤ T, memory, pins, and D_k ≤ in_flight[k] · v · T;    f(T) = min over k of D_k[∅]
 
+Where stages alternate (``layer_problem``: q), each cut is charged to one of its two stages, t + charged cuts
+≤ T, and D_k also says what the stage is charged for the cut into it: nothing, or one of the links it may have.
+
 Keeping only the least D per state is exact: every constraint on D is an upper bound. One step over k looks
 at the pairs of downsets whose stage is short enough, as arrays: O(stages · device states · pairs).
 """
@@ -11,12 +14,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import numpy as np
 
 from passes.layer_devices import DeviceState, device_levels
 from passes.layer_problem import FloatArray, LayerProblem
 from passes.layer_table import BoolArray, IntArray, StageTable
+
+LinkKey: TypeAlias = tuple[float, float]
+"""(latency, seconds per byte): cuts over equal links cost the same."""
 
 
 class CutProgram:
@@ -31,14 +39,19 @@ class CutProgram:
         self.classes = [classes.setdefault((k.row, k.capacity_bytes), len(classes)) for k in problem.kinds]
         used = {state.kind for level in self.levels for state in level}
         self.kinds = sorted({self.classes[kind]: kind for kind in used}.values())
-        self.link_class: dict[tuple[int, int], tuple[float, float]] = {}
-        self.links: dict[tuple[float, float], FloatArray] = {}
-        for later, level in itertools.pairwise(self.levels):
+        self.link_class: dict[tuple[int, int], LinkKey] = {}
+        self.links: dict[LinkKey, FloatArray] = {}
+        self.charged_into: list[list[list[LinkKey]]] = [[[] for _ in level] for level in self.levels]
+        """Per level and state: what its stage may be charged for the cut into it."""
+        for k, (later, level) in enumerate(itertools.pairwise(self.levels), start=1):
             for a, b in {(s.kind, later[i].kind) for s in level for i in s.next}:
                 key = (float(problem.link_latency_seconds[a, b]), float(problem.link_seconds_per_byte[a, b]))
                 self.link_class[a, b] = key
                 if key not in self.links:
                     self.links[key] = table.link_seconds(problem, a, b)
+            if problem.charges_cut(k):
+                for i, into in enumerate(self.charged_into[k - 1]):
+                    into += {self.link_class[s.kind, later[i].kind] for s in level if i in s.next}
         self.starts = self._allowed_starts()
 
     def _allowed_starts(self) -> list[BoolArray] | None:
@@ -79,6 +92,7 @@ class CutProgram:
         useful = np.nonzero(np.logical_or.reduce(usable))[0]
         if not len(useful):
             return []
+        self._limit = limit
         self._source: IntArray = geometry.source[useful]
         self._target: IntArray = geometry.target[useful]
         self._first = np.flatnonzero(np.diff(self._source, prepend=-1))
@@ -86,48 +100,89 @@ class CutProgram:
         self._work = {c: np.where(work[c][useful] <= limit, work[c][useful], np.inf) for c in work}
         self._room = {c: room[c][useful] for c in work}
         self._links = {key: np.where(x <= limit, x, np.inf) for key, x in self.links.items()}
-        self._costs: dict[tuple[int, int], FloatArray] = {}
-        self._best: list[list[FloatArray]] = []
+        self._costs: dict[tuple[int, LinkKey | None, LinkKey | None], FloatArray] = {}
+        self._best: list[list[dict[LinkKey | None, FloatArray]]] = []
         ends: list[tuple[float, int, int]] = []
         for k, level in enumerate(self.levels, start=1):
-            rows = []
-            for state in level:
-                least = np.full(geometry.downsets, np.inf)
-                cost, rest = self._cost(state.kind, k), self._rest(k, state)
-                least[self._heads] = np.minimum.reduceat(cost + rest[self._target], self._first)
-                if self.starts is not None:
-                    least[~self.starts[k - 1]] = np.inf
-                held = problem.in_flight[k - 1]
-                if held < problem.microbatches:
-                    least[least > held * problem.chunks * limit] = np.inf
-                rows.append(least)
+            rows = [self._least(k, index) for index in range(len(level))]
             self._best.append(rows)
             if k >= problem.stage_counts[0]:
-                value, index = min((float(row[0]), i) for i, row in enumerate(rows))
+                value, index = min((float(row[None][0]), i) for i, row in enumerate(rows))
                 if math.isfinite(value):
                     ends.append((value, k, index))
-            if not any(np.isfinite(row).any() for row in rows):
+            if not any(np.isfinite(least).any() for row in rows for least in row.values()):
                 break
         return sorted(ends)
 
-    def _cost(self, kind: int, k: int) -> FloatArray:
-        """[useful pairs] seconds of the pair as k-th stage from the end; infinite where it does not fit."""
-        key = (self.classes[kind], self.problem.in_flight[k - 1])
+    def _least(self, k: int, index: int) -> dict[LinkKey | None, FloatArray]:
+        """D_k of one state, [downsets], by what this stage is charged for the cut into it."""
+        problem, state = self.problem, self.levels[k - 1][index]
+        full = self._room[self.classes[state.kind]] < problem.in_flight[k - 1]
+        rests = [(paid, rest[self._target]) for paid, rest in self._rests(k, state).items()]
+        rows: dict[LinkKey | None, FloatArray] = {}
+        for charged in (None, *self.charged_into[k - 1][index]):
+            each = [self._cost(state.kind, charged, paid) + rest for paid, rest in rests]
+            cost = each[0] if len(each) == 1 else np.minimum.reduce(each)
+            cost[full] = np.inf
+            least = np.full(self.table.geometry.downsets, np.inf)
+            least[self._heads] = np.minimum.reduceat(cost, self._first)
+            if self.starts is not None:
+                least[~self.starts[k - 1]] = np.inf
+            held = problem.in_flight[k - 1]
+            if held < problem.microbatches:
+                least[least > held * problem.chunks * self._limit] = np.inf
+            rows[charged] = least
+        return rows
+
+    def _cost(self, kind: int, charged: LinkKey | None, paid: LinkKey | None) -> FloatArray:
+        """[useful pairs] seconds of the pair as a stage that is charged for the cut into it and pays for the next.
+
+        Infinite where they are longer than the bottleneck; None: not charged.
+        """
+        key = (self.classes[kind], charged, paid)
         if key not in self._costs:
-            self._costs[key] = np.where(self._room[key[0]] >= key[1], self._work[key[0]], np.inf)
+            work = self._work[key[0]]
+            load = work.copy()
+            if charged is not None:
+                load += self._links[charged][self._source]
+            if paid is not None:
+                load += self._links[paid][self._target]
+            self._costs[key] = np.where(load <= self._limit, work, np.inf)
         return self._costs[key]
 
-    def _rest(self, k: int, state: DeviceState) -> FloatArray:
-        """[downsets] cost of everything behind a stage that ends at the downset, the cut included."""
+    def _rests(self, k: int, state: DeviceState) -> dict[LinkKey | None, FloatArray]:
+        """[downsets] cost of everything behind a stage that ends at the downset, the cut included.
+
+        By what this stage pays for that cut: None if the stage behind is charged, or nobody.
+        """
         if k == 1:
             rest = np.full(self.table.geometry.downsets, np.inf)
             rest[-1] = 0.0
-            return rest
-        options = [self._link(k, state, i) + self._best[k - 2][i] for i in state.next]
-        return options[0] if len(options) == 1 else np.asarray(np.minimum.reduce(options))
+            return {None: rest}
+        rests: dict[LinkKey | None, FloatArray] = {}
+        for paid, index, _ in self._ways(k, state):
+            cost = self._behind(k, state, paid, index)
+            rests[paid] = np.minimum(rests[paid], cost) if paid in rests else cost
+        return rests
 
-    def _link(self, k: int, state: DeviceState, index: int) -> FloatArray:
-        return self._links[self.link_class[state.kind, self.levels[k - 2][index].kind]]
+    def _ways(self, k: int, state: DeviceState) -> Iterator[tuple[LinkKey | None, int, LinkKey | None]]:
+        """(what the stage pays for the cut behind it, state behind it, what that one is charged for it)."""
+        for index in state.next:
+            key = self._link_key(k, state, index)
+            if self.problem.charges_cut(k - 1):
+                yield None, index, key
+                yield key, index, None
+            else:
+                yield None, index, None
+
+    def _behind(self, k: int, state: DeviceState, paid: LinkKey | None, index: int) -> FloatArray:
+        """[downsets] the cut and what follows in state ``index``."""
+        key = self._link_key(k, state, index)
+        charged = key if paid is None and self.problem.charges_cut(k - 1) else None
+        return self._links[key] + self._best[k - 2][index][charged]
+
+    def _link_key(self, k: int, state: DeviceState, index: int) -> LinkKey:
+        return self.link_class[state.kind, self.levels[k - 2][index].kind]
 
     def trace_back(self, k: int, index: int) -> tuple[list[int], list[int]]:
         """The split that ``solve`` found for (k, state): stage of each unit, kind of each stage."""
@@ -135,6 +190,7 @@ class CutProgram:
         stage_of = np.zeros(self.problem.structure.units, dtype=np.int64)
         kinds: list[int] = []
         start, stage = 0, 0
+        charged: LinkKey | None = None
         while k >= 1:
             state = self.levels[k - 1][index]
             kinds.append(state.kind)
@@ -142,12 +198,17 @@ class CutProgram:
             lo = int(self._first[head])
             hi = int(self._first[head + 1]) if head + 1 < len(self._first) else len(self._source)
             target = self._target[lo:hi]
-            end = int(target[np.argmin(self._cost(state.kind, k)[lo:hi] + self._rest(k, state)[target])])
+            full = self._room[self.classes[state.kind]][lo:hi] < self.problem.in_flight[k - 1]
+            found = []
+            for paid, rest in self._rests(k, state).items():
+                cost = np.where(full, np.inf, self._cost(state.kind, charged, paid)[lo:hi] + rest[target])
+                at = int(np.argmin(cost))
+                found.append((float(cost[at]), int(target[at]), paid))
+            _, end, paid = min(found, key=lambda entry: entry[0])
             stage_of[members[end] & ~members[start]] = stage
             if k > 1:
-                options = [
-                    float(self._link(k, state, i)[end] + self._best[k - 2][i][end]) for i in state.next
-                ]
-                index = state.next[int(np.argmin(options))]
+                options = [way for way in self._ways(k, state) if way[0] == paid]
+                behind = [float(self._behind(k, state, paid, i)[end]) for _, i, _ in options]
+                _, index, charged = options[int(np.argmin(behind))]
             start, stage, k = end, stage + 1, k - 1
         return stage_of.tolist(), kinds

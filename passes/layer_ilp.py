@@ -10,7 +10,9 @@ method of choice where a graph branches so much that its downsets cannot be list
     c[i,k] ≥ y[producer,k+1] - y[reader,k+1]                           crossing i passes the cut into stage k
     h[i,k] ≥ z[saver,k], z[reader,k] - z[producer,k], z[producer,k] - z[reader,k]      the stage holds
     storage i t[k] ≥ Σ_u seconds[d,u]·z[u,k] - M(1 - a[k,d]);  x[k] ≥ link(d,e) - M(2 - a[k+1,d] - a[k,e]);
-    T ≥ t[k], x[k], r[k] minimize fill·Σ(t + x) + (m - fill)·v·T
+    T ≥ t[k], x[k], r[k] and, where stages alternate, t[k] + later[k] + earlier[k-1]: cut k is charged to its
+    later or its earlier stage, later[k] ≥ x[k] - M·o[k], earlier[k] ≥ x[k] - M(1 - o[k]), o[k] ∈ {0,1}
+    minimize fill·Σ(t + x) + (m - fill)·v·T
 """
 
 from __future__ import annotations
@@ -84,6 +86,7 @@ class _Model:
         self._devices()
         self._pins()
         self._times()
+        self._charges()
         self.crossed = [
             {k: self._crossed(i, k) for k in range(1, self.stages)}
             for i in range(len(problem.structure.crossings))
@@ -157,6 +160,19 @@ class _Model:
                 row = seconds[kind.row]
                 work = pulp.lpSum(float(row[u]) * self.z[u, k] for u in range(self.units))
                 self.lp += self.t[k] >= work - float(row.sum()) * (1 - self.a[k, d])
+
+    def _charges(self) -> None:
+        later: dict[int, Any] = {}
+        earlier: dict[int, Any] = {}
+        for k in range(1, self.stages):
+            if not self.problem.charges_cut(k):
+                continue
+            side = self._binary(f"o_{k}")
+            later[k], earlier[k] = self._real(f"later_{k}"), self._real(f"earlier_{k}")
+            self.lp += later[k] >= self.x[k] - self._longest * side
+            self.lp += earlier[k] >= self.x[k] - self._longest * (1 - side)
+        for k in self.steps if later else ():
+            self.lp += self.bottleneck >= self.t[k] + later.get(k, 0) + earlier.get(k - 1, 0)
 
     def _crossed(self, index: int, k: int) -> Any:
         crossing = self.problem.structure.crossings[index]

@@ -316,6 +316,7 @@ def layer_problem(
         microbatches=option.microbatches,
         fill=option.fill,
         chunks=option.chunks,
+        alternating=option.schedule == "1f1b",
         assignment=plan.assignment,  # type: ignore[arg-type]
         sequence=plan.sequence,
         stage_counts=(1, max_stages) if single else (stages, stages),

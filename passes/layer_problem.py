@@ -17,7 +17,13 @@ Surrogate, minimized exactly by ``layer_dp`` and ``layer_ilp``
     that this
           stage holds at once (Little's law): Σ over the stages behind it, itself included, of t and of x
           between them, divided by in_flight[k]·v; left out where all m micro-batches are held at once
-    T     = max over s of (t_s, x_s, r_s)
+    q     pair of stages that run one forward and one backward in turn (1F1B): both directions of their cut share
+          one queue, in one order. Say the gradient of one micro-batch goes before the activation of the next:
+          then the later stage cannot start that forward until its own backward is done and x has passed, so
+          t_later + x ≤ T; the other order delays the earlier stage alike. Each such cut is charged to one of
+          its two stages, the cheapest way: q = max over s of (t_s + cuts charged to s). Cuts behind a stage
+          that holds all m micro-batches at once are not charged.
+    T     = max over s of (t_s, x_s, r_s, q)
     step  = fill · Σ_s (t_s + x_s) + (m - fill) · v · T
 
 with m micro-batches and v chunks per device. ``fill`` is the share of the pipeline's filling and draining
@@ -126,6 +132,8 @@ class LayerProblem:
     microbatches: int = 1
     fill: float = 1.0
     chunks: int = 1
+    alternating: bool = False
+    """Whether stages run one forward and one backward in turn, so that q counts."""
     assignment: Assignment = "unordered"
     sequence: tuple[int, ...] = ()
     stage_counts: tuple[int, int] = (1, 1 << 30)
@@ -137,6 +145,10 @@ class LayerProblem:
     def bottleneck_weight(self) -> float:
         """Factor of T in the surrogate."""
         return (self.microbatches - self.fill) * self.chunks
+
+    def charges_cut(self, k: int) -> bool:
+        """Whether q counts the cut into the k-th stage from the end: the stage before it holds fewer than all."""
+        return self.alternating and k < len(self.in_flight) and self.in_flight[k] < self.microbatches
 
     @property
     def max_stages(self) -> int:
@@ -187,7 +199,8 @@ def evaluate(problem: LayerProblem, stage_of: Sequence[int], kinds: Sequence[int
         + problem.in_flight[p - s - 1] * held[s]
         for s in range(p)
     ]
-    bottleneck = float(max(seconds.max(), link.max(), _round_trips(problem, seconds, link).max()))
+    round_trip = _round_trips(problem, seconds, link).max()
+    bottleneck = float(max(seconds.max(), link.max(), round_trip, _charged(problem, seconds, link)))
     total = float(seconds.sum() + link.sum())
     objective = problem.fill * total + problem.bottleneck_weight * bottleneck
     return Split(tuple(stage_of), tuple(kinds), objective, bottleneck, total, tuple(map(float, memory)))
@@ -199,6 +212,21 @@ def _round_trips(problem: LayerProblem, seconds: FloatArray, link: FloatArray) -
     behind = np.cumsum((seconds + link)[::-1])[::-1] - link
     held = np.array(problem.in_flight[:p][::-1])
     return np.where(held < problem.microbatches, behind / (held * problem.chunks), 0.0)
+
+
+def _charged(problem: LayerProblem, seconds: FloatArray, link: FloatArray) -> float:
+    """q: the least, over all ways to charge each cut to one of its stages, of max over s of (t_s + its cuts)."""
+    p = len(seconds)
+    charge = [link[s] if problem.charges_cut(p - s) else 0.0 for s in range(p)] + [0.0]
+    # least maximum so far, by who pays for the cut into the stage at hand: the stage before it, or itself
+    settled, pending = 0.0, np.inf
+    for s, own in enumerate(seconds):
+        with_cut = own + charge[s]
+        settled, pending = (
+            min(max(settled, own + charge[s + 1]), max(pending, with_cut + charge[s + 1])),
+            min(max(settled, own), max(pending, with_cut)),
+        )
+    return float(min(settled, pending))
 
 
 def cut_bytes(problem: LayerProblem, stage_of: Sequence[int], p: int) -> tuple[FloatArray, FloatArray]:

@@ -82,13 +82,15 @@ class SimulatedCandidate:
 
 @dataclass(frozen=True)
 class RunnerUp:
-    """A simulated candidate that was not chosen."""
+    """A candidate that was not chosen: simulated, or proved slower without (``reason`` says "at least")."""
 
     description: str
     feasible: bool
     reason: str
     step_seconds: float
+    """Simulated, or the bound."""
     peak_memory_bytes: int
+    """Simulated, or the search's estimate."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +114,39 @@ class _Tried:
         return self.simulated.step_seconds
 
 
+@dataclass
+class _Judge:
+    """Simulates what may still win, and remembers by which bound the others cannot."""
+
+    search: LayerSearch
+    simulate: Callable[[LayerCandidate], SimulatedCandidate]
+    lower_bound: Callable[[LayerCandidate], float] | None
+    bounded: list[tuple[Solved, float]] = field(default_factory=list)
+
+    def __call__(self, solved: Solved, best_seconds: float) -> _Tried | None:
+        """The candidate simulated; None if it cannot beat ``best_seconds``, whatever its simulation says."""
+        candidate = _candidate(self.search.model, solved)
+        bound = busiest_seconds(self.search, solved)
+        if self.lower_bound is not None and bound < best_seconds < math.inf:
+            bound = max(bound, self.lower_bound(candidate))
+        if bound >= best_seconds:
+            self.bounded.append((solved, bound))
+            return None
+        simulated = self.simulate(candidate)
+        return _Tried(solved, simulated, _overflow_bytes(self.search, simulated))
+
+
 def place_layers(
     graph: OpGraph,
     costs: Costs,
     cluster: Cluster,
     request: LayerRequest,
     simulate: Callable[[LayerCandidate], SimulatedCandidate],
+    lower_bound: Callable[[LayerCandidate], float] | None = None,
 ) -> LayerResult:
     """Search, simulate the best candidates, return the best that fits.
 
+    ``lower_bound``: seconds that a candidate's simulation cannot be below, much cheaper than simulating it.
     ``time_limit_seconds`` bounds search and simulation; at least one candidate that fits is always
     simulated. Raises ``UsageError`` for pins that cannot hold, ``InfeasibleError`` with computed ways out if
     nothing fits.
@@ -132,11 +158,12 @@ def place_layers(
     results = search.solve(started + 0.5 * (deadline - started))
     searched = time.perf_counter() - started
     log.info("layer search: %d options in %.2f s", len(results), searched)
-    tried = _simulate_until_one_fits(search, results, request, simulate, deadline)
+    judge = _Judge(search, simulate, lower_bound)
+    tried = _simulate_until_one_fits(search, results, request, judge, deadline)
     best = min((t for t in tried if t.overflow_bytes <= 0), key=lambda t: t.seconds)
     return LayerResult(
         best.simulated,
-        tuple(_runner_up(t, best) for t in sorted(tried, key=lambda t: t.seconds) if t is not best),
+        _runner_ups(search, tried, judge.bounded, best),
         _certificate(search, results, best.solved, searched),
         best.solved.split,
     )
@@ -167,7 +194,7 @@ def _simulate_until_one_fits(
     search: LayerSearch,
     results: Sequence[OptionResult],
     request: LayerRequest,
-    simulate: Callable[[LayerCandidate], SimulatedCandidate],
+    judge: _Judge,
     deadline: float,
 ) -> list[_Tried]:
     """Simulate the best candidates; while all of them overflow, search again as if devices were smaller."""
@@ -179,10 +206,9 @@ def _simulate_until_one_fits(
             best = min((t.seconds for t in tried if t.overflow_bytes <= 0), default=math.inf)
             if math.isfinite(best) and time.perf_counter() > deadline:
                 break
-            if busiest_seconds(search, solved) >= best:  # cannot win, whatever its simulation says
-                continue
-            simulated = simulate(_candidate(search.model, solved))
-            tried.append(_Tried(solved, simulated, _overflow_bytes(search, simulated)))
+            judged = judge(solved, best)
+            if judged is not None:
+                tried.append(judged)
         if not tried or any(t.overflow_bytes <= 0 for t in tried):
             break
         least = min(tried, key=lambda t: t.overflow_bytes)
@@ -251,14 +277,29 @@ def _overflowing(
     return infeasible(search, request.microbatches == "auto", least.solved, peak_bytes, scale)
 
 
-def _runner_up(tried: _Tried, best: _Tried) -> RunnerUp:
-    feasible = tried.overflow_bytes <= 0
-    slower = tried.seconds / best.seconds - 1 if best.seconds > 0 else 0.0
-    reason = f"{slower:.1%} slower" if feasible else f"exceeds a device by {tried.overflow_bytes:,} bytes"
-    simulated = tried.simulated
-    return RunnerUp(
-        simulated.candidate.description, feasible, reason, tried.seconds, max(simulated.peak_memory_bytes)
-    )
+def _runner_ups(
+    search: LayerSearch, tried: Sequence[_Tried], bounded: Sequence[tuple[Solved, float]], best: _Tried
+) -> tuple[RunnerUp, ...]:
+    """What was judged and not chosen, by time."""
+
+    def slower(seconds: float) -> str:
+        return f"{seconds / best.seconds - 1 if best.seconds > 0 else 0.0:.1%} slower"
+
+    found = []
+    for t in tried:
+        if t is not best:
+            feasible = t.overflow_bytes <= 0
+            reason = slower(t.seconds) if feasible else f"exceeds a device by {t.overflow_bytes:,} bytes"
+            peak_bytes = max(t.simulated.peak_memory_bytes)
+            found.append(RunnerUp(t.simulated.candidate.description, feasible, reason, t.seconds, peak_bytes))
+    for solved, seconds in bounded:
+        held = [0.0] * len(search.cluster.devices)
+        for rank, size in zip(solved.ranks, solved.split.memory_bytes, strict=True):
+            held[rank] += size
+        description = _candidate(search.model, solved).description
+        reason = f"at least {slower(seconds)}"
+        found.append(RunnerUp(description, True, reason, seconds, round(max(held))))
+    return tuple(sorted(found, key=lambda runner_up: runner_up.step_seconds))
 
 
 def _certificate(

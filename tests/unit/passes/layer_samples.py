@@ -82,6 +82,7 @@ def random_problem(seed: int, *, chain: bool, assignment: str, tight: bool, pinn
         microbatches=m,
         fill=float(rng.choice([1.0, 0.5, 0.25])),
         chunks=int(rng.choice([1, 1, 2])),
+        alternating=bool(rng.random() < 0.5),
         assignment=assignment,  # type: ignore[arg-type]
         sequence=sequence,
         stage_counts=(low, 3),

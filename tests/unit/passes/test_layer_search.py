@@ -11,7 +11,14 @@ import pytest
 from cost_models.errors import InfeasibleError, UsageError
 from passes.certificate import Certificate
 from passes.layer_options import Option, in_flight, microbatch_counts
-from passes.place_layers import LayerRequest, LayerResult, place_layers, prepare
+from passes.place_layers import (
+    LayerCandidate,
+    LayerRequest,
+    LayerResult,
+    SimulatedCandidate,
+    place_layers,
+    prepare,
+)
 from runtime.schedules import SCHEDULES
 from tests.unit.passes.layer_toys import ToyCosts, ToySimulator, toy_cluster, toy_graph
 
@@ -204,3 +211,25 @@ def test_a_certificate_refuses_a_bound_above_its_objective() -> None:
     with pytest.raises(ValueError, match="above the objective"):
         Certificate("o", 1.0, 1.1, 0.0, 0.5, "s", "m", "optimal", 0.1)
     assert math.isclose(Certificate("o", 1.0, 0.9, 0.1, 0.5, "s", "m", "optimal", 0.1).gap, 0.1)
+
+
+def test_candidates_that_a_bound_rules_out_are_not_simulated_but_listed() -> None:
+    graph = toy_graph(8)
+    costs, cluster = ToyCosts(graph), toy_cluster((1.0,) * 4, (BIG,) * 4)
+    request = LayerRequest(batch_size=16)
+    simulator = ToySimulator(graph, costs, cluster, request.batch_size)
+    everything = place_layers(graph, costs, cluster, request, simulator)
+    simulated = []
+
+    def counted(candidate: LayerCandidate) -> SimulatedCandidate:
+        simulated.append(candidate)
+        return simulator(candidate)
+
+    exact = place_layers(graph, costs, cluster, request, counted, lambda c: simulator(c).step_seconds)
+    assert exact.best == everything.best
+    assert len(simulated) < 1 + len(everything.runner_ups)
+    bounded = [r for r in exact.runner_ups if r.reason.startswith("at least")]
+    assert len(bounded) + len(simulated) - 1 == len(exact.runner_ups)
+    assert all(r.step_seconds >= exact.best.step_seconds for r in bounded)
+    useless = place_layers(graph, costs, cluster, request, simulator, lambda c: 0.0)
+    assert useless.best == everything.best
