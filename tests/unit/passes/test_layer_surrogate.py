@@ -119,6 +119,6 @@ def test_the_surrogate_of_unequal_stages_is_close_to_the_simulation() -> None:
             split = surrogate(replace(pipeline(*case), alternating=charged))
             ratio.append(split.objective_seconds / seconds)
     error = {charged: statistics.mean(abs(r - 1) for r in ratio) for charged, ratio in ratios.items()}
-    assert error[True] <= 0.025
-    assert error[False] >= 1.5 * error[True]
+    assert error[True] <= 0.03
+    assert error[False] >= 1.3 * error[True]
     assert 0.92 <= min(ratios[True]) <= max(ratios[True]) <= 1.15
