@@ -38,7 +38,7 @@ COMMANDS = {
 """Name -> where it lives, what the overview says, how it is called. Imported only when it is called."""
 
 EPILOGUE = """\
-Start with: `partitioner plan gpt2 --set size=tiny --cluster local:2 --batch-size 8 -o plan.json`
+Start with `partitioner plan gpt2 --set size=tiny --cluster local:2 --batch-size 8`
 
 Exit codes: 0 ok, 1 internal error, 2 usage (bad files and flags), 3 model or trace, 4 does not fit,
 5 time limit (the plan is still written), 6 a rank failed, 7 verification differs.
@@ -54,13 +54,14 @@ app = cyclopts.App(
     default_parameter=cyclopts.Parameter(negative=()),
     result_action="return_value",
 )
-for _name, (_place, _help, _usage) in COMMANDS.items():
+for _position, (_name, (_place, _help, _usage)) in enumerate(COMMANDS.items()):
     app.command(
         f"partitioner.commands.{_place}",
         name=_name,
         help=_help,
         usage=f"Usage: partitioner {_name} {_usage}",
         help_epilogue="",
+        sort_key=_position,
     )
 
 
