@@ -7,7 +7,8 @@
 
 Functions must be importable by name (module level). In a worker, ``torch.distributed`` is initialized with
 the asked number of ranks, on 127.0.0.1 only. A worker's exception is raised in the parent with its
-traceback's text.
+traceback's text. Workers import the caller's script only if the function or its arguments come from it, so that
+scripts need no ``if __name__ == "__main__":`` otherwise.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -99,6 +102,8 @@ class WorkerPool:
             _HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=group_timeout_seconds)
         )
         self._workers: list[tuple[Any, Connection] | None] = [None] * world_size
+        self._with_script: set[int] = set()
+        """Ranks whose worker has imported the caller's script."""
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -149,10 +154,15 @@ class WorkerPool:
                 )
                 self._end(rank, grace_seconds=0.0)
                 self._generation = None
+        tasks = [bytes(ForkingPickler.dumps((function, arguments))) for _ in range(count)]
+        self._import_script(b"__main__" in tasks[0], count)
         if self._generation is None or self._generation[1] != count:
             self._generation = (next(self._generations), count)
-        for rank in range(count):
-            self._worker(rank)[1].send((self._generation[0], count, function, arguments))
+        for rank, task in enumerate(tasks):
+            pipe = self._worker(rank)[1]
+            with suppress(BrokenPipeError, ConnectionResetError):  # a dead worker is explained below
+                pipe.send((self._generation[0], count))
+                pipe.send_bytes(task)  # apart, so that a worker that cannot make sense of it can say so
         outcomes = self._collect(count, time.monotonic() + timeout_seconds, timeout_seconds)
         if not all(ok for ok, _ in outcomes.values()):
             self._generation = None  # a group that saw a failure is unusable: the next run makes a new one
@@ -182,7 +192,7 @@ class WorkerPool:
                 except (EOFError, ConnectionResetError):
                     process = self._worker(rank)[0]
                     process.join(5.0)
-                    outcomes[rank] = (False, f"the process ended with exit code {process.exitcode}")
+                    outcomes[rank] = (False, self._death(rank, process.exitcode))
                     self._end(rank, grace_seconds=0.0)
             if not failed and not all(ok for ok, _ in outcomes.values()):
                 failed = True
@@ -197,6 +207,26 @@ class WorkerPool:
                     self._end(rank, grace_seconds=0.0)
         return outcomes
 
+    def _death(self, rank: int, exit_code: int | None) -> str:
+        text = f"the process ended with exit code {exit_code}"
+        if exit_code == 1 and rank in self._with_script:
+            text += (
+                "; it had to import your script, because the function or an argument is defined there: "
+                'does the script start its work under `if __name__ == "__main__":`?'
+            )
+        return text
+
+    def _import_script(self, wanted: bool, count: int) -> None:
+        """Replace workers that lack the caller's script, where the task needs it."""
+        if not wanted:
+            return
+        for rank in range(count):
+            if rank not in self._with_script:
+                if self._workers[rank] is not None:
+                    self._end(rank, grace_seconds=0.0)
+                    self._generation = None
+                self._with_script.add(rank)
+
     def _worker(self, rank: int) -> tuple[Any, Connection]:
         worker = self._workers[rank]
         if worker is None:
@@ -207,7 +237,8 @@ class WorkerPool:
                 daemon=True,
                 name=f"partitioner-worker-{rank}",
             )
-            process.start()
+            with _script_shown(rank in self._with_script):
+                process.start()
             theirs.close()
             worker = self._workers[rank] = (process, ours)
         return worker
@@ -238,7 +269,8 @@ def _serve(rank: int, pipe: Connection, port: int, threads: int, group_timeout_s
     current: int | None = None
     while True:
         try:
-            generation, world_size, function, arguments = pipe.recv()
+            generation, world_size = pipe.recv()
+            task = pipe.recv_bytes()
         except (EOFError, ConnectionResetError):
             break
         if current != generation:
@@ -254,6 +286,7 @@ def _serve(rank: int, pipe: Connection, port: int, threads: int, group_timeout_s
                 pipe.send((False, traceback.format_exc(), False))
                 break
         try:
+            function, arguments = ForkingPickler.loads(task)
             pipe.send((True, function(*arguments), True))
         except Exception as error:  # noqa: BLE001
             pipe.send(
@@ -262,6 +295,22 @@ def _serve(rank: int, pipe: Connection, port: int, threads: int, group_timeout_s
             current = None
             _leave_group()  # closes the connections, so that peers that wait for this rank end at once
     _leave_group()
+
+
+@contextmanager
+def _script_shown(shown: bool) -> Iterator[None]:
+    """Whether a process started meanwhile imports the caller's script (multiprocessing looks at these two)."""
+    main = sys.modules["__main__"]
+    hidden = (
+        {} if shown else {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}
+    )
+    for name in hidden:
+        setattr(main, name, None)
+    try:
+        yield
+    finally:
+        for name, value in hidden.items():
+            setattr(main, name, value)
 
 
 def _leave_group() -> None:
