@@ -19,7 +19,7 @@ from importlib import import_module
 import cyclopts
 
 from cost_models.errors import InternalError, PartitionerError, UsageError
-from partitioner.commands.options import progress, report
+from partitioner.commands.options import discard_stdout, progress, report
 
 COMMANDS = {
     "plan": (
@@ -67,6 +67,7 @@ for _position, (_name, (_place, _help, _usage)) in enumerate(COMMANDS.items()):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the ``partitioner`` command; ends the process with the exit code."""
+    _open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     _quieten("--debug" in given)
     sys.exit(run_command(given))
@@ -86,7 +87,7 @@ def run_command(arguments: list[str]) -> int:
     except cyclopts.CycloptsError as error:
         return _failed(_usage_error(error, arguments), arguments, debug)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of our output went away
+        discard_stdout()  # the reader of our output went away
         return 0
     except (KeyboardInterrupt, SystemExit):
         print("interrupted", file=sys.stderr)
@@ -97,6 +98,12 @@ def run_command(arguments: list[str]) -> int:
             suggestions=["run again with --debug and report the traceback"],
         )
         return _failed(found, arguments, debug)
+
+
+def _open_closed_streams() -> None:
+    """A stream that the caller closed becomes the null device, before another file takes its descriptor."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it stays open as long as the process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def _quieten(debug: bool) -> None:

@@ -50,7 +50,8 @@ def progress(what: str) -> Iterator[None]:
 
     timer = threading.Timer(SECONDS_BEFORE_PROGRESS, say)
     timer.daemon = True
-    timer.start()
+    if os.environ.get("RANK", "0") == "0":  # under torchrun, one voice is enough
+        timer.start()
     outcome = "stopped"
     try:
         with _stdout_to_stderr():
@@ -58,7 +59,8 @@ def progress(what: str) -> Iterator[None]:
         outcome = f"{time.monotonic() - started:.1f} s"
     finally:
         timer.cancel()
-        timer.join()
+        if timer.ident is not None:
+            timer.join()
         if said.is_set():
             print(outcome, file=stderr, flush=True)
 
@@ -85,7 +87,20 @@ def _stdout_to_stderr() -> Iterator[None]:
 
 def emit(text: str, data: Mapping[str, Any], as_json: bool) -> None:
     """Print the result: one JSON object and nothing else with ``--json``, the text otherwise."""
-    print(json.dumps(data, indent=1) if as_json else printable(text), flush=True)
+    try:
+        print(json.dumps(data, indent=1) if as_json else printable(text), flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard_stdout()
+        raise UsageError("cannot write the result to stdout", [str(error.strerror)]) from error
+
+
+def discard_stdout() -> None:
+    """Nobody reads on, or nothing can be written: what is still buffered goes nowhere."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def report(error: PartitionerError) -> int:

@@ -158,6 +158,27 @@ def test_a_reader_that_goes_away_is_no_error(plan_file: Path) -> None:
     assert "Exception" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("redirection", "code", "message"),
+    [
+        (
+            "> /dev/full",
+            2,
+            "error[usage]: cannot write the result to stdout\n  because: No space left on device\n",
+        ),
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+    ],
+    ids=["full", "stdout closed", "stderr closed"],
+)
+def test_streams_that_take_nothing(plan_file: Path, redirection: str, code: int, message: str) -> None:
+    done = run_shell(f"partitioner show {plan_file.name} --json {redirection}", plan_file.parent)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "internal" not in done.stderr
+    assert redirection != "2>&-" or json.loads(done.stdout)["schema_version"] == 1
+
+
 def test_a_process_of_its_own_ends_with_the_code(plan_file: Path) -> None:
     done = run_shell("partitioner show missing.json", plan_file.parent)
     assert (done.returncode, done.stdout) == (2, "")
