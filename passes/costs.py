@@ -151,6 +151,11 @@ class GraphCosts:
         """Size of every storage that an op makes, for the names in this object's ``saved`` (see ``exact``)."""
         return self._storages.sizes(self._model.at(batch_size), batch_size)
 
+    @property
+    def weight_half(self) -> tuple[bool, ...]:
+        """Per op: whether backward makes gradients of parameters, so that a deferred weight half needs what it saved."""
+        return self._storages.weight_half
+
     def saved_bytes(self, op_indices: Iterable[int], batch_size: int) -> int:
         """Bytes that autograd keeps for these ops: the union of their storages."""
         if self.exact(batch_size) is not self:

@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 
 from passes.layer_devices import DeviceState, device_levels
-from passes.layer_problem import FloatArray, LayerProblem
+from passes.layer_problem import FloatArray, Held, LayerProblem
 from passes.layer_table import BoolArray, IntArray, StageTable
 
 LinkKey: TypeAlias = tuple[float, float]
@@ -52,6 +52,17 @@ class CutProgram:
             if problem.charges_cut(k):
                 for i, into in enumerate(self.charged_into[k - 1]):
                     into += {self.link_class[s.kind, later[i].kind] for s in level if i in s.next}
+        self.full: dict[tuple[int, int], BoolArray] = {}
+        """Per class of kinds and k, [pairs]: whether the stage does not fit as the k-th from the end."""
+        self.ever_fits: dict[int, BoolArray] = {}
+        for kind in self.kinds:
+            by_moments: dict[tuple[Held, ...], BoolArray] = {}
+            for k in range(1, len(self.levels) + 1):
+                moments = problem.held_at(k)
+                if moments not in by_moments:
+                    by_moments[moments] = table.fits(kind, moments)
+                self.full[self.classes[kind], k] = ~by_moments[moments]
+            self.ever_fits[self.classes[kind]] = np.logical_or.reduce(list(by_moments.values()))
         self.starts = self._allowed_starts()
 
     def _allowed_starts(self) -> list[BoolArray] | None:
@@ -85,20 +96,18 @@ class CutProgram:
         """(Σ(t + x), k, state index) of the best plan per number of stages, best first. Keeps the tables."""
         geometry, problem = self.table.geometry, self.problem
         limit = threshold * (1 + 1e-12)
-        fewest = min(problem.in_flight[: len(self.levels)])
         work = {self.classes[k]: self.table.work_seconds[problem.kinds[k].row] for k in self.kinds}
-        room = {self.classes[k]: self.table.room[k] for k in self.kinds}
-        usable = [(work[c] <= limit) & (room[c] >= fewest) for c in work]
+        usable = [(work[self.classes[k]] <= limit) & self.ever_fits[self.classes[k]] for k in self.kinds]
         useful = np.nonzero(np.logical_or.reduce(usable))[0]
         if not len(useful):
             return []
         self._limit = limit
+        self._useful = useful
         self._source: IntArray = geometry.source[useful]
         self._target: IntArray = geometry.target[useful]
         self._first = np.flatnonzero(np.diff(self._source, prepend=-1))
         self._heads = self._source[self._first]
         self._work = {c: np.where(work[c][useful] <= limit, work[c][useful], np.inf) for c in work}
-        self._room = {c: room[c][useful] for c in work}
         self._links = {key: np.where(x <= limit, x, np.inf) for key, x in self.links.items()}
         self._costs: dict[tuple[int, LinkKey | None, LinkKey | None], FloatArray] = {}
         self._best: list[list[dict[LinkKey | None, FloatArray]]] = []
@@ -117,7 +126,7 @@ class CutProgram:
     def _least(self, k: int, index: int) -> dict[LinkKey | None, FloatArray]:
         """D_k of one state, [downsets], by what this stage is charged for the cut into it."""
         problem, state = self.problem, self.levels[k - 1][index]
-        full = self._room[self.classes[state.kind]] < problem.in_flight[k - 1]
+        full = self.full[self.classes[state.kind], k][self._useful]
         rests = [(paid, rest[self._target]) for paid, rest in self._rests(k, state).items()]
         rows: dict[LinkKey | None, FloatArray] = {}
         for charged in (None, *self.charged_into[k - 1][index]):
@@ -198,7 +207,7 @@ class CutProgram:
             lo = int(self._first[head])
             hi = int(self._first[head + 1]) if head + 1 < len(self._first) else len(self._source)
             target = self._target[lo:hi]
-            full = self._room[self.classes[state.kind]][lo:hi] < self.problem.in_flight[k - 1]
+            full = self.full[self.classes[state.kind], k][self._useful[lo:hi]]
             found = []
             for paid, rest in self._rests(k, state).items():
                 cost = np.where(full, np.inf, self._cost(state.kind, charged, paid)[lo:hi] + rest[target])

@@ -207,16 +207,17 @@ class _Model:
                 for cut in (k - 1, k)
                 if cut in c
             )
-            used = state + gradients + problem.in_flight[k - 1] * held
-            large = float(
-                problem.state_bytes.sum()
-                + 2 * problem.gradient_bytes.sum()
-                + problem.in_flight[k - 1] * problem.storage_bytes.sum()
-            )
-            for d, kind in enumerate(problem.kinds):
-                if math.isfinite(kind.capacity_bytes):
-                    slack = large / scale * (1 - self.a[k, d])
-                    self.lp += used <= kind.capacity_bytes / scale + slack
+            deferred = self._touched("w", problem.structure.deferred, problem.deferred_bytes / scale, k)
+            fixed = problem.state_bytes.sum() + 2 * problem.gradient_bytes.sum()
+            for whole, weights in problem.held_at(k):
+                used = state + gradients + whole * held + weights * deferred
+                large = float(
+                    fixed + whole * problem.storage_bytes.sum() + weights * problem.deferred_bytes.sum()
+                )
+                for d, kind in enumerate(problem.kinds):
+                    if math.isfinite(kind.capacity_bytes):
+                        slack = large / scale * (1 - self.a[k, d])
+                        self.lp += used <= kind.capacity_bytes / scale + slack
 
     def _touched(self, prefix: str, touches: tuple[Touch, ...], sizes: Any, k: int) -> Any:
         terms = []

@@ -57,6 +57,8 @@ class Costs(Protocol):
     def saved(self) -> tuple[tuple[str, ...], ...]: ...
     @property
     def output_storages(self) -> tuple[tuple[str | None, ...], ...]: ...
+    @property
+    def weight_half(self) -> tuple[bool, ...]: ...
     def at(self, batch_size: int) -> OpTableLike: ...
     def seconds(self, batch_size: int, device: Device) -> OpSeconds: ...
     def storage_bytes(self, batch_size: int) -> Mapping[str, int]: ...
@@ -74,6 +76,10 @@ class LayerModel:
     differentiable: NDArray[np.bool_]
     storages: tuple[tuple[str, Touch], ...]
     """Storage keys of ``costs``, with the ops that make a stage hold them."""
+    deferred: tuple[tuple[str, Touch], ...]
+    """Storages that weight halves need, with the ops whose weight halves these are."""
+    parameterized: IntArray
+    """Ops with a weight half; each also needs the gradient of its output."""
     states: tuple[tuple[float, Touch], ...]
     """Bytes of each parameter (gradient and optimizer state included) or buffer, with the ops that use it."""
     together: tuple[tuple[int, ...], ...]
@@ -107,6 +113,12 @@ class LayerModel:
         sizes = self.costs.storage_bytes(size)
         return np.array([sizes[key] for key, _ in self.storages], dtype=np.float64)
 
+    def deferred_sizes(self, size: int) -> FloatArray:
+        """[deferred + parameterized] bytes that weight halves need per micro-batch of ``size`` samples."""
+        sizes = self.costs.storage_bytes(size)
+        saved = np.array([sizes[key] for key, _ in self.deferred], dtype=np.float64)
+        return np.concatenate([saved, self.output_bytes(size)[self.parameterized]])
+
     @cached_property
     def state_sizes(self) -> FloatArray:
         """[states]"""
@@ -137,6 +149,8 @@ def read_model(graph: OpGraph, costs: Costs, optimizer: str, master: bool) -> La
         readers=readers,
         differentiable=np.array([node.name in graph.needs_grad for node in placed], dtype=bool),
         storages=_storages(costs, rows, readers),
+        deferred=_deferred(costs, rows),
+        parameterized=np.array([u for u, row in enumerate(rows) if costs.weight_half[row]], dtype=np.int64),
         states=_states(graph, skipped, index, optimizer, master),
         together=tuple(
             tuple(sorted(index[name] for name in group if name in index))
@@ -167,6 +181,14 @@ def _storages(
         if savers[key] or read_by:
             touches.append((key, Touch(tuple(sorted(set(savers[key]))), producer, tuple(sorted(read_by)))))
     return tuple(touches)
+
+
+def _deferred(costs: Costs, rows: IntArray) -> tuple[tuple[str, Touch], ...]:
+    savers: dict[str, list[int]] = defaultdict(list)
+    for op, row in enumerate(rows.tolist()):
+        for key in costs.saved[row] if costs.weight_half[row] else ():
+            savers[key].append(op)
+    return tuple((key, Touch(tuple(ops))) for key, ops in savers.items())
 
 
 def _states(
@@ -216,6 +238,7 @@ class Space:
     structure: LayerStructure
     geometry: Geometry
     _storage_group: IntArray
+    _deferred_group: IntArray
     _state_group: IntArray
     _crossing_ops: IntArray
     _crossing_group: IntArray
@@ -227,6 +250,9 @@ class Space:
 
     def storage_bytes(self, sizes: FloatArray) -> FloatArray:
         return _sums(self._storage_group, sizes, len(self.structure.storages))
+
+    def deferred_bytes(self, sizes: FloatArray) -> FloatArray:
+        return _sums(self._deferred_group, sizes, len(self.structure.deferred))
 
     def state_bytes(self, sizes: FloatArray) -> FloatArray:
         return _sums(self._state_group, sizes, len(self.structure.states))
@@ -260,6 +286,8 @@ def make_space(
         )
 
     storages, storage_group = _grouped([touch for _, touch in model.storages], by_unit)
+    gradients = [Touch((int(op),)) for op in model.parameterized]
+    deferred, deferred_group = _grouped([*(touch for _, touch in model.deferred), *gradients], by_unit)
     states, state_group = _grouped([touch for _, touch in model.states], by_unit)
     leaving = [
         (op, Crossing(unit, tuple(sorted({int(units[v]) for v in readers} - {unit}))))
@@ -273,6 +301,7 @@ def make_space(
         storages=storages,
         states=states,
         crossings=crossings,
+        deferred=deferred,
         downsets=downsets,
     )
     crossing_ops = np.array([op for op, _ in leaving], dtype=np.int64)
@@ -282,6 +311,7 @@ def make_space(
         structure,
         Geometry(structure),
         storage_group,
+        deferred_group,
         state_group,
         crossing_ops,
         crossing_group,

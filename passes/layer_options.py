@@ -14,7 +14,7 @@ import numpy as np
 from cost_models.devices import Device
 from cost_models.links import Path
 from passes.layer_model import LayerModel, Space
-from passes.layer_problem import DeviceKind, FloatArray, LayerProblem
+from passes.layer_problem import DeviceKind, FloatArray, Held, LayerProblem
 from runtime.schedules import SCHEDULES
 
 MAX_COUNTS = 24
@@ -257,12 +257,34 @@ def in_flight(option: Option, devices: int, stages: int) -> tuple[int, ...]:
     return tuple(reversed(counts))
 
 
+def fullest_moments(option: Option, devices: int, stages: int) -> tuple[tuple[Held, ...], ...]:
+    """When each stage, counted from the end, may hold the most; empty if no weight half is ever left over.
+
+    Exact for ``devices`` ranks. A zero-bubble pipeline of fewer stages leaves fewer weight halves over, so for it
+    this is an upper estimate. Where a rank has several chunks, each is taken at its own fullest.
+    """
+    schedule = SCHEDULES[option.schedule]
+    if not schedule.splits_backward:
+        return ()
+    seen: dict[int, int] = {}
+    found: list[tuple[Held, ...]] = []
+    for place in schedule.positions(stages, devices):
+        chunk = seen[place] = seen.get(place, -1) + 1
+        moments = schedule.moments(place, devices, option.chunks, option.microbatches)
+        own = {moment[chunk] for moment in moments}
+        found.append(
+            tuple(sorted(a for a in own if not any(a != b and a[0] <= b[0] and a[1] <= b[1] for b in own)))
+        )
+    return tuple(reversed(found))
+
+
 @dataclass(frozen=True, eq=False)
 class Numbers:
     """Costs of one micro-batch size over the units of a space."""
 
     seconds: FloatArray
     storage_bytes: FloatArray
+    deferred_bytes: FloatArray
     state_bytes: FloatArray
     forward_bytes: FloatArray
     gradient_bytes: FloatArray
@@ -274,6 +296,7 @@ def numbers(model: LayerModel, space: Space, table: DeviceTable, size: int) -> N
     return Numbers(
         np.stack([space.seconds(model.seconds(size, device)) for device in table.representatives]),
         space.storage_bytes(model.storage_sizes(size)),
+        space.deferred_bytes(model.deferred_sizes(size)),
         space.state_bytes(model.state_sizes),
         forward,
         gradient,
@@ -316,6 +339,8 @@ def layer_problem(
         microbatches=option.microbatches,
         fill=option.fill,
         chunks=option.chunks,
+        deferred_bytes=costs.deferred_bytes,
+        moments=fullest_moments(option, stages if single else devices, stages),
         alternating=option.schedule == "1f1b",
         assignment=plan.assignment,  # type: ignore[arg-type]
         sequence=plan.sequence,

@@ -31,9 +31,10 @@ that a schedule cannot hide: 1 for GPipe and 1F1B (p equal stages and free links
 form), 1/v for interleaved 1F1B, about 1/3 for ZB-H1. With v > 1 the busiest device is bounded from above by
 v times its largest chunk.
 
-Memory, per device: ``state + gradients crossing both cuts + in_flight[k] · held ≤ capacity``, where ``held``
-is a union of storages: one that several ops of the stage save, or that it saves and also sends, is counted
-once.
+Memory, per device: ``state + gradients crossing both cuts + whole · held + weights · deferred ≤ capacity`` at
+every moment (whole, weights) of the schedule: micro-batches held whole, and those of which only the weight half
+is left. ``held`` is a union of storages: one that several ops of the stage save, or that it saves and also
+sends, is counted once; so is ``deferred``, what weight halves need.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ from numpy.typing import NDArray
 
 FloatArray: TypeAlias = NDArray[np.float64]
 Assignment: TypeAlias = Literal["unordered", "ordered", "sequence"]
+
+Held: TypeAlias = tuple[int, int]
+"""Micro-batches held whole, and micro-batches of which only the weight half is left."""
 
 MEMORY_TOLERANCE = 1e-9
 """Relative slack in memory comparisons, so that sums in another order do not change the answer."""
@@ -88,6 +92,8 @@ class LayerStructure:
     storages: tuple[Touch, ...] = ()
     states: tuple[Touch, ...] = ()
     crossings: tuple[Crossing, ...] = ()
+    deferred: tuple[Touch, ...] = ()
+    """What a deferred weight half needs; savers only."""
     downsets: tuple[int, ...] | None = None
 
 
@@ -132,6 +138,10 @@ class LayerProblem:
     microbatches: int = 1
     fill: float = 1.0
     chunks: int = 1
+    deferred_bytes: FloatArray = field(default_factory=lambda: np.zeros(0))
+    """[deferred] held per micro-batch of which only the weight half is left."""
+    moments: tuple[tuple[Held, ...], ...] = ()
+    """``moments[k - 1]``: when the k-th stage from the end may hold the most. Empty: ``in_flight`` whole ones."""
     alternating: bool = False
     """Whether stages run one forward and one backward in turn, so that q counts."""
     assignment: Assignment = "unordered"
@@ -145,6 +155,10 @@ class LayerProblem:
     def bottleneck_weight(self) -> float:
         """Factor of T in the surrogate."""
         return (self.microbatches - self.fill) * self.chunks
+
+    def held_at(self, k: int) -> tuple[Held, ...]:
+        """The fullest moments of the k-th stage from the end."""
+        return self.moments[k - 1] if self.moments else ((self.in_flight[k - 1], 0),)
 
     def charges_cut(self, k: int) -> bool:
         """Whether q counts the cut into the k-th stage from the end: the stage before it holds fewer than all."""
@@ -191,12 +205,13 @@ def evaluate(problem: LayerProblem, stage_of: Sequence[int], kinds: Sequence[int
             + (forward[s] + gradient[s]) * problem.link_seconds_per_byte[a, b]
         )
     held = touched_bytes(problem.structure.storages, problem.storage_bytes, stage_of, p)
+    deferred = touched_bytes(problem.structure.deferred, problem.deferred_bytes, stage_of, p)
     state = touched_bytes(problem.structure.states, problem.state_bytes, stage_of, p)
     memory = [
         state[s]
         + gradient[s]
         + (gradient[s + 1] if s + 1 < p else 0.0)
-        + problem.in_flight[p - s - 1] * held[s]
+        + max(whole * held[s] + weights * deferred[s] for whole, weights in problem.held_at(p - s))
         for s in range(p)
     ]
     round_trip = _round_trips(problem, seconds, link).max()

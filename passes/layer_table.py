@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.layer_problem import MEMORY_TOLERANCE, FloatArray, LayerProblem, LayerStructure, Touch
+from passes.layer_problem import MEMORY_TOLERANCE, FloatArray, Held, LayerProblem, LayerStructure, Touch
 
 IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
@@ -59,6 +59,10 @@ class Geometry:
     @cached_property
     def held(self) -> TouchSum:
         return self._touch_sum(self.structure.storages)
+
+    @cached_property
+    def deferred(self) -> TouchSum:
+        return self._touch_sum(self.structure.deferred)
 
     @cached_property
     def state(self) -> TouchSum:
@@ -173,11 +177,25 @@ class StageTable:
     geometry: Geometry
     work_seconds: FloatArray
     """[R, pairs]"""
-    room: tuple[FloatArray, ...]
-    """Per kind, [pairs]: micro-batches in flight that fit its memory; -1 where even the state does not.
-    Kinds of one capacity share one array."""
+    free_bytes: tuple[FloatArray, ...]
+    """Per kind, [pairs]: room for activations beside the state. Kinds of one capacity share one array."""
+    held_bytes: FloatArray
+    """[pairs] of one micro-batch held whole."""
+    deferred_bytes: FloatArray
+    """[pairs] of one micro-batch of which only the weight half is left."""
     cut_bytes: FloatArray
     """[downsets] activations + gradients crossing."""
+
+    def fits(self, kind: int, moments: Sequence[Held]) -> BoolArray:
+        """[pairs] whether the stage fits the kind's memory at all of these moments."""
+        free = self.free_bytes[kind]
+        fitting = free >= 0
+        for whole, weights in moments:
+            needed = whole * self.held_bytes
+            if weights:
+                needed = needed + weights * self.deferred_bytes
+            fitting = fitting & (needed <= free)
+        return np.asarray(fitting, dtype=bool)
 
     def link_seconds(self, problem: LayerProblem, a: int, b: int) -> FloatArray:
         """[downsets] seconds of a cut between a stage on kind ``a`` and the next on kind ``b``."""
@@ -198,10 +216,8 @@ def stage_table(problem: LayerProblem, geometry: Geometry) -> StageTable:
     cut = geometry.crossed @ (problem.forward_bytes + problem.gradient_bytes)
     fixed = geometry.state(problem.state_bytes) + gradient[source] + gradient[target]
     held = geometry.held(problem.storage_bytes)
-    room: dict[float, FloatArray] = {}
-    for capacity_bytes in {kind.capacity_bytes for kind in problem.kinds}:
-        free = capacity_bytes * (1 + MEMORY_TOLERANCE) - fixed
-        with np.errstate(divide="ignore", invalid="ignore"):
-            fitting = np.where(held > 0, np.floor(free / held), np.inf)
-        room[capacity_bytes] = np.where(free < 0, -1.0, fitting)
-    return StageTable(geometry, work, tuple(room[kind.capacity_bytes] for kind in problem.kinds), cut)
+    deferred = geometry.deferred(problem.deferred_bytes) if problem.moments else np.zeros_like(held)
+    free = {size: size * (1 + MEMORY_TOLERANCE) - fixed for size in {k.capacity_bytes for k in problem.kinds}}
+    return StageTable(
+        geometry, work, tuple(free[kind.capacity_bytes] for kind in problem.kinds), held, deferred, cut
+    )

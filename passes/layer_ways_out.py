@@ -217,7 +217,7 @@ def _recompute(search: LayerSearch, option: Option, scale: float) -> Iterator[st
         if problem is None:
             continue
         kinds = tuple(replace(k, capacity_bytes=k.capacity_bytes - block_bytes) for k in problem.kinds)
-        lean = replace(problem, structure=_inputs_only(problem.structure), kinds=kinds)
+        lean = replace(problem, structure=_inputs_only(problem.structure), kinds=kinds, moments=())
         split = fitting_split(lean, space)
         if split is not None:
             peak = max(split.memory_bytes) + block_bytes

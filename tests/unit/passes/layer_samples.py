@@ -46,14 +46,23 @@ def random_problem(seed: int, *, chain: bool, assignment: str, tight: bool, pinn
         elif savers:
             storages.append(Touch(savers))
     states = tuple(Touch(tuple(sorted({int(u) for u in rng.integers(0, n, 2)}))) for _ in range(n))
+    deferred = tuple(Touch(t.savers) for t in storages if t.savers and rng.random() < 0.7)
     structure = LayerStructure(
-        n, edges, tuple(storages), states, crossings, None if chain else all_downsets(n, edges)
+        n,
+        edges,
+        tuple(storages),
+        states,
+        crossings,
+        deferred,
+        None if chain else all_downsets(n, edges),
     )
     devices = int(rng.integers(1, 4))
     rows = int(rng.integers(1, devices + 1))
     state_bytes = rng.integers(0, 9, len(states)).astype(float)
     storage_bytes = rng.integers(0, 9, len(storages)).astype(float)
+    deferred_bytes = rng.integers(0, 9, len(deferred)).astype(float)
     m = int(rng.integers(1, 7))
+    moments = tuple(((min(m, k), int(rng.integers(0, 3))), (1, 3)) for k in range(1, 4))
     demand = state_bytes.sum() + storage_bytes.sum() * min(m, 2)
     sequence: tuple[int, ...] = ()
     if assignment == "unordered":
@@ -82,6 +91,8 @@ def random_problem(seed: int, *, chain: bool, assignment: str, tight: bool, pinn
         microbatches=m,
         fill=float(rng.choice([1.0, 0.5, 0.25])),
         chunks=int(rng.choice([1, 1, 2])),
+        deferred_bytes=deferred_bytes,
+        moments=moments if rng.random() < 0.4 else (),
         alternating=bool(rng.random() < 0.5),
         assignment=assignment,  # type: ignore[arg-type]
         sequence=sequence,

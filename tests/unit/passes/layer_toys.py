@@ -109,6 +109,10 @@ class ToyCosts:
     def output_storages(self) -> tuple[tuple[str | None, ...], ...]:
         return tuple((name,) for name in self.ops)
 
+    @property
+    def weight_half(self) -> tuple[bool, ...]:
+        return tuple(node.target is aten.linear.default for node in self.graph.ops)
+
     def at(self, batch_size: int) -> ToyTable:
         return ToyTable(np.full(len(self.ops), float(batch_size * self.value_bytes)))
 

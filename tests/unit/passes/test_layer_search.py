@@ -10,7 +10,7 @@ import pytest
 
 from cost_models.errors import InfeasibleError, UsageError
 from passes.certificate import Certificate
-from passes.layer_options import Option, in_flight, microbatch_counts
+from passes.layer_options import Option, fullest_moments, in_flight, microbatch_counts
 from passes.place_layers import (
     LayerCandidate,
     LayerRequest,
@@ -19,7 +19,7 @@ from passes.place_layers import (
     place_layers,
     prepare,
 )
-from runtime.schedules import SCHEDULES
+from runtime.schedules import SCHEDULES, peak_bytes
 from tests.unit.passes.layer_toys import ToyCosts, ToySimulator, toy_cluster, toy_graph
 
 BIG = 10**9
@@ -199,6 +199,39 @@ def test_micro_batches_in_flight_depend_on_the_stages_behind_only(name: str) -> 
             assert all(a >= b for a, b in zip(longest, exact, strict=False))
             assert name in ("zb-h1", "zb-h2") or longest[:p] == exact
             assert longest == exact or p < 6
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)])
+def test_memory_of_deferred_weight_halves_is_that_of_the_order(name: str, chunks: int) -> None:
+    p, schedule = 4, SCHEDULES[name]
+    for m in (1, 3, 4, 9, 16):
+        places = schedule.positions(p * chunks, p)
+        found = fullest_moments(Option(m, name, chunks), p, p * chunks)[::-1]
+        for whole_bytes, weight_bytes in ((10, 4), (10, 10), (3, 0)):
+            for stage, place in enumerate(places):
+                own = [0] * chunks
+                own[places[:stage].count(place)] = 1
+                exact = peak_bytes(
+                    schedule.moments(place, p, chunks, m),
+                    [whole_bytes * mine for mine in own],
+                    [weight_bytes * mine for mine in own],
+                )
+                assert max(w * whole_bytes + d * weight_bytes for w, d in found[stage]) == exact
+    assert fullest_moments(Option(8, "1f1b", 1), p, p) == ()
+
+
+def test_a_zero_bubble_stage_is_charged_for_halves_as_halves() -> None:
+    graph = toy_graph(8)
+    cluster = toy_cluster((1.0, 1.0), (BIG, BIG))
+    last = {}
+    for name in ("1f1b", "zb-h1"):
+        request = LayerRequest(batch_size=16, schedule=name, microbatches=16)
+        option = prepare(graph, ToyCosts(graph), cluster, request).solve(math.inf)[0]
+        last[name] = option.solved[0].split.memory_bytes[-1]
+    # 1F1B holds one micro-batch on the last of two stages, ZB-H1 a weight half more: of (linear, relu) pairs it
+    # needs what the linears saved and the gradients of their outputs
+    assert last["1f1b"] < last["zb-h1"]
+    assert last["zb-h1"] - last["1f1b"] <= 100 * 2 * 4
 
 
 def test_micro_batch_counts_divide_the_batch() -> None:
