@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
+from torch import fx
 
 from cost_models.cluster import ClusterSpec
 from cost_models.units import format_bytes
@@ -100,16 +101,28 @@ def package_version() -> str:
 
 
 def tokens_per_sample(graph: OpGraph) -> int | None:
-    """Elements per sample of the first integer input with a further dimension (token ids); None if there is none."""
+    """Elements per sample of the first input that an embedding looks up (token ids); None if there is none."""
     nodes = {i.name: i.node for i in graph.inputs if i.kind == "batch"}
     for name, shape in graph.example_shapes.items():
         dim = graph.batch.batch_dims.get(name)
-        if dim is None or len(shape) < 2 or name not in nodes:
-            continue
-        dtype = graph.nodes[nodes[name]].meta["val"].dtype
-        if not dtype.is_floating_point and dtype != torch.bool:
+        if dim is not None and len(shape) > 1 and name in nodes and _looked_up(graph.nodes[nodes[name]]):
             return math.prod(shape) // shape[dim]
     return None
+
+
+def _looked_up(node: fx.Node) -> bool:
+    """Whether an embedding reads the input, directly or after other integer ops (shifted labels, say)."""
+    waiting, seen = [node], {node}
+    while waiting:
+        value = waiting.pop()
+        for user in value.users:
+            if user.target is torch.ops.aten.embedding.default and user.args[1] is value:
+                return True
+            result = user.meta.get("val")
+            if isinstance(result, torch.Tensor) and not result.is_floating_point() and user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return False
 
 
 def _model(graph: OpGraph) -> ModelInfo:

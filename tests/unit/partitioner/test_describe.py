@@ -113,6 +113,20 @@ def test_inputs_that_the_model_does_not_read_are_no_tokens() -> None:
     assert made.prediction.tokens_per_second is None
 
 
+def test_an_image_of_labels_is_no_text() -> None:
+    class Segment(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 5, 3, padding=1)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return nn.functional.cross_entropy(self.conv(x), mask)
+
+    inputs = {"x": torch.randn(4, 1, 6, 6), "mask": torch.zeros(4, 6, 6, dtype=torch.long)}
+    made = partition(Segment(), TWO, example_inputs=inputs, batch_size=4)
+    assert made.prediction.tokens_per_second is None
+
+
 def test_runner_ups_are_the_best_of_their_kind() -> None:
     def entry(description: str, seconds: float, feasible: bool = True) -> RunnerUp:
         return RunnerUp(description, feasible, "", seconds, 1)
