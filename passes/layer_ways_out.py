@@ -77,9 +77,13 @@ def _leanest(options: Sequence[Option]) -> Option:
 
 def _words(search: LayerSearch, option: Option) -> str:
     return (
-        f"{option.schedule} with {option.microbatches} micro-batches of up to "
-        f"{option.size(search.batch_size)} samples"
+        f"{option.schedule} with {_count(option.microbatches, 'micro-batch', 'es')} of up to "
+        f"{_count(option.size(search.batch_size), 'sample')}"
     )
+
+
+def _count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{plural if number != 1 else ''}"
 
 
 def _rows(search: LayerSearch, used: Sequence[tuple[int, int]]) -> list[str]:
@@ -157,7 +161,7 @@ def _ways_out(search: LayerSearch, option: Option, auto_microbatches: bool, scal
     while batch >= 1:
         m = microbatch_counts(batch, "auto")[-1] if auto_microbatches else min(option.microbatches, batch)
         if _fits(search, replace(option, microbatches=m), batch, scale):
-            yield f"a smaller batch: {batch} samples fit, as {m} micro-batches"
+            yield f"a smaller batch: {_count(batch, 'sample')}, as {_count(m, 'micro-batch', 'es')}"
             break
         batch //= 2
     for factor in GROWTH:
