@@ -81,8 +81,11 @@ class _Facts:
 
     def at(self, kind: str, segment: int, microbatch: int) -> int | None:
         """Index of a compute on its segment's rank; None if it is not there."""
+        places = self.computes.get((kind, segment, microbatch))
+        if places is None:
+            return None
         rank = self.graph.segments[segment].rank
-        for place in self.computes.get((kind, segment, microbatch), ()):
+        for place in places:
             if place[0] == rank:
                 return place[1]
         return None
@@ -234,31 +237,59 @@ def _data_flows(facts: _Facts) -> Iterator[Fault]:
     """Every value and every owed gradient is sent after it is made and received before it is used."""
     wanted: set[Message] = set()
     rank_of = [segment.rank for segment in facts.graph.segments]
+    segments, all_of_them = range(len(rank_of)), range(facts.microbatches)
+    forward = [[facts.at("F", s, mb) for mb in all_of_them] for s in segments]
+    gradients = [[facts.gradients_at(s, mb) for mb in all_of_them] for s in segments]
     for value in facts.graph.values:
         home = rank_of[value.producer]
-        returns = facts.training and value.needs_grad
         for away in dict.fromkeys(rank_of[c] for c in value.consumers):
             users = [c for c in value.consumers if rank_of[c] == away]
-            for mb in range(facts.microbatches):
-                made = facts.at("F", value.producer, mb)
-                used = [i for i in (facts.at("F", c, mb) for c in users) if i is not None]
-                yield from _passes(facts, wanted, Message(value.name, mb, False, home, away), made, used)
-                if returns:
-                    grads = [i for i in (facts.gradients_at(c, mb) for c in users) if i is not None]
-                    due = facts.gradients_at(value.producer, mb)
-                    message = Message(value.name, mb, True, away, home)
-                    last = max(grads, default=None)
-                    yield from _passes(facts, wanted, message, last, [due] if due is not None else [])
-    for message, entries in (*facts.sends.items(), *facts.receives.items()):
-        if message not in wanted:
-            yield Fault(f"{facts.text(entries[0][0])} moves a tensor that no segment needs")
+            used = _over(min, [forward[c] for c in users])
+            way = Message(value.name, 0, False, home, away)
+            yield from _all_pass(facts, wanted, way, forward[value.producer], used)
+            if facts.training and value.needs_grad:
+                made = _over(max, [gradients[c] for c in users])
+                way = Message(value.name, 0, True, away, home)
+                yield from _all_pass(facts, wanted, way, made, gradients[value.producer])
+    if not (facts.sends.keys() <= wanted and facts.receives.keys() <= wanted):
+        for message, entries in (*facts.sends.items(), *facts.receives.items()):
+            if message not in wanted:
+                yield Fault(f"{facts.text(entries[0][0])} moves a tensor that no segment needs")
+
+
+def _over(choose: Callable[..., int], rows: list[list[int | None]]) -> list[int | None]:
+    """Per micro-batch the first or last of several computes, of those that are there."""
+    if len(rows) == 1:
+        return rows[0]
+    return [choose((i for i in places if i is not None), default=None) for places in zip(*rows, strict=True)]
+
+
+def _all_pass(
+    facts: _Facts, wanted: set[Message], way: Message, made: list[int | None], used: list[int | None]
+) -> Iterator[Fault]:
+    """The ways of one value (or gradient) between two ranks, per micro-batch."""
+    value, _, gradient, source, target = way
+    for mb, (maker, user) in enumerate(zip(made, used, strict=True)):
+        message = Message(value, mb, gradient, source, target)
+        sends, receives = facts.sends.get(message), facts.receives.get(message)
+        if (
+            source != target
+            and sends is not None
+            and receives is not None
+            and maker is not None
+            and user is not None
+            and sends[0][0] >= (source, maker)
+            and receives[0][0] <= (target, user)
+        ):
+            wanted.add(message)
+        else:
+            yield from _passes(facts, wanted, message, maker, user)
 
 
 def _passes(
-    facts: _Facts, wanted: set[Message], message: Message, made: int | None, used: list[int]
+    facts: _Facts, wanted: set[Message], message: Message, made: int | None, first_use: int | None
 ) -> Iterator[Fault]:
     """The way of one tensor: made, sent, received, used. Within a rank there is no message, only an order."""
-    first_use = min(used, default=None)
     if message.source == message.target:
         if made is not None and first_use is not None and first_use < made:
             user, maker = facts.text((message.target, first_use)), facts.text((message.source, made))

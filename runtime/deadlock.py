@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from runtime.program import (
-    Backward,
-    BackwardInput,
     BackwardWeight,
     Forward,
     Instruction,
@@ -41,7 +39,6 @@ QueueRule: TypeAlias = Literal["device", "pair"]
 Place: TypeAlias = tuple[int, int]
 """(rank, index of the instruction in its program)."""
 
-_COMPUTE = (Forward, Backward, BackwardInput, BackwardWeight)
 _TRANSFER = (Send, Recv)
 _SEARCHES = 64
 """Starting points when looking for a short circle; each costs one sweep over what is stuck."""
@@ -96,18 +93,24 @@ def _wait_graph(
     matched = _matched(programs)
     consumers = {value.name: value.consumers for value in graph.values}
     producers = {value.name: (value.producer,) for value in graph.values}
-    after = waits.after
+    after, places, shared = waits.after, waits.places, waits.shared
     for rank, program in enumerate(programs):
         before = -1
         last_on: dict[int, int] = {}
         awaited: dict[tuple[bool, int, int], list[int]] = {}
         reductions: dict[ReduceGradients, int] = {}
         for index, instruction in enumerate(program.instructions):
-            if isinstance(instruction, _TRANSFER):
+            if isinstance(instruction, Send) or isinstance(instruction, Recv):  # noqa: SIM101 (a third faster)
                 message = instruction.message
-                if message not in matched:
-                    continue
-                node = waits.shared_node(message, (rank, index))
+                node = shared.get(message, -1)
+                if node < 0:
+                    if message not in matched:
+                        continue
+                    node = shared[message] = len(after)
+                    after.append([])
+                    places.append([(rank, index)])
+                else:
+                    places[node].append((rank, index))
                 if before >= 0:
                     after[before].append(node)
                 queue = -1 if rule == "device" else message.source + message.target - rank

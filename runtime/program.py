@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,11 @@ class BackwardWeight:
 Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Message:
-    """One tensor on its way once. Equal on both sides: this is what a send and its receive match by."""
+class Message(NamedTuple):
+    """One tensor on its way once. Equal on both sides: this is what a send and its receive match by.
+
+    A tuple, because programs have as many as computes and everything that reads them looks messages up.
+    """
 
     value: str
     microbatch: int
@@ -228,4 +230,6 @@ ComputeOrder: TypeAlias = tuple[tuple[Compute, ...], ...]
 
 def compute_of(instructions: Iterable[Instruction]) -> tuple[Compute, ...]:
     """The compute instructions among ``instructions``, in order."""
-    return tuple(i for i in instructions if isinstance(i, Forward | Backward | BackwardInput | BackwardWeight))
+    return tuple(
+        i for i in instructions if isinstance(i, Forward | Backward | BackwardInput | BackwardWeight)
+    )

@@ -154,11 +154,12 @@ def _report(
     link_bytes: defaultdict[str, float] = defaultdict(float)
     pair_bytes: defaultdict[tuple[int, int], float] = defaultdict(float)
     for message, number in flat.messages.items():
-        size_bytes, path = flat.message_bytes[number], flat.message_paths[number]
+        size_bytes = flat.message_bytes[number]
         start, end = run.transfer_start[number], run.transfer_end[number]
         transfers.append(Transfer(start, end, message, size_bytes))
         pair_bytes[message.source, message.target] += size_bytes
-        for link in path.links:
+    for ends, size_bytes in pair_bytes.items():
+        for link in flat.path(ends).links:
             link_bytes[link] += size_bytes
     transfers.sort(key=lambda transfer: (transfer.start_seconds, transfer.message))
     return Simulation(
@@ -194,7 +195,10 @@ def _step_times(graph: SegmentGraph, flat: FlatPrograms, run: Run) -> StepTimes:
     messages: dict[tuple[str, bool, int, int], list[int]] = {}
     for message, number in flat.messages.items():
         key = (message.value, message.gradient, message.source, message.target)
-        messages.setdefault(key, [0] * count)[message.microbatch] = number
+        numbers = messages.get(key)
+        if numbers is None:
+            numbers = messages[key] = [0] * count
+        numbers[message.microbatch] = number
     sent, posted = np.array(run.transfer_end), np.array(run.posted_receive)
     sent_place = 2.0 * np.array(flat.send_places) + 1.0
     posted_place = 2.0 * np.array(flat.receive_places)
