@@ -22,6 +22,7 @@ from passes.init_state import materialize
 from passes.lower import lower
 from runtime.execute import Executor
 from runtime.launch import init_distributed
+from runtime.microbatch import batch_size_of
 
 
 class Deployment:
@@ -47,6 +48,16 @@ class Deployment:
     def train_step(self, batch: Any) -> Tensor:
         """One optimizer step on ``batch`` (the whole batch, on every rank). Returns the loss, on every rank."""
         leaves = flatten_batch(batch, self._leaf_names)
+        samples = batch_size_of(leaves, self.executor.batch_spec)
+        if samples != self.plan.batch_size:
+            raise PlanError(
+                f"this batch does not fit the plan for {self.plan.model.name}",
+                because=[f"it has {samples} samples, the plan is made for {self.plan.batch_size} a step"],
+                suggestions=[
+                    f"give batches of {self.plan.batch_size}",
+                    f"plan again with batch_size={samples}",
+                ],
+            )
         loss = self.executor.train_step(leaves, self.plan.microbatches, self.optimizer)
         shared = torch.zeros((), dtype=torch.float64, device=self.executor.device)
         if loss is not None:

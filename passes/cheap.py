@@ -49,8 +49,8 @@ def draws_random_numbers(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     train = argument(node, "train")
-    probability = argument(node, "dropout_p")
-    return train is not False and probability != 0.0
+    never = any(argument(node, name) == 0.0 for name in ("dropout_p", "p"))
+    return train is not False and not never
 
 
 def _is_light(node: fx.Node) -> bool:

@@ -107,3 +107,9 @@ def test_training_equals_the_unpartitioned_model(source: str, plan: Plan, pool: 
 def test_another_world_size_is_refused(plan: Plan, pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match="it is made for 3 ranks, 2 are running"):
         pool.run(train, plan.model_dump_json(), "model", world_size=2, timeout_seconds=60.0)
+
+
+def test_another_batch_size_is_refused(plan: Plan, pool: WorkerPool) -> None:
+    another = plan.model_copy(update={"batch_size": 9})
+    with pytest.raises(WorkerError, match="it has 7 samples, the plan is made for 9 a step"):
+        pool.run(train, another.model_dump_json(), "model", world_size=3, timeout_seconds=60.0)
