@@ -71,7 +71,12 @@ def measure_memory(number: int) -> int:
 
 
 def _set_priority(niceness: int) -> None:
-    """Of all of this process's threads, Gloo's included, where that is allowed."""
+    """Of all of this process's threads, Gloo's included, where that is allowed.
+
+    Where Linux groups processes by session, niceness counts within the session only, and the session has one of its own.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(niceness), encoding="ascii")
     threads = Path("/proc/self/task")
     for thread in threads.iterdir() if threads.is_dir() else ():
         with contextlib.suppress(PermissionError, ProcessLookupError):
