@@ -5,19 +5,22 @@ Simulated with the same costs as the plan, so the comparison is fair; an expert 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import data_parallel_seconds
-
 from cost_models.compute import optimizer_seconds
+from cost_models.devices import Device
+from cost_models.memory import StateBytes
 from passes.costs import GraphCosts
 from passes.graph import OpGraph
 from passes.place_layers import LayerRequest
 from passes.segment import Segmentation
-from passes.summarize import segment_graph, state_of_ranks
+from passes.summarize import state_of_ranks
 
-MAX_MICROBATCHES = 1024
+MAX_DOUBLINGS = 11
+"""At most 1,024 micro-batches."""
 
 
 @dataclass(frozen=True)
@@ -33,51 +36,68 @@ class Baseline:
 
 
 def one_device(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: LayerRequest) -> Baseline:
-    """The whole batch on rank 0, accumulated over as few micro-batches as memory needs."""
-    return _replica(graph, costs, cluster, request, request.batch_size, "one device", 0.0)
+    """The whole batch on the device that does it fastest, accumulated over as few micro-batches as memory needs."""
+    kinds = {_kind(device): device for device in reversed(cluster.devices)}
+    tried = [
+        _replica(graph, costs, request, [device], request.batch_size, "one device", 0.0)
+        for device in kinds.values()
+    ]
+    return min(tried, key=lambda baseline: (not baseline.feasible, baseline.step_seconds))
 
 
 def data_parallel(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: LayerRequest) -> Baseline:
-    """A replica of the model per device and one all-reduce of all gradients after the last backward."""
+    """A replica of the model per device and one all-reduce of all gradients after the last backward.
+
+    Equal shares of the batch: the slowest device paces the step, the smallest must hold a replica.
+    """
     world = cluster.world_size
-    gradient_bytes = _state(graph, request).gradients
-    seconds = data_parallel_seconds(gradient_bytes, cluster) if world > 1 else 0.0
+    seconds = data_parallel_seconds(_state(graph, request).gradients, cluster)
     local_batch = -(-request.batch_size // world)
-    return _replica(graph, costs, cluster, request, local_batch, f"data parallel x{world}", seconds)
+    kinds = {_kind(device): device for device in cluster.devices}
+    return _replica(
+        graph, costs, request, list(kinds.values()), local_batch, f"data parallel x{world}", seconds
+    )
 
 
 def _replica(
     graph: OpGraph,
     costs: GraphCosts,
-    cluster: ClusterSpec,
     request: LayerRequest,
+    devices: Sequence[Device],
     batch: int,
     strategy: str,
     reduce_seconds: float,
 ) -> Baseline:
-    whole = Segmentation({node.name: 0 for node in graph.ops}, ((0,),), frozenset())
+    """``batch`` samples on each of ``devices``, in the fewest micro-batches that fit all of them."""
     state = _state(graph, request)
-    slowest = max(range(cluster.world_size), key=lambda rank: -cluster.devices[rank].memory_bytes)
-    capacity = cluster.devices[slowest].memory_bytes if reduce_seconds else cluster.devices[0].memory_bytes
-    baseline: Baseline | None = None
-    microbatches = 1
-    while microbatches <= min(batch, MAX_MICROBATCHES):
+    tensors = sum(
+        node_input.kind == "parameter" and node_input.node in graph.needs_grad for node_input in graph.inputs
+    )
+    every_op = range(len(graph.ops))
+    capacity = min(device.memory_bytes for device in devices)
+    counts = [2**power for power in range(MAX_DOUBLINGS) if 2**power <= batch]
+    for microbatches in counts:
         size = -(-batch // microbatches)
-        cost = segment_graph(graph, costs, whole, cluster, size).segments[0].cost
-        peak = state.total + cost.saved_bytes
-        step = microbatches * (cost.forward_seconds + cost.backward_seconds) + reduce_seconds
-        step += optimizer_seconds(state, cluster.devices[0])
+        peak = state.total + costs.held_bytes(every_op, size).saved
+        if peak > capacity and microbatches != counts[-1]:
+            continue
+        seconds = []
+        for device in devices:
+            each = costs.segment_seconds(every_op, size, device)
+            backward = each.backward_input + each.backward_weight if graph.needs_grad else 0.0
+            optimizer = optimizer_seconds(state, device, request.optimizer, tensors)
+            seconds.append(microbatches * (each.forward + backward) + optimizer)
         fits = peak <= capacity
         reason = f"{microbatches} micro-batches" if fits else f"needs {peak:,} of {capacity:,} bytes"
-        candidate = Baseline(strategy, fits, reason, step, peak, microbatches)
-        if fits:
-            return candidate
-        baseline = candidate
-        microbatches *= 2
-    assert baseline is not None
-    return baseline
+        return Baseline(strategy, fits, reason, max(seconds) + reduce_seconds, peak, microbatches)
+    raise AssertionError("a batch has at least one sample")
 
 
-def _state(graph: OpGraph, request: LayerRequest):  # type: ignore[no-untyped-def]
+def _kind(device: Device) -> tuple[object, ...]:
+    """Equal for devices that do the same work in the same time and memory."""
+    return replace(device, rank=0, node=0, node_name="", host=None), device.memory_bytes
+
+
+def _state(graph: OpGraph, request: LayerRequest) -> StateBytes:
     whole = Segmentation({node.name: 0 for node in graph.ops}, ((0,),), frozenset())
     return state_of_ranks(graph, whole, 1, request.optimizer, master=request.master)[0]
