@@ -17,6 +17,7 @@ from passes.compile import compile_graph
 from passes.graph import OpGraph
 from passes.place_layers import LayerRequest
 from passes.trace import trace
+from runtime.collector import collector_paused
 from runtime.schedules import SCHEDULES
 
 ModelOrTrace: TypeAlias = torch.nn.Module | OpGraph | Workload
@@ -104,7 +105,8 @@ def partition(
     check_microbatches(request.batch_size, microbatches)
     from partitioner.describe import describe
 
-    return describe(graph, cluster, request, compile_graph(graph, cluster, request))
+    with collector_paused():  # describing reads a million small objects that compiling made
+        return describe(graph, cluster, request, compile_graph(graph, cluster, request))
 
 
 def as_graph(
