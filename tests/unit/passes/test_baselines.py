@@ -53,7 +53,7 @@ def test_more_micro_batches_where_memory_is_tight(traced: tuple[OpGraph, GraphCo
     request = LayerRequest(batch_size=4096)
     roomy = one_device(graph, costs, cluster({"preset": "H100-80GB"}), request)
     tight = one_device(
-        graph, costs, cluster({"preset": "H100-80GB", "memory": "8MiB", "memory_reserved": 0}), request
+        graph, costs, cluster({"preset": "H100-80GB", "memory": "4MiB", "memory_reserved": 0}), request
     )
     none = one_device(
         graph, costs, cluster({"preset": "H100-80GB", "memory": "1MiB", "memory_reserved": 0}), request
