@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -114,12 +115,16 @@ def _prepare(pool: WorkerPool, cases: Sequence[Case]) -> None:
         differences = pool.run(prepare, case.name, case.spec, task, case.schedule, expected)
         case.difference = max(d for rank in differences for d in rank.values())
         if not case.difference <= TOLERANCE:
-            raise AssertionError(f"{case.name}: gradients differ by {case.difference:.1e} of the largest entry")
+            raise AssertionError(
+                f"{case.name}: gradients differ by {case.difference:.1e} of the largest entry"
+            )
 
 
 def _alternate(pool: WorkerPool, cases: Sequence[Case], rounds: int, steps: int, with_local: bool) -> None:
     """Rounds over all cases; the side that goes first changes every round."""
     for number in range(rounds):
+        if sys.stderr.isatty():
+            print(f"alternation {number + 1} of {rounds}", file=sys.stderr, end="\r")
         for case in cases:
             turns = pool.run(take_turn, case.name, steps, number % 2 == 0, with_local)
             for side in ("ours", "theirs", "local") if with_local else ("ours", "theirs"):

@@ -23,9 +23,7 @@ RANKS = 2
 
 def plan_of(spec: ModelSpec, graph: OpGraph, schedule: str, stages: int) -> Plan:
     """Two local workers, equal stages pinned: only the cut is given, the rest is the compiler's own."""
-    pins = {
-        f"layers.{layer}": stage for stage in range(stages) for layer in spec.stage_layers(stage, stages)
-    }
+    pins = {f"layers.{layer}": stage for stage in range(stages) for layer in spec.stage_layers(stage, stages)}
     return partition(
         graph,
         ClusterSpec.local(RANKS),

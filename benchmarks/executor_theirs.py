@@ -40,9 +40,11 @@ class Theirs:
             layers = spec.stage_layers(stage, stages)
             self._stages[stage] = nn.Sequential(*(model.layers[layer] for layer in layers))
             self._names[stage] = [
-                f"layers.{layer}.{name}" for layer in layers for name, _ in model.layers[layer].named_parameters()
+                f"layers.{layer}.{name}"
+                for layer in layers
+                for name, _ in model.layers[layer].named_parameters()
             ]
-        made = [
+        made: list[Any] = [
             PipelineStage(module, stage, stages, torch.device("cpu"))
             for stage, module in self._stages.items()
         ]
