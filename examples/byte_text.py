@@ -8,10 +8,13 @@ from pathlib import Path
 
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.utils import logging
 
 from partitioner import Workload
 
 SEQUENCE = 64
+
+logging.set_verbosity_error()  # its remarks on a random model's configuration would drown the demo's own words
 
 
 def standard_library(limit_bytes: int = 4_000_000) -> torch.Tensor:
@@ -46,6 +49,8 @@ def gpt(layers: int = 4, width: int = 128) -> Workload:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     tokens = torch.zeros(4, SEQUENCE, dtype=torch.long)
     return Workload(GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}, name="gpt2-bytes")

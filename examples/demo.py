@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import time
 
+from cost_models.calibration import cache_path, calibrate, stored_calibration
 from examples.byte_text import batches, gpt
 from partitioner import ClusterSpec, Plan, partition
-from partitioner.commands.calibrate import ensure_calibrated
+from passes.count_cases import count_case
 from runtime.launch import WorkerPool
 from runtime.timeline import render
 
@@ -26,7 +27,10 @@ def main() -> None:
     steps = options.parse_args().steps
 
     heading("1. Measure this machine (cached)")
-    print(ensure_calibrated(WORKERS))
+    if stored_calibration() is None:
+        calibrate(WORKERS, count_case).save(cache_path())
+    stored = stored_calibration()
+    print(stored[0] if stored is not None else "no calibration: predictions rest on defaults")
 
     heading("2. Plan GPT-2 over bytes on two local workers")
     model = gpt(LAYERS, WIDTH)
