@@ -52,17 +52,16 @@ class CutProgram:
             if problem.charges_cut(k):
                 for i, into in enumerate(self.charged_into[k - 1]):
                     into += {self.link_class[s.kind, later[i].kind] for s in level if i in s.next}
-        self.full: dict[tuple[int, int], BoolArray] = {}
-        """Per class of kinds and k, [pairs]: whether the stage does not fit as the k-th from the end."""
+        self._full_at: dict[tuple[int, tuple[Held, ...]], BoolArray] = {}
+        # what every stage holds at least, wherever it is: rules pairs out before looking at places
+        fewest = min(max(w + d for w, d in problem.held_at(k)) for k in range(1, len(self.levels) + 1))
+        least = table.held_bytes
+        if problem.moments:
+            least = np.minimum(least, table.deferred_bytes)
         self.ever_fits: dict[int, BoolArray] = {}
         for kind in self.kinds:
-            by_moments: dict[tuple[Held, ...], BoolArray] = {}
-            for k in range(1, len(self.levels) + 1):
-                moments = problem.held_at(k)
-                if moments not in by_moments:
-                    by_moments[moments] = table.fits(kind, moments)
-                self.full[self.classes[kind], k] = ~by_moments[moments]
-            self.ever_fits[self.classes[kind]] = np.logical_or.reduce(list(by_moments.values()))
+            free = table.free_bytes[kind]
+            self.ever_fits[self.classes[kind]] = (free >= 0) & (fewest * least <= free)
         self.starts = self._allowed_starts()
 
     def _allowed_starts(self) -> list[BoolArray] | None:
@@ -126,7 +125,7 @@ class CutProgram:
     def _least(self, k: int, index: int) -> dict[LinkKey | None, FloatArray]:
         """D_k of one state, [downsets], by what this stage is charged for the cut into it."""
         problem, state = self.problem, self.levels[k - 1][index]
-        full = self.full[self.classes[state.kind], k][self._useful]
+        full = self._full(state.kind, k)[self._useful]
         rests = [(paid, rest[self._target]) for paid, rest in self._rests(k, state).items()]
         rows: dict[LinkKey | None, FloatArray] = {}
         for charged in (None, *self.charged_into[k - 1][index]):
@@ -142,6 +141,13 @@ class CutProgram:
                 least[least > held * problem.chunks * self._limit] = np.inf
             rows[charged] = least
         return rows
+
+    def _full(self, kind: int, k: int) -> BoolArray:
+        """[pairs] whether the stage does not fit as the k-th from the end."""
+        key = (self.classes[kind], self.problem.held_at(k))
+        if key not in self._full_at:
+            self._full_at[key] = ~self.table.fits(kind, key[1])
+        return self._full_at[key]
 
     def _cost(self, kind: int, charged: LinkKey | None, paid: LinkKey | None) -> FloatArray:
         """[useful pairs] seconds of the pair as a stage that is charged for the cut into it and pays for the next.
@@ -207,7 +213,7 @@ class CutProgram:
             lo = int(self._first[head])
             hi = int(self._first[head + 1]) if head + 1 < len(self._first) else len(self._source)
             target = self._target[lo:hi]
-            full = self.full[self.classes[state.kind], k][self._useful[lo:hi]]
+            full = self._full(state.kind, k)[self._useful[lo:hi]]
             found = []
             for paid, rest in self._rests(k, state).items():
                 cost = np.where(full, np.inf, self._cost(state.kind, charged, paid)[lo:hi] + rest[target])
