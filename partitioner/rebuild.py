@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from cost_models.errors import PlanError
 from partitioner.plan import Plan
-from passes.compile import StepCosts, programs_for, simulate_step
 from passes.graph import OpGraph
 from passes.segment import Segmentation, by_stage
+from passes.step import StepCosts, programs_for, simulate_step
 from passes.summarize import TiedGroup
 from runtime.check import check
 from runtime.microbatch import microbatch_sizes

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from cost_models.cluster import ClusterSpec
 from passes import compile as compiler
+from passes.candidates import Candidates, Realized
 from passes.cheap import recomputed_ops
 from passes.place_layers import LayerCandidate, LayerRequest
 from runtime.microbatch import microbatch_sizes
@@ -17,13 +16,13 @@ from tests.unit.passes.traced_models import small_gpt2
 def test_the_best_candidate_is_realized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _, graph = small_gpt2()
     realized: list[LayerCandidate] = []
-    original = compiler.realize
+    original = Candidates.realize
 
-    def counted(graph: Any, costs: Any, cluster: Any, placement: LayerCandidate, *rest: Any) -> Any:
-        realized.append(placement)
-        return original(graph, costs, cluster, placement, *rest)
+    def counted(self: Candidates, candidate: LayerCandidate) -> Realized:
+        realized.append(candidate)
+        return original(self, candidate)
 
-    monkeypatch.setattr(compiler, "realize", counted)
+    monkeypatch.setattr(Candidates, "realize", counted)
     compiled = compiler.compile_graph(graph, ClusterSpec.parse("dgx-a100"), LayerRequest(batch_size=16))
     simulated = [r for r in compiled.search.runner_ups if not r.reason.startswith("at least")]
     assert len(realized) == len(simulated) + 1
@@ -43,7 +42,8 @@ def test_the_quick_bound_is_below_the_simulation_of_every_candidate(batch_size: 
                 batch_size, microbatches=microbatches, schedule=schedule, max_stages=4, simulations=2
             )
             best = compiler.compile_graph(graph, cluster, request).search.best
-            bound = compiler.quick_seconds(graph, costs, cluster, best.candidate, request, recomputed)
+            candidates = Candidates(graph, costs, cluster, request, recomputed)
+            bound = candidates.lower_bound_seconds(best.candidate)
             assert bound <= best.step_seconds
             even = len(set(microbatch_sizes(batch_size, microbatches))) == 1
             assert (bound >= 0.5 * best.step_seconds) if even else bound == 0.0
