@@ -112,7 +112,8 @@ def deploy_plan(
     programs, segments = plan_programs(plan), plan_segments(plan)
     mine = frozenset(segment.index for segment in segments.segments if rank in segment.ranks)
     codes = lower(graph, segmentation, device=str(device), only=mine)
-    wanted = {i.name: i.kind for c in codes.values() for i in c.inputs if i.kind in ("parameter", "buffer")}
+    held = {name: kind for code in codes.values() for name, kind in code.held.items()}
+    wanted = {name: kind for name, kind in held.items() if kind != "constant"}
     with _seeded(seed):
         loaded = materialize(
             list(wanted), model=module, state_dict=state_dict, init_fn=init_fn, device=device

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from passes.batch import flatten_batch, forward_names, map_tensors
+from passes.double import wide
 
 NOISE = 0.05
 
 
 def to_double(batch: Any) -> Any:
-    """Every floating-point tensor of the batch in float64."""
-    return map_tensors(batch, lambda _, leaf: leaf.double() if leaf.is_floating_point() else leaf.clone())
+    """Every floating-point tensor of the batch in float64, every complex one in complex128."""
+    return map_tensors(batch, lambda _, leaf: wide(leaf.clone()))
 
 
 def grow_batch(
@@ -47,7 +48,7 @@ def _distinct(leaf: Tensor, dim: int, samples: int, generator: torch.Generator) 
     copies = []
     for sample in range(samples):
         one = leaf.select(dim, sample % size)
-        if leaf.is_floating_point():
+        if leaf.is_floating_point() or leaf.is_complex():
             one = one + NOISE * torch.randn(one.shape, generator=generator, dtype=leaf.dtype)
         elif sample >= size and one.dim() > 0:
             one = one.roll(sample // size, dims=-1)

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from cost_models.errors import UsageError, VerificationError
+from cost_models.errors import ModelError, PartitionerError, UsageError, VerificationError
 from partitioner.api import ModelOrTrace, as_graph
 from partitioner.compare import Comparison, StepResult, compare
 from partitioner.first_difference import first_difference
@@ -30,7 +30,7 @@ from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
 from partitioner.verify_rank import VerificationTask, run_rank
 from partitioner.workloads import Workload
 from passes.batch import flatten_batch, forward_arguments, forward_names
-from passes.double import Float64, float64_by_default, in_float64
+from passes.double import Float64, float64_by_default, in_float64, widen_module
 from passes.dropout import DropoutOff, random_ops, without_dropout
 from passes.export_model import loss_of
 from passes.graph import OpGraph
@@ -144,7 +144,8 @@ def verify_plan(
         learning_rate=LEARNING_RATE,
         timeout_seconds=timeout_seconds,
     )
-    expected = reference_step(reference, batch, leaves, graph, sizes, plan.optimizer_memory)
+    with _blaming_the_model(plan.model.name):
+        expected = reference_step(reference, batch, leaves, graph, sizes, plan.optimizer_memory)
     with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
         run = partial(workers.run, world_size=plan.world_size, timeout_seconds=timeout_seconds)
         found = _compare_ranks(expected, run(run_rank, task))
@@ -179,8 +180,19 @@ def refuse_without_weights(model: nn.Module) -> None:
 
 def double_copy(workload: Workload) -> Workload:
     """The workload in float64 on the CPU, its model copied: the user's is never touched."""
-    model = copy.deepcopy(workload.model).double().cpu()
+    model = widen_module(_copy_of(workload.model)).cpu()
     return Workload(model, to_double(workload.example_inputs), workload.loss_fn, workload.name)
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy. Tensors that the last forward computed and left in a module (``weight_norm`` does) are copied too."""
+    computed = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(model, computed)
 
 
 def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
@@ -188,6 +200,24 @@ def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
     state = {name: tensor.detach() for name, tensor in model.named_parameters()}
     state.update({name: tensor.detach() for name, tensor in model.named_buffers()})
     return {**graph.constants, **state}
+
+
+@contextmanager
+def _blaming_the_model(name: str) -> Iterator[None]:
+    """What the unpartitioned model raises is not the plan's fault, and says so."""
+    try:
+        yield
+    except PartitionerError:
+        raise
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise ModelError(
+            f"cannot verify {name}: the unpartitioned model fails on its own",
+            because=[f"{type(error).__name__}: {lines[0] if lines else 'no message'}"],
+            suggestions=[
+                "train it for one step without a plan, in float64, on a small batch: it fails the same way"
+            ],
+        ) from error
 
 
 def reference_step(
@@ -199,7 +229,7 @@ def reference_step(
     optimizer: str,
 ) -> StepResult:
     """One step of the unpartitioned model on the same micro-batches, gradients accumulated, weighted by size."""
-    model = copy.deepcopy(reference.model).train()
+    model = _copy_of(reference.model).train()
     pieces = {name: cut(leaf, graph.batch.batch_dims.get(name), len(sizes)) for name, leaf in leaves.items()}
     total = 0.0
     with DropoutOff(), Float64(), float64_by_default():
@@ -242,12 +272,12 @@ def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., A
 
 
 def _sizes(plan: Plan) -> tuple[int, ...]:
-    """Micro-batch sizes of a small batch that is cut like the plan's: two samples each, uneven if the plan's is."""
-    samples = min(plan.batch_size, 2 * plan.microbatches)
+    """Micro-batch sizes of a small batch that is cut like the plan's: two samples each, uneven if the plan's is.
+
+    Single samples only where the plan has them: some models refuse them.
+    """
     uneven = plan.batch_size % plan.microbatches != 0
-    if uneven and samples == 2 * plan.microbatches and plan.microbatches > 1:
-        samples -= 1
-    return microbatch_sizes(samples, plan.microbatches)
+    return microbatch_sizes(min(plan.batch_size, 2 * plan.microbatches + uneven), plan.microbatches)
 
 
 def _compare_ranks(expected: StepResult, actual: list[StepResult]) -> list[Comparison]:

@@ -80,9 +80,8 @@ def own_state(
     """Fresh copies of what ``codes`` name: trainable parameters as leaves that collect gradients."""
     own: dict[str, Tensor] = {}
     for code in codes.values():
-        for wanted in code.inputs:
-            if wanted.kind in ("parameter", "buffer", "constant") and wanted.name not in own:
-                copy = state[wanted.name].detach().clone()
-                is_parameter = wanted.kind == "parameter"
-                own[wanted.name] = nn.Parameter(copy, wanted.name in trainable) if is_parameter else copy
+        for name, kind in code.held.items():
+            if name not in own:
+                copy = state[name].detach().clone()
+                own[name] = nn.Parameter(copy, name in trainable) if kind == "parameter" else copy
     return own

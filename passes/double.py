@@ -12,19 +12,40 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from passes.graph import OpGraph
 from passes.node_tools import copy_graph
 
-NARROW = frozenset({torch.float32, torch.bfloat16, torch.float16})
+WIDE = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
 
 
 def widened(argument: Any) -> Any:
-    """float64 in place of a narrower floating type; anything else as it is."""
-    return torch.float64 if isinstance(argument, torch.dtype) and argument in NARROW else argument
+    """float64 (complex128) in place of a narrower floating (complex) type; anything else as it is."""
+    return WIDE.get(argument, argument) if isinstance(argument, torch.dtype) else argument
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """The tensor in the wide type of its kind; itself if it has that or is of integers."""
+    return tensor.to(widened(tensor.dtype))
+
+
+def widen_module(model: nn.Module) -> nn.Module:
+    """Parameters, buffers and tensors kept as plain attributes made wide, in place."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                setattr(module, name, wide(value))
+    model._apply(wide)  # type: ignore[no-untyped-call]
+    return model
 
 
 def in_float64(graph: OpGraph) -> OpGraph:
@@ -36,7 +57,7 @@ def in_float64(graph: OpGraph) -> OpGraph:
             node.args = map_aggregate(node.args, widened)
             node.kwargs = map_aggregate(node.kwargs, widened)
     module.recompile()
-    constants = {name: c.double() if c.dtype in NARROW else c for name, c in graph.constants.items()}
+    constants = {name: wide(c) for name, c in graph.constants.items()}
     return replace(
         graph,
         module=module,
@@ -49,9 +70,7 @@ def in_float64(graph: OpGraph) -> OpGraph:
 def _wide_value(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_wide_value(item) for item in value)
-    if isinstance(value, Tensor) and value.dtype in NARROW:
-        return value.to(torch.float64)
-    return value
+    return wide(value) if isinstance(value, Tensor) else value
 
 
 class Float64(TorchFunctionMode):

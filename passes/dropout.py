@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -53,6 +53,16 @@ class DropoutOff(TorchFunctionMode):
         }
     )
 
+    _ARGUMENT: ClassVar[Mapping[Callable[..., Any], tuple[str, int]]] = {
+        F.scaled_dot_product_attention: ("dropout_p", 4),
+        F.multi_head_attention_forward: ("dropout_p", 10),
+        torch.lstm: ("dropout", 5),
+        torch.gru: ("dropout", 5),
+        torch.rnn_tanh: ("dropout", 5),
+        torch.rnn_relu: ("dropout", 5),
+    }
+    """Where these take their dropout probability. A mode does not see the calls that a composite function makes."""
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -61,13 +71,14 @@ class DropoutOff(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
+        if func in self._ARGUMENT:
+            name, position = self._ARGUMENT[func]
+            if len(args) > position:
+                args = (*args[:position], 0.0, *args[position + 1 :])
+            else:
+                options[name] = 0.0
         if func in self._IDENTITY:
             return args[0] if args else options["input"]
-        if func is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                options["dropout_p"] = 0.0
         return func(*args, **options)
 
 

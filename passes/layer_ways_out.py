@@ -152,10 +152,10 @@ def _ways_out(search: LayerSearch, option: Option, auto_microbatches: bool, scal
             ):
                 yield f"more micro-batches: {m} fit ({option.schedule})"
                 break
-    if option.schedule != "1f1b":
-        lean = replace(option, schedule="1f1b", chunks=1)
-        if _fits(search, lean, search.batch_size, scale):
-            yield f"schedule 1f1b, which holds fewer micro-batches at once: it fits with {lean.microbatches}"
+    lean = replace(option, schedule="1f1b", chunks=1)
+    lean_fits = option.schedule != "1f1b" and _fits(search, lean, search.batch_size, scale)
+    if lean_fits:
+        yield f"schedule 1f1b, which holds fewer micro-batches at once: it fits with {lean.microbatches}"
     yield from _recompute(search, option, scale)
     batch = search.batch_size // 2
     while batch >= 1:
@@ -164,10 +164,11 @@ def _ways_out(search: LayerSearch, option: Option, auto_microbatches: bool, scal
             yield f"a smaller batch: {_count(batch, 'sample')}, as {_count(m, 'micro-batch', 'es')}"
             break
         batch //= 2
-    for factor in GROWTH:
+    for factor in GROWTH if not (lean_fits and option.chunks > 1) else ():
         if _fits_on_more(search, option, factor, scale):
             count = factor * len(search.cluster.devices)
-            yield f"more devices of the same kind: {count} fit ({factor} times as many)"
+            under = " under 1f1b" if option.chunks > 1 else ""  # all that was tried
+            yield f"more devices of the same kind: {count} fit{under} ({factor} times as many)"
             break
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cost_models.errors import InfeasibleError
+from cost_models.errors import InfeasibleError, UsageError
 from passes.certificate import Certificate, relative_gap
 from passes.graph import OpGraph
 from passes.layer_model import Costs, LayerModel, read_model, spaces
@@ -25,6 +25,7 @@ from passes.layer_pins import resolve_pins
 from passes.layer_problem import Split
 from passes.layer_search import LayerSearch, OptionResult, Solved, busiest_seconds
 from passes.layer_ways_out import infeasible
+from passes.least_samples import least_samples
 
 log = logging.getLogger("partitioner")
 
@@ -175,7 +176,7 @@ def prepare(graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerReques
     paths = [str(graph.nodes[name].meta.get("module_path", "")) for name in model.names]
     pins = resolve_pins(request.pins, model.names, paths, model.readers, model.together)
     table = device_table(cluster)
-    counts = microbatch_counts(request.batch_size, request.microbatches)
+    counts = _accepted_counts(graph, request)
     size = max(1, request.batch_size // counts[-1])
     work = model.seconds(size, table.representatives[0])
     return LayerSearch(
@@ -188,6 +189,24 @@ def prepare(graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerReques
         max_stages=request.max_stages or 1 << 30,
         options=options(counts, request.schedule, len(cluster.devices)),
     )
+
+
+def _accepted_counts(graph: OpGraph, request: LayerRequest) -> list[int]:
+    """Micro-batch counts to try: those whose smallest micro-batch the model accepts."""
+    least, reason = least_samples(graph)
+    counts = microbatch_counts(request.batch_size, request.microbatches)
+    accepted = [count for count in counts if request.batch_size // count >= least]
+    if not accepted:
+        raise UsageError(
+            f"cannot train {graph.model_name} on {request.batch_size} samples in {counts[0]} micro-batches",
+            [f"{reason} needs {least} samples or more in every micro-batch: it normalizes over them"],
+            [
+                f"at most {request.batch_size // least} micro-batches"
+                if request.batch_size >= least
+                else f"a batch of {least} samples or more"
+            ],
+        )
+    return accepted
 
 
 def _simulate_until_one_fits(

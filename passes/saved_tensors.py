@@ -96,7 +96,7 @@ def profile(
             return _profile_attention(signature, call, backend)
     try:
         return _Run(signature, symbols, device_kind).profile(backend)
-    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+    except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         logger.debug("cannot run %s alone (%s); estimating its cost", signature.exemplar.target, error)
         return _estimate(signature, symbols)
 

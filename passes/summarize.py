@@ -81,10 +81,9 @@ def ops_by_segment(graph: OpGraph, segmentation: Segmentation) -> list[np.ndarra
                 cone |= needed.get(source.name, frozenset())
             needed[node.name] = frozenset(cone)
     for node in graph.ops:
-        segment = segmentation.segment_of.get(node.name)
-        if segment is not None:
+        if node.name in segmentation.segment_of:
             for source in node.all_input_nodes:
-                members[segment] |= needed.get(source.name, frozenset())
+                members[segmentation.segment_of[node.name]] |= needed.get(source.name, frozenset())
     return [np.array(sorted(indices), dtype=np.int64) for indices in members]
 
 
@@ -100,7 +99,7 @@ def _segments_with_backward(
 
 
 def parameters_of_segments(graph: OpGraph, segmentation: Segmentation) -> tuple[frozenset[str], ...]:
-    """Canonical names of the parameters and buffers that each segment reads."""
+    """Canonical names of the parameters and buffers that each segment reads or writes."""
     names: list[set[str]] = [set() for _ in segmentation.ranks]
     through: dict[str, set[str]] = {}
     for node in graph.ops:
@@ -114,6 +113,9 @@ def parameters_of_segments(graph: OpGraph, segmentation: Segmentation) -> tuple[
             through[node.name] = own
         elif node.name in segmentation.segment_of:
             names[segmentation.segment_of[node.name]] |= own
+    for output in graph.outputs:
+        if output.kind == "buffer" and output.node in segmentation.segment_of:
+            names[segmentation.segment_of[output.node]].add(output.name)
     return tuple(frozenset(found) for found in names)
 
 
@@ -152,10 +154,10 @@ def state_of_ranks(
             names[rank] |= found
     node_of = {i.name: i.node for i in graph.inputs if i.kind in ("parameter", "buffer")}
     result = []
-    for found in names:
-        specs = [graph.parameters.get(name) or graph.buffers[name] for name in sorted(found)]
+    for held in names:
+        specs = [graph.parameters.get(name) or graph.buffers[name] for name in sorted(held)]
         triples = [
-            (int(np.prod(spec.shape, dtype=np.int64)), spec.dtype, node_of[spec.name] in graph.needs_grad)
+            (int(np.prod(spec.shape, dtype=np.int64)), spec.dtype, node_of.get(spec.name) in graph.needs_grad)
             for spec in specs
         ]
         result.append(state_bytes(triples, optimizer, master=master))

@@ -34,6 +34,7 @@ from passes.tracing_state import (
     caching_off,
     export_fake_mode,
     meta_state_as_cpu,
+    refuse_own_backwards,
     torch_quiet,
     training_mode,
     watch_checkpointing,
@@ -260,7 +261,12 @@ def _export(request: _Request, guess: BatchDims) -> _Exported:
     symbolic = _open_dims(request, guess)
     try:
         # Gradients on: inside no_grad the whole model would be traced as frozen.
-        with torch.enable_grad(), torch_quiet(), meta_state_as_cpu(request.model, fake_mode):
+        with (
+            torch.enable_grad(),
+            torch_quiet(),
+            meta_state_as_cpu(request.model, fake_mode),
+            refuse_own_backwards() if request.training else contextlib.nullcontext(),
+        ):
             program = export(module, leaves, symbolic, fake_mode)
     except PartitionerError:
         raise

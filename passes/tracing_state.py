@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from cost_models.errors import ModelError
 
 
 def export_fake_mode() -> FakeTensorMode:
@@ -62,6 +66,44 @@ def meta_state_as_cpu(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[N
     finally:
         for table, name, tensor in undo:
             table[name] = tensor
+
+
+@contextlib.contextmanager
+def refuse_own_backwards() -> Iterator[None]:
+    """Refuse custom ``autograd.Function``s on the way to the loss: export sees their forward and loses their backward."""
+    seen: dict[str, None] = {}
+    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        result = original(cls, *args, **kwargs)
+        results = result if isinstance(result, list | tuple) else (result,)
+        if not cls.__module__.startswith("torch.") and any(
+            isinstance(item, Tensor) and item.requires_grad for item in results
+        ):
+            seen.setdefault(f"{cls.__module__}.{cls.__qualname__}, applied in {_caller()}")
+        return result
+
+    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
+    if seen:
+        raise ModelError(
+            "the backward of a custom torch.autograd.Function is lost in the traced graph",
+            list(seen),
+            [
+                "write its forward with differentiable operations, and let autograd make the backward",
+                "a straight-through estimate of f(x): x + (f(x) - x).detach()",
+                "a gradient times c: c * x + ((1 - c) * x).detach()",
+            ],
+        )
+
+
+def _caller() -> str:
+    """file.py:line of the innermost frame that is neither torch's nor ours."""
+    hidden = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(hidden):
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return "an unknown place"
 
 
 @contextlib.contextmanager
@@ -133,12 +175,16 @@ def watch_checkpointing(model: nn.Module, notes: list[str]) -> Iterator[None]:
 
         return call
 
+    def plain(run_function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """What the reentrant form computes; its own forward runs without gradients, which a trace would believe."""
+        return run_function(*args)
+
     generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     reentrant = torch.utils.checkpoint.CheckpointFunction
     # Patched below the public function, which most models have imported by name.
     with (
         mock.patch.object(torch.utils.checkpoint, generator.__name__, recording(generator)),
-        mock.patch.object(reentrant, "apply", recording(reentrant.apply)),
+        mock.patch.object(reentrant, "apply", recording(plain)),
     ):
         yield
     modules = [

@@ -303,7 +303,9 @@ class Binder:
             if not tensor.is_contiguous():  # Gloo would refuse here and leave the peer waiting
                 tensor = tensor.contiguous()
             if is_complex:
-                tensor = torch.view_as_real(tensor)
+                tensor = torch.view_as_real(tensor.resolve_conj())
+            elif tensor.is_neg():  # such as the imaginary part of a conjugate: the sign is not in memory yet
+                tensor = tensor.resolve_neg()
             monitor.waiting = shared.step * len(works) + position
             works[position] = post([tensor], peer, tag)
             monitor.waiting = -1

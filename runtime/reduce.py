@@ -23,6 +23,14 @@ class Works:
         return all(work.is_completed() for work in self._works)
 
 
+def _in_memory(parameter: Tensor) -> Tensor:
+    """The gradient as plain numbers, as a collective reads them: dense, conjugated where it says so."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    return gradient.resolve_conj() if gradient.is_complex() else gradient
+
+
 class GradientReduction:
     """The reduction at one ``position`` of the program. A missing gradient counts as zeros."""
 
@@ -37,7 +45,7 @@ class GradientReduction:
         """Start summing; ``finish`` puts the sums into ``.grad`` once the work is done."""
         works = []
         for parameters in self._by_dtype.values():
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            gradients = [_in_memory(parameter) for parameter in parameters]
             flat = (
                 gradients[0].contiguous().view(-1)
                 if len(gradients) == 1

@@ -72,6 +72,16 @@ class SegmentCode:
     random: bool = False
     """Whether it contains an op that draws random numbers (dropout): then it is seeded per micro-batch."""
 
+    @property
+    def held(self) -> dict[str, InputKind]:
+        """Kind of every parameter, buffer and constant that a rank needs for this segment, by name.
+
+        A buffer may be written without being read.
+        """
+        kinds = {i.name: i.kind for i in self.inputs if i.kind in ("parameter", "buffer", "constant")}
+        written: dict[str, InputKind] = {o.name: "buffer" for o in self.outputs if o.kind == "buffer"}
+        return {**written, **kinds}
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels to another process as plain data (``runtime.portable``)."""
         rest = (self.inputs, self.outputs, dict(self.values), self.random)

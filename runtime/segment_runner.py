@@ -152,14 +152,14 @@ def gradient_of(leaf: Tensor) -> Tensor:
 
 
 def _bind_state(code: SegmentCode, state: Mapping[str, Tensor]) -> list[Any]:
-    held = ("parameter", "buffer", "constant")
-    missing = [i.name for i in code.inputs if i.kind in held and i.name not in state]
+    held = code.held
+    missing = [name for name in held if name not in state]
     if missing:
         raise InternalError(
             f"segment {code.index} cannot be bound to the model's state",
             because=[f"no tensor for {name}" for name in missing],
         )
-    return [state[i.name] if i.kind in held else None for i in code.inputs]
+    return [state[i.name] if i.kind not in ("batch", "value") else None for i in code.inputs]
 
 
 def _written_buffers(code: SegmentCode) -> list[tuple[int, list[int], str]]:

@@ -96,6 +96,8 @@ def _add_gradient(parameter: Tensor | None, gradient: Callable[[], Tensor]) -> N
         return
     if parameter.grad is None:
         parameter.grad = gradient()
+    elif parameter.grad.is_sparse:  # of a sparse embedding; only dense + sparse is defined
+        parameter.grad = gradient() + parameter.grad
     else:
         parameter.grad += gradient()
 
@@ -113,8 +115,8 @@ def _affine(transposed: bool, forward: Callable[[Tensor, Tensor, Tensor | None],
         if weight.requires_grad:
             x = x.reshape(-1, x.shape[-1])
             left, right = (grad.t(), x) if transposed else (x.t(), grad)
-            if weight.grad is None:
-                weight.grad = left.mm(right)
+            if weight.grad is None or weight.grad.is_sparse:
+                _add_gradient(weight, lambda: left.mm(right))
             else:  # no temporary for the sum
                 weight.grad.addmm_(left, right)
         _add_gradient(bias, lambda: grad.sum(0))
