@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import ModelError, UsageError
+from cost_models.errors import UsageError
 from cost_models.memory import OPTIMIZERS
 from partitioner.plan import Plan
 from partitioner.workloads import Workload
@@ -91,15 +91,6 @@ def partition(
             f"cannot plan training of {graph.model_name}",
             because=["the trace has no loss"],
             suggestions=["give `loss_fn=`, or a model that returns its loss"],
-        )
-    if not graph.needs_grad:
-        raise ModelError(
-            f"there is nothing to train in {graph.model_name}",
-            because=["its loss depends on no parameter that requires a gradient"],
-            suggestions=[
-                "requires_grad_(True) on the parameters to train",
-                "look for detach() and no_grad()",
-            ],
         )
     request = LayerRequest(
         batch_size=graph.example_batch_size if batch_size is None else batch_size,

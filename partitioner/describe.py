@@ -307,6 +307,8 @@ def _notes(graph: OpGraph) -> tuple[str, ...]:
     notes = []
     if not any(spec.requires_grad for spec in graph.parameters.values()):
         notes.append("nothing is trained: no parameter requires a gradient")
+    elif not graph.needs_grad:
+        notes.append("nothing is trained: the loss reaches no parameter through differentiable operations")
     batch_norms = sum(1 for node in graph.ops if "batch_norm" in str(node.target))
     if batch_norms:
         notes.append(

@@ -106,7 +106,8 @@ def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
             weight = pieces[name][index].shape[dim] / task.batch[name].shape[dim]
             for output, value in zip(graph.outputs, outputs, strict=True):
                 if output.kind == "loss":
-                    (value * weight).backward()
+                    if value.requires_grad:
+                        (value * weight).backward()
                     total += float(value.detach()) * weight
                 elif output.kind == "buffer":
                     state[output.name] = value.detach()

@@ -10,6 +10,7 @@ cannot be compared. Tolerances: ``partitioner.compare``.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -146,6 +147,8 @@ def verify_plan(
     )
     with _blaming_the_model(plan.model.name):
         expected = reference_step(reference, batch, leaves, graph, sizes, plan.optimizer_memory)
+        if not math.isfinite(expected.loss):
+            raise ArithmeticError(f"its loss is {expected.loss}, and that agrees with nothing")
     with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
         run = partial(workers.run, world_size=plan.world_size, timeout_seconds=timeout_seconds)
         found = _compare_ranks(expected, run(run_rank, task))
@@ -240,7 +243,8 @@ def reference_step(
             loss = reference.loss_fn(output, piece) if reference.loss_fn else loss_of(output, required=True)
             assert loss is not None
             weight = size / sum(sizes)
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            if loss.requires_grad:
+                (loss * weight).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach()) * weight
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     stepper = make_optimizer(optimizer, model.parameters(), LEARNING_RATE)

@@ -136,17 +136,22 @@ def check_known(graph: fx.Graph, known: BatchSpec) -> None:
         where = f"{node.meta.get('module_path') or 'the model'} ({node.meta.get('source', '?')})"
         for size in _symbolic_sizes(node.meta.get("val")):
             for stranger in size.free_symbols - known.symbols.keys():
-                strangers.setdefault(str(stranger), f"{node.name} in {where} has a size of {size}")
+                strangers.setdefault(str(stranger), f"{node.name} in {where} has a size or a value of {size}")
     if strangers:
         raise ModelError(
-            "the sizes of some tensors depend on the numbers in other tensors",
+            "sizes or Python numbers depend on the numbers in tensors",
             [text for _, text in sorted(strangers.items())],
-            ["use masks of a fixed size instead of nonzero, unique or boolean indexing"],
+            [
+                "use masks of a fixed size instead of nonzero, unique or boolean indexing",
+                "keep numbers as tensors: no .item(), .tolist() or float(tensor)",
+            ],
         )
 
 
 def _symbolic_sizes(value: object) -> Iterator[sympy.Expr]:
     for item in value if isinstance(value, list | tuple) else (value,):
+        if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
+            yield item.node.expr
         if isinstance(item, torch.Tensor):
             sizes: tuple[Any, ...] = tuple(item.shape)
             yield from (size.node.expr for size in sizes if isinstance(size, torch.SymInt))

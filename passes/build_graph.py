@@ -28,6 +28,7 @@ from passes.export_model import OutputRecord
 from passes.functional import functionalize
 from passes.graph import GraphInput, GraphOutput
 from passes.names import StateNames
+from passes.node_tools import where
 from passes.simplify import simplify
 
 _PREFIX = "model."
@@ -77,6 +78,7 @@ def convert(
     constants: dict[str, Tensor] = {}
     stands_for = _placeholders(program, state, leaf_names, constants)
     _check_constants(constants)
+    _check_transforms(module.graph)
     stands_for = _merge_ties(module.graph, stands_for)
     _check_output_kinds(program)
     module = simplify(module)
@@ -138,6 +140,21 @@ def _check_constants(constants: Mapping[str, Tensor]) -> None:
             "the model holds tensors that have no values",
             [f"{name} is on the meta device and neither a parameter nor a buffer" for name in lost],
             ["self.register_buffer(name, tensor, persistent=False) instead of a plain attribute"],
+        )
+
+
+def _check_transforms(graph: fx.Graph) -> None:
+    """``torch.vmap`` leaves calls between batched tensors, which no graph of ours can hold."""
+    places = [
+        where(node).split(" in ", 1)[-1]
+        for node in graph.nodes
+        if getattr(node.target, "__name__", "") == "_add_batch_dim"
+    ]
+    if places:
+        raise ModelError(
+            "the model uses torch.vmap, which the traced graph cannot hold",
+            list(dict.fromkeys(places)),
+            ["let the operations broadcast over a batch dimension instead"],
         )
 
 

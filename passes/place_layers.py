@@ -199,7 +199,7 @@ def _accepted_counts(graph: OpGraph, request: LayerRequest) -> list[int]:
     if not accepted:
         raise UsageError(
             f"cannot train {graph.model_name} on {request.batch_size} samples in {counts[0]} micro-batches",
-            [f"{reason} needs {least} samples or more in every micro-batch: it normalizes over them"],
+            [f"{reason} needs {least} samples or more in every micro-batch"],
             [
                 f"at most {request.batch_size // least} micro-batches"
                 if request.batch_size >= least

@@ -38,6 +38,7 @@ from passes.tracing_state import (
     torch_quiet,
     training_mode,
     watch_checkpointing,
+    watch_gradient_hooks,
 )
 
 __all__ = ["trace"]
@@ -86,6 +87,7 @@ def trace(
         changes.enter_context(training_mode(model, training))
         changes.enter_context(caching_off(model, notes))
         changes.enter_context(watch_checkpointing(model, notes))
+        changes.enter_context(watch_gradient_hooks(model, notes))
         traced = _trace_batch_dims(request, batch_dims)
     notes += traced.notes
     exported = traced.exported
@@ -94,6 +96,12 @@ def trace(
         exported.program, exported.module.record, state, exported.fake_mode, tuple(leaves), model
     )
     check_known(converted.module.graph, spec)
+    if not any(placeholder.kind == "batch" for placeholder in converted.inputs):
+        raise ModelError(
+            f"nothing that {model_name} computes depends on the batch",
+            [f"the batch has {', '.join(leaves)}"],
+            ["compute the loss from the model's output"],
+        )
     everything = {**state.parameters, **state.buffers}
     graph = OpGraph(
         module=converted.module,

@@ -70,8 +70,12 @@ def meta_state_as_cpu(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[N
 
 @contextlib.contextmanager
 def refuse_own_backwards() -> Iterator[None]:
-    """Refuse custom ``autograd.Function``s on the way to the loss: export sees their forward and loses their backward."""
+    """Refuse custom ``autograd.Function``s on the way to the loss: export sees their forward and loses their backward.
+
+    Gradients that forward asks autograd for are refused as well: what they trace is not what they compute.
+    """
     seen: dict[str, None] = {}
+    inner: dict[str, None] = {}
     original = torch.autograd.Function.__dict__["apply"].__func__
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -83,8 +87,27 @@ def refuse_own_backwards() -> Iterator[None]:
             seen.setdefault(f"{cls.__module__}.{cls.__qualname__}, applied in {_caller()}")
         return result
 
-    with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
-        yield
+    def inside(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inner.setdefault(f"{original.__module__}.{original.__name__}, called in {_caller()}")
+            return original(*args, **kwargs)
+
+        return call
+
+    try:
+        with (
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+            mock.patch.object(torch.autograd, "grad", inside(torch.autograd.grad)),
+            mock.patch.object(torch.func, "grad", inside(torch.func.grad)),
+        ):
+            yield
+    finally:
+        if inner:
+            raise ModelError(
+                "forward asks for gradients itself, which the traced graph cannot hold",
+                list(inner),
+                ["write the derivative out in tensor operations"],
+            )
     if seen:
         raise ModelError(
             "the backward of a custom torch.autograd.Function is lost in the traced graph",
@@ -161,6 +184,34 @@ def caching_off(model: nn.Module, notes: list[str]) -> Iterator[None]:
     finally:
         for config in configs.values():
             config.use_cache = True
+
+
+@contextlib.contextmanager
+def watch_gradient_hooks(model: nn.Module, notes: list[str]) -> Iterator[None]:
+    """Note hooks on gradients: the traced graph has no place for them, so a plan runs without."""
+    seen: list[str] = []
+    original = Tensor.register_hook
+
+    def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        seen.append(f"a tensor in {_caller()}")
+        return original(tensor, hook)  # type: ignore[no-untyped-call]
+
+    with mock.patch.object(Tensor, "register_hook", register_hook):
+        yield
+    seen += [
+        f"module {path or '(root)'}"
+        for path, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
+    seen += [
+        f"parameter {name}"
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ]
+    seen = list(dict.fromkeys(seen))
+    if seen:
+        more = f" and {len(seen) - 3} more" if len(seen) > 3 else ""
+        notes.append(f"hooks on gradients are not run: {', '.join(seen[:3])}{more}")
 
 
 @contextlib.contextmanager
