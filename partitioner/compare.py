@@ -65,7 +65,7 @@ def compare(
     loss_error = abs(expected.loss - actual.loss)
     found = [Comparison("loss", "loss", loss_error, tolerance * max(abs(expected.loss), 1.0))]
     every = (expected.gradients if whole is None else whole).values()
-    norm_of_all = math.sqrt(sum(float(gradient.double().norm()) ** 2 for gradient in every))
+    norm_of_all = math.sqrt(sum(float(_wide(gradient).norm()) ** 2 for gradient in every))
     scales: dict[str, Callable[[float, int], float]] = {
         "gradient": lambda norm, _: max(norm, 1e-6 * norm_of_all),
         "parameter": lambda norm, elements: max(norm, learning_rate * math.sqrt(elements)),
@@ -99,8 +99,12 @@ def _compare(
 ) -> Comparison:
     if expected is None or actual is None or expected.shape != actual.shape:
         return Comparison(kind, name, math.inf, 0.0)
-    if expected.is_sparse or actual.is_sparse:  # of embeddings; where ranks share one, their sum is dense
-        expected, actual = expected.to_dense(), actual.to_dense()
-    wide = torch.complex128 if expected.is_complex() else torch.float64
-    error = float((expected.to(wide) - actual.to(wide)).norm())
-    return Comparison(kind, name, error, tolerance * scale(float(expected.to(wide).norm()), expected.numel()))
+    e, a = _wide(expected), _wide(actual)
+    error = float((e - a).norm())
+    return Comparison(kind, name, error, tolerance * scale(float(e.norm()), e.numel()))
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Dense, in double precision. (Gradients of embeddings may be sparse; where ranks share one, their sum is dense.)"""
+    dense = tensor.to_dense() if tensor.is_sparse else tensor
+    return dense.to(torch.complex128 if dense.is_complex() else torch.float64)

@@ -49,7 +49,7 @@ def draws_random_numbers(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return False
     train = argument(node, "train")
-    never = any(argument(node, name) == 0.0 for name in ("dropout_p", "p"))
+    never = any(argument(node, name) == 0.0 for name in ("dropout_p", "dropout", "p"))
     return train is not False and not never
 
 
