@@ -17,6 +17,7 @@ from torch import fx
 
 from cost_models.errors import ModelError
 from passes.batch import BatchDims
+from passes.graph import tensor_specs
 from runtime.segment_code import BatchSpec
 
 
@@ -90,7 +91,8 @@ def batch_spec(
             size = size_of(leaves[name], dim)
             if isinstance(size, sympy.Symbol):
                 symbols.setdefault(size, (name, dim))
-    return BatchSpec(dict(dims), symbol, symbols)
+    specs = {name: tensor_specs(node)[0] for name, node in leaves.items() if node.users}
+    return BatchSpec(dict(dims), symbol, symbols, specs)
 
 
 TRIED_SIZES = range(2, 65)

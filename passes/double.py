@@ -57,11 +57,13 @@ def in_float64(graph: OpGraph) -> OpGraph:
             node.args = map_aggregate(node.args, widened)
             node.kwargs = map_aggregate(node.kwargs, widened)
     module.recompile()
+    leaves = {n: replace(spec, dtype=widened(spec.dtype)) for n, spec in graph.batch.leaves.items()}
     constants = {name: wide(c) for name, c in graph.constants.items()}
     return replace(
         graph,
         module=module,
         constants=constants,
+        batch=replace(graph.batch, leaves=leaves),
         parameters={n: replace(s, dtype=widened(s.dtype)) for n, s in graph.parameters.items()},
         buffers={n: replace(s, dtype=widened(s.dtype)) for n, s in graph.buffers.items()},
     )

@@ -13,7 +13,7 @@ import sympy
 import torch
 
 from cost_models.errors import UsageError
-from runtime.segment_code import BatchSpec
+from runtime.segment_code import BatchSpec, TensorSpec
 
 
 def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
@@ -31,6 +31,16 @@ def batch_size_of(batch: Mapping[str, torch.Tensor], spec: BatchSpec) -> int:
             because=[f"missing: {name}" for name in missing],
             suggestions=[f"pass a batch with the keys {', '.join(spec.batch_dims)}"],
         )
+    strange = [text for name, leaf in spec.leaves.items() if (text := _strange(name, batch[name], leaf))]
+    if strange:
+        raise UsageError(
+            "the batch is not like the one that the model was traced with",
+            because=strange,
+            suggestions=[
+                "give inputs of these shapes and data types, or plan again with such an example",
+                "dynamic_dims={name: [dim]} leaves a size open",
+            ],
+        )
     sizes = {name: batch[name].shape[dim] for name, dim in spec.batch_dims.items() if dim is not None}
     if len(set(sizes.values())) != 1:
         raise UsageError(
@@ -45,6 +55,17 @@ def batch_size_of(batch: Mapping[str, torch.Tensor], spec: BatchSpec) -> int:
             ],
         )
     return next(iter(sizes.values()))
+
+
+def _strange(name: str, leaf: torch.Tensor, spec: TensorSpec) -> str:
+    """What is wrong with a leaf; "" where nothing is. Open sizes may be anything."""
+    sizes = zip(leaf.shape, spec.shape, strict=False)
+    if leaf.dim() != len(spec.shape) or any(isinstance(want, int) and got != want for got, want in sizes):
+        expected = ", ".join(str(size) if isinstance(size, int) else "any" for size in spec.shape)
+        return f"{name} has the shape {tuple(leaf.shape)}, expected ({expected})"
+    if leaf.dtype != spec.dtype:
+        return f"{name} is {leaf.dtype}, expected {spec.dtype}"
+    return ""
 
 
 def check_cut(batch_size: int, microbatches: int) -> None:

@@ -103,3 +103,5 @@ class BatchSpec:
     batch_dims: Mapping[str, int | None]
     batch_symbol: sympy.Symbol
     symbols: Mapping[sympy.Symbol, tuple[str, int]]
+    leaves: Mapping[str, TensorSpec] = field(default_factory=dict)
+    """Shapes and types that the leaves were traced with; a batch is checked against those that are given."""

@@ -9,7 +9,7 @@ import torch
 from cost_models.errors import UsageError
 from runtime.microbatch import batch_size_of, check_cut, cut, microbatch_sizes, symbol_sizes
 from runtime.random_state import mix
-from runtime.segment_code import BatchSpec
+from runtime.segment_code import BatchSpec, TensorSpec
 
 B, S = sympy.Symbol("b"), sympy.Symbol("s")
 SPEC = BatchSpec({"ids": 1, "table": None}, B, {B: ("ids", 1), S: ("ids", 0)})
@@ -44,3 +44,18 @@ def test_seeds_differ_in_every_place() -> None:
     places = [(s, t, g, m) for s in range(3) for t in range(4) for g in range(4) for m in range(8)]
     assert len({mix(*place) for place in places}) == len(places)
     assert all(0 <= mix(*place) < 2**63 for place in places)
+
+
+def test_a_batch_unlike_the_traced_one_is_refused_before_anything_is_sent() -> None:
+    leaves = {"ids": TensorSpec((S, B), torch.int64), "table": TensorSpec((4, 6), torch.float32)}
+    spec = BatchSpec({"ids": 1, "table": None}, B, {B: ("ids", 1), S: ("ids", 0)}, leaves)
+    good = {"ids": torch.zeros(5, 8, dtype=torch.int64), "table": torch.zeros(4, 6)}
+    assert batch_size_of(good, spec) == 8
+    with pytest.raises(UsageError) as caught:
+        batch_size_of({"ids": torch.zeros(5, 8), "table": torch.zeros(4, 7)}, spec)
+    assert caught.value.because == (
+        "ids is torch.float32, expected torch.int64",
+        "table has the shape (4, 7), expected (4, 6)",
+    )
+    with pytest.raises(UsageError, match=r"ids has the shape \(8,\), expected \(any, any\)"):
+        batch_size_of({**good, "ids": torch.zeros(8, dtype=torch.int64)}, spec)
