@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from partitioner.optimizers import make_optimizer
 from partitioner.plan import Plan
 from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
 from partitioner.workloads import Workload
-from passes.batch import flatten_batch, forward_names
+from passes.batch import flatten_batch, forward_constants, forward_names
 from passes.init_state import materialize
 from passes.lower import lower
 from runtime.execute import Executor
@@ -36,6 +37,8 @@ class Deployment:
         leaf_names: tuple[str, ...],
         optimizer: torch.optim.Optimizer | None,
         loss_rank: int,
+        constants_of: Callable[[Any], Mapping[str, object]] = lambda batch: {},
+        constants: Mapping[str, object] | None = None,
     ) -> None:
         self.plan = plan
         self.executor = executor
@@ -44,10 +47,12 @@ class Deployment:
         self.buffers = {name: t for name, t in state.items() if not isinstance(t, nn.Parameter)}
         self._leaf_names = leaf_names
         self._loss_rank = loss_rank
+        self._constants_of, self._constants = constants_of, dict(constants or {})
 
     def train_step(self, batch: Any) -> Tensor:
         """One optimizer step on ``batch`` (the whole batch, on every rank). Returns the loss, on every rank."""
         leaves = flatten_batch(batch, self._leaf_names)
+        self._refuse_other_constants(batch)
         samples = batch_size_of(leaves, self.executor.batch_spec)
         if samples != self.plan.batch_size:
             raise PlanError(
@@ -65,6 +70,28 @@ class Deployment:
         if dist.get_world_size() > 1:
             dist.broadcast(shared, self._loss_rank)
         return shared
+
+    def _refuse_other_constants(self, batch: Any) -> None:
+        """Raise PlanError where a number (or word, or None) that forward gets is not the one that was traced."""
+        if not self._constants:
+            return
+        given = self._constants_of(batch)
+        changed = [
+            f"{name} is {given[name]!r}, traced with {traced!r}"
+            if name in given
+            else f"{name} is a tensor or not given, traced with {traced!r}"
+            for name, traced in self._constants.items()
+            if name not in given or given[name] != traced
+        ]
+        if changed:
+            raise PlanError(
+                f"this batch does not fit the plan for {self.plan.model.name}",
+                because=changed,
+                suggestions=[
+                    "make it a tensor, if it changes from step to step",
+                    "plan again with this value",
+                ],
+            )
 
     def close(self) -> None:
         """Stop this rank's watchers; the process group stays for its owner."""
@@ -140,8 +167,20 @@ def deploy_plan(
         seed=seed,
     )
     loss_segment = next(s for s, stage in enumerate(plan.stages) if graph.loss in stage.ops)
+    has_loss_fn = loss_fn is not None or (isinstance(model, Workload) and model.loss_fn is not None)
+    constants_of = partial(forward_constants, module, has_loss_fn=has_loss_fn)
+    example = (
+        model.example_inputs if example_inputs is None and isinstance(model, Workload) else example_inputs
+    )
     return Deployment(
-        plan, executor, state, forward_names(module), made, plan.stages[loss_segment].devices[0]
+        plan,
+        executor,
+        state,
+        forward_names(module),
+        made,
+        plan.stages[loss_segment].devices[0],
+        constants_of,
+        constants_of(example),
     )
 
 

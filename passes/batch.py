@@ -27,6 +27,7 @@ __all__ = [
     "batch_size_of",
     "flatten_batch",
     "forward_arguments",
+    "forward_constants",
     "forward_names",
     "map_tensors",
 ]
@@ -91,6 +92,34 @@ def flatten_batch(batch: object, names: Sequence[str] = ()) -> dict[str, Tensor]
 
     map_tensors(batch, visit)
     return leaves
+
+
+def forward_constants(model: nn.Module, batch: object, has_loss_fn: bool) -> dict[str, object]:
+    """The numbers, words and Nones that ``forward`` gets of the batch, by path: a trace bakes them in. Defaults count."""
+    args, kwargs = forward_arguments(model, batch, has_loss_fn)
+    named = [p for p in _signature(model) if p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)]
+    kwargs = {
+        **{p.name: p.default for p in named[len(args) :] if p.default is not inspect.Parameter.empty},
+        **kwargs,
+    }
+    found: dict[str, object] = {}
+
+    def visit(path: str, value: object) -> None:
+        if value is None or isinstance(value, bool | int | float | complex | str):
+            found[path] = value
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                visit(f"{path}.{key}", item)
+        elif isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                visit(f"{path}.{index}", item)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            for field in dataclasses.fields(value):
+                visit(f"{path}.{field.name}", getattr(value, field.name))
+
+    for name, value in (*zip(forward_names(model), args, strict=False), *kwargs.items()):
+        visit(name, value)
+    return found
 
 
 def _leaf_name(path: tuple[str, ...], batch: object, names: Sequence[str]) -> str:

@@ -113,3 +113,37 @@ def test_another_batch_size_is_refused(plan: Plan, pool: WorkerPool) -> None:
     another = plan.model_copy(update={"batch_size": 9})
     with pytest.raises(WorkerError, match="it has 7 samples, the plan is made for 9 a step"):
         pool.run(train, another.model_dump_json(), "model", world_size=3, timeout_seconds=60.0)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 1.0) -> Tensor:
+        h = self.a(x) * scale
+        return self.b(h if mask is None else h * mask)
+
+
+def step_with(plan_json: str, changes: Mapping[str, object]) -> float:
+    torch.manual_seed(0)
+    made = scaled()
+    with Plan.from_json(plan_json).deploy(made, timeout_seconds=20.0) as engine:
+        return float(engine.train_step({**made.example_inputs, **changes}))
+
+
+def scaled() -> Workload:
+    return Workload(Scaled(), {"x": torch.ones(4, 6), "scale": 3.0}, lambda output, _: (output**2).mean())
+
+
+def test_numbers_that_the_trace_baked_in_may_not_change_unnoticed(pool: WorkerPool) -> None:
+    plan = partition(scaled(), ClusterSpec.local(2), batch_size=4, microbatches=2, pins={"a": 0, "b": 1})
+    text = plan.model_dump_json()
+    pool.run(step_with, text, {"note": "for nobody"}, world_size=2, timeout_seconds=60.0)
+    for changes, said in (
+        ({"scale": 2.0}, "scale is 2.0, traced with 3.0"),
+        ({"mask": torch.ones(6)}, "mask is a tensor or not given, traced with None"),
+        ({"x": torch.ones(4, 5)}, r"x has the shape \(4, 5\), expected \(any, 6\)"),
+    ):
+        with pytest.raises(WorkerError, match=said):
+            pool.run(step_with, text, changes, world_size=2, timeout_seconds=60.0)
