@@ -16,7 +16,7 @@ NOISE = 0.05
 
 def to_double(batch: Any) -> Any:
     """Every floating-point tensor of the batch in float64, every complex one in complex128."""
-    return map_tensors(batch, lambda _, leaf: wide(leaf.clone()))
+    return map_tensors(batch, lambda _, leaf: wide(leaf.detach().clone()))
 
 
 def grow_batch(

@@ -39,11 +39,17 @@ def wide(tensor: Tensor) -> Tensor:
 
 
 def widen_module(model: nn.Module) -> nn.Module:
-    """Parameters, buffers and tensors kept as plain attributes made wide, in place."""
+    """Parameters, buffers and tensors kept as plain attributes made wide, in place. What is shared stays shared."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        return made.setdefault(id(tensor), (tensor, wide(tensor)))[1]
+
     for module in model.modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
-                setattr(module, name, wide(value))
+                setattr(module, name, once(value))
+        module._buffers.update({name: b if b is None else once(b) for name, b in module._buffers.items()})
     model._apply(wide)  # type: ignore[no-untyped-call]
     return model
 

@@ -28,6 +28,8 @@ class OutputRecord:
 
     names: tuple[str, ...] = ()
     has_loss: bool = False
+    changed: tuple[str, ...] = ()
+    """Python numbers of modules that forward changed, as "name: before -> after": a graph keeps the first."""
 
 
 class ModelWithLoss(nn.Module):
@@ -50,8 +52,15 @@ class ModelWithLoss(nn.Module):
         """The traced computation."""
         batch = rebuild(self._batch[0], leaves)
         args, kwargs = forward_arguments(self.model, batch, self.loss_fn is not None)
+        before = _python_numbers(self.model)
         with writes_for_assignments(self.model):
             output = self.model(*args, **kwargs)
+        after = _python_numbers(self.model)
+        self.record.changed = tuple(
+            f"{name}: {value} -> {after[name]}"
+            for name, value in before.items()
+            if name in after and type(after[name]) is type(value) and after[name] != value
+        )
         if self.loss_fn is not None:
             loss: Tensor | None = checked_loss(self.loss_fn(output, batch), "loss_fn")
         else:
@@ -63,6 +72,16 @@ class ModelWithLoss(nn.Module):
         self.record.names = tuple(found)
         self.record.has_loss = loss is not None
         return tuple(found.values())
+
+
+def _python_numbers(model: nn.Module) -> dict[str, int | float]:
+    """Numbers that modules keep as plain attributes, by path."""
+    return {
+        f"{path}.{name}".lstrip("."): value
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if type(value) in (bool, int, float)
+    }
 
 
 @contextlib.contextmanager

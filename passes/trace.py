@@ -90,6 +90,10 @@ def trace(
         changes.enter_context(watch_gradient_hooks(model, notes))
         traced = _trace_batch_dims(request, batch_dims)
     notes += traced.notes
+    notes += [
+        f"forward changes the Python number {changed}; the traced graph keeps what its first call saw"
+        for changed in traced.exported.module.record.changed
+    ]
     exported = traced.exported
     spec = batch_spec(exported.settled.dims, traced.symbol, exported.leaves)
     converted = convert(
@@ -132,6 +136,25 @@ def _check_module(model: nn.Module) -> None:
         raise ModelError(
             "a TorchScript model cannot be traced", suggestions=["pass the module that was scripted"]
         )
+    lazy = [
+        name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)
+    ]
+    if lazy:
+        raise ModelError(
+            "the model has parameters without a shape",
+            [f"{name} belongs to a lazy module" for name in lazy[:5]],
+            ["call the model on one batch first"],
+        )
+    homes: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and not isinstance(parameter, FakeTensor) and parameter.numel():
+            other = homes.setdefault(parameter.data_ptr(), name)
+            if other != name:
+                raise ModelError(
+                    "two parameters share their memory without being one",
+                    [f"{other} and {name}: a plan would train two copies"],
+                    ["assign the one Parameter to both modules"],
+                )
     inner = {"_orig_mod": "torch.compile", "module": "a data-parallel wrapper"}
     wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
     for attribute, wrapper in inner.items():

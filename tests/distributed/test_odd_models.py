@@ -177,6 +177,19 @@ def frozen_base_with_adapters() -> Workload:
     return Workload(Odd(run, base=base, down=square(6, 2), up=square(2, 6)), floats(8, 6), squared)
 
 
+def one_buffer_in_two_modules() -> Workload:
+    """Written under one name and read under the other; and an input that requires a gradient."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        m.seen += h.detach().mean(0)
+        return m.b(h) * m.b.seen
+
+    model = Odd(run, a=square(), b=square(), seen=torch.zeros(6))
+    model.b.register_buffer("seen", model.seen)
+    return Workload(model, floats(8, 6).requires_grad_(), squared)
+
+
 CASES: list[tuple[Callable[[], Workload], dict[str, Any]]] = [
     (shared_batch_norm, {}),
     (buffer_written_but_not_read, {}),
@@ -191,6 +204,7 @@ CASES: list[tuple[Callable[[], Workload], dict[str, Any]]] = [
     (tensors_as_plain_attributes, {}),
     (a_queue_a_pointer_and_an_average, {}),
     (frozen_base_with_adapters, {}),
+    (one_buffer_in_two_modules, {}),
 ]
 
 

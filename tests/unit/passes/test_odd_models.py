@@ -81,6 +81,15 @@ def test_what_a_traced_graph_cannot_hold_is_refused_by_line(model: nn.Module, sa
     assert torch.autograd.Function.apply.__module__.startswith("torch")
 
 
+def test_parameters_that_are_not_there_yet_or_twice_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"0\.weight belongs to a lazy module"):
+        trace(nn.Sequential(nn.LazyLinear(6)), torch.randn(8, 6), loss_fn=squared)
+    halves = Odd(lambda m, x: m.b(m.a(x)))
+    halves.b.weight = nn.Parameter(halves.a.weight.detach())
+    with pytest.raises(ModelError, match=r"a\.weight and b\.weight: a plan would train two copies"):
+        trace(halves, torch.randn(8, 6), loss_fn=squared)
+
+
 def test_a_custom_function_that_carries_no_gradient_is_no_matter() -> None:
     graph = traced(lambda m, x: m.a(Rounded.apply(x)))
     assert any("round" in node.name for node in graph.ops)
@@ -106,6 +115,17 @@ def test_hooks_on_gradients_are_noted() -> None:
     assert "module a" in note
     assert "a tensor in test_odd_models.py:" in note
     assert "parameter b.weight" in note
+
+
+def test_python_numbers_that_forward_changes_are_noted() -> None:
+    def counting(m: Any, x: Tensor) -> Tensor:
+        m.calls += 1
+        return m.a(x) * m.calls
+
+    model = Odd(counting)
+    model.calls = 3  # type: ignore[assignment]
+    graph = trace(model, torch.randn(8, 6), loss_fn=squared)
+    assert any("the Python number calls: 3 -> 4" in note for note in graph.notes)
 
 
 # --------------------------------------------------------------------------------------------------
