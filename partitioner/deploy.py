@@ -110,6 +110,8 @@ def deploy_plan(
     *,
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    dynamic_dims: Mapping[str, list[int]] | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     optimizer_kwargs: Mapping[str, Any] | None = None,
     learning_rate: float = 1e-3,
@@ -121,6 +123,7 @@ def deploy_plan(
 ) -> Deployment:
     """Build this rank's executor. Collective: every rank of the plan calls it.
 
+    ``batch_dims``, ``dynamic_dims``: as :func:`partition` was given them; other open sizes make another model.
     Each rank materializes only its own parameters: from the real ``model``, from ``state_dict``, or from a meta model
     with ``init_fn``. ``optimizer``: a torch.optim class; the plan's own kind if not given. ``timeout_seconds``: how
     long a rank waits for another before it ends with an error that names it.
@@ -130,7 +133,13 @@ def deploy_plan(
         raise UsageError(
             "cannot deploy a trace", because=["weights are needed"], suggestions=["give the model itself"]
         )
-    graph = as_graph(model, example_inputs=example_inputs, loss_fn=loss_fn)
+    graph = as_graph(
+        model,
+        example_inputs=example_inputs,
+        loss_fn=loss_fn,
+        batch_dims=batch_dims,
+        dynamic_dims=dynamic_dims,
+    )
     segmentation = plan_segmentation(plan, graph)
     device = torch.device(device) if device is not None else _own_device(plan)
     init_distributed(device, timeout_seconds)

@@ -103,19 +103,22 @@ def verify_plan(
     example_inputs: Any = None,
     loss_fn: Callable[..., Any] | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
+    dynamic_dims: Mapping[str, list[int]] | None = None,
     pool: WorkerPool | None = None,
     graph: OpGraph | None = None,
     timeout_seconds: float = 120.0,
 ) -> VerifyReport:
     """Run ``plan`` on local Gloo processes in float64 and compare it with ``model``.
 
-    ``model``: a module with real weights, or a Workload. ``pool``: workers to use instead of starting new ones;
+    ``model``: a module with real weights, or a Workload. ``batch_dims``, ``dynamic_dims``: as :func:`partition` was
+    given them. ``pool``: workers to use instead of starting new ones;
     ``graph``: the model's training trace, to trace once for several plans.
     """
     started = time.monotonic()
     workload = _workload(model, example_inputs, loss_fn)
     refuse_without_weights(workload.model)
-    graph = as_graph(workload, batch_dims=batch_dims, name=plan.model.name) if graph is None else graph
+    if graph is None:
+        graph = as_graph(workload, batch_dims=batch_dims, dynamic_dims=dynamic_dims, name=plan.model.name)
     segmentation = plan_segmentation(plan, graph)
     graph, dropped = without_dropout(in_float64(graph))
     reference = double_copy(workload)

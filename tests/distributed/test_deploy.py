@@ -147,3 +147,29 @@ def test_numbers_that_the_trace_baked_in_may_not_change_unnoticed(pool: WorkerPo
     ):
         with pytest.raises(WorkerError, match=said):
             pool.run(step_with, text, changes, world_size=2, timeout_seconds=60.0)
+
+
+def step_with_open_lengths(plan_json: str, dynamic_dims: Mapping[str, list[int]] | None) -> float:
+    options = {"optimizer": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.0}, "dynamic_dims": dynamic_dims}
+    with Plan.from_json(plan_json).deploy(workload(), timeout_seconds=20.0, **options) as engine:
+        return float(engine.train_step({"tokens": batch()["tokens"][:, :4]}))
+
+
+def test_a_plan_with_open_lengths_is_verified_and_deployed_with_them(pool: WorkerPool) -> None:
+    opened = {"tokens": [1]}
+    plan = partition(
+        workload(),
+        ClusterSpec.local(2),
+        batch_size=7,
+        microbatches=2,
+        pins={"embed": 0, "head": 1},
+        dynamic_dims=opened,
+    )
+    assert plan.verify(workload(), dynamic_dims=opened, pool=pool).passed
+    shorter = {"tokens": batch()["tokens"][:, :4]}
+    expected_loss = loss_fn(workload().model(shorter["tokens"]), shorter).item()
+    text = plan.model_dump_json()
+    losses = pool.run(step_with_open_lengths, text, opened, world_size=2, timeout_seconds=60.0)
+    assert losses == pytest.approx([expected_loss] * 2, rel=1e-12)
+    with pytest.raises(WorkerError, match="differs from the plan's"):
+        pool.run(step_with_open_lengths, text, None, world_size=2, timeout_seconds=60.0)
