@@ -1,7 +1,7 @@
 """Time every case on this process's one thread, the way a training step runs it.
 
-Forwards run one after another with their outputs kept, as autograd keeps them; backwards run as one sweep over inputs
-that have left the cache. Processor time of the thread is counted, not the clock: what other programs take between is
+Forwards run one after another with their outputs kept, as autograd keeps them, and backwards as one sweep; both over
+weights and inputs that have left the cache, since a training step comes back to a weight only after all others. Processor time of the thread is counted, not the clock: what other programs take between is
 theirs. The least of a few repetitions is taken: noise only adds.
 """
 
@@ -36,10 +36,8 @@ def measure_case(case: OpCase) -> CaseSeconds:
     size = sum(t.numel() * t.itemsize for t in (*inputs, *weights))
     calls = max(3, min(_MOST_CALLS, _POOL_BYTES // size))
     differentiable = any(t.is_floating_point() for t in inputs)
-    _require(inputs, True)
-    _require(weights, True)
-    forward = _least(lambda: _forward(case, inputs, weights, calls))
     pool = [(_copies(inputs), _copies(weights)) for _ in range(calls)]
+    forward = _least(lambda: _forward(case, pool))
     whole = _least(lambda: _backward(case, pool, differentiable))
     only = _least(lambda: _backward(case, pool, False)) if weights else 0.0
     return CaseSeconds(
@@ -57,10 +55,13 @@ def _require(tensors: Sequence[Tensor], needed: bool) -> None:
             tensor.requires_grad_(needed)
 
 
-def _forward(case: OpCase, inputs: Sequence[Tensor], weights: Sequence[Tensor], calls: int) -> float:
+def _forward(case: OpCase, pool: Sequence[tuple[list[Tensor], list[Tensor]]]) -> float:
+    for inputs, weights in pool:
+        _require(inputs, True)
+        _require(weights, True)
     kept = []
     started = time.thread_time()
-    for _ in range(calls):
+    for inputs, weights in pool:
         kept.append(case.call(*inputs, *weights))
     return time.thread_time() - started
 

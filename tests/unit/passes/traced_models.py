@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from partitioner.bundled_models import bundled
