@@ -1,8 +1,9 @@
 """Time every case on this process's one thread, the way a training step runs it.
 
 Forwards run one after another with their outputs kept, as autograd keeps them, and backwards as one sweep; both over
-weights and inputs that have left the cache, since a training step comes back to a weight only after all others. Processor time of the thread is counted, not the clock: what other programs take between is
-theirs. The least of a few repetitions is taken: noise only adds.
+weights and inputs that have left the cache, since a training step comes back to a weight only after all others.
+Processor time of the thread is counted, not the clock: what other programs take between is theirs. The least of a few
+repetitions is taken: noise only adds.
 """
 
 from __future__ import annotations
