@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -125,8 +124,9 @@ def deploy_plan(
 
     ``batch_dims``, ``dynamic_dims``: as :func:`partition` was given them; other open sizes make another model.
     Each rank materializes only its own parameters: from the real ``model``, from ``state_dict``, or from a meta model
-    with ``init_fn``. ``optimizer``: a torch.optim class; the plan's own kind if not given. ``timeout_seconds``: how
-    long a rank waits for another before it ends with an error that names it.
+    with ``init_fn``. ``optimizer``: a torch.optim class; the plan's own kind if not given. ``seed``: of dropout and of
+    what ``init_fn`` draws. ``timeout_seconds``: how long a rank waits for another before it ends with an error that
+    names it.
     """
     module = model.model if isinstance(model, Workload) else model
     if not isinstance(module, nn.Module):
@@ -150,13 +150,12 @@ def deploy_plan(
     codes = lower(graph, segmentation, device=str(device), only=mine)
     held = {name: kind for code in codes.values() for name, kind in code.held.items()}
     wanted = {name: kind for name, kind in held.items() if kind != "constant"}
-    with _seeded(seed):
-        loaded = materialize(
-            list(wanted), model=module, state_dict=state_dict, init_fn=init_fn, device=device
-        )
+    loaded = materialize(
+        list(wanted), model=module, state_dict=state_dict, init_fn=init_fn, device=device, seed=seed
+    )
     state: dict[str, Tensor] = {name: c.to(device) for name, c in graph.constants.items()}
     for name, kind in wanted.items():
-        tensor = loaded[name].detach().clone()
+        tensor = loaded[name]  # a copy of its own already
         is_parameter = kind == "parameter"
         state[name] = nn.Parameter(tensor, graph.parameters[name].requires_grad) if is_parameter else tensor
     parameters = [t for t in state.values() if isinstance(t, nn.Parameter) and t.requires_grad]
@@ -214,11 +213,3 @@ def _own_device(plan: Plan) -> torch.device:
             )
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Draw initial weights from ``seed``; the caller's generator is left as it was."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        yield

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from cyclopts import Parameter
 
 from cost_models.errors import ModelError, PartitionerError, UsageError
@@ -154,6 +155,7 @@ def train(
 ) -> dict[str, Any]:
     """One rank of the run: losses and seconds per step. The first step warms up and does not count."""
     plan = Plan.from_json(plan_json)
+    torch.manual_seed(seed)  # a factory that does not seed itself makes the same weights on every rank
     workload = load_workload(model, settings=set_, seq=seq, dtype=dtype)
     losses, seconds = [], []
     with plan.deploy(

@@ -173,3 +173,24 @@ def test_a_plan_with_open_lengths_is_verified_and_deployed_with_them(pool: Worke
     assert losses == pytest.approx([expected_loss] * 2, rel=1e-12)
     with pytest.raises(WorkerError, match="differs from the plan's"):
         pool.run(step_with_open_lengths, text, None, world_size=2, timeout_seconds=60.0)
+
+
+def draw(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter)
+
+
+def drawn(plan_json: str, seed: int) -> Tensor:
+    made = workload("meta")
+    made.model.scale = torch.ones((), dtype=torch.float64)
+    with Plan.from_json(plan_json).deploy(made, init_fn=draw, seed=seed, timeout_seconds=20.0) as engine:
+        return engine.parameters["middle.weight"].detach()
+
+
+def test_the_seed_decides_what_init_fn_draws(pool: WorkerPool) -> None:
+    text = partition(workload(), ClusterSpec.local(1), batch_size=7).model_dump_json()
+    first, again, other = (
+        pool.run(drawn, text, seed, world_size=1, timeout_seconds=60.0)[0] for seed in (3, 3, 4)
+    )
+    assert torch.equal(first, again)
+    assert not torch.isclose(first, other).all()
