@@ -1,8 +1,7 @@
 """Hugging Face models from a config alone: built offline, with a batch that fits them.
 
 config.json ─► model class (its "architectures" entry) ─► model, on meta or with seeded random weights
-            └► what it reads (token ids, pixels, log-mel frames) and what its labels look like ─► example
-            batch
+            └► what it reads (token ids, pixels, log-mel frames), what its labels look like ─► example batch
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ def from_config_file(path: Path, seq: int = 0, dtype: str = "", batch: int = 2) 
     except ValueError as error:
         raise ModelError(f"{file} has a model_type that transformers does not know", [f"{kind!r}"]) from error
     name = (fields.get("architectures") or [None])[0]
-    model_class = getattr(transformers, name or "", None)
-    if model_class is None:
+    model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         raise ModelError(
             f"{file} does not say which model class it is for",
             [f"architectures is {fields.get('architectures')!r}"],

@@ -191,6 +191,14 @@ def test_unusable_configs(tmp_path: Path, fields: dict[str, object], error: type
         load_workload(f"hf:{path}")
 
 
+@pytest.mark.parametrize("name", ["set_seed", "LlamaConfig", "nothing", 3])
+def test_a_config_names_a_model_class_and_nothing_else(tmp_path: Path, name: object) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "llama", "architectures": [name]}))
+    with pytest.raises(ModelError, match="does not say which model class"):
+        load_workload(f"hf:{path}")
+
+
 def test_without_transformers_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf_models, "find_spec", lambda name: None)
     with pytest.raises(ModelError) as caught:
