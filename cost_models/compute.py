@@ -25,7 +25,6 @@ from cost_models.memory import StateBytes
 from cost_models.op_profile import CostLine, OpTimes
 
 OpClass: TypeAlias = Literal["matmul", "attention", "conv", "memory"]
-OP_CLASSES: tuple[OpClass, ...] = ("matmul", "attention", "conv", "memory")
 
 FloatArray: TypeAlias = NDArray[np.float64]
 IndexArray: TypeAlias = NDArray[np.intp] | NDArray[np.bool_]

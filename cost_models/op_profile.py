@@ -31,8 +31,6 @@ GENERIC = "elementwise"
 """The kind that stands for all that were not measured."""
 VIEW = "view"
 """The kind of ops that move nothing: only their overhead counts."""
-ACCUMULATE = "accumulate"
-"""Adding a parameter's gradient to what earlier micro-batches left; its phase is ``backward_weight``."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ plan can beat."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,10 +34,6 @@ class Certificate:
     def __post_init__(self) -> None:
         if self.bound_seconds > self.objective_seconds * (1 + 1e-9):
             raise ValueError(f"bound {self.bound_seconds} s above the objective {self.objective_seconds} s")
-
-    def as_dict(self) -> dict[str, str | float]:
-        """Plain data, as in a plan's JSON."""
-        return asdict(self)
 
 
 def relative_gap(objective_seconds: float, bound_seconds: float) -> float:
