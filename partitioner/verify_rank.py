@@ -34,8 +34,8 @@ class VerificationTask:
     timeout_seconds: float
 
 
-def run_rank(task: VerificationTask) -> StepResult | None:
-    """One training step on this rank. Collective over the default process group. None on a rank without work.
+def run_rank(task: VerificationTask) -> StepResult:
+    """One training step on this rank. Collective over the default process group.
 
     ``loss`` is nan on ranks that do not compute it.
     """
