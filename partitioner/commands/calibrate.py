@@ -10,15 +10,15 @@ from cyclopts import Parameter
 from cost_models import host
 from cost_models.calibration import cache_path
 from cost_models.calibration import calibrate as measure
-from partitioner.commands.options import emit, progress
+from partitioner.commands.options import JsonFlag, Whole, emit, progress
 from passes.count_cases import count_case
 
 
 def calibrate(
     *,
-    workers: int | None = None,
+    workers: Whole | None = None,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
-    json: Annotated[bool, Parameter(negative=())] = False,
+    json: JsonFlag = False,
 ) -> int:
     """Measure compute, memory, and messages between CPU workers on this machine; `local:N` then plans with it.
 
