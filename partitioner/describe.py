@@ -254,11 +254,10 @@ def _alternatives(
     graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: Compiled
 ) -> tuple[Alternative, ...]:
     """Not partitioning at all, and the best other layer-wise plans."""
-    capacities = [device.memory_bytes for device in cluster.devices]
-    others = [_baseline(one_device(graph, compiled.costs, cluster, request), capacities[0], "")]
+    others = [_baseline(one_device(graph, compiled.costs, cluster, request), "")]
     if cluster.world_size > 1:
         replicas = data_parallel(graph, compiled.costs, cluster, request)
-        others.append(_baseline(replicas, min(capacities), " on each device"))
+        others.append(_baseline(replicas, " on each device"))
     others += [
         Alternative(
             strategy=_well_counted(entry.description),
@@ -272,9 +271,9 @@ def _alternatives(
     return tuple(others)
 
 
-def _baseline(baseline: Baseline, capacity_bytes: int, where: str) -> Alternative:
+def _baseline(baseline: Baseline, where: str) -> Alternative:
     fits = f"fits in {counted(baseline.microbatches, 'micro-batch')}"
-    short = format_bytes(baseline.peak_memory_bytes - capacity_bytes)
+    short = format_bytes(baseline.peak_memory_bytes - baseline.capacity_bytes)
     return Alternative(
         strategy=baseline.strategy,
         feasible=baseline.feasible,

@@ -29,9 +29,10 @@ class Baseline:
 
     strategy: str
     feasible: bool
-    reason: str
     step_seconds: float
     peak_memory_bytes: int
+    capacity_bytes: int
+    """Of the device, or of the smallest of the replicas' devices."""
     microbatches: int
 
 
@@ -88,8 +89,7 @@ def _replica(
             optimizer = optimizer_seconds(state, device, request.optimizer, tensors)
             seconds.append(microbatches * (each.forward + backward) + optimizer)
         fits = peak <= capacity
-        reason = f"{microbatches} micro-batches" if fits else f"needs {peak:,} of {capacity:,} bytes"
-        return Baseline(strategy, fits, reason, max(seconds) + reduce_seconds, peak, microbatches)
+        return Baseline(strategy, fits, max(seconds) + reduce_seconds, peak, capacity, microbatches)
     raise AssertionError("a batch has at least one sample")
 
 

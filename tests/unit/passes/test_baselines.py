@@ -62,4 +62,14 @@ def test_more_micro_batches_where_memory_is_tight(traced: tuple[OpGraph, GraphCo
     assert tight.feasible
     assert tight.microbatches > 1
     assert not none.feasible
-    assert none.reason.endswith("of 1,048,576 bytes")
+    assert none.peak_memory_bytes > none.capacity_bytes == 2**20
+
+
+def test_what_does_not_fit_is_held_against_the_device_it_was_tried_on(
+    traced: tuple[OpGraph, GraphCosts],
+) -> None:
+    slow = {"preset": "GTX580-3GB", "memory": "2MiB", "memory_reserved": 0}
+    fast = {"preset": "H100-80GB", "memory": "1MiB", "memory_reserved": 0}
+    found = one_device(*traced, cluster(slow, fast), LayerRequest(batch_size=8))
+    assert not found.feasible
+    assert found.capacity_bytes == 2**20
