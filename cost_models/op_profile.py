@@ -92,10 +92,6 @@ class OpTimes:
         """The same with every duration ``factor`` times as long."""
         return OpTimes(tuple((key, cost.slower(factor)) for key, cost in self.costs))
 
-    def knows(self, kind: str) -> bool:
-        """Whether any phase of ``kind`` was measured."""
-        return any((kind, phase) in _index(self) for phase in PHASES)
-
     def to_dict(self) -> dict[str, dict[str, object]]:
         """Plain data: ``{kind: {phase: {"points": …} or {"line": …}}}``."""
         data: dict[str, dict[str, object]] = {}

@@ -24,7 +24,6 @@ from cost_models.errors import ModelError, UsageError
 
 __all__ = [
     "batch_dim_candidates",
-    "batch_size_of",
     "flatten_batch",
     "forward_arguments",
     "forward_constants",
@@ -267,18 +266,6 @@ def _checked(leaves: Mapping[str, Tensor], overrides: Mapping[str, int | None]) 
             "batch_dims does not fit the batch", problems, ["give one dimension, or None, per leaf name"]
         )
     return result
-
-
-def batch_size_of(leaves: Mapping[str, Tensor], dims: Mapping[str, int | None]) -> int:
-    """Samples in a batch; all its batch dimensions must agree."""
-    sizes = {
-        name: leaves[name].shape[dim] for name, dim in dims.items() if dim is not None and name in leaves
-    }
-    if len(set(sizes.values())) != 1:
-        raise UsageError(
-            "the tensors of the batch disagree on its size", [f"{n}: {s} samples" for n, s in sizes.items()]
-        )
-    return int(next(iter(sizes.values())))
 
 
 def tile(leaf: Tensor, dim: int) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from cost_models.errors import ModelError, UsageError
 from passes.batch import (
     batch_dim_candidates,
-    batch_size_of,
     flatten_batch,
     forward_arguments,
     forward_names,
@@ -157,10 +156,3 @@ def test_no_batch_dimension_at_all() -> None:
         list(batch_dim_candidates({"x": zeros()}))
     with pytest.raises(ModelError, match="batch dimension"):
         list(batch_dim_candidates({"x": zeros(3)}, {"x": None}))
-
-
-def test_batch_size_must_agree() -> None:
-    dims = {"x": 0, "y": 1, "z": None}
-    assert batch_size_of({"x": zeros(4), "y": zeros(2, 4), "z": zeros(9)}, dims) == 4
-    with pytest.raises(UsageError, match="disagree"):
-        batch_size_of({"x": zeros(4), "y": zeros(2, 5), "z": zeros(9)}, dims)
