@@ -2,7 +2,7 @@
 
     calibration = calibrate(workers=2, count=passes.count_cases.count_case)
     calibration.save(cache_path())
-    ClusterSpec.local(2).provenance        # "calibration of 2026-01-31 (2 workers), /home/…/calibration.json"
+    ClusterSpec.local(2).provenance   # "calibration of 2026-01-31T… with 2 workers (/home/…/calibration.json)"
 
 The file holds data only. A file of another machine, another torch, another format, or one that cannot be read is left
 aside with a warning; planning then rests on defaults and says so.

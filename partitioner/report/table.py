@@ -65,7 +65,7 @@ def _rate(per_second: float) -> str:
 
 
 def _memory(plan: Plan, ranks: list[int]) -> str:
-    """The fullest device: "fullest device 71.2 of 78.5 GiB (91%)"."""
+    """ "the fullest device (rank 0) holds 71.2 GiB of 78.5 GiB, 90.7%"."""
     peak = plan.prediction.peak_memory_bytes
     fullest = max(ranks, key=lambda rank: peak[str(rank)] / plan.cluster.devices[rank].memory_bytes)
     device = plan.cluster.devices[fullest]
