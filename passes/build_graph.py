@@ -30,6 +30,7 @@ from passes.graph import GraphInput, GraphOutput
 from passes.names import StateNames
 from passes.node_tools import where
 from passes.simplify import simplify
+from passes.sizes import are_canonical, canonical_sizes
 
 _PREFIX = "model."
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -73,7 +74,9 @@ def convert(
     leaf_names: tuple[str, ...],
     model: nn.Module,
 ) -> Converted:
-    """Name inputs, merge ties, run ``simplify`` and ``functionalize``, note where every node comes from."""
+    """Name inputs, merge ties, run ``simplify``, ``functionalize`` and ``canonical_sizes``, note where every node comes
+    from.
+    """
     module = program.graph_module
     constants: dict[str, Tensor] = {}
     stands_for = _placeholders(program, state, leaf_names, constants)
@@ -86,6 +89,9 @@ def convert(
     module, written = functionalize(module, buffers)
     _annotate(module.graph, fake_mode, model)
     outputs = _outputs(module, record, written)
+    batch = [node for node, entry in stands_for.items() if entry.kind == "batch"]
+    if not are_canonical(module.graph, batch):  # only where pass functional had to read a shape
+        module = canonical_sizes(module, batch)
     inputs = _used_inputs(module.graph, stands_for)
     kept = {i.name for i in inputs if i.kind == "constant"}
     module.graph.lint()

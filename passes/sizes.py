@@ -27,6 +27,17 @@ from passes.simplify import drop_dead_code
 aten = torch.ops.aten
 
 
+def are_canonical(graph: fx.Graph, batch_inputs: Sequence[str]) -> bool:
+    """Whether no integer is read off another tensor than a batch input. (Those that depend on data are not judged.)"""
+    known = set(batch_inputs)
+    return all(
+        source.name in known or _is_size(source.meta.get("val"))
+        for node in graph.nodes
+        if _is_size(node.meta.get("val")) and not _data_dependent(node.meta["val"])
+        for source in node.all_input_nodes
+    )
+
+
 def canonical_sizes(gm: fx.GraphModule, batch_inputs: Sequence[str]) -> fx.GraphModule:
     """A new module whose sizes depend only on ``sym_size`` of the placeholders named in ``batch_inputs``."""
     _refuse_data_dependent(gm.graph)

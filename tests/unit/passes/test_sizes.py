@@ -10,7 +10,10 @@ from torch import fx, nn
 
 from cost_models.errors import InternalError, ModelError
 from passes.sizes import canonical_sizes
+from passes.trace import trace
+from passes.verify_graph import verify_graph
 from tests.unit.passes.harness import Exported, difference, eager, lowered, run, shuffled_order
+from tests.unit.passes.traced_models import run as run_traced
 
 aten = torch.ops.aten
 
@@ -111,3 +114,37 @@ def test_a_symbol_that_no_batch_input_has_is_our_own_fault() -> None:
     program = export_two(Arithmetic(), torch.randn(3, 5, 4))
     with pytest.raises(InternalError, match="cannot be read from any batch input"):
         canonical_sizes(lowered(program)[0], [])
+
+
+class Overwritten(nn.Module):
+    """Writes whose out-of-place form has to read the shape of an activation, and a buffer that nothing reads after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        hidden = self.first(x).tanh() * 2
+        hidden.view(-1, 4)[:2].mul_(3)
+        mean = torch.empty_like(hidden)
+        mean.copy_(x.mean(0, keepdim=True))
+        return self.last(hidden + mean)
+
+
+@pytest.mark.parametrize("dynamic", [{}, {"x": [1]}])
+def test_a_trace_has_canonical_sizes(dynamic: dict[str, list[int]]) -> None:
+    torch.manual_seed(0)
+    model = Overwritten().double()
+    graph = trace(
+        model,
+        torch.randn(3, 5, 4, dtype=torch.float64),
+        loss_fn=lambda output, _: output.square().mean(),
+        dynamic_dims=dynamic,
+    )
+    verify_graph(graph, after="trace")
+    assert [output.name for output in graph.outputs if output.kind == "buffer"] == ["calls"]
+    other = torch.randn(4, 7 if dynamic else 5, 4, dtype=torch.float64)
+    expected = model(other).square().mean()
+    torch.testing.assert_close(run_traced(graph, model, other)[0], expected)
