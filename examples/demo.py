@@ -56,7 +56,8 @@ def main() -> None:
     if not losses[-1] < losses[0]:
         raise SystemExit("the loss did not fall")
 
-    measured = sorted(seconds[2:])[len(seconds[2:]) // 2]
+    warm = sorted(seconds[2:] or seconds)
+    measured = warm[len(warm) // 2]
     predicted = plan.prediction.step_seconds
     heading("6. Predicted beside measured")
     print(

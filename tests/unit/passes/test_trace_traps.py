@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cost_models.errors import ModelError
 from passes.trace import trace
 from tests.unit.passes.traced_models import run, small, small_gpt2
-
-transformers = pytest.importorskip("transformers")
 
 
 def mean_loss(output: Tensor, batch: object) -> Tensor:
