@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cost_models.errors import PlanError, UsageError
+from cost_models.errors import PlanError, RankFailureError, UsageError
 from partitioner.api import ModelOrTrace, as_graph
 from partitioner.optimizers import make_optimizer
 from partitioner.plan import Plan
@@ -23,6 +25,7 @@ from passes.lower import lower
 from runtime.execute import Executor
 from runtime.launch import init_distributed
 from runtime.microbatch import batch_size_of
+from runtime.program import Program
 
 
 class Deployment:
@@ -67,7 +70,14 @@ class Deployment:
         if loss is not None:
             shared.copy_(loss)
         if dist.get_world_size() > 1:
-            dist.broadcast(shared, self._loss_rank)
+            try:
+                dist.broadcast(shared, self._loss_rank)
+            except RuntimeError as error:
+                raise RankFailureError(
+                    f"rank {self._loss_rank} failed or hangs: rank {dist.get_rank()} waited on it for the loss",
+                    because=[str(error)],
+                    suggestions=[f"read the log of rank {self._loss_rank}"],
+                ) from error
         return shared
 
     def _refuse_other_constants(self, batch: Any) -> None:
@@ -146,6 +156,7 @@ def deploy_plan(
     rank = dist.get_rank()
     refuse_other_world(plan, dist.get_world_size())
     programs, segments = plan_programs(plan), plan_segments(plan)
+    refuse_different_plans(plan, programs)
     mine = frozenset(segment.index for segment in segments.segments if rank in segment.ranks)
     codes = lower(graph, segmentation, device=str(device), only=mine)
     held = {name: kind for code in codes.values() for name, kind in code.held.items()}
@@ -199,6 +210,29 @@ def refuse_other_world(plan: Plan, world_size: int) -> None:
             f"the plan for {plan.model.name} does not fit this launch",
             because=[f"it is made for {plan.world_size} ranks, {world_size} are running"],
             suggestions=[f"start {plan.world_size} processes: {plan.launch_command().splitlines()[0]}"],
+        )
+
+
+def refuse_different_plans(plan: Plan, programs: Sequence[Program]) -> None:
+    """Raise PlanError unless every rank brings the same plan. Collective.
+
+    Ranks that each plan for themselves may differ where a time limit cut their searches short; they would wait for
+    messages that nobody sends.
+    """
+    content = [
+        plan.batch_size,
+        [(stage.devices, stage.ops) for stage in plan.stages],
+        list(map(str, programs)),
+    ]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if others:
+        raise PlanError(
+            f"the ranks bring different plans for {plan.model.name}",
+            because=[f"the plan of rank {rank} is not that of rank 0" for rank in others],
+            suggestions=["plan once, save the plan, and load it on every rank"],
         )
 
 

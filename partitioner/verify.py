@@ -154,7 +154,7 @@ def verify_plan(
             raise ArithmeticError(f"its loss is {expected.loss}, and that agrees with nothing")
     with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
         run = partial(workers.run, world_size=plan.world_size, timeout_seconds=timeout_seconds)
-        found = _compare_ranks(expected, run(run_rank, task))
+        found = _compare_ranks(expected, run(run_rank, task), state)
         differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
         first = first_difference(plan, graph, task, expected, run) if differences else None
     kinds = [c.kind for c in found]
@@ -287,7 +287,9 @@ def _sizes(plan: Plan) -> tuple[int, ...]:
     return microbatch_sizes(min(plan.batch_size, 2 * plan.microbatches + uneven), plan.microbatches)
 
 
-def _compare_ranks(expected: StepResult, actual: list[StepResult]) -> list[Comparison]:
+def _compare_ranks(
+    expected: StepResult, actual: list[StepResult], initial: Mapping[str, Tensor]
+) -> list[Comparison]:
     """Every rank's copy is compared; what no rank holds must not have changed."""
     losses = [result.loss for result in actual if result.loss == result.loss]
     seen: set[str] = set()
@@ -305,8 +307,8 @@ def _compare_ranks(expected: StepResult, actual: list[StepResult]) -> list[Compa
         mine = StepResult(expected.loss, result.gradients, result.parameters, buffers)
         found += [c for c in compare(own, mine, LEARNING_RATE, whole=expected.gradients) if c.kind != "loss"]
     lost = {n: g for n, g in expected.gradients.items() if n not in seen}
-    found += compare(StepResult(expected.loss, lost, {}), StepResult(expected.loss, {}, {}), LEARNING_RATE)[
-        1:
-    ]
+    kept = {n: b for n, b in expected.buffers.items() if n not in seen and n in initial}
+    unheld = StepResult(expected.loss, {}, {}, {n: initial[n] for n in kept})
+    found += compare(StepResult(expected.loss, lost, {}, kept), unheld, LEARNING_RATE)[1:]
     loss = losses[0] if len(losses) == 1 else float("nan")
     return compare(StepResult(expected.loss, {}, {}), StepResult(loss, {}, {}), LEARNING_RATE) + found

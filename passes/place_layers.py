@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cost_models.errors import InfeasibleError, UsageError
@@ -157,6 +157,7 @@ def place_layers(
     deadline = started + limit if limit is not None else float("inf")
     search = prepare(graph, costs, cluster, request)
     results = search.solve(started + 0.5 * (deadline - started))
+    results += _on_one_device(search, deadline)
     searched = time.perf_counter() - started
     log.info("layer search: %d options in %.2f s", len(results), searched)
     judge = _Judge(search, simulate, lower_bound)
@@ -191,6 +192,16 @@ def prepare(graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerReques
     )
 
 
+def _on_one_device(search: LayerSearch, deadline: float) -> list[OptionResult]:
+    """The best unsplit candidates of the plain schedules; none where pins ask for several stages."""
+    if search.pins or search.max_stages == 1:
+        return []
+    plain = [option for option in search.options if option.chunks == 1]
+    one_schedule = [option for option in plain if option.schedule == plain[0].schedule]
+    alone = replace(search, max_stages=1, options=one_schedule, _plans={})
+    return [result for result in alone.solve(deadline) if result.solved]
+
+
 def _accepted_counts(graph: OpGraph, request: LayerRequest) -> list[int]:
     """Micro-batch counts to try: those whose smallest micro-batch the model accepts."""
     least, reason = least_samples(graph)
@@ -219,11 +230,11 @@ def _simulate_until_one_fits(
     """Simulate the best candidates; while all of them overflow, search again as if devices were smaller."""
     tried: list[_Tried] = []
     scale = 1.0
-    deadline = min(deadline, time.perf_counter() + request.simulation_seconds)
+    enough = min(deadline, time.perf_counter() + request.simulation_seconds)
     for _ in range(MEMORY_ROUNDS):
         for solved in _ranked(results, request.simulations):
             best = min((t.seconds for t in tried if t.overflow_bytes <= 0), default=math.inf)
-            if math.isfinite(best) and time.perf_counter() > deadline:
+            if math.isfinite(best) and time.perf_counter() > enough:
                 break
             judged = judge(solved, best)
             if judged is not None:
@@ -244,8 +255,8 @@ def _simulate_until_one_fits(
 
 
 def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
-    """Best first by surrogate, after the best of every schedule that is nearly as good and one cautious
-    split."""
+    """Best first by surrogate, after the best of every schedule that is nearly as good, one cautious split and
+    one on a single device: where messages cost more than they save, only the simulation sees it."""
     solved = sorted((s for r in results for s in r.solved), key=lambda s: s.split.objective_seconds)
     if not solved:
         return []
@@ -256,6 +267,7 @@ def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
             first.setdefault((s.option.schedule, s.option.chunks), s)
     leaders = list(first.values())
     leaders += [s for s in solved if s.cautious and s not in leaders][:1]
+    leaders += [s for s in solved if len(s.ranks) == 1 and s not in leaders][:1]
     return [*leaders, *(s for s in solved if s not in leaders)][:count]
 
 

@@ -53,6 +53,9 @@ class WorkerError(RankFailureError):
 
 def init_distributed(device: torch.device | str, timeout_seconds: float = 30.0) -> Any:
     """The default process group: the existing one, or one over the processes ``torchrun`` started."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if dist.is_initialized():
         return dist.group.WORLD
     missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
@@ -62,10 +65,8 @@ def init_distributed(device: torch.device | str, timeout_seconds: float = 30.0) 
             because=[f"the environment lacks {', '.join(missing)}"],
             suggestions=["start it with torchrun --nproc-per-node=N SCRIPT"],
         )
-    device = torch.device(device)
     timeout = timedelta(seconds=timeout_seconds)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         dist.init_process_group("nccl", timeout=timeout)
     else:
         dist.init_process_group("gloo", timeout=timeout)

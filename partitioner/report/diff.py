@@ -31,7 +31,14 @@ def diff_plans(old: Plan, new: Plan) -> str:
     ]
     lines += _placement_lines(old, new)
     lines += _prediction_lines(old, new)
-    return "\n".join(lines)
+    return "\n".join(lines or _detail_lines(old, new))
+
+
+def _detail_lines(old: Plan, new: Plan) -> list[str]:
+    """Fields that differ although nothing above does. How long the search took is no difference."""
+    ignored = ("certificate", "partitioner_version")
+    fields = [f for f in type(old).model_fields if f not in ignored and getattr(old, f) != getattr(new, f)]
+    return [f"in detail: {', '.join(fields)}"] if fields else []
 
 
 def _placement_lines(old: Plan, new: Plan) -> list[str]:

@@ -194,3 +194,15 @@ def test_the_seed_decides_what_init_fn_draws(pool: WorkerPool) -> None:
     )
     assert torch.equal(first, again)
     assert not torch.isclose(first, other).all()
+
+
+def train_own_plan(plans: list[str]) -> None:
+    train(plans[torch.distributed.get_rank()], "model")
+
+
+def test_ranks_with_different_plans_are_refused(plan: Plan, pool: WorkerPool) -> None:
+    first, *rest = plan.stages
+    other = plan.model_copy(update={"stages": (first.model_copy(update={"ops": first.ops[::-1]}), *rest)})
+    plans = [plan.model_dump_json(), plan.model_dump_json(), other.model_dump_json()]
+    with pytest.raises(WorkerError, match="the plan of rank 2 is not that of rank 0"):
+        pool.run(train_own_plan, plans, world_size=3, timeout_seconds=60.0)
