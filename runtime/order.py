@@ -49,7 +49,7 @@ __all__ = ["TiedGroup", "build_programs", "quick_makespan"]
 TiedGroup: TypeAlias = tuple[tuple[str, ...], tuple[int, ...]]
 """(parameter names, the ranks that hold a copy of each)."""
 
-EARLY_BYTES = 4 * 2**20
+EARLY_BYTES = 256 * 2**10
 """About how much memory a rank may spend, per value, on receives posted more than one compute ahead.
 
 A message whose receive waits for it goes straight out. One that comes first has to ask, and the sender's next free moment
