@@ -157,11 +157,11 @@ def place_layers(
     deadline = started + limit if limit is not None else float("inf")
     search = prepare(graph, costs, cluster, request)
     results = search.solve(started + 0.5 * (deadline - started))
-    results += _on_one_device(search, deadline)
     searched = time.perf_counter() - started
     log.info("layer search: %d options in %.2f s", len(results), searched)
     judge = _Judge(search, simulate, lower_bound)
     tried = _simulate_until_one_fits(search, results, request, judge, deadline)
+    tried += _on_one_device(search, judge, tried, deadline)
     best = min((t for t in tried if t.overflow_bytes <= 0), key=lambda t: t.seconds)
     return LayerResult(
         best.simulated,
@@ -192,14 +192,21 @@ def prepare(graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerReques
     )
 
 
-def _on_one_device(search: LayerSearch, deadline: float) -> list[OptionResult]:
-    """The best unsplit candidates of the plain schedules; none where pins ask for several stages."""
-    if search.pins or search.max_stages == 1:
-        return []
+def _on_one_device(
+    search: LayerSearch, judge: _Judge, tried: Sequence[_Tried], deadline: float
+) -> list[_Tried]:
+    """The best unsplit candidate, if it may win: where messages cost more than they save, only the simulation sees it."""
     plain = [option for option in search.options if option.chunks == 1]
+    if search.pins or not plain or any(len(t.solved.ranks) == 1 for t in tried):
+        return []
     one_schedule = [option for option in plain if option.schedule == plain[0].schedule]
     alone = replace(search, max_stages=1, options=one_schedule, _plans={})
-    return [result for result in alone.solve(deadline) if result.solved]
+    solved = [s for result in alone.solve(deadline) for s in result.solved]
+    if not solved:
+        return []
+    best_seconds = min((t.seconds for t in tried if t.overflow_bytes <= 0), default=math.inf)
+    judged = judge(min(solved, key=lambda s: s.split.objective_seconds), best_seconds)
+    return [] if judged is None else [judged]
 
 
 def _accepted_counts(graph: OpGraph, request: LayerRequest) -> list[int]:
@@ -255,8 +262,8 @@ def _simulate_until_one_fits(
 
 
 def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
-    """Best first by surrogate, after the best of every schedule that is nearly as good, one cautious split and
-    one on a single device: where messages cost more than they save, only the simulation sees it."""
+    """Best first by surrogate, after the best of every schedule that is nearly as good and one cautious
+    split."""
     solved = sorted((s for r in results for s in r.solved), key=lambda s: s.split.objective_seconds)
     if not solved:
         return []
@@ -267,7 +274,6 @@ def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
             first.setdefault((s.option.schedule, s.option.chunks), s)
     leaders = list(first.values())
     leaders += [s for s in solved if s.cautious and s not in leaders][:1]
-    leaders += [s for s in solved if len(s.ranks) == 1 and s not in leaders][:1]
     return [*leaders, *(s for s in solved if s not in leaders)][:count]
 
 
