@@ -11,6 +11,7 @@ Sources
     [TX]    GeForce GTX Titan X (Maxwell, 2015) specification; float64 is 1/32 of float32 (GM200)
     [580]   GeForce GTX 580 (Fermi, 2010) specification with 3 GB; float64 is 1/8 of float32
     [mem]   "total capacity" in PyTorch's own out-of-memory messages for the card
+    [unchecked]  recalled, not looked up nor measured; the first calibration on such a card should replace it
     [PCIe]  PCI-SIG base specifications: 16 lanes, after line coding (8b/10b for 2.0, else 128b/130b)
     [NCCL]  the latency table in NVIDIA/nccl src/graph/tuning.cc, ring, simple protocol: NVLink 3.4 us,
             PCI 5.7 us, network 9.6 us
@@ -68,7 +69,7 @@ DEVICES: Mapping[str, Data] = {
     },
     "H100-80GB": {
         "kind": "cuda",
-        "memory": "79.1GiB",  # [mem]
+        "memory": "79.1GiB",  # [unchecked]
         "memory_reserved": "1GiB",
         "memory_bandwidth": "3350GB/s",  # [H100]
         # [H100]: the sheet's tensor-core numbers are sparse, these are half; float64 on tensor cores (34 without)
@@ -84,7 +85,7 @@ DEVICES: Mapping[str, Data] = {
     },
     "H200-141GB": {
         "kind": "cuda",
-        "memory": "139.8GiB",  # [mem]
+        "memory": "139.8GiB",  # [unchecked]
         "memory_reserved": "1GiB",
         "memory_bandwidth": "4800GB/s",  # [H200]
         # [H200]: the compute of an H100
