@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from partitioner.optimizers import make_optimizer
-from partitioner.verify_rank import VerificationTask, own_state
+from partitioner.verify_rank import VerificationTask, build_rank
 from runtime.alive import AliveBytes
 from runtime.execute import Executor
 
@@ -33,21 +32,7 @@ class RankSteps:
 
 def prepare(number: int, task: VerificationTask) -> None:
     """Build the executor and run one step to warm up."""
-    rank = dist.get_rank()
-    mine = {segment.index for segment in task.segments.segments if rank in segment.ranks}
-    codes = {index: code for index, code in task.codes.items() if index in mine}
-    state = own_state(codes, task.state, task.trainable)
-    executor = Executor(
-        task.programs[rank],
-        codes,
-        task.segments,
-        state,
-        task.batch_spec,
-        timeout_seconds=task.timeout_seconds,
-        programs=task.programs,
-    )
-    parameters = [tensor for tensor in state.values() if isinstance(tensor, nn.Parameter)]
-    optimizer = make_optimizer(task.optimizer, parameters, task.learning_rate)
+    executor, state, optimizer = build_rank(task)
     _ready[number] = (task, executor, state, optimizer)
     _step(number)
 

@@ -39,6 +39,22 @@ def run_rank(task: VerificationTask) -> StepResult:
 
     ``loss`` is nan on ranks that do not compute it.
     """
+    executor, state, optimizer = build_rank(task)
+    try:
+        with float64_by_default():
+            loss = executor.train_step(task.batch, task.microbatches, optimizer)
+    finally:
+        executor.close()
+    return StepResult(
+        loss=float("nan") if loss is None else float(loss),
+        gradients={n: t.grad for n, t in state.items() if isinstance(t, nn.Parameter) and t.grad is not None},
+        parameters={n: t.detach() for n, t in state.items() if isinstance(t, nn.Parameter)},
+        buffers={n: t for n, t in state.items() if not isinstance(t, nn.Parameter)},
+    )
+
+
+def build_rank(task: VerificationTask) -> tuple[Executor, dict[str, Tensor], torch.optim.Optimizer | None]:
+    """This rank's executor, its own copy of the state, and the optimizer over it. Collective."""
     rank = torch.distributed.get_rank()
     mine = {segment.index for segment in task.segments.segments if rank in segment.ranks}
     codes = {index: code for index, code in task.codes.items() if index in mine}
@@ -52,19 +68,8 @@ def run_rank(task: VerificationTask) -> StepResult:
         timeout_seconds=task.timeout_seconds,
         programs=task.programs,
     )
-    try:
-        parameters = [tensor for tensor in state.values() if isinstance(tensor, nn.Parameter)]
-        optimizer = make_optimizer(task.optimizer, parameters, task.learning_rate)
-        with float64_by_default():
-            loss = executor.train_step(task.batch, task.microbatches, optimizer)
-    finally:
-        executor.close()
-    return StepResult(
-        loss=float("nan") if loss is None else float(loss),
-        gradients={n: t.grad for n, t in state.items() if isinstance(t, nn.Parameter) and t.grad is not None},
-        parameters={n: t.detach() for n, t in state.items() if isinstance(t, nn.Parameter)},
-        buffers={n: t for n, t in state.items() if not isinstance(t, nn.Parameter)},
-    )
+    parameters = [tensor for tensor in state.values() if isinstance(tensor, nn.Parameter)]
+    return executor, state, make_optimizer(task.optimizer, parameters, task.learning_rate)
 
 
 def run_rank_with_notes(task: VerificationTask) -> dict[str, list[Note]]:

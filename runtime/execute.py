@@ -11,7 +11,6 @@ communication of the step is over.
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -34,8 +33,6 @@ from runtime.release import releases
 from runtime.segment_code import BatchSpec, SegmentCode
 from runtime.segment_runner import SegmentRunner
 from runtime.setting import Setting, Shared
-
-logger = logging.getLogger("partitioner")
 
 _executors: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Numbers the executors of a process group, alike on all of its ranks."""
