@@ -91,13 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args(arguments)
+    cases = [case for case in plan_cases() if fnmatch.fnmatch(case.name, options.only)]
+    if not cases:
+        names = ", ".join(case.name for case in plan_cases())
+        parser.error(f"--only {options.only!r} matches none of: {names}")
     torch.set_num_threads(1)
     os.environ[VARIABLE] = str(options.calibration or _calibrated())
-    rows = [
-        Row(case, case.plan(ClusterSpec.local(2)))
-        for case in plan_cases()
-        if fnmatch.fnmatch(case.name, options.only)
-    ]
+    rows = [Row(case, case.plan(ClusterSpec.local(2))) for case in cases]
     print(f"predictions rest on: {rows[0].plan.prediction.confidence}")
     load = os.getloadavg()
     with WorkerPool(2) as pool:
