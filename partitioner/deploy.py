@@ -6,111 +6,29 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cost_models.errors import PlanError, RankFailureError, UsageError
+from cost_models.errors import PlanError, UsageError
 from partitioner.api import ModelOrTrace, as_graph
+from partitioner.engine import Engine
+from partitioner.engine_batch import BatchReader
 from partitioner.optimizers import make_optimizer
 from partitioner.plan import Plan
 from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
 from partitioner.workloads import Workload
-from passes.batch import flatten_batch, forward_constants, forward_names
+from passes.graph import OpGraph
 from passes.init_state import materialize
 from passes.lower import lower
+from passes.segment import Segmentation
+from passes.summarize import state_names_of_segments
 from runtime.execute import Executor
 from runtime.launch import init_distributed
-from runtime.microbatch import batch_size_of
 from runtime.program import Program
-
-
-class Deployment:
-    """One rank of a running plan. ``parameters`` holds only what this rank owns, by the model's own names."""
-
-    def __init__(
-        self,
-        plan: Plan,
-        executor: Executor,
-        state: Mapping[str, Tensor],
-        leaf_names: tuple[str, ...],
-        optimizer: torch.optim.Optimizer | None,
-        loss_rank: int,
-        constants_of: Callable[[Any], Mapping[str, object]] = lambda batch: {},
-        constants: Mapping[str, object] | None = None,
-    ) -> None:
-        self.plan = plan
-        self.executor = executor
-        self.optimizer = optimizer
-        self.parameters = {name: t for name, t in state.items() if isinstance(t, nn.Parameter)}
-        self.buffers = {name: t for name, t in state.items() if not isinstance(t, nn.Parameter)}
-        self._leaf_names = leaf_names
-        self._loss_rank = loss_rank
-        self._constants_of, self._constants = constants_of, dict(constants or {})
-
-    def train_step(self, batch: Any) -> Tensor:
-        """One optimizer step on ``batch`` (the whole batch, on every rank). Returns the loss, on every rank."""
-        leaves = flatten_batch(batch, self._leaf_names)
-        self._refuse_other_constants(batch)
-        samples = batch_size_of(leaves, self.executor.batch_spec)
-        if samples != self.plan.batch_size:
-            raise PlanError(
-                f"this batch does not fit the plan for {self.plan.model.name}",
-                because=[f"it has {samples} samples, the plan is made for {self.plan.batch_size} a step"],
-                suggestions=[
-                    f"give batches of {self.plan.batch_size}",
-                    f"plan again with batch_size={samples}",
-                ],
-            )
-        loss = self.executor.train_step(leaves, self.plan.microbatches, self.optimizer)
-        shared = torch.zeros((), dtype=torch.float64, device=self.executor.device)
-        if loss is not None:
-            shared.copy_(loss)
-        if dist.get_world_size() > 1:
-            try:
-                dist.broadcast(shared, self._loss_rank)
-            except RuntimeError as error:
-                raise RankFailureError(
-                    f"rank {self._loss_rank} failed or hangs: rank {dist.get_rank()} waited on it for the loss",
-                    because=[str(error)],
-                    suggestions=[f"read the log of rank {self._loss_rank}"],
-                ) from error
-        return shared
-
-    def _refuse_other_constants(self, batch: Any) -> None:
-        """Raise PlanError where a number (or word, or None) that forward gets is not the one that was traced."""
-        if not self._constants:
-            return
-        given = self._constants_of(batch)
-        changed = [
-            f"{name} is {given[name]!r}, traced with {traced!r}"
-            if name in given
-            else f"{name} is a tensor or not given, traced with {traced!r}"
-            for name, traced in self._constants.items()
-            if name not in given or given[name] != traced
-        ]
-        if changed:
-            raise PlanError(
-                f"this batch does not fit the plan for {self.plan.model.name}",
-                because=changed,
-                suggestions=[
-                    "make it a tensor, if it changes from step to step",
-                    "plan again with this value",
-                ],
-            )
-
-    def close(self) -> None:
-        """Stop this rank's watchers; the process group stays for its owner."""
-        self.executor.close()
-
-    def __enter__(self) -> Deployment:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+from runtime.rank_state import RankState
 
 
 def deploy_plan(
@@ -129,7 +47,7 @@ def deploy_plan(
     seed: int = 0,
     device: str | torch.device | None = None,
     timeout_seconds: float = 30.0,
-) -> Deployment:
+) -> Engine:
     """Build this rank's executor. Collective: every rank of the plan calls it.
 
     ``batch_dims``, ``dynamic_dims``: as :func:`partition` was given them; other open sizes make another model.
@@ -159,17 +77,13 @@ def deploy_plan(
     refuse_different_plans(plan, programs)
     mine = frozenset(segment.index for segment in segments.segments if rank in segment.ranks)
     codes = lower(graph, segmentation, device=str(device), only=mine)
-    held = {name: kind for code in codes.values() for name, kind in code.held.items()}
-    wanted = {name: kind for name, kind in held.items() if kind != "constant"}
-    loaded = materialize(
-        list(wanted), model=module, state_dict=state_dict, init_fn=init_fn, device=device, seed=seed
+    holders = holders_of(graph, segmentation)
+    wanted = [name for name, ranks in holders.items() if rank in ranks]
+    values = materialize(
+        wanted, model=module, state_dict=state_dict, init_fn=init_fn, device=device, seed=seed
     )
-    state: dict[str, Tensor] = {name: c.to(device) for name, c in graph.constants.items()}
-    for name, kind in wanted.items():
-        tensor = loaded[name]  # a copy of its own already
-        is_parameter = kind == "parameter"
-        state[name] = nn.Parameter(tensor, graph.parameters[name].requires_grad) if is_parameter else tensor
-    parameters = [t for t in state.values() if isinstance(t, nn.Parameter) and t.requires_grad]
+    state = rank_state(graph, rank, holders, values, device)
+    parameters = [p for p in state.parameters.values() if p.requires_grad]
     if optimizer is None:
         made = make_optimizer(plan.optimizer_memory, parameters, learning_rate)
     else:
@@ -178,7 +92,7 @@ def deploy_plan(
         programs[rank],
         codes,
         segments,
-        state,
+        state.leaves,
         graph.batch,
         device=device,
         timeout_seconds=timeout_seconds,
@@ -187,20 +101,39 @@ def deploy_plan(
     )
     loss_segment = next(s for s, stage in enumerate(plan.stages) if graph.loss in stage.ops)
     has_loss_fn = loss_fn is not None or (isinstance(model, Workload) and model.loss_fn is not None)
-    constants_of = partial(forward_constants, module, has_loss_fn=has_loss_fn)
     example = (
         model.example_inputs if example_inputs is None and isinstance(model, Workload) else example_inputs
     )
-    return Deployment(
-        plan,
-        executor,
-        state,
-        forward_names(module),
-        made,
-        plan.stages[loss_segment].devices[0],
-        constants_of,
-        constants_of(example),
-    )
+    reader = BatchReader(plan.model.name, module, example, has_loss_fn=has_loss_fn)
+    return Engine(plan, executor, state, reader, made, plan.stages[loss_segment].devices[0])
+
+
+def holders_of(graph: OpGraph, segmentation: Segmentation) -> dict[str, tuple[int, ...]]:
+    """The ranks that hold each parameter and buffer of the model. What no segment reads stays with the first rank."""
+    ranks_of: dict[str, set[int]] = {name: set() for name in (*graph.parameters, *graph.buffers)}
+    for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
+        for name in names:
+            ranks_of[name].update(segmentation.ranks[segment])
+    first = min(rank for ranks in segmentation.ranks for rank in ranks)
+    return {name: tuple(sorted(ranks)) or (first,) for name, ranks in ranks_of.items()}
+
+
+def rank_state(
+    graph: OpGraph,
+    rank: int,
+    holders: Mapping[str, tuple[int, ...]],
+    values: Mapping[str, Tensor],
+    device: torch.device,
+) -> RankState:
+    """This rank's tensors. ``values``: copies of its own for every name that it holds."""
+    parameters = {
+        name: nn.Parameter(values[name], graph.parameters[name].requires_grad)
+        for name in graph.parameters
+        if name in values
+    }
+    buffers = {name: values[name] for name in graph.buffers if name in values}
+    constants = {name: constant.to(device) for name, constant in graph.constants.items()}
+    return RankState(rank, {**constants, **parameters, **buffers}, parameters, buffers, holders)
 
 
 def refuse_other_world(plan: Plan, world_size: int) -> None:

@@ -32,7 +32,7 @@ from passes.cheap import recomputed_ops
 from passes.compile import Compiled
 from passes.graph import OpGraph
 from passes.place_layers import LayerRequest, RunnerUp
-from passes.summarize import parameters_of_segments
+from passes.summarize import state_names_of_segments
 from runtime.program import Backward, BackwardWeight, Forward, Program
 
 NOT_CONSIDERED = (
@@ -146,7 +146,7 @@ def _stages(graph: OpGraph, compiled: Compiled) -> tuple[Stage, ...]:
         node.name: placement.stage_of[node.name] for node in graph.ops if node.name in placement.stage_of
     }
     modules = modules_of_stages(paths, ordered, len(placement.ranks))
-    names = parameters_of_segments(graph, realized.segmentation)
+    names = state_names_of_segments(graph, realized.segmentation)
     flying = _in_flight(realized.programs, len(placement.ranks))
     ops: list[list[str]] = [[] for _ in placement.ranks]
     for name, stage in ordered.items():

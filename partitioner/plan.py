@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from partitioner.api import ModelOrTrace
-    from partitioner.deploy import Deployment
+    from partitioner.engine import Engine
     from partitioner.verify import VerifyReport
     from runtime.simulate import Simulation
 
@@ -242,7 +242,7 @@ class Plan(_Record):
 
         return verify_plan(self, model, **options)
 
-    def deploy(self, model: ModelOrTrace, **options: Any) -> Deployment:
+    def deploy(self, model: ModelOrTrace, **options: Any) -> Engine:
         """This rank's share, ready for ``train_step``; under torchrun, called on every rank."""
         from partitioner.deploy import deploy_plan
 

@@ -98,7 +98,7 @@ def _segments_with_backward(
     return frozenset(found)
 
 
-def parameters_of_segments(graph: OpGraph, segmentation: Segmentation) -> tuple[frozenset[str], ...]:
+def state_names_of_segments(graph: OpGraph, segmentation: Segmentation) -> tuple[frozenset[str], ...]:
     """Canonical names of the parameters and buffers that each segment reads or writes."""
     names: list[set[str]] = [set() for _ in segmentation.ranks]
     through: dict[str, set[str]] = {}
@@ -123,7 +123,7 @@ def trained_tensors(graph: OpGraph, segmentation: Segmentation, world_size: int)
     """How many parameters the optimizer steps on each rank."""
     node_of = {i.name: i.node for i in graph.inputs if i.kind == "parameter"}
     names: list[set[str]] = [set() for _ in range(world_size)]
-    for segment, found in enumerate(parameters_of_segments(graph, segmentation)):
+    for segment, found in enumerate(state_names_of_segments(graph, segmentation)):
         for rank in segmentation.ranks[segment]:
             names[rank] |= {name for name in found if node_of.get(name) in graph.needs_grad}
     return tuple(map(len, names))
@@ -132,7 +132,7 @@ def trained_tensors(graph: OpGraph, segmentation: Segmentation, world_size: int)
 def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, ...]:
     """Which gradients must be summed across ranks. One group per distinct set of ranks."""
     ranks_of: dict[str, set[int]] = defaultdict(set)
-    for segment, names in enumerate(parameters_of_segments(graph, segmentation)):
+    for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
         for name in names:
             ranks_of[name].update(segmentation.ranks[segment])
     node_of = {i.name: i.node for i in graph.inputs if i.kind == "parameter"}
@@ -149,7 +149,7 @@ def state_of_ranks(
 ) -> tuple[StateBytes, ...]:
     """Bytes of parameters, gradients and optimizer state on each rank; buffers count as parameters that do not train."""
     names: list[set[str]] = [set() for _ in range(world_size)]
-    for segment, found in enumerate(parameters_of_segments(graph, segmentation)):
+    for segment, found in enumerate(state_names_of_segments(graph, segmentation)):
         for rank in segmentation.ranks[segment]:
             names[rank] |= found
     node_of = {i.name: i.node for i in graph.inputs if i.kind in ("parameter", "buffer")}
