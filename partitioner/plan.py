@@ -244,7 +244,7 @@ class Plan(_Record):
 
     def deploy(self, model: ModelOrTrace, **options: Any) -> Engine:
         """This rank's share, ready for ``train_step``; under torchrun, called on every rank."""
-        from partitioner.deploy import deploy_plan
+        from partitioner.deployment.deploy_plan import deploy_plan
 
         return deploy_plan(self, model, **options)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError
 from partitioner import Plan, Workload, partition, trace
-from partitioner.deploy import refuse_other_world
+from partitioner.deployment.deploy_plan import refuse_other_world
 from partitioner.describe import MOST_RUNNER_UPS, distinct_runner_ups
 from partitioner.rebuild import refuse_other_model
 from passes.place_layers import RunnerUp

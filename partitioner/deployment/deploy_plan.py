@@ -14,21 +14,18 @@ from torch import Tensor, nn
 
 from cost_models.errors import PlanError, UsageError
 from partitioner.api import ModelOrTrace, as_graph
+from partitioner.deployment.state import holders_of, rank_state
 from partitioner.engine import Engine
 from partitioner.engine_batch import BatchReader
 from partitioner.optimizers import make_optimizer
 from partitioner.plan import Plan
 from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
 from partitioner.workloads import Workload
-from passes.graph import OpGraph
 from passes.init_state import materialize
 from passes.lower import lower
-from passes.segment import Segmentation
-from passes.summarize import state_names_of_segments
 from runtime.execute import Executor
 from runtime.launch import init_distributed
 from runtime.program import Program
-from runtime.rank_state import RankState
 
 
 def deploy_plan(
@@ -106,34 +103,6 @@ def deploy_plan(
     )
     reader = BatchReader(plan.model.name, module, example, has_loss_fn=has_loss_fn)
     return Engine(plan, executor, state, reader, made, plan.stages[loss_segment].devices[0])
-
-
-def holders_of(graph: OpGraph, segmentation: Segmentation) -> dict[str, tuple[int, ...]]:
-    """The ranks that hold each parameter and buffer of the model. What no segment reads stays with the first rank."""
-    ranks_of: dict[str, set[int]] = {name: set() for name in (*graph.parameters, *graph.buffers)}
-    for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
-        for name in names:
-            ranks_of[name].update(segmentation.ranks[segment])
-    first = min(rank for ranks in segmentation.ranks for rank in ranks)
-    return {name: tuple(sorted(ranks)) or (first,) for name, ranks in ranks_of.items()}
-
-
-def rank_state(
-    graph: OpGraph,
-    rank: int,
-    holders: Mapping[str, tuple[int, ...]],
-    values: Mapping[str, Tensor],
-    device: torch.device,
-) -> RankState:
-    """This rank's tensors. ``values``: copies of its own for every name that it holds."""
-    parameters = {
-        name: nn.Parameter(values[name], graph.parameters[name].requires_grad)
-        for name in graph.parameters
-        if name in values
-    }
-    buffers = {name: values[name] for name in graph.buffers if name in values}
-    constants = {name: constant.to(device) for name, constant in graph.constants.items()}
-    return RankState(rank, {**constants, **parameters, **buffers}, parameters, buffers, holders)
 
 
 def refuse_other_world(plan: Plan, world_size: int) -> None:
