@@ -109,21 +109,28 @@ class _Search:
         return self._result(min((interval[0] for interval in intervals), default=math.inf))
 
     def _start(self) -> list[tuple[float, float, float, float]]:
-        """First intervals (bound, lo, hi, f(hi) or less), once a feasible bottleneck is found by growing T.
+        """First intervals (bound, lo, hi, f(hi) or less).
 
-        Then the largest T worth looking at is known, and f there bounds f everywhere below it.
+        The largest bottleneck that the caller cares about comes first: if nothing fits below it, as in most options
+        where memory is short, one program has proved it. Then T grows until something fits, which says up to where
+        T is worth looking at, and f there bounds f everywhere below it.
         """
         floor = float(self.problem.seconds.min(axis=0).sum())  # of f(T), for every T
-        lo, top = self.program.range()
-        guess = lo
-        while self._at(guess) is None:
-            if guess >= top:
-                return []
-            lo, guess = guess, min(guess * 1.25, top)
+        guess, top = self.program.range()
         solved = self._at(min(top, self._last_useful(floor)))
-        if solved is None:  # nothing below the largest useful bottleneck fits: what was found is the best
+        if solved is None:
             return []
-        return [(self._bound(solved[0], lo), lo, max(lo, solved[1]), solved[0])]
+        below, hi = solved
+        lo = guess
+        while guess < hi and self._at(guess) is None:
+            lo, guess = guess, guess * 1.25
+        useful = self._last_useful(below)
+        if useful < hi:
+            solved = self._at(useful)
+            if solved is None:  # nothing below the largest useful bottleneck fits: what was found is the best
+                return []
+            below, hi = solved
+        return [(self._bound(below, lo), lo, max(lo, hi), below)]
 
     def _result(self, remaining: float) -> DpResult:
         self._other_stage_counts()

@@ -270,11 +270,7 @@ def fullest_moments(option: Option, devices: int, stages: int) -> tuple[tuple[He
     found: list[tuple[Held, ...]] = []
     for place in schedule.positions(stages, devices):
         chunk = seen[place] = seen.get(place, -1) + 1
-        moments = schedule.moments(place, devices, option.chunks, option.microbatches)
-        own = {moment[chunk] for moment in moments}
-        found.append(
-            tuple(sorted(a for a in own if not any(a != b and a[0] <= b[0] and a[1] <= b[1] for b in own)))
-        )
+        found.append(schedule.corners(place, devices, option.chunks, option.microbatches)[chunk])
     return tuple(reversed(found))
 
 

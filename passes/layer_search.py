@@ -179,6 +179,8 @@ class LayerSearch:
                 solved.append(Solved(option, space, problem, shifted, ranks))
             bound, optimal = min(bound, result.bound_seconds), optimal and result.optimal
         solved.sort(key=lambda s: s.split.objective_seconds)
+        # a run of devices may be as good or better elsewhere than where the program puts it
+        bound = min([bound, *(s.split.objective_seconds for s in solved)])
         return OptionResult(option, tuple(solved[:KEEP]), max(bound, floor), True, optimal)
 
     def _solve_problem(self, space: Space, problem: LayerProblem, deadline: float, cutoff: float) -> DpResult:

@@ -51,6 +51,7 @@ _ALL: tuple[Schedule, ...] = (
         splits_backward=False,
         chunks=1,
         generate=one_f_one_b,
+        settles="always",
     ),
     PipelineSchedule(
         name="interleaved",
@@ -60,6 +61,7 @@ _ALL: tuple[Schedule, ...] = (
         chunks=None,
         minimum_chunks=2,
         generate=interleaved,
+        settles="in groups",
     ),
     PipelineSchedule(
         name="zb-h1",
@@ -68,6 +70,7 @@ _ALL: tuple[Schedule, ...] = (
         splits_backward=True,
         chunks=1,
         generate=zb_h1,
+        settles="always",
     ),
     PipelineSchedule(
         name="zb-h2",
@@ -76,6 +79,7 @@ _ALL: tuple[Schedule, ...] = (
         splits_backward=True,
         chunks=1,
         generate=zb_h2,
+        settles="always",
     ),
     PipelineSchedule(
         name="zb-v",
@@ -85,6 +89,7 @@ _ALL: tuple[Schedule, ...] = (
         chunks=2,
         folded=True,
         generate=zb_v,
+        settles="always",
     ),
     ListSchedule(
         name="list",

@@ -56,6 +56,39 @@ def _dominates(one: Moment, other: Moment) -> bool:
     return all(a[0] >= b[0] and a[1] >= b[1] for a, b in zip(one, other, strict=True))
 
 
+def chunk_corners(steps: Iterable[Step], chunks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Per chunk, looked at alone: the few (whole, weights left) at which it may hold the most.
+
+    ``whole·a + weights·b`` with a, b >= 0 is largest at a corner of the counts' convex hull, whatever a and b are.
+    """
+    whole, weights = [0] * chunks, [0] * chunks
+    seen: list[set[tuple[int, int]]] = [set() for _ in range(chunks)]
+    for kind, chunk, _ in steps:
+        more_whole, more_weights = _CHANGE[kind]
+        whole[chunk] += more_whole
+        weights[chunk] += more_weights
+        if more_whole > 0 or more_weights > 0:
+            seen[chunk].add((whole[chunk], weights[chunk]))
+    return tuple(_corners(points) for points in seen)
+
+
+def _corners(points: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The upper right of the convex hull, by falling x and rising y."""
+    hull: list[tuple[int, int]] = []
+    for x, y in sorted(points, reverse=True):
+        if hull and y <= hull[-1][1]:
+            continue
+        while len(hull) > 1 and _right_of(hull[-2], hull[-1], (x, y)) <= 0:
+            hull.pop()
+        hull.append((x, y))
+    return tuple(hull)
+
+
+def _right_of(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> int:
+    """Positive if ``b`` lies beyond the line from ``a`` up to ``c``, seen from the origin."""
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+
+
 def held_microbatches(steps: Iterable[Step], chunks: int) -> tuple[int, ...]:
     """Per chunk, the most micro-batches at once whose forward is done and last backward half is not."""
     now = [0] * chunks

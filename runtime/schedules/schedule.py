@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from cost_models.errors import UsageError
 from runtime.program import (
@@ -17,7 +17,7 @@ from runtime.program import (
     Forward,
     SegmentGraph,
 )
-from runtime.schedules.held import Kind, Moment, Step, fullest_moments, held_microbatches
+from runtime.schedules.held import Kind, Moment, Step, chunk_corners, fullest_moments, held_microbatches
 
 TransferSeconds: TypeAlias = Callable[[int, int, int], float]
 """(source rank, target rank, bytes) -> seconds"""
@@ -79,11 +79,21 @@ class Schedule:
         A split backward is done with its weight half. Exact, but per chunk: chunks need not peak together,
         and a micro-batch that waits for its weight half holds less. ``moments`` has both.
         """
-        return _in_flight(self, position, ranks, chunks, microbatches)
+        return _in_flight(self, position, ranks, chunks, self.settled(ranks, microbatches))
 
     def moments(self, position: int, ranks: int, chunks: int, microbatches: int) -> tuple[Moment, ...]:
         """The moments at which the rank may hold the most; ``peak_bytes`` turns them into bytes. Exact."""
-        return _moments(self, position, ranks, chunks, microbatches)
+        return fullest_moments(self.steps(position, ranks, chunks, microbatches), chunks)
+
+    def corners(
+        self, position: int, ranks: int, chunks: int, microbatches: int
+    ) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Per chunk of the rank, looked at alone, the (whole, weights left) at which it may hold the most."""
+        return _corners(self, position, ranks, chunks, self.settled(ranks, microbatches))
+
+    def settled(self, ranks: int, microbatches: int) -> int:
+        """A number of micro-batches, as small as is known, with which every rank holds as many at once."""
+        return microbatches
 
     def steps(self, position: int, ranks: int, chunks: int, microbatches: int) -> Sequence[Step]:
         """What the rank at ``position`` does, in order, on a chain of equal stages."""
@@ -111,6 +121,12 @@ class PipelineSchedule(Schedule):
 
     generate: Callable[[int, int, int, int], list[Step]] = lambda position, ranks, chunks, microbatches: []
     """(position, ranks, chunks, microbatches) -> steps of that rank"""
+    settles: Literal["never", "always", "in groups"] = "never"
+    """Whether more than 2p micro-batches only repeat what p ranks do; "in groups": where p divides their number."""
+
+    def settled(self, ranks: int, microbatches: int) -> int:
+        repeats = self.settles == "always" or (self.settles == "in groups" and microbatches % ranks == 0)
+        return min(microbatches, 2 * ranks) if repeats else microbatches
 
     def steps(self, position: int, ranks: int, chunks: int, microbatches: int) -> Sequence[Step]:
         return self.generate(position, ranks, chunks, microbatches)
@@ -172,7 +188,7 @@ def _in_flight(
 
 
 @lru_cache(maxsize=65536)
-def _moments(
+def _corners(
     schedule: Schedule, position: int, ranks: int, chunks: int, microbatches: int
-) -> tuple[Moment, ...]:
-    return fullest_moments(schedule.steps(position, ranks, chunks, microbatches), chunks)
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    return chunk_corners(schedule.steps(position, ranks, chunks, microbatches), chunks)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from passes.layer_dp import solve_dp
@@ -38,6 +39,21 @@ def test_dp_equals_exhaustive_search(problem: LayerProblem) -> None:
     for split in result.splits:
         assert violations(problem, split) == []
     assert len({(s.stage_of, s.kinds) for s in result.splits}) == len(result.splits)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems)
+def test_that_nothing_fits_below_the_cutoff_takes_one_program(problem: LayerProblem) -> None:
+    free = replace(problem, pins={})
+    if solve_dp(free, keep=1).best is None:
+        assert solve_dp(free).thresholds <= 1
+    cutoff = 0.5 * free.fill * float(free.seconds.min(axis=0).sum())
+    assume(free.bottleneck_weight > 0)
+    result = solve_dp(free, cutoff_seconds=cutoff)
+    assert result.splits == ()
+    assert result.optimal
+    assert result.thresholds <= 1
+    assert result.bound_seconds >= cutoff
 
 
 @settings(max_examples=110, deadline=None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from itertools import product
 
 import pytest
 
 from runtime.program import Backward, SegmentCost
 from runtime.schedules import SCHEDULES, peak_bytes, peak_saved_bytes
+from runtime.schedules.held import Step, chunk_corners, held_microbatches
 from tests.unit.runtime.schedule_tools import chain, clock, ordered
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 3), (3, 3), (4, 4), (4, 8), (4, 9), (5, 13), (8, 8), (8, 20)]
@@ -70,6 +72,58 @@ def test_microbatches_in_flight(p: int, m: int) -> None:
         assert _held("zb-v", i, p, 2, m) <= min(2 * m, 2 * p)
         if m >= 2 * p - 1:
             assert _held("zb-v", i, p, 2, m) == 2 * p
+
+
+COUNTS = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("zb-h1", 1),
+    ("zb-h2", 1),
+    ("zb-v", 2),
+    ("interleaved", 2),
+    ("interleaved", 3),
+]
+
+
+@pytest.mark.parametrize(("name", "v"), COUNTS)
+def test_counts_of_many_microbatches_are_those_of_the_order_itself(name: str, v: int) -> None:
+    # beyond 2p micro-batches most orders only repeat, and are counted at 2p: here at the real number
+    schedule = SCHEDULES[name]
+    for p in (1, 2, 3, 5):
+        for m in sorted({1, 2, p, 2 * p - 1, 2 * p, 2 * p + 1, 3 * p, 4 * p, 5 * p + 2, 6 * p}):
+            for i in range(p):
+                steps = schedule.steps(i, p, v, m)
+                assert schedule.in_flight(i, p, v, m) == held_microbatches(steps, v)
+                assert schedule.corners(i, p, v, m) == chunk_corners(steps, v)
+
+
+@pytest.mark.parametrize(("name", "v"), COUNTS)
+def test_a_chunk_is_fullest_at_a_corner_however_its_counts_are_weighed(name: str, v: int) -> None:
+    p, weights = 5, [(1, 0), (0, 1), (1, 1), (3, 2), (2, 3), (7, 1), (1, 7), (5, 4)]
+    for m in (1, 4, 9, 10, 15):
+        for i in range(p):
+            moments, corners = SCHEDULES[name].moments(i, p, v, m), SCHEDULES[name].corners(i, p, v, m)
+            for c, (a, b) in product(range(v), weights):
+                exact = max(a * moment[c][0] + b * moment[c][1] for moment in moments)
+                assert max(a * whole + b * left for whole, left in corners[c]) == exact
+                assert set(corners[c]) <= {moment[c] for moment in moments}
+
+
+def test_corners_leave_out_what_lies_on_or_below_their_connecting_lines() -> None:
+    assert SCHEDULES["zb-h1"].corners(5, 8, 1, 64) == (((3, 5), (2, 6)),)
+    assert SCHEDULES["1f1b"].corners(1, 4, 1, 64) == (((3, 0),),)
+    forward: Step = ("F", 0, 0)
+    half: Step = ("I", 0, 0)
+    one_line: list[Step] = [
+        forward,
+        forward,
+        forward,
+        forward,
+        half,
+        half,
+        half,
+    ]  # (4, 0) (3, 1) (2, 2) (1, 3)
+    assert chunk_corners(one_line, 1) == (((4, 0), (1, 3)),)
 
 
 @pytest.mark.parametrize("v", [2, 3])
