@@ -20,7 +20,7 @@ from cost_models.errors import InfeasibleError, UsageError
 from passes.certificate import Certificate, relative_gap
 from passes.graph import OpGraph
 from passes.layer_model import Costs, LayerModel, read_model, spaces
-from passes.layer_options import Cluster, device_table, microbatch_counts, options
+from passes.layer_options import Cluster, Option, device_table, microbatch_counts, options
 from passes.layer_pins import resolve_pins
 from passes.layer_problem import Split
 from passes.layer_search import LayerSearch, OptionResult, Solved, busiest_seconds
@@ -31,8 +31,11 @@ log = logging.getLogger("partitioner")
 
 OBJECTIVE = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * largest"
 MEMORY_ROUNDS = 4
-"""Searches repeated with less memory when everything simulated overflows: the surrogate's memory is an
-estimate."""
+"""Searches with less memory each, while what is simulated overflows: the surrogate's memory is an estimate."""
+ANOTHER_SEARCH = 1.01
+"""How much slower than one that overflows the best that fits must be for another search."""
+ROOM_LEFT = 0.995
+"""How full that search may make a device, if the estimate is as far off as it was where it overflowed."""
 ONE_OF_EACH = 1.25
 """Every schedule whose best surrogate is within this factor of the best of all is simulated at least once."""
 
@@ -117,15 +120,20 @@ class _Tried:
 
 @dataclass
 class _Judge:
-    """Simulates what may still win, and remembers by which bound the others cannot."""
+    """Simulates what may still win, each split once, and remembers by which bound the others cannot."""
 
     search: LayerSearch
     simulate: Callable[[LayerCandidate], SimulatedCandidate]
     lower_bound: Callable[[LayerCandidate], float] | None
     bounded: list[tuple[Solved, float]] = field(default_factory=list)
+    _seen: set[tuple[object, ...]] = field(default_factory=set)
 
     def __call__(self, solved: Solved, best_seconds: float) -> _Tried | None:
-        """The candidate simulated; None if it cannot beat ``best_seconds``, whatever its simulation says."""
+        """The candidate simulated; None if it cannot beat ``best_seconds`` or was judged before."""
+        key = (solved.option, solved.ranks, solved.space.name, solved.split.stage_of)
+        if key in self._seen:
+            return None
+        self._seen.add(key)
         candidate = _candidate(self.search.model, solved)
         bound = busiest_seconds(self.search, solved)
         if self.lower_bound is not None and bound < best_seconds < math.inf:
@@ -204,8 +212,7 @@ def _on_one_device(
     solved = [s for result in alone.solve(deadline) for s in result.solved]
     if not solved:
         return []
-    best_seconds = min((t.seconds for t in tried if t.overflow_bytes <= 0), default=math.inf)
-    judged = judge(min(solved, key=lambda s: s.split.objective_seconds), best_seconds)
+    judged = judge(min(solved, key=lambda s: s.split.objective_seconds), _fastest_that_fits(tried))
     return [] if judged is None else [judged]
 
 
@@ -234,31 +241,50 @@ def _simulate_until_one_fits(
     judge: _Judge,
     deadline: float,
 ) -> list[_Tried]:
-    """Simulate the best candidates; while all of them overflow, search again as if devices were smaller."""
+    """Simulate the best candidates; if the fast ones overflow, search again as if devices were smaller.
+
+    The splits of one option are much alike: after one that overflows, its others wait until nothing else fits.
+    """
     tried: list[_Tried] = []
+    waiting: list[Solved] = []
     scale = 1.0
     enough = min(deadline, time.perf_counter() + request.simulation_seconds)
     for _ in range(MEMORY_ROUNDS):
+        overflowing: dict[Option, _Tried] = {}
         for solved in _ranked(results, request.simulations):
-            best = min((t.seconds for t in tried if t.overflow_bytes <= 0), default=math.inf)
-            if math.isfinite(best) and time.perf_counter() > enough:
+            best_seconds = _fastest_that_fits(tried)
+            if math.isfinite(best_seconds) and time.perf_counter() > enough:
                 break
-            judged = judge(solved, best)
+            if solved.option in overflowing:
+                waiting.append(solved)
+                continue
+            judged = judge(solved, best_seconds)
             if judged is not None:
                 tried.append(judged)
-        if not tried or any(t.overflow_bytes <= 0 for t in tried):
+                if judged.overflow_bytes > 0:
+                    overflowing[solved.option] = judged
+        best_seconds = _fastest_that_fits(tried)
+        missed = [t for t in overflowing.values() if t.seconds * ANOTHER_SEARCH < best_seconds]
+        if not missed or (math.isfinite(best_seconds) and time.perf_counter() > enough):
             break
-        least = min(tried, key=lambda t: t.overflow_bytes)
-        scale *= 0.98 / _fullest(search, least.simulated)
-        log.info(
-            "every simulated candidate overflows; searching again with %.0f%% of the memory", 100 * scale
-        )
+        least = min(missed, key=lambda t: t.overflow_bytes)
+        scale = ROOM_LEFT * _estimated_share(search, least)
+        log.info("the fastest candidates overflow; searching again with %.0f%% of the memory", 100 * scale)
         results = search.solve(deadline, scale)
         if not any(result.solved for result in results):
             break
-    if not any(t.overflow_bytes <= 0 for t in tried):
+    for solved in waiting:
+        if math.isfinite(_fastest_that_fits(tried)):
+            break
+        tried += [judged for judged in [judge(solved, math.inf)] if judged is not None]
+    if math.isinf(_fastest_that_fits(tried)):
         raise _overflowing(search, tried, request, scale)
     return tried
+
+
+def _fastest_that_fits(tried: Sequence[_Tried]) -> float:
+    """Simulated seconds; infinite if none fits."""
+    return min((t.seconds for t in tried if t.overflow_bytes <= 0), default=math.inf)
 
 
 def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
@@ -296,12 +322,23 @@ def _overflow_bytes(search: LayerSearch, simulated: SimulatedCandidate) -> int:
     )
 
 
-def _fullest(search: LayerSearch, simulated: SimulatedCandidate) -> float:
-    """Largest peak / memory of any device."""
-    devices = search.cluster.devices
-    return max(
-        peak / device.memory_bytes for peak, device in zip(simulated.peak_memory_bytes, devices, strict=True)
+def _estimated_bytes(search: LayerSearch, solved: Solved) -> list[float]:
+    """What the surrogate thinks that each rank holds."""
+    held = [0.0] * len(search.cluster.devices)
+    for rank, size in zip(solved.ranks, solved.split.memory_bytes, strict=True):
+        held[rank] += size
+    return held
+
+
+def _estimated_share(search: LayerSearch, tried: _Tried) -> float:
+    """Estimated / simulated bytes, the least of all devices that overflow."""
+    ranks = zip(
+        _estimated_bytes(search, tried.solved),
+        tried.simulated.peak_memory_bytes,
+        search.cluster.devices,
+        strict=True,
     )
+    return min(held / peak for held, peak, device in ranks if peak > device.memory_bytes)
 
 
 def _overflowing(
@@ -330,12 +367,10 @@ def _runner_ups(
             peak_bytes = max(t.simulated.peak_memory_bytes)
             found.append(RunnerUp(t.simulated.candidate.description, feasible, reason, t.seconds, peak_bytes))
     for solved, seconds in bounded:
-        held = [0.0] * len(search.cluster.devices)
-        for rank, size in zip(solved.ranks, solved.split.memory_bytes, strict=True):
-            held[rank] += size
         description = _candidate(search.model, solved).description
         reason = f"at least {slower(seconds)}"
-        found.append(RunnerUp(description, True, reason, seconds, round(max(held))))
+        peak_bytes = round(max(_estimated_bytes(search, solved)))
+        found.append(RunnerUp(description, True, reason, seconds, peak_bytes))
     return tuple(sorted(found, key=lambda runner_up: runner_up.step_seconds))
 
 

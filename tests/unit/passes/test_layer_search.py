@@ -4,6 +4,7 @@ certificate."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -139,6 +140,29 @@ def test_simulated_overflow_leads_to_another_search() -> None:
     doubled = _place(schedule="gpipe", microbatches=16, memory=(16_000, BIG), memory_factor=2.0)
     assert doubled.best.peak_memory_bytes[0] <= 16_000
     assert min(_linears(doubled)) < min(_linears(first))
+
+
+def test_a_slow_plan_that_fits_does_not_end_the_search_for_fast_ones() -> None:
+    # 16 micro-batches are the fastest and overflow by 1% where they are split evenly; 8 fit, 6% slower
+    graph = toy_graph(64)
+    costs = ToyCosts(graph)
+    request = LayerRequest(batch_size=16, schedule="gpipe")
+    roomy = toy_cluster((1.0, 1.0), (BIG, BIG))
+    best = place_layers(graph, costs, roomy, request, ToySimulator(graph, costs, roomy, 16)).best
+    cluster = toy_cluster((1.0, 1.0), (round(1.03 * best.peak_memory_bytes[0]), BIG))
+    judge = ToySimulator(graph, costs, cluster, 16)
+
+    def simulate(candidate: LayerCandidate) -> SimulatedCandidate:
+        found = judge(candidate)
+        factor = 1.04 if candidate.microbatches == 16 else 1.0
+        return replace(found, peak_memory_bytes=[int(factor * peak) for peak in found.peak_memory_bytes])
+
+    found = place_layers(graph, costs, cluster, request, simulate)
+    assert found.best.candidate.microbatches == 16
+    assert best.step_seconds < found.best.step_seconds < 1.03 * best.step_seconds
+    slower = [r for r in found.runner_ups if r.feasible and "8 micro-batches" in r.description]
+    assert slower
+    assert sum(not r.feasible for r in found.runner_ups) == 1  # and no split is simulated twice
 
 
 def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
