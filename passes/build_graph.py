@@ -203,8 +203,8 @@ def _outputs(
             "some outputs of the model are constants", constant, ["return tensors that are computed"]
         )
     described = [
-        GraphOutput(value.name, "loss" if record.has_loss and index == 0 else "output", name)
-        for index, (name, value) in enumerate(zip(record.names, values, strict=True))
+        GraphOutput(value.name, kind, name)
+        for name, kind, value in zip(record.names, record.kinds, values, strict=True)
     ]
     nodes = {n.name: n for n in graph.nodes}
     described += [GraphOutput(name, "buffer", buffer) for buffer, name in written.items()]

@@ -1,11 +1,11 @@
-"""One module of model and loss, exported: flat tensors in, ``(loss, outputs...)`` out."""
+"""One module of model and loss, exported: flat tensors in, ``(loss, metrics..., outputs...)`` out."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,8 @@ from torch.export import Dim, ExportedProgram
 from cost_models.errors import ModelError
 from passes.batch import flatten_batch, forward_arguments, map_tensors
 
-LossFunction: TypeAlias = Callable[[Any, Any], Tensor]
+LossFunction: TypeAlias = Callable[[Any, Any], Any]
+"""``loss_fn(output, batch)`` returns the loss, or ``(loss, {"name": metric})``: see ``checked_loss``."""
 
 
 @dataclass
@@ -27,7 +28,8 @@ class OutputRecord:
     """
 
     names: tuple[str, ...] = ()
-    has_loss: bool = False
+    kinds: tuple[Literal["loss", "metric", "output"], ...] = ()
+    """What each of ``names`` is."""
     changed: tuple[str, ...] = ()
     """Python numbers of modules that forward changed, as "name: before -> after": a graph keeps the first."""
 
@@ -35,8 +37,8 @@ class OutputRecord:
 class ModelWithLoss(nn.Module):
     """Calls ``model`` on the batch rebuilt from its leaves, and the loss on top.
 
-    ``forward`` returns ``(loss,)`` when training, else ``(loss if there is one, *outputs)``; ``record``
-    tells what they are once it ran.
+    ``forward`` returns ``(loss, *metrics)`` when training, else ``(loss if there is one, *metrics, *outputs)``;
+    ``record`` tells what they are once it ran.
     """
 
     def __init__(self, model: nn.Module, batch: object, loss_fn: LossFunction | None, training: bool) -> None:
@@ -61,17 +63,18 @@ class ModelWithLoss(nn.Module):
             for name, value in before.items()
             if name in after and type(after[name]) is type(value) and after[name] != value
         )
-        if self.loss_fn is not None:
-            loss: Tensor | None = checked_loss(self.loss_fn(output, batch), "loss_fn")
-        else:
-            loss = loss_of(output, required=not self._with_outputs)
-        found = {"loss": loss} if loss is not None else {}
+        loss, metrics = loss_and_metrics(output, batch, self.loss_fn, required=not self._with_outputs)
+        found: list[tuple[Literal["loss", "metric", "output"], str, Tensor]] = []
+        if loss is not None:
+            found.append(("loss", "loss", loss))
+        # Cut off from autograd, so that nothing is kept for a backward that never comes.
+        found += [("metric", name, metric.detach()) for name, metric in metrics.items()]
         if self._with_outputs:
             named = _named_outputs(output).items()
-            found |= {name: tensor for name, tensor in named if tensor is not loss}
-        self.record.names = tuple(found)
-        self.record.has_loss = loss is not None
-        return tuple(found.values())
+            found += [("output", name, tensor) for name, tensor in named if tensor is not loss]
+        self.record.kinds = tuple(kind for kind, _, _ in found)
+        self.record.names = tuple(name for _, name, _ in found)
+        return tuple(tensor for _, _, tensor in found)
 
 
 def _python_numbers(model: nn.Module) -> dict[str, int | float]:
@@ -123,8 +126,51 @@ def _named_outputs(output: object) -> dict[str, Tensor]:
     return {name.replace("batch.", "output.", 1): t for name, t in flatten_batch(output).items()}
 
 
+def loss_and_metrics(
+    output: object, batch: Any, loss_fn: LossFunction | None, *, required: bool = True
+) -> tuple[Tensor | None, Mapping[str, Tensor]]:
+    """The loss of what a model returned, and the metrics beside it by name (without ``loss_fn`` there are none).
+
+    The loss is None only where it is not ``required`` and the model's own output has none.
+    """
+    if loss_fn is None:
+        return loss_of(output, required), {}
+    returned = loss_fn(output, batch)
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        return checked_loss(returned[0], "loss_fn"), checked_metrics(returned[1])
+    return checked_loss(returned, "loss_fn"), {}
+
+
+def checked_metrics(metrics: Mapping[Any, object]) -> Mapping[str, Tensor]:
+    """``metrics`` if each is one real number under a name, else a ModelError that lists all that are not."""
+    problems = []
+    for name, metric in metrics.items():
+        if not isinstance(name, str) or not name:
+            problems.append(f"the metric {name!r} is not named by a word")
+        elif name == "loss":
+            problems.append("a metric is called 'loss', which is the loss's own name")
+        elif not isinstance(metric, Tensor):
+            problems.append(
+                f"metric {name!r} is a {type(metric).__name__}, which the trace would keep for good"
+            )
+        elif metric.dim() != 0 or metric.is_complex():
+            problems.append(f"metric {name!r} is a tensor of shape {tuple(metric.shape)} and {metric.dtype}")
+    if problems:
+        raise ModelError(
+            "loss_fn returns metrics that cannot be aggregated",
+            problems,
+            ['return (loss, {"name": metric}) with 0-dim tensors: metric.mean(), not metric.mean().item()'],
+        )
+    return {str(name): metric for name, metric in metrics.items() if isinstance(metric, Tensor)}
+
+
 def checked_loss(loss: object, origin: str) -> Tensor:
-    """``loss`` if it is one floating-point number, else a ModelError."""
+    """``loss`` if it is one floating-point number, else a ModelError.
+
+    ``loss_fn`` may return ``(loss, {"name": 0-dim tensor})`` as well. Such metrics are computed per micro-batch and
+    aggregated like the loss: under ``loss_reduction="mean"`` by samples, under "sum" summed, under "token_mean" by the
+    valid tokens of each micro-batch (``passes.loss_reduction.metric_weights``).
+    """
     if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
         return loss
     got = (
@@ -135,7 +181,7 @@ def checked_loss(loss: object, origin: str) -> Tensor:
     raise ModelError(
         f"{origin} does not return a loss",
         [f"a loss is one floating-point number; got {got}"],
-        ["return loss.mean()"],
+        ["return loss.mean()", 'return (loss, {"name": metric}) to have metrics beside it'],
     )
 
 

@@ -41,10 +41,14 @@ class GraphInput:
 
 @dataclass(frozen=True)
 class GraphOutput:
-    """One element of the graph's output tuple. ``buffer``: the new contents of buffer ``name``."""
+    """One element of the graph's output tuple.
+
+    ``metric``: a number that the loss function returned beside the loss, without a gradient. ``buffer``: the new
+    contents of buffer ``name``.
+    """
 
     node: str
-    kind: Literal["loss", "output", "buffer"]
+    kind: Literal["loss", "metric", "output", "buffer"]
     name: str
 
 

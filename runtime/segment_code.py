@@ -29,7 +29,7 @@ class TensorSpec:
 
 
 InputKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch", "value"]
-OutputKind: TypeAlias = Literal["value", "loss", "output", "buffer"]
+OutputKind: TypeAlias = Literal["value", "loss", "metric", "output", "buffer"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class SegmentInput:
 class SegmentOutput:
     """One element of the tuple that the segment's graph returns.
 
-    ``buffer``: the new contents of the buffer called ``name``, written into it after each forward.
+    ``metric``: a number that the loss function returned beside the loss, without a gradient. ``buffer``: the new
+    contents of the buffer called ``name``, written into it after each forward.
     """
 
     kind: OutputKind
