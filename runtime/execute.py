@@ -3,9 +3,9 @@
     executor = Executor(program, codes, graph, state, batch_spec, device=device)
     loss = executor.train_step(batch, microbatches=8, optimizer=optimizer)
 
-``train_step`` computes the gradients of this batch from zero: loss = Σ over micro-batches of
-(samples in it / samples in the batch) · its loss, and steps the optimizer where one is given. On return every
-communication of the step is over.
+``train_step`` computes the gradients of this batch from zero: loss = Σ over micro-batches of weight · its loss (the
+weight is samples in it / samples in the batch, if none is given), and steps the optimizer where one is given. On
+return every communication of the step is over.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,13 +22,16 @@ from torch import Tensor
 
 from cost_models.errors import InternalError, UsageError
 from runtime.bind import Binder
+from runtime.collective import Collectives, Waited
 from runtime.early_sends import EarlySends, early_outputs
 from runtime.failure import FailureMonitor
 from runtime.groups import create_channels
 from runtime.microbatch import batch_size_of, check_cut, cut, microbatch_sizes, symbol_sizes
+from runtime.network_threads import let_compute_go_first
 from runtime.program import BackwardInput, Forward, Program, Recv, SegmentGraph, Send
 from runtime.random_state import Seeded
 from runtime.release import releases
+from runtime.results import Evaluation, StepSums
 from runtime.segment_code import BatchSpec, SegmentCode
 from runtime.segment_runner import SegmentRunner
 from runtime.setting import Setting, Shared
@@ -41,6 +43,12 @@ _executors: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakK
 _MOST_SHAPES = 32
 """Batch shapes whose handlers are kept; the oldest go first."""
 
+_RUN = 1 << 32
+"""Numbers of waits that one run of a program takes; the last of them is for collectives beside it."""
+
+Replan = Callable[[int], Sequence[Program]]
+"""Number of micro-batches -> all ranks' programs for as many."""
+
 
 class Optimizer(Protocol):
     """What a step needs of an optimizer."""
@@ -48,21 +56,13 @@ class Optimizer(Protocol):
     def step(self) -> Any: ...
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """What ``Executor.evaluate`` returns: this rank's share of the results."""
-
-    loss: Tensor | None
-    outputs: list[dict[str, Tensor]]
-    """Per micro-batch: the model's outputs that this rank computes, by name."""
-
-
 class Executor:
     """Runs the program of one rank. Collective: every rank of ``group`` builds its own.
 
     ``codes`` holds at least the segments of this rank, ``state`` the parameters, buffers and constants they
     name, on ``device``. ``programs``: all ranks' programs, where at hand; with them sent buffers are freed
-    earlier. ``program.rank`` is the rank in ``group`` (default: all processes). ``seed``: of dropout.
+    earlier. ``replan``: makes the programs for another number of micro-batches; without it there is one number.
+    ``program.rank`` is the rank in ``group`` (default: all processes). ``seed``: of dropout.
     """
 
     def __init__(
@@ -77,14 +77,18 @@ class Executor:
         group: Any = None,
         timeout_seconds: float = 30.0,
         programs: Sequence[Program] | None = None,
+        replan: Replan | None = None,
         seed: int = 0,
         send_early: bool = True,
     ) -> None:
         self.program, self.graph, self.batch_spec = program, graph, batch_spec
         self.device = torch.device(device)
-        self._state = state
-        self._step = 0
+        self.step = 0
+        """Training steps so far. Dropout depends on it, so a resumed run sets it."""
+        self._codes, self._state, self._replan = codes, state, replan
+        self._runs = itertools.count()
         self._broken: BaseException | None = None
+        self._active: Binder | None = None
         group = dist.group.WORLD if group is None else group
         if group is not None and dist.get_rank(group) != program.rank:
             raise InternalError(f"rank {dist.get_rank(group)} was given the program of rank {program.rank}")
@@ -95,13 +99,18 @@ class Executor:
             name = f"{group.group_name}/executor{number}"
         self._monitor = FailureMonitor(program.rank, store, timeout_seconds, name)
         self._monitor.describe = self._describe
-        channels = {} if group is None else create_channels(program, group, timeout_seconds)
+        self._channels = {} if group is None else create_channels(program, group, timeout_seconds)
+        self._waited: Waited = []
+        self.collectives = Collectives(
+            group, self._monitor, self.device, self._waited, lambda: self._next_run() + _RUN - 1, self._fail
+        )
+        let_compute_go_first()
 
         mine = sorted({i.segment for i in program.instructions if isinstance(i, Forward)})
         split = {i.segment for i in program.instructions if isinstance(i, BackwardInput)}
         early = {index: early_outputs(codes[index], program) if send_early else () for index in mine}
         early_sends = {index: EarlySends() for index in mine if early[index]}
-        runners = {
+        self._runners = {
             index: SegmentRunner(
                 codes[index],
                 state,
@@ -111,25 +120,14 @@ class Executor:
             )
             for index in mine
         }
-        self._runners = runners
-        evaluation = Program(program.rank, tuple(i for i in program.instructions if _is_forward(i)))
-        self._training, self._evaluation = (
-            Setting(
-                program=which,
-                graph=graph,
-                codes=codes,
-                runners=runners,
-                channels=channels,
-                state=state,
-                device=self.device,
-                monitor=self._monitor,
-                released=releases(which, graph, programs) if training else {},
-                seeded=Seeded(seed, self.device),
-                early={index: (early[index], sends) for index, sends in early_sends.items()},
-                training=training,
-            )
-            for which, training in ((program, True), (evaluation, False))
-        )
+        self._early = {index: (early[index], sends) for index, sends in early_sends.items()}
+        self._seeded = Seeded(seed, self.device)
+        self._programs: dict[int, tuple[Program, Sequence[Program] | None]] = {}
+        self.microbatches = len({i.microbatch for i in program.instructions if isinstance(i, Forward)})
+        """What the given program is made for; 0 on a rank that computes nothing."""
+        self._programs[self.microbatches] = program, programs
+        self._settings: dict[tuple[bool, int], Setting] = {}
+        self._bound: dict[object, tuple[Binder, Shared]] = {}
         self._parameters = list(
             {
                 id(state[i.name]): state[i.name]
@@ -138,41 +136,79 @@ class Executor:
                 if i.kind == "parameter"
             }.values()
         )
-        self._bound: dict[object, tuple[Binder, Shared]] = {}
+        leaves = {name for runner in self._runners.values() for name in runner.leaf_names}
+        self.leaf_names = frozenset(leaves | {leaf for leaf, _ in batch_spec.symbols.values()})
+        """The leaves of a batch that this rank cannot do without."""
 
     def train_step(
-        self, batch: Mapping[str, Tensor], microbatches: int, optimizer: Optimizer | None = None
+        self,
+        batch: Mapping[str, Tensor],
+        microbatches: int,
+        optimizer: Optimizer | None = None,
+        *,
+        weights: Sequence[float] | None = None,
     ) -> Tensor | None:
         """Forward, backward and reduction of one batch; then the optimizer's step, where one is given.
 
         Returns the loss as a 0-dim tensor on ranks that compute it, else None. Gradients are left in
-        ``.grad``.
+        ``.grad``. ``weights``: what each micro-batch's loss counts for (default: its share of the samples).
         """
+        return self.run_step(batch, microbatches, optimizer, weights=weights).loss
+
+    def run_step(
+        self,
+        batch: Mapping[str, Tensor],
+        microbatches: int,
+        optimizer: Optimizer | None = None,
+        *,
+        weights: Sequence[float] | None = None,
+        gradient_scale: float = 1.0,
+    ) -> StepSums:
+        """``train_step`` with all that this rank computes. ``gradient_scale`` multiplies gradients, not the loss."""
         for parameter in self._parameters:
             parameter.grad = None
-        binder, shared = self._prepare(self._training, batch, microbatches)
+        binder, shared = self._prepare(True, batch, microbatches, weights, gradient_scale)
         shared.optimizer = optimizer
         self._run(binder, shared)
         for runner in self._runners.values():
             runner.write_buffers()
-        return _weighted_sum(shared.losses, shared.weights)
+        self.step += 1
+        return StepSums.of(shared)
 
-    def evaluate(self, batch: Mapping[str, Tensor], microbatches: int) -> Evaluation:
-        """The forward half of the program, without gradients; buffers stay as they are."""
-        binder, shared = self._prepare(self._evaluation, batch, microbatches)
+    def evaluate(
+        self, batch: Mapping[str, Tensor], microbatches: int, *, weights: Sequence[float] | None = None
+    ) -> Evaluation:
+        """The forward half of the program, without gradients; buffers and ``step`` stay as they are."""
+        binder, shared = self._prepare(False, batch, microbatches, weights)
         shared.outputs = [{} for _ in range(microbatches)]
         with torch.no_grad():
             self._run(binder, shared)
         for runner in self._runners.values():
             runner.discard()
-        return Evaluation(_weighted_sum(shared.losses, shared.weights), shared.outputs)
+        return Evaluation.of(shared)
+
+    def batch_size_of(self, batch: Mapping[str, Tensor]) -> int:
+        """Samples in ``batch``, which may lack leaves that this rank has no use for."""
+        return batch_size_of(batch, self.batch_spec, self.leaf_names)
 
     def close(self) -> None:
         """Stop watching for failures."""
         self._monitor.close()
 
+    # ------------------------------------------------------------------------------------------------------
+    # Before a run
+
+    def _next_run(self) -> int:
+        """The first wait number of another run."""
+        return next(self._runs) * _RUN
+
     def _prepare(
-        self, setting: Setting, batch: Mapping[str, Tensor], microbatches: int
+        self,
+        training: bool,
+        batch: Mapping[str, Tensor],
+        microbatches: int,
+        weights: Sequence[float] | None,
+        gradient_scale: float = 1.0,
     ) -> tuple[Binder, Shared]:
         if self._broken is not None:
             raise UsageError(
@@ -180,22 +216,64 @@ class Executor:
                 because=[f"an earlier step failed: {self._broken}"],
                 suggestions=["restart all ranks from the last checkpoint"],
             )
-        batch_size = batch_size_of(batch, self.batch_spec)
+        batch_size = self.batch_size_of(batch)
         check_cut(batch_size, microbatches)
-        shapes = {name: tuple(batch[name].shape) for name in self.batch_spec.batch_dims}
-        key = (setting.training, microbatches, tuple(shapes.items()))
+        if weights is None:
+            weights = [size / batch_size for size in microbatch_sizes(batch_size, microbatches)]
+        elif len(weights) != microbatches:
+            raise UsageError(f"{len(weights)} weights were given for {microbatches} micro-batches")
+        shapes = {name: tuple(batch[name].shape) for name in self.batch_spec.batch_dims if name in batch}
+        key = (training, microbatches, tuple(shapes.items()))
         if key not in self._bound:
             if len(self._bound) >= _MOST_SHAPES:
                 self._bound.pop(next(iter(self._bound)))
+            setting = self._setting(training, microbatches)
             self._bound[key] = self._bind(setting, batch_size, microbatches, shapes)
         binder, shared = self._bound[key]
         for name, pieces in shared.pieces.items():
             leaf = batch[name].detach().to(self.device, non_blocking=True)
             pieces[:] = cut(leaf, self.batch_spec.batch_dims[name], microbatches)
-        shared.losses = [None] * microbatches
-        shared.step = self._step
-        self._step += 1
+        shared.begin(tuple(weights), gradient_scale, self.step, self._next_run())
         return binder, shared
+
+    def _setting(self, training: bool, microbatches: int) -> Setting:
+        """Everything about a program for ``microbatches``, kept for the next batch."""
+        key = (training, microbatches)
+        if key not in self._settings:
+            program, programs = self._program(microbatches)
+            if not training:
+                forwards = tuple(i for i in program.instructions if _is_forward(i))
+                program = Program(program.rank, forwards)
+            self._settings[key] = Setting(
+                program=program,
+                graph=self.graph,
+                codes=self._codes,
+                runners=self._runners,
+                channels=self._channels,
+                state=self._state,
+                device=self.device,
+                monitor=self._monitor,
+                released=releases(program, self.graph, programs) if training else {},
+                seeded=self._seeded,
+                early=self._early,
+                training=training,
+                waited=self._waited,
+            )
+        return self._settings[key]
+
+    def _program(self, microbatches: int) -> tuple[Program, Sequence[Program] | None]:
+        """This rank's program for ``microbatches`` and, where at hand, everybody's."""
+        if self.microbatches == 0:
+            return self._programs[0]
+        if microbatches not in self._programs:
+            if self._replan is None:
+                raise UsageError(
+                    f"the program is made for {self.microbatches} micro-batches, not {microbatches}",
+                    suggestions=[f"call with microbatches={self.microbatches}, or plan again"],
+                )
+            programs = self._replan(microbatches)
+            self._programs[microbatches] = programs[self.program.rank], programs
+        return self._programs[microbatches]
 
     def _bind(
         self,
@@ -204,12 +282,6 @@ class Executor:
         microbatches: int,
         shapes: Mapping[str, tuple[int, ...]],
     ) -> tuple[Binder, Shared]:
-        asked = {i.microbatch for i in setting.program.instructions if isinstance(i, Forward)}
-        if asked and asked != set(range(microbatches)):
-            raise UsageError(
-                f"the program is made for {len(asked)} micro-batches, not {microbatches}",
-                suggestions=[f"call with microbatches={len(asked)}, or plan again"],
-            )
         sizes = microbatch_sizes(batch_size, microbatches)
         moved = {i.message.value for i in setting.program.instructions if isinstance(i, Send | Recv)}
         specs = {
@@ -223,10 +295,13 @@ class Executor:
         shared = Shared(
             microbatches=microbatches,
             shapes=[by_size[size] for size in sizes],
-            weights=[size / batch_size for size in sizes],
+            weights=(),
             pieces={name: [] for name in sorted(leaves)},
         )
         return Binder(setting, shared), shared
+
+    # ------------------------------------------------------------------------------------------------------
+    # The run
 
     def _run(self, binder: Binder, shared: Shared) -> None:
         """The loop. Everything else in this file happens once."""
@@ -235,13 +310,13 @@ class Executor:
             for handler in binder.handlers:
                 handler()
             binder.finish()
-            self._synchronize(binder, shared)
+            self._synchronize()
         except BaseException as error:
-            self._fail(binder, error)
+            self._fail(error)
             raise
         shared.checked = True
 
-    def _synchronize(self, binder: Binder, shared: Shared) -> None:
+    def _synchronize(self) -> None:
         """On a GPU: let the device finish, within the time limit."""
         if self.device.type != "cuda":
             return
@@ -250,47 +325,42 @@ class Executor:
         deadline = time.monotonic() + self._monitor.wait_seconds
         while not done.query():  # type: ignore[no-untyped-call]
             if time.monotonic() > deadline:
-                pending = [p for p, work in binder.waited if not work.is_completed()]
-                self._monitor.waiting = shared.step * len(binder.works) + (pending[0] if pending else 0)
+                pending = [number for number, work in self._waited if not work.is_completed()]
+                self._monitor.waiting = pending[0] if pending else -1
                 raise RuntimeError(f"the device did not finish within {self._monitor.wait_seconds:g} s")
             time.sleep(20e-6)
-        binder.waited.clear()
+        self._waited.clear()
 
-    def _fail(self, binder: Binder, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         """Free what the step holds; raise who failed if it was not this rank itself."""
         waiting = self._monitor.waiting
         self._broken = error
-        binder_works = len(binder.works)
-        binder.clear()
+        if self._active is not None:
+            self._active.clear()
+        self._waited.clear()
         for runner in self._runners.values():
             runner.discard()
         self._monitor.waiting = -1
         if waiting < 0 or not isinstance(error, RuntimeError):
             self._monitor.report_own(error)
             return
-        peer, instruction = self._describe(waiting)
-        raise self._monitor.explain(waiting // binder_works, peer, instruction, error) from error
+        peers, instruction = self._describe(waiting)
+        raise self._monitor.explain(self.step, peers, instruction, error) from error
 
-    def _describe(self, waiting: int) -> tuple[int, str]:
-        instructions = self._active.setting.program.instructions
-        instruction = instructions[waiting % len(instructions)]
+    def _describe(self, waiting: int) -> tuple[Sequence[int], str]:
+        position = waiting % _RUN
+        if position == _RUN - 1 or self._active is None:
+            return [r for r in self.collectives.ranks if r != self.program.rank], self.collectives.waits_for
+        instruction = self._active.setting.program.instructions[position]
         if isinstance(instruction, Send | Recv):
             message = instruction.message
-            return (message.target if isinstance(instruction, Send) else message.source), str(instruction)
+            peer = message.target if isinstance(instruction, Send) else message.source
+            return [peer], str(instruction)
         others = [r for r in getattr(instruction, "ranks", ()) if r != self.program.rank]
-        return (others[0] if others else self.program.rank), str(instruction)
+        return others or [self.program.rank], str(instruction)
 
 
 def _is_forward(instruction: object) -> bool:
     if isinstance(instruction, Send | Recv):
         return not instruction.message.gradient
     return isinstance(instruction, Forward)
-
-
-def _weighted_sum(losses: Sequence[Tensor | None], weights: Sequence[float]) -> Tensor | None:
-    """Σ weightᵢ · lossᵢ; None on ranks that compute no loss."""
-    present = [loss for loss in losses if loss is not None]
-    if not present:
-        return None
-    stacked = torch.stack(present)
-    return (stacked * stacked.new_tensor(weights)).sum()

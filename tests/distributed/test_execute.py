@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from cost_models.errors import UsageError
 from runtime.check import check
 from runtime.execute import Executor
 from runtime.launch import WorkerPool
+from runtime.network_threads import network_threads
 from runtime.order import build_programs
 from runtime.program import Backward, Forward, Program, Segment, SegmentCost, SegmentGraph, Value
 from runtime.schedules import SCHEDULES
@@ -239,6 +241,26 @@ def test_optimizer_steps_and_evaluation(pool: WorkerPool) -> None:
 
 def dropped(x: Tensor) -> Any:
     return (aten.mean.default(aten.dropout.default(x, 0.5, True)),)
+
+
+def network_policies_with_an_executor() -> tuple[int, list[int]]:
+    """In a worker: the policies of the computing thread and of Gloo's threads once an executor exists."""
+    for thread in network_threads():
+        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+    programs = hand.programs("forward-backward", (0, 0, 1, 1), MICROBATCHES)
+    executor = Executor(
+        programs[dist.get_rank()], hand.codes(), hand.graph((0, 0, 1, 1)), hand.state(), hand.BATCH
+    )
+    executor.close()
+    return os.sched_getscheduler(0), [os.sched_getscheduler(thread) for thread in network_threads()]
+
+
+def test_the_network_threads_let_compute_go_first(pool: WorkerPool) -> None:
+    """Fails as well where a new Gloo calls its threads otherwise: steps of small messages are slow then."""
+    for computing, network in pool.run(network_policies_with_an_executor, world_size=2, timeout_seconds=60):
+        assert computing == os.SCHED_OTHER
+        assert network
+        assert set(network) == {os.SCHED_BATCH}
 
 
 def test_dropout_is_reproducible_in_one_process_without_a_process_group() -> None:
