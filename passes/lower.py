@@ -100,6 +100,7 @@ def _lower_segment(
         outputs=tuple(outputs),
         values={name: value_spec(graph, name) for name in (*received, *produced)},
         random=any(draws_random_numbers(node) for node in body),
+        recomputed=segmentation.regions_of(index),
     )
 
 

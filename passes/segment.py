@@ -11,12 +11,13 @@ other way round, so it would be both an ancestor and a descendant of the same op
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
 
 from cost_models.errors import InternalError
+from passes.blocks import regions_of_stages
 from passes.graph import OpGraph
 
 
@@ -30,15 +31,28 @@ class Segmentation:
     segment_of: Mapping[str, int]
     ranks: tuple[tuple[int, ...], ...]
     recomputed: frozenset[str]
+    regions: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    """Per segment: the ops of each block whose activations are computed again in backward. Empty: none anywhere."""
+
+    def regions_of(self, segment: int) -> tuple[tuple[str, ...], ...]:
+        """The ops of each block that the segment computes again in backward."""
+        return self.regions[segment] if self.regions else ()
 
     def __len__(self) -> int:
         return len(self.ranks)
 
 
 def by_stage(
-    graph: OpGraph, stage_of: Mapping[str, int], stage_ranks: Sequence[int], recomputed: frozenset[str]
+    graph: OpGraph,
+    stage_of: Mapping[str, int],
+    stage_ranks: Sequence[int],
+    recomputed: frozenset[str],
+    recomputed_blocks: Sequence[Collection[str]] = (),
 ) -> Segmentation:
-    """One segment per stage. Every edge must lead to the same or a later stage."""
+    """One segment per stage. Every edge must lead to the same or a later stage.
+
+    ``recomputed_blocks``: per stage, the blocks that it computes again in backward.
+    """
     backwards = [
         f"{node.name} (stage {stage_of[node.name]}) -> {user.name} (stage {stage_of[user.name]})"
         for node in graph.ops
@@ -48,7 +62,8 @@ def by_stage(
     ]
     if backwards:
         raise InternalError("segment: a stage reads from a later stage", because=backwards[:10])
-    return Segmentation(dict(stage_of), tuple((rank,) for rank in stage_ranks), recomputed)
+    regions = regions_of_stages(graph, stage_of, recomputed_blocks)
+    return Segmentation(dict(stage_of), tuple((rank,) for rank in stage_ranks), recomputed, regions)
 
 
 def by_reach(

@@ -72,6 +72,8 @@ class SegmentCode:
     """Specs of every value the segment receives or produces."""
     random: bool = False
     """Whether it contains an op that draws random numbers (dropout): then it is seeded per micro-batch."""
+    recomputed: tuple[tuple[str, ...], ...] = ()
+    """Names of the ops of each block whose activations are computed again in backward (``runtime.recompute``)."""
 
     @property
     def held(self) -> dict[str, InputKind]:
@@ -85,7 +87,7 @@ class SegmentCode:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels to another process as plain data (``runtime.portable``)."""
-        rest = (self.inputs, self.outputs, dict(self.values), self.random)
+        rest = (self.inputs, self.outputs, dict(self.values), self.random, self.recomputed)
         return _unpacked, (self.index, pack(self.module), *rest)
 
 

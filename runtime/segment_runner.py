@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from cost_models.errors import InternalError
+from runtime.recompute import checkpointed, marked
 from runtime.segment_code import SegmentCode
 from runtime.split_backward import DeferredWork, WeightWork, run_deferred, split
 
@@ -59,10 +60,12 @@ class SegmentRunner:
         self._roots: dict[int, list[Tensor]] = {}
         self._weight_work: dict[int, list[WeightWork]] = {}
 
-        module = code.module
+        module = marked(code.module, code.recomputed) if code.recomputed else code.module
         self._deferred: DeferredWork | None = None
         if split_backward:
             module, self._deferred = split(module, code)
+        if code.recomputed:
+            module = checkpointed(module, random=code.random)
         if early and emit is not None:
             module = _with_emits(module, early, emit)
         # The method itself: the module's __call__ would look for hooks on every micro-batch.

@@ -72,13 +72,16 @@ class _SplitOp(torch.autograd.Function):
         ctx: Any, rule: Rule, deferred: DeferredWork, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.rule, ctx.deferred = rule, deferred
-        ctx.save_for_backward(x, weight, bias)
+        # Parameters as they are: inside a recomputed block autograd hands out detached copies of what it saved.
+        ctx.weight, ctx.bias = weight, bias
+        ctx.save_for_backward(x)
         return rule.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor | None, None, None]:
         (grad,) = grads
-        x, weight, bias = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
         _, _, x_needs, weight_needs, bias_needs = ctx.needs_input_grad
         rule, deferred = ctx.rule, ctx.deferred
         x_grad = rule.input_gradient(grad, weight, x) if x_needs else None
