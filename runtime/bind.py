@@ -56,9 +56,6 @@ class Binder:
         self.works: list[Any] = [None] * len(instructions)
         self.arrived: list[Tensor | None] = [None] * len(instructions)
         self.reductions: list[GradientReduction] = []
-        self._seeds: list[Tensor | None] = [None] * count
-        self.waited: list[tuple[int, Any]] = []
-        """On a GPU: (position, work) of what the stream was told to wait for in this step."""
         self._on_gpu = setting.device.type == "cuda"
         self._timeout = timedelta(seconds=setting.monitor.wait_seconds)
         self._waits_at: dict[int, list[int]] = {}
@@ -83,10 +80,10 @@ class Binder:
             return
         self.works[position] = None
         monitor = self.setting.monitor
-        monitor.waiting = self.shared.step * len(self.works) + position
+        monitor.waiting = number = self.shared.first_wait + position
         if self._on_gpu:
             work.wait()  # the stream waits, not this thread; with a time limit, the thread would
-            self.waited.append((position, work))
+            self.setting.waited.append((number, work))
         else:
             work.wait(self._timeout)
         monitor.waiting = -1
@@ -106,7 +103,6 @@ class Binder:
         """Drop every tensor of a failed step."""
         for held in (self.leaves, self.outgoing, self.works, self.arrived):
             held[:] = [None] * len(held)
-        self.waited.clear()
         for reduction in self.reductions:
             reduction.discard()
 
@@ -175,7 +171,7 @@ class Binder:
             if i.kind == "value"
         ]
         drops = [s for s, grad in reads if not grad and self._last_forward[s] == position]
-        sent, local, loss_position, results = self._outputs_of(code, microbatch)
+        sent, local, loss_position, metrics, results = self._outputs_of(code, microbatch)
         check = self._shape_check(code, microbatch)
         seeded = setting.seeded.run if code.random else None
         early, early_queue = self._early_sends(position, segment)
@@ -212,6 +208,8 @@ class Binder:
                 leaves[slot] = as_leaf(outputs[at], needs_grad)
             if loss_position >= 0:
                 shared.losses[microbatch] = outputs[loss_position].detach()
+            for at, name in metrics:
+                shared.metrics[microbatch][name] = outputs[at].detach()
             for at, name in results:
                 shared.outputs[microbatch][name] = outputs[at].detach()
             for slot in drops:
@@ -221,15 +219,20 @@ class Binder:
 
     def _outputs_of(
         self, code: SegmentCode, microbatch: int
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int, bool]], int, list[tuple[int, str]]]:
-        """Which outputs are sent, read on this rank, the loss, and results of an evaluation."""
+    ) -> tuple[
+        list[tuple[int, int]], list[tuple[int, int, bool]], int, list[tuple[int, str]], list[tuple[int, str]]
+    ]:
+        """Which outputs are sent, read on this rank, the loss, metrics, and results of an evaluation."""
         sent: list[tuple[int, int]] = []
         local: list[tuple[int, int, bool]] = []
+        metrics: list[tuple[int, str]] = []
         results: list[tuple[int, str]] = []
         loss = -1
         for at, output in enumerate(code.outputs):
             if output.kind == "loss":
                 loss = at
+            elif output.kind == "metric":
+                metrics.append((at, output.name))
             elif output.kind == "output" and not self.setting.training:
                 results.append((at, output.name))
             elif output.kind == "value":
@@ -238,7 +241,7 @@ class Binder:
                     sent.append((at, slot))
                 if slot in self._last_forward:
                     local.append((at, slot, output.needs_grad and self.setting.training))
-        return sent, local, loss, results
+        return sent, local, loss, metrics, results
 
     def _backward(
         self,
@@ -248,7 +251,7 @@ class Binder:
         run_backward: Callable[[int, list[Tensor | None]], None],
     ) -> Handler:
         shared, leaves, arrived, wait = self.shared, self.leaves, self.arrived, self.wait
-        seeds = self._seeds
+        seeds = shared.seeds
         waits = self._waits_at.get(position, [])
         roots: list[tuple[int, list[int]] | None] = []
         for at in self.setting.runners[segment].root_positions:
@@ -270,7 +273,8 @@ class Binder:
                     if seed is None:
                         loss = shared.losses[microbatch]
                         assert loss is not None
-                        seed = seeds[microbatch] = torch.full_like(loss, shared.weights[microbatch])
+                        seed = torch.full_like(loss, shared.weights[microbatch] * shared.gradient_scale)
+                        seeds[microbatch] = seed
                     gradients.append(seed)
                     continue
                 slot, remote = root
@@ -306,7 +310,7 @@ class Binder:
                 tensor = torch.view_as_real(tensor.resolve_conj())
             elif tensor.is_neg():  # such as the imaginary part of a conjugate: the sign is not in memory yet
                 tensor = tensor.resolve_neg()
-            monitor.waiting = shared.step * len(works) + position
+            monitor.waiting = shared.first_wait + position
             works[position] = post([tensor], peer, tag)
             monitor.waiting = -1
 
@@ -342,7 +346,7 @@ class Binder:
             held[at] = buffer
             if is_complex:
                 buffer = torch.view_as_real(buffer)
-            monitor.waiting = shared.step * len(works) + position
+            monitor.waiting = shared.first_wait + position
             works[position] = post([buffer], peer, tag)
             monitor.waiting = -1
 

@@ -6,6 +6,8 @@ the cause:
 
     rank 3 waits on rank 2 for <h.9:0@2, rank 2 on rank 1 for <h.3:0@1, rank 1 reports nothing  →  rank 1
 
+Of the ranks of a collective, the one that is looked for is not in that collective itself.
+
 A rank reports a wait once it lasts longer than half of its limit (a daemon thread watches, the step itself
 pays one attribute write per wait), and an exception of its own at once. The store is a help, not a need:
 where it died with the failed rank, the direct peer is named.
@@ -18,7 +20,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -31,8 +33,11 @@ WAIT_SHARE = 0.8
 """Share of the time limit that a single wait may take; the rest is for ending cleanly within it."""
 
 
-Describe = Callable[[int], tuple[int, str]]
-"""Wait number -> (peer, instruction text)."""
+GATHER_SHARE = 0.1
+"""Share of the time limit in which the members of a failed collective are given time to say that they are in it."""
+
+Describe = Callable[[int], tuple[Sequence[int], str]]
+"""Wait number -> (the ranks that are waited for, instruction text)."""
 
 
 class FailureMonitor:
@@ -58,12 +63,14 @@ class FailureMonitor:
         self._stop.set()
         self._thread.join(timeout=5.0)
 
-    def explain(self, step: int, peer: int, instruction: str, error: BaseException) -> RankFailureError:
-        """The error to raise where waiting on ``peer`` for ``instruction`` failed with ``error``."""
-        self._report({"peer": peer, "instruction": instruction})
-        chain, cause = self._follow(peer)
+    def explain(
+        self, step: int, peers: Sequence[int], instruction: str, error: BaseException
+    ) -> RankFailureError:
+        """The error to raise where waiting on ``peers`` for ``instruction`` failed with ``error``."""
+        self._report({"peers": list(peers), "instruction": instruction})
+        chain, cause = self._follow(peers, instruction)
         culprit = chain[-1]
-        reasons = [f"rank {self.rank} waited on rank {peer} for `{instruction}` in step {step}"]
+        reasons = [f"rank {self.rank} waited on rank {chain[0]} for `{instruction}` in step {step}"]
         reasons += [f"rank {a} itself waited on rank {b}" for a, b in itertools.pairwise(chain)]
         if cause:
             reasons.append(f"rank {culprit} reported: {cause}")
@@ -82,18 +89,36 @@ class FailureMonitor:
         """Tell the others that this rank itself failed."""
         self._report({"error": f"{type(error).__name__}: {error}"})
 
-    def _follow(self, peer: int) -> tuple[list[int], str | None]:
-        """The ranks from ``peer`` to the one that waits on nobody, and what that one reported of itself."""
-        chain = [peer]
+    def _follow(self, peers: Sequence[int], instruction: str) -> tuple[list[int], str | None]:
+        """The ranks from one of ``peers`` to the one that waits on nobody, and what that one reported of itself."""
+        chain: list[int] = []
         while True:
+            chain.append(self._missing(peers, instruction, chain))
             record = self._read(chain[-1])
             if record is None:
                 return chain, None
             if "error" in record:
                 return chain, record["error"]
-            if record["peer"] in (*chain, self.rank):
-                return chain, f"waits on rank {record['peer']} for `{record['instruction']}`: a circle"
-            chain.append(record["peer"])
+            peers, instruction = record["peers"], record["instruction"]
+            if set(peers) <= {*chain, self.rank}:
+                waited = ", ".join(map(str, peers))
+                return chain, f"waits on rank {waited} for `{instruction}`: a circle"
+
+    def _missing(self, peers: Sequence[int], instruction: str, chain: Sequence[int]) -> int:
+        """Which of ``peers`` is to blame: one that failed, else one that waits for something else, or for nothing.
+
+        The members of a collective fail within moments of each other, so each is given some time to report.
+        """
+        others = [peer for peer in peers if peer not in (*chain, self.rank)]
+        deadline = time.monotonic() + self.timeout_seconds * GATHER_SHARE
+        while True:
+            records = {peer: self._read(peer) for peer in others}
+            failed = [peer for peer, record in records.items() if record and "error" in record]
+            elsewhere = [p for p, r in records.items() if r and r.get("instruction") != instruction]
+            silent = [peer for peer, record in records.items() if not record]
+            if failed or len(others) < 2 or len(silent) < 2 or time.monotonic() > deadline:
+                return [*failed, *elsewhere, *silent, *others][0]
+            time.sleep(0.02)
 
     def _watch(self) -> None:
         period = max(0.05, min(1.0, self.timeout_seconds / 20))
@@ -112,8 +137,8 @@ class FailureMonitor:
                 and time.monotonic() - since > self.wait_seconds / 2
             ):
                 reported = True
-                peer, instruction = describe(waiting)
-                self._report({"peer": peer, "instruction": instruction})
+                peers, instruction = describe(waiting)
+                self._report({"peers": list(peers), "instruction": instruction})
 
     def _report(self, record: dict[str, Any] | None) -> None:
         if self._store is None:

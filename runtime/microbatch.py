@@ -7,7 +7,7 @@ Leaves without a batch dimension go whole to every micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import sympy
 import torch
@@ -22,16 +22,25 @@ def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
     return (small + 1,) * larger + (small,) * (microbatches - larger)
 
 
-def batch_size_of(batch: Mapping[str, torch.Tensor], spec: BatchSpec) -> int:
-    """Samples in ``batch``; every leaf with a batch dimension must agree."""
-    missing = [name for name in spec.batch_dims if name not in batch]
+def batch_size_of(
+    batch: Mapping[str, torch.Tensor], spec: BatchSpec, needed: Collection[str] | None = None
+) -> int:
+    """Samples in ``batch``; every leaf with a batch dimension must agree.
+
+    ``needed``: the leaves that may not be missing (default: all).
+    """
+    missing = [name for name in spec.batch_dims if name not in batch and (needed is None or name in needed)]
     if missing:
         raise UsageError(
             "the batch lacks inputs that the model was traced with",
             because=[f"missing: {name}" for name in missing],
             suggestions=[f"pass a batch with the keys {', '.join(spec.batch_dims)}"],
         )
-    strange = [text for name, leaf in spec.leaves.items() if (text := _strange(name, batch[name], leaf))]
+    strange = [
+        text
+        for name, leaf in spec.leaves.items()
+        if name in batch and (text := _strange(name, batch[name], leaf))
+    ]
     if strange:
         raise UsageError(
             "the batch is not like the one that the model was traced with",
@@ -41,7 +50,11 @@ def batch_size_of(batch: Mapping[str, torch.Tensor], spec: BatchSpec) -> int:
                 "dynamic_dims={name: [dim]} leaves a size open",
             ],
         )
-    sizes = {name: batch[name].shape[dim] for name, dim in spec.batch_dims.items() if dim is not None}
+    sizes = {
+        name: batch[name].shape[dim]
+        for name, dim in spec.batch_dims.items()
+        if dim is not None and name in batch
+    }
     if len(set(sizes.values())) != 1:
         raise UsageError(
             "the inputs of a batch disagree on the number of samples"

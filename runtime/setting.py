@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.collective import Waited
 from runtime.early_sends import EarlySends
 from runtime.failure import FailureMonitor
 from runtime.groups import Channel
@@ -37,6 +38,7 @@ class Setting:
     early: Mapping[int, tuple[tuple[int, ...], EarlySends]]
     """By segment: the outputs it can send early, and who sends them."""
     training: bool
+    waited: Waited
 
     @cached_property
     def value_numbers(self) -> Mapping[str, int]:
@@ -55,13 +57,30 @@ class Shared:
     microbatches: int
     shapes: list[Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
     """Per micro-batch: shape and dtype of every value this rank sends or receives."""
-    weights: list[float]
-    """Per micro-batch: its share of the batch's samples."""
+    weights: tuple[float, ...]
+    """Per micro-batch: what its loss, and so its gradients, count for."""
     pieces: dict[str, list[Tensor]]
     """Per batch leaf: its part in each micro-batch. The lists stay, their contents change every step."""
     losses: list[Tensor | None] = field(default_factory=list)
+    metrics: list[dict[str, Tensor]] = field(default_factory=list)
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
+    seeds: list[Tensor | None] = field(default_factory=list)
+    """Per micro-batch: the gradient that its loss starts backward with; kept while the weights stay."""
+    gradient_scale: float = 1.0
+    """All gradients are multiplied by it; the loss is not."""
     optimizer: Any = None
     step: int = 0
+    """Which training step it is: with it, the masks of dropout change."""
+    first_wait: int = 0
+    """The number of the wait at position 0 of the program. Numbers never repeat on a rank."""
     checked: bool = False
     """Whether a step has shown that values have the shapes that were promised."""
+
+    def begin(self, weights: tuple[float, ...], gradient_scale: float, step: int, first_wait: int) -> None:
+        """Make ready for another step."""
+        if (weights, gradient_scale) != (self.weights, self.gradient_scale) or not self.seeds:
+            self.weights, self.gradient_scale = weights, gradient_scale
+            self.seeds[:] = [None] * self.microbatches
+        self.step, self.first_wait = step, first_wait
+        self.losses = [None] * self.microbatches
+        self.metrics = [{} for _ in range(self.microbatches)]

@@ -1,0 +1,53 @@
+"""What a rank's run of a program computed: its share of the batch's results.
+
+    result of the batch = Σ over micro-batches of weight · result of the micro-batch
+
+Sums are made in float64, whatever the model computes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from runtime.setting import Shared
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """This rank's share of a batch's results: Σ weight · result over the micro-batches."""
+
+    loss: Tensor | None
+    """None on ranks that compute none."""
+    metrics: Mapping[str, Tensor]
+    """Those that this rank computes."""
+    weights: tuple[float, ...]
+    """By micro-batch."""
+    outputs: Sequence[Mapping[str, Tensor]]
+    """Per micro-batch: the model's outputs that this rank computes, by name. Of an evaluation."""
+
+    @classmethod
+    def of(cls, shared: Shared) -> Self:
+        """The results that a finished run has left."""
+        names = dict.fromkeys(name for metrics in shared.metrics for name in metrics)
+        metrics = {
+            name: _weighted_sum([metrics[name] for metrics in shared.metrics], shared.weights)
+            for name in names
+        }
+        losses = [loss for loss in shared.losses if loss is not None]
+        loss = _weighted_sum(losses, shared.weights) if losses else None
+        return cls(loss, metrics, shared.weights, shared.outputs)
+
+
+class Evaluation(StepSums):
+    """What ``Executor.evaluate`` returns."""
+
+
+def _weighted_sum(results: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Σ weightᵢ · resultᵢ, all of shape ()."""
+    stacked = torch.stack(list(results)).double()
+    return (stacked * stacked.new_tensor(weights)).sum()
