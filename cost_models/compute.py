@@ -143,15 +143,16 @@ def optimizer_seconds(
 ) -> float:
     """Time of an optimizer step, bound by memory: parameters and state read and written, gradients read once.
 
-    ``t = (2·trained parameters + gradients + 2·state) / (B · e_memory)`` with B the memory bandwidth in bytes/s, as for
-    the fused (multi-tensor) implementations. Gradients have their parameters' sizes and types, so the bytes of the
-    trained parameters are those of the gradients; frozen ones are not touched.
+    ``t = (3·trained + 2·state + cast) / (B · e_memory)`` with B the memory bandwidth in bytes/s, as for the fused
+    (multi-tensor) implementations: gradients have the owners' type by then, ``cast`` is the traffic of the casts to it
+    and of the updated owners to the leaves. Frozen parameters are not touched.
 
-    Where a calibration measured ``optimizer`` on the device: ``o · tensors + gradients · seconds per byte``.
+    Where a calibration measured ``optimizer`` on the device: ``o · tensors + trained · seconds per byte``, and the casts.
     """
     times: OpTimes | None = getattr(device, "op_times", None)
     measured = None if times is None or optimizer is None else times.get(f"optimizer {optimizer}", "forward")
+    bandwidth = device.memory_bandwidth_bytes_per_second * device.efficiency["memory"]
     if isinstance(measured, CostLine):
-        return tensors * measured.overhead_seconds + state.gradients * measured.seconds_per_byte
-    moved_bytes = 3 * state.gradients + 2 * state.optimizer_state
-    return moved_bytes / (device.memory_bandwidth_bytes_per_second * device.efficiency["memory"])
+        step = tensors * measured.overhead_seconds + state.trained * measured.seconds_per_byte
+        return step + state.cast / bandwidth
+    return (3 * state.trained + 2 * state.optimizer_state + state.cast) / bandwidth

@@ -1,31 +1,28 @@
 """What lives on a device as long as training does: parameters, gradients, optimizer state.
 
-What is budgeted is what runs: 32-bit master copies count only when they are asked for. What autograd saves for backward
-is counted per op in ``passes.costs``.
+What is budgeted is what runs, in the data types of ``cost_models.precision``. What autograd saves for backward is counted
+per op in ``passes.costs``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import TypeAlias
 
-import torch
-
 from cost_models.errors import UsageError
+from cost_models.precision import ParameterPrecision
 
-ParameterCount: TypeAlias = tuple[int, torch.dtype, bool]
-"""(elements, data type, trainable) of one parameter. List a tied parameter once per device."""
-
-MASTER_DTYPE = torch.float32
+ParameterCount: TypeAlias = tuple[int, ParameterPrecision, bool]
+"""(elements, data types, trainable) of one parameter. List a tied parameter once per device."""
 
 
 @dataclass(frozen=True)
 class OptimizerMemory:
     """State that an optimizer of ``torch.optim`` keeps per trainable parameter.
 
-    ``copies``: tensors of the parameter's own size and data type. ``step_bytes``: its scalar counter, a 32-bit float
+    ``copies``: tensors of the owner's size and data type. ``step_bytes``: its scalar counter, a 32-bit float
     that ``torch.optim`` keeps on the host unless it is fused or capturable; counted all the same.
     """
 
@@ -46,30 +43,32 @@ OPTIMIZERS: Mapping[str, OptimizerMemory] = MappingProxyType(
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that stay on a device from step to step."""
+    """Bytes that stay on a device from step to step, and what an optimizer step touches of them."""
 
     parameters: int = 0
+    """What the model computes with."""
     gradients: int = 0
     optimizer_state: int = 0
-    """Master copies included, if asked for."""
+    owners: int = 0
+    """What the optimizer updates, where that is a copy of another type."""
+    trained: int = 0
+    """Of ``parameters`` and ``owners``: the part that the optimizer updates. Not memory of its own."""
+    cast: int = 0
+    """Read and written by the casts around a step: gradients for the owners, owners for the leaves. Traffic, not memory."""
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer_state
+        return self.parameters + self.gradients + self.optimizer_state + self.owners
 
     def __add__(self, other: StateBytes) -> StateBytes:
-        return StateBytes(
-            self.parameters + other.parameters,
-            self.gradients + other.gradients,
-            self.optimizer_state + other.optimizer_state,
-        )
+        return StateBytes(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def state_bytes(parameters: Iterable[ParameterCount], optimizer: str, master: bool = False) -> StateBytes:
-    """Bytes of parameters, gradients and optimizer state.
+def state_bytes(parameters: Iterable[ParameterCount], optimizer: str) -> StateBytes:
+    """Bytes of parameters, gradients, optimizer state and owners' copies.
 
-    Gradients have the parameter's data type. With ``master``, each trainable parameter of a narrower type than
-    32 bits has a 32-bit copy, and the optimizer's state is 32-bit as well (it is kept for the copy).
+    An owner's gradient is the very tensor that its leaf's micro-batches were summed in; where the optimizer needs it in
+    another type it is cast one parameter at a time and the first is freed, so the wider of the two counts.
     """
     rule = OPTIMIZERS.get(optimizer)
     if rule is None:
@@ -78,14 +77,18 @@ def state_bytes(parameters: Iterable[ParameterCount], optimizer: str, master: bo
             because=["its state per parameter is not known"],
             suggestions=[f"choose one of: {', '.join(OPTIMIZERS)}"],
         )
-    held = gradients = state = 0
-    for elements, dtype, trainable in parameters:
-        held += elements * dtype.itemsize
-        if not trainable:
-            continue
-        gradients += elements * dtype.itemsize
-        mastered = master and optimizer != "none" and dtype.itemsize < MASTER_DTYPE.itemsize
-        state_itemsize = MASTER_DTYPE.itemsize if mastered else dtype.itemsize
-        state += rule.copies * elements * state_itemsize + rule.step_bytes
-        state += elements * MASTER_DTYPE.itemsize if mastered else 0
-    return StateBytes(held, gradients, state)
+    total = StateBytes()
+    for elements, types, trainable in parameters:
+        leaf, owner, gradient = (elements * t.itemsize for t in (types.leaf, types.owner, types.gradient))
+        cast = (leaf + owner if types.has_copy else 0) + (
+            gradient + owner if types.gradient != types.owner else 0
+        )
+        total += StateBytes(
+            parameters=leaf,
+            gradients=max(gradient, owner) if trainable else 0,
+            optimizer_state=rule.copies * owner + rule.step_bytes if trainable else 0,
+            owners=owner if types.has_copy else 0,
+            trained=owner if trainable else 0,
+            cast=cast if trainable else 0,
+        )
+    return total

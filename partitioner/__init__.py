@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         UsageError,
         VerificationError,
     )
+    from cost_models.precision import Precision
     from partitioner.api import partition
     from partitioner.plan import Plan
     from partitioner.verify import VerifyReport
@@ -44,6 +45,7 @@ _EXPORTS = {
     "PartitionerError": "cost_models.errors",
     "Plan": "partitioner.plan",
     "PlanError": "cost_models.errors",
+    "Precision": "cost_models.precision",
     "RankFailureError": "cost_models.errors",
     "UsageError": "cost_models.errors",
     "VerificationError": "cost_models.errors",
@@ -62,6 +64,7 @@ __all__ = [
     "PartitionerError",
     "Plan",
     "PlanError",
+    "Precision",
     "RankFailureError",
     "UsageError",
     "VerificationError",

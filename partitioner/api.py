@@ -11,9 +11,11 @@ import torch
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.memory import OPTIMIZERS
+from cost_models.precision import Precision
 from partitioner.plan import Plan
 from partitioner.workloads import Workload
 from passes.compile import compile_graph
+from passes.check_precision import check_precision
 from passes.graph import OpGraph
 from passes.place_layers import LayerRequest
 from passes.trace import trace
@@ -36,7 +38,7 @@ def partition(
     batch_size: int | None = None,
     loss_fn: Callable[..., Any] | None = None,
     optimizer_memory: str = "adamw",
-    master: bool = False,
+    precision: Precision | None = None,
     strategy: str = "layer",
     schedule: str = "auto",
     microbatches: int | Literal["auto"] = "auto",
@@ -54,7 +56,8 @@ def partition(
     ``batch_size``: samples per optimizer step; the example's own batch size if not given.
     ``microbatches``: how many pieces the batch is cut into (this *is* gradient accumulation), or "auto".
     ``schedule``: "auto" or one of gpipe 1f1b interleaved zb-h1 zb-h2 zb-v list.
-    ``optimizer_memory``: whose state is budgeted: none sgd momentum adam adamw. ``master``: 32-bit copies as well.
+    ``optimizer_memory``: whose state is budgeted: none sgd momentum adam adamw.
+    ``precision``: a :class:`Precision`, the model's own data types if not given. A trace keeps what it was traced in.
     ``pins``: {glob over module paths or op names: stage}.
 
     Raises ClusterError, ModelError, UsageError, or InfeasibleError with the computed ways out.
@@ -84,6 +87,7 @@ def partition(
         loss_fn=loss_fn,
         batch_dims=batch_dims,
         dynamic_dims=dynamic_dims,
+        precision=precision,
         name=name,
     )
     if graph.loss is None:
@@ -92,12 +96,14 @@ def partition(
             because=["the trace has no loss"],
             suggestions=["give `loss_fn=`, or a model that returns its loss"],
         )
+    precision = graph.precision if precision is None else precision
+    check_precision(graph, precision, optimizer_memory)
     request = LayerRequest(
         batch_size=graph.example_batch_size if batch_size is None else batch_size,
         microbatches=microbatches,
         schedule=schedule,
         optimizer=optimizer_memory,
-        master=master,
+        precision=precision,
         pins=dict(pins or {}),
         max_stages=max_stages,
         time_limit_seconds=time_limit_seconds,
@@ -116,6 +122,7 @@ def as_graph(
     loss_fn: Callable[..., Any] | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     dynamic_dims: Mapping[str, list[int]] | None = None,
+    precision: Precision | None = None,
     name: str | None = None,
 ) -> OpGraph:
     """The training graph of ``model``; traces unless it is one already."""
@@ -138,7 +145,13 @@ def as_graph(
             suggestions=["give `example_inputs=`: one batch, as you would call the model with"],
         )
     return trace(
-        model, example_inputs, loss_fn=loss_fn, batch_dims=batch_dims, dynamic_dims=dynamic_dims, name=name
+        model,
+        example_inputs,
+        loss_fn=loss_fn,
+        batch_dims=batch_dims,
+        dynamic_dims=dynamic_dims,
+        precision=precision,
+        name=name,
     )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from cost_models.cluster import ClusterSpec
+from cost_models.precision import NAMES
 from cost_models.units import format_bytes
 from partitioner.modules import modules_of_stages
 from partitioner.plan import (
@@ -29,6 +30,7 @@ from partitioner.plan import (
 from partitioner.report.text import counted
 from passes.baselines import Baseline, data_parallel, one_device
 from passes.cheap import recomputed_ops
+from passes.check_precision import dominant_dtype, precision_notes
 from passes.compile import Compiled
 from passes.graph import OpGraph
 from passes.place_layers import LayerRequest, RunnerUp
@@ -56,7 +58,8 @@ def describe(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compil
         batch_size=request.batch_size,
         microbatches=placement.microbatches,
         schedule=placement.schedule,
-        optimizer_memory=request.optimizer + ("+master" if request.master else ""),
+        optimizer_memory=request.optimizer,
+        precision=request.precision,
         stages=_stages(graph, compiled),
         placements={name: (placement.ranks[stage],) for name, stage in placement.stage_of.items()},
         recomputed=tuple(sorted(recomputed_ops(graph))),
@@ -88,7 +91,7 @@ def describe(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compil
             messages=compiled.proof.messages,
             rules=compiled.proof.rules,
         ),
-        notes=(*graph.notes, *_notes(graph)),
+        notes=(*graph.notes, *precision_notes(graph, request.precision), *_notes(graph)),
     )
 
 
@@ -127,11 +130,13 @@ def _looked_up(node: fx.Node) -> bool:
 
 def _model(graph: OpGraph) -> ModelInfo:
     sizes = {name: math.prod(spec.shape) for name, spec in graph.parameters.items()}
+    dtype = dominant_dtype(graph)
     return ModelInfo(
         name=graph.model_name,
         fingerprint=graph.fingerprint,
         parameters=sum(sizes.values()),
         parameter_bytes=sum(spec.size_bytes for spec in graph.parameters.values()),
+        dtype=None if dtype is None else NAMES.get(dtype, str(dtype)),
         trainable_parameters=sum(
             sizes[name] for name, spec in graph.parameters.items() if spec.requires_grad
         ),
@@ -241,10 +246,10 @@ def _mfu(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: 
     """Model FLOPs utilisation: FLOPs of forward and backward over step time times the used devices' peak rates."""
     table = compiled.costs.at(request.batch_size)
     flops = float(np.sum(table.forward_flops + table.backward_input_flops + table.backward_weight_flops))
-    dtypes = [spec.dtype for spec in graph.parameters.values() if spec.dtype.is_floating_point]
-    if not flops or not dtypes:
+    own = dominant_dtype(graph)
+    if not flops or own is None:
         return None
-    dtype = max(set(dtypes), key=dtypes.count)
+    dtype = request.precision.of(own).leaf
     ranks = {rank for stage in compiled.realized.segments.segments for rank in stage.ranks}
     peak = sum(cluster.devices[rank].peak_flops(dtype) for rank in ranks)
     return flops / (compiled.realized.simulation.step_seconds * peak)

@@ -32,4 +32,4 @@ def make_optimizer(
 ) -> torch.optim.Optimizer | None:
     """The optimizer called ``name`` over ``parameters``; None where there are none (torch refuses an empty list)."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    return MAKE[name.removesuffix("+master")](trained, learning_rate) if trained else None
+    return MAKE[name](trained, learning_rate) if trained else None

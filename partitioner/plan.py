@@ -8,10 +8,20 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import PlanError
+from cost_models.errors import PlanError, UsageError
+from cost_models.precision import DTYPE_FIELDS, NAMES, Precision
 from partitioner.plan_checks import inconsistencies
 from partitioner.plan_file import ANEW, MOST_PROBLEMS, read_json, read_text, validation_problems, write_text
 
@@ -30,6 +40,35 @@ Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0)]
 
 
+def _read_precision(value: object) -> Precision:
+    if isinstance(value, Precision):
+        return value
+    if not isinstance(value, dict) or not all(isinstance(word, str) for word in value.values()):
+        raise ValueError('an object such as {"compute": "bfloat16"} is expected')
+    try:
+        return Precision.from_fields(value)
+    except UsageError as error:
+        raise ValueError("; ".join(error.because)) from error
+
+
+PrecisionField = Annotated[
+    Precision,
+    PlainValidator(_read_precision),
+    PlainSerializer(Precision.fields),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                **{name: {"enum": sorted(NAMES.values())} for name in DTYPE_FIELDS},
+                "loss_scale": {"const": "dynamic"},
+            },
+            "additionalProperties": False,
+        }
+    ),
+]
+"""A :class:`Precision`; in JSON an object of what is fixed, {} for the model's own data types."""
+
+
 class _Record(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, strict=True
@@ -43,6 +82,7 @@ class ModelInfo(_Record):
     fingerprint: str
     parameters: Count = Field(description="number of parameters, tied ones counted once")
     parameter_bytes: Count
+    dtype: str | None = Field(description="floating-point type of most parameters")
     trainable_parameters: Count
     ops: Count
 
@@ -157,6 +197,7 @@ class Plan(_Record):
     microbatches: int = Field(ge=1)
     schedule: str
     optimizer_memory: str
+    precision: PrecisionField
     stages: tuple[Stage, ...]
     placements: dict[str, tuple[Count, ...]] = Field(description="ranks of every placed op")
     recomputed: tuple[str, ...] = Field(description="cheap ops that every stage recomputes for itself")
@@ -207,9 +248,14 @@ class Plan(_Record):
     # ------------------------------------------------------------------------------------------ views
 
     @property
+    def used_devices(self) -> tuple[int, ...]:
+        """The devices that run something, in the cluster's order. Idle ones get no process."""
+        return tuple(sorted({device for stage in self.stages for device in stage.devices}))
+
+    @property
     def world_size(self) -> int:
-        """Number of ranks that run it: one more than the highest rank used."""
-        return 1 + max(rank for stage in self.stages for rank in stage.devices)
+        """Number of processes that run it: one for each used device."""
+        return len(self.used_devices)
 
     def __str__(self) -> str:
         from partitioner.report.table import render_plan

@@ -27,7 +27,7 @@ def inconsistencies(plan: Plan) -> Iterator[str]:
         yield f"microbatches: {plan.microbatches:,}, times {counted(len(plan.stages), 'stage')}, is too many"
     if plan.schedule not in SCHEDULES:
         yield f"schedule: {plan.schedule!r} is not one of {', '.join(SCHEDULES)}"
-    if plan.optimizer_memory.removesuffix("+master") not in OPTIMIZERS:
+    if plan.optimizer_memory not in OPTIMIZERS:
         yield f"optimizer_memory: {plan.optimizer_memory!r} is not one of {', '.join(OPTIMIZERS)}"
     yield from _stages(plan, world)
     yield from _values(plan, world)

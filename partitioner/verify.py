@@ -27,7 +27,7 @@ from partitioner.first_difference import first_difference
 from partitioner.grow_batch import grow_batch, rebuilt, to_double
 from partitioner.optimizers import make_optimizer
 from partitioner.plan import Plan
-from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
+from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments, ranks_in_order
 from partitioner.verify_rank import VerificationTask, run_rank
 from partitioner.workloads import Workload
 from passes.batch import flatten_batch, forward_arguments, forward_names
@@ -118,8 +118,15 @@ def verify_plan(
     workload = _workload(model, example_inputs, loss_fn)
     refuse_without_weights(workload.model)
     if graph is None:
-        graph = as_graph(workload, batch_dims=batch_dims, dynamic_dims=dynamic_dims, name=plan.model.name)
-    segmentation = plan_segmentation(plan, graph)
+        graph = as_graph(
+            workload,
+            batch_dims=batch_dims,
+            dynamic_dims=dynamic_dims,
+            precision=plan.precision,
+            name=plan.model.name,
+        )
+    ranks = ranks_in_order(plan)
+    segmentation = plan_segmentation(plan, graph, ranks)
     graph, dropped = without_dropout(in_float64(graph))
     reference = double_copy(workload)
     notes = list(graph.notes)
@@ -136,9 +143,9 @@ def verify_plan(
     leaves = flatten_batch(batch, forward_names(reference.model))
     state = model_state(reference.model, graph)
     task = VerificationTask(
-        programs=plan_programs(plan),
+        programs=plan_programs(plan, ranks),
         codes=lower(graph, segmentation),
-        segments=plan_segments(plan),
+        segments=plan_segments(plan, ranks),
         batch_spec=graph.batch,
         batch={name: leaves[name] for name in graph.batch.batch_dims},
         state=state,

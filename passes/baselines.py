@@ -100,4 +100,4 @@ def _kind(device: Device) -> tuple[object, ...]:
 
 def _state(graph: OpGraph, request: LayerRequest) -> StateBytes:
     whole = Segmentation({node.name: 0 for node in graph.ops}, ((0,),), frozenset())
-    return state_of_ranks(graph, whole, 1, request.optimizer, master=request.master)[0]
+    return state_of_ranks(graph, whole, 1, request.optimizer, request.precision)[0]

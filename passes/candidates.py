@@ -12,7 +12,14 @@ from passes.graph import OpGraph
 from passes.place_layers import LayerCandidate, LayerRequest, SimulatedCandidate
 from passes.segment import Segmentation, by_stage
 from passes.step import StepCosts, programs_for, simulate_step, transfer_seconds
-from passes.summarize import TiedGroup, segment_graph, state_of_ranks, tied_groups, trained_tensors
+from passes.summarize import (
+    TiedGroup,
+    gradient_bytes,
+    segment_graph,
+    state_of_ranks,
+    tied_groups,
+    trained_tensors,
+)
 from runtime.microbatch import microbatch_sizes
 from runtime.order import quick_makespan
 from runtime.program import Program, SegmentGraph
@@ -71,9 +78,7 @@ class Candidates:
         graph, cluster, request = self._graph, self._cluster, self._request
         segmentation, segments, sizes = self._segments(candidate)
         tied = tied_groups(graph, segmentation)
-        state = state_of_ranks(
-            graph, segmentation, cluster.world_size, request.optimizer, master=request.master
-        )
+        state = state_of_ranks(graph, segmentation, cluster.world_size, request.optimizer, request.precision)
         tensors = trained_tensors(graph, segmentation, cluster.world_size)
         step = StepCosts(
             state_bytes=tuple(held.total for held in state),
@@ -82,7 +87,9 @@ class Candidates:
                 for held, device, count in zip(state, cluster.devices, tensors, strict=True)
             ),
             tied_bytes={
-                name: graph.parameters[name].size_bytes for group in tied for name in group.parameters
+                name: gradient_bytes(graph, name, request.precision)
+                for group in tied
+                for name in group.parameters
             },
         )
         programs = programs_for(segments, cluster, candidate.schedule, candidate.microbatches, tied)
@@ -104,7 +111,16 @@ class Candidates:
         return quick_makespan(segments, orders, candidate.microbatches, seconds)
 
     def _segments(self, candidate: LayerCandidate) -> tuple[Segmentation, SegmentGraph, tuple[int, ...]]:
-        segmentation = by_stage(self._graph, candidate.stage_of, candidate.ranks, self._recomputed)
+        segmentation = by_stage(
+            self._graph,
+            candidate.stage_of,
+            candidate.ranks,
+            self._recomputed,
+            candidate.recomputed_blocks,
+        )
         sizes = microbatch_sizes(self._request.batch_size, candidate.microbatches)
-        segments = segment_graph(self._graph, self._costs, segmentation, self._cluster, sizes[0])
+        deferring = SCHEDULES[candidate.schedule].splits_backward
+        segments = segment_graph(
+            self._graph, self._costs, segmentation, self._cluster, sizes[0], deferring=deferring
+        )
         return segmentation, segments, sizes

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
+from cost_models.precision import Precision
 from passes.graph import OpGraph
 from passes.node_tools import copy_graph
 
@@ -68,6 +69,7 @@ def in_float64(graph: OpGraph) -> OpGraph:
     return replace(
         graph,
         module=module,
+        precision=Precision(),
         constants=constants,
         batch=replace(graph.batch, leaves=leaves),
         parameters={n: replace(s, dtype=widened(s.dtype)) for n, s in graph.parameters.items()},

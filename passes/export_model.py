@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 
 from cost_models.errors import ModelError
+from cost_models.precision import Precision
 from passes.batch import flatten_batch, forward_arguments, map_tensors
 
 LossFunction: TypeAlias = Callable[[Any, Any], Any]
@@ -41,19 +42,29 @@ class ModelWithLoss(nn.Module):
     ``record`` tells what they are once it ran.
     """
 
-    def __init__(self, model: nn.Module, batch: object, loss_fn: LossFunction | None, training: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: object,
+        loss_fn: LossFunction | None,
+        training: bool,
+        precision: Precision | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
         # In a tuple, so that neither the batch nor its tensors become state of this module.
         self._batch = (batch,)
         self._with_outputs = not training
+        self._casts_to = None if precision is None else precision.casts_to
         self.record = OutputRecord()
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
         """The traced computation."""
         batch = rebuild(self._batch[0], leaves)
         args, kwargs = forward_arguments(self.model, batch, self.loss_fn is not None)
+        if self._casts_to is not None:
+            args, kwargs = cast_floating((args, kwargs), self._casts_to)
         before = _python_numbers(self.model)
         with writes_for_assignments(self.model):
             output = self.model(*args, **kwargs)
@@ -63,7 +74,10 @@ class ModelWithLoss(nn.Module):
             for name, value in before.items()
             if name in after and type(after[name]) is type(value) and after[name] != value
         )
-        loss, metrics = loss_and_metrics(output, batch, self.loss_fn, required=not self._with_outputs)
+        judged = output
+        if self.loss_fn is not None and self._casts_to is not None and self._casts_to.itemsize < 4:
+            judged = cast_floating(output, torch.float32)  # as autocast computes losses
+        loss, metrics = loss_and_metrics(judged, batch, self.loss_fn, required=not self._with_outputs)
         found: list[tuple[Literal["loss", "metric", "output"], str, Tensor]] = []
         if loss is not None:
             found.append(("loss", "loss", loss))
@@ -110,6 +124,13 @@ def writes_for_assignments(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             old.copy_(new)
         table[name] = old
+
+
+def cast_floating(structure: object, dtype: torch.dtype) -> Any:
+    """The same structure with its floating-point tensors in ``dtype``."""
+    return map_tensors(
+        structure, lambda _, tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+    )
 
 
 def rebuild(batch: object, leaves: Sequence[Tensor]) -> Any:

@@ -12,6 +12,7 @@ What every node's ``meta`` holds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +23,8 @@ import sympy
 import torch
 from torch import fx
 
+from cost_models.precision import ParameterPrecision, Precision
+from passes.token_counts import TokenCounts
 from runtime.segment_code import BatchSpec, Dim, TensorSpec
 
 PlaceholderKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch"]
@@ -61,13 +64,16 @@ class StateSpec:
     dtype: torch.dtype
     requires_grad: bool
     persistent: bool = True
+    keeps_dtype: bool = False
+    """Not cast to another precision: a batch norm's, which must fit its statistics."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def size_bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return self.elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,12 @@ class OpGraph:
     fingerprint: str
     notes: tuple[str, ...] = ()
     frozen_modules: frozenset[str] = field(default_factory=frozenset)
+    loss_reduction: Literal["mean", "sum", "token_mean"] = "mean"
+    """How micro-batches' losses become the batch's: see ``passes.loss_reduction``."""
+    token_counts: TokenCounts | None = None
+    """Under "token_mean": how to fill the batch leaves that no user's batch has."""
+    precision: Precision = field(default_factory=Precision)
+    """What it was traced in: parameters' placeholders have their ``leaf`` types. ``StateSpec`` has the model's own."""
 
     @property
     def graph(self) -> fx.Graph:
@@ -126,6 +138,18 @@ class OpGraph:
         from passes.grads import needs_grad
 
         return needs_grad(self)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that get a gradient."""
+        return frozenset(i.name for i in self.inputs if i.kind == "parameter" and i.node in self.needs_grad)
+
+    def types_of(self, name: str, precision: Precision) -> ParameterPrecision:
+        """The data types of a parameter or buffer when trained in ``precision``."""
+        spec = self.parameters.get(name)
+        if spec is None:
+            return ParameterPrecision.plain(self.buffers[name].dtype)
+        return precision.of(spec.dtype, trains=name in self.trained, keeps_dtype=spec.keeps_dtype)
 
     @cached_property
     def memo(self) -> dict[object, Any]:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from cost_models.compute import OpSeconds
 from cost_models.devices import Device
 from cost_models.memory import state_bytes
+from cost_models.precision import Precision
 from passes.certificate import OpTimes
 from passes.cheap import recomputed_ops
 from passes.coarsen import OpArrays, clusters, intervals, list_downsets
@@ -134,7 +135,7 @@ class LayerModel:
         return max((v for block, v in total.items() if block), default=max(total.values(), default=0.0))
 
 
-def read_model(graph: OpGraph, costs: Costs, optimizer: str, master: bool) -> LayerModel:
+def read_model(graph: OpGraph, costs: Costs, optimizer: str, precision: Precision) -> LayerModel:
     """Collect the arrays. Costs and graph must list the same ops in the same order."""
     skipped = recomputed_ops(graph)
     position = {name: row for row, name in enumerate(costs.ops)}
@@ -151,7 +152,7 @@ def read_model(graph: OpGraph, costs: Costs, optimizer: str, master: bool) -> La
         storages=_storages(costs, rows, readers),
         deferred=_deferred(costs, rows),
         parameterized=np.array([u for u, row in enumerate(rows) if costs.weight_half[row]], dtype=np.int64),
-        states=_states(graph, skipped, index, optimizer, master),
+        states=_states(graph, skipped, index, optimizer, precision),
         together=tuple(
             tuple(sorted(index[name] for name in group if name in index))
             for group in colocated(graph)
@@ -192,7 +193,7 @@ def _deferred(costs: Costs, rows: IntArray) -> tuple[tuple[str, Touch], ...]:
 
 
 def _states(
-    graph: OpGraph, skipped: Collection[str], index: Mapping[str, int], optimizer: str, master: bool
+    graph: OpGraph, skipped: Collection[str], index: Mapping[str, int], optimizer: str, precision: Precision
 ) -> tuple[tuple[float, Touch], ...]:
     users: dict[str, set[int]] = defaultdict(set)
     through: dict[str, set[str]] = {}  # what each recomputed op reads: its readers' stages need it too
@@ -208,14 +209,11 @@ def _states(
         else:
             for name in own:
                 users[name].add(index[node.name])
-    node_of = {i.name: i.node for i in graph.inputs}
     states = []
     for name, ops in users.items():
         spec = graph.parameters.get(name) or graph.buffers[name]
-        elements = spec.size_bytes // spec.dtype.itemsize
-        trains = node_of[name] in graph.needs_grad
-        total = state_bytes([(elements, spec.dtype, trains)], optimizer, master=master).total
-        states.append((float(total), Touch(tuple(sorted(ops)))))
+        count = spec.elements, graph.types_of(name, precision), name in graph.trained
+        states.append((float(state_bytes([count], optimizer).total), Touch(tuple(sorted(ops)))))
     return tuple(states)
 
 

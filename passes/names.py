@@ -31,13 +31,18 @@ def state_names(model: nn.Module) -> StateNames:
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     parameters: dict[str, StateSpec] = {}
+    keep = own_dtype_parameters(model)
     buffers: dict[str, StateSpec] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if first.setdefault(id(parameter), name) != name:
             aliases[name] = first[id(parameter)]
         else:
             parameters[name] = StateSpec(
-                name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad
+                name,
+                tuple(parameter.shape),
+                parameter.dtype,
+                parameter.requires_grad,
+                keeps_dtype=id(parameter) in keep,
             )
     not_saved = _non_persistent(model)
     for name, buffer in model.named_buffers(remove_duplicate=False):
@@ -47,6 +52,17 @@ def state_names(model: nn.Module) -> StateNames:
             saved = name not in not_saved
             buffers[name] = StateSpec(name, tuple(buffer.shape), buffer.dtype, False, persistent=saved)
     return StateNames(parameters, buffers, aliases)
+
+
+def own_dtype_parameters(model: nn.Module) -> frozenset[int]:
+    """``id``s of the parameters that no precision casts: a batch norm's live with its statistics, which are buffers."""
+    return frozenset(
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
 
 
 def _non_persistent(model: nn.Module) -> set[str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cost_models.errors import InfeasibleError, UsageError
+from cost_models.precision import Precision
 from passes.certificate import Certificate, relative_gap
 from passes.graph import OpGraph
 from passes.layer_model import Costs, LayerModel, read_model, spaces
@@ -48,7 +49,7 @@ class LayerRequest:
     microbatches: int | Literal["auto"] = "auto"
     schedule: str = "auto"
     optimizer: str = "adamw"
-    master: bool = False
+    precision: Precision = field(default_factory=Precision)
     pins: Mapping[str, int] = field(default_factory=dict)
     max_stages: int | None = None
     time_limit_seconds: float | None = None
@@ -181,7 +182,7 @@ def place_layers(
 
 def prepare(graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerRequest) -> LayerSearch:
     """Everything that the search of ``request`` reads, as arrays."""
-    model = read_model(graph, costs, request.optimizer, request.master)
+    model = read_model(graph, costs, request.optimizer, request.precision)
     paths = [str(graph.nodes[name].meta.get("module_path", "")) for name in model.names]
     pins = resolve_pins(request.pins, model.names, paths, model.readers, model.together)
     table = device_table(cluster)

@@ -8,14 +8,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from cost_models.cluster import ClusterSpec
-from cost_models.memory import StateBytes, state_bytes
+from cost_models.memory import ParameterCount, StateBytes, state_bytes
+from cost_models.precision import Precision
 from passes.costs import GraphCosts
 from passes.graph import OpGraph
 from passes.lower import crossing_values
+from passes.recompute_costs import computed_again, transient_bytes
 from passes.segment import Segmentation
 from runtime.program import Segment, SegmentCost, SegmentGraph, Value
 
@@ -29,10 +32,20 @@ class TiedGroup:
 
 
 def segment_graph(
-    graph: OpGraph, costs: GraphCosts, segmentation: Segmentation, cluster: ClusterSpec, microbatch_size: int
+    graph: OpGraph,
+    costs: GraphCosts,
+    segmentation: Segmentation,
+    cluster: ClusterSpec,
+    microbatch_size: int,
+    *,
+    deferring: bool = False,
 ) -> SegmentGraph:
-    """The DAG of segments with seconds and bytes for micro-batches of ``microbatch_size`` samples."""
+    """The DAG of segments with seconds and bytes for micro-batches of ``microbatch_size`` samples.
+
+    ``deferring``: the schedule runs weight halves apart; what they need of a recomputed block is then kept for them.
+    """
     ops_of = ops_by_segment(graph, segmentation)
+    index_of = {node.name: index for index, node in enumerate(graph.ops)} if segmentation.regions else {}
     table = costs.at(microbatch_size)
     output_bytes = dict(zip(costs.ops, table.output_bytes, strict=True))
     crossing = crossing_values(graph, segmentation)
@@ -44,18 +57,23 @@ def segment_graph(
     segments = []
     for index, ranks in enumerate(segmentation.ranks):
         indices = ops_of[index]
-        seconds = costs.segment_seconds(indices, microbatch_size, cluster.devices[ranks[0]])
+        device = cluster.devices[ranks[0]]
+        seconds = costs.segment_seconds(indices, microbatch_size, device)
         sent = [name for name in crossing if segmentation.segment_of[name] == index]
-        held = costs.held_bytes(indices, microbatch_size, outputs=sent)
+        regions = [[index_of[name] for name in names] for names in segmentation.regions_of(index)]
+        held = costs.held_bytes(indices, microbatch_size, outputs=sent, regions=regions)
         # The simulator charges values between segments on their own, from the moment they are sent or received.
         between = received[index] + sum(int(output_bytes[name]) for name in sent)
         backward = index in has_backward
+        again = [op for region in regions for op in computed_again(costs, region, deferring)]
+        again_seconds = costs.segment_seconds(again, microbatch_size, device).forward if again else 0.0
         cost = SegmentCost(
             forward_seconds=seconds.forward,
-            backward_input_seconds=seconds.backward_input if backward else 0.0,
+            backward_input_seconds=seconds.backward_input + again_seconds if backward else 0.0,
             backward_weight_seconds=seconds.backward_weight if backward else 0.0,
             saved_bytes=max(0, held.saved - between),
             weight_saved_bytes=max(0, held.weight_saved - received[index]),
+            transient_bytes=transient_bytes(costs, regions, microbatch_size, deferring) if backward else 0,
         )
         segments.append(Segment(index, ranks, cost, backward))
     values = tuple(
@@ -121,11 +139,10 @@ def state_names_of_segments(graph: OpGraph, segmentation: Segmentation) -> tuple
 
 def trained_tensors(graph: OpGraph, segmentation: Segmentation, world_size: int) -> tuple[int, ...]:
     """How many parameters the optimizer steps on each rank."""
-    node_of = {i.name: i.node for i in graph.inputs if i.kind == "parameter"}
     names: list[set[str]] = [set() for _ in range(world_size)]
     for segment, found in enumerate(state_names_of_segments(graph, segmentation)):
         for rank in segmentation.ranks[segment]:
-            names[rank] |= {name for name in found if node_of.get(name) in graph.needs_grad}
+            names[rank] |= found & graph.trained
     return tuple(map(len, names))
 
 
@@ -135,30 +152,32 @@ def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, 
     for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
         for name in names:
             ranks_of[name].update(segmentation.ranks[segment])
-    node_of = {i.name: i.node for i in graph.inputs if i.kind == "parameter"}
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in graph.parameters:
         ranks = ranks_of.get(name, set())
-        if len(ranks) > 1 and node_of[name] in graph.needs_grad:
+        if len(ranks) > 1 and name in graph.trained:
             groups[tuple(sorted(ranks))].append(name)
     return tuple(TiedGroup(tuple(names), ranks) for ranks, names in groups.items())
 
 
 def state_of_ranks(
-    graph: OpGraph, segmentation: Segmentation, world_size: int, optimizer: str, *, master: bool = False
+    graph: OpGraph, segmentation: Segmentation, world_size: int, optimizer: str, precision: Precision
 ) -> tuple[StateBytes, ...]:
     """Bytes of parameters, gradients and optimizer state on each rank; buffers count as parameters that do not train."""
     names: list[set[str]] = [set() for _ in range(world_size)]
     for segment, found in enumerate(state_names_of_segments(graph, segmentation)):
         for rank in segmentation.ranks[segment]:
             names[rank] |= found
-    node_of = {i.name: i.node for i in graph.inputs if i.kind in ("parameter", "buffer")}
-    result = []
-    for held in names:
-        specs = [graph.parameters.get(name) or graph.buffers[name] for name in sorted(held)]
-        triples = [
-            (int(np.prod(spec.shape, dtype=np.int64)), spec.dtype, node_of.get(spec.name) in graph.needs_grad)
-            for spec in specs
-        ]
-        result.append(state_bytes(triples, optimizer, master=master))
-    return tuple(result)
+    return tuple(
+        state_bytes(map(partial(_count, graph, precision), sorted(held)), optimizer) for held in names
+    )
+
+
+def gradient_bytes(graph: OpGraph, name: str, precision: Precision) -> int:
+    """Bytes of a parameter's gradient as micro-batches and ranks sum it."""
+    return graph.parameters[name].elements * graph.types_of(name, precision).gradient.itemsize
+
+
+def _count(graph: OpGraph, precision: Precision, name: str) -> ParameterCount:
+    spec = graph.parameters.get(name) or graph.buffers[name]
+    return spec.elements, graph.types_of(name, precision), name in graph.trained

@@ -22,6 +22,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 
 from cost_models.errors import ModelError, PartitionerError, UsageError
+from cost_models.precision import Precision
 from passes.batch import BatchDims, batch_dim_candidates, flatten_batch, forward_names, map_tensors, tile
 from passes.batch_symbols import Settled, batch_spec, check_guards, check_known, merge, settle, size_of
 from passes.build_graph import convert, leaf_nodes
@@ -33,8 +34,8 @@ from passes.trace_errors import model_error
 from passes.tracing_state import (
     caching_off,
     export_fake_mode,
-    meta_state_as_cpu,
     refuse_own_backwards,
+    state_as_traced,
     torch_quiet,
     training_mode,
     watch_checkpointing,
@@ -54,6 +55,7 @@ def trace(
     training: bool = True,
     batch_dims: Mapping[str, int | None] | None = None,
     dynamic_dims: Mapping[str, Sequence[int]] | None = None,
+    precision: Precision | None = None,
     name: str | None = None,
 ) -> OpGraph:
     """Trace ``model`` on ``example_inputs`` into an OpGraph whose batch size is a symbol.
@@ -68,6 +70,10 @@ def trace(
     tensor whose dimension 0 is as large as the first tensor's). ``dynamic_dims`` ``{leaf name: dims}``
     leaves further sizes open. A batch of one sample is doubled first, since export bakes sizes of 1 in.
 
+    ``precision``: with ``compute`` (or ``parameters``) set, parameters are traced in that data type, the
+    floating-point inputs of ``forward`` are cast to it, and ``loss_fn`` gets outputs in float32 again, where it
+    is a 16-bit type. ``loss_fn`` sees the batch as it was given. Buffers keep their type.
+
     The model may be on the meta device. Nothing of it is copied or changed.
     """
     model_name = name or type(model).__name__
@@ -80,7 +86,14 @@ def trace(
         )
     state = state_names(model)
     request = _Request(
-        model, batch, leaves, loss_fn, training, model_name, _dynamic(leaves, dynamic_dims or {})
+        model,
+        batch,
+        leaves,
+        loss_fn,
+        training,
+        model_name,
+        _dynamic(leaves, dynamic_dims or {}),
+        precision or Precision(),
     )
     notes: list[str] = []
     with contextlib.ExitStack() as changes:
@@ -123,6 +136,7 @@ def trace(
         fingerprint=fingerprint(converted, everything, spec.symbols, training),
         notes=tuple(dict.fromkeys(notes)),
         frozen_modules=frozen_modules(model),
+        precision=request.precision,
     )
     logger.info("traced %s: %d operations", model_name, len(graph))
     return graph
@@ -219,6 +233,7 @@ class _Request:
     training: bool
     model_name: str
     dynamic: Mapping[str, frozenset[int]]
+    precision: Precision
 
 
 @dataclass(frozen=True)
@@ -287,7 +302,7 @@ def _export(request: _Request, guess: BatchDims) -> _Exported:
     }
     remaining = iter(leaves.values())
     batch = map_tensors(request.batch, lambda path, old: next(remaining))
-    module = ModelWithLoss(request.model, batch, request.loss_fn, request.training)
+    module = ModelWithLoss(request.model, batch, request.loss_fn, request.training, request.precision)
     fake_mode = export_fake_mode()
     symbolic = _open_dims(request, guess)
     try:
@@ -295,7 +310,7 @@ def _export(request: _Request, guess: BatchDims) -> _Exported:
         with (
             torch.enable_grad(),
             torch_quiet(),
-            meta_state_as_cpu(request.model, fake_mode),
+            state_as_traced(request.model, fake_mode, request.precision),
             refuse_own_backwards() if request.training else contextlib.nullcontext(),
         ):
             program = export(module, leaves, symbolic, fake_mode)

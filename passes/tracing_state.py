@@ -22,6 +22,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cost_models.errors import ModelError
+from cost_models.precision import Precision
+from passes.names import own_dtype_parameters
 
 
 def export_fake_mode() -> FakeTensorMode:
@@ -31,25 +33,32 @@ def export_fake_mode() -> FakeTensorMode:
     )
 
 
-def fake_cpu(fake_mode: FakeTensorMode, tensor: Tensor) -> Tensor:
-    """A fake CPU tensor of the same sizes, strides and dtype: no memory, but CPU code paths."""
+def fake_twin(fake_mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A fake tensor of the same sizes and strides; on the CPU for a meta tensor: no memory, but CPU code paths."""
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
     with fake_mode:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
 
 
 @contextlib.contextmanager
-def meta_state_as_cpu(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[None]:
-    """Swap meta parameters and buffers for fake CPU ones.
+def state_as_traced(model: nn.Module, fake_mode: FakeTensorMode, precision: Precision) -> Iterator[None]:
+    """Swap meta parameters and buffers for fake CPU ones, and parameters for fake ones of the type they compute in.
 
     A meta trace would bake ``device=meta`` into the graph and lose the data of ``torch.tensor([...])``.
-    Ties stay ties. Real tensors stay as they are: export fakes them itself, without a copy.
+    Ties stay ties. Other tensors stay as they are: export fakes them itself, without a copy.
     """
+    keep = own_dtype_parameters(model)
     fakes: dict[int, Tensor] = {}
     undo: list[tuple[dict[str, Any], str, Tensor]] = []
 
+    def traced_dtype(tensor: Tensor) -> torch.dtype:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.dtype
+        return precision.of(tensor.dtype, keeps_dtype=id(tensor) in keep).leaf
+
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in fakes:
-            twin = fake_cpu(fake_mode, tensor)
+            twin = fake_twin(fake_mode, tensor, traced_dtype(tensor))
             is_parameter = isinstance(tensor, nn.Parameter)
             fakes[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
         return fakes[id(tensor)]
@@ -59,7 +68,7 @@ def meta_state_as_cpu(model: nn.Module, fake_mode: FakeTensorMode) -> Iterator[N
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():
-                    if tensor is not None and tensor.is_meta:
+                    if tensor is not None and (tensor.is_meta or traced_dtype(tensor) != tensor.dtype):
                         undo.append((table, name, tensor))
                         table[name] = fake(tensor)
         yield

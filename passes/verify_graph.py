@@ -172,8 +172,11 @@ def _state_shapes(graph: OpGraph) -> Iterator[str]:
         if entry.kind not in ("parameter", "buffer") or entry.name not in specs or value is None:
             continue
         spec = specs[entry.name]
-        if tuple(value.shape) != spec.shape or value.dtype != spec.dtype:
-            yield f"{entry.name} is {tuple(value.shape)} {value.dtype} in the graph, {spec.shape} {spec.dtype} in the table"
+        dtype = spec.dtype
+        if entry.kind == "parameter":  # read in the precision that was traced; buffers keep their type
+            dtype = graph.precision.of(spec.dtype, keeps_dtype=spec.keeps_dtype).leaf
+        if tuple(value.shape) != spec.shape or value.dtype != dtype:
+            yield f"{entry.name} is {tuple(value.shape)} {value.dtype} in the graph, {spec.shape} {dtype} in the table"
 
 
 def _aliases_known(graph: OpGraph) -> Iterator[str]:

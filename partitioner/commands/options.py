@@ -16,6 +16,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from cost_models.errors import PartitionerError, UsageError
+from cost_models.precision import Precision
 from partitioner.report.text import printable
 
 SECONDS_BEFORE_PROGRESS = 1.0
@@ -138,6 +139,11 @@ def pins(pairs: Sequence[str]) -> dict[str, int]:
     if problems:
         raise UsageError("cannot read --pin", problems, ["write --pin 'module.glob.*=STAGE', once per glob"])
     return found
+
+
+def read_precision(text: str | None) -> Precision:
+    """ "compute=bf16,master=fp32" -> Precision(compute=bfloat16, master=float32)."""
+    return Precision.from_fields(settings(text.split(","), "--precision") if text else {})
 
 
 def microbatch_count(text: str) -> int | str:

@@ -19,6 +19,7 @@ from partitioner.commands.options import (
     microbatch_count,
     pins,
     progress,
+    read_precision,
     report,
     settings,
 )
@@ -36,7 +37,7 @@ def plan(
     microbatches: str = "auto",
     schedule: str = "auto",
     optimizer_memory: str = "adamw",
-    master: bool = False,
+    precision: str | None = None,
     max_stages: Whole | None = None,
     pin: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     time_limit: float = 60.0,
@@ -64,8 +65,8 @@ def plan(
         auto, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v or list.
     optimizer_memory
         Whose state is budgeted: none, sgd, momentum, adam or adamw.
-    master
-        Budget 32-bit master copies as well.
+    precision
+        compute=bf16,master=fp32 and so on: any of compute, parameters, gradients, master, and loss_scale=dynamic.
     max_stages
         Use at most this many stages.
     pin
@@ -85,6 +86,7 @@ def plan(
     """
     count: Any = microbatch_count(microbatches)
     pinned = pins(pin)
+    types = read_precision(precision)
     check_options(
         strategy=strategy,
         schedule=schedule,
@@ -99,14 +101,14 @@ def plan(
     with progress(f"loading {model}"):
         workload = load_workload(model, settings=settings(set_), seq=seq, dtype=dtype)
     with progress(f"tracing {model}"):
-        traced = as_graph(workload)
+        traced = as_graph(workload, precision=types)
     with progress("searching"):
         made = partition(
             traced,
             machines,
             batch_size=batch_size,
             optimizer_memory=optimizer_memory,
-            master=master,
+            precision=types,
             strategy=strategy,
             schedule=schedule,
             microbatches=count,

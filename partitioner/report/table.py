@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from cost_models.precision import NAMES, WORDS, ParameterPrecision
 from cost_models.units import format_bytes, format_seconds
 from partitioner.modules import common_parent, shorten
 from partitioner.report.text import WIDTH, columns, counted, labelled, percent, printable
@@ -53,11 +54,25 @@ def _heading(plan: Plan) -> str:
                 f"{plan.strategy}-wise, {counted(len(plan.stages), 'stage')} on {devices} of {plan.cluster.name}",
             ),
             labelled("schedule", schedule),
+            *precision_line(plan),
             labelled("predicted", f"{', '.join(rates)} (from {p.confidence})"),
             labelled("sent", sent if p.messages else "nothing"),
             labelled("budgeted", f"{', '.join(assumed)}; {_memory(plan, ranks)}"),
         ]
     )
+
+
+def precision_line(plan: Plan) -> list[str]:
+    """What is computed, summed and updated in which type, unless all of it is the model's own."""
+    own = WORDS.get(plan.model.dtype or "")
+    if own is None:
+        return []
+    types = plan.precision.of(own)
+    if types == ParameterPrecision.plain(own):
+        return []
+    text = f"{NAMES[types.leaf]} compute, {NAMES[types.gradient]} gradients, {NAMES[types.owner]} updates"
+    text += ", dynamic loss scale" if plan.precision.loss_scale else ""
+    return [labelled("precision", f"{text} (the model is in {NAMES[own]})")]
 
 
 def _rate(per_second: float) -> str:

@@ -147,7 +147,7 @@ def test_kinds_of_ops() -> None:
 
 def test_a_measured_optimizer_replaces_the_memory_bound() -> None:
     cluster = ClusterSpec.local(2).with_device_rates(calibration().rates(2), "test")
-    state = StateBytes(parameters=1000, gradients=1000, optimizer_state=2000)
+    state = StateBytes(parameters=1000, gradients=1000, optimizer_state=2000, trained=1000)
     seconds = optimizer_seconds(state, cluster.devices[0], "adamw", tensors=3)
     assert seconds == pytest.approx(3 * 20e-6 + 1000 * 4e-10)
     assert optimizer_seconds(state, cluster.devices[0]) == pytest.approx(7000 / 3e10)

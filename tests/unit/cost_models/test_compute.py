@@ -84,6 +84,8 @@ def test_work_adds_up_field_by_field():
 
 
 def test_the_optimizer_is_bound_by_memory():
-    adam = StateBytes(parameters=1_000, gradients=800, optimizer_state=1_600)
+    adam = StateBytes(parameters=1_000, gradients=800, optimizer_state=1_600, trained=800)
     assert optimizer_seconds(adam, StandIn()) == pytest.approx((3 * 800 + 2 * 1_600) / 1e9)
+    cast = StateBytes(parameters=1_000, gradients=800, optimizer_state=1_600, trained=800, cast=500)
+    assert optimizer_seconds(cast, StandIn()) == pytest.approx((3 * 800 + 2 * 1_600 + 500) / 1e9)
     assert optimizer_seconds(StateBytes(parameters=1_000), StandIn()) == 0  # nothing trained, nothing moved

@@ -10,6 +10,7 @@ from torch import nn
 
 from cost_models.errors import UsageError
 from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
+from cost_models.precision import Precision
 
 REAL: dict[str, Any] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -28,33 +29,70 @@ def test_equals_what_torch_allocates(name, dtype):
     model(torch.zeros(1, 3, dtype=dtype)).sum().backward()
     optimizer.step()
     kept = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    counted = state_bytes([(p.numel(), p.dtype, p.requires_grad) for p in model.parameters()], name)
+    own = Precision(gradients=dtype)
+    counted = state_bytes([(p.numel(), own.of(p.dtype), p.requires_grad) for p in model.parameters()], name)
     assert counted == StateBytes(
         parameters=sum(p.numel() * p.itemsize for p in model.parameters()),
         gradients=sum(p.grad.numel() * p.grad.itemsize for p in model.parameters() if p.grad is not None),
         optimizer_state=sum(t.numel() * t.itemsize for t in kept),
+        trained=sum(p.numel() * p.itemsize for p in model.parameters() if p.requires_grad),
     )
 
 
+def counted(
+    elements: int, precision: Precision, own: torch.dtype, optimizer: str = "adamw", *, trains: bool = True
+):
+    return state_bytes([(elements, precision.of(own, trains=trains), trains)], optimizer)
+
+
 def test_master_copies_only_when_asked_for_and_only_for_narrow_types():
-    narrow, wide = [(100, torch.bfloat16, True)], [(100, torch.float32, True)]
-    assert state_bytes(narrow, "adamw").optimizer_state == 2 * 200 + 4
-    assert state_bytes(narrow, "adamw", master=True).optimizer_state == 400 + 2 * 400 + 4
-    assert state_bytes(wide, "adamw", master=True) == state_bytes(wide, "adamw")
+    master = Precision(master=torch.float32)
+    assert counted(100, Precision(), torch.bfloat16).optimizer_state == 2 * 200 + 4
+    assert counted(100, Precision(), torch.bfloat16).owners == 0
+    assert counted(100, master, torch.bfloat16).optimizer_state == 2 * 400 + 4
+    assert counted(100, master, torch.bfloat16).owners == 400
+    assert counted(100, master, torch.float32) == counted(100, Precision(), torch.float32)
 
 
-def test_mixed_precision_adam_is_the_familiar_16_bytes_per_parameter():
+@pytest.mark.parametrize(
+    ("precision", "own", "expected"),
+    [
+        (Precision(), torch.float32, 4 + 4 + 8),
+        (Precision(compute=torch.bfloat16), torch.float32, 2 + 4 + 4 + 8),
+        (Precision(), torch.bfloat16, 2 + 4 + 4),  # sums of gradients are kept in 32 bits
+        (Precision(gradients=torch.bfloat16), torch.bfloat16, 2 + 2 + 4),
+        (Precision(master=torch.float32), torch.bfloat16, 2 + 4 + 4 + 8),
+        (Precision(gradients=torch.bfloat16, master=torch.float32), torch.bfloat16, 2 + 4 + 4 + 8),
+        (Precision(compute=torch.bfloat16), torch.float64, 2 + 8 + 8 + 16),
+    ],
+)
+def test_bytes_per_parameter_under_adam(precision, own, expected):
     n = 1_000_000
-    total = state_bytes([(n, torch.bfloat16, True)], "adam", master=True).total
-    assert total / n == pytest.approx(16, abs=1e-4)
+    assert counted(n, precision, own).total / n == pytest.approx(expected, abs=1e-4)
 
 
 def test_frozen_parameters_cost_their_own_bytes_only():
-    assert state_bytes([(10, torch.float32, False)], "adam", master=True) == StateBytes(parameters=40)
+    master = Precision(master=torch.float32)
+    assert counted(10, master, torch.float32, trains=False) == StateBytes(parameters=40)
+    assert counted(10, master, torch.bfloat16, trains=False) == StateBytes(parameters=20)
+
+
+def test_frozen_parameters_cast_for_compute_keep_their_stored_values_as_well():
+    mixed = Precision(compute=torch.bfloat16)
+    assert counted(10, mixed, torch.float32, trains=False) == StateBytes(parameters=20, owners=40)
 
 
 def test_no_optimizer_keeps_gradients_but_no_state():
-    assert state_bytes([(10, torch.bfloat16, True)], "none", master=True) == StateBytes(20, 20, 0)
+    found = counted(10, Precision(), torch.bfloat16, "none")
+    assert (found.parameters, found.gradients, found.optimizer_state) == (20, 40, 0)
+
+
+def test_casts_around_a_step_are_traffic_not_memory():
+    master = counted(10, Precision(master=torch.float32), torch.bfloat16)
+    assert master.cast == 40 + 20  # owners read, leaves written
+    assert counted(10, Precision(), torch.bfloat16).cast == 40 + 20  # gradients read, written narrower
+    assert counted(10, Precision(), torch.float32).cast == 0
+    assert master.total == 20 + 40 + 40 + 84
 
 
 def test_an_unknown_optimizer_is_refused_with_the_known_ones():

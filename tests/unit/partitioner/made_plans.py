@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from cost_models.cluster import ClusterSpec
+from cost_models.precision import Precision
 from partitioner.plan import (
     Alternative,
     CertificateRecord,
@@ -39,6 +40,7 @@ def made_plan(
             fingerprint="f" * 64,
             parameters=1_234_567_890,
             parameter_bytes=2_469_135_780,
+            dtype="bfloat16",
             trainable_parameters=1_234_567_890,
             ops=count,
         ),
@@ -48,6 +50,7 @@ def made_plan(
         "microbatches": 8,
         "schedule": "1f1b",
         "optimizer_memory": "adamw",
+        "precision": Precision(),
         "stages": tuple(_stage(s, rank, count, blocks_per_stage) for s, rank in enumerate(stage_ranks)),
         "placements": {f"op{s}": (rank,) for s, rank in enumerate(stage_ranks)},
         "recomputed": ("arange",),
