@@ -56,6 +56,12 @@ class PlanError(UsageError):
     kind = "plan"
 
 
+class CheckpointError(UsageError):
+    """Weights or a checkpoint cannot be read or written, or belong to another model."""
+
+    kind = "checkpoint"
+
+
 class ModelError(PartitionerError):
     """The model cannot be loaded, traced or lowered."""
 

@@ -1,0 +1,149 @@
+"""An optimizer's state by the names of the parameters, so that it fits whoever holds them later.
+
+torch numbers parameters in the order of the groups, which depends on what a rank holds. A record:
+
+    {"class": "torch.optim.adamw.AdamW",
+     "groups": [{"options": {"lr": 0.1, …}, "names": ["embed.weight", …]}],
+     "state": {"embed.weight": {"step": {"$tensor": "optimizer/embed.weight/step"}, …}}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cost_models.errors import CheckpointError
+from runtime.checkpoint_storage import Index
+from runtime.checkpoint_tree import decode, encode, tensor_names, written_out
+
+_KEPT_OF_GROUP = ("params", "param_names")
+
+
+def optimizer_record(
+    optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter], written: Sequence[str]
+) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
+    """This rank's part of the record, with the state of the parameters called ``written``; and its tensors."""
+    if optimizer is None:
+        return None, {}
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        options = {key: value for key, value in group.items() if key not in _KEPT_OF_GROUP}
+        data, tensors = encode(options, f"optimizer group {number}")
+        # A learning rate may be a tensor. It goes into the record: every rank needs it.
+        data = written_out(data, tensors)
+        groups.append({"options": data, "names": [name_of[id(p)] for p in group["params"]]})
+    states, tensors = {}, {}
+    for name in written:
+        state = optimizer.state.get(parameters[name])
+        if state is not None:
+            states[name], found = encode(dict(state), f"optimizer/{name}")
+            tensors.update(found)
+    return {"class": class_name(optimizer), "groups": groups, "state": states}, tensors
+
+
+def merged_record(records: Sequence[dict[str, Any] | None], order: Sequence[str]) -> dict[str, Any] | None:
+    """The ranks' parts as one record. ``order``: every name of the model."""
+    present = [record for record in records if record is not None]
+    if not present:
+        return None
+    position = {name: number for number, name in enumerate(order)}
+    groups = []
+    for number, group in enumerate(present[0]["groups"]):
+        names = {name for record in present for name in record["groups"][number]["names"]}
+        groups.append({"options": group["options"], "names": sorted(names, key=position.__getitem__)})
+    state = {name: data for record in present for name, data in record["state"].items()}
+    return {"class": present[0]["class"], "groups": groups, "state": state}
+
+
+def refuse_other_optimizer(
+    record: Mapping[str, Any] | None,
+    optimizer: torch.optim.Optimizer | None,
+    parameters: Mapping[str, nn.Parameter],
+) -> None:
+    """Raise CheckpointError unless the record is of this class, with these parameters in the same groups."""
+    if optimizer is None:
+        return
+    if record is None:
+        raise CheckpointError("the checkpoint has no optimizer state", ["it was saved without an optimizer"])
+    problems = []
+    if record["class"] != class_name(optimizer):
+        problems.append(f"it was saved by {record['class']}, this is {class_name(optimizer)}")
+    if len(record["groups"]) != len(optimizer.param_groups):
+        problems.append(
+            f"it has {len(record['groups'])} parameter groups, the optimizer {len(optimizer.param_groups)}"
+        )
+    saved = {name: number for number, group in enumerate(record["groups"]) for name in group["names"]}
+    now = groups_of(optimizer, parameters)
+    moved = [
+        f"{name} was in {_group(saved.get(name))}, it is in {_group(now.get(name))}"
+        for name in parameters
+        if saved.get(name) != now.get(name)
+    ]
+    if not problems:
+        problems += moved[:20]
+    if problems:
+        raise CheckpointError(
+            "the optimizer state is of another optimizer",
+            problems,
+            ["deploy with the optimizer and the parameter groups that the checkpoint was saved with"],
+        )
+
+
+def groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
+    """The number of each own parameter's group."""
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    return {name_of[id(p)]: number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
+
+
+def state_targets(
+    record: Mapping[str, Any],
+    index: Index,
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+) -> dict[str, Tensor]:
+    """Empty tensors for this rank's optimizer state, by name in the checkpoint, on the devices they will live on."""
+    targets = {}
+    for name in groups_of(optimizer, parameters):
+        for tensor in tensor_names(record["state"].get(name)):
+            entry = index[tensor]
+            device = parameters[name].device if entry.shape else torch.device("cpu")
+            targets[tensor] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    return targets
+
+
+def restore_optimizer(
+    record: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, nn.Parameter],
+) -> None:
+    """Continue with the state in ``tensors`` and the hyperparameters of the record."""
+    name_of = {id(parameter): name for name, parameter in parameters.items()}
+    groups: list[dict[str, Any]] = []
+    state: dict[int, Any] = {}
+    number = 0
+    for saved, group in zip(record["groups"], optimizer.param_groups, strict=True):
+        numbers = []
+        for parameter in group["params"]:
+            name = name_of[id(parameter)]
+            if name in record["state"]:
+                state[number] = decode(record["state"][name], tensors)
+            numbers.append(number)
+            number += 1
+        kept = {"param_names": group["param_names"]} if "param_names" in group else {}
+        groups.append({**decode(saved["options"], {}), **kept, "params": numbers})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    """The class, as a checkpoint names it."""
+    kind = type(optimizer)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _group(number: int | None) -> str:
+    return "no group" if number is None else f"group {number}"

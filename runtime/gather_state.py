@@ -1,0 +1,99 @@
+"""The whole model's state on rank 0, tensor by tensor, under the names of ``model.state_dict()``.
+
+    StateEntry  key of the state dict → canonical name, stored dtype, full shape
+    Piece       which block of a named tensor a rank has; today each holder has the whole of it
+
+Sharded parameters change ``pieces_of``: a rank then has a block, and the blocks are put together here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.rank_state import RankState
+from runtime.side_group import SideGroup
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One key of ``model.state_dict()``. Keys of tied tensors share their canonical ``name``."""
+
+    key: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class HeldPiece:
+    """The block of a tensor that ``rank`` speaks for: ``shape`` elements from ``offsets`` on."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def pieces_of(state: RankState, name: str, shape: tuple[int, ...]) -> tuple[HeldPiece, ...]:
+    """The blocks that make up the tensor called ``name``, and who has them; the same on every rank."""
+    return (HeldPiece(state.holders[name][0], (0,) * len(shape), shape),)
+
+
+def gather_state(
+    entries: Sequence[StateEntry], others: Mapping[str, Any], state: RankState, side: SideGroup
+) -> dict[str, Any]:
+    """``model.state_dict()`` on rank 0's CPU, an empty dict elsewhere. Collective.
+
+    ``others``: entries that are no tensors of the model (a module's extra state), put at their places by key. A
+    sender holds one tensor more than usual at a time.
+    """
+    result: dict[str, Any] = {}
+    whole: dict[str, Tensor] = {}
+    ahead_bytes = 0
+    for entry in entries:
+        if entry.key in others:
+            if side.rank == 0:
+                result[entry.key] = others[entry.key]
+            continue
+        if entry.name not in whole:
+            whole[entry.name] = _gathered(entry, state, side, ahead_bytes)
+            ahead_bytes += whole[entry.name].numel() * entry.dtype.itemsize
+        if side.rank == 0:
+            result[entry.key] = whole[entry.name]
+        else:
+            whole[entry.name] = torch.empty(0)
+    return result
+
+
+def _gathered(entry: StateEntry, state: RankState, side: SideGroup, ahead_bytes: int) -> Tensor:
+    """The tensor of one entry: full on rank 0, of the right size only elsewhere."""
+    pieces = pieces_of(state, entry.name, entry.shape)
+    full = torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if side.rank == 0 else "meta")
+    for piece in pieces:
+        if piece.rank == side.rank:
+            own = _own(state, entry.name).detach()
+            if side.rank == 0:
+                _block(full, piece).copy_(own)
+            else:
+                side.send(own.to("cpu", entry.dtype).contiguous(), 0, ahead_bytes=ahead_bytes)
+        elif side.rank == 0:
+            block = _block(full, piece)
+            received = block if block.is_contiguous() else torch.empty(piece.shape, dtype=entry.dtype)
+            side.receive(received, piece.rank)
+            if received is not block:
+                block.copy_(received)
+    return full
+
+
+def _block(full: Tensor, piece: HeldPiece) -> Tensor:
+    for dim, (offset, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
+        full = full.narrow(dim, offset, length)
+    return full
+
+
+def _own(state: RankState, name: str) -> Tensor:
+    return state.parameters[name] if name in state.parameters else state.buffers[name]
