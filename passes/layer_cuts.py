@@ -7,7 +7,9 @@ Where stages alternate (``layer_problem``: q), each cut is charged to one of its
 ≤ T, and D_k also says what the stage is charged for the cut into it: nothing, or one of the links it may have.
 
 Keeping only the least D per state is exact: every constraint on D is an upper bound. One step over k looks
-at the pairs of downsets whose stage is short enough, as arrays: O(stages · device states · pairs).
+at the pairs of downsets whose stage is short enough, as arrays: O(stages · device states · pairs). Of these only
+those that start where the k-th stage from the end may: stages of T or less must reach the end behind it and the
+front before it.
 """
 
 from __future__ import annotations
@@ -63,6 +65,9 @@ class CutProgram:
             free = table.free_bytes[kind]
             self.ever_fits[self.classes[kind]] = (free >= 0) & (fewest * least <= free)
         self.starts = self._allowed_starts()
+        rows = sorted({problem.kinds[kind].row for kind in self.kinds})
+        self.least_before: FloatArray = table.geometry.members @ problem.seconds[rows].min(axis=0)
+        """[downsets] seconds of all units before the cut, each on the fastest device for it."""
 
     def _allowed_starts(self) -> list[BoolArray] | None:
         """Per level, the downsets that its stage may start from without breaking a pin."""
@@ -106,34 +111,61 @@ class CutProgram:
         self._target: IntArray = geometry.target[useful]
         self._first = np.flatnonzero(np.diff(self._source, prepend=-1))
         self._heads = self._source[self._first]
+        self._furthest = np.maximum.reduceat(self._target, self._first)
         self._work = {c: np.where(work[c][useful] <= limit, work[c][useful], np.inf) for c in work}
         self._links = {key: np.where(x <= limit, x, np.inf) for key, x in self.links.items()}
         self._costs: dict[tuple[int, LinkKey | None, LinkKey | None], FloatArray] = {}
         self._best: list[list[dict[LinkKey | None, FloatArray]]] = []
         ends: list[tuple[float, int, int]] = []
+        cuts = np.array([geometry.downsets - 1])
         for k, level in enumerate(self.levels, start=1):
-            rows = [self._least(k, index) for index in range(len(level))]
+            heads = self._may_start(k, cuts)
+            rows = [self._least(k, index, heads) for index in range(len(level))]
             self._best.append(rows)
             if k >= problem.stage_counts[0]:
                 value, index = min((float(row[None][0]), i) for i, row in enumerate(rows))
                 if math.isfinite(value):
                     ends.append((value, k, index))
-            if not any(np.isfinite(least).any() for row in rows for least in row.values()):
+            # whoever is charged for its cut in comes no cheaper, so the uncharged have all finite places
+            cuts = np.flatnonzero(np.logical_or.reduce([np.isfinite(row[None]) for row in rows]))
+            if not len(cuts):
                 break
         return sorted(ends)
 
-    def _least(self, k: int, index: int) -> dict[LinkKey | None, FloatArray]:
-        """D_k of one state, [downsets], by what this stage is charged for the cut into it."""
+    def _may_start(self, k: int, cuts: IntArray) -> slice:
+        """Which of ``_heads`` the k-th stage may start from, if the stages behind it start at ``cuts``.
+
+        A pair's source has a lower index than its target. What lies before the source must fit the stages that are
+        left, each of them no longer than the bottleneck.
+        """
+        left = (len(self.levels) - k) * self._limit * (1 + 1e-9)
+        useful = (
+            (self._furthest >= cuts[0]) & (self._heads < cuts[-1]) & (self.least_before[self._heads] <= left)
+        )
+        found = np.flatnonzero(useful)
+        return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
+
+    def _least(self, k: int, index: int, heads: slice) -> dict[LinkKey | None, FloatArray]:
+        """D_k of one state, [downsets], by what this stage is charged for the cut into it.
+
+        ``heads``: the starts to look at; D is infinite elsewhere.
+        """
         problem, state = self.problem, self.levels[k - 1][index]
-        full = self._full(state.kind, k)[self._useful]
-        rests = [(paid, rest[self._target]) for paid, rest in self._rests(k, state).items()]
+        first = self._first[heads]
+        if not len(first):
+            nowhere = np.full(self.table.geometry.downsets, np.inf)
+            return dict.fromkeys((None, *self.charged_into[k - 1][index]), nowhere)
+        end = int(self._first[heads.stop]) if heads.stop < len(self._first) else len(self._source)
+        pairs = slice(int(first[0]), end)
+        full = self._full(state.kind, k)[self._useful[pairs]]
+        rests = [(paid, rest[self._target[pairs]]) for paid, rest in self._rests(k, state).items()]
         rows: dict[LinkKey | None, FloatArray] = {}
         for charged in (None, *self.charged_into[k - 1][index]):
-            each = [self._cost(state.kind, charged, paid) + rest for paid, rest in rests]
+            each = [self._cost(state.kind, charged, paid)[pairs] + rest for paid, rest in rests]
             cost = each[0] if len(each) == 1 else np.minimum.reduce(each)
             cost[full] = np.inf
             least = np.full(self.table.geometry.downsets, np.inf)
-            least[self._heads] = np.minimum.reduceat(cost, self._first)
+            least[self._heads[heads]] = np.minimum.reduceat(cost, first - first[0])
             if self.starts is not None:
                 least[~self.starts[k - 1]] = np.inf
             held = problem.in_flight[k - 1]
