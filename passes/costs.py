@@ -15,7 +15,7 @@ Everything but seconds is independent of the device, except that what dropout an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -163,26 +163,48 @@ class GraphCosts:
         sizes = self.storage_bytes(batch_size)
         return sum(sizes[name] for name in self._union(op_indices))
 
+    @property
+    def reads(self) -> tuple[tuple[tuple[int, str | None], ...], ...]:
+        """Per op: (index of the op that made it, its storage) of each op result that it reads."""
+        return self._storages.reads
+
+    @property
+    def maker(self) -> Mapping[str, int]:
+        """Index of the op that makes each storage."""
+        return self._storages.maker
+
     def held_bytes(
-        self, op_indices: Iterable[int], batch_size: int, outputs: Iterable[str] = ()
+        self,
+        op_indices: Iterable[int],
+        batch_size: int,
+        outputs: Iterable[str] = (),
+        regions: Iterable[Sequence[int]] = (),
     ) -> HeldBytes:
         """What a segment of these ops holds; ``outputs`` names the ops whose results it sends or returns.
 
         A received value is a buffer of its own, as large as the value, whatever its storage was where it was made.
+        ``regions``: ops that are computed again in backward; of each, only what it reads from outside is held.
         """
         if self.exact(batch_size) is not self:
-            return self.exact(batch_size).held_bytes(op_indices, batch_size, outputs)
+            return self.exact(batch_size).held_bytes(op_indices, batch_size, outputs, regions)
         chosen = [int(index) for index in op_indices]
         sizes = dict(self.storage_bytes(batch_size))
         output_bytes = self.at(batch_size).output_bytes
         received = self._received(chosen, output_bytes)
         sizes.update(received)
         sent = [self._storages.index_of[name] for name in outputs]
-        held = self._union(chosen) | set(received)
+        again = [set(region) for region in regions]
+        held = self._union(set(chosen).difference(*again)) | set(received)
+        held |= {name for region in again for name in self.inputs_of(region)}
         held |= {name for index in sent for name in self.output_storages[index] if name}
         parameterized = [index for index in chosen if self._storages.weight_half[index]]
         deferred = sum(sizes[name] for name in self._union(parameterized)) + output_bytes[parameterized].sum()
         return HeldBytes(sum(sizes[name] for name in held), int(deferred))
+
+    def inputs_of(self, region: Collection[int]) -> set[str]:
+        """The storages that these ops read and others make."""
+        reads = (read for index in region for read in self._storages.reads[index])
+        return {storage for producer, storage in reads if storage is not None and producer not in region}
 
     def _received(self, chosen: Sequence[int], output_bytes: FloatArray) -> dict[str, int]:
         """Bytes of the buffers for values that ``chosen`` ops read from others, by storage."""

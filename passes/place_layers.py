@@ -69,6 +69,8 @@ class LayerCandidate:
     schedule: str
     microbatches: int
     chunks: int
+    recomputed_blocks: tuple[tuple[str, ...], ...] = ()
+    """Per stage, the blocks (``passes.blocks``) that it computes again in backward. Empty: none anywhere."""
 
     @property
     def description(self) -> str:

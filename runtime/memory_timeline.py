@@ -7,6 +7,7 @@ Charged to a rank (times are of the simulated instructions; bytes are multiplied
     saved by a forward         start of the forward                  end of its backward; when split, the input half
                                                                      frees all but ``weight_saved_bytes``, the weight
                                                                      half the rest; without a backward, its own end
+    computed again by it       start of the backward                 its end
     a value, where produced    start of the forward                  its sends are done, its local consumers too and,
                                                                      if it needs a gradient, its producer's backward
                                                                      (which starts from it, so the executor keeps it)
@@ -102,6 +103,8 @@ def memory_curves(
         deferred = cost.weight_saved_bytes * (times.end[2, s] >= 0.0)
         ledger.hold(rank, cost.saved_bytes, begun[s], _latest(forward[s], backward[s]))
         ledger.hold(rank, deferred, backward[s], done[s])
+        if cost.transient_bytes and segment.has_backward:
+            ledger.hold(rank, cost.transient_bytes, (times.start[1, s], times.place[1, s]), backward[s])
     for value in graph.values:
         home = graph.segments[value.producer].rank
         by_rank: dict[int, list[int]] = {}

@@ -173,6 +173,8 @@ class SegmentCost:
     """Held from the forward until the backward (or the weight half of it) of the same micro-batch."""
     weight_saved_bytes: int = 0
     """The part of ``saved_bytes``, plus output gradients kept for it, that a deferred weight half still holds."""
+    transient_bytes: int = 0
+    """Held while the backward (or its input half) runs, on top: activations that it computes again."""
 
     @property
     def backward_seconds(self) -> float:
