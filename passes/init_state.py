@@ -2,11 +2,12 @@
 
 Where a value comes from, first match:
 
-    1. ``state_dict``       under the canonical name or any alias of it
-    2. the model itself     if it has real tensors
-    3. a rebuilt submodule  non-persistent buffers of a meta model (rotary tables): no checkpoint holds them,
+    1. ``weights``          files, read into the tensor's own memory: no more than the tensor is ever held
+    2. ``state_dict``       under the canonical name or any alias of it
+    3. the model itself     if it has real tensors
+    4. a rebuilt submodule  non-persistent buffers of a meta model (rotary tables): no checkpoint holds them,
                             but a Hugging Face submodule made from its config alone recomputes them
-    4. ``init_fn(module)``  called on a private copy of the owning submodule, on CPU, seeded by its path, so
+    5. ``init_fn(module)``  called on a private copy of the owning submodule, on CPU, seeded by its path, so
                             that every rank that holds a tied parameter draws the same numbers
 
 What has no value then is an error that names it.
@@ -17,8 +18,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,23 @@ InitFunction: TypeAlias = Callable[[nn.Module], Any]
 ``param_init_fn`` do.
 """
 
+
+class StoredTensor(Protocol):
+    """A tensor in a file."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def read_into(self, target: Tensor) -> Any:
+        """Fill ``target``, which has this shape and may have another dtype or device."""
+
+    def checksum(self) -> int:
+        """Equal for equal contents of one dtype."""
+
+
 REBUILD_LIMIT_ELEMENTS = 2**28
 """A submodule with more parameters than this (1 GiB in 32 bits) is not rebuilt for the sake of a buffer."""
 
@@ -41,6 +59,7 @@ def materialize(
     names: Iterable[str],
     *,
     model: nn.Module | None = None,
+    weights: Mapping[str, Sequence[StoredTensor]] | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     init_fn: InitFunction | None = None,
     device: torch.device | str = "cpu",
@@ -49,7 +68,8 @@ def materialize(
     """Real values on ``device`` for the parameters and buffers called ``names``; copies, never the model's
     own.
 
-    Without a ``state_dict`` entry, ``model`` says shape and dtype and must be given.
+    Without a ``state_dict`` entry, ``model`` says shape and dtype and must be given. ``weights``: by canonical name,
+    the stored tensor, or several (under each name of a tied one), which must be the same.
     """
     wanted = list(names)
     known = state_names(model) if model is not None else StateNames({}, {}, {})
@@ -58,7 +78,11 @@ def materialize(
     problems: list[str] = []
     for name in wanted:
         try:
-            result[name] = source.value(name).to(device, copy=True)
+            stored = (weights or {}).get(known.canonical(name))
+            if stored:
+                result[name] = _read(name, stored, known, device)
+            else:
+                result[name] = source.value(name).to(device, copy=True)
         except _NoValueError as error:
             problems.append(str(error))
     if problems:
@@ -66,7 +90,7 @@ def materialize(
             "some parameters or buffers have no values",
             problems,
             [
-                "state_dict={name: tensor} with all of them",
+                "weights= a safetensors file or directory, or state_dict={name: tensor}, with all of them",
                 "init_fn=callable(module) that fills a submodule in place (Hugging Face: model._init_weights)",
                 "build the model with real tensors instead of torch.device('meta')",
             ],
@@ -164,6 +188,17 @@ class _Source:
     def _seed_of(self, path: str) -> int:
         digest = hashlib.sha256(f"{self._seed}:{path}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _read(name: str, stored: Sequence[StoredTensor], known: StateNames, device: torch.device | str) -> Tensor:
+    """A stored value in memory of its own."""
+    first, *others = stored
+    if others and any(o.dtype != first.dtype or o.checksum() != first.checksum() for o in others):
+        raise _NoValueError(f"{name} is tied in the model, and stored with different values under its names")
+    spec = known.parameters.get(known.canonical(name)) or known.buffers[known.canonical(name)]
+    tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    first.read_into(tensor)
+    return tensor
 
 
 def _own_tensor(module: nn.Module, attribute: str) -> Tensor | None:

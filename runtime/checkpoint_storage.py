@@ -12,7 +12,7 @@ writes. A tensor in the index:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,41 +189,84 @@ class TensorReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        stored = self.locate(item.storage_index for item in plan.items)
-        for item in plan.items:
-            _read_piece(
-                stored[item.storage_index],
-                self._pieces[item.storage_index],
-                item,
-                planner.resolve_tensor(item).detach(),
-            )
+        located = locate(
+            self._directory,
+            ((self._pieces[i.storage_index], self._index[i.storage_index.fqn].dtype) for i in plan.items),
+        )
+        for item, stored in zip(plan.items, located, strict=True):
+            target = planner.resolve_tensor(item).detach()
+            _read_piece(stored, self._pieces[item.storage_index], item, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def locate(self, wanted: Iterator[MetadataIndex]) -> dict[MetadataIndex, StoredTensor]:
-        """The place of each wanted piece. Raises CheckpointError naming what files lack or hold otherwise."""
-        headers: dict[str, Mapping[str, StoredTensor]] = {}
-        found: dict[MetadataIndex, StoredTensor] = {}
-        problems: list[str] = []
-        for which in wanted:
-            piece = self._pieces[which]
-            if piece.file not in headers:
-                headers[piece.file] = read_header(self._directory / piece.file)
-            stored = headers[piece.file].get(piece.key)
-            if stored is None:
-                problems.append(f"{piece.key} is not in {piece.file}")
-            elif (stored.shape, stored.dtype) != (piece.shape, self._index[which.fqn].dtype):
-                problems.append(f"{piece.key} is {stored.dtype} {stored.shape} in {piece.file}")
-            else:
-                found[which] = stored
-        if problems:
-            raise CheckpointError(f"{self._directory} is damaged", problems[:20])
-        return found
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return bool(checkpoint_id)
+
+
+def locate(directory: Path, wanted: Iterable[tuple[Piece, torch.dtype]]) -> list[StoredTensor]:
+    """The place of each wanted piece. Raises CheckpointError naming what files lack, or hold otherwise."""
+    headers: dict[str, Mapping[str, StoredTensor]] = {}
+    found: list[StoredTensor] = []
+    problems: list[str] = []
+    for piece, dtype in wanted:
+        if piece.file not in headers:
+            headers[piece.file] = read_header(directory / piece.file)
+        stored = headers[piece.file].get(piece.key)
+        if stored is None:
+            problems.append(f"{piece.key} is not in {piece.file}")
+        elif (stored.shape, stored.dtype) != (piece.shape, dtype):
+            problems.append(f"{piece.key} is {stored.dtype} {stored.shape} in {piece.file}")
+        else:
+            found.append(stored)
+    if problems:
+        raise CheckpointError(f"{directory} is damaged", problems[:20], ["load an earlier checkpoint"])
+    return found
+
+
+@dataclass(frozen=True)
+class StoredPieces:
+    """A whole tensor of a checkpoint, to be read outside DCP."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[tuple[Piece, StoredTensor], ...]
+
+    def read_into(self, target: Tensor) -> None:
+        """Fill ``target``, which has this shape."""
+        for piece, stored in self.pieces:
+            block = target
+            for dim, (offset, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
+                block = block.narrow(dim, offset, length)
+            refuse_damage(stored, piece, stored.read_into(block))
+
+    def checksum(self) -> int:
+        """Equal for equal contents in equal pieces."""
+        return hash(tuple((piece.offsets, piece.crc32) for piece, _ in self.pieces))
+
+
+def stored_pieces(directory: Path, index: Index, names: Iterable[str]) -> dict[str, StoredPieces]:
+    """The tensors called ``names``, by name."""
+    wanted = [(name, piece) for name in names for piece in index[name].pieces]
+    located = locate(directory, ((piece, index[name].dtype) for name, piece in wanted))
+    pieces: dict[str, list[tuple[Piece, StoredTensor]]] = {}
+    for (name, piece), stored in zip(wanted, located, strict=True):
+        pieces.setdefault(name, []).append((piece, stored))
+    return {
+        name: StoredPieces(index[name].dtype, index[name].shape, tuple(found))
+        for name, found in pieces.items()
+    }
+
+
+def refuse_damage(stored: StoredTensor, piece: Piece, checksum: int) -> None:
+    """Raise CheckpointError where other bytes were read than were written."""
+    if checksum != piece.crc32:
+        raise CheckpointError(
+            f"{stored.path} is damaged",
+            [f"the checksum of {stored.name} is {checksum:#010x}, it was saved with {piece.crc32:#010x}"],
+            ["load an earlier checkpoint"],
+        )
 
 
 def _tensor_data(item: WriteItem) -> TensorWriteData:
@@ -249,13 +292,7 @@ def _read_piece(stored: StoredTensor, piece: Piece, item: ReadItem, target: Tens
     """The asked block of a stored piece into ``target``, reading only the rows that it touches."""
     offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
     if lengths == piece.shape:
-        checksum = stored.read_into(target)
-        if checksum != piece.crc32:
-            raise CheckpointError(
-                f"{stored.path} is damaged",
-                [f"the checksum of {stored.name} is {checksum:#010x}, it was saved with {piece.crc32:#010x}"],
-                ["load an earlier checkpoint"],
-            )
+        refuse_damage(stored, piece, stored.read_into(target))
     elif lengths[1:] == piece.shape[1:]:
         stored.read_into(target, first_row=offsets[0])
     else:

@@ -44,33 +44,34 @@ def pieces_of(state: RankState, name: str, shape: tuple[int, ...]) -> tuple[Held
 
 
 def gather_state(
-    entries: Sequence[StateEntry], others: Mapping[str, Any], state: RankState, side: SideGroup
+    order: Sequence[str],
+    entries: Mapping[str, StateEntry],
+    others: Mapping[str, Any],
+    state: RankState,
+    side: SideGroup,
 ) -> dict[str, Any]:
-    """``model.state_dict()`` on rank 0's CPU, an empty dict elsewhere. Collective.
+    """``model.state_dict()`` on rank 0's CPU, with its keys in ``order``; an empty dict elsewhere. Collective.
 
-    ``others``: entries that are no tensors of the model (a module's extra state), put at their places by key. A
-    sender holds one tensor more than usual at a time.
+    ``others``: entries that are no tensors of the model (a module's extra state), by key. A sender holds one tensor
+    more than usual at a time.
     """
     result: dict[str, Any] = {}
-    whole: dict[str, Tensor] = {}
+    gathered: dict[str, Tensor] = {}
     ahead_bytes = 0
-    for entry in entries:
-        if entry.key in others:
-            if side.rank == 0:
-                result[entry.key] = others[entry.key]
+    for key in order:
+        if key in others:
+            result[key] = others[key]
             continue
-        if entry.name not in whole:
-            whole[entry.name] = _gathered(entry, state, side, ahead_bytes)
-            ahead_bytes += whole[entry.name].numel() * entry.dtype.itemsize
-        if side.rank == 0:
-            result[entry.key] = whole[entry.name]
-        else:
-            whole[entry.name] = torch.empty(0)
-    return result
+        entry = entries[key]
+        if entry.name not in gathered:
+            gathered[entry.name] = full = _gathered(entry, state, side, ahead_bytes)
+            ahead_bytes += full.numel() * full.itemsize
+        result[key] = gathered[entry.name]
+    return result if side.rank == 0 else {}
 
 
 def _gathered(entry: StateEntry, state: RankState, side: SideGroup, ahead_bytes: int) -> Tensor:
-    """The tensor of one entry: full on rank 0, of the right size only elsewhere."""
+    """The tensor of one entry: full on rank 0, on the meta device elsewhere."""
     pieces = pieces_of(state, entry.name, entry.shape)
     full = torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if side.rank == 0 else "meta")
     for piece in pieces:

@@ -80,6 +80,17 @@ class StoredTensor:
                 return _read_checked(file, _bytes_of(target.detach()), self)
             return self._read_through_buffer(file, target.detach())
 
+    def checksum(self) -> int:
+        """The CRC-32 of the stored bytes."""
+        checksum, left = 0, self.size_bytes
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
+        with FileIO(self.path) as file:
+            file.seek(self.begin)
+            while left:
+                checksum = _read_checked(file, buffer[: min(CHUNK_BYTES, left)], self, checksum)
+                left -= min(CHUNK_BYTES, left)
+        return checksum
+
     def _read_through_buffer(self, file: FileIO, target: Tensor) -> int:
         whole = (
             target
