@@ -10,7 +10,7 @@ from benchmarks.executor_models import ModelSpec
 from cost_models.cluster import ClusterSpec
 from partitioner.api import as_graph, partition
 from partitioner.plan import Plan
-from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
+from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments, ranks_in_order
 from partitioner.verify import model_state
 from partitioner.verify_rank import VerificationTask, own_state
 from passes.batch import flatten_batch, forward_names
@@ -44,10 +44,11 @@ def task_of(spec: ModelSpec, graph: OpGraph, plan: Plan) -> VerificationTask:
     """What the workers need to run ``plan``."""
     workload = spec.workload()
     leaves = flatten_batch(workload.example_inputs, forward_names(workload.model))
+    ranks = ranks_in_order(plan)
     return VerificationTask(
-        programs=plan_programs(plan),
-        codes=lower(graph, plan_segmentation(plan, graph)),
-        segments=plan_segments(plan),
+        programs=plan_programs(plan, ranks),
+        codes=lower(graph, plan_segmentation(plan, graph, ranks)),
+        segments=plan_segments(plan, ranks),
         batch_spec=graph.batch,
         batch={name: leaves[name] for name in graph.batch.batch_dims},
         state=model_state(workload.model, graph),

@@ -16,7 +16,7 @@ from partitioner.api import as_graph, partition
 from partitioner.grow_batch import grow_batch
 from partitioner.hf_models import example_batch
 from partitioner.plan import Plan
-from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
+from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments, ranks_in_order
 from partitioner.verify import model_state
 from partitioner.verify_rank import VerificationTask
 from partitioner.workloads import Workload
@@ -56,10 +56,11 @@ class PlanCase:
         workload, graph = _workload(self.model), _graph(self.model)
         batch = grow_batch(workload.example_inputs, graph.batch.batch_dims, workload.model, plan.batch_size)
         leaves = flatten_batch(batch, forward_names(workload.model))
+        ranks = ranks_in_order(plan)
         return VerificationTask(
-            programs=plan_programs(plan),
-            codes=lower(graph, plan_segmentation(plan, graph)),
-            segments=plan_segments(plan),
+            programs=plan_programs(plan, ranks),
+            codes=lower(graph, plan_segmentation(plan, graph, ranks)),
+            segments=plan_segments(plan, ranks),
             batch_spec=graph.batch,
             batch={name: leaves[name] for name in graph.batch.batch_dims},
             state=model_state(workload.model, graph),

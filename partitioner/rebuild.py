@@ -2,6 +2,9 @@
 
 The plan holds the stages' costs and what crosses between them, so programs are rebuilt and proved again without the
 model; the model is needed for the code of the segments only.
+
+Everything is numbered by the plan's devices, for the simulator, or with ``ranks`` by the ranks of a launch
+(``runtime.relabel``), for whoever runs it.
 """
 
 from __future__ import annotations
@@ -15,10 +18,16 @@ from passes.summarize import TiedGroup
 from runtime.check import check
 from runtime.microbatch import microbatch_sizes
 from runtime.program import Program, Segment, SegmentCost, SegmentGraph, Value
+from runtime.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.simulate import Simulation
 
 
-def plan_segments(plan: Plan) -> SegmentGraph:
+def ranks_in_order(plan: Plan) -> RankMap:
+    """Rank r plays the r-th device that the plan uses: local processes, and launches that name no hosts."""
+    return RankMap(plan.used_devices)
+
+
+def plan_segments(plan: Plan, ranks: RankMap | None = None) -> SegmentGraph:
     """The plan's DAG of segments, with the costs it was predicted from."""
     segments = tuple(
         Segment(
@@ -36,21 +45,26 @@ def plan_segments(plan: Plan) -> SegmentGraph:
         for index, stage in enumerate(plan.stages)
     )
     values = tuple(Value(v.name, v.producer, v.consumers, v.size_bytes, v.needs_grad) for v in plan.values)
-    return SegmentGraph(segments, values, plan.cluster.world_size)
+    graph = SegmentGraph(segments, values, plan.cluster.world_size)
+    return graph if ranks is None else relabelled_segments(graph, ranks)
 
 
-def plan_tied(plan: Plan) -> tuple[TiedGroup, ...]:
+def plan_tied(plan: Plan, ranks: RankMap | None = None) -> tuple[TiedGroup, ...]:
     """The plan's tied parameters, one group per set of ranks."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for tied in plan.tied:
-        groups.setdefault(tied.ranks, []).append(tied.name)
+        holders = tied.ranks if ranks is None else tuple(sorted(ranks.ranks(tied.ranks)))
+        groups.setdefault(holders, []).append(tied.name)
     return tuple(TiedGroup(tuple(names), ranks) for ranks, names in groups.items())
 
 
-def plan_programs(plan: Plan) -> tuple[Program, ...]:
+def plan_programs(plan: Plan, ranks: RankMap | None = None) -> tuple[Program, ...]:
     """One program per rank, proved free of deadlock before anybody runs or simulates it."""
     segments, tied = plan_segments(plan), plan_tied(plan)
     programs = programs_for(segments, plan.cluster, plan.schedule, plan.microbatches, tied)
+    if ranks is not None:
+        programs = relabelled_programs(programs, ranks)
+        segments, tied = plan_segments(plan, ranks), plan_tied(plan, ranks)
     check(programs, segments, plan.microbatches, tied=[(group.parameters, group.ranks) for group in tied])
     return programs
 
@@ -67,11 +81,13 @@ def simulate_plan(plan: Plan) -> Simulation:
     return simulate_step(plan_programs(plan), plan_segments(plan), plan.cluster, step, sizes)
 
 
-def plan_segmentation(plan: Plan, graph: OpGraph) -> Segmentation:
+def plan_segmentation(plan: Plan, graph: OpGraph, ranks: RankMap | None = None) -> Segmentation:
     """Which ops of ``graph`` each of the plan's segments runs. Raises PlanError when the plan is for another model."""
     refuse_other_model(plan, graph)
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
-    return by_stage(graph, stage_of, [stage.devices[0] for stage in plan.stages], frozenset(plan.recomputed))
+    devices = [stage.devices[0] for stage in plan.stages]
+    places = devices if ranks is None else ranks.ranks(devices)
+    return by_stage(graph, stage_of, places, frozenset(plan.recomputed))
 
 
 def refuse_other_model(plan: Plan, graph: OpGraph) -> None:

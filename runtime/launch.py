@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from cost_models.errors import PartitionerError, RankFailureError, UsageError
+from runtime.meeting import Meeting
 
 logger = logging.getLogger("partitioner")
 
@@ -51,25 +52,26 @@ class WorkerError(RankFailureError):
         self.errors = errors or {}
 
 
-def init_distributed(device: torch.device | str, timeout_seconds: float = 30.0) -> Any:
-    """The default process group: the existing one, or one over the processes ``torchrun`` started."""
+def init_distributed(
+    device: torch.device | str, timeout_seconds: float = 30.0, *, meeting: Meeting | None = None
+) -> Any:
+    """The default process group: the existing one, or one over the processes ``torchrun`` started.
+
+    ``meeting``: where these processes found each other already.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return dist.group.WORLD
-    missing = [v for v in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if v not in os.environ]
-    if missing:
-        raise UsageError(
-            "this process was not started as one of several",
-            because=[f"the environment lacks {', '.join(missing)}"],
-            suggestions=["start it with torchrun --nproc-per-node=N SCRIPT"],
-        )
-    timeout = timedelta(seconds=timeout_seconds)
-    if device.type == "cuda":
-        dist.init_process_group("nccl", timeout=timeout)
-    else:
-        dist.init_process_group("gloo", timeout=timeout)
+    meeting = meeting or Meeting.join()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(f"partitioner/group{meeting.number}", meeting.store),
+        rank=meeting.rank,
+        world_size=meeting.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
     return dist.group.WORLD
 
 

@@ -1,31 +1,33 @@
-"""``plan.deploy(model)``: this rank's share of a plan, ready to train. Called on every rank under torchrun."""
+"""``plan.deploy(model)``: this rank's share of a plan, ready to train. Called on every rank under torchrun.
+
+meet         every rank says what it is; rank 0 compares that with the plan: who plays which device, or a refusal
+join         the process group, unless there is one
+build        this rank's share: programs, code, tensors, optimizer; a rank that cannot ends the others
+run          the executor over it, in an ``Engine``
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from cost_models.errors import PlanError, UsageError
-from partitioner.api import ModelOrTrace, as_graph
-from partitioner.deployment.state import holders_of, rank_state
+from cost_models.errors import UsageError
+from partitioner.api import ModelOrTrace
+from partitioner.deployment.compare import ranks_or_differences, refusal
+from partitioner.deployment.facts import RankFacts, choose_device, own_facts
+from partitioner.deployment.share import Recipe, build_share
 from partitioner.engine import Engine
 from partitioner.engine_batch import BatchReader
-from partitioner.optimizers import make_optimizer
 from partitioner.plan import Plan
-from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
 from partitioner.workloads import Workload
-from passes.init_state import materialize
-from passes.lower import lower
+from passes.graph import OpGraph
 from runtime.execute import Executor
 from runtime.launch import init_distributed
-from runtime.program import Program
+from runtime.meeting import Meeting
+from runtime.relabel import RankMap
 
 
 def deploy_plan(
@@ -44,108 +46,102 @@ def deploy_plan(
     seed: int = 0,
     device: str | torch.device | None = None,
     timeout_seconds: float = 30.0,
+    check_memory: bool = True,
+    check_hosts: bool = True,
+    graph: OpGraph | None = None,
 ) -> Engine:
-    """Build this rank's executor. Collective: every rank of the plan calls it.
+    """Build this rank's executor. Collective: every rank of the plan calls it. ``model`` itself is never changed.
 
-    ``batch_dims``, ``dynamic_dims``: as :func:`partition` was given them; other open sizes make another model.
-    Each rank materializes only its own parameters: from the real ``model``, from ``state_dict``, or from a meta model
-    with ``init_fn``. ``optimizer``: a torch.optim class; the plan's own kind if not given. ``seed``: of dropout and of
-    what ``init_fn`` draws. ``timeout_seconds``: how long a rank waits for another before it ends with an error that
-    names it.
+    What the plan was made for
+        ``model``: the module or Workload, real or on the meta device. ``example_inputs``, ``loss_fn``, ``batch_dims``,
+        ``dynamic_dims``: as :func:`partition` was given them; other open sizes make another model. ``graph``: the
+        model's training trace where it is at hand; else it is traced here.
+    Weights
+        Each rank materializes only its own parameters: from the real ``model``, from ``state_dict``, or from a meta
+        model with ``init_fn(module)``. ``seed``: of what ``init_fn`` draws, and of dropout.
+    Training
+        ``optimizer``: a torch.optim class, with ``optimizer_kwargs``; the plan's own kind with ``learning_rate`` if not
+        given.
+    Launch
+        ``device``: GPU number LOCAL_RANK where the plan has GPUs, else the CPU, if not given. ``timeout_seconds``: how
+        long a rank waits for another before it ends with an error that names it. ``check_memory``: refuse where less
+        memory is free than the plan predicts. ``check_hosts``: where the cluster's nodes name their hosts, the
+        processes there play these nodes' devices; without it rank r plays the r-th used device, wherever it runs.
+
+    Raises PlanError on every rank, with every difference between the plan and the processes that run.
     """
     module = model.model if isinstance(model, Workload) else model
     if not isinstance(module, nn.Module):
         raise UsageError(
             "cannot deploy a trace", because=["weights are needed"], suggestions=["give the model itself"]
         )
-    graph = as_graph(
-        model,
-        example_inputs=example_inputs,
-        loss_fn=loss_fn,
+    meeting = Meeting.join()
+    own_device, ranks = agree_on_ranks(
+        meeting, plan, module, device, check_memory=check_memory, check_hosts=check_hosts
+    )
+    init_distributed(own_device, timeout_seconds, meeting=meeting)
+    recipe = Recipe(
+        Workload(module, *_inputs(model, example_inputs, loss_fn), plan.model.name),
         batch_dims=batch_dims,
         dynamic_dims=dynamic_dims,
-    )
-    segmentation = plan_segmentation(plan, graph)
-    device = torch.device(device) if device is not None else _own_device(plan)
-    init_distributed(device, timeout_seconds)
-    rank = dist.get_rank()
-    refuse_other_world(plan, dist.get_world_size())
-    programs, segments = plan_programs(plan), plan_segments(plan)
-    refuse_different_plans(plan, programs)
-    mine = frozenset(segment.index for segment in segments.segments if rank in segment.ranks)
-    codes = lower(graph, segmentation, device=str(device), only=mine)
-    holders = holders_of(graph, segmentation)
-    wanted = [name for name, ranks in holders.items() if rank in ranks]
-    values = materialize(
-        wanted, model=module, state_dict=state_dict, init_fn=init_fn, device=device, seed=seed
-    )
-    state = rank_state(graph, rank, holders, values, device)
-    parameters = [p for p in state.parameters.values() if p.requires_grad]
-    if optimizer is None:
-        made = make_optimizer(plan.optimizer_memory, parameters, learning_rate)
-    else:
-        made = optimizer(parameters, **dict(optimizer_kwargs or {})) if parameters else None
-    executor = Executor(
-        programs[rank],
-        codes,
-        segments,
-        state.leaves,
-        graph.batch,
-        device=device,
-        timeout_seconds=timeout_seconds,
-        programs=programs,
+        optimizer=optimizer,
+        optimizer_kwargs=dict(optimizer_kwargs or {}),
+        learning_rate=learning_rate,
+        state_dict=state_dict,
+        init_fn=init_fn,
         seed=seed,
     )
-    loss_segment = next(s for s, stage in enumerate(plan.stages) if graph.loss in stage.ops)
-    has_loss_fn = loss_fn is not None or (isinstance(model, Workload) and model.loss_fn is not None)
-    example = (
-        model.example_inputs if example_inputs is None and isinstance(model, Workload) else example_inputs
+    with meeting.all_or_none("build"):
+        share = build_share(plan, recipe, ranks, meeting.rank, own_device, graph)
+    executor = Executor(
+        share.programs[meeting.rank],
+        share.codes,
+        share.segments,
+        share.state.leaves,
+        share.graph.batch,
+        device=own_device,
+        timeout_seconds=timeout_seconds,
+        programs=share.programs,
+        seed=seed,
     )
-    reader = BatchReader(plan.model.name, module, example, has_loss_fn=has_loss_fn)
-    return Engine(plan, executor, state, reader, made, plan.stages[loss_segment].devices[0])
+    workload = recipe.workload
+    reader = BatchReader(
+        plan.model.name, module, workload.example_inputs, has_loss_fn=workload.loss_fn is not None
+    )
+    return Engine(plan, executor, share.state, reader, share.optimizer, share.loss_rank)
 
 
-def refuse_other_world(plan: Plan, world_size: int) -> None:
-    """Raise PlanError when the processes that run are not those that were planned."""
-    if world_size != plan.world_size:
-        raise PlanError(
-            f"the plan for {plan.model.name} does not fit this launch",
-            because=[f"it is made for {plan.world_size} ranks, {world_size} are running"],
-            suggestions=[f"start {plan.world_size} processes: {plan.launch_command().splitlines()[0]}"],
+def agree_on_ranks(
+    meeting: Meeting,
+    plan: Plan,
+    model: nn.Module,
+    device: str | torch.device | None,
+    *,
+    check_memory: bool,
+    check_hosts: bool,
+) -> tuple[torch.device, RankMap]:
+    """This rank's device, and who plays which device of the plan. Collective; the same PlanError on every rank."""
+    own_device, problem = choose_device(plan, device)
+    mine = own_facts(plan, model, own_device, problem, chosen=device is not None)
+
+    def judge(said: list[Any]) -> dict[str, Any]:
+        facts = [RankFacts.from_dict(one) for one in said]
+        ranks, problems, suggestions = ranks_or_differences(
+            plan, facts, check_hosts=check_hosts, check_memory=check_memory
         )
+        devices = None if ranks is None else ranks.device_of_rank
+        return {"devices": devices, "problems": problems, "suggestions": suggestions}
+
+    verdict = meeting.decide("launch", mine.to_dict(), judge)
+    if verdict["devices"] is None or own_device is None:
+        raise refusal(plan, verdict["problems"], verdict["suggestions"])
+    return own_device, RankMap(tuple(verdict["devices"]))
 
 
-def refuse_different_plans(plan: Plan, programs: Sequence[Program]) -> None:
-    """Raise PlanError unless every rank brings the same plan. Collective.
-
-    Ranks that each plan for themselves may differ where a time limit cut their searches short; they would wait for
-    messages that nobody sends.
-    """
-    content = [
-        plan.batch_size,
-        [(stage.devices, stage.ops) for stage in plan.stages],
-        list(map(str, programs)),
-    ]
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
-    others = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if others:
-        raise PlanError(
-            f"the ranks bring different plans for {plan.model.name}",
-            because=[f"the plan of rank {rank} is not that of rank 0" for rank in others],
-            suggestions=["plan once, save the plan, and load it on every rank"],
-        )
-
-
-def _own_device(plan: Plan) -> torch.device:
-    kind = plan.cluster.devices[0].kind
-    if kind == "cuda":
-        if not torch.cuda.is_available():
-            raise PlanError(
-                f"the plan for {plan.model.name} needs GPUs",
-                because=["its cluster has CUDA devices and this process sees none"],
-                suggestions=["run it on the planned machines, or plan for local:N CPU workers"],
-            )
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+def _inputs(
+    model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None
+) -> tuple[Any, Callable[..., Any] | None]:
+    """What was given, else what the workload brings."""
+    if isinstance(model, Workload):
+        return (model.example_inputs if example_inputs is None else example_inputs), loss_fn or model.loss_fn
+    return example_inputs, loss_fn

@@ -6,26 +6,33 @@ import shlex
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from cost_models.devices import Device
     from partitioner.plan import Plan
 
 
 def launch_command(plan: Plan, model: str, plan_file: str, steps: int) -> str:
-    """``torchrun`` for each node that has a rank in the plan; node 0's host is the meeting point."""
-    per_node: dict[int, int] = {}
-    for device in plan.cluster.devices[: plan.world_size]:
-        per_node[device.node] = per_node.get(device.node, 0) + 1
+    """``torchrun`` for each node that has a used device in the plan; the first one's host is the meeting point."""
+    per_node: dict[int, list[Device]] = {}
+    for index in plan.used_devices:
+        device = plan.cluster.devices[index]
+        per_node.setdefault(device.node, []).append(device)
     run = f"-m partitioner run {shlex.quote(plan_file)} {shlex.quote(model)} --steps {steps}"
+    first = next(iter(per_node.values()))[0]
     if len(per_node) == 1:
-        return f"torchrun --standalone --nproc-per-node {plan.world_size} {run}"
-    first = plan.cluster.devices[0]
+        return f"{_visible(plan, first.node)}torchrun --standalone --nproc-per-node {plan.world_size} {run}"
     address = first.host or first.node_name
     return "\n".join(
-        f"# on {plan.cluster.devices[_first_rank(plan, node)].node_name}\n"
-        f"torchrun --nnodes {len(per_node)} --node-rank {position} --nproc-per-node {count} "
-        f"--master-addr {shlex.quote(address)} --master-port 29500 {run}"
-        for position, (node, count) in enumerate(sorted(per_node.items()))
+        f"# on {devices[0].node_name}\n"
+        f"{_visible(plan, node)}torchrun --nnodes {len(per_node)} --node-rank {position} "
+        f"--nproc-per-node {len(devices)} --master-addr {shlex.quote(address)} --master-port 29500 {run}"
+        for position, (node, devices) in enumerate(sorted(per_node.items()))
     )
 
 
-def _first_rank(plan: Plan, node: int) -> int:
-    return next(device.rank for device in plan.cluster.devices if device.node == node)
+def _visible(plan: Plan, node: int) -> str:
+    """Which GPUs the processes of a node may see, where the plan leaves one idle that is not the last."""
+    ranks = plan.cluster.ranks_per_node[node]
+    used = [place for place, device in enumerate(ranks) if device in plan.used_devices]
+    gaps = used != list(range(len(used)))
+    is_gpu = plan.cluster.devices[ranks[0]].kind == "cuda"
+    return f"CUDA_VISIBLE_DEVICES={','.join(map(str, used))} " if gaps and is_gpu else ""

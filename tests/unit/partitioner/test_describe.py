@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError
 from partitioner import Plan, Workload, partition, trace
-from partitioner.deployment.deploy_plan import refuse_other_world
 from partitioner.describe import MOST_RUNNER_UPS, distinct_runner_ups
 from partitioner.rebuild import refuse_other_model
 from passes.place_layers import RunnerUp
@@ -154,14 +153,6 @@ def test_another_model_is_refused_with_what_differs(plan: Plan) -> None:
     refuse_other_model(
         plan, trace(Tokens(), {"ids": torch.randint(50, (3, 16))})
     )  # another batch size is the same model
-
-
-def test_another_number_of_ranks_is_refused_with_what_differs(plan: Plan) -> None:
-    refuse_other_world(plan, 2)
-    with pytest.raises(PlanError) as caught:
-        refuse_other_world(plan, 3)
-    assert "it is made for 2 ranks, 3 are running" in str(caught.value)
-    assert "try: start 2 processes: torchrun" in str(caught.value)
 
 
 def test_a_plan_holds_plain_data_only(plan: Plan) -> None:

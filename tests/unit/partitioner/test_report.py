@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from cost_models.cluster import ClusterSpec
 from partitioner.report.dot import stage_graph, to_dot, to_json
@@ -11,6 +12,7 @@ from partitioner.report.text import WIDTH, columns, counted, labelled, percent, 
 from tests.unit.partitioner.made_plans import GIB, made_plan
 
 Golden = Callable[[str, str], None]
+CLUSTERS = Path(__file__).parents[3] / "docs" / "clusters"
 
 
 def gpus(count: int) -> ClusterSpec:
@@ -90,6 +92,27 @@ def test_launch_commands_name_every_node() -> None:
     assert [line.split("--node-rank ")[1][0] for line in lines[1::2]] == ["0", "1"]
     assert "--nproc-per-node 8" in lines[1]
     assert lines[1].endswith("-m partitioner run 'my plan.json' gpt2 --steps 5")
+
+
+def test_launch_commands_start_no_process_for_idle_devices() -> None:
+    plan = made_plan(gpus(4), (0, 2, 3))
+    assert plan.used_devices == (0, 2, 3)
+    assert plan.world_size == 3
+    assert plan.launch_command("gpt2").startswith(
+        "CUDA_VISIBLE_DEVICES=0,2,3 torchrun --standalone --nproc-per-node 3 -m partitioner run"
+    )
+    assert made_plan(gpus(4), (0, 1)).launch_command().startswith("torchrun --standalone --nproc-per-node 2")
+    unlike = ClusterSpec.load(CLUSTERS / "two-unlike-nodes.yaml")
+    lines = made_plan(unlike, (1, 3, 4)).launch_command("gpt2").splitlines()
+    assert [line.partition(" -m ")[0] for line in lines] == [
+        "# on server",
+        "CUDA_VISIBLE_DEVICES=1,3 torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 "
+        "--master-addr 192.168.1.10 --master-port 29500",
+        "# on workstation",
+        "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr 192.168.1.10 --master-port 29500",
+    ]
+    alone = made_plan(unlike, (4, 5)).launch_command("gpt2")
+    assert alone.startswith("torchrun --standalone --nproc-per-node 2 -m partitioner run")
 
 
 def test_micro_batches_in_words() -> None:

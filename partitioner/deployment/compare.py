@@ -1,0 +1,132 @@
+"""Do the processes that run fit the plan? Every difference at once, or which rank plays which device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from cost_models.errors import PlanError
+from cost_models.presets import DEVICES
+from cost_models.units import format_bytes
+from partitioner.deployment.facts import RankFacts
+from partitioner.deployment.ranks import ranks_by_host
+from partitioner.plan import Plan
+from partitioner.rebuild import ranks_in_order
+from partitioner.report.text import counted
+from runtime.relabel import RankMap
+
+
+def ranks_or_differences(
+    plan: Plan, facts: Sequence[RankFacts], *, check_hosts: bool, check_memory: bool
+) -> tuple[RankMap | None, list[str], list[str]]:
+    """(the map, differences, what to try). ``facts``: by rank."""
+    problems: list[str] = []
+    suggestions: list[str] = []
+    ranks: RankMap | None = None
+    if len(facts) != plan.world_size:
+        problems.append(f"it is made for {counted(plan.world_size, 'rank')}, {len(facts)} are running")
+        suggestions.append(
+            f"start {counted(plan.world_size, 'process')}: {plan.launch_command().splitlines()[-1]}"
+        )
+    elif check_hosts:
+        ranks, hosts = ranks_by_host(plan, [fact.place for fact in facts])
+        if hosts:
+            suggestions.append(
+                "deploy(..., check_hosts=False) lets rank r play the r-th device, wherever it runs"
+            )
+        problems += hosts
+    else:
+        ranks = ranks_in_order(plan)
+    others = _unlike_first(facts)
+    problems += others
+    if any("plan" in other for other in others):
+        suggestions.append("plan once, save the plan, and load it on every rank")
+    problems += _without_device(facts)
+    if ranks is not None:
+        problems += _devices(plan, facts, ranks)
+        short = list(_memory(plan, facts, ranks)) if check_memory else []
+        if short:
+            suggestions.append("free the memory, or deploy(..., check_memory=False) to try all the same")
+        problems += short
+    return (None if problems else ranks), problems, suggestions
+
+
+def refusal(plan: Plan, problems: Sequence[str], suggestions: Sequence[str]) -> PlanError:
+    """The error that every rank raises."""
+    return PlanError(
+        f"the plan for {plan.model.name} does not fit this launch", because=problems, suggestions=suggestions
+    )
+
+
+def _unlike_first(facts: Sequence[RankFacts]) -> list[str]:
+    """Ranks whose plan or versions are not those of rank 0."""
+    first = facts[0]
+    found = []
+    for rank, fact in enumerate(facts):
+        if fact.plan != first.plan:
+            found.append(f"the plan of rank {rank} is not that of rank 0")
+        found += [
+            f"rank {rank} has {name} {fact.versions.get(name)}, rank 0 has {version}"
+            for name, version in first.versions.items()
+            if fact.versions.get(name) != version
+        ]
+    return found
+
+
+def _without_device(facts: Sequence[RankFacts]) -> Iterator[str]:
+    for rank, fact in enumerate(facts):
+        if fact.problem is not None:
+            yield f"rank {rank} has no device: {fact.problem}"
+
+
+def _devices(plan: Plan, facts: Sequence[RankFacts], ranks: RankMap) -> Iterator[str]:
+    """Kind, model, data types and backend of each rank's device."""
+    for rank, (fact, index) in enumerate(zip(facts, ranks.device_of_rank, strict=True)):
+        planned, found = plan.cluster.devices[index], fact.device
+        if found is None:
+            continue
+        where = f"rank {rank} on {fact.place.names[0]}"
+        if planned.kind == "cuda" and found.kind != "cuda" and not fact.chosen:
+            yield f"{where} has no GPU, the plan has a {planned.model} there"
+        elif (
+            planned.kind == found.kind == "cuda"
+            and not fact.chosen
+            and planned.model in DEVICES
+            and not _same_model(planned.model, found.name)
+        ):
+            yield f"{where} has a {found.name}, the plan has a {planned.model} there"
+        yield from (f"{where}: {found.name} does not compute in {dtype}" for dtype in found.missing_dtypes)
+        if fact.backend == "nccl" and found.kind == "cpu":
+            yield f"{where} is in a process group of NCCL, which has no CPU tensors: use Gloo"
+
+
+def _same_model(preset: str, name: str) -> bool:
+    """Whether a driver's name can mean the preset: "NVIDIA H100 80GB HBM3" is an "H100-80GB"."""
+    family = preset.partition("-")[0]
+    return family.lower() in "".join(c for c in name.lower() if c.isalnum())
+
+
+def _memory(plan: Plan, facts: Sequence[RankFacts], ranks: RankMap) -> Iterator[str]:
+    """Memories with less free than the predicted peaks of the ranks that share it."""
+    sharing: dict[str, list[int]] = defaultdict(list)
+    for rank, fact in enumerate(facts):
+        if fact.device is not None and fact.device.free_bytes is not None:
+            sharing[fact.device.memory].append(rank)
+    peaks = plan.prediction.peak_memory_bytes
+    for members in sharing.values():
+        needed = sum(peaks[str(ranks.device_of_rank[rank])] for rank in members)
+        free = min(found.free_bytes or 0 for rank in members if (found := facts[rank].device) is not None)
+        if needed > free:
+            found = facts[members[0]].device
+            assert found is not None
+            who = (
+                f"rank {members[0]} needs" if len(members) == 1 else f"ranks {_listed(members)} together need"
+            )
+            yield (
+                f"{who} {format_bytes(needed)} on {found.name} of {facts[members[0]].place.names[0]}, "
+                f"{format_bytes(free)} are free"
+            )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")

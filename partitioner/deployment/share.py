@@ -1,0 +1,102 @@
+"""One rank's share of a plan: what it runs, what it holds, how it learns. No communication happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cost_models.precision import Precision
+from partitioner.api import as_graph
+from partitioner.deployment.state import holders_of, rank_state
+from partitioner.optimizers import make_optimizer
+from partitioner.plan import Plan
+from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
+from partitioner.workloads import Workload
+from passes.check_precision import check_precision
+from passes.graph import OpGraph
+from passes.init_state import materialize
+from passes.lower import lower
+from passes.segment import Segmentation
+from runtime.program import Program, SegmentGraph
+from runtime.rank_state import RankState
+from runtime.relabel import RankMap
+from runtime.segment_code import SegmentCode
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a user gives to ``deploy``, as far as a share is made of it."""
+
+    workload: Workload
+    batch_dims: Mapping[str, int | None] | None
+    dynamic_dims: Mapping[str, list[int]] | None
+    optimizer: Callable[..., torch.optim.Optimizer] | None
+    optimizer_kwargs: Mapping[str, Any]
+    learning_rate: float
+    state_dict: Mapping[str, Tensor] | None
+    init_fn: Callable[[nn.Module], None] | None
+    seed: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """Everything is in the ranks of the launch. ``programs``: of all ranks; ``codes``: of this rank's segments."""
+
+    graph: OpGraph
+    programs: tuple[Program, ...]
+    segments: SegmentGraph
+    codes: Mapping[int, SegmentCode]
+    state: RankState
+    optimizer: torch.optim.Optimizer | None
+    loss_rank: int
+
+
+def build_share(
+    plan: Plan, recipe: Recipe, ranks: RankMap, rank: int, device: torch.device, graph: OpGraph | None
+) -> Share:
+    """The share of ``rank`` on ``device``."""
+    if graph is None:
+        graph = as_graph(
+            recipe.workload,
+            batch_dims=recipe.batch_dims,
+            dynamic_dims=recipe.dynamic_dims,
+            precision=plan.precision,
+        )
+    segmentation = plan_segmentation(plan, graph, ranks)
+    programs, segments = plan_programs(plan, ranks), plan_segments(plan, ranks)
+    mine = frozenset(segment.index for segment in segments.segments if rank in segment.ranks)
+    codes = lower(graph, segmentation, device=str(device), only=mine)
+    check_precision(graph, plan.precision, plan.optimizer_memory)
+    state = _own_state(recipe, graph, segmentation, rank, device, plan.precision)
+    parameters = [p for p in state.parameters.values() if p.requires_grad]
+    if recipe.optimizer is None:
+        optimizer = make_optimizer(plan.optimizer_memory, parameters, recipe.learning_rate)
+    else:
+        optimizer = recipe.optimizer(parameters, **recipe.optimizer_kwargs) if parameters else None
+    loss_segment = next(s for s, stage in enumerate(plan.stages) if graph.loss in stage.ops)
+    loss_rank = segments.segments[loss_segment].rank
+    return Share(graph, programs, segments, codes, state, optimizer, loss_rank)
+
+
+def _own_state(
+    recipe: Recipe,
+    graph: OpGraph,
+    segmentation: Segmentation,
+    rank: int,
+    device: torch.device,
+    precision: Precision,
+) -> RankState:
+    holders = holders_of(graph, segmentation)
+    values = materialize(
+        [name for name, ranks in holders.items() if rank in ranks],
+        model=recipe.workload.model,
+        state_dict=recipe.state_dict,
+        init_fn=recipe.init_fn,
+        device=device,
+        seed=recipe.seed,
+    )
+    return rank_state(graph, rank, holders, values, device, precision)
