@@ -20,13 +20,33 @@ from cost_models.errors import InfeasibleError, UsageError
 from cost_models.precision import Precision
 from passes.certificate import Certificate, relative_gap
 from passes.graph import OpGraph
-from passes.layer_model import Costs, LayerModel, read_model, spaces
+from passes.layer_judge import (
+    Judge,
+    LayerCandidate,
+    SimulatedCandidate,
+    Tried,
+    candidate_of,
+    estimated_bytes,
+    estimated_share,
+    fastest_that_fits,
+)
+from passes.layer_model import Costs, read_model, spaces
 from passes.layer_options import Cluster, Option, device_table, microbatch_counts, options
 from passes.layer_pins import resolve_pins
 from passes.layer_problem import Split
-from passes.layer_search import LayerSearch, OptionResult, Solved, busiest_seconds
+from passes.layer_search import LayerSearch, OptionResult, Solved
 from passes.layer_ways_out import infeasible
 from passes.least_samples import least_samples
+
+__all__ = [
+    "LayerCandidate",
+    "LayerRequest",
+    "LayerResult",
+    "RunnerUp",
+    "SimulatedCandidate",
+    "place_layers",
+    "prepare",
+]
 
 log = logging.getLogger("partitioner")
 
@@ -60,34 +80,6 @@ class LayerRequest:
 
 
 @dataclass(frozen=True)
-class LayerCandidate:
-    """A placement. Recomputed ops have no stage."""
-
-    stage_of: Mapping[str, int]
-    ranks: tuple[int, ...]
-    """Rank of each stage."""
-    schedule: str
-    microbatches: int
-    chunks: int
-    recomputed_blocks: tuple[tuple[str, ...], ...] = ()
-    """Per stage, the blocks (``passes.blocks``) that it computes again in backward. Empty: none anywhere."""
-
-    @property
-    def description(self) -> str:
-        """For tables: ``8 stages, 1f1b, 32 micro-batches``."""
-        return f"{len(self.ranks)} stages, {self.schedule}, {self.microbatches} micro-batches"
-
-
-@dataclass(frozen=True)
-class SimulatedCandidate:
-    """What the simulation of a candidate's programs says. ``peak_memory_bytes``: per rank."""
-
-    candidate: LayerCandidate
-    step_seconds: float
-    peak_memory_bytes: Sequence[int]
-
-
-@dataclass(frozen=True)
 class RunnerUp:
     """A candidate that was not chosen: simulated, or proved slower without (``reason`` says "at least")."""
 
@@ -108,44 +100,6 @@ class LayerResult:
     runner_ups: tuple[RunnerUp, ...]
     certificate: Certificate
     surrogate: Split
-
-
-@dataclass(frozen=True)
-class _Tried:
-    solved: Solved
-    simulated: SimulatedCandidate
-    overflow_bytes: int
-
-    @property
-    def seconds(self) -> float:
-        return self.simulated.step_seconds
-
-
-@dataclass
-class _Judge:
-    """Simulates what may still win, each split once, and remembers by which bound the others cannot."""
-
-    search: LayerSearch
-    simulate: Callable[[LayerCandidate], SimulatedCandidate]
-    lower_bound: Callable[[LayerCandidate], float] | None
-    bounded: list[tuple[Solved, float]] = field(default_factory=list)
-    _seen: set[tuple[object, ...]] = field(default_factory=set)
-
-    def __call__(self, solved: Solved, best_seconds: float) -> _Tried | None:
-        """The candidate simulated; None if it cannot beat ``best_seconds`` or was judged before."""
-        key = (solved.option, solved.ranks, solved.space.name, solved.split.stage_of)
-        if key in self._seen:
-            return None
-        self._seen.add(key)
-        candidate = _candidate(self.search.model, solved)
-        bound = busiest_seconds(self.search, solved)
-        if self.lower_bound is not None and bound < best_seconds < math.inf:
-            bound = max(bound, self.lower_bound(candidate))
-        if bound >= best_seconds:
-            self.bounded.append((solved, bound))
-            return None
-        simulated = self.simulate(candidate)
-        return _Tried(solved, simulated, _overflow_bytes(self.search, simulated))
 
 
 def place_layers(
@@ -170,7 +124,7 @@ def place_layers(
     results = search.solve(started + 0.5 * (deadline - started))
     searched = time.perf_counter() - started
     log.info("layer search: %d options in %.2f s", len(results), searched)
-    judge = _Judge(search, simulate, lower_bound)
+    judge = Judge(search, simulate, lower_bound)
     tried = _simulate_until_one_fits(search, results, request, judge, deadline)
     tried += _on_one_device(search, judge, tried, deadline)
     best = min((t for t in tried if t.overflow_bytes <= 0), key=lambda t: t.seconds)
@@ -203,9 +157,7 @@ def prepare(graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerReques
     )
 
 
-def _on_one_device(
-    search: LayerSearch, judge: _Judge, tried: Sequence[_Tried], deadline: float
-) -> list[_Tried]:
+def _on_one_device(search: LayerSearch, judge: Judge, tried: Sequence[Tried], deadline: float) -> list[Tried]:
     """The best unsplit candidate, if it may win: where messages cost more than they save, only the simulation sees it."""
     plain = [option for option in search.options if option.chunks == 1]
     if search.pins or not plain or any(len(t.solved.ranks) == 1 for t in tried):
@@ -215,7 +167,7 @@ def _on_one_device(
     solved = [s for result in alone.solve(deadline) for s in result.solved]
     if not solved:
         return []
-    judged = judge(min(solved, key=lambda s: s.split.objective_seconds), _fastest_that_fits(tried))
+    judged = judge(min(solved, key=lambda s: s.split.objective_seconds), fastest_that_fits(tried))
     return [] if judged is None else [judged]
 
 
@@ -241,21 +193,21 @@ def _simulate_until_one_fits(
     search: LayerSearch,
     results: Sequence[OptionResult],
     request: LayerRequest,
-    judge: _Judge,
+    judge: Judge,
     deadline: float,
-) -> list[_Tried]:
+) -> list[Tried]:
     """Simulate the best candidates; if the fast ones overflow, search again as if devices were smaller.
 
     The splits of one option are much alike: after one that overflows, its others wait until nothing else fits.
     """
-    tried: list[_Tried] = []
+    tried: list[Tried] = []
     waiting: list[Solved] = []
     scale = 1.0
     enough = min(deadline, time.perf_counter() + request.simulation_seconds)
     for _ in range(MEMORY_ROUNDS):
-        overflowing: dict[Option, _Tried] = {}
+        overflowing: dict[Option, Tried] = {}
         for solved in _ranked(results, request.simulations):
-            best_seconds = _fastest_that_fits(tried)
+            best_seconds = fastest_that_fits(tried)
             if math.isfinite(best_seconds) and time.perf_counter() > enough:
                 break
             if solved.option in overflowing:
@@ -266,28 +218,23 @@ def _simulate_until_one_fits(
                 tried.append(judged)
                 if judged.overflow_bytes > 0:
                     overflowing[solved.option] = judged
-        best_seconds = _fastest_that_fits(tried)
+        best_seconds = fastest_that_fits(tried)
         missed = [t for t in overflowing.values() if t.seconds * ANOTHER_SEARCH < best_seconds]
         if not missed or (math.isfinite(best_seconds) and time.perf_counter() > enough):
             break
         least = min(missed, key=lambda t: t.overflow_bytes)
-        scale = ROOM_LEFT * _estimated_share(search, least)
+        scale = ROOM_LEFT * estimated_share(search, least)
         log.info("the fastest candidates overflow; searching again with %.0f%% of the memory", 100 * scale)
         results = search.solve(deadline, scale)
         if not any(result.solved for result in results):
             break
     for solved in waiting:
-        if math.isfinite(_fastest_that_fits(tried)):
+        if math.isfinite(fastest_that_fits(tried)):
             break
         tried += [judged for judged in [judge(solved, math.inf)] if judged is not None]
-    if math.isinf(_fastest_that_fits(tried)):
+    if math.isinf(fastest_that_fits(tried)):
         raise _overflowing(search, tried, request, scale)
     return tried
-
-
-def _fastest_that_fits(tried: Sequence[_Tried]) -> float:
-    """Simulated seconds; infinite if none fits."""
-    return min((t.seconds for t in tried if t.overflow_bytes <= 0), default=math.inf)
 
 
 def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
@@ -306,46 +253,8 @@ def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
     return [*leaders, *(s for s in solved if s not in leaders)][:count]
 
 
-def _candidate(model: LayerModel, solved: Solved) -> LayerCandidate:
-    stages = [solved.split.stage_of[unit] for unit in solved.space.unit_of.tolist()]
-    return LayerCandidate(
-        stage_of=dict(zip(model.names, stages, strict=True)),
-        ranks=solved.ranks,
-        schedule=solved.option.schedule,
-        microbatches=solved.option.microbatches,
-        chunks=solved.option.chunks,
-    )
-
-
-def _overflow_bytes(search: LayerSearch, simulated: SimulatedCandidate) -> int:
-    """Bytes that do not fit the fullest device; 0 or less if all fit."""
-    devices = search.cluster.devices
-    return max(
-        peak - device.memory_bytes for peak, device in zip(simulated.peak_memory_bytes, devices, strict=True)
-    )
-
-
-def _estimated_bytes(search: LayerSearch, solved: Solved) -> list[float]:
-    """What the surrogate thinks that each rank holds."""
-    held = [0.0] * len(search.cluster.devices)
-    for rank, size in zip(solved.ranks, solved.split.memory_bytes, strict=True):
-        held[rank] += size
-    return held
-
-
-def _estimated_share(search: LayerSearch, tried: _Tried) -> float:
-    """Estimated / simulated bytes, the least of all devices that overflow."""
-    ranks = zip(
-        _estimated_bytes(search, tried.solved),
-        tried.simulated.peak_memory_bytes,
-        search.cluster.devices,
-        strict=True,
-    )
-    return min(held / peak for held, peak, device in ranks if peak > device.memory_bytes)
-
-
 def _overflowing(
-    search: LayerSearch, tried: Sequence[_Tried], request: LayerRequest, scale: float
+    search: LayerSearch, tried: Sequence[Tried], request: LayerRequest, scale: float
 ) -> InfeasibleError:
     if not tried:
         return infeasible(search, request.microbatches == "auto")
@@ -355,7 +264,7 @@ def _overflowing(
 
 
 def _runner_ups(
-    search: LayerSearch, tried: Sequence[_Tried], bounded: Sequence[tuple[Solved, float]], best: _Tried
+    search: LayerSearch, tried: Sequence[Tried], bounded: Sequence[tuple[Solved, float]], best: Tried
 ) -> tuple[RunnerUp, ...]:
     """What was judged and not chosen, by time."""
 
@@ -370,9 +279,9 @@ def _runner_ups(
             peak_bytes = max(t.simulated.peak_memory_bytes)
             found.append(RunnerUp(t.simulated.candidate.description, feasible, reason, t.seconds, peak_bytes))
     for solved, seconds in bounded:
-        description = _candidate(search.model, solved).description
+        description = candidate_of(search.model, solved).description
         reason = f"at least {slower(seconds)}"
-        peak_bytes = round(max(_estimated_bytes(search, solved)))
+        peak_bytes = round(max(estimated_bytes(search, solved)))
         found.append(RunnerUp(description, True, reason, seconds, peak_bytes))
     return tuple(sorted(found, key=lambda runner_up: runner_up.step_seconds))
 
