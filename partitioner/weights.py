@@ -119,11 +119,11 @@ def match_weights(
             continue
         if tensor.shape != entry.shape:
             problems.append(f"{name} is {tensor.shape} there, {entry.shape} in the model")
-        elif not _converts(tensor.dtype, entry.dtype):
+        elif not converts(tensor.dtype, entry.dtype):
             problems.append(f"{name} is {tensor.dtype} there, {entry.dtype} in the model")
         matched.setdefault(entry.name, []).append(tensor)
     missing = [key for name, key in keys.first_key.items() if name not in matched]
-    problems = problems[:_MOST] + _listed("missing", missing) + _listed("not in the model", unexpected)
+    problems = problems[:_MOST] + listed("missing", missing) + listed("not in the model", unexpected)
     if problems:
         raise CheckpointError(
             f"the weights in {source} are not those of {type(model).__name__}",
@@ -137,7 +137,7 @@ def match_weights(
     return matched
 
 
-def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     """Whether numbers stay what they are, but for rounding."""
     if stored == wanted:
         return True
@@ -146,7 +146,7 @@ def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return stored.is_floating_point and wanted.is_floating_point
 
 
-def _listed(what: str, names: list[str]) -> list[str]:
+def listed(what: str, names: list[str]) -> list[str]:
     if not names:
         return []
     more = f", and {len(names) - _MOST} more" if len(names) > _MOST else ""
