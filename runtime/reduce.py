@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.precision import gradient_dtype
+
 
 class Works:
     """Several pending works, waited for as one."""
@@ -26,7 +28,7 @@ class Works:
 def _in_memory(parameter: Tensor) -> Tensor:
     """The gradient as plain numbers, as a collective reads them: dense, conjugated where it says so."""
     if parameter.grad is None:
-        return torch.zeros_like(parameter)
+        return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
     return gradient.resolve_conj() if gradient.is_complex() else gradient
 
@@ -38,7 +40,7 @@ class GradientReduction:
         self.position = position
         self._by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters:
-            self._by_dtype.setdefault(parameter.dtype, []).append(parameter)
+            self._by_dtype.setdefault(gradient_dtype(parameter), []).append(parameter)
         self._pending: list[tuple[Tensor, list[Tensor]]] = []
 
     def start(self, all_reduce: Callable[[Tensor], Any]) -> Works:

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
+from runtime.precision import gradient_dtype
 from runtime.segment_code import SegmentCode
 
 aten = torch.ops.aten
@@ -98,9 +99,9 @@ def _add_gradient(parameter: Tensor | None, gradient: Callable[[], Tensor]) -> N
     if parameter is None or not parameter.requires_grad:
         return
     if parameter.grad is None:
-        parameter.grad = gradient()
+        parameter.grad = gradient().to(gradient_dtype(parameter))
     elif parameter.grad.is_sparse:  # of a sparse embedding; only dense + sparse is defined
-        parameter.grad = gradient() + parameter.grad
+        parameter.grad = gradient().to(gradient_dtype(parameter)) + parameter.grad
     else:
         parameter.grad += gradient()
 
@@ -118,7 +119,7 @@ def _affine(transposed: bool, forward: Callable[[Tensor, Tensor, Tensor | None],
         if weight.requires_grad:
             x = x.reshape(-1, x.shape[-1])
             left, right = (grad.t(), x) if transposed else (x.t(), grad)
-            if weight.grad is None or weight.grad.is_sparse:
+            if weight.grad is None or weight.grad.is_sparse or weight.grad.dtype != grad.dtype:
                 _add_gradient(weight, lambda: left.mm(right))
             else:  # no temporary for the sum
                 weight.grad.addmm_(left, right)
@@ -142,8 +143,8 @@ ADDMM_T = _affine(True, lambda x, w, b: torch.addmm(b, x, w.t()) if b is not Non
 
 
 def _accumulate_bmm(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor) -> None:
-    if weight.grad is None:
-        weight.grad = x.transpose(1, 2).bmm(grad)
+    if weight.grad is None or weight.grad.dtype != grad.dtype:
+        _add_gradient(weight, lambda: x.transpose(1, 2).bmm(grad))
     else:
         weight.grad.baddbmm_(x.transpose(1, 2), grad)
 
