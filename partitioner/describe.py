@@ -104,12 +104,21 @@ def package_version() -> str:
 
 
 def tokens_per_sample(graph: OpGraph) -> int | None:
-    """Elements per sample of the first input that an embedding looks up (token ids); None if there is none."""
+    """Token ids per sample; None if the model has no embedding of them."""
+    leaf = token_leaf(graph)
+    if leaf is None:
+        return None
+    shape, dim = graph.example_shapes[leaf], graph.batch.batch_dims[leaf]
+    return None if dim is None else math.prod(shape) // shape[dim]
+
+
+def token_leaf(graph: OpGraph) -> str | None:
+    """The first input that an embedding looks up: the token ids of a sample; None if there is none."""
     nodes = {i.name: i.node for i in graph.inputs if i.kind == "batch"}
     for name, shape in graph.example_shapes.items():
         dim = graph.batch.batch_dims.get(name)
         if dim is not None and len(shape) > 1 and name in nodes and _looked_up(graph.nodes[nodes[name]]):
-            return math.prod(shape) // shape[dim]
+            return name
     return None
 
 

@@ -8,23 +8,39 @@ is, in parts,
     loss = engine.forward_backward(batch)
     engine.clip_grad_norm_(1.0)
     engine.optimizer.step()
+
+Every method that computes is collective: all ranks call it, in the same order, with the same arguments.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from cost_models.errors import PlanError, RankFailureError
+from partitioner.describe import token_leaf
 from partitioner.engine_batch import BatchReader
+from partitioner.engine_checks import refuse_autocast, refuse_no_grad
+from partitioner.engine_step import (
+    SharedResults,
+    StepInfo,
+    StepLeaves,
+    microbatches_for,
+    share_results,
+    weighted_metrics,
+)
 from partitioner.plan import Plan
+from passes.graph import OpGraph
+from passes.least_samples import least_samples
+from passes.loss_reduction import loss_weights
 from runtime.execute import Executor
-from runtime.microbatch import batch_size_of
+from runtime.gradient_norm import clip_, global_norm, gradients_of, refuse_nonfinite
 from runtime.rank_state import RankState
+from runtime.step_precision import StepPrecision
 
 
 class Engine:
@@ -36,15 +52,25 @@ class Engine:
         executor: Executor,
         state: RankState,
         reader: BatchReader,
-        optimizer: torch.optim.Optimizer | None,
-        loss_rank: int,
+        optimizer: torch.optim.Optimizer,
+        graph: OpGraph,
     ) -> None:
         self.plan = plan
         self.executor = executor
         self.state = state
         self.optimizer = optimizer
+        self.last_step: StepInfo | None = None
+        """What the latest training step did."""
+        self.precision = StepPrecision(state, plan.precision, executor.collectives)
+        """What is done about data types between steps; a loss scale keeps its state here."""
+        self.precision.attach(optimizer)
+        self._skipped = False
         self._reader = reader
-        self._loss_rank = loss_rank
+        self._graph = graph
+        self._leaves = StepLeaves(graph, executor.leaf_names)
+        self._metric_names = tuple(output.name for output in graph.outputs if output.kind == "metric")
+        self._least_samples = least_samples(graph)
+        self._token_leaf = token_leaf(graph)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -56,33 +82,88 @@ class Engine:
         """The buffers that this rank owns, by the model's own names."""
         return self.state.buffers
 
-    def train_step(self, batch: Any) -> Tensor:
-        """One optimizer step on ``batch`` (the whole batch, on every rank). Returns the loss, on every rank."""
+    @property
+    def step(self) -> int:
+        """Training steps so far: calls of ``forward_backward``. Dropout depends on it; a resumed run sets it."""
+        return self.executor.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.executor.step = step
+
+    # ------------------------------------------------------------------------------------------ training
+
+    def train_step(self, batch: Any, max_grad_norm: float | None = None) -> Tensor:
+        """One optimizer step on ``batch`` (the whole batch, on every rank). Returns the loss, on every rank.
+
+        The loss is a detached float64 tensor of shape (). A batch may be shorter than planned, not longer.
+        ``max_grad_norm``: clips as ``clip_grad_norm_`` does. ``last_step`` tells more about it.
+        """
+        started = time.perf_counter()
+        self.zero_grad()
+        results, samples, tokens = self._forward_backward(batch, "train_step")
+        norm = None if max_grad_norm is None else self._clip(max_grad_norm)
+        self.optimizer.step()
+        return self._finish(results, samples, tokens, norm, started)
+
+    def forward_backward(self, batch: Any) -> Tensor:
+        """The loss of ``batch``, on every rank, and its gradients, in ``.grad`` of the parameters.
+
+        Gradients are replaced, not added to: they are those of this batch, from zero. To accumulate over more
+        samples, plan a larger ``batch_size``: micro-batches are what accumulates.
+        """
+        started = time.perf_counter()
+        results, samples, tokens = self._forward_backward(batch, "forward_backward")
+        return self._finish(results, samples, tokens, None, started)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` over the whole model, tied parameters once. The norm, on every rank."""
+        norm = self._clip(max_norm, norm_type, error_if_nonfinite)
+        if self.last_step is not None:
+            self.last_step = dataclasses.replace(self.last_step, grad_norm=norm)
+        return norm
+
+    def zero_grad(self) -> None:
+        """Drop all gradients of this rank."""
+        for tensor in (*self.state.leaves.values(), *self.state.parameters.values()):
+            tensor.grad = None
+
+    def _forward_backward(self, batch: Any, method: str) -> tuple[SharedResults, int, int | None]:
+        """Leaves gradients in ``.grad``. (Loss and metrics on their way, samples, tokens)."""
+        refuse_no_grad(method)
+        refuse_autocast(method, self.executor.device.type)
         leaves = self._reader.leaves(batch)
-        samples = batch_size_of(leaves, self.executor.batch_spec)
-        if samples != self.plan.batch_size:
-            raise PlanError(
-                f"this batch does not fit the plan for {self.plan.model.name}",
-                because=[f"it has {samples} samples, the plan is made for {self.plan.batch_size} a step"],
-                suggestions=[
-                    f"give batches of {self.plan.batch_size}",
-                    f"plan again with batch_size={samples}",
-                ],
-            )
-        loss = self.executor.train_step(leaves, self.plan.microbatches, self.optimizer)
-        shared = torch.zeros((), dtype=torch.float64, device=self.executor.device)
-        if loss is not None:
-            shared.copy_(loss)
-        if dist.get_world_size() > 1:
-            try:
-                dist.broadcast(shared, self._loss_rank)
-            except RuntimeError as error:
-                raise RankFailureError(
-                    f"rank {self._loss_rank} failed or hangs: rank {dist.get_rank()} waited on it for the loss",
-                    because=[str(error)],
-                    suggestions=[f"read the log of rank {self._loss_rank}"],
-                ) from error
-        return shared
+        samples = self._leaves.samples(leaves)
+        microbatches = microbatches_for(self.plan, samples, *self._least_samples)
+        weights = loss_weights(self._graph.loss_reduction, samples, microbatches)
+        sums = self.executor.run_step(self._leaves.made(leaves, microbatches), microbatches, weights=weights)
+        metrics = weighted_metrics(self._graph, leaves, sums, microbatches)
+        results = share_results(sums.loss, metrics, self._metric_names, weights, self.executor.collectives)
+        return results, samples, self._tokens(leaves)
+
+    def _clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        gradients = gradients_of(parameter for _, parameter in self.state.spoken_for())
+        norm = global_norm(gradients, norm_type, self.executor.collectives)
+        if error_if_nonfinite:
+            refuse_nonfinite(norm, norm_type)
+        clip_(self.state.parameters.values(), max_norm, norm)
+        return norm
+
+    def _finish(
+        self, results: SharedResults, samples: int, tokens: int | None, norm: Tensor | None, started: float
+    ) -> Tensor:
+        loss, metrics = results.wait()
+        seconds = time.perf_counter() - started
+        self.last_step = StepInfo(loss, norm, metrics, samples, tokens, seconds, self.step, self._skipped)
+        return loss
+
+    def _tokens(self, leaves: Mapping[str, Tensor]) -> int | None:
+        leaf = None if self._token_leaf is None else leaves.get(self._token_leaf)
+        return None if leaf is None else leaf.numel()
+
+    # ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop this rank's watchers; the process group stays for its owner."""

@@ -51,7 +51,7 @@ class Collectives:
         number: Callable[[], int],
         failed: Callable[[BaseException], None],
     ) -> None:
-        self._group, self._monitor, self._device, self._waited = group, monitor, device, waited
+        self._group, self._monitor, self.device, self._waited = group, monitor, device, waited
         self._number, self._failed = number, failed
         self.ranks: Sequence[int] = () if group is None else range(dist.get_world_size(group))
         self.waits_for = ""
@@ -68,7 +68,7 @@ class Collectives:
         return Pending(tensor, lambda: self._wait(number, what, work))
 
     def _wait(self, number: int, what: str, work: Any) -> None:
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             self._guard(number, what, work.wait)
             self._waited.append((number, work))
             return

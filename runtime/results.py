@@ -1,8 +1,8 @@
 """What a rank's run of a program computed: its share of the batch's results.
 
-    result of the batch = Σ over micro-batches of weight · result of the micro-batch
+    loss of the batch = Σ over micro-batches of weight · loss of the micro-batch
 
-Sums are made in float64, whatever the model computes in.
+The sum is made in float64, whatever the model computes in.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from runtime.setting import Shared
 
 @dataclass(frozen=True)
 class StepSums:
-    """This rank's share of a batch's results: Σ weight · result over the micro-batches."""
+    """This rank's share of a batch's results."""
 
     loss: Tensor | None
-    """None on ranks that compute none."""
-    metrics: Mapping[str, Tensor]
-    """Those that this rank computes."""
+    """Σ weight · loss over the micro-batches; None on ranks that compute none."""
+    metrics: Mapping[str, Sequence[Tensor]]
+    """Those that this rank computes, by name and micro-batch; unlike losses, they are not yet weighted."""
     weights: tuple[float, ...]
     """By micro-batch."""
     outputs: Sequence[Mapping[str, Tensor]]
@@ -34,10 +34,7 @@ class StepSums:
     def of(cls, shared: Shared) -> Self:
         """The results that a finished run has left."""
         names = dict.fromkeys(name for metrics in shared.metrics for name in metrics)
-        metrics = {
-            name: _weighted_sum([metrics[name] for metrics in shared.metrics], shared.weights)
-            for name in names
-        }
+        metrics = {name: [found[name] for found in shared.metrics] for name in names}
         losses = [loss for loss in shared.losses if loss is not None]
         loss = _weighted_sum(losses, shared.weights) if losses else None
         return cls(loss, metrics, shared.weights, shared.outputs)
@@ -48,6 +45,6 @@ class Evaluation(StepSums):
 
 
 def _weighted_sum(results: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Σ weightᵢ · resultᵢ, all of shape ()."""
+    """Σ weightᵢ · resultᵢ; results of shape ()."""
     stacked = torch.stack(list(results)).double()
     return (stacked * stacked.new_tensor(weights)).sum()

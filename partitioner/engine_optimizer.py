@@ -1,0 +1,109 @@
+"""One optimizer over a model whose parameters are elsewhere, mostly.
+
+Whatever makes it sees all of the model's trainable parameters, in the model's order, on every rank: this rank's own,
+and stand-ins of the right shape and type without memory (on the meta device) for the others. Afterwards stand-ins
+are dropped from the groups, so that every rank has the same groups in the same order, some of them empty:
+
+    made     [embed.weight  middle.weight  head.weight] [embed.bias  middle.bias]       embed is ours
+    rank 0   [embed.weight]                             [embed.bias]
+    rank 1   [middle.weight]                            [middle.bias]
+    rank 2   [head.weight]                              []
+
+A scheduler sets options of groups, so it does the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from cost_models.errors import UsageError
+from partitioner.optimizer_memory import refuse_heavier
+from partitioner.optimizers import make_optimizer
+from partitioner.plan import Plan
+from passes.graph import OpGraph
+from runtime.rank_state import RankState
+
+NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
+MakeEngineOptimizer: TypeAlias = Callable[..., torch.optim.Optimizer]
+"""A class, called with parameters and the given options; or a function of all (name, parameter) pairs."""
+
+
+def make_engine_optimizer(
+    make: MakeEngineOptimizer | None,
+    options: Mapping[str, Any],
+    plan: Plan,
+    graph: OpGraph,
+    state: RankState,
+    learning_rate: float,
+    device: torch.device,
+) -> torch.optim.Optimizer:
+    """The optimizer of this rank's trainable parameters, with the groups of the whole model's.
+
+    Where ``make`` is None it is the plan's own kind, with ``learning_rate``. Raises PlanError where it needs more
+    memory than the plan's ``optimizer_memory``.
+    """
+    pairs = [
+        (name, state.parameters[name] if name in state.parameters else _stand_in(spec.shape, owner))
+        for name, spec in graph.parameters.items()
+        if spec.requires_grad
+        for owner in [graph.types_of(name, plan.precision).owner]
+    ] or [("", _stand_in((), torch.float32))]
+    parameters = [parameter for _, parameter in pairs]
+    made: object
+    if make is None:
+        made = make_optimizer(plan.optimizer_memory, parameters, learning_rate)
+    elif isinstance(make, type):
+        made = make(parameters, **options)
+    else:
+        made = make(pairs, **options)
+    names = {id(parameter): name for name, parameter in pairs}
+    optimizer = _checked(made, names)
+    refuse_heavier(optimizer, plan.optimizer_memory, names, {**state.holders, "": ()}, device)
+    _drop_stand_ins(optimizer, [p for p in parameters if p.is_meta])
+    return optimizer
+
+
+def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+
+
+def _checked(made: object, names: Mapping[int, str]) -> torch.optim.Optimizer:
+    """``made`` if it can run in parts, on every rank's own parameters."""
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UsageError(
+            "optimizer= does not make an optimizer",
+            because=[f"it returned {type(made).__name__}, not a torch.optim.Optimizer"],
+            suggestions=["give a class, or a function of the list of (name, parameter) that returns one"],
+        )
+    problems = []
+    if isinstance(made, torch.optim.LBFGS):
+        problems.append("LBFGS calls the model itself, and multiplies gradients of all parameters together")
+    strangers = sum(id(p) not in names for group in made.param_groups for p in group["params"])
+    if strangers:
+        problems.append(
+            f"{strangers} of its parameters are not among those it was given; "
+            "the engine's parameters are copies, the model's own are not trained"
+        )
+    if problems:
+        raise UsageError(
+            f"{type(made).__name__} cannot train a partitioned model",
+            because=problems,
+            suggestions=["build it from the (name, parameter) pairs that the function gets"],
+        )
+    return made
+
+
+def _drop_stand_ins(optimizer: torch.optim.Optimizer, stand_ins: Collection[nn.Parameter]) -> None:
+    """Leave only this rank's parameters in the groups and in the state."""
+    dropped = {id(parameter) for parameter in stand_ins}
+    for group in optimizer.param_groups:
+        kept = [at for at, parameter in enumerate(group["params"]) if id(parameter) not in dropped]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][at] for at in kept]
+    for parameter in stand_ins:
+        optimizer.state.pop(parameter, None)

@@ -1,0 +1,96 @@
+"""How much state an optimizer really keeps, and whether the plan has memory for it.
+
+The optimizer's own class is stepped once on a small matrix, with each group's options: what it then holds in its state,
+per byte of the parameter, is what it will hold for the model. Numbers (step counters) are left out.
+
+    AdamW                 2 · parameter         SGD                  0
+    AdamW(amsgrad=True)   3 · parameter         SGD(momentum=0.9)    1 · parameter
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from cost_models.errors import PlanError
+from cost_models.memory import OPTIMIZERS
+from cost_models.units import format_bytes
+
+logger = logging.getLogger("partitioner")
+
+PROBE_SIZE = 16
+"""Rows and columns of the matrix. A matrix, because some optimizers take no vectors."""
+
+
+def state_ratios(optimizer: torch.optim.Optimizer, device: torch.device) -> list[float] | None:
+    """Bytes of state per byte of parameter, for each group; None where the optimizer cannot be tried out."""
+    try:
+        return [_state_ratio(type(optimizer), group, device) for group in optimizer.param_groups]
+    except (TypeError, ValueError, RuntimeError) as error:
+        logger.warning(
+            "the state of %s cannot be measured (%s): its memory is not checked against the plan",
+            type(optimizer).__name__,
+            error,
+        )
+        return None
+
+
+def _state_ratio(cls: Any, group: Mapping[str, Any], device: torch.device) -> float:
+    taken = inspect.signature(cls).parameters
+    options = {name: value for name, value in group.items() if name in taken and name != "params"}
+    dtype = next((parameter.dtype for parameter in group["params"]), torch.float32)
+    matrix = nn.Parameter(torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=dtype, device=device))
+    matrix.grad = torch.ones_like(matrix)
+    probe = cls([matrix], **{n: v.clone() if isinstance(v, Tensor) else v for n, v in options.items()})
+    probe.step()
+    held = [leaf for leaf in tree_leaves(dict(probe.state)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+    return sum(leaf.numel() * leaf.itemsize for leaf in held) / (matrix.numel() * matrix.itemsize)
+
+
+def refuse_heavier(
+    optimizer: torch.optim.Optimizer,
+    budget: str,
+    names: Mapping[int, str],
+    holders: Mapping[str, Sequence[int]],
+    device: torch.device,
+) -> None:
+    """Raise PlanError where ``optimizer`` keeps more on some rank than ``optimizer_memory=budget`` has planned.
+
+    ``names``: the name of each parameter, by its id. Looks at every rank's parameters, so all ranks decide alike.
+    """
+    ratios = state_ratios(optimizer, device)
+    if ratios is None:
+        return
+    needed: dict[int, float] = {}
+    planned: dict[int, float] = {}
+    for group, ratio in zip(optimizer.param_groups, ratios, strict=True):
+        for parameter in group["params"]:
+            size_bytes = parameter.numel() * parameter.itemsize
+            for rank in holders[names[id(parameter)]]:
+                needed[rank] = needed.get(rank, 0.0) + ratio * size_bytes
+                planned[rank] = planned.get(rank, 0.0) + OPTIMIZERS[budget].copies * size_bytes
+    over = [rank for rank in sorted(needed) if needed[rank] > planned[rank]]
+    if not over:
+        return
+    worst = max(over, key=lambda rank: needed[rank] - planned[rank])
+    kind = type(optimizer).__name__
+    enough = [name for name, memory in OPTIMIZERS.items() if memory.copies >= max(ratios)]
+    raise PlanError(
+        f"{kind} keeps more state than the plan has memory for",
+        because=[
+            f"{kind} with these options keeps {max(ratios):g} bytes for each byte of a parameter, "
+            f"optimizer_memory={budget!r} is {OPTIMIZERS[budget].copies}",
+            f"rank {worst}: {format_bytes(needed[worst])} ({needed[worst]:,.0f} bytes) of state, "
+            f"{format_bytes(planned[worst])} planned",
+        ],
+        suggestions=[
+            *(f"plan again with optimizer_memory={name!r}" for name in enough[:1]),
+            "use a lighter optimizer",
+        ],
+    )
