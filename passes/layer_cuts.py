@@ -6,6 +6,8 @@
 Where stages alternate (``layer_problem``: q), each cut is charged to one of its two stages, t + charged cuts
 ≤ T, and D_k also says what the stage is charged for the cut into it: nothing, or one of the links it may have.
 
+A stage that does not fit as the k-th from the end may compute its blocks again in backward: t(a, b) is then longer.
+
 Keeping only the least D per state is exact: every constraint on D is an upper bound. One step over k looks
 at the pairs of downsets whose stage is short enough, as arrays: O(stages · device states · pairs). Of these only
 those that start where the k-th stage from the end may: stages of T or less must reach the end behind it and the
@@ -54,20 +56,36 @@ class CutProgram:
             if problem.charges_cut(k):
                 for i, into in enumerate(self.charged_into[k - 1]):
                     into += {self.link_class[s.kind, later[i].kind] for s in level if i in s.next}
-        self._full_at: dict[tuple[int, tuple[Held, ...]], BoolArray] = {}
-        # what every stage holds at least, wherever it is: rules pairs out before looking at places
-        fewest = min(max(w + d for w, d in problem.held_at(k)) for k in range(1, len(self.levels) + 1))
-        least = table.held_bytes
-        if problem.moments:
-            least = np.minimum(least, table.deferred_bytes)
-        self.ever_fits: dict[int, BoolArray] = {}
-        for kind in self.kinds:
-            free = table.free_bytes[kind]
-            self.ever_fits[self.classes[kind]] = (free >= 0) & (fewest * least <= free)
+        self._full_at: dict[tuple[int, tuple[Held, ...], bool], BoolArray] = {}
+        self._ever_fits: dict[tuple[int, bool], BoolArray] = {}
         self.starts = self._allowed_starts()
         rows = sorted({problem.kinds[kind].row for kind in self.kinds})
         self.least_before: FloatArray = table.geometry.members @ problem.seconds[rows].min(axis=0)
         """[downsets] seconds of all units before the cut, each on the fastest device for it."""
+
+    def _fits_somewhere(self, kind: int, again: bool) -> BoolArray:
+        """[pairs] whether the stage might fit the kind at any place, by the fewest micro-batches that stages hold.
+
+        Rules pairs out before looking at places. ``again``: computing its blocks again.
+        """
+        key = (self.classes[kind], again)
+        if key not in self._ever_fits:
+            problem, table = self.problem, self.table
+            fewest = min(max(w + d for w, d in problem.held_at(k)) for k in range(1, len(self.levels) + 1))
+            least = table.held_again_bytes if again else table.held_bytes
+            if problem.moments:
+                least = np.minimum(least, table.deferred_bytes)
+            free = table.free_bytes[kind]
+            self._ever_fits[key] = (free >= 0) & (fewest * least <= free)
+        return self._ever_fits[key]
+
+    def _usable(self, kind: int, work: FloatArray, limit: float) -> BoolArray:
+        """[pairs] whether the stage is short enough for the bottleneck, and might fit somewhere."""
+        short = work <= limit
+        plain = self._fits_somewhere(kind, False)
+        if self.problem.recompute is not None and (short & ~plain).any():
+            return np.asarray(short & (plain | self._fits_somewhere(kind, True)), dtype=bool)
+        return np.asarray(short & plain, dtype=bool)
 
     def _allowed_starts(self) -> list[BoolArray] | None:
         """Per level, the downsets that its stage may start from without breaking a pin."""
@@ -94,6 +112,8 @@ class CutProgram:
         fastest = seconds.min(axis=0)
         least = max(float(fastest.max()), float(fastest.sum()) / max(1, len(self.levels)))
         links = sum(float(x.max()) for x in self.links.values()) * len(self.levels)
+        if self.problem.recompute is not None:
+            seconds = seconds + self.problem.recompute.seconds[rows]
         return least * (1 - 1e-9), (float(seconds.max(axis=0).sum()) + links) * (1 + 1e-9)
 
     def solve(self, threshold: float) -> list[tuple[float, int, int]]:
@@ -101,7 +121,7 @@ class CutProgram:
         geometry, problem = self.table.geometry, self.problem
         limit = threshold * (1 + 1e-12)
         work = {self.classes[k]: self.table.work_seconds[problem.kinds[k].row] for k in self.kinds}
-        usable = [(work[self.classes[k]] <= limit) & self.ever_fits[self.classes[k]] for k in self.kinds]
+        usable = [self._usable(kind, work[self.classes[kind]], limit) for kind in self.kinds]
         useful = np.nonzero(np.logical_or.reduce(usable))[0]
         if not len(useful):
             return []
@@ -114,7 +134,7 @@ class CutProgram:
         self._furthest = np.maximum.reduceat(self._target, self._first)
         self._work = {c: np.where(work[c][useful] <= limit, work[c][useful], np.inf) for c in work}
         self._links = {key: np.where(x <= limit, x, np.inf) for key, x in self.links.items()}
-        self._costs: dict[tuple[int, LinkKey | None, LinkKey | None], FloatArray] = {}
+        self._costs: dict[tuple[int, bool, LinkKey | None, LinkKey | None], FloatArray] = {}
         self._best: list[list[dict[LinkKey | None, FloatArray]]] = []
         ends: list[tuple[float, int, int]] = []
         cuts = np.array([geometry.downsets - 1])
@@ -157,13 +177,13 @@ class CutProgram:
             return dict.fromkeys((None, *self.charged_into[k - 1][index]), nowhere)
         end = int(self._first[heads.stop]) if heads.stop < len(self._first) else len(self._source)
         pairs = slice(int(first[0]), end)
-        full = self._full(state.kind, k)[self._useful[pairs]]
+        full, nowhere = self._unfit(state.kind, k, pairs)
         rests = [(paid, rest[self._target[pairs]]) for paid, rest in self._rests(k, state).items()]
         rows: dict[LinkKey | None, FloatArray] = {}
         for charged in (None, *self.charged_into[k - 1][index]):
-            each = [self._cost(state.kind, charged, paid)[pairs] + rest for paid, rest in rests]
+            each = [self._stage_cost(state.kind, charged, paid, pairs, full) + rest for paid, rest in rests]
             cost = each[0] if len(each) == 1 else np.minimum.reduce(each)
-            cost[full] = np.inf
+            cost[nowhere] = np.inf
             least = np.full(self.table.geometry.downsets, np.inf)
             least[self._heads[heads]] = np.minimum.reduceat(cost, first - first[0])
             if self.starts is not None:
@@ -174,21 +194,45 @@ class CutProgram:
             rows[charged] = least
         return rows
 
-    def _full(self, kind: int, k: int) -> BoolArray:
-        """[pairs] whether the stage does not fit as the k-th from the end."""
-        key = (self.classes[kind], self.problem.held_at(k))
+    def _unfit(self, kind: int, k: int, pairs: slice) -> tuple[BoolArray | None, BoolArray]:
+        """[pairs] as the k-th stage from the end: which compute their blocks again; and which do not fit at all.
+
+        None: none does.
+        """
+        chosen, recompute = self._useful[pairs], self.problem.recompute
+        full = self._full(kind, k, False)[chosen]
+        if recompute is None or not (recompute.always or full.any()):
+            return None, full
+        if recompute.always:
+            full = np.ones_like(full)
+        return full, full & self._full(kind, k, True)[chosen]
+
+    def _full(self, kind: int, k: int, again: bool) -> BoolArray:
+        """[all pairs] whether the stage does not fit as the k-th from the end; ``again``: computing its blocks again."""
+        key = (self.classes[kind], self.problem.held_at(k), again)
         if key not in self._full_at:
-            self._full_at[key] = ~self.table.fits(kind, key[1])
+            self._full_at[key] = ~self.table.fits(kind, key[1], again=again)
         return self._full_at[key]
 
-    def _cost(self, kind: int, charged: LinkKey | None, paid: LinkKey | None) -> FloatArray:
+    def _stage_cost(
+        self, kind: int, charged: LinkKey | None, paid: LinkKey | None, pairs: slice, again: BoolArray | None
+    ) -> FloatArray:
+        """[pairs] seconds of each as a stage, those in ``again`` with a second forward of their blocks."""
+        plain = self._cost(kind, False, charged, paid)[pairs]
+        return (
+            plain if again is None else np.where(again, self._cost(kind, True, charged, paid)[pairs], plain)
+        )
+
+    def _cost(self, kind: int, again: bool, charged: LinkKey | None, paid: LinkKey | None) -> FloatArray:
         """[useful pairs] seconds of the pair as a stage that is charged for the cut into it and pays for the next.
 
         Infinite where they are longer than the bottleneck; None: not charged.
         """
-        key = (self.classes[kind], charged, paid)
+        key = (self.classes[kind], again, charged, paid)
         if key not in self._costs:
             work = self._work[key[0]]
+            if again:
+                work = self.table.work_again_seconds[self.problem.kinds[kind].row][self._useful]
             load = work.copy()
             if charged is not None:
                 load += self._links[charged][self._source]
@@ -231,11 +275,14 @@ class CutProgram:
     def _link_key(self, k: int, state: DeviceState, index: int) -> LinkKey:
         return self.link_class[state.kind, self.levels[k - 2][index].kind]
 
-    def trace_back(self, k: int, index: int) -> tuple[list[int], list[int]]:
-        """The split that ``solve`` found for (k, state): stage of each unit, kind of each stage."""
+    def trace_back(self, k: int, index: int) -> tuple[list[int], list[int], list[bool]]:
+        """The split that ``solve`` found for (k, state): stage of each unit, kind of each stage, and whether it
+        computes its blocks again.
+        """
         members = self.table.geometry.members
         stage_of = np.zeros(self.problem.structure.units, dtype=np.int64)
         kinds: list[int] = []
+        recomputed: list[bool] = []
         start, stage = 0, 0
         charged: LinkKey | None = None
         while k >= 1:
@@ -245,17 +292,20 @@ class CutProgram:
             lo = int(self._first[head])
             hi = int(self._first[head + 1]) if head + 1 < len(self._first) else len(self._source)
             target = self._target[lo:hi]
-            full = self._full(state.kind, k)[self._useful[lo:hi]]
+            pairs = slice(lo, hi)
+            full, nowhere = self._unfit(state.kind, k, pairs)
             found = []
             for paid, rest in self._rests(k, state).items():
-                cost = np.where(full, np.inf, self._cost(state.kind, charged, paid)[lo:hi] + rest[target])
+                seconds = self._stage_cost(state.kind, charged, paid, pairs, full) + rest[target]
+                cost = np.where(nowhere, np.inf, seconds)
                 at = int(np.argmin(cost))
-                found.append((float(cost[at]), int(target[at]), paid))
-            _, end, paid = min(found, key=lambda entry: entry[0])
+                found.append((float(cost[at]), int(target[at]), paid, full is not None and bool(full[at])))
+            _, end, paid, again = min(found, key=lambda entry: entry[0])
+            recomputed.append(again)
             stage_of[members[end] & ~members[start]] = stage
             if k > 1:
                 options = [way for way in self._ways(k, state) if way[0] == paid]
                 behind = [float(self._behind(k, state, paid, i)[end]) for _, i, _ in options]
                 _, index, charged = options[int(np.argmin(behind))]
             start, stage, k = end, stage + 1, k - 1
-        return stage_of.tolist(), kinds
+        return stage_of.tolist(), kinds, recomputed

@@ -164,8 +164,7 @@ class _Search:
         return ends[0][0], min(split.bottleneck_seconds, bottleneck)
 
     def _keep(self, end: tuple[int, int]) -> Split:
-        stage_of, kinds = self.program.trace_back(*end)
-        split = evaluate(self.problem, stage_of, kinds)
+        split = evaluate(self.problem, *self.program.trace_back(*end))
         self.found.setdefault((split.stage_of, split.kinds), split)
         return split
 

@@ -12,6 +12,8 @@ method of choice where a graph branches so much that its downsets cannot be list
     storage i t[k] ≥ Σ_u seconds[d,u]·z[u,k] - M(1 - a[k,d]);  x[k] ≥ link(d,e) - M(2 - a[k+1,d] - a[k,e]);
     T ≥ t[k], x[k], r[k] and, where stages alternate, t[k] + later[k] + earlier[k-1]: cut k is charged to its
     later or its earlier stage, later[k] ≥ x[k] - M·o[k], earlier[k] ≥ x[k] - M(1 - o[k]), o[k] ∈ {0,1}
+    g[k] ∈ {0,1}        stage k computes its blocks again: t[k] grows by their second forward, and its memory is that of
+                        h'[i,k] (as h, over ``structure.recomputed``) and e[k] ≥ transient[u]·z[u,k]
     minimize fill·Σ(t + x) + (m - fill)·v·T
 """
 
@@ -24,7 +26,7 @@ from typing import Any
 
 import pulp
 
-from passes.layer_problem import LayerProblem, Split, Touch, evaluate
+from passes.layer_problem import FloatArray, LayerProblem, Split, Touch, evaluate
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,10 @@ class _Model:
         self.time_scale = float(problem.seconds.max()) or 1.0
         sizes = float((problem.forward_bytes + problem.gradient_bytes).sum())
         link = float((problem.link_latency_seconds + problem.link_seconds_per_byte * sizes).max())
-        self._longest = (float(problem.seconds.max(axis=0).sum()) + link * self.stages) / self.time_scale
+        second = 0.0 if problem.recompute is None else float(problem.recompute.seconds.max(axis=0).sum())
+        self._longest = (
+            float(problem.seconds.max(axis=0).sum()) + second + link * self.stages
+        ) / self.time_scale
         self.byte_scale = (
             float(max(sum(problem.storage_bytes), sum(problem.state_bytes), sum(problem.gradient_bytes)))
             or 1.0
@@ -82,6 +87,7 @@ class _Model:
         self.lp += problem.fill * pulp.lpSum([*self.t.values(), *self.x.values()]) + (
             problem.bottleneck_weight * self.bottleneck
         )
+        self.again = self._again()
         self._stages()
         self._devices()
         self._pins()
@@ -103,6 +109,15 @@ class _Model:
     def _before(self, unit: int, k: int) -> Any:
         """y[unit, k]: the unit is in the k-th stage from the end or in an earlier one."""
         return pulp.lpSum(self.z[unit, i] for i in range(k, self.stages + 1))
+
+    def _again(self) -> dict[int, Any]:
+        """g[k]: whether the stage computes its blocks again; the number 0 where no stage may, 1 where all must."""
+        recompute = self.problem.recompute
+        if recompute is None:
+            return dict.fromkeys(self.steps, 0)
+        if recompute.always:
+            return dict.fromkeys(self.steps, 1)
+        return {k: self._binary(f"g_{k}") for k in self.steps}
 
     def _stages(self) -> None:
         structure = self.problem.structure
@@ -160,6 +175,11 @@ class _Model:
                 row = seconds[kind.row]
                 work = pulp.lpSum(float(row[u]) * self.z[u, k] for u in range(self.units))
                 self.lp += self.t[k] >= work - float(row.sum()) * (1 - self.a[k, d])
+                if self.problem.recompute is not None:
+                    second = self.problem.recompute.seconds[kind.row] / self.time_scale
+                    more = pulp.lpSum(float(second[u]) * self.z[u, k] for u in range(self.units))
+                    slack = float((row + second).sum()) * (2 - self.a[k, d] - self.again[k])
+                    self.lp += self.t[k] >= work + more - slack
 
     def _charges(self) -> None:
         later: dict[int, Any] = {}
@@ -208,16 +228,35 @@ class _Model:
                 if cut in c
             )
             deferred = self._touched("w", problem.structure.deferred, problem.deferred_bytes / scale, k)
-            fixed = problem.state_bytes.sum() + 2 * problem.gradient_bytes.sum()
-            for whole, weights in problem.held_at(k):
-                used = state + gradients + whole * held + weights * deferred
-                large = float(
-                    fixed + whole * problem.storage_bytes.sum() + weights * problem.deferred_bytes.sum()
-                )
-                for d, kind in enumerate(problem.kinds):
-                    if math.isfinite(kind.capacity_bytes):
-                        slack = large / scale * (1 - self.a[k, d])
-                        self.lp += used <= kind.capacity_bytes / scale + slack
+            fixed = state + gradients
+            self._fits(k, fixed, held, deferred, problem.storage_bytes, self.again[k])
+            if problem.recompute is not None:
+                kept = problem.recompute.storage_bytes
+                inputs = self._touched("i", problem.structure.recomputed, kept / scale, k)
+                fixed = fixed + self._transient(k) + (deferred if problem.moments else 0)
+                self._fits(k, fixed, inputs, deferred, kept, 1 - self.again[k])
+
+    def _fits(self, k: int, fixed: Any, held: Any, deferred: Any, sizes: FloatArray, unless: Any) -> None:
+        """At every moment of stage k, on the kind it has; not asked for where ``unless`` is 1."""
+        problem, scale = self.problem, self.byte_scale
+        most = problem.state_bytes.sum() + 2 * problem.gradient_bytes.sum() + problem.deferred_bytes.sum()
+        if problem.recompute is not None:
+            most += problem.recompute.transient_bytes.max()
+        for whole, weights in problem.held_at(k):
+            used = fixed + whole * held + weights * deferred
+            large = float(most + whole * sizes.sum() + weights * problem.deferred_bytes.sum())
+            for d, kind in enumerate(problem.kinds):
+                if math.isfinite(kind.capacity_bytes):
+                    slack = large / scale * (1 - self.a[k, d] + unless)
+                    self.lp += used <= kind.capacity_bytes / scale + slack
+
+    def _transient(self, k: int) -> Any:
+        """e[k]: what the largest block of the stage saves while its backward runs."""
+        assert self.problem.recompute is not None
+        largest = self._real(f"e_{k}")
+        for u, size in enumerate(self.problem.recompute.transient_bytes.tolist()):
+            self.lp += largest >= size / self.byte_scale * self.z[u, k]
+        return largest
 
     def _touched(self, prefix: str, touches: tuple[Touch, ...], sizes: Any, k: int) -> Any:
         terms = []

@@ -31,6 +31,11 @@ that a schedule cannot hide: 1 for GPipe and 1F1B (p equal stages and free links
 form), 1/v for interleaved 1F1B, about 1/3 for ZB-H1. With v > 1 the busiest device is bounded from above by
 v times its largest chunk.
 
+A stage may compute its blocks again in backward (``Recompute``): its t then grows by their forward seconds, ``held``
+becomes what its blocks read from outside, and ``transient`` is added: the activations of the largest block, alive while
+its backward runs, and what deferred weight halves need of all of them. Keeping all activations is faster, so a stage
+recomputes exactly where it would not fit otherwise (or always, if that was asked for).
+
 Memory, per device: ``state + gradients crossing both cuts + whole · held + weights · deferred ≤ capacity`` at
 every moment (whole, weights) of the schedule: micro-batches held whole, and those of which only the weight half
 is left. ``held`` is a union of storages: one that several ops of the stage save, or that it saves and also
@@ -95,6 +100,22 @@ class LayerStructure:
     deferred: tuple[Touch, ...] = ()
     """What a deferred weight half needs; savers only."""
     downsets: tuple[int, ...] | None = None
+    recomputed: tuple[Touch, ...] = ()
+    """As ``storages``, for stages that compute their blocks again."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recompute:
+    """What changes for a stage that computes its blocks again in backward. Shapes as in ``LayerProblem``."""
+
+    seconds: FloatArray
+    """[R, n] added to each unit: its second forward."""
+    storage_bytes: FloatArray
+    """[structure.recomputed] held per micro-batch in flight."""
+    transient_bytes: FloatArray
+    """[n] of each unit: what the largest block with ops in it saves. A stage needs the largest of its units."""
+    always: bool = False
+    """Every stage does so, also where its activations would fit."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +171,8 @@ class LayerProblem:
     """Fewest and most stages allowed."""
     pins: Mapping[int, int] = field(default_factory=dict)
     """Unit to stage, counted from the front."""
+    recompute: Recompute | None = None
+    """What stages may do that do not fit otherwise; None: nothing."""
 
     @property
     def bottleneck_weight(self) -> float:
@@ -183,19 +206,30 @@ class Split:
     """Σ_s (t_s + x_s)."""
     memory_bytes: tuple[float, ...]
     """Per stage."""
+    recomputed: tuple[bool, ...] = ()
+    """Whether each stage computes its blocks again in backward."""
 
     @property
     def stages(self) -> int:
         return len(self.kinds)
 
 
-def evaluate(problem: LayerProblem, stage_of: Sequence[int], kinds: Sequence[int]) -> Split:
+def evaluate(
+    problem: LayerProblem,
+    stage_of: Sequence[int],
+    kinds: Sequence[int],
+    recomputed: Sequence[bool] | None = None,
+) -> Split:
     """The surrogate and the memory of one split, by their definitions. The reference that the solvers are
-    tested with."""
+    tested with.
+
+    ``recomputed``: which stages compute their blocks again; by default those that would not fit otherwise.
+    """
     p = len(kinds)
+    rows = [problem.kinds[kind].row for kind in kinds]
     seconds = np.zeros(p)
     for unit, stage in enumerate(stage_of):
-        seconds[stage] += problem.seconds[problem.kinds[kinds[stage]].row, unit]
+        seconds[stage] += problem.seconds[rows[stage], unit]
     forward, gradient = cut_bytes(problem, stage_of, p)
     link = np.zeros(p)
     for s in range(1, p):
@@ -204,21 +238,57 @@ def evaluate(problem: LayerProblem, stage_of: Sequence[int], kinds: Sequence[int
             problem.link_latency_seconds[a, b]
             + (forward[s] + gradient[s]) * problem.link_seconds_per_byte[a, b]
         )
-    held = touched_bytes(problem.structure.storages, problem.storage_bytes, stage_of, p)
-    deferred = touched_bytes(problem.structure.deferred, problem.deferred_bytes, stage_of, p)
-    state = touched_bytes(problem.structure.states, problem.state_bytes, stage_of, p)
-    memory = [
-        state[s]
-        + gradient[s]
-        + (gradient[s + 1] if s + 1 < p else 0.0)
-        + max(whole * held[s] + weights * deferred[s] for whole, weights in problem.held_at(p - s))
-        for s in range(p)
-    ]
+    memory = _memory(problem, stage_of, gradient, again=False)
+    again = _recomputed(problem, kinds, memory) if recomputed is None else list(recomputed)
+    if problem.recompute is not None and any(again):
+        for unit, stage in enumerate(stage_of):
+            seconds[stage] += again[stage] * problem.recompute.seconds[rows[stage], unit]
+        memory = np.where(again, _memory(problem, stage_of, gradient, again=True), memory)
     round_trip = _round_trips(problem, seconds, link).max()
     bottleneck = float(max(seconds.max(), link.max(), round_trip, _charged(problem, seconds, link)))
     total = float(seconds.sum() + link.sum())
     objective = problem.fill * total + problem.bottleneck_weight * bottleneck
-    return Split(tuple(stage_of), tuple(kinds), objective, bottleneck, total, tuple(map(float, memory)))
+    return Split(
+        tuple(stage_of),
+        tuple(kinds),
+        objective,
+        bottleneck,
+        total,
+        tuple(map(float, memory)),
+        tuple(map(bool, again)),
+    )
+
+
+def _recomputed(problem: LayerProblem, kinds: Sequence[int], memory: FloatArray) -> list[bool]:
+    """Whether each stage computes its blocks again, given what it holds otherwise."""
+    if problem.recompute is None:
+        return [False] * len(kinds)
+    room = [problem.kinds[kind].capacity_bytes * (1 + MEMORY_TOLERANCE) for kind in kinds]
+    return [problem.recompute.always or used > free for used, free in zip(memory, room, strict=True)]
+
+
+def _memory(
+    problem: LayerProblem, stage_of: Sequence[int], gradient: FloatArray, *, again: bool
+) -> FloatArray:
+    """[p] bytes of each stage at its fullest, ``again``: computing its blocks again in backward."""
+    structure, recompute = problem.structure, problem.recompute
+    p = len(gradient)
+    deferred = touched_bytes(structure.deferred, problem.deferred_bytes, stage_of, p)
+    transient = np.zeros(p)
+    if again:
+        assert recompute is not None
+        held = touched_bytes(structure.recomputed, recompute.storage_bytes, stage_of, p)
+        np.maximum.at(transient, list(stage_of), recompute.transient_bytes)
+        if problem.moments:
+            transient += deferred
+    else:
+        held = touched_bytes(structure.storages, problem.storage_bytes, stage_of, p)
+    state = touched_bytes(structure.states, problem.state_bytes, stage_of, p)
+    fullest = [
+        max(whole * held[s] + weights * deferred[s] for whole, weights in problem.held_at(p - s))
+        for s in range(p)
+    ]
+    return np.array(state + gradient + np.append(gradient[1:], 0.0) + transient + fullest)
 
 
 def _round_trips(problem: LayerProblem, seconds: FloatArray, link: FloatArray) -> FloatArray:

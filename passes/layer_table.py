@@ -61,6 +61,10 @@ class Geometry:
         return self._touch_sum(self.structure.storages)
 
     @cached_property
+    def recomputed(self) -> TouchSum:
+        return self._touch_sum(self.structure.recomputed)
+
+    @cached_property
     def deferred(self) -> TouchSum:
         return self._touch_sum(self.structure.deferred)
 
@@ -70,6 +74,25 @@ class Geometry:
 
     def _touch_sum(self, touches: Sequence[Touch]) -> TouchSum:
         return RectangleSum(self, touches) if self.prefixes else PairSum(self, touches)
+
+    def largest(self, of_units: FloatArray) -> FloatArray:
+        """[pairs] the largest of the numbers [units] that the pair's stage has."""
+        if not self.prefixes:
+            result = np.zeros(len(self.source))
+            for value in np.unique(of_units):  # rising: the largest is written last
+                result[_any_inside(self.members, np.flatnonzero(of_units == value).tolist(), *self._ends)] = (
+                    value
+                )
+            return result
+        n = self.structure.units
+        plane = np.zeros((n + 1, n + 1))
+        for first in range(n):
+            plane[first, first + 1 :] = np.maximum.accumulate(of_units[first:])
+        return plane[self._ends]
+
+    @property
+    def _ends(self) -> tuple[IntArray, IntArray]:
+        return self.source, self.target
 
     @cached_property
     def crossed(self) -> FloatArray:
@@ -185,13 +208,37 @@ class StageTable:
     """[pairs] of one micro-batch of which only the weight half is left."""
     cut_bytes: FloatArray
     """[downsets] activations + gradients crossing."""
+    problem: LayerProblem
 
-    def fits(self, kind: int, moments: Sequence[Held]) -> BoolArray:
-        """[pairs] whether the stage fits the kind's memory at all of these moments."""
-        free = self.free_bytes[kind]
+    @cached_property
+    def work_again_seconds(self) -> FloatArray:
+        """[R, pairs] of a stage that computes its blocks again. This and what follows is made where it is needed."""
+        assert self.problem.recompute is not None
+        return self.work_seconds + _over_pairs(self.geometry, self.problem.recompute.seconds)
+
+    @cached_property
+    def held_again_bytes(self) -> FloatArray:
+        """[pairs] of one micro-batch held whole, by a stage that computes its blocks again."""
+        assert self.problem.recompute is not None
+        return self.geometry.recomputed(self.problem.recompute.storage_bytes)
+
+    @cached_property
+    def transient_bytes(self) -> FloatArray:
+        """[pairs] alive while the backward of such a stage runs."""
+        assert self.problem.recompute is not None
+        largest = self.geometry.largest(self.problem.recompute.transient_bytes)
+        return largest + self.deferred_bytes if self.problem.moments else largest
+
+    def fits(self, kind: int, moments: Sequence[Held], *, again: bool = False) -> BoolArray:
+        """[pairs] whether the stage fits the kind's memory at all of these moments.
+
+        ``again``: computing its blocks again in backward.
+        """
+        free = self.free_bytes[kind] - self.transient_bytes if again else self.free_bytes[kind]
+        held = self.held_again_bytes if again else self.held_bytes
         fitting = free >= 0
         for whole, weights in moments:
-            needed = whole * self.held_bytes
+            needed = whole * held
             if weights:
                 needed = needed + weights * self.deferred_bytes
             fitting = fitting & (needed <= free)
@@ -210,8 +257,7 @@ def stage_table(problem: LayerProblem, geometry: Geometry) -> StageTable:
     if geometry.structure is not problem.structure:
         raise ValueError("the geometry belongs to another structure")
     source, target = geometry.source, geometry.target
-    prefix = geometry.members.astype(np.float64) @ problem.seconds.T  # [downsets, R]
-    work = (prefix[target] - prefix[source]).T
+    work = _over_pairs(geometry, problem.seconds)
     gradient = geometry.crossed @ problem.gradient_bytes
     cut = geometry.crossed @ (problem.forward_bytes + problem.gradient_bytes)
     fixed = geometry.state(problem.state_bytes) + gradient[source] + gradient[target]
@@ -219,5 +265,17 @@ def stage_table(problem: LayerProblem, geometry: Geometry) -> StageTable:
     deferred = geometry.deferred(problem.deferred_bytes) if problem.moments else np.zeros_like(held)
     free = {size: size * (1 + MEMORY_TOLERANCE) - fixed for size in {k.capacity_bytes for k in problem.kinds}}
     return StageTable(
-        geometry, work, tuple(free[kind.capacity_bytes] for kind in problem.kinds), held, deferred, cut
+        geometry,
+        work,
+        tuple(free[kind.capacity_bytes] for kind in problem.kinds),
+        held,
+        deferred,
+        cut,
+        problem,
     )
+
+
+def _over_pairs(geometry: Geometry, seconds: FloatArray) -> FloatArray:
+    """[R, units] -> [R, pairs]"""
+    prefix = geometry.members.astype(np.float64) @ seconds.T  # [downsets, R]
+    return np.asarray((prefix[geometry.target] - prefix[geometry.source]).T)

@@ -7,7 +7,8 @@ alive meanwhile                     all that the region's ops save; one region a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from passes.costs import GraphCosts
 
@@ -15,7 +16,18 @@ Region = Sequence[int]
 """Indices into ``graph.ops``, rising."""
 
 
-def computed_again(costs: GraphCosts, region: Region, deferring: bool) -> list[int]:
+class SavedStorages(Protocol):
+    """What is read of ``GraphCosts`` to know where a second forward stops."""
+
+    @property
+    def saved(self) -> tuple[tuple[str, ...], ...]: ...
+    @property
+    def maker(self) -> Mapping[str, int]: ...
+    @property
+    def weight_half(self) -> tuple[bool, ...]: ...
+
+
+def computed_again(costs: SavedStorages, region: Region, deferring: bool) -> list[int]:
     """The ops of ``region`` that run a second time: checkpointing stops as soon as all that was saved is there.
 
     An op's operands are saved before its kernel runs, its results after. ``deferring``: ops with a weight half are

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -13,6 +14,7 @@ from passes.layer_problem import (
     DeviceKind,
     LayerProblem,
     LayerStructure,
+    Recompute,
     Split,
     Touch,
     evaluate,
@@ -27,8 +29,13 @@ def all_downsets(units: int, edges: tuple[tuple[int, int], ...]) -> tuple[int, .
     )
 
 
-def random_problem(seed: int, *, chain: bool, assignment: str, tight: bool, pinned: bool) -> LayerProblem:
-    """A problem of 2-6 units and 1-3 devices with whole-number costs, so that ties are exact."""
+def random_problem(
+    seed: int, *, chain: bool, assignment: str, tight: bool, pinned: bool, recompute: str = "none"
+) -> LayerProblem:
+    """A problem of 2-6 units and 1-3 devices with whole-number costs, so that ties are exact.
+
+    ``recompute``: none, auto (stages that do not fit otherwise may) or full (every stage does).
+    """
     rng = np.random.default_rng(seed)
     n = int(rng.integers(2, 7 if chain else 6))
     edges = tuple((u, v) for v in range(n) for u in range(v) if (chain and u == v - 1) or rng.random() < 0.35)
@@ -75,6 +82,10 @@ def random_problem(seed: int, *, chain: bool, assignment: str, tight: bool, pinn
     if assignment == "sequence":
         sequence = tuple(int(i) for i in rng.integers(0, devices, 3))
     pins = {int(rng.integers(0, n)): int(rng.integers(0, 2)) for _ in range(2)} if pinned else {}
+    blocks = _recompute(rng, structure, rows, recompute == "full") if recompute != "none" else None
+    if blocks is not None:
+        kept = tuple(Touch(t.savers[:1], t.producer, t.readers) for t in structure.storages)
+        structure = replace(structure, recomputed=kept)
     size = len(kinds)
     low = int(rng.integers(1, 3)) if rng.random() < 0.3 else 1
     return LayerProblem(
@@ -98,6 +109,17 @@ def random_problem(seed: int, *, chain: bool, assignment: str, tight: bool, pinn
         sequence=sequence,
         stage_counts=(low, 3),
         pins=pins,
+        recompute=blocks,
+    )
+
+
+def _recompute(rng: np.random.Generator, structure: LayerStructure, rows: int, always: bool) -> Recompute:
+    n = structure.units
+    return Recompute(
+        seconds=rng.integers(0, 4, (rows, n)).astype(float),
+        storage_bytes=rng.integers(0, 4, len(structure.storages)).astype(float),
+        transient_bytes=rng.integers(0, 5, n).astype(float),
+        always=always,
     )
 
 

@@ -21,6 +21,7 @@ problems = st.builds(
     assignment=st.sampled_from(["unordered", "ordered", "sequence"]),
     tight=st.booleans(),
     pinned=st.booleans(),
+    recompute=st.sampled_from(["none", "none", "auto", "auto", "full"]),
 )
 
 
