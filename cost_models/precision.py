@@ -157,5 +157,18 @@ class Precision:
         dtypes = {name: WORDS[given[name]] for name in DTYPE_FIELDS if name in given}
         return cls(**dtypes, loss_scale="dynamic" if "loss_scale" in given else None)
 
+    @classmethod
+    def checked(cls, given: object) -> Precision:
+        """``given`` itself; the model's own types for None. Raises UsageError for anything else."""
+        if given is None:
+            return cls()
+        if isinstance(given, cls):
+            return given
+        raise UsageError(
+            f"the precision is a {type(given).__name__}",
+            because=["a partitioner.Precision is expected"],
+            suggestions=["precision=Precision(compute=torch.bfloat16)"],
+        )
+
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self.fields().items()) or "the model's own"

@@ -16,12 +16,6 @@ DIVIDES_BY_EPSILON = ("adam", "adamw")
 
 def check_precision(graph: OpGraph, precision: Precision, optimizer: str) -> None:
     """Raise UsageError where ``graph`` cannot be trained in ``precision``."""
-    if not isinstance(precision, Precision):
-        raise UsageError(
-            f"the precision is a {type(precision).__name__}",
-            because=["a partitioner.Precision is expected"],
-            suggestions=["precision=Precision(compute=torch.bfloat16)"],
-        )
     refuse_other_trace(graph, precision)
     if precision.loss_scale is None and computes_gradients_in_float16(graph):
         raise UsageError(

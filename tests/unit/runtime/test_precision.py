@@ -116,7 +116,7 @@ def test_bfloat16_without_masters_loses_small_updates_and_with_masters_does_not(
             state.leaves["w"].float().sum().backward()
             pairs.collect()
             optimizer.step()
-        ends[precision] = float(state.leaves["w"][0]), float(state.parameters["w"][0])
+        ends[precision] = float(state.leaves["w"].detach()[0]), float(state.parameters["w"].detach()[0])
     assert ends[Precision()] == (1.0, 1.0)
     leaf, owner = ends[Precision(master=F32)]
     assert owner == pytest.approx(0.99, abs=1e-4)
@@ -208,6 +208,7 @@ def test_weight_halves_sum_as_the_whole_backward_does(function, precision):
         "w": torch.rand(4, 4, generator=generator).to(BF16),
         "b": torch.rand(4, generator=generator).to(BF16),
     }
+    gradient = torch.ones((1, 4, 4) if function is batched else (4, 4), dtype=BF16)
     found = []
     for split in (False, True):
         state = held(values, precision)
@@ -216,14 +217,10 @@ def test_weight_halves_sum_as_the_whole_backward_does(function, precision):
             torch.manual_seed(micro)
             run.forward(micro, [], [torch.rand(4, 4).to(BF16)])
             if split:
-                run.backward_input(
-                    micro, [torch.ones(4, 4, dtype=BF16).view(function is batched and (1, 4, 4) or (4, 4))]
-                )
+                run.backward_input(micro, [gradient])
                 run.backward_weight(micro)
             else:
-                run.backward(
-                    micro, [torch.ones(4, 4, dtype=BF16).view(function is batched and (1, 4, 4) or (4, 4))]
-                )
+                run.backward(micro, [gradient])
         LeavesAndOwners(state).collect()
         found.append({name: owner.grad for name, owner in state.parameters.items()})
     whole, halves = found
@@ -269,4 +266,4 @@ def test_sparse_gradients_are_summed_in_thirty_two_bits():
     pairs.cast_gradients()
     assert state.parameters["w"].grad.dtype == BF16
     torch.optim.SGD(state.parameters.values(), lr=1.0).step()
-    assert float(state.leaves["w"][1, 0]) == -511.0 or float(state.leaves["w"][1, 0]) == -512.0
+    assert float(state.leaves["w"].detach()[1, 0]) == -512.0  # -511 in bfloat16
