@@ -16,7 +16,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -236,20 +236,19 @@ def _header(file: FileIO, path: Path, size: int) -> tuple[dict[str, Any], int]:
 
 def _entry_problem(entry: Any) -> str | None:
     """What is wrong with a tensor's entry in the header; None if nothing is."""
-
-    def counts(value: Any, length: int | None = None) -> bool:
-        whole: Callable[[Any], bool] = lambda n: type(n) is int and n >= 0  # noqa: E731
-        return isinstance(value, list) and all(map(whole, value)) and length in (None, len(value))
-
-    if not isinstance(entry, dict) or not counts(entry.get("shape")):
+    if not isinstance(entry, dict) or not _are_counts(entry.get("shape")):
         return "has no shape"
-    if not counts(entry.get("data_offsets"), 2):
+    if not _are_counts(entry.get("data_offsets")) or len(entry["data_offsets"]) != 2:
         return "has no place in the file"
-    if entry.get("dtype") not in DTYPES:
+    if not isinstance(entry.get("dtype"), str) or entry["dtype"] not in DTYPES:
         return f"has the data type {entry.get('dtype')}, known are {', '.join(DTYPES)}"
     begin, end = entry["data_offsets"]
     expected = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
     return None if end - begin == expected else f"takes {end - begin:,} bytes, its shape {expected:,}"
+
+
+def _are_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
