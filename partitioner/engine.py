@@ -28,15 +28,13 @@ from partitioner.engine_checks import refuse_autocast, refuse_no_grad
 from partitioner.engine_step import (
     SharedResults,
     StepInfo,
-    StepLeaves,
     microbatches_for,
     share_results,
-    weighted_metrics,
 )
 from partitioner.plan import Plan
 from passes.graph import OpGraph
 from passes.least_samples import least_samples
-from passes.loss_reduction import loss_weights
+from passes.loss_reduction import loss_weights, samples_in, with_normalizers
 from runtime.execute import Executor
 from runtime.gradient_norm import clip_, global_norm, gradients_of, refuse_nonfinite
 from runtime.rank_state import RankState
@@ -67,7 +65,6 @@ class Engine:
         self._skipped = False
         self._reader = reader
         self._graph = graph
-        self._leaves = StepLeaves(graph, executor.leaf_names)
         self._metric_names = tuple(output.name for output in graph.outputs if output.kind == "metric")
         self._least_samples = least_samples(graph)
         self._token_leaf = token_leaf(graph)
@@ -135,12 +132,18 @@ class Engine:
         refuse_no_grad(method)
         refuse_autocast(method, self.executor.device.type)
         leaves = self._reader.leaves(batch)
-        samples = self._leaves.samples(leaves)
+        needed = self.executor.leaf_names
+        samples = samples_in(self._graph, leaves, needed)
         microbatches = microbatches_for(self.plan, samples, *self._least_samples)
         weights = loss_weights(self._graph.loss_reduction, samples, microbatches)
-        sums = self.executor.run_step(self._leaves.made(leaves, microbatches), microbatches, weights=weights)
-        metrics = weighted_metrics(self._graph, leaves, sums, microbatches)
-        results = share_results(sums.loss, metrics, self._metric_names, weights, self.executor.collectives)
+        sums = self.executor.run_step(
+            with_normalizers(self._graph, leaves, microbatches, needed),
+            microbatches,
+            weights=weights,
+            gradient_scale=self.precision.gradient_scale,
+        )
+        results = share_results(sums, self._metric_names, weights, self.executor.collectives)
+        self._skipped = self.precision.after_backward()
         return results, samples, self._tokens(leaves)
 
     def _clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

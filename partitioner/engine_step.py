@@ -11,7 +11,7 @@ where the factor is exactly 1 when each micro-batch's result was brought once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +19,7 @@ from torch import Tensor
 
 from cost_models.errors import PlanError
 from partitioner.plan import Plan
-from passes.graph import OpGraph
-from passes.loss_reduction import aggregate_metric, metric_weights, with_normalizers
-from passes.token_counts import user_leaves
 from runtime.collective import Collectives, Pending
-from runtime.microbatch import batch_size_of
 from runtime.results import StepSums
 
 
@@ -62,59 +58,17 @@ class SharedResults:
 
 
 def share_results(
-    loss: Tensor | None,
-    metrics: Mapping[str, Tensor],
-    metric_names: Sequence[str],
-    weights: Sequence[float],
-    collectives: Collectives,
+    sums: StepSums, metric_names: Sequence[str], weights: Sequence[float], collectives: Collectives
 ) -> SharedResults:
-    """Start to sum what every rank brings. Collective.
-
-    ``loss``, ``metrics``: those of this rank's micro-batches, weighted; ``weights``: the loss's, of the whole batch.
-    """
-    brought: list[Tensor | None] = [loss, *(metrics.get(name) for name in metric_names)]
-    own = sum(weights)
+    """Start to sum what every rank brings. Collective. ``weights``: of the whole batch's micro-batches."""
+    brought: list[Tensor | None] = [sums.loss, *(sums.metrics.get(name) for name in metric_names)]
+    own = sum(sums.weights)
     pairs = [number for result in brought for number in (0.0, 0.0 if result is None else own)]
     vector = torch.tensor(pairs, dtype=torch.float64).to(collectives.device, non_blocking=True)
     for at, result in enumerate(brought):
         if result is not None:
             vector[2 * at] = result
-    return SharedResults(collectives.all_reduce(vector, "the loss"), metric_names, own)
-
-
-class StepLeaves:
-    """The leaves that a rank runs a step with: those of the user's batch, and those made from them.
-
-    ``needed``: the leaves that the rank's segments read. Others may be missing in its batches.
-    """
-
-    def __init__(self, graph: OpGraph, needed: Collection[str]) -> None:
-        self._graph = graph
-        self._spec = user_leaves(graph.batch, graph.token_counts)
-        counts = graph.token_counts
-        made = frozenset[str]() if counts is None else counts.made
-        self._makes = bool(made & set(needed))
-        self._needed = set(needed) - made
-        if counts is not None and self._makes:
-            self._needed |= set(counts.leaves)
-
-    def samples(self, leaves: Mapping[str, Tensor]) -> int:
-        """Samples in the user's batch. Raises UsageError where it lacks a leaf, or is not as it was traced."""
-        return batch_size_of(leaves, self._spec, self._needed)
-
-    def made(self, leaves: Mapping[str, Tensor], microbatches: int) -> Mapping[str, Tensor]:
-        """``leaves`` and those that a token mean divides by, where this rank reads any."""
-        return with_normalizers(self._graph, leaves, microbatches) if self._makes else leaves
-
-
-def weighted_metrics(
-    graph: OpGraph, leaves: Mapping[str, Tensor], sums: StepSums, microbatches: int
-) -> dict[str, Tensor]:
-    """The batch's metrics, as far as this rank computes them; () float64 each."""
-    if not sums.metrics:
-        return {}
-    weights = metric_weights(graph, leaves, microbatches)
-    return {name: aggregate_metric(values, weights) for name, values in sums.metrics.items()}
+    return SharedResults(collectives.all_reduce(vector, "the loss"), metric_names, sum(weights))
 
 
 def microbatches_for(plan: Plan, samples: int, least_samples: int, reason: str) -> int:

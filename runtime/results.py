@@ -1,8 +1,8 @@
 """What a rank's run of a program computed: its share of the batch's results.
 
-    loss of the batch = Σ over micro-batches of weight · loss of the micro-batch
+    result of the batch = Σ over micro-batches of weight · result of the micro-batch
 
-The sum is made in float64, whatever the model computes in.
+Sums are made in float64, whatever the model computes in.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class StepSums:
 
     loss: Tensor | None
     """Σ weight · loss over the micro-batches; None on ranks that compute none."""
-    metrics: Mapping[str, Sequence[Tensor]]
-    """Those that this rank computes, by name and micro-batch; unlike losses, they are not yet weighted."""
+    metrics: Mapping[str, Tensor]
+    """Those that this rank computes, by name; weighted like the loss."""
     weights: tuple[float, ...]
     """By micro-batch."""
     outputs: Sequence[Mapping[str, Tensor]]
@@ -34,7 +34,9 @@ class StepSums:
     def of(cls, shared: Shared) -> Self:
         """The results that a finished run has left."""
         names = dict.fromkeys(name for metrics in shared.metrics for name in metrics)
-        metrics = {name: [found[name] for found in shared.metrics] for name in names}
+        metrics = {
+            name: _weighted_sum([found[name] for found in shared.metrics], shared.weights) for name in names
+        }
         losses = [loss for loss in shared.losses if loss is not None]
         loss = _weighted_sum(losses, shared.weights) if losses else None
         return cls(loss, metrics, shared.weights, shared.outputs)
