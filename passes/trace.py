@@ -41,6 +41,7 @@ from passes.tracing_state import (
     watch_checkpointing,
     watch_gradient_hooks,
 )
+from passes.wrappers import refuse_data_parallel, unwrapped
 
 __all__ = ["trace"]
 
@@ -76,6 +77,7 @@ def trace(
 
     The model may be on the meta device. Nothing of it is copied or changed.
     """
+    model, compiled = unwrapped(model)
     model_name = name or type(model).__name__
     _check_module(model)
     batch = _private_copy(example_inputs, model)
@@ -95,7 +97,7 @@ def trace(
         _dynamic(leaves, dynamic_dims or {}),
         precision or Precision(),
     )
-    notes: list[str] = []
+    notes: list[str] = [] if compiled is None else [compiled]
     with contextlib.ExitStack() as changes:
         changes.enter_context(training_mode(model, training))
         changes.enter_context(caching_off(model, notes))
@@ -169,15 +171,7 @@ def _check_module(model: nn.Module) -> None:
                     [f"{other} and {name}: a plan would train two copies"],
                     ["assign the one Parameter to both modules"],
                 )
-    inner = {"_orig_mod": "torch.compile", "module": "a data-parallel wrapper"}
-    wrappers = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    for attribute, wrapper in inner.items():
-        if attribute in model._modules and (attribute == "_orig_mod" or isinstance(model, wrappers)):
-            raise ModelError(
-                f"the model is wrapped by {wrapper}",
-                [f"{type(model).__name__} renames the model's parameters"],
-                [f"pass model.{attribute}"],
-            )
+    refuse_data_parallel(model)
 
 
 def _private_copy(example_inputs: object, model: nn.Module) -> Any:

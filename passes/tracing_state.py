@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from cost_models.errors import ModelError
+from cost_models.errors import ModelError, PartitionerError
 from cost_models.precision import Precision
 from passes.names import own_dtype_parameters
 
@@ -110,13 +110,17 @@ def refuse_own_backwards() -> Iterator[None]:
             mock.patch.object(torch.func, "grad", inside(torch.func.grad)),
         ):
             yield
-    finally:
-        if inner:
-            raise ModelError(
-                "forward asks for gradients itself, which the traced graph cannot hold",
-                list(inner),
-                ["write the derivative out in tensor operations"],
-            )
+    except PartitionerError:
+        raise  # says what is wrong already
+    except Exception as error:
+        if inner:  # most likely what went wrong; what was raised is told as well
+            lines = str(error).splitlines() or ["no message"]
+            raise _asks_for_gradients(
+                [*inner, f"tracing then ended with {type(error).__name__}: {lines[0]}"]
+            ) from error
+        raise
+    if inner:
+        raise _asks_for_gradients(list(inner))
     if seen:
         raise ModelError(
             "the backward of a custom torch.autograd.Function is lost in the traced graph",
@@ -127,6 +131,14 @@ def refuse_own_backwards() -> Iterator[None]:
                 "a gradient times c: c * x + ((1 - c) * x).detach()",
             ],
         )
+
+
+def _asks_for_gradients(because: list[str]) -> ModelError:
+    return ModelError(
+        "forward asks for gradients itself, which the traced graph cannot hold",
+        because,
+        ["write the derivative out in tensor operations"],
+    )
 
 
 def _caller() -> str:

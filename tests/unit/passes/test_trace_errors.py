@@ -94,10 +94,19 @@ def test_a_tuple_whose_split_is_a_guess_is_refused() -> None:
     assert "cannot tell" in failure(Masked(), (torch.zeros(2, 4), torch.zeros(2, 4)), loss_fn=mean_loss).what
 
 
+def test_a_compiled_model_is_taken_out_of_its_wrapper_with_a_note() -> None:
+    inner = nn.Linear(4, 2)
+    compiled: nn.Module = torch.compile(inner)
+    graph = trace(compiled, torch.zeros(2, 4), loss_fn=mean_loss)
+    assert list(graph.parameters) == ["weight", "bias"]
+    assert graph.model_name == "Linear"
+    assert any("the model was compiled" in note for note in graph.notes)
+    assert graph.fingerprint == trace(inner, torch.zeros(2, 4), loss_fn=mean_loss).fingerprint
+
+
 def test_wrappers_are_to_be_taken_off() -> None:
     inner = nn.Linear(4, 2)
     assert "pass model.module" in failure(nn.DataParallel(inner), loss_fn=mean_loss).suggestions
-    assert "pass model._orig_mod" in failure(torch.compile(inner), loss_fn=mean_loss).suggestions
     assert "TorchScript" in failure(torch.jit.script(inner), loss_fn=mean_loss).what
     with pytest.raises(UsageError, match=r"no torch\.nn\.Module"):
         trace(mean_loss, torch.zeros(2, 4))  # type: ignore[arg-type]
