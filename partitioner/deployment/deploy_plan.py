@@ -102,13 +102,14 @@ def deploy_plan(
         device=own_device,
         timeout_seconds=timeout_seconds,
         programs=share.programs,
+        replan=share.replan,
         seed=seed,
     )
     workload = recipe.workload
     reader = BatchReader(
         plan.model.name, module, workload.example_inputs, has_loss_fn=workload.loss_fn is not None
     )
-    return Engine(plan, executor, share.state, reader, share.optimizer, share.loss_rank)
+    return Engine(plan, executor, share.state, reader, share.optimizer, share.graph)
 
 
 def agree_on_ranks(

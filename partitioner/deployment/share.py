@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from cost_models.precision import Precision
 from partitioner.api import as_graph
 from partitioner.deployment.state import holders_of, rank_state
-from partitioner.optimizers import make_optimizer
+from partitioner.engine_optimizer import make_engine_optimizer
+from partitioner.engine_step import replanned
 from partitioner.plan import Plan
 from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
 from partitioner.workloads import Workload
@@ -21,6 +22,7 @@ from passes.graph import OpGraph
 from passes.init_state import materialize
 from passes.lower import lower
 from passes.segment import Segmentation
+from runtime.execute import Replan
 from runtime.program import Program, SegmentGraph
 from runtime.rank_state import RankState
 from runtime.relabel import RankMap
@@ -51,8 +53,9 @@ class Share:
     segments: SegmentGraph
     codes: Mapping[int, SegmentCode]
     state: RankState
-    optimizer: torch.optim.Optimizer | None
-    loss_rank: int
+    optimizer: torch.optim.Optimizer
+    replan: Replan
+    """Programs for batches that are cut into fewer micro-batches."""
 
 
 def build_share(
@@ -72,14 +75,14 @@ def build_share(
     codes = lower(graph, segmentation, device=str(device), only=mine)
     check_precision(graph, plan.precision, plan.optimizer_memory)
     state = _own_state(recipe, graph, segmentation, rank, device, plan.precision)
-    parameters = [p for p in state.parameters.values() if p.requires_grad]
-    if recipe.optimizer is None:
-        optimizer = make_optimizer(plan.optimizer_memory, parameters, recipe.learning_rate)
-    else:
-        optimizer = recipe.optimizer(parameters, **recipe.optimizer_kwargs) if parameters else None
-    loss_segment = next(s for s, stage in enumerate(plan.stages) if graph.loss in stage.ops)
-    loss_rank = segments.segments[loss_segment].rank
-    return Share(graph, programs, segments, codes, state, optimizer, loss_rank)
+    optimizer = make_engine_optimizer(
+        recipe.optimizer, recipe.optimizer_kwargs, plan, graph, state, recipe.learning_rate, device
+    )
+
+    def replan(microbatches: int) -> tuple[Program, ...]:
+        return plan_programs(replanned(plan, microbatches), ranks)
+
+    return Share(graph, programs, segments, codes, state, optimizer, replan)
 
 
 def _own_state(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from cost_models.precision import Precision
 from passes.graph import OpGraph
 from passes.segment import Segmentation
 from passes.summarize import state_names_of_segments
+from runtime.precision import leaf_and_owner
 from runtime.rank_state import RankState
 
 
@@ -29,13 +31,16 @@ def rank_state(
     holders: Mapping[str, tuple[int, ...]],
     values: Mapping[str, Tensor],
     device: torch.device,
+    precision: Precision,
 ) -> RankState:
     """This rank's tensors. ``values``: copies of its own for every name that it holds."""
-    parameters = {
-        name: nn.Parameter(values[name], graph.parameters[name].requires_grad)
-        for name in graph.parameters
+    pairs = {
+        name: leaf_and_owner(values[name], graph.types_of(name, precision), spec.requires_grad)
+        for name, spec in graph.parameters.items()
         if name in values
     }
+    leaves = {name: leaf for name, (leaf, _) in pairs.items()}
+    parameters = {name: owner for name, (_, owner) in pairs.items()}
     buffers = {name: values[name] for name in graph.buffers if name in values}
     constants = {name: constant.to(device) for name, constant in graph.constants.items()}
-    return RankState(rank, {**constants, **parameters, **buffers}, parameters, buffers, holders)
+    return RankState(rank, {**constants, **leaves, **buffers}, parameters, buffers, holders)
