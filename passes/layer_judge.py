@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from passes.layer_model import LayerModel
+from passes.layer_lean import all_blocks, fewest_blocks
 from passes.layer_search import LayerSearch, Solved, busiest_seconds
 
 
@@ -26,7 +26,9 @@ class LayerCandidate:
     @property
     def description(self) -> str:
         """For tables: ``8 stages, 1f1b, 32 micro-batches``."""
-        return f"{len(self.ranks)} stages, {self.schedule}, {self.microbatches} micro-batches"
+        recomputing = sum(map(bool, self.recomputed_blocks))
+        more = f", {recomputing} stages recompute" if recomputing else ""
+        return f"{len(self.ranks)} stages, {self.schedule}, {self.microbatches} micro-batches{more}"
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,12 @@ class Judge:
 
     def __call__(self, solved: Solved, best_seconds: float) -> Tried | None:
         """The candidate simulated; None if it cannot beat ``best_seconds`` or was judged before."""
-        key = (solved.option, solved.ranks, solved.space.name, solved.split.stage_of)
+        split = solved.split
+        key = (solved.option, solved.ranks, solved.space.name, split.stage_of, split.recomputed)
         if key in self._seen:
             return None
         self._seen.add(key)
-        candidate = candidate_of(self.search.model, solved)
+        candidate = candidate_of(self.search, solved)
         bound = busiest_seconds(self.search, solved)
         if self.lower_bound is not None and bound < best_seconds < math.inf:
             bound = max(bound, self.lower_bound(candidate))
@@ -76,11 +79,17 @@ class Judge:
             self.bounded.append((solved, bound))
             return None
         simulated = self.simulate(candidate)
-        return Tried(solved, simulated, _overflow_bytes(self.search, simulated))
+        overflow_bytes = _overflow_bytes(self.search, simulated)
+        every = all_blocks(self.search, solved)
+        if overflow_bytes > 0 and candidate.recomputed_blocks != every:
+            simulated = self.simulate(replace(candidate, recomputed_blocks=every))
+            overflow_bytes = _overflow_bytes(self.search, simulated)
+        return Tried(solved, simulated, overflow_bytes)
 
 
-def candidate_of(model: LayerModel, solved: Solved) -> LayerCandidate:
-    """The split as a placement of the model's ops."""
+def candidate_of(search: LayerSearch, solved: Solved) -> LayerCandidate:
+    """The split as a placement of the model's ops, with as few blocks computed again as fit."""
+    model = search.model
     stages = [solved.split.stage_of[unit] for unit in solved.space.unit_of.tolist()]
     return LayerCandidate(
         stage_of=dict(zip(model.names, stages, strict=True)),
@@ -88,6 +97,7 @@ def candidate_of(model: LayerModel, solved: Solved) -> LayerCandidate:
         schedule=solved.option.schedule,
         microbatches=solved.option.microbatches,
         chunks=solved.option.chunks,
+        recomputed_blocks=fewest_blocks(search, solved),
     )
 
 

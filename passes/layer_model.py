@@ -22,10 +22,12 @@ from cost_models.compute import OpSeconds
 from cost_models.devices import Device
 from cost_models.memory import state_bytes
 from cost_models.precision import Precision
+from passes.blocks import block_of
 from passes.certificate import OpTimes
 from passes.cheap import recomputed_ops
 from passes.coarsen import OpArrays, clusters, intervals, list_downsets
 from passes.graph import OpGraph
+from passes.layer_blocks import Blocks, touches
 from passes.layer_problem import Crossing, FloatArray, LayerStructure, Touch
 from passes.layer_table import Geometry
 from passes.mutable import colocated
@@ -61,6 +63,10 @@ class Costs(Protocol):
     @property
     def weight_half(self) -> tuple[bool, ...]: ...
     def at(self, batch_size: int) -> OpTableLike: ...
+    @property
+    def reads(self) -> tuple[tuple[tuple[int, str | None], ...], ...]: ...
+    @property
+    def maker(self) -> Mapping[str, int]: ...
     def seconds(self, batch_size: int, device: Device) -> OpSeconds: ...
     def storage_bytes(self, batch_size: int) -> Mapping[str, int]: ...
 
@@ -85,8 +91,8 @@ class LayerModel:
     """Bytes of each parameter (gradient and optimizer state included) or buffer, with the ops that use it."""
     together: tuple[tuple[int, ...], ...]
     loss: int | None
-    block_of: tuple[str, ...]
-    """[n] repeated module (``model.layers.7``) that made the op; "" outside of any."""
+    blocks: Blocks
+    """What recompute works on."""
 
     def output_bytes(self, size: int) -> FloatArray:
         """[n] bytes of each op's result, were it sent, for micro-batches of ``size`` samples."""
@@ -96,6 +102,10 @@ class LayerModel:
         """[n] forward + backward seconds per micro-batch."""
         s = self.costs.seconds(size, device)
         return np.asarray(s.forward + s.backward_input + s.backward_weight)[self.rows]
+
+    def again_seconds(self, size: int, device: Device) -> FloatArray:
+        """[n] seconds of each op's second forward, where its block is computed again."""
+        return np.asarray(self.costs.seconds(size, device).forward)[self.rows] * self.blocks.again
 
     def times(self, size: int, devices: Sequence[Device]) -> OpTimes:
         """Seconds by phase, for the bound on simulated time."""
@@ -125,15 +135,6 @@ class LayerModel:
         """[states]"""
         return np.array([size for size, _ in self.states], dtype=np.float64)
 
-    def block_bytes(self, size: int) -> float:
-        """Most bytes that autograd saves within one repeated module: what is alive again while it is
-        recomputed."""
-        total: dict[str, float] = defaultdict(float)
-        for (_, touch), value in zip(self.storages, self.storage_sizes(size).tolist(), strict=True):
-            for block in {self.block_of[u] for u in touch.savers}:
-                total[block] += value
-        return max((v for block, v in total.items() if block), default=max(total.values(), default=0.0))
-
 
 def read_model(graph: OpGraph, costs: Costs, optimizer: str, precision: Precision) -> LayerModel:
     """Collect the arrays. Costs and graph must list the same ops in the same order."""
@@ -159,8 +160,17 @@ def read_model(graph: OpGraph, costs: Costs, optimizer: str, precision: Precisio
             if any(name in index for name in group)
         ),
         loss=index.get(graph.loss or ""),
-        block_of=tuple(_block(str(node.meta.get("module_path", ""))) for node in placed),
+        blocks=_blocks(graph, costs, [node.name for node in placed], rows, readers),
     )
+
+
+def _blocks(
+    graph: OpGraph, costs: Costs, names: Sequence[str], rows: IntArray, readers: tuple[tuple[int, ...], ...]
+) -> Blocks:
+    found = block_of(graph)
+    index = {block: i for i, block in enumerate(dict.fromkeys(found.values()))}
+    of = np.array([index.get(found.get(name, ""), -1) for name in names], dtype=np.int64)
+    return Blocks(costs, tuple(index), of, rows, readers)
 
 
 def _storages(
@@ -174,14 +184,7 @@ def _storages(
         for storage in costs.output_storages[row]:
             if storage is not None:
                 holders[storage].append(op)
-    touches = []
-    for key in dict.fromkeys([*savers, *holders]):
-        family = holders.get(key, [])
-        producer = family[0] if family else -1
-        read_by = {v for u in family for v in readers[u]} - {producer}
-        if savers[key] or read_by:
-            touches.append((key, Touch(tuple(sorted(set(savers[key]))), producer, tuple(sorted(read_by)))))
-    return tuple(touches)
+    return touches(savers, holders, readers)
 
 
 def _deferred(costs: Costs, rows: IntArray) -> tuple[tuple[str, Touch], ...]:
@@ -217,15 +220,6 @@ def _states(
     return tuple(states)
 
 
-def _block(module_path: str) -> str:
-    """``model.layers.7.mlp.up_proj`` -> ``model.layers.7``: up to the first number."""
-    parts = module_path.split(".")
-    for end, part in enumerate(parts, start=1):
-        if part.isdigit():
-            return ".".join(parts[:end])
-    return ""
-
-
 @dataclass(frozen=True, eq=False)
 class Space:
     """One coarsening: which unit each op is in, and the structure that splits are searched over."""
@@ -236,6 +230,7 @@ class Space:
     structure: LayerStructure
     geometry: Geometry
     _storage_group: IntArray
+    _recomputed_group: IntArray
     _deferred_group: IntArray
     _state_group: IntArray
     _crossing_ops: IntArray
@@ -248,6 +243,15 @@ class Space:
 
     def storage_bytes(self, sizes: FloatArray) -> FloatArray:
         return _sums(self._storage_group, sizes, len(self.structure.storages))
+
+    def recomputed_bytes(self, sizes: FloatArray) -> FloatArray:
+        return _sums(self._recomputed_group, sizes, len(self.structure.recomputed))
+
+    def largest(self, per_op: FloatArray) -> FloatArray:
+        """[n ops] -> [units] the largest number of any of its ops, at least 0."""
+        result = np.zeros(self.structure.units)
+        np.maximum.at(result, self.unit_of, per_op)
+        return result
 
     def deferred_bytes(self, sizes: FloatArray) -> FloatArray:
         return _sums(self._deferred_group, sizes, len(self.structure.deferred))
@@ -284,6 +288,8 @@ def make_space(
         )
 
     storages, storage_group = _grouped([touch for _, touch in model.storages], by_unit)
+    blocks = model.blocks.storages if model.blocks else ()
+    recomputed, recomputed_group = _grouped([touch for _, touch in blocks], by_unit)
     gradients = [Touch((int(op),)) for op in model.parameterized]
     deferred, deferred_group = _grouped([*(touch for _, touch in model.deferred), *gradients], by_unit)
     states, state_group = _grouped([touch for _, touch in model.states], by_unit)
@@ -301,6 +307,7 @@ def make_space(
         crossings=crossings,
         deferred=deferred,
         downsets=downsets,
+        recomputed=recomputed,
     )
     crossing_ops = np.array([op for op, _ in leaving], dtype=np.int64)
     return Space(
@@ -309,6 +316,7 @@ def make_space(
         structure,
         Geometry(structure),
         storage_group,
+        recomputed_group,
         deferred_group,
         state_group,
         crossing_ops,

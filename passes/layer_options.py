@@ -7,15 +7,18 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 
 from cost_models.devices import Device
 from cost_models.links import Path
 from passes.layer_model import LayerModel, Space
-from passes.layer_problem import DeviceKind, FloatArray, Held, LayerProblem
+from passes.layer_problem import DeviceKind, FloatArray, Held, LayerProblem, Recompute
 from runtime.schedules import SCHEDULES
+
+RecomputeMode: TypeAlias = Literal["none", "full", "auto"]
+"""Activation recomputation: no block, every block, or those of stages that do not fit otherwise."""
 
 MAX_COUNTS = 24
 """Micro-batch counts tried at most: the largest ones are the ones that pipelines want."""
@@ -284,6 +287,8 @@ class Numbers:
     state_bytes: FloatArray
     forward_bytes: FloatArray
     gradient_bytes: FloatArray
+    recompute: Recompute | None
+    """What changes where blocks are computed again; None for a model without blocks."""
 
 
 def numbers(model: LayerModel, space: Space, table: DeviceTable, size: int) -> Numbers:
@@ -296,6 +301,15 @@ def numbers(model: LayerModel, space: Space, table: DeviceTable, size: int) -> N
         space.state_bytes(model.state_sizes),
         forward,
         gradient,
+        _recompute(model, space, table, size) if model.blocks else None,
+    )
+
+
+def _recompute(model: LayerModel, space: Space, table: DeviceTable, size: int) -> Recompute:
+    return Recompute(
+        np.stack([space.seconds(model.again_seconds(size, device)) for device in table.representatives]),
+        space.recomputed_bytes(model.blocks.sizes(size)),
+        space.largest(model.blocks.transient_bytes(size)),
     )
 
 
@@ -307,6 +321,7 @@ def layer_problem(
     pins: Mapping[int, int],
     max_stages: int,
     capacity_scale: float = 1.0,
+    recompute: RecomputeMode = "none",
 ) -> LayerProblem | None:
     """The problem of one option over one space; None if it cannot have that many stages."""
     single = option.chunks == 1
@@ -342,4 +357,11 @@ def layer_problem(
         sequence=plan.sequence,
         stage_counts=(1, max_stages) if single else (stages, stages),
         pins={int(space.unit_of[op]): stage for op, stage in pins.items()},
+        recompute=_allowed(costs.recompute, recompute),
     )
+
+
+def _allowed(recompute: Recompute | None, mode: RecomputeMode) -> Recompute | None:
+    if recompute is None or mode == "none":
+        return None
+    return replace(recompute, always=mode == "full")

@@ -20,6 +20,7 @@ from passes.layer_options import (
     DeviceTable,
     Numbers,
     Option,
+    RecomputeMode,
     device_plan,
     layer_problem,
     numbers,
@@ -79,6 +80,7 @@ class LayerSearch:
     pins: Mapping[int, int]
     max_stages: int
     options: Sequence[Option]
+    recompute: RecomputeMode = "none"
     _numbers: dict[tuple[int, int], Numbers] = field(default_factory=dict)
     _op_seconds: dict[tuple[int, Device], FloatArray] = field(default_factory=dict)
     _plans: dict[tuple[int, bool], DevicePlan] = field(default_factory=dict)
@@ -101,7 +103,14 @@ class LayerSearch:
         """The option as numbers; None if it cannot be used on this cluster."""
         costs = self.numbers(space, option.size(self.batch_size))
         return layer_problem(
-            self.spaces[space], costs, self.plan(option), option, self.pins, self.max_stages, capacity_scale
+            self.spaces[space],
+            costs,
+            self.plan(option),
+            option,
+            self.pins,
+            self.max_stages,
+            capacity_scale,
+            self.recompute,
         )
 
     def fastest_seconds(self, size: int) -> FloatArray:
@@ -156,7 +165,9 @@ class LayerSearch:
             found = self._solve_problem(first.space, slower, deadline, math.inf).splits[:1]
             added = []
             for split in found:
-                real = _first_devices(first.problem, evaluate(first.problem, split.stage_of, split.kinds))
+                real = _first_devices(
+                    first.problem, evaluate(first.problem, split.stage_of, split.kinds, split.recomputed)
+                )
                 ranks = self.plan(first.option).ranks_of(real.kinds, first.option.chunks)
                 if all(real.stage_of != s.split.stage_of or ranks != s.ranks for s in known):
                     added.append(replace(first, split=real, ranks=ranks, cautious=True))
@@ -244,5 +255,5 @@ def _first_devices(problem: LayerProblem, split: Split) -> Split:
     identical = len({(kind.row, kind.capacity_bytes) for kind in problem.kinds}) == 1
     if problem.assignment != "sequence" or problem.chunks > 1 or not identical:
         return split
-    moved = evaluate(problem, split.stage_of, problem.sequence[: split.stages])
+    moved = evaluate(problem, split.stage_of, problem.sequence[: split.stages], split.recomputed)
     return moved if moved.objective_seconds <= split.objective_seconds * (1 + 1e-9) else split

@@ -15,7 +15,7 @@ from cost_models.units import format_bytes
 from passes.layer_dp import solve_dp
 from passes.layer_model import Space
 from passes.layer_options import MAX_COUNTS, Option, layer_problem, microbatch_counts, numbers
-from passes.layer_problem import DeviceKind, LayerProblem, LayerStructure, Split, Touch
+from passes.layer_problem import DeviceKind, LayerProblem, Split
 from passes.layer_search import LayerSearch, Solved, device_overflow
 from passes.layer_table import Geometry
 
@@ -177,7 +177,14 @@ def _fits(search: LayerSearch, option: Option, batch_size: int, scale: float) ->
     for space in search.spaces:
         costs = numbers(search.model, space, search.table, size)
         problem = layer_problem(
-            space, costs, search.plan(option), option, search.pins, search.max_stages, scale
+            space,
+            costs,
+            search.plan(option),
+            option,
+            search.pins,
+            search.max_stages,
+            scale,
+            search.recompute,
         )
         if fitting_split(problem, space) is not None:
             return True
@@ -206,34 +213,26 @@ def _fits_on_more(search: LayerSearch, option: Option, factor: int, scale: float
     )
     for index, space in enumerate(search.spaces):
         costs = search.numbers(index, single.size(search.batch_size))
-        problem = layer_problem(space, costs, grown, single, search.pins, search.max_stages, scale)
+        problem = layer_problem(
+            space, costs, grown, single, search.pins, search.max_stages, scale, search.recompute
+        )
         if fitting_split(problem, space) is not None:
             return True
     return False
 
 
 def _recompute(search: LayerSearch, option: Option, scale: float) -> Iterator[str]:
-    """Recompute of every block: a stage keeps its inputs per micro-batch in flight, plus one block's
-    activations."""
-    size = option.size(search.batch_size)
-    block_bytes = search.model.block_bytes(size)
+    """Recompute in the stages that need it, if that was not allowed."""
+    if search.recompute == "auto" or not search.model.blocks:
+        return
+    allowed = replace(search, recompute="auto")
     for index, space in enumerate(search.spaces):
-        problem = search.problem(index, option, scale)
-        if problem is None:
-            continue
-        kinds = tuple(replace(k, capacity_bytes=k.capacity_bytes - block_bytes) for k in problem.kinds)
-        lean = replace(problem, structure=_inputs_only(problem.structure), kinds=kinds, moments=())
-        split = fitting_split(lean, space)
+        problem = allowed.problem(index, option, scale)
+        split = fitting_split(problem, space)
         if split is not None:
-            peak = max(split.memory_bytes) + block_bytes
             yield (
-                f"recompute the activations of every block in backward: {format_bytes(peak)} on the fullest "
-                f"device with {option.microbatches} micro-batches"
+                f'recompute the activations of blocks in backward (recompute "auto"): in {sum(split.recomputed)} '
+                f"of {_count(split.stages, 'stage')}, {format_bytes(max(split.memory_bytes))} on the fullest "
+                f"device with {_count(option.microbatches, 'micro-batch', 'es')}"
             )
             return
-
-
-def _inputs_only(structure: LayerStructure) -> LayerStructure:
-    """Nothing is saved but what crosses between stages."""
-    storages = tuple(Touch((), t.producer, t.readers) for t in structure.storages)
-    return replace(structure, storages=storages)

@@ -31,7 +31,7 @@ from passes.layer_judge import (
     fastest_that_fits,
 )
 from passes.layer_model import Costs, read_model, spaces
-from passes.layer_options import Cluster, Option, device_table, microbatch_counts, options
+from passes.layer_options import Cluster, Option, RecomputeMode, device_table, microbatch_counts, options
 from passes.layer_pins import resolve_pins
 from passes.layer_problem import Split
 from passes.layer_search import LayerSearch, OptionResult, Solved
@@ -57,6 +57,11 @@ ANOTHER_SEARCH = 1.01
 """How much slower than one that overflows the best that fits must be for another search."""
 ROOM_LEFT = 0.995
 """How full that search may make a device, if the estimate is as far off as it was where it overflowed."""
+STAGES_RECOMPUTE = {
+    "auto": "a stage that does not fit computes all its blocks again (the plan then keeps what fits)",
+    "full": "every stage computes its blocks again",
+}
+"""How recompute enters the surrogate, for the certificate."""
 ONE_OF_EACH = 1.25
 """Every schedule whose best surrogate is within this factor of the best of all is simulated at least once."""
 
@@ -72,6 +77,7 @@ class LayerRequest:
     precision: Precision = field(default_factory=Precision)
     pins: Mapping[str, int] = field(default_factory=dict)
     max_stages: int | None = None
+    recompute: RecomputeMode = "auto"
     time_limit_seconds: float | None = None
     simulations: int = 12
     """Candidates simulated at most."""
@@ -154,6 +160,7 @@ def prepare(graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerReques
         pins=pins,
         max_stages=request.max_stages or 1 << 30,
         options=options(counts, request.schedule, len(cluster.devices)),
+        recompute=request.recompute,
     )
 
 
@@ -279,7 +286,7 @@ def _runner_ups(
             peak_bytes = max(t.simulated.peak_memory_bytes)
             found.append(RunnerUp(t.simulated.candidate.description, feasible, reason, t.seconds, peak_bytes))
     for solved, seconds in bounded:
-        description = candidate_of(search.model, solved).description
+        description = candidate_of(search, solved).description
         reason = f"at least {slower(seconds)}"
         peak_bytes = round(max(estimated_bytes(search, solved)))
         found.append(RunnerUp(description, True, reason, seconds, peak_bytes))
@@ -296,6 +303,8 @@ def _certificate(
     option = best.option
     solved = sum(r.looked_at for r in results)
     space = "; and ".join(s.name for s in search.spaces)
+    if search.recompute != "none" and search.model.blocks:
+        space += f"; {STAGES_RECOMPUTE[search.recompute]}"
     return Certificate(
         objective=OBJECTIVE,
         objective_seconds=objective,

@@ -113,6 +113,18 @@ class ToyCosts:
     def weight_half(self) -> tuple[bool, ...]:
         return tuple(node.target is aten.linear.default for node in self.graph.ops)
 
+    @property
+    def reads(self) -> tuple[tuple[tuple[int, str | None], ...], ...]:
+        index = {name: i for i, name in enumerate(self.ops)}
+        return tuple(
+            tuple((index[s.name], s.name) for s in node.all_input_nodes if s.name in index)
+            for node in self.graph.ops
+        )
+
+    @property
+    def maker(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.ops)}
+
     def at(self, batch_size: int) -> ToyTable:
         return ToyTable(np.full(len(self.ops), float(batch_size * self.value_bytes)))
 

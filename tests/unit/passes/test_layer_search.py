@@ -182,7 +182,6 @@ def test_infeasible_says_by_how_much_and_what_would_fit() -> None:
     smaller = next(s for s in error.suggestions if s.startswith("a smaller batch"))
     batch = int(smaller.split(": ")[1].split()[0])
     _place(speeds=(1.0,) * 3, memory=(21_000,) * 3, batch_size=batch, **request)
-    assert any(s.startswith("recompute") for s in error.suggestions)
 
 
 def test_tied_parameters_count_on_every_stage() -> None:
