@@ -15,6 +15,7 @@ from partitioner.verify import model_state
 from partitioner.verify_rank import VerificationTask, own_state
 from passes.batch import flatten_batch, forward_names
 from passes.graph import OpGraph
+from passes.loss_reduction import step_batch, step_weights
 from passes.lower import lower
 from runtime.execute import Executor
 
@@ -50,10 +51,11 @@ def task_of(spec: ModelSpec, graph: OpGraph, plan: Plan) -> VerificationTask:
         codes=lower(graph, plan_segmentation(plan, graph, ranks)),
         segments=plan_segments(plan, ranks),
         batch_spec=graph.batch,
-        batch={name: leaves[name] for name in graph.batch.batch_dims},
+        batch=step_batch(graph, leaves, plan.microbatches),
         state=model_state(workload.model, graph),
         trainable=frozenset(name for name, p in graph.parameters.items() if p.requires_grad),
         microbatches=plan.microbatches,
+        weights=step_weights(graph, leaves, plan.microbatches),
         optimizer="none",
         learning_rate=0.0,
         timeout_seconds=60.0,

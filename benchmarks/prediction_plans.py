@@ -22,6 +22,7 @@ from partitioner.verify_rank import VerificationTask
 from partitioner.workloads import Workload
 from passes.batch import flatten_batch, forward_names
 from passes.graph import OpGraph
+from passes.loss_reduction import step_batch, step_weights
 from passes.lower import lower
 
 
@@ -62,10 +63,11 @@ class PlanCase:
             codes=lower(graph, plan_segmentation(plan, graph, ranks)),
             segments=plan_segments(plan, ranks),
             batch_spec=graph.batch,
-            batch={name: leaves[name] for name in graph.batch.batch_dims},
+            batch=step_batch(graph, leaves, plan.microbatches),
             state=model_state(workload.model, graph),
             trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
             microbatches=plan.microbatches,
+            weights=step_weights(graph, leaves, plan.microbatches),
             optimizer=plan.optimizer_memory,
             learning_rate=1e-4,
             timeout_seconds=120.0,

@@ -39,7 +39,7 @@ def prepare(number: int, task: VerificationTask) -> None:
 
 def _step(number: int) -> None:
     task, executor, _, optimizer = _ready[number]
-    executor.train_step(task.batch, task.microbatches, optimizer)
+    executor.train_step(task.batch, task.microbatches, optimizer, weights=task.weights)
 
 
 def measure_memory(number: int) -> int:

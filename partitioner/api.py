@@ -17,6 +17,7 @@ from partitioner.workloads import Workload
 from passes.compile import compile_graph
 from passes.check_precision import check_precision
 from passes.graph import OpGraph
+from passes.loss_reduction import LossReduction, refuse_other_reduction
 from passes.place_layers import LayerRequest
 from passes.trace import trace
 from runtime.collector import collector_paused
@@ -39,6 +40,7 @@ def partition(
     loss_fn: Callable[..., Any] | None = None,
     optimizer_memory: str = "adamw",
     precision: Precision | None = None,
+    loss_reduction: LossReduction | None = None,
     strategy: str = "layer",
     schedule: str = "auto",
     microbatches: int | Literal["auto"] = "auto",
@@ -58,6 +60,8 @@ def partition(
     ``schedule``: "auto" or one of gpipe 1f1b interleaved zb-h1 zb-h2 zb-v list.
     ``optimizer_memory``: whose state is budgeted: none sgd momentum adam adamw.
     ``precision``: a :class:`Precision`, the model's own data types if not given. A trace keeps what it was traced in.
+    ``loss_reduction``: how micro-batches' losses become the batch's: "mean" (weighted by samples), "sum", or "token_mean"
+    (by the whole batch's valid labels); what the loss itself asks for if not given.
     ``pins``: {glob over module paths or op names: stage}.
 
     Raises ClusterError, ModelError, UsageError, or InfeasibleError with the computed ways out.
@@ -88,6 +92,7 @@ def partition(
         batch_dims=batch_dims,
         dynamic_dims=dynamic_dims,
         precision=precision,
+        loss_reduction=loss_reduction,
         name=name,
     )
     if graph.loss is None:
@@ -123,10 +128,12 @@ def as_graph(
     batch_dims: Mapping[str, int | None] | None = None,
     dynamic_dims: Mapping[str, list[int]] | None = None,
     precision: Precision | None = None,
+    loss_reduction: LossReduction | None = None,
     name: str | None = None,
 ) -> OpGraph:
     """The training graph of ``model``; traces unless it is one already."""
     if isinstance(model, OpGraph):
+        refuse_other_reduction(model, loss_reduction)
         return model
     if isinstance(model, Workload):
         example_inputs = model.example_inputs if example_inputs is None else example_inputs
@@ -151,6 +158,7 @@ def as_graph(
         batch_dims=batch_dims,
         dynamic_dims=dynamic_dims,
         precision=precision,
+        loss_reduction=loss_reduction,
         name=name,
     )
 

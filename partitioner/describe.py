@@ -60,6 +60,7 @@ def describe(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compil
         schedule=placement.schedule,
         optimizer_memory=request.optimizer,
         precision=request.precision,
+        loss_reduction=graph.loss_reduction,
         stages=_stages(graph, compiled),
         placements={name: (placement.ranks[stage],) for name, stage in placement.stage_of.items()},
         recomputed=tuple(sorted(recomputed_ops(graph))),

@@ -95,15 +95,12 @@ def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
     pieces = {
         n: cut(leaf, graph.batch.batch_dims.get(n), task.microbatches) for n, leaf in task.batch.items()
     }
-    dim_of = {name: dim for name, dim in graph.batch.batch_dims.items() if dim is not None}
-    name, dim = next(iter(dim_of.items()))
     notes: dict[str, list[Note]] = {}
     total = 0.0
     with float64_by_default():
-        for index in range(task.microbatches):
+        for index, weight in enumerate(task.weights):
             arguments = [pieces[i.name][index] if i.kind == "batch" else state[i.name] for i in graph.inputs]
             outputs = _Noting(graph.module, notes).run(*arguments)
-            weight = pieces[name][index].shape[dim] / task.batch[name].shape[dim]
             for output, value in zip(graph.outputs, outputs, strict=True):
                 if output.kind == "loss":
                     if value.requires_grad:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from passes.batch import flatten_batch, forward_names, map_tensors
 from passes.double import wide
+from passes.graph import OpGraph
 
 NOISE = 0.05
 
@@ -41,6 +42,28 @@ def rebuilt(batch: Any, leaves: Mapping[str, Tensor], model: nn.Module) -> Any:
     """``batch`` with its tensors replaced by ``leaves``, which are named as ``flatten_batch`` names them."""
     names = iter(flatten_batch(batch, forward_names(model)))
     return map_tensors(batch, lambda _, __: leaves[next(names)])
+
+
+def ignore_unevenly(batch: Any, model: nn.Module, graph: OpGraph) -> Any:
+    """``batch`` with ever more ignored labels from sample to sample, so that micro-batches have unlike numbers of valid
+    ones; in integer leaves that hold some already (where they are allowed, therefore).
+    """
+    counts = graph.token_counts
+    ignored = {n.ignore_index for n in counts.normalizers if n.ignore_index is not None} if counts else set()
+    if counts is None or len(ignored) != 1:
+        return batch
+    index = ignored.pop()
+    leaves = flatten_batch(batch, forward_names(model))
+    for name in counts.leaves:
+        leaf, dim = leaves[name], graph.batch.batch_dims[name]
+        if dim is None or leaf.is_floating_point() or not bool((leaf == index).any()):
+            continue
+        samples = leaf.movedim(dim, 0).clone()
+        for sample, row in enumerate(samples):
+            share = 0.8 * sample / len(samples)
+            row.view(-1)[: int(share * row.numel())] = index
+        leaves[name] = samples.movedim(0, dim)
+    return rebuilt(batch, leaves, model)
 
 
 def _distinct(leaf: Tensor, dim: int, samples: int, generator: torch.Generator) -> Tensor:

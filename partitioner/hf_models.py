@@ -139,7 +139,9 @@ def example_batch(model: Any, seq: int = 0, batch: int = 2, seed: int = 0) -> di
 def _labels(model: Any, vocabulary: int, shape: tuple[int, int], numbers: torch.Generator) -> Tensor:
     name = type(model).__name__
     if name.endswith(LABEL_KINDS):
-        return torch.randint(vocabulary, shape, generator=numbers)
+        labels = torch.randint(vocabulary, shape, generator=numbers)
+        labels[-1, : shape[1] // 4] = -100  # as a batch has them: a prompt, or padding, is not learned
+        return labels
     if name.endswith("ForTokenClassification"):
         return torch.randint(model.config.num_labels, shape, generator=numbers)
     if name.endswith("Classification"):

@@ -198,6 +198,9 @@ class Plan(_Record):
     schedule: str
     optimizer_memory: str
     precision: PrecisionField
+    loss_reduction: Literal["mean", "sum", "token_mean"] = Field(
+        description="micro-batches' losses count by their samples, are summed, or count by their valid labels"
+    )
     stages: tuple[Stage, ...]
     placements: dict[str, tuple[Count, ...]] = Field(description="ranks of every placed op")
     recomputed: tuple[str, ...] = Field(description="cheap ops that every stage recomputes for itself")

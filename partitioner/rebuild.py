@@ -104,6 +104,10 @@ def refuse_other_model(plan: Plan, graph: OpGraph) -> None:
         differences.append(
             f"{len(extra)} ops of the model are not in the plan, such as {', '.join(extra[:3])}"
         )
+    if graph.loss_reduction != plan.loss_reduction:
+        differences.append(
+            f"the loss is traced with loss_reduction={graph.loss_reduction!r}, planned with {plan.loss_reduction!r}"
+        )
     if graph.fingerprint != plan.model.fingerprint:
         differences.append(
             f"fingerprint {graph.fingerprint[:12]} differs from the plan's {plan.model.fingerprint[:12]} "

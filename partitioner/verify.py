@@ -1,7 +1,7 @@
 """``verify``: run the actual plan on local processes and compare every number with the unpartitioned model.
 
     plan ─► the same programs ─► Gloo workers on this machine, float64 ─┐
-    model ─► eager, micro-batch by micro-batch, gradients accumulated ──┴─► loss, gradients, buffers, parameters
+    model ─► eager (``partitioner.verify_reference``) ──────────────────┴─► loss, gradients, buffers, parameters
 
 The reference is the user's own module, not our graph. Dropout is switched off on both sides, because two random draws
 cannot be compared. Tolerances: ``partitioner.compare``.
@@ -9,7 +9,6 @@ cannot be compared. Tolerances: ``partitioner.compare``.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,20 +23,20 @@ from cost_models.errors import ModelError, PartitionerError, UsageError, Verific
 from partitioner.api import ModelOrTrace, as_graph
 from partitioner.compare import Comparison, StepResult, compare
 from partitioner.first_difference import first_difference
-from partitioner.grow_batch import grow_batch, rebuilt, to_double
-from partitioner.optimizers import make_optimizer
+from partitioner.grow_batch import grow_batch, ignore_unevenly, to_double
 from partitioner.plan import Plan
 from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments, ranks_in_order
 from partitioner.verify_rank import VerificationTask, run_rank
+from partitioner.verify_reference import copied_module, reference_step, why_in_pieces
 from partitioner.workloads import Workload
-from passes.batch import flatten_batch, forward_arguments, forward_names
-from passes.double import Float64, float64_by_default, in_float64, widen_module
-from passes.dropout import DropoutOff, random_ops, without_dropout
-from passes.export_model import loss_of
+from passes.batch import flatten_batch, forward_names
+from passes.double import in_float64, widen_module
+from passes.dropout import random_ops, without_dropout
 from passes.graph import OpGraph
+from passes.loss_reduction import step_batch, step_weights
 from passes.lower import lower
 from runtime.launch import WorkerPool
-from runtime.microbatch import cut, microbatch_sizes
+from runtime.microbatch import microbatch_sizes
 
 LEARNING_RATE = 1e-3
 _PLURAL = {"loss": "losses", "gradient": "gradients", "parameter": "parameters", "buffer": "buffers"}
@@ -123,6 +122,7 @@ def verify_plan(
             batch_dims=batch_dims,
             dynamic_dims=dynamic_dims,
             precision=plan.precision,
+            loss_reduction=plan.loss_reduction,
             name=plan.model.name,
         )
     ranks = ranks_in_order(plan)
@@ -138,8 +138,11 @@ def verify_plan(
             f"{len(drawing)} ops draw random numbers ({drawing[0]}, …): they may differ for that reason alone"
         )
 
+    if graph.loss_reduction != "mean" and (why := why_in_pieces(graph)):
+        notes.append(f"compared micro-batch by micro-batch, not with the whole batch: {why}")
     sizes = _sizes(plan)
     batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
+    batch = ignore_unevenly(batch, reference.model, graph)
     leaves = flatten_batch(batch, forward_names(reference.model))
     state = model_state(reference.model, graph)
     task = VerificationTask(
@@ -147,16 +150,19 @@ def verify_plan(
         codes=lower(graph, segmentation),
         segments=plan_segments(plan, ranks),
         batch_spec=graph.batch,
-        batch={name: leaves[name] for name in graph.batch.batch_dims},
+        batch=step_batch(graph, leaves, plan.microbatches),
         state=state,
         trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
         microbatches=plan.microbatches,
+        weights=step_weights(graph, leaves, plan.microbatches),
         optimizer=plan.optimizer_memory,
         learning_rate=LEARNING_RATE,
         timeout_seconds=timeout_seconds,
     )
     with _blaming_the_model(plan.model.name):
-        expected = reference_step(reference, batch, leaves, graph, sizes, plan.optimizer_memory)
+        expected = reference_step(
+            reference, batch, leaves, graph, sizes, plan.optimizer_memory, LEARNING_RATE
+        )
         if not math.isfinite(expected.loss):
             raise ArithmeticError(f"its loss is {expected.loss}, and that agrees with nothing")
     with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
@@ -193,19 +199,8 @@ def refuse_without_weights(model: nn.Module) -> None:
 
 def double_copy(workload: Workload) -> Workload:
     """The workload in float64 on the CPU, its model copied: the user's is never touched."""
-    model = widen_module(_copy_of(workload.model)).cpu()
+    model = widen_module(copied_module(workload.model)).cpu()
     return Workload(model, to_double(workload.example_inputs), workload.loss_fn, workload.name)
-
-
-def _copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy. Tensors that the last forward computed and left in a module (``weight_norm`` does) are copied too."""
-    computed = {
-        id(value): value.detach().clone()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
-    return copy.deepcopy(model, computed)
 
 
 def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
@@ -231,41 +226,6 @@ def _blaming_the_model(name: str) -> Iterator[None]:
                 "train it for one step without a plan, in float64, on a small batch: it fails the same way"
             ],
         ) from error
-
-
-def reference_step(
-    reference: Workload,
-    batch: Any,
-    leaves: Mapping[str, Tensor],
-    graph: OpGraph,
-    sizes: tuple[int, ...],
-    optimizer: str,
-) -> StepResult:
-    """One step of the unpartitioned model on the same micro-batches, gradients accumulated, weighted by size."""
-    model = _copy_of(reference.model).train()
-    pieces = {name: cut(leaf, graph.batch.batch_dims.get(name), len(sizes)) for name, leaf in leaves.items()}
-    total = 0.0
-    with DropoutOff(), Float64(), float64_by_default():
-        for index, size in enumerate(sizes):
-            piece = rebuilt(batch, {name: parts[index].clone() for name, parts in pieces.items()}, model)
-            args, kwargs = forward_arguments(model, piece, reference.loss_fn is not None)
-            output = model(*args, **kwargs)
-            loss = reference.loss_fn(output, piece) if reference.loss_fn else loss_of(output, required=True)
-            assert loss is not None
-            weight = size / sum(sizes)
-            if loss.requires_grad:
-                (loss * weight).backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach()) * weight
-    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    stepper = make_optimizer(optimizer, model.parameters(), LEARNING_RATE)
-    if stepper is not None:
-        stepper.step()
-    return StepResult(
-        total,
-        gradients,
-        {name: p.detach() for name, p in model.named_parameters()},
-        {name: b.detach() for name, b in model.named_buffers()},
-    )
 
 
 def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:

@@ -29,6 +29,8 @@ class VerificationTask:
     state: Mapping[str, Tensor]
     trainable: frozenset[str]
     microbatches: int
+    weights: tuple[float, ...]
+    """Of the micro-batches' losses."""
     optimizer: str
     learning_rate: float
     timeout_seconds: float
@@ -42,7 +44,7 @@ def run_rank(task: VerificationTask) -> StepResult:
     executor, state, optimizer = build_rank(task)
     try:
         with float64_by_default():
-            loss = executor.train_step(task.batch, task.microbatches, optimizer)
+            loss = executor.train_step(task.batch, task.microbatches, optimizer, weights=task.weights)
     finally:
         executor.close()
     return StepResult(

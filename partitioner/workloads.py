@@ -22,7 +22,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from cost_models.errors import ModelError, PartitionerError, UsageError
 
@@ -35,7 +35,7 @@ class Workload:
 
     model: nn.Module
     example_inputs: Any
-    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    loss_fn: Callable[[Any, Any], Any] | None = None
     name: str = ""
 
 

@@ -190,7 +190,7 @@ def checked_loss(loss: object, origin: str) -> Tensor:
 
     ``loss_fn`` may return ``(loss, {"name": 0-dim tensor})`` as well. Such metrics are computed per micro-batch and
     aggregated like the loss: under ``loss_reduction="mean"`` by samples, under "sum" summed, under "token_mean" by the
-    valid tokens of each micro-batch (``passes.loss_reduction.metric_weights``).
+    valid tokens of each micro-batch (``passes.loss_reduction``).
     """
     if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
         return loss

@@ -1,8 +1,8 @@
 """The fingerprint of a traced model: equal for equal computations, in every process and on every machine.
 
 It covers the operations in order with their arguments, the shapes (with canonical symbols), dtypes,
-parameter names, and the contents of constants; not the batch size of the example, weights, devices, or names
-of nodes.
+parameter names, the contents of constants, and how micro-batches' losses are combined; not the batch size of
+the example, weights, devices, or names of nodes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from passes.graph import StateSpec
 
 
 def fingerprint(
-    traced: Converted, state: Mapping[str, StateSpec], symbols: Iterable[sympy.Symbol], training: bool
+    traced: Converted,
+    state: Mapping[str, StateSpec],
+    symbols: Iterable[sympy.Symbol],
+    training: bool,
+    loss_reduction: str,
 ) -> str:
     """SHA-256 in hexadecimal. ``symbols``: the graph's size symbols, in an order that the batch
     determines.
     """
     text = _Text(symbols)
-    digest = hashlib.sha256(f"training={training}\n".encode())
+    digest = hashlib.sha256(f"training={training} loss={loss_reduction}\n".encode())
     for _, spec in sorted(state.items()):
         digest.update(f"{spec.name}{spec.shape}{spec.dtype}{spec.requires_grad}{spec.persistent}\n".encode())
     stands_for = {i.node: f"{i.kind}:{i.name}" for i in traced.inputs}

@@ -29,6 +29,7 @@ from passes.build_graph import convert, leaf_nodes
 from passes.export_model import LossFunction, ModelWithLoss, export
 from passes.fingerprint import fingerprint
 from passes.graph import OpGraph
+from passes.loss_reduction import LossReduction, checked_reduction, reduce_loss
 from passes.names import frozen_modules, state_names
 from passes.trace_errors import model_error
 from passes.tracing_state import (
@@ -57,13 +58,15 @@ def trace(
     batch_dims: Mapping[str, int | None] | None = None,
     dynamic_dims: Mapping[str, Sequence[int]] | None = None,
     precision: Precision | None = None,
+    loss_reduction: LossReduction | None = None,
     name: str | None = None,
 ) -> OpGraph:
     """Trace ``model`` on ``example_inputs`` into an OpGraph whose batch size is a symbol.
 
     ``example_inputs``: a tensor, tuple, list or mapping, nested at will; only shapes and dtypes matter. A
     mapping's keys that ``forward`` takes go to ``forward``; a tuple's elements go by position.
-    ``loss_fn(output, batch)`` sees the whole batch; without it the model must return its loss itself.
+    ``loss_fn(output, batch)`` sees the whole batch and returns the loss, or ``(loss, {"name": metric})``; without it
+    the model must return its loss itself.
     ``training=False`` traces evaluation mode; the graph's outputs are then the model's, after the loss if
     there is one.
 
@@ -75,11 +78,15 @@ def trace(
     floating-point inputs of ``forward`` are cast to it, and ``loss_fn`` gets outputs in float32 again, where it
     is a 16-bit type. ``loss_fn`` sees the batch as it was given. Buffers keep their type.
 
+    ``loss_reduction``: how micro-batches' losses become the batch's, "mean", "sum" or "token_mean"; by the form of the
+    loss itself if not given (``passes.loss_reduction``).
+
     The model may be on the meta device. Nothing of it is copied or changed.
     """
     model, compiled = unwrapped(model)
     model_name = name or type(model).__name__
     _check_module(model)
+    loss_reduction = checked_reduction(loss_reduction)
     batch = _private_copy(example_inputs, model)
     leaves = flatten_batch(batch, forward_names(model))
     if not leaves:
@@ -121,6 +128,9 @@ def trace(
             [f"the batch has {', '.join(leaves)}"],
             ["compute the loss from the model's output"],
         )
+    reduced = reduce_loss(converted, spec, loss_reduction, model_name)
+    converted, spec = reduced.traced, reduced.batch
+    notes += reduced.notes
     everything = {**state.parameters, **state.buffers}
     graph = OpGraph(
         module=converted.module,
@@ -135,10 +145,12 @@ def trace(
         example_shapes={leaf: tuple(tensor.shape) for leaf, tensor in leaves.items()},
         training=training,
         model_name=model_name,
-        fingerprint=fingerprint(converted, everything, spec.symbols, training),
+        fingerprint=fingerprint(converted, everything, spec.symbols, training, reduced.reduction),
         notes=tuple(dict.fromkeys(notes)),
         frozen_modules=frozen_modules(model),
         precision=request.precision,
+        loss_reduction=reduced.reduction,
+        token_counts=reduced.counts,
     )
     logger.info("traced %s: %d operations", model_name, len(graph))
     return graph

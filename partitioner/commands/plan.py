@@ -25,6 +25,7 @@ from partitioner.commands.options import (
 )
 from partitioner.report.text import percent
 from partitioner.workloads import load_workload
+from passes.loss_reduction import checked_reduction
 
 
 def plan(
@@ -38,6 +39,7 @@ def plan(
     schedule: str = "auto",
     optimizer_memory: str = "adamw",
     precision: str | None = None,
+    loss_reduction: str | None = None,
     max_stages: Whole | None = None,
     pin: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     time_limit: float = 60.0,
@@ -67,6 +69,8 @@ def plan(
         Whose state is budgeted: none, sgd, momentum, adam or adamw.
     precision
         compute=bf16,master=fp32 and so on: any of compute, parameters, gradients, master, and loss_scale=dynamic.
+    loss_reduction
+        mean, sum or token_mean: how micro-batches' losses become the batch's; as the model's loss is made if not given.
     max_stages
         Use at most this many stages.
     pin
@@ -87,6 +91,7 @@ def plan(
     count: Any = microbatch_count(microbatches)
     pinned = pins(pin)
     types = read_precision(precision)
+    reduction = checked_reduction(loss_reduction)
     check_options(
         strategy=strategy,
         schedule=schedule,
@@ -101,7 +106,7 @@ def plan(
     with progress(f"loading {model}"):
         workload = load_workload(model, settings=settings(set_), seq=seq, dtype=dtype)
     with progress(f"tracing {model}"):
-        traced = as_graph(workload, precision=types)
+        traced = as_graph(workload, precision=types, loss_reduction=reduction)
     with progress("searching"):
         made = partition(
             traced,

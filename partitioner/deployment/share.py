@@ -68,6 +68,7 @@ def build_share(
             batch_dims=recipe.batch_dims,
             dynamic_dims=recipe.dynamic_dims,
             precision=plan.precision,
+            loss_reduction=plan.loss_reduction,
         )
     segmentation = plan_segmentation(plan, graph, ranks)
     programs, segments = plan_programs(plan, ranks), plan_segments(plan, ranks)

@@ -25,6 +25,7 @@ def diff_plans(old: Plan, new: Plan) -> str:
             ("micro-batches", old.microbatches, new.microbatches),
             ("schedule", old.schedule, new.schedule),
             ("optimizer memory", old.optimizer_memory, new.optimizer_memory),
+            ("loss reduction", old.loss_reduction, new.loss_reduction),
             ("stages", len(old.stages), len(new.stages)),
         )
         if before != after

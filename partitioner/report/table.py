@@ -55,6 +55,7 @@ def _heading(plan: Plan) -> str:
             ),
             labelled("schedule", schedule),
             *precision_line(plan),
+            *_reduction_line(plan),
             labelled("predicted", f"{', '.join(rates)} (from {p.confidence})"),
             labelled("sent", sent if p.messages else "nothing"),
             labelled("budgeted", f"{', '.join(assumed)}; {_memory(plan, ranks)}"),
@@ -73,6 +74,13 @@ def precision_line(plan: Plan) -> list[str]:
     text = f"{NAMES[types.leaf]} compute, {NAMES[types.gradient]} gradients, {NAMES[types.owner]} updates"
     text += ", dynamic loss scale" if plan.precision.loss_scale else ""
     return [labelled("precision", f"{text} (the model is in {NAMES[own]})")]
+
+
+def _reduction_line(plan: Plan) -> list[str]:
+    """How the batch's loss is made, unless micro-batches count by their samples."""
+    texts = {"sum": "summed over micro-batches", "token_mean": "mean over the whole batch's valid labels"}
+    text = texts.get(plan.loss_reduction)
+    return [] if text is None else [labelled("loss", f"{text} ({plan.loss_reduction})")]
 
 
 def _rate(per_second: float) -> str:

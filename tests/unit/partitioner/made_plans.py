@@ -51,6 +51,7 @@ def made_plan(
         "schedule": "1f1b",
         "optimizer_memory": "adamw",
         "precision": Precision(),
+        "loss_reduction": "mean",
         "stages": tuple(_stage(s, rank, count, blocks_per_stage) for s, rank in enumerate(stage_ranks)),
         "placements": {f"op{s}": (rank,) for s, rank in enumerate(stage_ranks)},
         "recomputed": ("arange",),

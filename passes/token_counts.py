@@ -1,0 +1,145 @@
+"""What a token mean divides by: counted from the whole batch before its micro-batches run.
+
+    batch leaves ──(a small graph: shift, pad, flatten)──► targets ──► valid ones, N ──► leaf ``loss_normalizer``
+
+Micro-batch i, with its share wᵢ = samples in it / samples in the batch, computes lossᵢ = Sᵢ / (N · wᵢ), Sᵢ being the sum
+over its own valid targets. Then Σ wᵢ · lossᵢ = Σ Sᵢ / N: the loss of the whole batch, and one without valid targets adds
+exactly 0. If no target of the batch is valid, N = 0 and the loss is nan, as it is in eager code; gradients are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from runtime.microbatch import cut, microbatch_sizes
+from runtime.segment_code import BatchSpec
+
+
+@dataclass(frozen=True)
+class Normalizer:
+    """One extra batch leaf, of shape (samples,).
+
+    ``ignore_index``: which targets do not count; None where the graph of counts returns the denominator itself.
+    ``class_counts``: for a loss with class weights, a second leaf of shape (classes,): valid targets of the whole batch
+    per class. The model's graph then computes Σ counts · weights, as only it holds the weights.
+    """
+
+    leaf: str
+    ignore_index: int | None
+    class_counts: str = ""
+    classes: int = 0
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """How to fill the extra leaves. ``module(*leaves, *constants)`` returns one tensor per normalizer."""
+
+    module: fx.GraphModule
+    leaves: tuple[str, ...]
+    constants: Mapping[str, Tensor]
+    normalizers: tuple[Normalizer, ...]
+    other_terms: tuple[str, ...] = ()
+    """Ops whose results the loss adds to its token means; they count by samples."""
+    metric_share: str = ""
+    """One more leaf, (samples,): the micro-batch's share of the valid tokens over its share of the samples."""
+    _on_device: dict[torch.device, fx.GraphModule] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def made(self) -> frozenset[str]:
+        """Names of the leaves that no user's batch has."""
+        names = [name for n in self.normalizers for name in (n.leaf, n.class_counts)]
+        return frozenset(name for name in (*names, self.metric_share) if name)
+
+    def results(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Targets or denominators of ``batch``, one per normalizer, on the device of its first leaf."""
+        device = batch[self.leaves[0]].device
+        if device not in self._on_device:
+            self._on_device[device] = _relocated(self.module, device)
+        arguments = [batch[name].detach().to(device) for name in self.leaves]
+        constants = [constant.to(device) for constant in self.constants.values()]
+        with torch.no_grad():
+            found: tuple[Tensor, ...] = self._on_device[device](*arguments, *constants)
+        return found
+
+
+def user_leaves(spec: BatchSpec, counts: TokenCounts | None) -> BatchSpec:
+    """``spec`` without the leaves that are made: what a user's batch must have."""
+    if counts is None:
+        return spec
+    made = counts.made
+    return BatchSpec(
+        {name: dim for name, dim in spec.batch_dims.items() if name not in made},
+        spec.batch_symbol,
+        spec.symbols,
+        {name: leaf for name, leaf in spec.leaves.items() if name not in made},
+    )
+
+
+def filled(
+    counts: TokenCounts, spec: BatchSpec, batch: Mapping[str, Tensor], samples: int, microbatches: int
+) -> dict[str, Tensor]:
+    """``batch`` with the extra leaves of ``counts``. Runs where the batch is; never waits for a device.
+
+    ``loss_normalizer``[sample] = 1 / (N · w), w the share of the sample's micro-batch; (samples,), floating.
+    """
+    sizes = torch.tensor(microbatch_sizes(samples, microbatches))
+    inverse_share = samples / sizes.double()
+    made: dict[str, Tensor] = {}
+    for normalizer, found in zip(counts.normalizers, counts.results(batch), strict=True):
+        value = inverse_share.repeat_interleave(sizes).to(found.device, non_blocking=True)
+        if normalizer.class_counts:
+            made[normalizer.class_counts] = _per_class(normalizer, found)
+        else:
+            value = value / _total(normalizer, found)
+        made[normalizer.leaf] = value
+    if counts.metric_share:
+        tokens = _valid_tokens(counts, spec, batch, microbatches)
+        share = tokens / tokens.sum() * inverse_share.to(tokens.device, non_blocking=True)
+        made[counts.metric_share] = torch.cat(
+            [s.expand(n) for s, n in zip(share, sizes.tolist(), strict=True)]
+        )
+    return {**batch, **{name: value.to(spec.leaves[name].dtype) for name, value in made.items()}}
+
+
+def _valid_tokens(
+    counts: TokenCounts, spec: BatchSpec, batch: Mapping[str, Tensor], microbatches: int
+) -> Tensor:
+    """Valid targets of each micro-batch, by the loss's first normalizer: (microbatches,), float64, unweighted."""
+    pieces = {name: cut(batch[name], spec.batch_dims[name], microbatches) for name in counts.leaves}
+    first = counts.normalizers[0]
+    return torch.stack(
+        [
+            _total(first, counts.results({name: parts[index] for name, parts in pieces.items()})[0])
+            for index in range(microbatches)
+        ]
+    )
+
+
+def _total(normalizer: Normalizer, found: Tensor) -> Tensor:
+    if normalizer.ignore_index is None:
+        return found.double().reshape(())
+    return (found != normalizer.ignore_index).sum().double()
+
+
+def _per_class(normalizer: Normalizer, targets: Tensor) -> Tensor:
+    """How often each class is a valid target; the ignored ones fall into a bin that is cut off."""
+    assert normalizer.ignore_index is not None
+    flat = targets.reshape(-1)
+    bins = flat.masked_fill(torch.eq(flat, normalizer.ignore_index), normalizer.classes)
+    counts = torch.zeros(normalizer.classes + 1, dtype=torch.float64, device=flat.device)
+    return counts.index_add(0, bins, torch.ones_like(bins, dtype=torch.float64))[:-1]
+
+
+def _relocated(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.args = map_aggregate(node.args, lambda a: device if isinstance(a, torch.device) else a)
+            node.kwargs = map_aggregate(node.kwargs, lambda a: device if isinstance(a, torch.device) else a)
+    return fx.GraphModule(torch.nn.Module(), graph)
