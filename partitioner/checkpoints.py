@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from cost_models.errors import CheckpointError, PartitionerError, RankFailureError, UsageError
 from partitioner.state_keys import StateKeys
 from partitioner.weights import MODEL_PREFIX, converts, listed
+from passes.graph import OpGraph
 from runtime.checkpoint_directory import StoredCheckpoint, begin, commit, find, is_checkpoint, read, remove
 from runtime.checkpoint_optimizer import (
     merged_record,
@@ -39,6 +40,7 @@ from runtime.checkpoint_tree import decode, encode, tensor_names
 from runtime.gather_state import gather_state
 from runtime.rank_state import RankState
 from runtime.side_group import SideGroup, raise_together
+from runtime.step_precision import StepPrecision
 
 
 class Run(Protocol):
@@ -47,12 +49,7 @@ class Run(Protocol):
     optimizer: torch.optim.Optimizer
     step: int
 
-    @property
-    def loss_scale(self) -> Any:
-        """Something with ``state_dict`` and ``load_state_dict``, or None."""
-
-    def publish(self) -> None:
-        """Leaves take their owners' values."""
+    precision: StepPrecision
 
 
 class PendingSave:
@@ -96,12 +93,11 @@ class Checkpoints:
         self,
         model_name: str,
         keys: StateKeys,
-        shapes: Mapping[str, tuple[int, ...]],
+        graph: OpGraph,
         state: RankState,
         device: torch.device,
     ) -> None:
-        """``shapes``: of everything that a checkpoint of this model holds, by canonical name."""
-        self._model_name, self._keys, self._shapes = model_name, keys, shapes
+        self._model_name, self._keys, self._shapes = model_name, keys, _stored_shapes(graph)
         self._state, self._device = state, device
         self._made_side: SideGroup | None = None
         self._pending: PendingSave | None = None
@@ -153,7 +149,7 @@ class Checkpoints:
             "step": run.step,
             "world_size": side.size,
             "optimizer": optimizer,
-            "loss_scale": run.loss_scale.state_dict() if run.loss_scale is not None else None,
+            "loss_scale": run.precision.state_dict(),
             "extra": extra_data[0] if extra_data else None,
         }
         if asynchronous:
@@ -195,10 +191,9 @@ class Checkpoints:
             states = {n.removeprefix(start): t for n, t in targets.items() if n.startswith(start)}
             if states:
                 restore_random_states(states, self._device)
-            if run.loss_scale is not None and record["loss_scale"] is not None:
-                run.loss_scale.load_state_dict(record["loss_scale"])
+            run.precision.load_state_dict(record["loss_scale"])
             run.step = record["step"]
-            run.publish()
+            run.precision.publish()
 
         side.agree("loading", restore)
         return decode(checkpoint.record["extra"], targets)
@@ -260,6 +255,13 @@ class Checkpoints:
                 problems,
                 ["deploy the model that it was saved from"],
             )
+
+
+def _stored_shapes(graph: OpGraph) -> dict[str, tuple[int, ...]]:
+    """What a checkpoint of this model holds, by canonical name: also buffers of no state dict that training writes."""
+    written = {output.name for output in graph.outputs if output.kind == "buffer"}
+    buffers = {name: s for name, s in graph.buffers.items() if s.persistent or name in written}
+    return {name: spec.shape for name, spec in (*graph.parameters.items(), *buffers.items())}
 
 
 def _write(

@@ -17,11 +17,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from partitioner.checkpoints import Checkpoints, PendingSave
 from partitioner.describe import token_leaf
 from partitioner.engine_batch import BatchReader
 from partitioner.engine_checks import refuse_autocast, refuse_no_grad
@@ -32,6 +34,7 @@ from partitioner.engine_step import (
     share_results,
 )
 from partitioner.plan import Plan
+from partitioner.state_keys import StateKeys
 from passes.graph import OpGraph
 from passes.least_samples import least_samples
 from passes.loss_reduction import loss_weights, samples_in, with_normalizers
@@ -52,6 +55,7 @@ class Engine:
         reader: BatchReader,
         optimizer: torch.optim.Optimizer,
         graph: OpGraph,
+        keys: StateKeys,
     ) -> None:
         self.plan = plan
         self.executor = executor
@@ -68,6 +72,7 @@ class Engine:
         self._metric_names = tuple(output.name for output in graph.outputs if output.kind == "metric")
         self._least_samples = least_samples(graph)
         self._token_leaf = token_leaf(graph)
+        self._checkpoints = Checkpoints(plan.model.name, keys, graph, state, executor.device)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -166,11 +171,38 @@ class Engine:
         leaf = None if self._token_leaf is None else leaves.get(self._token_leaf)
         return None if leaf is None else leaf.numel()
 
+    # ------------------------------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """``model.state_dict()`` as the model would have it now: full on rank 0's CPU, an empty dict elsewhere."""
+        return self._checkpoints.state_dict()
+
+    def save(
+        self, directory: str | Path, extra: Any = None, *, asynchronous: bool = False, keep: int = 1
+    ) -> PendingSave:
+        """Write model, optimizer, step, random states and rank 0's ``extra`` as a new checkpoint in ``directory``.
+
+        The newest ``keep`` checkpoints stay; until the new one is whole, so does the one before. ``extra``: numbers,
+        texts, lists, tuples, dictionaries of them, and tensors. ``asynchronous``: return once everything is copied
+        to memory; ``wait()`` of what is returned raises what went wrong while writing, else the next save does, or
+        ``close``.
+        """
+        return self._checkpoints.save(self, directory, extra, asynchronous=asynchronous, keep=keep)
+
+    def load(self, directory: str | Path) -> Any:
+        """Go on from the newest checkpoint in ``directory``, or the one that it is. Returns its ``extra``.
+
+        Under any plan, strategy and number of ranks. Learning rates and other options of the optimizer's groups are
+        restored too. Random states other than dropout's are where as many ranks saved it.
+        """
+        return self._checkpoints.load(self, directory)
+
     # ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop this rank's watchers; the process group stays for its owner."""
+        """Stop this rank's watchers and wait for a save under way; the process group stays for its owner."""
         self.executor.close()
+        self._checkpoints.close()
 
     def __enter__(self) -> Engine:
         return self

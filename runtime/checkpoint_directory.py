@@ -121,7 +121,7 @@ def read(path: Path) -> StoredCheckpoint:
                 f"{path} cannot be read", [f"its version is {data['version']}, this reads {VERSION}"]
             )
         index = {name: IndexEntry.from_json(entry) for name, entry in data.pop("tensors").items()}
-        missing = {"model", "step", "world_size", "optimizer", "extra"} - data.keys()
+        missing = {"model", "step", "world_size", "optimizer", "loss_scale", "extra"} - data.keys()
         if missing:
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

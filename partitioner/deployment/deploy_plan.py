@@ -9,6 +9,7 @@ run          the executor over it, in an ``Engine``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def deploy_plan(
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     optimizer_kwargs: Mapping[str, Any] | None = None,
     learning_rate: float = 1e-3,
+    weights: str | Path | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
     seed: int = 0,
@@ -57,7 +59,8 @@ def deploy_plan(
         ``dynamic_dims``: as :func:`partition` was given them; other open sizes make another model. ``graph``: the
         model's training trace where it is at hand; else it is traced here.
     Weights
-        Each rank materializes only its own parameters: from the real ``model``, from ``state_dict``, or from a meta
+        Each rank materializes only its own parameters: from ``weights``, a safetensors file, a directory of them or a
+        checkpoint, of which it reads its own bytes only; from ``state_dict``; from the real ``model``; or from a meta
         model with ``init_fn(module)``. ``seed``: of what ``init_fn`` draws, and of dropout.
     Training
         ``optimizer``: a torch.optim class, with ``optimizer_kwargs``; the plan's own kind with ``learning_rate`` if not
@@ -87,6 +90,7 @@ def deploy_plan(
         optimizer=optimizer,
         optimizer_kwargs=dict(optimizer_kwargs or {}),
         learning_rate=learning_rate,
+        weights=weights,
         state_dict=state_dict,
         init_fn=init_fn,
         seed=seed,
@@ -109,7 +113,7 @@ def deploy_plan(
     reader = BatchReader(
         plan.model.name, module, workload.example_inputs, has_loss_fn=workload.loss_fn is not None
     )
-    return Engine(plan, executor, share.state, reader, share.optimizer, share.graph)
+    return Engine(plan, executor, share.state, reader, share.optimizer, share.graph, share.keys)
 
 
 def agree_on_ranks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from partitioner.engine_optimizer import make_engine_optimizer
 from partitioner.engine_step import replanned
 from partitioner.plan import Plan
 from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
+from partitioner.state_keys import StateKeys
+from partitioner.weights import weights_of
 from partitioner.workloads import Workload
 from passes.check_precision import check_precision
 from passes.graph import OpGraph
@@ -39,6 +42,7 @@ class Recipe:
     optimizer: Callable[..., torch.optim.Optimizer] | None
     optimizer_kwargs: Mapping[str, Any]
     learning_rate: float
+    weights: str | Path | None
     state_dict: Mapping[str, Tensor] | None
     init_fn: Callable[[nn.Module], None] | None
     seed: int
@@ -54,6 +58,7 @@ class Share:
     codes: Mapping[int, SegmentCode]
     state: RankState
     optimizer: torch.optim.Optimizer
+    keys: StateKeys
     replan: Replan
     """Programs for batches that are cut into fewer micro-batches."""
 
@@ -75,7 +80,8 @@ def build_share(
     mine = frozenset(segment.index for segment in segments.segments if rank in segment.ranks)
     codes = lower(graph, segmentation, device=str(device), only=mine)
     check_precision(graph, plan.precision, plan.optimizer_memory)
-    state = _own_state(recipe, graph, segmentation, rank, device, plan.precision)
+    keys = StateKeys.of(recipe.workload.model, plan.precision)
+    state = _own_state(recipe, keys, graph, segmentation, rank, device, plan.precision)
     optimizer = make_engine_optimizer(
         recipe.optimizer, recipe.optimizer_kwargs, plan, graph, state, recipe.learning_rate, device
     )
@@ -83,21 +89,23 @@ def build_share(
     def replan(microbatches: int) -> tuple[Program, ...]:
         return plan_programs(replanned(plan, microbatches), ranks)
 
-    return Share(graph, programs, segments, codes, state, optimizer, replan)
+    return Share(graph, programs, segments, codes, state, optimizer, keys, replan)
 
 
 def _own_state(
     recipe: Recipe,
+    keys: StateKeys,
     graph: OpGraph,
     segmentation: Segmentation,
     rank: int,
     device: torch.device,
     precision: Precision,
 ) -> RankState:
-    holders = holders_of(graph, segmentation)
+    model, holders = recipe.workload.model, holders_of(graph, segmentation)
     values = materialize(
         [name for name, ranks in holders.items() if rank in ranks],
-        model=recipe.workload.model,
+        model=model,
+        weights=None if recipe.weights is None else weights_of(recipe.weights, keys, model),
         state_dict=recipe.state_dict,
         init_fn=recipe.init_fn,
         device=device,
