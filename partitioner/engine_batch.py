@@ -20,13 +20,16 @@ class BatchReader:
         self._constants = self._constants_of(example)
 
     def leaves(self, batch: Any) -> Mapping[str, Tensor]:
-        """Every tensor of ``batch`` by leaf name. Raises PlanError where plain values differ from the traced ones."""
+        """Every tensor of ``batch`` by leaf name. Raises PlanError where plain values differ from the traced ones.
+
+        It may lack tensors that this rank does not read.
+        """
         leaves = flatten_batch(batch, self._leaf_names)
         self._refuse_other_constants(batch)
         return leaves
 
     def _constants_of(self, batch: Any) -> Mapping[str, object]:
-        return forward_constants(self._model, batch, self._has_loss_fn)
+        return forward_constants(self._model, batch, self._has_loss_fn, partial=True)
 
     def _refuse_other_constants(self, batch: Any) -> None:
         """Raise PlanError where a number (or word, or None) that forward gets is not the one that was traced."""
@@ -38,7 +41,7 @@ class BatchReader:
             if name in given
             else f"{name} is a tensor or not given, traced with {traced!r}"
             for name, traced in self._constants.items()
-            if name not in given or given[name] != traced
+            if name not in given or not same_constant(given[name], traced)
         ]
         if changed:
             raise PlanError(
@@ -49,3 +52,17 @@ class BatchReader:
                     "plan again with this value",
                 ],
             )
+
+
+def same_constant(a: object, b: object) -> bool:
+    """Whether a trace with ``a`` is a trace with ``b``: equal and of one kind (1, 1.0 and True compute other types).
+
+    nan is itself here.
+    """
+    if _kind(a) is not _kind(b):
+        return False
+    return a == b or (a != a and b != b)
+
+
+def _kind(value: object) -> type | None:
+    return next((kind for kind in (bool, int, float, complex, str) if isinstance(value, kind)), None)

@@ -1,7 +1,7 @@
 """Batches: naming their tensors, finding the batch dimension, handing forward its share.
 
 A batch is what the user's data loader yields: a tensor, a tuple or list, any mapping (a tokenizer's
-``BatchEncoding`` too), nested as deep as they like. Everything else in the compiler knows a batch as ``{leaf
+``BatchEncoding`` too), a dataclass, nested as deep as they like. Everything else in the compiler knows a batch as ``{leaf
 name: tensor}``.
 
     {"input_ids": x, "extra": {"mask": m}}      ->  {"input_ids": x, "extra.mask": m}
@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,10 +65,21 @@ def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping
     """
     if type(original) is dict or not isinstance(original, MutableMapping):
         return items
-    twin = copy.copy(original)
+    twin = _twin(original)
     for key, item in items.items():
         twin[key] = item
     return twin
+
+
+def _twin(original: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """A copy that can be written without the original noticing; the values are the same objects.
+
+    Dictionaries, ``UserDict`` and types with a ``__copy__`` of their own copy what they store. Any other type may keep
+    its items in an attribute that a shallow copy shares, so everything but the values is copied deeply.
+    """
+    if isinstance(original, dict | UserDict) or hasattr(type(original), "__copy__"):
+        return copy.copy(original)
+    return copy.deepcopy(original, {id(value): value for value in original.values()})
 
 
 def flatten_batch(batch: object, names: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -93,9 +105,14 @@ def flatten_batch(batch: object, names: Sequence[str] = ()) -> dict[str, Tensor]
     return leaves
 
 
-def forward_constants(model: nn.Module, batch: object, has_loss_fn: bool) -> dict[str, object]:
-    """The numbers, words and Nones that ``forward`` gets of the batch, by path: a trace bakes them in. Defaults count."""
-    args, kwargs = forward_arguments(model, batch, has_loss_fn)
+def forward_constants(
+    model: nn.Module, batch: object, has_loss_fn: bool, *, partial: bool = False
+) -> dict[str, object]:
+    """The numbers, words and Nones that ``forward`` gets of the batch, by path: a trace bakes them in. Defaults count.
+
+    ``partial``: the batch may lack arguments that forward needs (a rank loads what its own segments read).
+    """
+    args, kwargs = forward_arguments(model, batch, has_loss_fn, partial=partial)
     named = [p for p in _signature(model) if p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY)]
     kwargs = {
         **{p.name: p.default for p in named[len(args) :] if p.default is not inspect.Parameter.empty},
@@ -141,16 +158,19 @@ def forward_names(model: nn.Module) -> tuple[str, ...]:
 
 
 def forward_arguments(
-    model: nn.Module, batch: object, has_loss_fn: bool
+    model: nn.Module, batch: object, has_loss_fn: bool, *, partial: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) that ``forward`` gets of a batch.
 
-    Mapping: the keys that forward takes (all of them if it has ``**kwargs``). Tuple: everything, or with a
+    Mapping: the keys that forward takes (all of them if it has ``**kwargs``). A dataclass with a field for everything
+    that forward needs: its fields, likewise; any other is forward's one argument. Tuple: everything, or with a
     loss function as many as forward takes; the loss function sees the whole batch. A bare tensor: that one.
+    ``partial``: required arguments may be missing.
     """
     parameters = _signature(model)
-    if isinstance(batch, Mapping):
-        return (), _keyword_arguments(model, parameters, batch)
+    fields = _fields(parameters, batch)
+    if fields is not None:
+        return (), _keyword_arguments(model, parameters, fields, partial)
     items = tuple(batch) if isinstance(batch, list | tuple) else (batch,)
     positional = [p for p in parameters if p.kind in _POSITIONAL]
     required = sum(p.default is inspect.Parameter.empty for p in positional)
@@ -175,15 +195,30 @@ def forward_arguments(
     return items[:accepted], {}
 
 
+def _fields(parameters: list[inspect.Parameter], batch: object) -> Mapping[Any, Any] | None:
+    """The batch by key, where its keys are forward's arguments; None where it is an argument, or several, itself."""
+    if isinstance(batch, Mapping):
+        return batch
+    if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
+        return None
+    fields = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    needed = [
+        p.name
+        for p in parameters
+        if p.kind in (*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY) and p.default is inspect.Parameter.empty
+    ]
+    return fields if needed and all(name in fields for name in needed) else None
+
+
 def _keyword_arguments(
-    model: nn.Module, parameters: list[inspect.Parameter], batch: Mapping[Any, Any]
+    model: nn.Module, parameters: list[inspect.Parameter], batch: Mapping[Any, Any], partial: bool
 ) -> dict[str, Any]:
     named = [p for p in parameters if p.kind in (*_POSITIONAL[1:], inspect.Parameter.KEYWORD_ONLY)]
     accepted = {p.name for p in named}
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         accepted |= {str(key) for key in batch}
     missing = [p.name for p in named if p.default is inspect.Parameter.empty and p.name not in batch]
-    if missing:
+    if missing and not partial:
         raise ModelError(
             f"{type(model).__name__}.forward needs {', '.join(missing)}, which the batch does not have",
             [f"the batch has the keys {', '.join(map(str, batch))}"],
