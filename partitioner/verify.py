@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cost_models.errors import ModelError, PartitionerError, UsageError, VerificationError
+from cost_models.precision import Precision
 from partitioner.api import ModelOrTrace, as_graph
 from partitioner.compare import Comparison, StepResult, compare
 from partitioner.first_difference import first_difference
@@ -130,6 +131,8 @@ def verify_plan(
     graph, dropped = without_dropout(in_float64(graph))
     reference = double_copy(workload)
     notes = list(graph.notes)
+    if plan.precision != Precision():
+        notes.append(f"verified in float64 throughout; the plan trains with {plan.precision}")
     if dropped:
         notes.append(f"dropout switched off in {dropped} ops: two random draws cannot be compared")
     drawing = random_ops(graph)

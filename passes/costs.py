@@ -279,15 +279,16 @@ class Extra:
     """Work that one op alone does not show: summing gradients where several consumers, or micro-batches, add up.
 
     A value that k consumers differentiate has its k gradients added, k − 1 kernels, charged to its producer. A
-    parameter's gradient is added to what earlier micro-batches left. Adding reads two tensors and writes one.
+    parameter's gradient is added to what earlier micro-batches left. Adding reads two tensors and writes one; a sum in
+    another type than the parameter's (32 bits for 16) is preceded by a cast.
     """
 
     fan_out: FloatArray
     """k − 1 of each op, shape [ops]."""
-    parameter_bytes: FloatArray
-    """Trainable parameters that each op reads, bytes, shape [ops]."""
+    accumulated_bytes: FloatArray
+    """Read and written to add the gradients of the parameters that each op reads, shape [ops]."""
     parameters: FloatArray
-    """How many."""
+    """How many kernels that takes."""
     weight_only: np.ndarray[tuple[int], np.dtype[np.bool_]]
     """Ops without an input half; their fan-out counts in the weight half."""
 
@@ -300,7 +301,7 @@ class Extra:
         for half, mine in (("input", ~self.weight_only), ("weight", self.weight_only)):
             columns[f"backward_{half}_bytes"] = columns[f"backward_{half}_bytes"] + summed * mine
             columns[f"backward_{half}_launches"] = columns[f"backward_{half}_launches"] + self.fan_out * mine
-        columns["backward_weight_bytes"] = columns["backward_weight_bytes"] + 3 * self.parameter_bytes
+        columns["backward_weight_bytes"] = columns["backward_weight_bytes"] + self.accumulated_bytes
         columns["backward_weight_launches"] = columns["backward_weight_launches"] + self.parameters
 
 
@@ -357,9 +358,9 @@ def example_sizes(graph: OpGraph) -> dict[sympy.Symbol, int]:
 
 
 def _extra(graph: OpGraph, table: SignatureTable, storages: StorageTable) -> Extra:
-    parameter_of = {i.node: graph.parameters[i.name] for i in graph.inputs if i.kind == "parameter"}
+    name_of = {i.node: i.name for i in graph.inputs if i.kind == "parameter"}
     fan_out = np.zeros(len(graph.ops))
-    parameter_bytes = np.zeros(len(graph.ops))
+    accumulated_bytes = np.zeros(len(graph.ops))
     parameters = np.zeros(len(graph.ops))
     weight_only = np.zeros(len(graph.ops), dtype=bool)
     for index, node in enumerate(graph.ops):
@@ -368,14 +369,16 @@ def _extra(graph: OpGraph, table: SignatureTable, storages: StorageTable) -> Ext
         readers = sum(user.name in graph.needs_grad for user in node.users)
         fan_out[index] = max(0, readers - 1) if storages.single[index] else 0
         trained = [
-            s
-            for s in dict.fromkeys(node.all_input_nodes)
-            if s.name in parameter_of and s.name in graph.needs_grad
+            s for s in dict.fromkeys(node.all_input_nodes) if s.name in name_of and s.name in graph.needs_grad
         ]
-        parameter_bytes[index] = sum(parameter_of[source.name].size_bytes for source in trained)
-        parameters[index] = len(trained)
+        for name in (name_of[source.name] for source in trained):
+            types, elements = graph.types_of(name, graph.precision), graph.parameters[name].elements
+            casts = types.leaf != types.gradient
+            cast_itemsize = types.leaf.itemsize + types.gradient.itemsize if casts else 0
+            accumulated_bytes[index] += elements * (3 * types.gradient.itemsize + cast_itemsize)
+            parameters[index] += 1 + casts
         weight_only[index] = all(operand.role != "input" for operand in table.operands[index])
-    return Extra(fan_out, parameter_bytes, parameters, weight_only)
+    return Extra(fan_out, accumulated_bytes, parameters, weight_only)
 
 
 def sorted_rates(rates: Iterable[tuple[torch.dtype, OpClass]]) -> list[tuple[torch.dtype, OpClass]]:
