@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -14,9 +14,10 @@ from cost_models.memory import OPTIMIZERS
 from cost_models.precision import Precision
 from partitioner.plan import Plan
 from partitioner.workloads import Workload
-from passes.compile import compile_graph
 from passes.check_precision import check_precision
+from passes.compile import compile_graph
 from passes.graph import OpGraph
+from passes.layer_options import RecomputeMode
 from passes.loss_reduction import LossReduction, refuse_other_reduction
 from passes.place_layers import LayerRequest
 from passes.trace import trace
@@ -26,6 +27,7 @@ from runtime.schedules import SCHEDULES
 ModelOrTrace: TypeAlias = torch.nn.Module | OpGraph | Workload
 
 STRATEGIES = ("layer",)
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 MOST_SAMPLES = 1 << 30
 MOST_MICROBATCHES = 1 << 16
 """Beyond these a number is a typing error: programs list every micro-batch."""
@@ -45,6 +47,7 @@ def partition(
     schedule: str = "auto",
     microbatches: int | Literal["auto"] = "auto",
     pins: Mapping[str, int] | None = None,
+    recompute: RecomputeMode | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     dynamic_dims: Mapping[str, list[int]] | None = None,
     max_stages: int | None = None,
@@ -63,6 +66,8 @@ def partition(
     ``loss_reduction``: how micro-batches' losses become the batch's: "mean" (weighted by samples), "sum", or "token_mean"
     (by the whole batch's valid labels); what the loss itself asks for if not given.
     ``pins``: {glob over module paths or op names: stage}.
+    ``recompute``: whether backward computes the activations of blocks (layers) again: "none", "full" (every block), or
+    "auto" (where memory asks for it). By default auto, but full for a model with gradient checkpointing enabled.
 
     Raises ClusterError, ModelError, UsageError, or InfeasibleError with the computed ways out.
     """
@@ -84,6 +89,7 @@ def partition(
         max_stages=max_stages,
         time_limit_seconds=time_limit_seconds,
         pins=pins,
+        recompute=recompute,
     )
     graph = as_graph(
         model,
@@ -101,7 +107,7 @@ def partition(
             because=["the trace has no loss"],
             suggestions=["give `loss_fn=`, or a model that returns its loss"],
         )
-    precision = graph.precision if precision is None else precision
+    precision = graph.precision if precision is None else Precision.checked(precision)
     check_precision(graph, precision, optimizer_memory)
     request = LayerRequest(
         batch_size=graph.example_batch_size if batch_size is None else batch_size,
@@ -111,6 +117,7 @@ def partition(
         precision=precision,
         pins=dict(pins or {}),
         max_stages=max_stages,
+        recompute=recompute or ("full" if graph.checkpointing else "auto"),
         time_limit_seconds=time_limit_seconds,
     )
     check_microbatches(request.batch_size, microbatches)
@@ -173,6 +180,7 @@ def check_options(
     max_stages: int | None,
     time_limit_seconds: float,
     pins: Mapping[str, int] | None = None,
+    recompute: str | None = None,
 ) -> None:
     """Refuse unknown words and numbers that mean nothing, all at once."""
     problems = []
@@ -192,6 +200,8 @@ def check_options(
         problems.append(f"max_stages is {max_stages!r}, expected 1 or more")
     if not (isinstance(time_limit_seconds, int | float) and 0 < time_limit_seconds < math.inf):
         problems.append(f"the time limit is {time_limit_seconds!r}, expected more than 0 seconds")
+    if recompute is not None and recompute not in RECOMPUTE_MODES:
+        problems.append(f"recompute {recompute!r} is not one of: {', '.join(RECOMPUTE_MODES)}")
     problems += [
         f"pin {glob!r}: the stage {stage!r} is not a number"
         for glob, stage in (pins or {}).items()

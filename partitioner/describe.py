@@ -41,7 +41,6 @@ NOT_CONSIDERED = (
     "data parallelism",
     "tensor parallelism",
     "ZeRO sharding",
-    "activation recomputation",
 )
 """What a layer-wise plan does not look at; an expert should hear it from the plan itself."""
 MOST_RUNNER_UPS = 5
@@ -61,6 +60,7 @@ def describe(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compil
         optimizer_memory=request.optimizer,
         precision=request.precision,
         loss_reduction=graph.loss_reduction,
+        recompute=request.recompute,
         stages=_stages(graph, compiled),
         placements={name: (placement.ranks[stage],) for name, stage in placement.stage_of.items()},
         recomputed=tuple(sorted(recomputed_ops(graph))),
@@ -92,7 +92,7 @@ def describe(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compil
             messages=compiled.proof.messages,
             rules=compiled.proof.rules,
         ),
-        notes=(*graph.notes, *precision_notes(graph, request.precision), *_notes(graph)),
+        notes=(*graph.notes, *precision_notes(graph, request.precision), *_notes(graph, request)),
     )
 
 
@@ -166,6 +166,7 @@ def _stages(graph: OpGraph, compiled: Compiled) -> tuple[Stage, ...]:
     ops: list[list[str]] = [[] for _ in placement.ranks]
     for name, stage in ordered.items():
         ops[stage].append(name)
+    blocks = placement.recomputed_blocks
     stages = []
     for segment in realized.segments.segments:
         cost = segment.cost
@@ -182,6 +183,8 @@ def _stages(graph: OpGraph, compiled: Compiled) -> tuple[Stage, ...]:
                 backward_weight_seconds=cost.backward_weight_seconds,
                 saved_bytes=cost.saved_bytes,
                 weight_saved_bytes=cost.weight_saved_bytes,
+                recomputed_blocks=blocks[segment.index] if blocks else (),
+                transient_bytes=cost.transient_bytes,
                 has_backward=segment.has_backward,
                 in_flight=flying[segment.index],
             )
@@ -316,13 +319,19 @@ def _readable_sizes(reason: str) -> str:
     return re.sub(r"([\d,]+) bytes", lambda size: format_bytes(int(size[1].replace(",", ""))), reason)
 
 
-def _notes(graph: OpGraph) -> tuple[str, ...]:
+def _notes(graph: OpGraph, request: LayerRequest) -> tuple[str, ...]:
     """What a user must know about the semantics of this model's training."""
     notes = []
     if not any(spec.requires_grad for spec in graph.parameters.values()):
         notes.append("nothing is trained: no parameter requires a gradient")
     elif not graph.needs_grad:
         notes.append("nothing is trained: the loss reaches no parameter through differentiable operations")
+    if graph.checkpointing and request.recompute == "full":
+        notes.append(f"{graph.checkpointing}: every block is computed again in backward")
+    elif graph.checkpointing:
+        notes.append(
+            f"{graph.checkpointing}, but recompute {request.recompute!r} was asked for, and that is done"
+        )
     batch_norms = sum(1 for node in graph.ops if "batch_norm" in str(node.target))
     if batch_norms:
         notes.append(

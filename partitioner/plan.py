@@ -104,6 +104,10 @@ class Stage(_Record):
     backward_weight_seconds: Seconds = Field(description="the part of backward_seconds that can be deferred")
     saved_bytes: Count = Field(description="held from forward to backward, per micro-batch in flight")
     weight_saved_bytes: Count = Field(description="still held by a deferred weight half, per micro-batch")
+    recomputed_blocks: tuple[str, ...] = Field(
+        description="modules (a number after #: a later call) whose activations backward computes again"
+    )
+    transient_bytes: Count = Field(description="held on top while backward computes blocks again")
     has_backward: bool
     in_flight: Count = Field(description="largest number of micro-batches in flight in the simulated step")
 
@@ -200,6 +204,9 @@ class Plan(_Record):
     precision: PrecisionField
     loss_reduction: Literal["mean", "sum", "token_mean"] = Field(
         description="micro-batches' losses count by their samples, are summed, or count by their valid labels"
+    )
+    recompute: Literal["none", "full", "auto"] = Field(
+        description="whether backward may compute blocks' activations again: auto, where memory asks for it"
     )
     stages: tuple[Stage, ...]
     placements: dict[str, tuple[Count, ...]] = Field(description="ranks of every placed op")

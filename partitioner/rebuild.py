@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from cost_models.errors import PlanError
 from partitioner.plan import Plan
+from passes.blocks import block_of
 from passes.graph import OpGraph
 from passes.segment import Segmentation, by_stage
 from passes.step import StepCosts, programs_for, simulate_step
@@ -39,6 +40,7 @@ def plan_segments(plan: Plan, ranks: RankMap | None = None) -> SegmentGraph:
                 stage.backward_weight_seconds,
                 stage.saved_bytes,
                 stage.weight_saved_bytes,
+                stage.transient_bytes,
             ),
             stage.has_backward,
         )
@@ -87,7 +89,16 @@ def plan_segmentation(plan: Plan, graph: OpGraph, ranks: RankMap | None = None) 
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     devices = [stage.devices[0] for stage in plan.stages]
     places = devices if ranks is None else ranks.ranks(devices)
-    return by_stage(graph, stage_of, places, frozenset(plan.recomputed))
+    known = frozenset(block_of(graph).values())
+    missing = sorted({name for stage in plan.stages for name in stage.recomputed_blocks} - known)
+    if missing:
+        raise PlanError(
+            f"the plan for {plan.model.name} recomputes blocks that {graph.model_name} does not have",
+            because=[f"{name} is no block of the model" for name in missing[:3]],
+            suggestions=["plan this model anew"],
+        )
+    blocks = [stage.recomputed_blocks for stage in plan.stages]
+    return by_stage(graph, stage_of, places, frozenset(plan.recomputed), blocks)
 
 
 def refuse_other_model(plan: Plan, graph: OpGraph) -> None:

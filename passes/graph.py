@@ -100,6 +100,8 @@ class OpGraph:
     model_name: str
     fingerprint: str
     notes: tuple[str, ...] = ()
+    checkpointing: str | None = None
+    """How the model says that its activations are to be recomputed, if it does: the graph itself keeps no trace of it."""
     frozen_modules: frozenset[str] = field(default_factory=frozenset)
     loss_reduction: Literal["mean", "sum", "token_mean"] = "mean"
     """How micro-batches' losses become the batch's: see ``passes.loss_reduction``."""

@@ -102,13 +102,14 @@ def trace(
         training,
         model_name,
         _dynamic(leaves, dynamic_dims or {}),
-        precision or Precision(),
+        Precision.checked(precision),
     )
     notes: list[str] = [] if compiled is None else [compiled]
+    checkpointing: list[str] = []
     with contextlib.ExitStack() as changes:
         changes.enter_context(training_mode(model, training))
         changes.enter_context(caching_off(model, notes))
-        changes.enter_context(watch_checkpointing(model, notes))
+        changes.enter_context(watch_checkpointing(model, checkpointing))
         changes.enter_context(watch_gradient_hooks(model, notes))
         traced = _trace_batch_dims(request, batch_dims)
     notes += traced.notes
@@ -147,6 +148,7 @@ def trace(
         model_name=model_name,
         fingerprint=fingerprint(converted, everything, spec.symbols, training, reduced.reduction),
         notes=tuple(dict.fromkeys(notes)),
+        checkpointing=checkpointing[-1] if checkpointing else None,
         frozen_modules=frozen_modules(model),
         precision=request.precision,
         loss_reduction=reduced.reduction,

@@ -236,9 +236,8 @@ def watch_gradient_hooks(model: nn.Module, notes: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watch_checkpointing(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Note when activations would be recomputed: export drops ``torch.utils.checkpoint`` without a trace."""
-    seen: list[str] = []
+def watch_checkpointing(model: nn.Module, seen: list[str]) -> Iterator[None]:
+    """Say into ``seen`` when activations would be recomputed: export drops ``torch.utils.checkpoint`` without a trace."""
 
     def recording(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -267,9 +266,4 @@ def watch_checkpointing(model: nn.Module, notes: list[str]) -> Iterator[None]:
     if modules:
         seen.append(
             "gradient checkpointing is enabled" + (f" in {modules[0]!r}" if modules and modules[0] else "")
-        )
-    if seen:
-        notes.append(
-            f"{seen[-1]}: the traced graph keeps all activations instead, so the plan's memory and time are "
-            "for a run without recompute"
         )

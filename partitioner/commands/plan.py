@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from cyclopts import Parameter
 
@@ -25,6 +25,7 @@ from partitioner.commands.options import (
 )
 from partitioner.report.text import percent
 from partitioner.workloads import load_workload
+from passes.layer_options import RecomputeMode
 from passes.loss_reduction import checked_reduction
 
 
@@ -41,6 +42,7 @@ def plan(
     precision: str | None = None,
     loss_reduction: str | None = None,
     max_stages: Whole | None = None,
+    recompute: str | None = None,
     pin: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     time_limit: float = 60.0,
     seq: Whole | None = None,
@@ -73,6 +75,8 @@ def plan(
         mean, sum or token_mean: how micro-batches' losses become the batch's; as the model's loss is made if not given.
     max_stages
         Use at most this many stages.
+    recompute
+        none, full or auto: whether backward computes the activations of blocks again; auto: where memory asks for it.
     pin
         GLOB=STAGE over module paths or op names, such as 'layers.0.*=0'; may be repeated.
     time_limit
@@ -100,6 +104,7 @@ def plan(
         microbatches=count,
         max_stages=max_stages,
         time_limit_seconds=time_limit,
+        recompute=recompute,
     )
     check_output(output)
     machines = ClusterSpec.parse(cluster)
@@ -119,6 +124,7 @@ def plan(
             microbatches=count,
             pins=pinned,
             max_stages=max_stages,
+            recompute=cast("RecomputeMode | None", recompute),
             time_limit_seconds=time_limit,
         )
     if output is not None:

@@ -26,6 +26,7 @@ def diff_plans(old: Plan, new: Plan) -> str:
             ("schedule", old.schedule, new.schedule),
             ("optimizer memory", old.optimizer_memory, new.optimizer_memory),
             ("loss reduction", old.loss_reduction, new.loss_reduction),
+            ("recompute", _recompute(old), _recompute(new)),
             ("stages", len(old.stages), len(new.stages)),
         )
         if before != after
@@ -40,6 +41,12 @@ def _detail_lines(old: Plan, new: Plan) -> list[str]:
     ignored = ("certificate", "partitioner_version")
     fields = [f for f in type(old).model_fields if f not in ignored and getattr(old, f) != getattr(new, f)]
     return [f"in detail: {', '.join(fields)}"] if fields else []
+
+
+def _recompute(plan: Plan) -> str:
+    """ "auto, 3 blocks"."""
+    count = sum(len(stage.recomputed_blocks) for stage in plan.stages)
+    return f"{plan.recompute}, {counted(count, 'block')}"
 
 
 def _placement_lines(old: Plan, new: Plan) -> list[str]:

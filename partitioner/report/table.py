@@ -55,6 +55,7 @@ def _heading(plan: Plan) -> str:
             ),
             labelled("schedule", schedule),
             *precision_line(plan),
+            *recompute_line(plan),
             *_reduction_line(plan),
             labelled("predicted", f"{', '.join(rates)} (from {p.confidence})"),
             labelled("sent", sent if p.messages else "nothing"),
@@ -81,6 +82,22 @@ def _reduction_line(plan: Plan) -> list[str]:
     texts = {"sum": "summed over micro-batches", "token_mean": "mean over the whole batch's valid labels"}
     text = texts.get(plan.loss_reduction)
     return [] if text is None else [labelled("loss", f"{text} ({plan.loss_reduction})")]
+
+
+def recompute_line(plan: Plan) -> list[str]:
+    """Which blocks backward computes again, and what that costs; nothing where no block is."""
+    stages = [stage for stage in plan.stages if stage.recomputed_blocks]
+    if not stages:
+        return []
+    blocks = list(dict.fromkeys(name for stage in stages for name in stage.recomputed_blocks))
+    parent = common_parent([blocks])
+    names = shorten([name.removeprefix(parent) for name in blocks], 50)
+    where = f"in {len(stages)} of {counted(len(plan.stages), 'stage')}"
+    return [
+        labelled(
+            "recompute", f"{counted(len(blocks), 'block')} {where} run forward again in backward: {names}"
+        )
+    ]
 
 
 def _rate(per_second: float) -> str:

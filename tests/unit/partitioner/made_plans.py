@@ -50,6 +50,7 @@ def made_plan(
         "microbatches": 8,
         "schedule": "1f1b",
         "optimizer_memory": "adamw",
+        "recompute": "auto",
         "precision": Precision(),
         "loss_reduction": "mean",
         "stages": tuple(_stage(s, rank, count, blocks_per_stage) for s, rank in enumerate(stage_ranks)),
@@ -132,6 +133,8 @@ def _stage(index: int, rank: int, count: int, blocks: int) -> Stage:
         backward_weight_seconds=0.004,
         saved_bytes=200 * MIB,
         weight_saved_bytes=20 * MIB,
+        recomputed_blocks=(),
+        transient_bytes=0,
         has_backward=True,
         in_flight=min(8, count - index),
     )
