@@ -25,6 +25,7 @@ def diff_plans(old: Plan, new: Plan) -> str:
             ("micro-batches", old.microbatches, new.microbatches),
             ("schedule", old.schedule, new.schedule),
             ("optimizer memory", old.optimizer_memory, new.optimizer_memory),
+            ("precision", str(old.precision), str(new.precision)),
             ("loss reduction", old.loss_reduction, new.loss_reduction),
             ("recompute", _recompute(old), _recompute(new)),
             ("stages", len(old.stages), len(new.stages)),

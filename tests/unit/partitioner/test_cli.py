@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from partitioner import Plan
+from partitioner import Plan, Precision
 from partitioner.cli import COMMANDS, run_command
 from partitioner.commands import options
 from partitioner.commands.options import progress
@@ -54,6 +55,18 @@ def test_what_is_printed_as_json_is_what_is_saved(plan_file: Path, tmp_path: Pat
     assert printed == json.loads(file.read_text())
     assert json.loads(out(capsys, "show", plan_file, "--json")) == json.loads(plan_file.read_text())
     assert out(capsys, "show", plan_file) == f"{Plan.load(plan_file)}\n"
+
+
+def test_the_precision_is_a_list_of_words(plan_file: Path, tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "mixed.json"
+    text = out(capsys, "plan", NET, *GOOD, "--precision", "compute=bf16,master=fp32", "-o", file)
+    assert (
+        "precision   bfloat16 compute, float32 gradients, float32 updates (the model is in float32)" in text
+    )
+    assert Plan.load(file).precision == Precision(compute=torch.bfloat16, master=torch.float32)
+    assert "precision: the model's own -> compute=bfloat16, master=float32" in out(
+        capsys, "diff", plan_file, file
+    )
 
 
 def test_options_stand_before_after_and_joined(capsys: Capture) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, PlanError
+from cost_models.precision import Precision
 from partitioner.plan import Plan
 from tests.unit.partitioner.made_plans import made_plan
 
@@ -67,6 +69,22 @@ def test_the_file_has_every_documented_field() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("precision", "data"),
+    [
+        (Precision(), {}),
+        (
+            Precision(compute=torch.float16, master=torch.float32, loss_scale="dynamic"),
+            {"compute": "float16", "master": "float32", "loss_scale": "dynamic"},
+        ),
+    ],
+)
+def test_the_precision_is_kept_in_words(precision: Precision, data: dict[str, str]) -> None:
+    plan = PLAN.model_copy(update={"precision": precision})
+    assert plan.to_dict()["precision"] == data
+    assert Plan.from_json(plan.model_dump_json()).precision == precision
+
+
 def test_saving_replaces_the_file_whole_or_not_at_all(tmp_path: Path) -> None:
     target = tmp_path / "plan.json"
     target.write_text("before")
@@ -92,6 +110,11 @@ def test_saving_replaces_the_file_whole_or_not_at_all(tmp_path: Path) -> None:
         ("microbatches", 34, "microbatches: 34 pieces of a batch of 33"),
         ("schedule", "random", "schedule: 'random' is not one of gpipe"),
         ("optimizer_memory", "lion", "optimizer_memory: 'lion' is not one of none"),
+        ("precision", {"compute": "int8"}, "compute='int8' is not one of bf16"),
+        ("precision", {"computer": "bfloat16"}, "'computer' is not one of compute"),
+        ("precision", {"master": "bfloat16"}, "keep no more than 16-bit parameters do"),
+        ("precision", {"compute": 16}, "an object such as"),
+        ("precision", "bfloat16", "an object such as"),
         ("strategy", "magic", "strategy: input should be 'layer'"),
         ("prediction.step_seconds", float("nan"), "prediction.step_seconds: nan is no finite number"),
         ("prediction.step_seconds", float("inf"), "prediction.step_seconds: inf is no finite number"),
