@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from cost_models.errors import InternalError, UsageError
 from runtime.bind import Binder
 from runtime.collective import Collectives, Waited
+from runtime.compiled import CompileOptions
 from runtime.early_sends import EarlySends, early_outputs
 from runtime.failure import FailureMonitor
 from runtime.groups import create_channels
@@ -35,6 +36,7 @@ from runtime.results import Evaluation, StepSums
 from runtime.segment_code import BatchSpec, SegmentCode
 from runtime.segment_runner import SegmentRunner
 from runtime.setting import Setting, Shared
+from runtime.warm_up import warm_up
 
 _executors: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Numbers the executors of a process group, alike on all of its ranks."""
@@ -62,7 +64,8 @@ class Executor:
     ``codes`` holds at least the segments of this rank, ``state`` the parameters, buffers and constants they
     name, on ``device``. ``programs``: all ranks' programs, where at hand; with them sent buffers are freed
     earlier. ``replan``: makes the programs for another number of micro-batches; without it there is one number.
-    ``program.rank`` is the rank in ``group`` (default: all processes). ``seed``: of dropout.
+    ``program.rank`` is the rank in ``group`` (default: all processes). ``seed``: of dropout. ``compile``: options of
+    ``torch.compile`` for the segments; None runs them as they are.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Executor:
         replan: Replan | None = None,
         seed: int = 0,
         send_early: bool = True,
+        compile: CompileOptions | None = None,
     ) -> None:
         self.program, self.graph, self.batch_spec = program, graph, batch_spec
         self.device = torch.device(device)
@@ -117,6 +121,7 @@ class Executor:
                 split_backward=index in split,
                 early=early[index],
                 emit=early_sends[index].emit if index in early_sends else None,
+                compile=compile,
             )
             for index in mine
         }
@@ -139,6 +144,10 @@ class Executor:
         leaves = {name for runner in self._runners.values() for name in runner.leaf_names}
         self.leaf_names = frozenset(leaves | {leaf for leaf, _ in batch_spec.symbols.values()})
         """The leaves of a batch that this rank cannot do without."""
+
+    def warm_up(self, shapes: Mapping[str, tuple[int, ...]], sizes: Iterable[int]) -> None:
+        """Compile this rank's segments, for micro-batches of each of ``sizes`` samples. ``shapes``: of batch leaves."""
+        warm_up(self._runners.values(), self._state, self.batch_spec, shapes, sizes, self.device)
 
     def train_step(
         self,

@@ -28,6 +28,7 @@ REGION = "recomputed_region"
 """Key in a node's ``meta``: the region that it belongs to."""
 
 Function = Callable[..., tuple[Any, ...]]
+AsFunction = Callable[[fx.GraphModule], Function]
 
 aten = torch.ops.aten
 
@@ -43,10 +44,13 @@ def marked(module: fx.GraphModule, regions: Sequence[Sequence[str]]) -> fx.Graph
     return fx.GraphModule(module, graph)
 
 
-def checkpointed(module: fx.GraphModule, *, random: bool) -> fx.GraphModule:
+def checkpointed(
+    module: fx.GraphModule, *, random: bool, as_function: AsFunction | None = None
+) -> fx.GraphModule:
     """``module``, with the ops of each region that ``marked`` noted run as one recomputed call.
 
     ``random``: whether the segment draws random numbers; else no generator's state need be kept.
+    ``as_function``: compiles a region's ops (default: they run as they are).
     """
     members: dict[int, list[fx.Node]] = {}
     for node in module.graph.nodes:
@@ -65,7 +69,9 @@ def checkpointed(module: fx.GraphModule, *, random: bool) -> fx.GraphModule:
         if REGION not in node.meta:
             made[node] = graph.node_copy(node, find)
         elif node in ends:
-            _emit_region(graph, members[ends[node]], made, find, f"recomputed_{ends[node]}", random)
+            _emit_region(
+                graph, members[ends[node]], made, find, f"recomputed_{ends[node]}", random, as_function
+            )
     return fx.GraphModule(module, graph)
 
 
@@ -76,6 +82,7 @@ def _emit_region(
     find: Callable[[fx.Node], fx.Node],
     name: str,
     random: bool,
+    as_function: AsFunction | None,
 ) -> None:
     """Append the region's call and its results to ``graph``."""
     inside = set(nodes)
@@ -85,12 +92,18 @@ def _emit_region(
         return
     body = _body(nodes, inputs, outputs)
     writes = any(_writes_statistics(node) for node in nodes)
-    function = recomputed(body.forward, _without_writes(body).forward if writes else None, random=random)
+    make = as_function or _as_it_is
+    function = recomputed(make(body), make(_without_writes(body)) if writes else None, random=random)
     function.__name__ = function.__qualname__ = name
     call = graph.call_function(function, tuple(find(node) for node in inputs))
     for position, node in enumerate(outputs):
         made[node] = graph.call_function(operator.getitem, (call, position))
         made[node].meta = {key: value for key, value in node.meta.items() if key != REGION}
+
+
+def _as_it_is(body: fx.GraphModule) -> Function:
+    function: Function = body.forward
+    return function
 
 
 def _body(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:

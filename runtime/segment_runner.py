@@ -13,16 +13,21 @@ first step is.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from cost_models.errors import InternalError
+from runtime.compiled import CompileOptions, compiled
 from runtime.recompute import checkpointed, marked
 from runtime.segment_code import SegmentCode
 from runtime.split_backward import DeferredWork, WeightWork, run_deferred, split
+
+logger = logging.getLogger("partitioner")
 
 Emit = Callable[[int, Tensor], None]
 
@@ -33,6 +38,7 @@ class SegmentRunner:
     ``state`` holds every tensor that the segment names, on the segment's device. ``split_backward``
     rewrites the graph for ``backward_input``. ``emit(position, tensor)``, where given, is called from
     inside the graph as soon as the value at output ``position`` exists, for the positions in ``early``.
+    ``compile``: options of ``torch.compile`` for the graph; None runs it as it is.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class SegmentRunner:
         split_backward: bool = False,
         early: Sequence[int] = (),
         emit: Emit | None = None,
+        compile: CompileOptions | None = None,
     ) -> None:
         self.code = code
         self.value_names = [i.name for i in code.inputs if i.kind == "value"]
@@ -65,11 +72,12 @@ class SegmentRunner:
         if split_backward:
             module, self._deferred = split(module, code)
         if code.recomputed:
-            module = checkpointed(module, random=code.random)
+            as_function = None if compile is None else partial(compiled, options=compile)
+            module = checkpointed(module, random=code.random, as_function=as_function)
         if early and emit is not None:
             module = _with_emits(module, early, emit)
         # The method itself: the module's __call__ would look for hooks on every micro-batch.
-        self._call: Callable[..., Any] = module.forward
+        self._call: Callable[..., Any] = module.forward if compile is None else compiled(module, compile)
 
     def forward(
         self, microbatch: int, values: Sequence[Tensor], leaves: Sequence[Tensor], *, keep: bool = True
@@ -113,6 +121,21 @@ class SegmentRunner:
     def backward_weight(self, microbatch: int) -> None:
         """The weight gradients that ``backward_input`` of this micro-batch left."""
         run_deferred(self._weight_work.pop(microbatch))
+
+    def fails_uncompiled(self, values: Sequence[Tensor], leaves: Sequence[Tensor]) -> bool:
+        """Whether the graph as it was traced cannot take these inputs either."""
+        arguments = self._template.copy()
+        for position, tensor in zip(
+            (*self._value_positions, *self._leaf_positions), (*values, *leaves), strict=True
+        ):
+            arguments[position] = tensor
+        try:
+            with torch.no_grad():
+                self.code.module.forward(*arguments)
+        except Exception as error:  # noqa: BLE001 - the question is whether, not why
+            logger.debug("segment %d: %s", self.code.index, error)
+            return True
+        return False
 
     def _run_backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
         roots, seeds = [], []
