@@ -41,6 +41,19 @@ _LINEAR = frozenset(_SAME | _SHAPE | {"neg", "add", "sub", "rsub", "stack", "cat
 """Linear (or affine, with shares that sum to 1) in all of their floating-point inputs together."""
 
 
+_MADE_BY_SHAPE = frozenset(
+    {
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+    }
+)
+"""Their results depend on their inputs' sizes only: ``loss = logits.new_zeros(())``."""
+
+
 @dataclass(frozen=True)
 class Term:
     """A term that is divided by a count of tokens. ``node``: the cross-entropy, or the division.
@@ -98,6 +111,8 @@ class _Facts:
             value = node.meta.get("val")
             if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
                 varies = self.symbol in value.node.expr.free_symbols
+            elif node.target in _MADE_BY_SHAPE:
+                varies = self.symbol in sympy.sympify(_elements(node)).free_symbols
             elif node.op == "placeholder":
                 varies = kind == "batch" and spec.batch_dims.get(name) is not None
             else:
