@@ -3,12 +3,11 @@
 import torch
 from byte_text import batches, gpt
 
-from partitioner import ClusterSpec, partition
+from partitioner import ClusterSpec, deploy
 
-model = gpt()
-plan = partition(model, ClusterSpec.local(2), batch_size=16)
-with plan.deploy(model, optimizer=torch.optim.AdamW, optimizer_kwargs={"lr": 3e-3}) as engine:
-    for step, batch in enumerate(batches(plan.batch_size, steps=30)):
+options = {"optimizer": torch.optim.AdamW, "optimizer_kwargs": {"lr": 3e-3}}
+with deploy(gpt(), ClusterSpec.local(2), batch_size=16, **options) as engine:
+    for step, batch in enumerate(batches(engine.plan.batch_size, steps=30)):
         loss = engine.train_step(batch)
         if torch.distributed.get_rank() == 0:
             print(f"step {step}: loss {loss:.3f}", flush=True)

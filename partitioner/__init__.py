@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from cost_models.precision import Precision
     from partitioner.api import partition
+    from partitioner.deployment.together import deploy
     from partitioner.plan import Plan
     from partitioner.verify import VerifyReport
     from partitioner.workloads import Workload
@@ -51,6 +52,7 @@ _EXPORTS = {
     "VerificationError": "cost_models.errors",
     "VerifyReport": "partitioner.verify",
     "Workload": "partitioner.workloads",
+    "deploy": "partitioner.deployment.together",
     "partition": "partitioner.api",
     "trace": "passes.trace",
 }
@@ -70,6 +72,7 @@ __all__ = [
     "VerificationError",
     "VerifyReport",
     "Workload",
+    "deploy",
     "partition",
     "trace",
 ]

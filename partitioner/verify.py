@@ -36,6 +36,7 @@ from passes.dropout import random_ops, without_dropout
 from passes.graph import OpGraph
 from passes.loss_reduction import step_batch, step_weights
 from passes.lower import lower
+from passes.wrappers import unwrapped
 from runtime.launch import WorkerPool
 from runtime.microbatch import microbatch_sizes
 
@@ -234,7 +235,7 @@ def _blaming_the_model(name: str) -> Iterator[None]:
 def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:
     if isinstance(model, Workload):
         inputs = model.example_inputs if example_inputs is None else example_inputs
-        return Workload(model.model, inputs, loss_fn or model.loss_fn, model.name)
+        return Workload(unwrapped(model.model)[0], inputs, loss_fn or model.loss_fn, model.name)
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"cannot verify against a {type(model).__name__}",
@@ -245,6 +246,7 @@ def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., A
         raise UsageError(
             "cannot verify without example inputs", suggestions=["give `example_inputs=`: one batch"]
         )
+    model, _ = unwrapped(model)
     return Workload(model, example_inputs, loss_fn, type(model).__name__)
 
 

@@ -75,14 +75,14 @@ class Meeting:
         return self._get([topic], [0], limit)[0]
 
     @contextmanager
-    def all_or_none(self, topic: str) -> Iterator[None]:
+    def all_or_none(self, topic: str, timeout_seconds: float | None = None) -> Iterator[None]:
         """What one rank cannot do alone, nobody goes on from: the others hear which rank failed, and why."""
         try:
             yield
         except Exception as error:
-            self.decide(topic, _text(error), _first_failure)
+            self.decide(topic, _text(error), _first_failure, timeout_seconds)
             raise
-        failure = self.decide(topic, None, _first_failure)
+        failure = self.decide(topic, None, _first_failure, timeout_seconds)
         if failure is not None:
             rank, text = failure
             raise RankFailureError(

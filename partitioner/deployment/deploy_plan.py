@@ -3,11 +3,13 @@
 meet         every rank says what it is; rank 0 compares that with the plan: who plays which device, or a refusal
 join         the process group, unless there is one
 build        this rank's share: programs, code, tensors, optimizer; a rank that cannot ends the others
+compile      its segments, where asked for
 run          the executor over it, in an ``Engine``
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,24 @@ from torch import Tensor, nn
 
 from cost_models.errors import UsageError
 from partitioner.api import ModelOrTrace
-from partitioner.deployment.compare import ranks_or_differences, refusal
-from partitioner.deployment.facts import RankFacts, choose_device, own_facts
+from partitioner.deployment.agree import agree_on_ranks
 from partitioner.deployment.share import Recipe, build_share
 from partitioner.engine import Engine
 from partitioner.engine_batch import BatchReader
 from partitioner.plan import Plan
 from partitioner.workloads import Workload
 from passes.graph import OpGraph
+from passes.wrappers import unwrapped
+from runtime.compiled import CompileOptions, compile_options
 from runtime.execute import Executor
 from runtime.launch import init_distributed
 from runtime.meeting import Meeting
-from runtime.relabel import RankMap
+from runtime.microbatch import microbatch_sizes
+
+logger = logging.getLogger("partitioner")
+
+COMPILE_SECONDS = 3600.0
+"""How long ranks wait for the slowest one to compile."""
 
 
 def deploy_plan(
@@ -48,6 +56,7 @@ def deploy_plan(
     seed: int = 0,
     device: str | torch.device | None = None,
     timeout_seconds: float = 30.0,
+    compile: bool | CompileOptions = False,
     check_memory: bool = True,
     check_hosts: bool = True,
     graph: OpGraph | None = None,
@@ -65,6 +74,8 @@ def deploy_plan(
     Training
         ``optimizer``: a torch.optim class, with ``optimizer_kwargs``; the plan's own kind with ``learning_rate`` if not
         given.
+    Running
+        ``compile``: True, or options of ``torch.compile``, compiles each segment before this returns.
     Launch
         ``device``: GPU number LOCAL_RANK where the plan has GPUs, else the CPU, if not given. ``timeout_seconds``: how
         long a rank waits for another before it ends with an error that names it. ``check_memory``: refuse where less
@@ -73,18 +84,14 @@ def deploy_plan(
 
     Raises PlanError on every rank, with every difference between the plan and the processes that run.
     """
-    module = model.model if isinstance(model, Workload) else model
-    if not isinstance(module, nn.Module):
-        raise UsageError(
-            "cannot deploy a trace", because=["weights are needed"], suggestions=["give the model itself"]
-        )
+    workload, options = workload_of(model, example_inputs, loss_fn), compile_options(compile)
     meeting = Meeting.join()
     own_device, ranks = agree_on_ranks(
-        meeting, plan, module, device, check_memory=check_memory, check_hosts=check_hosts
+        meeting, plan, workload.model, device, check_memory=check_memory, check_hosts=check_hosts
     )
     init_distributed(own_device, timeout_seconds, meeting=meeting)
     recipe = Recipe(
-        Workload(module, *_inputs(model, example_inputs, loss_fn), plan.model.name),
+        workload,
         batch_dims=batch_dims,
         dynamic_dims=dynamic_dims,
         optimizer=optimizer,
@@ -108,45 +115,29 @@ def deploy_plan(
         programs=share.programs,
         replan=share.replan,
         seed=seed,
+        compile=options,
     )
-    workload = recipe.workload
-    reader = BatchReader(
-        plan.model.name, module, workload.example_inputs, has_loss_fn=workload.loss_fn is not None
-    )
+    if options is not None:
+        with meeting.all_or_none("compile", COMPILE_SECONDS):
+            sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
+            executor.warm_up(share.graph.example_shapes, sizes)
+    has_loss_fn = workload.loss_fn is not None
+    reader = BatchReader(plan.model.name, workload.model, workload.example_inputs, has_loss_fn=has_loss_fn)
     return Engine(plan, executor, share.state, reader, share.optimizer, share.graph, share.keys)
 
 
-def agree_on_ranks(
-    meeting: Meeting,
-    plan: Plan,
-    model: nn.Module,
-    device: str | torch.device | None,
-    *,
-    check_memory: bool,
-    check_hosts: bool,
-) -> tuple[torch.device, RankMap]:
-    """This rank's device, and who plays which device of the plan. Collective; the same PlanError on every rank."""
-    own_device, problem = choose_device(plan, device)
-    mine = own_facts(plan, model, own_device, problem, chosen=device is not None)
-
-    def judge(said: list[Any]) -> dict[str, Any]:
-        facts = [RankFacts.from_dict(one) for one in said]
-        ranks, problems, suggestions = ranks_or_differences(
-            plan, facts, check_hosts=check_hosts, check_memory=check_memory
+def workload_of(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:
+    """What is deployed: the module without its compiler's wrapper, and what was given or else the workload brings."""
+    given = model if isinstance(model, Workload) else None
+    module = model if given is None else given.model
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            "cannot deploy a trace", because=["weights are needed"], suggestions=["give the model itself"]
         )
-        devices = None if ranks is None else ranks.device_of_rank
-        return {"devices": devices, "problems": problems, "suggestions": suggestions}
-
-    verdict = meeting.decide("launch", mine.to_dict(), judge)
-    if verdict["devices"] is None or own_device is None:
-        raise refusal(plan, verdict["problems"], verdict["suggestions"])
-    return own_device, RankMap(tuple(verdict["devices"]))
-
-
-def _inputs(
-    model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None
-) -> tuple[Any, Callable[..., Any] | None]:
-    """What was given, else what the workload brings."""
-    if isinstance(model, Workload):
-        return (model.example_inputs if example_inputs is None else example_inputs), loss_fn or model.loss_fn
-    return example_inputs, loss_fn
+    module, note = unwrapped(module)
+    if note is not None:
+        logger.info("%s", note)
+    if given is not None:
+        example_inputs = given.example_inputs if example_inputs is None else example_inputs
+        loss_fn = loss_fn or given.loss_fn
+    return Workload(module, example_inputs, loss_fn, "" if given is None else given.name)
