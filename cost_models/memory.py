@@ -77,18 +77,17 @@ def state_bytes(parameters: Iterable[ParameterCount], optimizer: str) -> StateBy
             because=["its state per parameter is not known"],
             suggestions=[f"choose one of: {', '.join(OPTIMIZERS)}"],
         )
-    total = StateBytes()
+    held = gradients = state = owners = trained = cast = 0
     for elements, types, trainable in parameters:
-        leaf, owner, gradient = (elements * t.itemsize for t in (types.leaf, types.owner, types.gradient))
-        cast = (leaf + owner if types.has_copy else 0) + (
-            gradient + owner if types.gradient != types.owner else 0
-        )
-        total += StateBytes(
-            parameters=leaf,
-            gradients=max(gradient, owner) if trainable else 0,
-            optimizer_state=rule.copies * owner + rule.step_bytes if trainable else 0,
-            owners=owner if types.has_copy else 0,
-            trained=owner if trainable else 0,
-            cast=cast if trainable else 0,
-        )
-    return total
+        leaf, owner = elements * types.leaf.itemsize, elements * types.owner.itemsize
+        held += leaf
+        owners += owner if types.has_copy else 0
+        if not trainable:
+            continue
+        gradient = elements * types.gradient.itemsize
+        gradients += max(gradient, owner)
+        state += rule.copies * owner + rule.step_bytes
+        trained += owner
+        cast += leaf + owner if types.has_copy else 0
+        cast += gradient + owner if types.gradient != types.owner else 0
+    return StateBytes(held, gradients, state, owners, trained, cast)

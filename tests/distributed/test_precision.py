@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Precision, Workload, partition
+from partitioner.engine import Engine
 from runtime.launch import WorkerPool
 from runtime.microbatch import microbatch_sizes
 
@@ -113,6 +114,17 @@ def eager(case: str, microbatches: int, *, tied: bool = False) -> tuple[list[flo
     return losses, {name: owner.detach() for name, owner in owners.items()}
 
 
+def bytes_held(engine: Engine) -> int:
+    """Of every storage that lives from step to step, once: both tensors of a parameter, gradients, optimizer state."""
+    tensors = [*engine.state.leaves.values(), *engine.parameters.values()]
+    tensors += [t.grad for t in tensors if t.grad is not None]
+    tensors += [
+        t for state in engine.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)
+    ]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
 def train(plan_json: str, case: str, tied: bool) -> dict[str, Any]:
     """Four steps; alternately by ``train_step`` and by its parts."""
     own, _ = CASES[case]
@@ -126,6 +138,7 @@ def train(plan_json: str, case: str, tied: bool) -> dict[str, Any]:
                 losses.append(float(engine.train_step(data)))
             else:
                 losses.append(float(engine.forward_backward(data)))
+                held = bytes_held(engine)
                 engine.optimizer.step()
         leaves = {n: engine.state.leaves[n].detach() for n in engine.parameters}
         return {
@@ -135,6 +148,7 @@ def train(plan_json: str, case: str, tied: bool) -> dict[str, Any]:
                 torch.equal(leaves[n], p.detach().to(leaves[n].dtype)) for n, p in engine.parameters.items()
             ),
             "gradients": {n: p.grad.dtype for n, p in engine.parameters.items() if p.grad is not None},
+            "bytes": held,
             "skipped": engine.last_step.skipped,
         }
 
@@ -160,6 +174,7 @@ def test_one_rank_equals_the_eager_loop_bit_for_bit(case: str, pool: WorkerPool)
     plan = made_plan(case, 1, 1)
     assert Plan.from_json(plan.model_dump_json()).precision == CASES[case][1]
     (result,) = pool.run(train, plan.model_dump_json(), case, False, world_size=1, timeout_seconds=60.0)
+    assert result["bytes"] == plan.state_bytes["0"]
     losses, owners = eager(case, 1)
     assert result["losses"] == losses
     assert set(result["owners"]) == set(owners)
@@ -186,7 +201,8 @@ def test_two_ranks_equal_the_eager_loop(case: str, schedule: str, tied: bool, po
     losses, owners = eager(case, 3, tied=tied)
     own, precision = CASES[case]
     held: set[str] = set()
-    for result in results:
+    for rank, result in enumerate(results):
+        assert result["bytes"] == plan.state_bytes[str(rank)]
         assert result["losses"] == pytest.approx(losses, rel=1e-2 if tied else 1e-6)
         assert result["published"]
         held |= set(result["owners"])
