@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,32 +24,23 @@ from cost_models.errors import InternalError, UsageError
 from runtime.bind import Binder
 from runtime.collective import Collectives, Waited
 from runtime.compiled import CompileOptions
-from runtime.early_sends import EarlySends, early_outputs
 from runtime.failure import FailureMonitor
-from runtime.groups import create_channels
-from runtime.microbatch import batch_size_of, check_cut, cut, microbatch_sizes, symbol_sizes
+from runtime.loaded import Loaded, Replan, Surroundings
+from runtime.microbatch import batch_size_of, check_cut, cut, microbatch_sizes
 from runtime.network_threads import let_compute_go_first
-from runtime.program import BackwardInput, Forward, Program, Recv, SegmentGraph, Send
+from runtime.program import Program, Recv, SegmentGraph, Send
 from runtime.random_state import Seeded
-from runtime.release import releases
 from runtime.results import Evaluation, StepSums
 from runtime.segment_code import BatchSpec, SegmentCode
-from runtime.segment_runner import SegmentRunner
-from runtime.setting import Setting, Shared
+from runtime.setting import Shared
 from runtime.warm_up import warm_up
 
 _executors: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
 """Numbers the executors of a process group, alike on all of its ranks."""
 
 
-_MOST_SHAPES = 32
-"""Batch shapes whose handlers are kept; the oldest go first."""
-
 _RUN = 1 << 32
 """Numbers of waits that one run of a program takes; the last of them is for collectives beside it."""
-
-Replan = Callable[[int], Sequence[Program]]
-"""Number of micro-batches -> all ranks' programs for as many."""
 
 
 class Optimizer(Protocol):
@@ -85,11 +76,9 @@ class Executor:
         send_early: bool = True,
         compile: CompileOptions | None = None,
     ) -> None:
-        self.program, self.graph, self.batch_spec = program, graph, batch_spec
         self.device = torch.device(device)
         self.step = 0
         """Training steps so far. Dropout depends on it, so a resumed run sets it."""
-        self._codes, self._state, self._replan = codes, state, replan
         self._runs = itertools.count()
         self._broken: BaseException | None = None
         self._active: Binder | None = None
@@ -103,51 +92,60 @@ class Executor:
             name = f"{group.group_name}/executor{number}"
         self._monitor = FailureMonitor(program.rank, store, timeout_seconds, name)
         self._monitor.describe = self._describe
-        self._channels = {} if group is None else create_channels(program, group, timeout_seconds)
         self._waited: Waited = []
         self.collectives = Collectives(
             group, self._monitor, self.device, self._waited, lambda: self._next_run() + _RUN - 1, self._fail
         )
-        let_compute_go_first()
-
-        mine = sorted({i.segment for i in program.instructions if isinstance(i, Forward)})
-        split = {i.segment for i in program.instructions if isinstance(i, BackwardInput)}
-        early = {index: early_outputs(codes[index], program) if send_early else () for index in mine}
-        early_sends = {index: EarlySends() for index in mine if early[index]}
-        self._runners = {
-            index: SegmentRunner(
-                codes[index],
-                state,
-                split_backward=index in split,
-                early=early[index],
-                emit=early_sends[index].emit if index in early_sends else None,
-                compile=compile,
-            )
-            for index in mine
-        }
-        self._early = {index: (early[index], sends) for index, sends in early_sends.items()}
-        self._seeded = Seeded(seed, self.device)
-        self._programs: dict[int, tuple[Program, Sequence[Program] | None]] = {}
-        self.microbatches = len({i.microbatch for i in program.instructions if isinstance(i, Forward)})
-        """What the given program is made for; 0 on a rank that computes nothing."""
-        self._programs[self.microbatches] = program, programs
-        self._settings: dict[tuple[bool, int], Setting] = {}
-        self._bound: dict[object, tuple[Binder, Shared]] = {}
-        self._parameters = list(
-            {
-                id(state[i.name]): state[i.name]
-                for index in mine
-                for i in codes[index].inputs
-                if i.kind == "parameter"
-            }.values()
+        self._surroundings = Surroundings(
+            self.device,
+            group,
+            self._monitor,
+            self._waited,
+            Seeded(seed, self.device),
+            timeout_seconds,
+            compile,
         )
-        leaves = {name for runner in self._runners.values() for name in runner.leaf_names}
-        self.leaf_names = frozenset(leaves | {leaf for leaf, _ in batch_spec.symbols.values()})
+        self._training = Loaded(
+            self._surroundings,
+            program,
+            codes,
+            graph,
+            state,
+            batch_spec,
+            programs=programs,
+            replan=replan,
+            send_early=send_early,
+        )
+        self._loaded = [self._training]
+        let_compute_go_first()
+        self.program, self.graph, self.batch_spec = program, graph, batch_spec
+        self.microbatches = self._training.microbatches
+        """What the given program is made for; 0 on a rank that computes nothing."""
+        self.leaf_names = self._training.leaf_names
         """The leaves of a batch that this rank cannot do without."""
 
     def warm_up(self, shapes: Mapping[str, tuple[int, ...]], sizes: Iterable[int]) -> None:
         """Compile this rank's segments, for micro-batches of each of ``sizes`` samples. ``shapes``: of batch leaves."""
-        warm_up(self._runners.values(), self._state, self.batch_spec, shapes, sizes, self.device)
+        training = self._training
+        warm_up(training.runners.values(), training.state, training.batch_spec, shapes, sizes, self.device)
+
+    def load(
+        self,
+        program: Program,
+        codes: Mapping[int, SegmentCode],
+        graph: SegmentGraph,
+        state: Mapping[str, Tensor],
+        batch_spec: BatchSpec,
+        *,
+        programs: Sequence[Program] | None = None,
+        replan: Replan | None = None,
+    ) -> Loaded:
+        """Another graph to ``evaluate``, of any segments. Collective. Tensors it shares with training are not copied."""
+        loaded = Loaded(
+            self._surroundings, program, codes, graph, state, batch_spec, programs=programs, replan=replan
+        )
+        self._loaded.append(loaded)
+        return loaded
 
     def train_step(
         self,
@@ -174,27 +172,40 @@ class Executor:
         gradient_scale: float = 1.0,
     ) -> StepSums:
         """``train_step`` with all that this rank computes. ``gradient_scale`` multiplies gradients, not the loss."""
-        for parameter in self._parameters:
+        for parameter in self._training.parameters:
             parameter.grad = None
-        binder, shared = self._prepare(True, batch, microbatches, weights, gradient_scale)
+        binder, shared = self._prepare(self._training, True, batch, microbatches, weights, gradient_scale)
         shared.optimizer = optimizer
         self._run(binder, shared)
-        for runner in self._runners.values():
+        for runner in self._training.runners.values():
             runner.write_buffers()
         self.step += 1
         return StepSums.of(shared)
 
     def evaluate(
-        self, batch: Mapping[str, Tensor], microbatches: int, *, weights: Sequence[float] | None = None
+        self,
+        batch: Mapping[str, Tensor],
+        microbatches: int,
+        *,
+        weights: Sequence[float] | None = None,
+        loaded: Loaded | None = None,
+        keep_outputs: bool = True,
     ) -> Evaluation:
-        """The forward half of the program, without gradients; buffers and ``step`` stay as they are."""
-        binder, shared = self._prepare(False, batch, microbatches, weights)
-        shared.outputs = [{} for _ in range(microbatches)]
+        """Forwards without gradients; buffers, gradients and ``step`` stay as they are.
+
+        ``loaded``: the graph to run; the forward half of the training program if not given. ``keep_outputs``: whether
+        the result has them, which costs their memory.
+        """
+        loaded = loaded or self._training
+        binder, shared = self._prepare(loaded, False, batch, microbatches, weights)
+        shared.outputs = [{} for _ in range(microbatches)] if keep_outputs else None
         with torch.no_grad():
             self._run(binder, shared)
-        for runner in self._runners.values():
+        for runner in loaded.runners.values():
             runner.discard()
-        return Evaluation.of(shared)
+        result = Evaluation.of(shared)
+        shared.outputs = None
+        return result
 
     def batch_size_of(self, batch: Mapping[str, Tensor]) -> int:
         """Samples in ``batch``, which may lack leaves that this rank has no use for."""
@@ -213,6 +224,7 @@ class Executor:
 
     def _prepare(
         self,
+        loaded: Loaded,
         training: bool,
         batch: Mapping[str, Tensor],
         microbatches: int,
@@ -225,89 +237,20 @@ class Executor:
                 because=[f"an earlier step failed: {self._broken}"],
                 suggestions=["restart all ranks from the last checkpoint"],
             )
-        batch_size = self.batch_size_of(batch)
+        spec = loaded.batch_spec
+        batch_size = batch_size_of(batch, spec, loaded.leaf_names)
         check_cut(batch_size, microbatches)
         if weights is None:
             weights = [size / batch_size for size in microbatch_sizes(batch_size, microbatches)]
         elif len(weights) != microbatches:
             raise UsageError(f"{len(weights)} weights were given for {microbatches} micro-batches")
-        shapes = {name: tuple(batch[name].shape) for name in self.batch_spec.batch_dims if name in batch}
-        key = (training, microbatches, tuple(shapes.items()))
-        if key not in self._bound:
-            if len(self._bound) >= _MOST_SHAPES:
-                self._bound.pop(next(iter(self._bound)))
-            setting = self._setting(training, microbatches)
-            self._bound[key] = self._bind(setting, batch_size, microbatches, shapes)
-        binder, shared = self._bound[key]
+        shapes = {name: tuple(batch[name].shape) for name in spec.batch_dims if name in batch}
+        binder, shared = loaded.bound(training, batch_size, microbatches, shapes)
         for name, pieces in shared.pieces.items():
             leaf = batch[name].detach().to(self.device, non_blocking=True)
-            pieces[:] = cut(leaf, self.batch_spec.batch_dims[name], microbatches)
+            pieces[:] = cut(leaf, spec.batch_dims[name], microbatches)
         shared.begin(tuple(weights), gradient_scale, self.step, self._next_run())
         return binder, shared
-
-    def _setting(self, training: bool, microbatches: int) -> Setting:
-        """Everything about a program for ``microbatches``, kept for the next batch."""
-        key = (training, microbatches)
-        if key not in self._settings:
-            program, programs = self._program(microbatches)
-            if not training:
-                forwards = tuple(i for i in program.instructions if _is_forward(i))
-                program = Program(program.rank, forwards)
-            self._settings[key] = Setting(
-                program=program,
-                graph=self.graph,
-                codes=self._codes,
-                runners=self._runners,
-                channels=self._channels,
-                state=self._state,
-                device=self.device,
-                monitor=self._monitor,
-                released=releases(program, self.graph, programs) if training else {},
-                seeded=self._seeded,
-                early=self._early,
-                training=training,
-                waited=self._waited,
-            )
-        return self._settings[key]
-
-    def _program(self, microbatches: int) -> tuple[Program, Sequence[Program] | None]:
-        """This rank's program for ``microbatches`` and, where at hand, everybody's."""
-        if self.microbatches == 0:
-            return self._programs[0]
-        if microbatches not in self._programs:
-            if self._replan is None:
-                raise UsageError(
-                    f"the program is made for {self.microbatches} micro-batches, not {microbatches}",
-                    suggestions=[f"call with microbatches={self.microbatches}, or plan again"],
-                )
-            programs = self._replan(microbatches)
-            self._programs[microbatches] = programs[self.program.rank], programs
-        return self._programs[microbatches]
-
-    def _bind(
-        self,
-        setting: Setting,
-        batch_size: int,
-        microbatches: int,
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> tuple[Binder, Shared]:
-        sizes = microbatch_sizes(batch_size, microbatches)
-        moved = {i.message.value for i in setting.program.instructions if isinstance(i, Send | Recv)}
-        specs = {
-            name: s for r in self._runners.values() for name, s in r.code.values.items() if name in moved
-        }
-        by_size = {}
-        for size in set(sizes):
-            symbols = symbol_sizes(self.batch_spec, shapes, size)
-            by_size[size] = {name: (spec.concrete(symbols), spec.dtype) for name, spec in specs.items()}
-        leaves = {name for runner in self._runners.values() for name in runner.leaf_names}
-        shared = Shared(
-            microbatches=microbatches,
-            shapes=[by_size[size] for size in sizes],
-            weights=(),
-            pieces={name: [] for name in sorted(leaves)},
-        )
-        return Binder(setting, shared), shared
 
     # ------------------------------------------------------------------------------------------------------
     # The run
@@ -347,8 +290,9 @@ class Executor:
         if self._active is not None:
             self._active.clear()
         self._waited.clear()
-        for runner in self._runners.values():
-            runner.discard()
+        for loaded in self._loaded:
+            for runner in loaded.runners.values():
+                runner.discard()
         self._monitor.waiting = -1
         if waiting < 0 or not isinstance(error, RuntimeError):
             self._monitor.report_own(error)
@@ -367,9 +311,3 @@ class Executor:
             return [peer], str(instruction)
         others = [r for r in getattr(instruction, "ranks", ()) if r != self.program.rank]
         return others or [self.program.rank], str(instruction)
-
-
-def _is_forward(instruction: object) -> bool:
-    if isinstance(instruction, Send | Recv):
-        return not instruction.message.gradient
-    return isinstance(instruction, Forward)
