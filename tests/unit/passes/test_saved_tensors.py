@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from passes.costs import GraphCosts, cost_graph
 from passes.graph import OpGraph
+from passes.loss_reduction import with_normalizers
 from passes.trace import trace
 
 Batch = dict[str, Tensor]
@@ -102,6 +103,7 @@ def union_of_saved(run: Callable[[], Any], present: list[Tensor]) -> int:
 
 def run_graph(graph: OpGraph, model: nn.Module, batch: Batch) -> int:
     state = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    batch = with_normalizers(graph, batch, 1)
     pools = {"parameter": state, "buffer": state, "constant": graph.constants, "batch": batch}
     inputs = [pools[i.kind][i.name] for i in graph.inputs]
     return union_of_saved(lambda: graph.module(*inputs), inputs)

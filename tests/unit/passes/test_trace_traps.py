@@ -25,7 +25,7 @@ def test_input_ids_and_labels_may_be_one_object() -> None:
     workload = small("gpt2")
     ids = workload.example_inputs["input_ids"]
     graph = trace(workload.model, {"input_ids": ids, "labels": ids})
-    assert {i.name for i in graph.inputs if i.kind == "batch"} == {"input_ids", "labels"}
+    assert {i.name for i in graph.inputs if i.kind == "batch"} == {"input_ids", "labels", "loss_normalizer"}
     batch = small("gpt2", batch=3, seed=5).example_inputs
     assert not torch.equal(batch["input_ids"], batch["labels"])
     torch.testing.assert_close(run(graph, workload.model, batch)[0], workload.model(**batch).loss)

@@ -11,16 +11,17 @@ from partitioner.bundled_models import bundled
 from partitioner.workloads import Workload
 from passes.batch import flatten_batch, forward_arguments, forward_names, map_tensors
 from passes.graph import OpGraph
+from passes.loss_reduction import with_normalizers
 from passes.trace import trace
 
 
 def run(graph: OpGraph, model: nn.Module, batch: Any) -> tuple[Tensor, ...]:
-    """The graph's outputs on the model's own state and ``batch``."""
+    """The graph's outputs on the model's own state and ``batch``, taken as one micro-batch."""
     sources = {
         "parameter": dict(model.named_parameters(remove_duplicate=False)),
         "buffer": dict(model.named_buffers(remove_duplicate=False)),
         "constant": graph.constants,
-        "batch": flatten_batch(batch, forward_names(model)),
+        "batch": with_normalizers(graph, flatten_batch(batch, forward_names(model)), 1),
     }
     return graph.module(*[sources[i.kind][i.name] for i in graph.inputs])
 
