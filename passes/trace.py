@@ -30,6 +30,7 @@ from passes.export_model import LossFunction, ModelWithLoss, export
 from passes.fingerprint import fingerprint
 from passes.graph import OpGraph
 from passes.loss_reduction import LossReduction, checked_reduction, reduce_loss
+from passes.mixed_types import refuse_mixed_types
 from passes.names import frozen_modules, state_names
 from passes.trace_errors import model_error
 from passes.tracing_state import (
@@ -154,6 +155,8 @@ def trace(
         loss_reduction=reduced.reduction,
         token_counts=reduced.counts,
     )
+    if graph.precision.casts_to is not None:
+        refuse_mixed_types(graph)
     logger.info("traced %s: %d operations", model_name, len(graph))
     return graph
 

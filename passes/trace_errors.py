@@ -51,6 +51,20 @@ _KNOWN = (
         "a tensor of the model is on the meta device and is neither a parameter nor a buffer",
         ("self.register_buffer(name, tensor, persistent=False) instead of a plain attribute",),
     ),
+    _Advice(
+        (
+            "to have the same dtype",
+            "must have the same dtype",
+            "expected scalar type",
+            "should be the same",
+            "RNN input dtype",
+        ),
+        "tensors of two data types meet; a precision casts parameters and inputs, not buffers or what forward makes",
+        (
+            "cast where they meet: buffer.to(x.dtype)",
+            "trace (or partition) under torch.autocast instead of precision=Precision(compute=...)",
+        ),
+    ),
 )
 _OTHER = _Advice(
     (),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cost_models.errors import UsageError
+from cost_models.errors import ModelError, UsageError
 from cost_models.precision import Precision
 from passes.check_precision import check_precision, precision_notes
 from passes.double import in_float64
@@ -175,3 +175,44 @@ def test_sixteen_bit_parameters_without_masters_are_remarked(mixed):
     (note,) = precision_notes(trace(Net(), batch(), loss_fn=loss_fn), Precision(parameters=BF16))
     assert note.startswith("42 parameters are updated in bfloat16 without master copies")
     assert precision_notes(mixed, Precision(parameters=BF16, master=F32)) == ()
+
+
+class WithPositions(nn.Module):
+    """Adds a float32 buffer to activations of the compute type."""
+
+    def __init__(self, after: nn.Module) -> None:
+        super().__init__()
+        self.first, self.after = nn.Linear(4, 4), after
+        self.register_buffer("positions", torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.first(x) + self.positions)
+
+
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [
+        (nn.Linear(4, 4), "linear in module 'after'"),
+        (nn.LayerNorm(4), "layer_norm in module 'after'"),
+        (nn.Conv1d(2, 2, 1), "module 'after' (Conv1d)"),
+        (nn.LSTM(4, 4), "module 'after' (LSTM)"),
+    ],
+)
+def test_types_that_no_kernel_takes_together_are_refused_with_the_line(after, said):
+    def mean(output: Tensor | tuple[Tensor, ...], _: object) -> Tensor:
+        return (output[0] if isinstance(output, tuple) else output).mean()
+
+    with pytest.raises(ModelError) as error:
+        trace(WithPositions(after), torch.rand(3, 2, 4), loss_fn=mean, precision=MIXED)
+    assert said in str(error.value)
+    assert "buffer.to(x.dtype)" in str(error.value)
+    with torch.autocast("cpu", dtype=BF16):  # what is suggested instead
+        trace(WithPositions(after), torch.rand(3, 2, 4), loss_fn=mean)
+
+
+def test_a_wider_norm_takes_narrower_activations():
+    """The other way round there are kernels; what comes out is in the type of the activations."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    graph = trace(model, torch.rand(8, 4), loss_fn=lambda o, _: o.mean(), precision=MIXED)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers()), "input": torch.rand(8, 4)}
+    graph.module(*[state[i.name].to(graph.nodes[i.node].meta["val"].dtype) for i in graph.inputs])
