@@ -25,7 +25,7 @@ from passes.graph import OpGraph
 from passes.init_state import materialize
 from passes.lower import lower
 from passes.segment import Segmentation
-from runtime.execute import Replan
+from runtime.loaded import Replan
 from runtime.program import Program, SegmentGraph
 from runtime.rank_state import RankState
 from runtime.relabel import RankMap

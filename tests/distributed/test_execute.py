@@ -57,7 +57,7 @@ def run_steps(
     binder = executor._active
     assert not any(x is not None for kept in (binder.leaves, binder.outgoing, binder.works) for x in kept)
     assert not any(gradient is not None for gradient in binder.arrived)
-    held = {i.name for s in executor._runners.values() for i in s.code.inputs if i.kind != "value"}
+    held = {i.name for s in executor._training.runners.values() for i in s.code.inputs if i.kind != "value"}
     return {
         "loss": loss,
         "gradients": {n: t.grad for n, t in tensors.items() if n in held and t.requires_grad},

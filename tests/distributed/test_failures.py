@@ -37,7 +37,7 @@ def break_in_the_middle(how: str, culprit: int) -> tuple[str, str, float]:
     for _ in range(2):
         executor.train_step(hand.batch(7), MICROBATCHES)
     if rank == culprit and how != "sleep in the reduction":
-        runner = next(iter(executor._runners.values()))
+        runner = next(iter(executor._training.runners.values()))
         runner._call = _failing(how, runner._call)
     if rank == 2 and how == "sleep in the reduction":
         reduction = executor._active.reductions[0]
