@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cost_models import host
+from cost_models.precision import Precision
 from partitioner.deployment.ranks import Place, own_place
 from partitioner.describe import package_version
 from partitioner.plan import Plan
@@ -84,7 +85,7 @@ def own_facts(
         place=place,
         plan=plan_digest(plan),
         versions={"torch": str(torch.__version__), "partitioner": package_version()},
-        device=None if device is None else device_facts(device, place, _dtypes(model)),
+        device=None if device is None else device_facts(device, place, _dtypes(model, plan.precision)),
         backend=str(dist.get_backend()) if dist.is_initialized() else None,
         problem=problem,
         chosen=chosen,
@@ -154,6 +155,6 @@ def _computes(properties: Any, dtype: torch.dtype) -> bool:
     return capability >= needed
 
 
-def _dtypes(model: nn.Module) -> list[torch.dtype]:
-    """The data types of the model's floating-point parameters."""
-    return sorted({p.dtype for p in model.parameters() if p.is_floating_point()}, key=str)
+def _dtypes(model: nn.Module, precision: Precision) -> list[torch.dtype]:
+    """The data types that the model's floating-point parameters compute in."""
+    return sorted({precision.of(p.dtype).leaf for p in model.parameters() if p.is_floating_point()}, key=str)
