@@ -48,7 +48,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 2**20
 _HEADER_LIMIT_BYTES = 100 * 10**6
 _DAMAGED = ["copy or download the file again", "load an earlier checkpoint"]
 

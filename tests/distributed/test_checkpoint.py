@@ -144,7 +144,6 @@ def test_the_same_plan_goes_on_bit_for_bit(plans: Any, pool: WorkerPool, tmp_pat
         assert state.keys() == state2.keys()
         assert all(torch.equal(state[name], state2[name]) for name in state)
         assert all(torch.equal(buffers[name], buffers2[name]) for name in buffers)
-        assert drawn != drawn2 or drawn == drawn2
         assert drawn == drawn2, "the script's own random numbers go on"
     assert len(set(whole[0][0])) == STEPS
 
@@ -168,7 +167,7 @@ def test_any_number_of_ranks_goes_on(plans: Any, pool: WorkerPool, tmp_path: Pat
 
 
 def refused(said: str, function: Callable[[], Any]) -> PartitionerError:
-    with pytest.raises(PartitionerError, match=said) as caught:
+    with pytest.raises(PartitionerError, match=f"(?s){said}") as caught:
         function()
     return caught.value
 
@@ -206,15 +205,14 @@ def refusals_of_save(plan_json: str, folder: str) -> None:
         for asynchronous in (False, True):
             if rank == 1:
                 limit_file_size(2000)
-            pending: list[Any] = []
             try:
                 error = refused(
-                    "cannot write .*rank-00001.safetensors.*(?s:.*)too large",
+                    "cannot write .*rank-00001.safetensors.*.*too large",
                     lambda a=asynchronous: engine.save(root, asynchronous=a).wait(),
                 )
             finally:
                 limit_file_size(resource.RLIM_INFINITY)
-            assert isinstance(error, CheckpointError), pending
+            assert isinstance(error, CheckpointError)
             assert "rank 1" in str(error)
             dist.barrier()
             assert [p.name for p in root.glob("step-*")] == [first.name]
@@ -275,7 +273,7 @@ def refusals_of_load(plan_json: str, folder: str) -> None:
         for change, said in (
             (
                 rename,
-                r"(?s)first.weight is \(8, 9\) there.*1 missing: second.weight.*not in the model: other",
+                r"first.weight is \(8, 9\) there.*1 missing: second.weight.*not in the model: other",
             ),
             (outside, "checkpoint.json is damaged"),
             (lambda data: data.pop("step"), "it lacks step"),
