@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, namedtuple
+from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -18,6 +19,7 @@ from passes.batch import (
     batch_dim_candidates,
     flatten_batch,
     forward_arguments,
+    forward_constants,
     forward_names,
     map_tensors,
 )
@@ -156,3 +158,59 @@ def test_no_batch_dimension_at_all() -> None:
         list(batch_dim_candidates({"x": zeros()}))
     with pytest.raises(ModelError, match="batch dimension"):
         list(batch_dim_candidates({"x": zeros(3)}, {"x": None}))
+
+
+class Shares(MutableMapping[str, Any]):
+    """A mapping whose shallow copy shares its storage with the original."""
+
+    def __init__(self, **items: Any) -> None:
+        self.stored = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.stored[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.stored[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.stored[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.stored)
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+
+def test_a_mapping_that_stores_its_items_elsewhere_is_not_written_through_its_twin() -> None:
+    original = Shares(a=zeros(2), note="kept")
+    twin = map_tensors(original, lambda path, leaf: leaf + 1)
+    assert type(twin) is Shares
+    assert twin["a"].sum() == 2
+    assert original["a"].sum() == 0
+    assert twin["note"] == "kept"
+    same = map_tensors(original, lambda path, leaf: leaf)
+    assert same["a"] is original["a"], "tensors themselves are never copied"
+
+
+@dataclass(frozen=True)
+class Pair:
+    image: Tensor
+    mask: Tensor
+    label: int = 3
+
+
+def test_a_dataclass_with_all_that_forward_needs_is_its_fields_and_any_other_is_an_argument() -> None:
+    pair, sample = Pair(zeros(1), zeros(2)), Sample(zeros(3), 1)
+    args, kwargs = forward_arguments(Two(), pair, has_loss_fn=True)
+    assert args == ()
+    assert kwargs == {"image": pair.image, "mask": pair.mask}
+    assert forward_arguments(nn.Linear(1, 1), sample, has_loss_fn=True) == ((sample,), {})
+    assert forward_constants(Two(), pair, has_loss_fn=True) == {}
+    assert forward_constants(nn.Linear(1, 1), sample, has_loss_fn=True) == {"input.label": 1}
+
+
+def test_a_part_of_a_batch_is_enough_for_its_constants() -> None:
+    with pytest.raises(ModelError, match="needs mask"):
+        forward_constants(Two(), {"image": zeros(1)}, has_loss_fn=False)
+    assert forward_constants(Two(), {"image": 2.0}, has_loss_fn=False, partial=True) == {"image": 2.0}
