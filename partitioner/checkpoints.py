@@ -206,6 +206,12 @@ class Checkpoints:
             self._made_side = None
 
     @property
+    def free_side(self) -> SideGroup:
+        """The group beside the one that trains, once no save is using it. Collective."""
+        self._settle()
+        return self._side
+
+    @property
     def _side(self) -> SideGroup:
         if self._made_side is None:
             self._made_side = SideGroup()

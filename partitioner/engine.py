@@ -16,14 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from partitioner.absent_batch import AbsentBatch
+from partitioner.batch_check import BatchCheck
 from partitioner.checkpoints import Checkpoints, PendingSave
+from partitioner.data import Consumer, EngineDataLoader, make_loader
+from partitioner.data_order import Sampler
 from partitioner.describe import token_leaf
 from partitioner.engine_batch import BatchReader
 from partitioner.engine_checks import refuse_autocast, refuse_no_grad
@@ -32,12 +36,14 @@ from partitioner.engine_step import (
     StepInfo,
     microbatches_for,
     share_results,
+    tokens_in,
 )
 from partitioner.plan import Plan
 from partitioner.state_keys import StateKeys
 from passes.graph import OpGraph
 from passes.least_samples import least_samples
 from passes.loss_reduction import loss_weights, samples_in, with_normalizers
+from passes.token_counts import user_leaves
 from runtime.execute import Executor
 from runtime.gradient_norm import clip_, global_norm, gradients_of, refuse_nonfinite
 from runtime.rank_state import RankState
@@ -56,6 +62,8 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         graph: OpGraph,
         keys: StateKeys,
+        *,
+        check_batches: int = 2,
     ) -> None:
         self.plan = plan
         self.executor = executor
@@ -72,6 +80,8 @@ class Engine:
         self._metric_names = tuple(output.name for output in graph.outputs if output.kind == "metric")
         self._least_samples = least_samples(graph)
         self._token_leaf = token_leaf(graph)
+        user = user_leaves(graph.batch, graph.token_counts)
+        self._compare_batches = BatchCheck(tuple(user.batch_dims), executor.collectives, check_batches)
         self._checkpoints = Checkpoints(plan.model.name, keys, graph, state, executor.device)
 
     @property
@@ -136,9 +146,10 @@ class Engine:
         """Leaves gradients in ``.grad``. (Loss and metrics on their way, samples, tokens)."""
         refuse_no_grad(method)
         refuse_autocast(method, self.executor.device.type)
-        leaves = self._reader.leaves(batch)
         needed = self.executor.leaf_names
+        leaves = self._reader.leaves(batch, needed)
         samples = samples_in(self._graph, leaves, needed)
+        self._compare_batches({} if isinstance(batch, AbsentBatch) else leaves, samples)
         microbatches = microbatches_for(self.plan, samples, *self._least_samples)
         weights = loss_weights(self._graph.loss_reduction, samples, microbatches)
         sums = self.executor.run_step(
@@ -149,7 +160,7 @@ class Engine:
         )
         results = share_results(sums, self._metric_names, weights, self.executor.collectives)
         self._skipped = self.precision.after_backward()
-        return results, samples, self._tokens(leaves)
+        return results, samples, tokens_in(self._graph.batch, self._token_leaf, leaves, samples)
 
     def _clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         gradients = gradients_of(parameter for _, parameter in self.state.spoken_for())
@@ -167,9 +178,56 @@ class Engine:
         self.last_step = StepInfo(loss, norm, metrics, samples, tokens, seconds, self.step, self._skipped)
         return loss
 
-    def _tokens(self, leaves: Mapping[str, Tensor]) -> int | None:
-        leaf = None if self._token_leaf is None else leaves.get(self._token_leaf)
-        return None if leaf is None else leaf.numel()
+    # ------------------------------------------------------------------------------------------ data
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of each batch this rank's replica takes, of ``data_world``."""
+        return 0
+
+    @property
+    def data_world(self) -> int:
+        """Into how many parts a batch is cut for data replicas: 1, as a plan has none."""
+        return 1
+
+    def dataloader(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int | None = None,
+        shuffle: bool = False,
+        seed: int | None = None,
+        drop_last: bool = False,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        sampler: Sampler | None = None,
+        pin_memory: bool | None = None,
+        everywhere: bool = False,
+        **options: Any,
+    ) -> EngineDataLoader:
+        """A ``torch.utils.data.DataLoader`` that yields the same batches in the same order on every rank. Collective.
+
+        ``dataset``: with indices or iterable, the same on every rank; None is enough where no input is read.
+        ``batch_size``: the plan's if not given. ``seed``: of the order, another one every epoch, and of whatever the
+        dataset and ``collate_fn`` draw at random; the engine's if not given. ``sampler``: indices in an order of their
+        own. ``pin_memory``: on GPUs, if not given. ``options``: of torch's DataLoader, such as ``num_workers``.
+
+        A rank whose part of the model reads no input gets an ``AbsentBatch``, unless ``everywhere`` is true; with a
+        ``collate_fn`` that changes how many samples there are, it must be.
+        """
+        place = (self.plan.batch_size, self.data_rank, self.data_world)
+        return make_loader(
+            Consumer(self.executor, self._graph, self._checkpoints.free_side, *place),
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            everywhere=everywhere,
+            sampler=sampler,
+            options=options,
+        )
 
     # ------------------------------------------------------------------------------------------ state
 
@@ -195,7 +253,9 @@ class Engine:
         Under any plan, strategy and number of ranks. Learning rates and other options of the optimizer's groups are
         restored too. Random states other than dropout's are where as many ranks saved it.
         """
-        return self._checkpoints.load(self, directory)
+        extra = self._checkpoints.load(self, directory)
+        self._compare_batches.rearm()
+        return extra
 
     # ------------------------------------------------------------------------------------------
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from cost_models.errors import PlanError
+from cost_models.errors import PlanError, UsageError
+from partitioner.absent_batch import AbsentBatch
 from passes.batch import flatten_batch, forward_constants, forward_names
 
 
@@ -19,11 +20,19 @@ class BatchReader:
         self._leaf_names = forward_names(model)
         self._constants = self._constants_of(example)
 
-    def leaves(self, batch: Any) -> Mapping[str, Tensor]:
+    def leaves(self, batch: Any, needed: Collection[str]) -> Mapping[str, Tensor]:
         """Every tensor of ``batch`` by leaf name. Raises PlanError where plain values differ from the traced ones.
 
-        It may lack tensors that this rank does not read.
+        It may lack tensors that this rank does not read; ``needed``: those it does.
         """
+        if isinstance(batch, AbsentBatch):
+            if needed:
+                raise UsageError(
+                    "this batch was not loaded, and it is read here",
+                    [f"this rank reads {', '.join(sorted(needed))}"],
+                    ["engine.dataloader(..., everywhere=True) loads every batch on every rank"],
+                )
+            return batch.leaves
         leaves = flatten_batch(batch, self._leaf_names)
         self._refuse_other_constants(batch)
         return leaves

@@ -11,6 +11,7 @@ where the factor is exactly 1 when each micro-batch's result was brought once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ from cost_models.errors import PlanError
 from partitioner.plan import Plan
 from runtime.collective import Collectives, Pending
 from runtime.results import StepSums
+from runtime.segment_code import BatchSpec
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,19 @@ def share_results(
         if result is not None:
             vector[2 * at] = result
     return SharedResults(collectives.all_reduce(vector, "the loss"), metric_names, sum(weights))
+
+
+def tokens_in(spec: BatchSpec, leaf: str | None, leaves: Mapping[str, Tensor], samples: int) -> int | None:
+    """Token ids in a batch of ``samples``, also where this rank was not given ``leaf``, which has them."""
+    if leaf is None or leaf in leaves:
+        return None if leaf is None else leaves[leaf].numel()
+    if leaf not in spec.leaves:
+        return None
+    sizes = [
+        samples if dim == spec.batch_dims[leaf] else size for dim, size in enumerate(spec.leaves[leaf].shape)
+    ]
+    known = [size for size in sizes if isinstance(size, int)]
+    return math.prod(known) if len(known) == len(sizes) else None
 
 
 def microbatches_for(plan: Plan, samples: int, least_samples: int, reason: str) -> int:

@@ -77,6 +77,7 @@ class Executor:
         compile: CompileOptions | None = None,
     ) -> None:
         self.device = torch.device(device)
+        self.seed = seed
         self.step = 0
         """Training steps so far. Dropout depends on it, so a resumed run sets it."""
         self._runs = itertools.count()

@@ -59,6 +59,7 @@ def deploy_plan(
     compile: bool | CompileOptions = False,
     check_memory: bool = True,
     check_hosts: bool = True,
+    check_batches: int = 2,
     graph: OpGraph | None = None,
 ) -> Engine:
     """Build this rank's executor. Collective: every rank of the plan calls it. ``model`` itself is never changed.
@@ -81,6 +82,7 @@ def deploy_plan(
         long a rank waits for another before it ends with an error that names it. ``check_memory``: refuse where less
         memory is free than the plan predicts. ``check_hosts``: where the cluster's nodes name their hosts, the
         processes there play these nodes' devices; without it rank r plays the r-th used device, wherever it runs.
+        ``check_batches``: how many of the first batches are compared between ranks.
 
     Raises PlanError on every rank, with every difference between the plan and the processes that run.
     """
@@ -123,7 +125,16 @@ def deploy_plan(
             executor.warm_up(share.graph.example_shapes, sizes)
     has_loss_fn = workload.loss_fn is not None
     reader = BatchReader(plan.model.name, workload.model, workload.example_inputs, has_loss_fn=has_loss_fn)
-    return Engine(plan, executor, share.state, reader, share.optimizer, share.graph, share.keys)
+    return Engine(
+        plan,
+        executor,
+        share.state,
+        reader,
+        share.optimizer,
+        share.graph,
+        share.keys,
+        check_batches=check_batches,
+    )
 
 
 def workload_of(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:
