@@ -37,6 +37,7 @@ OPTIMIZERS: Mapping[str, OptimizerMemory] = MappingProxyType(
         "momentum": OptimizerMemory(copies=1, step_bytes=0),
         "adam": OptimizerMemory(copies=2, step_bytes=4),
         "adamw": OptimizerMemory(copies=2, step_bytes=4),
+        "amsgrad": OptimizerMemory(copies=3, step_bytes=4),
     }
 )
 

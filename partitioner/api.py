@@ -61,7 +61,7 @@ def partition(
     ``batch_size``: samples per optimizer step; the example's own batch size if not given.
     ``microbatches``: how many pieces the batch is cut into (this *is* gradient accumulation), or "auto".
     ``schedule``: "auto" or one of gpipe 1f1b interleaved zb-h1 zb-h2 zb-v list.
-    ``optimizer_memory``: whose state is budgeted: none sgd momentum adam adamw.
+    ``optimizer_memory``: whose state is budgeted: none sgd momentum adam adamw amsgrad.
     ``precision``: a :class:`Precision`, the model's own data types if not given. A trace keeps what it was traced in.
     ``loss_reduction``: how micro-batches' losses become the batch's: "mean" (weighted by samples), "sum", or "token_mean"
     (by the whole batch's valid labels); what the loss itself asks for if not given.

@@ -24,6 +24,7 @@ MAKE: dict[str, MakeOptimizer] = {
     "momentum": _make(torch.optim.SGD, momentum=0.9),
     "adam": _make(torch.optim.Adam),
     "adamw": _make(torch.optim.AdamW),
+    "amsgrad": _make(torch.optim.AdamW, amsgrad=True),
 }
 
 

@@ -34,7 +34,10 @@ def global_norm(gradients: Sequence[Tensor], norm_type: float, collectives: Coll
         )
     norm = _local_norm(gradients, norm_type).to(collectives.device, torch.float64)
     if math.isinf(norm_type):
-        return collectives.all_reduce(norm, "the gradient norm", dist.ReduceOp.MAX).wait()
+        # A maximum over ranks may lose a nan, so whether there is one travels beside it.
+        pair = torch.stack([norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().double()])
+        highest, is_nan = collectives.all_reduce(pair, "the gradient norm", dist.ReduceOp.MAX).wait().unbind()
+        return highest.where(is_nan == 0.0, math.nan)
     return collectives.all_reduce(norm**norm_type, "the gradient norm").wait() ** (1.0 / norm_type)
 
 
