@@ -10,7 +10,9 @@ from cyclopts import Parameter
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import TimeLimitError
 from partitioner.api import as_graph, check_options, partition
+from partitioner.commands import options
 from partitioner.commands.options import (
+    Dims,
     JsonFlag,
     Settings,
     Whole,
@@ -44,6 +46,8 @@ def plan(
     max_stages: Whole | None = None,
     recompute: str | None = None,
     pin: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
+    batch_dims: Dims = (),
+    dynamic_dims: Dims = (),
     time_limit: float = 60.0,
     seq: Whole | None = None,
     dtype: str | None = None,
@@ -68,7 +72,7 @@ def plan(
     schedule
         auto, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v or list.
     optimizer_memory
-        Whose state is budgeted: none, sgd, momentum, adam or adamw.
+        Whose state is budgeted: none, sgd, momentum, adam, adamw or amsgrad.
     precision
         compute=bf16,master=fp32 and so on: any of compute, parameters, gradients, master, and loss_scale=dynamic.
     loss_reduction
@@ -79,6 +83,10 @@ def plan(
         none, full or auto: whether backward computes the activations of blocks again; auto: where memory asks for it.
     pin
         GLOB=STAGE over module paths or op names, such as 'layers.0.*=0'; may be repeated.
+    batch_dims
+        NAME=DIM: where the batch is in an input, or NAME=none for an input without one; may be repeated.
+    dynamic_dims
+        NAME=DIM,DIM: sizes of an input that may differ from batch to batch; may be repeated.
     time_limit
         Seconds for the search; the best plan so far is kept.
     seq
@@ -94,6 +102,7 @@ def plan(
     """
     count: Any = microbatch_count(microbatches)
     pinned = pins(pin)
+    dims = {"batch_dims": options.batch_dims(batch_dims), "dynamic_dims": options.dynamic_dims(dynamic_dims)}
     types = read_precision(precision)
     reduction = checked_reduction(loss_reduction)
     check_options(
@@ -111,7 +120,7 @@ def plan(
     with progress(f"loading {model}"):
         workload = load_workload(model, settings=settings(set_), seq=seq, dtype=dtype)
     with progress(f"tracing {model}"):
-        traced = as_graph(workload, precision=types, loss_reduction=reduction)
+        traced = as_graph(workload, precision=types, loss_reduction=reduction, **dims)
     with progress("searching"):
         made = partition(
             traced,
