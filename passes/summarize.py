@@ -163,11 +163,16 @@ def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, 
 def state_of_ranks(
     graph: OpGraph, segmentation: Segmentation, world_size: int, optimizer: str, precision: Precision
 ) -> tuple[StateBytes, ...]:
-    """Bytes of parameters, gradients and optimizer state on each rank; buffers count as parameters that do not train."""
+    """Bytes of parameters, gradients and optimizer state on each rank; buffers count as parameters that do not train.
+
+    What no segment reads is held by the lowest rank that runs one.
+    """
     names: list[set[str]] = [set() for _ in range(world_size)]
     for segment, found in enumerate(state_names_of_segments(graph, segmentation)):
         for rank in segmentation.ranks[segment]:
             names[rank] |= found
+    lowest = min(rank for ranks in segmentation.ranks for rank in ranks)
+    names[lowest] |= (graph.parameters.keys() | graph.buffers.keys()).difference(*names)
     return tuple(
         state_bytes(map(partial(_count, graph, precision), sorted(held)), optimizer) for held in names
     )

@@ -20,6 +20,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 STEPS = 4
 LEARNING_RATE = 2e-3
 SCALED = "dynamic"
+NOT_TRAINED = ("first.bias", "unread")
 
 CASES = {
     "mixed": (F32, Precision(compute=BF16)),
@@ -37,6 +38,7 @@ class Net(nn.Module):
         self.norm, self.second = nn.LayerNorm(16), nn.Linear(16, 16)
         self.head = nn.Linear(16, 11, bias=False)
         self.first.bias.requires_grad_(False)
+        self.unread = nn.Parameter(torch.rand(5))
         self.register_buffer("gain", torch.full((16,), 1.5))
 
     def forward(self, tokens: Tensor, noise: Tensor) -> Tensor:
@@ -81,10 +83,10 @@ def eager(case: str, microbatches: int, *, tied: bool = False) -> tuple[list[flo
     own, precision = CASES[case]
     model = workload(own, tied=tied).model
     owners = {
-        n: nn.Parameter(p.detach().to(precision.of(own, trains=p.requires_grad).owner), p.requires_grad)
+        n: nn.Parameter(p.detach().to(precision.of(own, trains=n not in NOT_TRAINED).owner), p.requires_grad)
         for n, p in model.named_parameters()
     }
-    trained = {n: p for n, p in owners.items() if n != "first.bias"}
+    trained = {n: p for n, p in owners.items() if n not in NOT_TRAINED}
     for parameter in model.parameters():
         parameter.data = parameter.data.to(precision.of(own).leaf)
     optimizer = torch.optim.AdamW(trained.values(), lr=LEARNING_RATE)
@@ -207,7 +209,7 @@ def test_two_ranks_equal_the_eager_loop(case: str, schedule: str, tied: bool, po
         assert result["published"]
         held |= set(result["owners"])
         for name, owner in result["owners"].items():
-            assert owner.dtype == precision.of(own, trains=name != "first.bias").owner
+            assert owner.dtype == precision.of(own, trains=name not in NOT_TRAINED).owner
             difference = (owner.double() - owners[name].double()).norm() / owners[name].double().norm()
             assert float(difference) < (1e-2 if tied else 1e-6), (name, float(difference))
         wanted = precision.of(own).owner  # a step leaves gradients in the owners' type
