@@ -42,6 +42,7 @@ def test_a_random_placement_computes_the_same(seed: int, pool: WorkerPool) -> No
         state=model.state,
         trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
         microbatches=MICROBATCHES,
+        weights=tuple(size / SAMPLES for size in microbatch_sizes(SAMPLES, MICROBATCHES)),
         optimizer="sgd",
         learning_rate=0.0,
         timeout_seconds=30.0,
