@@ -22,6 +22,7 @@ from partitioner.verify_rank import VerificationTask
 from partitioner.workloads import Workload
 from passes.batch import flatten_batch, forward_names
 from passes.graph import OpGraph
+from passes.layer_options import RecomputeMode
 from passes.loss_reduction import step_batch, step_weights
 from passes.lower import lower
 
@@ -36,6 +37,7 @@ class PlanCase:
     batch_size: int
     pins: Mapping[str, int] = field(default_factory=dict)
     note: str = ""
+    recompute: RecomputeMode = "auto"
 
     @property
     def name(self) -> str:
@@ -49,6 +51,7 @@ class PlanCase:
             schedule=self.schedule,
             microbatches=self.microbatches,
             pins=self.pins,
+            recompute=self.recompute,
             optimizer_memory="adamw",
         )
 
@@ -82,6 +85,9 @@ def plan_cases() -> tuple[PlanCase, ...]:
         PlanCase("gpt2-small", "1f1b", 8, 8),
         PlanCase("gpt2-small", "zb-h1", 8, 8),
         PlanCase("gpt2-small", "1f1b", 4, 8, {"transformer.h.1": 0, "transformer.h.2": 1}, "cut at 2 of 6"),
+        PlanCase("gpt2-small", "1f1b", 4, 8, note="recompute", recompute="full"),
+        PlanCase("gpt2-small", "zb-h1", 8, 8, note="recompute", recompute="full"),
+        PlanCase("llama-small", "gpipe", 4, 8, note="recompute", recompute="full"),
         PlanCase("llama-small", "gpipe", 2, 8),
         PlanCase("llama-small", "1f1b", 8, 8),
         PlanCase("llama-small", "interleaved", 4, 8),

@@ -63,5 +63,14 @@ def transient_bytes(costs: GraphCosts, regions: Sequence[Region], batch_size: in
     for region in reversed(regions):
         most = max(most, kept + region_bytes(exact, region, batch_size))
         if deferring:
-            kept += exact.held_bytes(region, batch_size).weight_saved
+            kept += _deferred_bytes(exact, region, batch_size)
     return most
+
+
+def _deferred_bytes(costs: GraphCosts, region: Region, batch_size: int) -> int:
+    """Bytes that weight halves need of ``region`` beside what is held anyway: their inputs and output gradients."""
+    parameterized = [op for op in region if costs.weight_half[op]]
+    gradients = int(costs.at(batch_size).output_bytes[parameterized].sum())
+    sizes = costs.storage_bytes(batch_size)
+    saved = {name for op in parameterized for name in costs.saved[op]}
+    return gradients + sum(sizes[name] for name in saved - costs.inputs_of(set(region)))

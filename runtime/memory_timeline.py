@@ -102,9 +102,9 @@ def memory_curves(
         cost, rank = segment.cost, segment.rank
         deferred = cost.weight_saved_bytes * (times.end[2, s] >= 0.0)
         ledger.hold(rank, cost.saved_bytes, begun[s], _latest(forward[s], backward[s]))
-        ledger.hold(rank, deferred, backward[s], done[s])
         if cost.transient_bytes and segment.has_backward:
             ledger.hold(rank, cost.transient_bytes, (times.start[1, s], times.place[1, s]), backward[s])
+        ledger.hold(rank, deferred, backward[s], done[s])  # after what ends at the same moment
     for value in graph.values:
         home = graph.segments[value.producer].rank
         by_rank: dict[int, list[int]] = {}
