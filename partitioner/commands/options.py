@@ -34,6 +34,8 @@ Whole = Annotated[int, Parameter(converter=_whole)]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=(), show_default=False)]
 Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)]
 
+Dims = Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)]
+
 
 @contextmanager
 def progress(what: str) -> Iterator[None]:
@@ -144,6 +146,36 @@ def pins(pairs: Sequence[str]) -> dict[str, int]:
 def read_precision(text: str | None) -> Precision:
     """ "compute=bf16,master=fp32" -> Precision(compute=bfloat16, master=float32)."""
     return Precision.from_fields(settings(text.split(","), "--precision") if text else {})
+
+
+def batch_dims(pairs: Sequence[str]) -> dict[str, int | None] | None:
+    """``["mask=none", "ids=0"]`` -> ``{"mask": None, "ids": 0}``; None where nothing was said."""
+    given = settings(pairs, "--batch-dims")
+    wrong = [
+        f"{n}={text}: expected a dimension or none" for n, text in given.items() if not _is_dim(text, "none")
+    ]
+    if wrong:
+        raise UsageError("cannot read --batch-dims", wrong, ["write --batch-dims NAME=DIM, once per input"])
+    return {name: None if text == "none" else int(text) for name, text in given.items()} or None
+
+
+def dynamic_dims(pairs: Sequence[str]) -> dict[str, list[int]] | None:
+    """``["ids=1", "mask=1,2"]`` -> ``{"ids": [1], "mask": [1, 2]}``; None where nothing was said."""
+    given = settings(pairs, "--dynamic-dims")
+    wrong = [
+        f"{name}={text}: expected dimensions such as 1,2"
+        for name, text in given.items()
+        if not all(map(_is_dim, text.split(",")))
+    ]
+    if wrong:
+        raise UsageError(
+            "cannot read --dynamic-dims", wrong, ["write --dynamic-dims NAME=DIM,DIM, once per input"]
+        )
+    return {name: [int(dim) for dim in text.split(",")] for name, text in given.items()} or None
+
+
+def _is_dim(text: str, *words: str) -> bool:
+    return text in words or re.fullmatch(r"-?[0-9]{1,3}", text) is not None
 
 
 def microbatch_count(text: str) -> int | str:

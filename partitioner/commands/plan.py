@@ -102,7 +102,10 @@ def plan(
     """
     count: Any = microbatch_count(microbatches)
     pinned = pins(pin)
-    dims = {"batch_dims": options.batch_dims(batch_dims), "dynamic_dims": options.dynamic_dims(dynamic_dims)}
+    dims: dict[str, Any] = {
+        "batch_dims": options.batch_dims(batch_dims),
+        "dynamic_dims": options.dynamic_dims(dynamic_dims),
+    }
     types = read_precision(precision)
     reduction = checked_reduction(loss_reduction)
     check_options(

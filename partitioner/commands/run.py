@@ -13,7 +13,8 @@ from cyclopts import Parameter
 
 from cost_models.errors import ModelError, PartitionerError, UsageError
 from cost_models.units import format_seconds
-from partitioner.commands.options import JsonFlag, Settings, Whole, emit, progress, settings
+from partitioner.commands import options
+from partitioner.commands.options import Dims, JsonFlag, Settings, Whole, emit, progress, settings
 from partitioner.grow_batch import grow_batch
 from partitioner.plan import Plan
 from partitioner.report.text import counted
@@ -37,6 +38,8 @@ def run(
     seq: Whole | None = None,
     dtype: str | None = None,
     set_: Settings = (),
+    batch_dims: Dims = (),
+    dynamic_dims: Dims = (),
     json: JsonFlag = False,
 ) -> int:
     """Train for some steps on the model's example batch, grown to the plan's batch size.
@@ -63,21 +66,32 @@ def run(
         Data type of a bundled or hf: model.
     set_
         key=value for the factory's arguments; may be repeated.
+    batch_dims
+        As given to `partitioner plan`.
+    dynamic_dims
+        As given to `partitioner plan`.
     json
         Print one JSON object.
     """
     _check(steps, learning_rate, timeout)
+    deploying: dict[str, Any] = {
+        "learning_rate": learning_rate,
+        "seed": seed,
+        "timeout_seconds": timeout,
+        "batch_dims": options.batch_dims(batch_dims),
+        "dynamic_dims": options.dynamic_dims(dynamic_dims),
+    }
+    if local:  # these workers are on this machine, whatever the plan's hosts and devices are called
+        deploying |= {"device": "cpu", "check_hosts": False}
     loaded = Plan.load(plan)
     arguments = (
         loaded.model_dump_json(),
         model,
         steps,
-        learning_rate,
-        seed,
-        timeout,
         seq,
         dtype,
         settings(set_),
+        deploying,
     )
     if local:
         with progress(f"running {counted(steps, 'step')} on {counted(loaded.world_size, 'local process')}"):
@@ -146,21 +160,22 @@ def train(
     plan_json: str,
     model: str,
     steps: Whole,
-    learning_rate: float,
-    seed: Whole,
-    timeout_seconds: float,
     seq: Whole | None,
     dtype: str | None,
     set_: dict[str, str],
+    deploying: dict[str, Any],
 ) -> dict[str, Any]:
-    """One rank of the run: losses and seconds per step. The first step warms up and does not count."""
+    """One rank of the run: losses and seconds per step. The first step warms up and does not count.
+
+    ``deploying``: options of ``Plan.deploy``.
+    """
     plan = Plan.from_json(plan_json)
-    torch.manual_seed(seed)  # a factory that does not seed itself makes the same weights on every rank
+    torch.manual_seed(
+        deploying["seed"]
+    )  # a factory that does not seed itself makes the same weights on every rank
     workload = load_workload(model, settings=set_, seq=seq, dtype=dtype)
     losses, seconds = [], []
-    with plan.deploy(
-        workload, learning_rate=learning_rate, seed=seed, timeout_seconds=timeout_seconds
-    ) as deployment:
+    with plan.deploy(workload, **deploying) as deployment:
         dims = deployment.executor.batch_spec.batch_dims
         batch = grow_batch(workload.example_inputs, dims, workload.model, plan.batch_size)
         for _ in range(steps):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from cost_models.errors import UsageError
-from partitioner.commands.options import JsonFlag, Settings, Whole, emit, progress, settings
+from partitioner.commands import options
+from partitioner.commands.options import Dims, JsonFlag, Settings, Whole, emit, progress, settings
 from partitioner.plan import Plan
 from partitioner.report.text import counted
 from partitioner.verify import verify_plan
@@ -21,6 +23,8 @@ def verify(
     seq: Whole | None = None,
     dtype: str | None = None,
     set_: Settings = (),
+    batch_dims: Dims = (),
+    dynamic_dims: Dims = (),
     timeout: float = 300.0,
     json: JsonFlag = False,
 ) -> int:
@@ -38,6 +42,10 @@ def verify(
         Data type of a bundled or hf: model.
     set_
         key=value for the factory's arguments; may be repeated.
+    batch_dims
+        As given to `partitioner plan`.
+    dynamic_dims
+        As given to `partitioner plan`.
     timeout
         Seconds for the step on the workers.
     json
@@ -47,10 +55,14 @@ def verify(
         raise UsageError(
             "cannot verify with this option", [f"--timeout is {timeout:g}, expected more than 0 seconds"]
         )
+    dims: dict[str, Any] = {
+        "batch_dims": options.batch_dims(batch_dims),
+        "dynamic_dims": options.dynamic_dims(dynamic_dims),
+    }
     loaded = Plan.load(plan)
     with progress(f"loading {model}"):
         workload = load_workload(model, settings=settings(set_), seq=seq, dtype=dtype)
     with progress(f"verifying on {counted(loaded.world_size, 'local process')}"):
-        report = verify_plan(loaded, workload, timeout_seconds=timeout)
+        report = verify_plan(loaded, workload, timeout_seconds=timeout, **dims)
     emit(str(report), report.to_dict(), json)
     return 0 if report.passed else 7

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
-from partitioner import Plan, deploy, partition
+from partitioner import Plan, Workload, deploy, partition
 from partitioner.deployment import facts as deployment_facts
 from partitioner.deployment import ranks as deployment_ranks
 from partitioner.deployment.facts import plan_digest
@@ -238,7 +238,7 @@ def states(model: nn.Module) -> list[Any]:
 def train_watched(plan_json: str, compile: Any) -> tuple[Result, bool]:
     made = workload()
     made.model.eval()
-    made.model.norm.bias.requires_grad_(True)
+    made.model.get_parameter("norm.bias").requires_grad_(True)
     before = states(made.model)
     plan = Plan.from_json(plan_json)
     options = {**OPTIONS, "check_hosts": False, "compile": compile}
@@ -257,16 +257,18 @@ def test_compiled_segments_train_alike_and_the_model_is_not_touched(
     assert [untouched for _, untouched in results] == [True] * 3
 
 
-def train_compiled_model(plan_json: str) -> Result:
+def compiled_workload() -> Workload:
     made = workload()
-    compiled = type(made)(torch.compile(made.model), made.example_inputs, made.loss_fn, "net")
+    model: Any = torch.compile(made.model)
+    return Workload(model, made.example_inputs, made.loss_fn, "net")
+
+
+def train_compiled_model(plan_json: str) -> Result:
     plan = Plan.from_json(plan_json)
-    with plan.deploy(compiled, timeout_seconds=20.0, check_hosts=False, **OPTIONS) as engine:
+    with plan.deploy(compiled_workload(), timeout_seconds=20.0, check_hosts=False, **OPTIONS) as engine:
         return trained(engine)
 
 
 def test_a_compiled_model_is_deployed_and_verified_without_its_wrapper(plan: Plan, pool: WorkerPool) -> None:
     check_trained(pool.run(train_compiled_model, plan.model_dump_json(), world_size=3, timeout_seconds=60.0))
-    made = workload()
-    compiled = type(made)(torch.compile(made.model), made.example_inputs, made.loss_fn, "net")
-    assert plan.verify(compiled, pool=pool).passed
+    assert plan.verify(compiled_workload(), pool=pool).passed
