@@ -38,6 +38,7 @@ from partitioner.engine_step import (
     share_results,
     tokens_in,
 )
+from partitioner.evaluation import EvalOutput, Evaluator
 from partitioner.plan import Plan
 from partitioner.state_keys import StateKeys
 from passes.graph import OpGraph
@@ -45,6 +46,7 @@ from passes.least_samples import least_samples
 from passes.loss_reduction import loss_weights, samples_in, with_normalizers
 from passes.token_counts import user_leaves
 from runtime.execute import Executor
+from runtime.gather_outputs import Gather
 from runtime.gradient_norm import clip_, global_norm, gradients_of, refuse_nonfinite
 from runtime.rank_state import RankState
 from runtime.step_precision import StepPrecision
@@ -62,6 +64,7 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         graph: OpGraph,
         keys: StateKeys,
+        evaluator: Evaluator,
         *,
         check_batches: int = 2,
     ) -> None:
@@ -82,6 +85,7 @@ class Engine:
         self._token_leaf = token_leaf(graph)
         user = user_leaves(graph.batch, graph.token_counts)
         self._compare_batches = BatchCheck(tuple(user.batch_dims), executor.collectives, check_batches)
+        self._evaluator = evaluator
         self._checkpoints = Checkpoints(plan.model.name, keys, graph, state, executor.device)
 
     @property
@@ -228,6 +232,23 @@ class Engine:
             sampler=sampler,
             options=options,
         )
+
+    # ------------------------------------------------------------------------------------------ evaluation
+
+    def eval_step(self, batch: Any, gather: Gather | None = None) -> EvalOutput:
+        """Loss and metrics of ``batch`` in evaluation mode, on every rank; the model stays as it is.
+
+        ``batch``: of any number of samples. ``gather``: "rank0" or "all" also gives the model's outputs there, put
+        together over micro-batches (``runtime.gather_outputs``). The first call traces the model in evaluation mode.
+        """
+        return self._evaluator.eval_step(batch, gather)
+
+    def forward(self, batch: Any, gather: Gather = "rank0") -> Mapping[str, Tensor] | None:
+        """The model's outputs by name, in evaluation mode; None on ranks that ``gather`` leaves out.
+
+        ``batch``: what the model's own ``forward`` takes; labels are not needed, nor any loss.
+        """
+        return self._evaluator.forward(batch, gather)
 
     # ------------------------------------------------------------------------------------------ state
 

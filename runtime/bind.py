@@ -210,9 +210,8 @@ class Binder:
                 shared.losses[microbatch] = outputs[loss_position].detach()
             for at, name in metrics:
                 shared.metrics[microbatch][name] = outputs[at].detach()
-            if shared.outputs is not None:
-                for at, name in results:
-                    shared.outputs[microbatch][name] = outputs[at].detach()
+            for at, name in results if shared.outputs else ():
+                shared.outputs[microbatch][name] = outputs[at].detach()
             for slot in drops:
                 leaves[slot] = None
 

@@ -76,7 +76,7 @@ class Executor:
         send_early: bool = True,
         compile: CompileOptions | None = None,
     ) -> None:
-        self.device = torch.device(device)
+        self.device, self.timeout_seconds = torch.device(device), timeout_seconds
         self.seed = seed
         self.step = 0
         """Training steps so far. Dropout depends on it, so a resumed run sets it."""
@@ -199,13 +199,13 @@ class Executor:
         """
         loaded = loaded or self._training
         binder, shared = self._prepare(loaded, False, batch, microbatches, weights)
-        shared.outputs = [{} for _ in range(microbatches)] if keep_outputs else None
+        shared.outputs = [{} for _ in range(microbatches)] if keep_outputs else []
         with torch.no_grad():
             self._run(binder, shared)
         for runner in loaded.runners.values():
             runner.discard()
         result = Evaluation.of(shared)
-        shared.outputs = None
+        shared.outputs = []
         return result
 
     def batch_size_of(self, batch: Mapping[str, Tensor]) -> int:
@@ -304,7 +304,7 @@ class Executor:
     def _describe(self, waiting: int) -> tuple[Sequence[int], str]:
         position = waiting % _RUN
         if position == _RUN - 1 or self._active is None:
-            return [r for r in self.collectives.ranks if r != self.program.rank], self.collectives.waits_for
+            return self.collectives.waits_on, self.collectives.waits_for
         instruction = self._active.setting.program.instructions[position]
         if isinstance(instruction, Send | Recv):
             message = instruction.message

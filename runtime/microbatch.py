@@ -7,7 +7,7 @@ Leaves without a batch dimension go whole to every micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import sympy
 import torch
@@ -39,7 +39,7 @@ def batch_size_of(
     strange = [
         text
         for name, leaf in spec.leaves.items()
-        if name in batch and (text := _strange(name, batch[name], leaf))
+        if name in batch and (text := mismatch(name, batch[name], leaf))
     ]
     if strange:
         raise UsageError(
@@ -70,7 +70,7 @@ def batch_size_of(
     return next(iter(sizes.values()))
 
 
-def _strange(name: str, leaf: torch.Tensor, spec: TensorSpec) -> str:
+def mismatch(name: str, leaf: torch.Tensor, spec: TensorSpec) -> str:
     """What is wrong with a leaf; "" where nothing is. Open sizes may be anything."""
     sizes = zip(leaf.shape, spec.shape, strict=False)
     if leaf.dim() != len(spec.shape) or any(isinstance(want, int) and got != want for got, want in sizes):
@@ -111,3 +111,10 @@ def symbol_sizes(
     }
     sizes[spec.batch_symbol] = microbatch_size
     return sizes
+
+
+def cut_at(tensor: torch.Tensor, dim: int | None, ends: Sequence[int]) -> list[torch.Tensor]:
+    """``tensor`` in pieces that end before ``ends`` along ``dim``: views; the whole of it each time without ``dim``."""
+    if dim is None:
+        return [tensor] * len(ends)
+    return list(torch.tensor_split(tensor, list(ends[:-1]), dim))

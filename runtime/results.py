@@ -39,7 +39,7 @@ class StepSums:
         }
         losses = [loss for loss in shared.losses if loss is not None]
         loss = _weighted_sum(losses, shared.weights) if losses else None
-        return cls(loss, metrics, shared.weights, shared.outputs or ())
+        return cls(loss, metrics, shared.weights, shared.outputs)
 
 
 class Evaluation(StepSums):

@@ -63,8 +63,8 @@ class Shared:
     """Per batch leaf: its part in each micro-batch. The lists stay, their contents change every step."""
     losses: list[Tensor | None] = field(default_factory=list)
     metrics: list[dict[str, Tensor]] = field(default_factory=list)
-    outputs: list[dict[str, Tensor]] | None = None
-    """Per micro-batch: results of an evaluation by name; None where nobody wants them."""
+    outputs: list[dict[str, Tensor]] = field(default_factory=list)
+    """Per micro-batch: results of an evaluation by name; empty where nobody wants them."""
     seeds: list[Tensor | None] = field(default_factory=list)
     """Per micro-batch: the gradient that its loss starts backward with; kept while the weights stay."""
     gradient_scale: float = 1.0

@@ -23,6 +23,8 @@ from partitioner.deployment.agree import agree_on_ranks
 from partitioner.deployment.share import Recipe, build_share
 from partitioner.engine import Engine
 from partitioner.engine_batch import BatchReader
+from partitioner.evaluation import Evaluator
+from partitioner.evaluation_graphs import Deployed
 from partitioner.plan import Plan
 from partitioner.workloads import Workload
 from passes.graph import OpGraph
@@ -125,6 +127,17 @@ def deploy_plan(
             executor.warm_up(share.graph.example_shapes, sizes)
     has_loss_fn = workload.loss_fn is not None
     reader = BatchReader(plan.model.name, workload.model, workload.example_inputs, has_loss_fn=has_loss_fn)
+    deployed = Deployed(
+        plan,
+        workload.model,
+        workload.loss_fn,
+        workload.example_inputs,
+        dynamic_dims,
+        share.graph,
+        ranks,
+        executor,
+        share.state,
+    )
     return Engine(
         plan,
         executor,
@@ -133,6 +146,7 @@ def deploy_plan(
         share.optimizer,
         share.graph,
         share.keys,
+        Evaluator(deployed),
         check_batches=check_batches,
     )
 

@@ -1,0 +1,151 @@
+"""Evaluation of a deployed model: its loss, metrics and outputs, in evaluation mode, of batches of any size.
+
+    batch of 21, planned: 8 samples in 4 micro-batches      rounds 2 2 2 2 | 2 2 2 2 | 2 2 1
+
+No micro-batch is larger than the planned ones, and no more of them run at once than the plan has: so a batch needs about
+the memory that the plan's batches need, plus that of the outputs where they are wanted. A rank that is done with its part
+of a round begins the next. Nothing of the model, the optimizer, the step counter or the random generators changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from torch import Tensor
+
+from cost_models.errors import UsageError
+from partitioner.engine_checks import refuse_autocast
+from partitioner.engine_step import share_results
+from partitioner.evaluation_graphs import Deployed, EvaluationGraph, EvaluationGraphs
+from passes.loss_reduction import loss_weights, samples_in, with_normalizers
+from runtime.gather_outputs import Gather, gather_outputs, joined, memory_of, refuse_unjoinable, whole_shape
+from runtime.microbatch import cut_at, microbatch_sizes, symbol_sizes
+from runtime.results import StepSums
+
+
+@dataclass(frozen=True)
+class EvalOutput:
+    """What an evaluation found. ``loss`` and ``metrics`` are on every rank: float64 tensors of shape ()."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor] | None
+    """The model's outputs without the loss, by name, on this rank's device; None where they were not gathered."""
+
+
+class Evaluator:
+    """``engine.eval_step`` and ``engine.forward``."""
+
+    def __init__(self, deployed: Deployed) -> None:
+        self._deployed = deployed
+        self._graphs = EvaluationGraphs(deployed)
+
+    def eval_step(self, batch: Any, gather: Gather | None = None) -> EvalOutput:
+        """See ``Engine.eval_step``."""
+        self._check("eval_step", gather, (None, *get_args(Gather)))
+        made, leaves = self._graphs.for_loss(batch)
+        run = self._run(made, leaves, gather is not None)
+        names, collectives = made.metric_names, self._deployed.executor.collectives
+        results = share_results(run.sums, names, run.weights, collectives)
+        outputs = None if gather is None else self._gather(made, leaves, run, gather)
+        loss, metrics = results.wait()
+        return EvalOutput(loss, metrics, outputs)
+
+    def forward(self, batch: Any, gather: Gather = "rank0") -> Mapping[str, Tensor] | None:
+        """See ``Engine.forward``."""
+        self._check("forward", gather, get_args(Gather))
+        made, leaves = self._graphs.without_loss(batch)
+        return self._gather(made, leaves, self._run(made, leaves, True), gather)
+
+    def _check(self, method: str, gather: object, known: Sequence[object]) -> None:
+        refuse_autocast(method, self._deployed.executor.device.type)
+        if gather not in known:
+            raise UsageError(
+                f"engine.{method} cannot gather {gather!r}",
+                suggestions=[f"gather is one of {', '.join(map(repr, known))}"],
+            )
+
+    def _run(self, made: EvaluationGraph, leaves: Mapping[str, Tensor], keep_outputs: bool) -> _Run:
+        """Every micro-batch of the batch, in rounds."""
+        plan, executor, graph = self._deployed.plan, self._deployed.executor, made.graph
+        needed = made.loaded.leaf_names
+        samples = samples_in(graph, leaves, needed)
+        total = self._microbatches_for(made, samples)
+        if keep_outputs:
+            refuse_unjoinable(made.places, total)
+        sizes = microbatch_sizes(samples, total)
+        weights = loss_weights(graph.loss_reduction, samples, total)
+        filled = with_normalizers(graph, leaves, total, needed)
+        rounds = range(0, total, plan.microbatches)
+        ends = [sum(sizes[: first + plan.microbatches]) for first in rounds]
+        pieces = {
+            name: cut_at(filled[name], dim, ends)
+            for name, dim in graph.batch.batch_dims.items()
+            if name in filled
+        }
+        found = []
+        for number, first in enumerate(rounds):
+            share = weights[first : first + plan.microbatches]
+            found.append(
+                executor.evaluate(
+                    {name: parts[number] for name, parts in pieces.items()},
+                    len(share),
+                    weights=share,
+                    loaded=made.loaded,
+                    keep_outputs=keep_outputs,
+                )
+            )
+        return _Run(_summed(found), weights, sizes)
+
+    def _microbatches_for(self, made: EvaluationGraph, samples: int) -> int:
+        """As many as the plan has, or as many more as the batch is larger, or fewer where it is small."""
+        plan = self._deployed.plan
+        least, reason = made.least_samples
+        if samples < least:
+            raise UsageError(
+                f"cannot evaluate {plan.model.name} on {samples} samples", [f"{reason} needs {least} at once"]
+            )
+        largest = microbatch_sizes(plan.batch_size, plan.microbatches)[0]
+        return min(samples // least, max(plan.microbatches, -(-samples // largest)))
+
+    def _gather(
+        self, made: EvaluationGraph, leaves: Mapping[str, Tensor], run: _Run, gather: Gather
+    ) -> dict[str, Tensor] | None:
+        state, executor = self._deployed.state, self._deployed.executor
+        given = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+        symbols = [symbol_sizes(made.graph.batch, given, size) for size in run.sizes]
+        held = {**leaves, **made.loaded.state}
+        foreign = frozenset(memory_of(tensor) for tensor in held.values())
+        own: dict[str, Tensor] = {}
+        for place in made.places:
+            name = place.names[0]
+            if place.held:
+                if place.rank in (None, state.rank) and place.held in held:
+                    own[name] = held[place.held].detach().to(executor.device, copy=True)
+            elif place.rank == state.rank:
+                own[name] = joined(place, [found[name] for found in run.sums.outputs], foreign)
+        shapes = [whole_shape(place, symbols) for place in made.places]
+        return gather_outputs(made.places, own, shapes, gather, state.rank, executor.collectives)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What this rank computed. ``weights``, ``sizes``: of all micro-batches of the batch."""
+
+    sums: StepSums
+    weights: Sequence[float]
+    sizes: Sequence[int]
+
+
+def _summed(rounds: Sequence[StepSums]) -> StepSums:
+    """The rounds of a batch as if they had been one."""
+    losses = [found.loss for found in rounds if found.loss is not None]
+    names = rounds[0].metrics
+    return StepSums(
+        loss=sum(losses[1:], losses[0]) if losses else None,
+        metrics={name: sum((r.metrics[name] for r in rounds[1:]), rounds[0].metrics[name]) for name in names},
+        weights=tuple(weight for found in rounds for weight in found.weights),
+        outputs=[outputs for found in rounds for outputs in found.outputs],
+    )
