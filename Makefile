@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint verify-all bench predict docs wheel clean
+.PHONY: help setup demo test lint verify-all bench predict checkpoint docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -33,11 +33,15 @@ lint: setup  ## ruff, strict mypy, the four floors
 verify-all: setup  ## every model x stages x schedule, in float64 on real processes
 	$(BIN)/python -m benchmarks.verify_matrix
 
-bench: setup  ## our executor beside torch.distributed.pipelining
+bench: setup  ## our executor beside torch.distributed.pipelining, the engine beside the executor
 	$(BIN)/python -m benchmarks.executor
+	$(BIN)/python -m benchmarks.engine
 
 predict: setup  ## predicted beside measured step time and memory
 	$(BIN)/python -m benchmarks.prediction
+
+checkpoint: setup  ## seconds and memory of saving and loading 124 M parameters
+	$(BIN)/python -m benchmarks.checkpoint
 
 docs: setup  ## regenerate the JSON Schemas and check that the docs' commands run
 	$(BIN)/python -m benchmarks.make_docs
