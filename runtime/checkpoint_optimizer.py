@@ -105,13 +105,22 @@ def state_targets(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
 ) -> dict[str, Tensor]:
-    """Empty tensors for this rank's optimizer state, by name in the checkpoint, on the devices they will live on."""
+    """Tensors for this rank's optimizer state, by name in the checkpoint, on the devices they will live on.
+
+    Where the optimizer has such a tensor already it is the target: a state of its size is not held twice.
+    """
     targets = {}
     for name in groups_of(optimizer, parameters):
+        _, present = encode(dict(optimizer.state.get(parameters[name], {})), f"optimizer/{name}")
         for tensor in tensor_names(record["state"].get(name)):
-            entry = index[tensor]
+            entry, current = index[tensor], present.get(tensor)
             device = parameters[name].device if entry.shape else torch.device("cpu")
-            targets[tensor] = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+            fits = current is not None and (tuple(current.shape), current.dtype) == (entry.shape, entry.dtype)
+            targets[tensor] = (
+                current
+                if fits and current is not None
+                else torch.empty(entry.shape, dtype=entry.dtype, device=device)
+            )
     return targets
 
 
