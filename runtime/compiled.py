@@ -35,11 +35,30 @@ def compile_options(compile: bool | CompileOptions) -> CompileOptions | None:
     problems = [f"torch.compile has no {name!r}" for name in compile if name not in known]
     if compile.get("fullgraph"):
         problems.append("fullgraph=True: values are sent from inside a segment, which no graph can hold")
+    if _replays(compile):
+        problems.append(
+            "CUDA graphs: they write the outputs of one micro-batch over those of another that is still in flight"
+        )
     if problems:
         raise UsageError(
-            "cannot compile with these options", problems, [f"torch.compile takes {', '.join(known)}"]
+            "cannot compile with these options",
+            problems,
+            [
+                f"torch.compile takes {', '.join(known)}",
+                "mode='max-autotune-no-cudagraphs' tunes without CUDA graphs",
+            ],
         )
     return dict(compile)
+
+
+def _replays(compile: CompileOptions) -> bool:
+    """Whether the options turn CUDA graphs on."""
+    options = compile.get("options") or {}
+    return (
+        compile.get("mode") in ("reduce-overhead", "max-autotune")
+        or compile.get("backend") == "cudagraphs"
+        or bool(options.get("triton.cudagraphs"))
+    )
 
 
 def compiled(module: fx.GraphModule, options: CompileOptions) -> Callable[..., Any]:

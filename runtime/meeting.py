@@ -22,7 +22,9 @@ from typing import Any
 import torch.distributed as dist
 
 from cost_models.errors import PartitionerError, RankFailureError, UsageError
-from runtime.groups import SETUP_SECONDS
+
+MEETING_SECONDS = 600.0
+"""How long ranks wait for each other to arrive: some load a model for longer than a step may take."""
 
 Judge = Callable[[list[Any]], Any]
 """What every rank said, by rank -> the verdict (both JSON data)."""
@@ -36,10 +38,10 @@ class Meeting:
     rank: int
     world_size: int
     number: int
-    timeout_seconds: float = SETUP_SECONDS
+    timeout_seconds: float = MEETING_SECONDS
 
     @classmethod
-    def join(cls, timeout_seconds: float = SETUP_SECONDS) -> Meeting:
+    def join(cls, timeout_seconds: float = MEETING_SECONDS) -> Meeting:
         """Collective. ``timeout_seconds``: how long ranks wait for each other until everything is built."""
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()

@@ -25,9 +25,9 @@ def ranks_or_differences(
     ranks: RankMap | None = None
     if len(facts) != plan.world_size:
         problems.append(f"it is made for {counted(plan.world_size, 'rank')}, {len(facts)} are running")
-        suggestions.append(
-            f"start {counted(plan.world_size, 'process')}: {plan.launch_command().splitlines()[-1]}"
-        )
+        commands = [line for line in plan.launch_command().splitlines() if "torchrun" in line]
+        more = f" and so on, on {len(commands)} nodes" if len(commands) > 1 else ""
+        suggestions.append(f"start {counted(plan.world_size, 'process')}: {commands[0]}{more}")
     elif check_hosts:
         ranks, hosts = ranks_by_host(plan, [fact.place for fact in facts])
         if hosts:

@@ -37,8 +37,9 @@ from runtime.microbatch import microbatch_sizes
 
 logger = logging.getLogger("partitioner")
 
+BUILD_SECONDS = 1800.0
 COMPILE_SECONDS = 3600.0
-"""How long ranks wait for the slowest one to compile."""
+"""How long ranks wait for the slowest one to read its weights, and to compile."""
 
 
 def deploy_plan(
@@ -106,7 +107,7 @@ def deploy_plan(
         init_fn=init_fn,
         seed=seed,
     )
-    with meeting.all_or_none("build"):
+    with meeting.all_or_none("build", BUILD_SECONDS):
         share = build_share(plan, recipe, ranks, meeting.rank, own_device, graph)
     executor = Executor(
         share.programs[meeting.rank],

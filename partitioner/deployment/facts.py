@@ -110,7 +110,7 @@ def _own_gpu() -> tuple[torch.device | None, str | None]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if count == 0:
-        return None, "its cluster has CUDA devices and this process sees none"
+        return None, "the plan has GPUs and this process sees none"
     if local < count:
         return torch.device("cuda", local), None
     if count == 1:  # a scheduler that shows each process its own GPU only

@@ -72,9 +72,11 @@ def ranks_by_host(plan: Plan, places: Sequence[Place]) -> tuple[RankMap | None, 
             problems.append(f"{where}, and {' and '.join(sorted(machines[host]))} both go by that name")
         elif len(ranks) != len(devices):
             problems.append(f"{where}, {_running(ranks)}")
-    if len(strangers) != len(anywhere):
-        elsewhere = f"the plan has {counted(len(anywhere), 'rank')} on nodes that name no other host"
+    if anywhere and len(strangers) != len(anywhere):
+        elsewhere = f"nodes without a host: the plan has {counted(len(anywhere), 'rank')} there"
         problems.append(f"{elsewhere}, {_running(strangers)}{_hosts(places, strangers)}")
+    elif strangers and not anywhere:
+        problems.append(f"no host of the plan: {_running(strangers)}{_hosts(places, strangers)}")
     if problems:
         return None, problems
     device_of = dict(zip(strangers, anywhere, strict=True))

@@ -92,7 +92,7 @@ def test_hosts_that_differ_are_all_named() -> None:
         [
             "host gpu-a: the plan has 2 ranks there, 3 are running (global rank 0, 1, 2)",
             "host 10.0.0.2: the plan has 2 ranks there, none is running",
-            "the plan has 0 ranks on nodes that name no other host, 1 is running (global rank 3) on laptop",
+            "no host of the plan: 1 is running (global rank 3) on laptop",
         ],
     )
     _, problems = ranks_by_host(PLAN, [place("gpu-a.x"), place("gpu-a.y"), B0, B1])
@@ -113,6 +113,8 @@ def test_nodes_without_a_host_may_be_anywhere() -> None:
     assert not problems
     assert ranks is not None
     assert ranks.device_of_rank == (1, 2, 0, 3)
+    _, problems = ranks_by_host(plan, [place("gpu-a")])
+    assert problems == ["nodes without a host: the plan has 3 ranks there, none is running"]
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,10 @@ def test_a_warm_up_compiles_and_leaves_no_trace() -> None:
 def test_options_that_cannot_be_had_are_refused() -> None:
     assert compile_options(False) is None
     assert compile_options(True) == {}
-    assert compile_options({"mode": "reduce-overhead"}) == {"mode": "reduce-overhead"}
+    assert compile_options({"dynamic": True}) == {"dynamic": True}
+    for graphs in ({"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}):
+        with pytest.raises(UsageError, match="CUDA graphs"):
+            compile_options(graphs)
     with pytest.raises(UsageError) as caught:
         compile_options({"fullgraph": True, "speed": 11})
     assert len(caught.value.because) == 2
