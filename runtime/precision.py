@@ -26,12 +26,13 @@ from runtime.rank_state import RankState
 def leaf_and_owner(
     value: Tensor, types: ParameterPrecision, requires_grad: bool
 ) -> tuple[Tensor, nn.Parameter]:
-    """The leaf and the owner of a parameter. ``value`` is its own copy, in the model's type."""
+    """The leaf and the owner of a parameter. ``value``, in the model's type, is handed over: one of them may be it."""
     owner = nn.Parameter(value.to(types.owner), requires_grad)
     sums_elsewhere = requires_grad and types.gradient != types.owner
     if not types.has_copy and not sums_elsewhere:
         return owner, owner
-    leaf = owner.detach().to(types.leaf)
+    spare = value.dtype == types.leaf and types.owner.itemsize > types.leaf.itemsize
+    leaf = value if spare else owner.detach().to(types.leaf)
     if requires_grad:
         leaf.requires_grad_()
         leaf.grad_dtype = types.gradient

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from cost_models.cluster import ClusterSpec
+from cost_models.precision import Precision
 from passes.costs import GraphCosts, cost_graph
 from passes.graph import OpGraph
 from passes.signatures import group_by_signature
@@ -39,6 +40,21 @@ def two_layers() -> tuple[OpGraph, GraphCosts]:
 
 def _index(costs: GraphCosts, name: str) -> int:
     return costs.ops.index(name)
+
+
+def test_gradients_summed_in_another_type_cost_a_cast():
+    """Per element of a bfloat16 weight: cast 2 + 4 bytes and add 3 · 4, against add 3 · 2."""
+
+    def costed(precision: Precision) -> GraphCosts:
+        model, batch = TwoLayers().to(torch.bfloat16), {"x": torch.randn(2, 4, 8, dtype=torch.bfloat16)}
+        return cost_graph(trace(model, batch, precision=precision))
+
+    wide, narrow = costed(Precision()), costed(Precision(gradients=torch.bfloat16))
+    linear = _index(wide, "linear")
+    assert (
+        wide.at(4).backward_weight_bytes[linear] - narrow.at(4).backward_weight_bytes[linear] == 12 * 8 * 16
+    )
+    assert wide.at(4).backward_weight_launches[linear] - narrow.at(4).backward_weight_launches[linear] == 1
 
 
 def test_a_linear_layer_by_hand(two_layers):
