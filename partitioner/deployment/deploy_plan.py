@@ -21,16 +21,13 @@ from cost_models.errors import UsageError
 from partitioner.api import ModelOrTrace
 from partitioner.deployment.agree import agree_on_ranks
 from partitioner.deployment.share import Recipe, build_share
+from partitioner.deployment.start import make_engine, start_executor
 from partitioner.engine import Engine
-from partitioner.engine_batch import BatchReader
-from partitioner.evaluation import Evaluator
-from partitioner.evaluation_graphs import Deployed
 from partitioner.plan import Plan
 from partitioner.workloads import Workload
 from passes.graph import OpGraph
 from passes.wrappers import unwrapped
 from runtime.compiled import CompileOptions, compile_options
-from runtime.execute import Executor
 from runtime.launch import init_distributed
 from runtime.meeting import Meeting
 from runtime.microbatch import microbatch_sizes
@@ -85,16 +82,12 @@ def deploy_plan(
         long a rank waits for another before it ends with an error that names it. ``check_memory``: refuse where less
         memory is free than the plan predicts. ``check_hosts``: where the cluster's nodes name their hosts, the
         processes there play these nodes' devices; without it rank r plays the r-th used device, wherever it runs.
+    Watching
         ``check_batches``: how many of the first batches are compared between ranks.
 
     Raises PlanError on every rank, with every difference between the plan and the processes that run.
     """
     workload, options = workload_of(model, example_inputs, loss_fn), compile_options(compile)
-    meeting = Meeting.join()
-    own_device, ranks = agree_on_ranks(
-        meeting, plan, workload.model, device, check_memory=check_memory, check_hosts=check_hosts
-    )
-    init_distributed(own_device, timeout_seconds, meeting=meeting)
     recipe = Recipe(
         workload,
         batch_dims=batch_dims,
@@ -107,49 +100,19 @@ def deploy_plan(
         init_fn=init_fn,
         seed=seed,
     )
+    meeting = Meeting.join()
+    own_device, ranks = agree_on_ranks(
+        meeting, plan, workload.model, device, check_memory=check_memory, check_hosts=check_hosts
+    )
+    init_distributed(own_device, timeout_seconds, meeting=meeting)
     with meeting.all_or_none("build", BUILD_SECONDS):
         share = build_share(plan, recipe, ranks, meeting.rank, own_device, graph)
-    executor = Executor(
-        share.programs[meeting.rank],
-        share.codes,
-        share.segments,
-        share.state.leaves,
-        share.graph.batch,
-        device=own_device,
-        timeout_seconds=timeout_seconds,
-        programs=share.programs,
-        replan=share.replan,
-        seed=seed,
-        compile=options,
-    )
+    executor = start_executor(share, own_device, timeout_seconds=timeout_seconds, seed=seed, compile=options)
     if options is not None:
         with meeting.all_or_none("compile", COMPILE_SECONDS):
             sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
             executor.warm_up(share.graph.example_shapes, sizes)
-    has_loss_fn = workload.loss_fn is not None
-    reader = BatchReader(plan.model.name, workload.model, workload.example_inputs, has_loss_fn=has_loss_fn)
-    deployed = Deployed(
-        plan,
-        workload.model,
-        workload.loss_fn,
-        workload.example_inputs,
-        dynamic_dims,
-        share.graph,
-        ranks,
-        executor,
-        share.state,
-    )
-    return Engine(
-        plan,
-        executor,
-        share.state,
-        reader,
-        share.optimizer,
-        share.graph,
-        share.keys,
-        Evaluator(deployed),
-        check_batches=check_batches,
-    )
+    return make_engine(plan, recipe, ranks, share, executor, check_batches=check_batches)
 
 
 def workload_of(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:

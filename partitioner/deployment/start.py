@@ -1,0 +1,71 @@
+"""From a rank's share to an engine that runs."""
+
+from __future__ import annotations
+
+import torch
+
+from partitioner.deployment.share import Recipe, Share
+from partitioner.engine import Engine
+from partitioner.engine_batch import BatchReader
+from partitioner.evaluation import Evaluator
+from partitioner.evaluation_graphs import Deployed
+from partitioner.plan import Plan
+from runtime.compiled import CompileOptions
+from runtime.execute import Executor
+from runtime.relabel import RankMap
+
+
+def start_executor(
+    share: Share, device: torch.device, *, timeout_seconds: float, seed: int, compile: CompileOptions | None
+) -> Executor:
+    """Runs the program of this rank. Collective."""
+    return Executor(
+        share.programs[share.state.rank],
+        share.codes,
+        share.segments,
+        share.state.leaves,
+        share.graph.batch,
+        device=device,
+        timeout_seconds=timeout_seconds,
+        programs=share.programs,
+        replan=share.replan,
+        seed=seed,
+        compile=compile,
+    )
+
+
+def make_engine(
+    plan: Plan,
+    recipe: Recipe,
+    ranks: RankMap,
+    share: Share,
+    executor: Executor,
+    *,
+    check_batches: int,
+) -> Engine:
+    """What people train with, around the executor."""
+    workload = recipe.workload
+    has_loss_fn = workload.loss_fn is not None
+    reader = BatchReader(plan.model.name, workload.model, workload.example_inputs, has_loss_fn=has_loss_fn)
+    deployed = Deployed(
+        plan,
+        workload.model,
+        workload.loss_fn,
+        workload.example_inputs,
+        recipe.dynamic_dims,
+        share.graph,
+        ranks,
+        executor,
+        share.state,
+    )
+    return Engine(
+        plan,
+        executor,
+        share.state,
+        reader,
+        share.optimizer,
+        share.graph,
+        share.keys,
+        Evaluator(deployed),
+        check_batches=check_batches,
+    )
