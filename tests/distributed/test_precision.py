@@ -151,6 +151,7 @@ def train(plan_json: str, case: str, tied: bool) -> dict[str, Any]:
             ),
             "gradients": {n: p.grad.dtype for n, p in engine.parameters.items() if p.grad is not None},
             "bytes": held,
+            "evaluated": (float(engine.eval_step(data).loss), float(engine.forward_backward(data))),
             "skipped": engine.last_step.skipped,
         }
 
@@ -185,6 +186,8 @@ def test_one_rank_equals_the_eager_loop_bit_for_bit(case: str, pool: WorkerPool)
         assert torch.equal(result["owners"][name], owner), name
     assert result["published"]
     assert not result["skipped"]
+    evaluated, trained = result["evaluated"]  # of the same weights, and there is no dropout
+    assert evaluated == trained
 
 
 @pytest.mark.parametrize(
