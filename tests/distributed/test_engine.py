@@ -83,6 +83,34 @@ def close(a: Tensor, b: Tensor) -> bool:
 def test_a_course_equals_training_the_whole_model(plan_json: str, course: Course, pool: WorkerPool) -> None:
     results = pool.run(follow, plan_json, course, world_size=3, timeout_seconds=120.0)
     whole = net.eager(course)
+    assert_equal(results, whole)
+    counts = [sum(group) for group in zip(*(r.groups for r in results), strict=True)]
+    tied = 1  # embed.weight, on two ranks
+    assert counts == [whole.groups[0] + tied, *whole.groups[1:]]
+    assert all(0 in result.groups for result in results), "every rank has an empty group"
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v", "list"])
+def test_short_batches_run_under_every_schedule(schedule: str, pool: WorkerPool) -> None:
+    two_stages_a_rank = schedule in ("interleaved", "zb-v")
+    pins = {"embed": 0, "middle": 1, "norm": 2, "head": 3} if two_stages_a_rank else net.PINS
+    ranks = 2 if two_stages_a_rank else 3
+    plan = partition(
+        net.workload(),
+        ClusterSpec.local(ranks),
+        batch_size=net.SAMPLES,
+        microbatches=net.MICROBATCHES,
+        schedule=schedule,
+        pins=pins,
+    )
+    assert plan.schedule == schedule
+    course = Course((8, 6, 3, 2, 1, 8), max_norm=0.5)
+    results = pool.run(follow, plan.model_dump_json(), course, world_size=ranks, timeout_seconds=120.0)
+    assert_equal(results, net.eager(course))
+
+
+def assert_equal(results: list[Outcome], whole: Outcome) -> None:
+    """Every rank's numbers are the whole model's, and all of its parameters are somewhere."""
     held: set[str] = set()
     for result in results:
         assert result.losses == pytest.approx(whole.losses, rel=1e-10)
@@ -98,10 +126,6 @@ def test_a_course_equals_training_the_whole_model(plan_json: str, course: Course
             assert gradient is None or close(gradient, expected), name
         held |= set(result.parameters)
     assert held == set(whole.parameters)
-    counts = [sum(group) for group in zip(*(r.groups for r in results), strict=True)]
-    tied = 1  # embed.weight, on two ranks
-    assert counts == [whole.groups[0] + tied, *whole.groups[1:]]
-    assert all(0 in result.groups for result in results), "every rank has an empty group"
 
 
 # ----------------------------------------------------------------------------------- gradients and refusals
