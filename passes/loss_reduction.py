@@ -99,10 +99,16 @@ def _own(found: LossTerms) -> tuple[LossReduction, tuple[str, ...]]:
         return "mean", tuple(
             f"the loss is averaged over micro-batches by samples, not by tokens: {p}" for p in found.problems
         )
+    if not found.sums:
+        return "mean", ()
     summed = any(node.target in CROSS_ENTROPIES for node in found.sums)
-    if summed and not found.terms and not found.others:
+    if summed and not (found.terms or found.others or found.adds_constant):
         return "sum", ()
-    return "mean", ()
+    names = ", ".join(node.name for node in found.sums)
+    return "mean", (
+        f"the loss sums over samples ({names}), and micro-batches count by their samples: "
+        'loss_reduction="sum" adds them up',
+    )
 
 
 def _refuse_without_terms(found: LossTerms, model_name: str) -> None:

@@ -39,6 +39,7 @@ _SAME = {"alias", "clone", "contiguous", "detach", "positive", "to", "_to_copy"}
 _SHAPE = {"flatten", "reshape", "select", "squeeze", "unsqueeze", "view", "_unsafe_view"}
 _LINEAR = frozenset(_SAME | _SHAPE | {"neg", "add", "sub", "rsub", "stack", "cat", "mean", "sum"})
 """Linear (or affine, with shares that sum to 1) in all of their floating-point inputs together."""
+_ADDING = frozenset({"add", "sub", "rsub", "stack", "cat"})
 
 
 _MADE_BY_SHAPE = frozenset(
@@ -71,6 +72,7 @@ class Term:
 class LossTerms:
     """``path``: nodes between the terms and the loss, in order. ``problems``: why a token mean cannot be had of what
     looks like one. ``sums``, ``others``: the remaining terms that depend on the batch; ``others`` are no sums.
+    ``adds_constant``: whether something is added that is the same for every micro-batch (a number, a penalty on weights).
     """
 
     terms: tuple[Term, ...]
@@ -78,6 +80,7 @@ class LossTerms:
     problems: tuple[str, ...]
     sums: tuple[fx.Node, ...]
     others: tuple[fx.Node, ...]
+    adds_constant: bool
 
     @property
     def token_level(self) -> bool:
@@ -132,6 +135,7 @@ class _Walk:
         self.problems: list[str] = []
         self.sums: dict[fx.Node, None] = {}
         self.others: dict[fx.Node, None] = {}
+        self.adds_constant = False
 
     def terms_of(self, loss: fx.Node) -> LossTerms:
         waiting = [loss]
@@ -151,6 +155,7 @@ class _Walk:
             tuple(dict.fromkeys(self.problems)),
             tuple(self.sums),
             tuple(self.others),
+            self.adds_constant,
         )
 
     def _visit(self, node: fx.Node) -> list[fx.Node]:
@@ -200,7 +205,11 @@ class _Walk:
         if node.kwargs or not isinstance(value, torch.Tensor) or value.dim() or self._why_not_counted(below):
             return False
         found = _Walk(self.facts).terms_of(above)
-        if found.terms or found.others or not found.sums:
+        if found.sums and (found.terms or found.others or found.adds_constant):
+            self.problems.append(
+                f"{where(node)} divides more than a sum over the batch by a count of the batch"
+            )
+        if found.terms or found.others or found.adds_constant or not found.sums:
             return False
         self.terms[node] = Term(node, below, math.inf)
         return True
@@ -208,6 +217,10 @@ class _Walk:
     def _linear_in(self, node: fx.Node) -> list[fx.Node]:
         """The floating-point inputs that ``node`` is linear in; none if it is not, or not for all of them."""
         name = _name(node)
+        if not _is_floating(node):
+            return []
+        if name in _ADDING and any(_is_constant(item) and item not in self.varying for item in _added(node)):
+            self.adds_constant = True
         varying = [s for s in node.all_input_nodes if s in self.varying]
         floating = [s for s in varying if _is_floating(s)]
         if name in ("mul", "div"):
@@ -247,6 +260,19 @@ class _Walk:
             fresh = [s for s in found.all_input_nodes if s not in seen]
             seen.update(fresh)
             waiting += fresh
+
+
+def _added(node: fx.Node) -> list[Any]:
+    """What is added up, or put side by side."""
+    first = node.args[0]
+    return list(first) if isinstance(first, list | tuple) else list(node.args[:2])
+
+
+def _is_constant(item: object) -> bool:
+    """Whether it may be something else than 0."""
+    if isinstance(item, fx.Node):
+        return item.target not in (aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default)
+    return item != 0
 
 
 def _name(node: fx.Node) -> str:
