@@ -1,6 +1,7 @@
 """Every model × ranks × schedule, verified in float64 on real processes (``make verify-all``).
 
     python -m benchmarks.verify_matrix [--models gpt2,unet] [--ranks 2,3] [--schedules 1f1b,zb-v] [--smoke]
+        [--recompute full|auto]       auto: on devices that hold half of what recompute frees
 
 One worker pool and one trace per model serve all cases. Prints a row per model and number of ranks, a column per
 schedule: the largest error as a share of what is allowed (1.0 would be the limit), or what went wrong.
@@ -9,19 +10,21 @@ schedule: the largest error as a share of what is allowed (1.0 would be the limi
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
-from partitioner import Workload, partition
+from partitioner import Plan, Workload, partition
 from partitioner.api import as_graph
 from partitioner.verify import VerifyReport, verify_plan
 from partitioner.workloads import load_workload
 from passes.graph import OpGraph
+from passes.layer_options import RecomputeMode
 from runtime.launch import WorkerPool
 from runtime.schedules import SCHEDULES
 
@@ -38,6 +41,7 @@ class Case:
     model: str
     ranks: int
     schedule: str
+    recompute: RecomputeMode = "none"
 
 
 SMOKE = (
@@ -70,17 +74,28 @@ def verify_case(case: Case, workload: Workload, graph: OpGraph, pool: WorkerPool
     stages = case.ranks * (schedule.chunks or 2)
     assert graph.loss is not None
     has_batch_norm = any("batch_norm" in str(node.target) for node in graph.ops)
-    plan = partition(
+    samples = 256 if case.recompute == "auto" else 2  # a micro-batch; workers have no less than a MiB
+    make = functools.partial(
+        partition,
         graph,
-        ClusterSpec.local(case.ranks),
-        batch_size=2 * MICROBATCHES
+        batch_size=samples * MICROBATCHES
         - (0 if has_batch_norm else 1),  # uneven, but a batch norm refuses one sample
         microbatches=MICROBATCHES,
         schedule=case.schedule,
         pins={graph.loss: stages - 1},
     )
+    cluster = ClusterSpec.local(case.ranks)
+    if case.recompute == "auto":
+        most = [_peak_bytes(make(cluster, recompute=mode)) for mode in ("none", "full")]
+        cluster = ClusterSpec.local(case.ranks, memory=sum(most) // 2)
+    plan = make(cluster, recompute=case.recompute)
+    assert case.recompute == "none" or any(stage.recomputed_blocks for stage in plan.stages)
     assert len({rank for stage in plan.stages for rank in stage.devices}) == case.ranks
     return verify_plan(plan, workload, pool=pool, graph=graph)
+
+
+def _peak_bytes(plan: Plan) -> int:
+    return max(plan.prediction.peak_memory_bytes.values())
 
 
 def main() -> int:
@@ -92,6 +107,7 @@ def main() -> int:
     options.add_argument("--ranks", default=",".join(map(str, RANKS)))
     options.add_argument("--schedules", default=",".join(SCHEDULES_SHOWN))
     options.add_argument("--smoke", action="store_true", help="only the subset that `make test` runs")
+    options.add_argument("--recompute", choices=("none", "full", "auto"), default="none")
     chosen = options.parse_args()
     schedules = chosen.schedules.split(",")
     started, failures, cases = time.monotonic(), 0, 0
@@ -100,9 +116,14 @@ def main() -> int:
         for model in chosen.models.split(","):
             workload, graph = load(model)
             for ranks in map(int, chosen.ranks.split(",")):
-                wanted = [Case(model, ranks, schedule) for schedule in schedules]
+                wanted = [Case(model, ranks, schedule, chosen.recompute) for schedule in schedules]
                 cells = list(
-                    _cells([c for c in wanted if not chosen.smoke or c in SMOKE], workload, graph, pool)
+                    _cells(
+                        [c for c in wanted if not chosen.smoke or replace(c, recompute="none") in SMOKE],
+                        workload,
+                        graph,
+                        pool,
+                    )
                 )
                 cases += len(cells)
                 failures += sum(not cell[0].isdigit() for cell in cells)

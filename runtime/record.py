@@ -37,11 +37,14 @@ def take_notes() -> dict[str, list[Note]]:
 
 
 def with_notes(code: SegmentCode, tensors: frozenset[str]) -> SegmentCode:
-    """``code`` with a note after each op in ``tensors`` (the ops whose result is one tensor)."""
+    """``code`` with a note after each op in ``tensors`` (the ops whose result is one tensor).
+
+    No block is computed again, so that each op is noted once.
+    """
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for node in code.module.graph.nodes:
         environment[node] = graph.node_copy(node, environment.__getitem__)
         if node.name in tensors:
             graph.call_function(note, (node.name, environment[node]))
-    return replace(code, module=fx.GraphModule(torch.nn.Module(), graph))
+    return replace(code, module=fx.GraphModule(torch.nn.Module(), graph), recomputed=())

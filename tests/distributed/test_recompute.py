@@ -1,0 +1,128 @@
+"""Blocks computed again in backward, on real processes: the same training step, to the last bit where it is comparable."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.verify_matrix import Case, load, verify_case
+from cost_models.cluster import ClusterSpec
+from partitioner import Plan, Workload, partition
+from partitioner.api import as_graph
+from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments, ranks_in_order
+from partitioner.verify import model_state
+from partitioner.verify_rank import VerificationTask, run_rank
+from passes.batch import flatten_batch, forward_names
+from passes.graph import OpGraph
+from passes.lower import lower
+from runtime.launch import WorkerPool
+
+CASES = (
+    Case("gpt2", 2, "zb-h1", "auto"),
+    Case("t5", 3, "interleaved", "full"),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}-{case.schedule}-{case.recompute}")
+def test_a_real_model_computes_what_it_computed(case: Case, pool: WorkerPool) -> None:
+    workload, graph = load(case.model)
+    report = verify_case(case, workload, graph, pool)
+    report.raise_if_different()
+    assert report.compared["gradient"] > 10
+
+
+class Layer(nn.Module):
+    """Dropout, batch norm, and a parameter that two layers share."""
+
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.shared, self.own = shared, nn.Linear(8, 8)
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.tanh(self.own(self.norm(self.drop(self.shared(x))))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Layer(shared) for _ in range(4))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def squares(output: Tensor, batch: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.fixture(scope="module")
+def net() -> tuple[Workload, OpGraph]:
+    torch.manual_seed(0)
+    workload = Workload(Net().double(), torch.randn(8, 8, dtype=torch.float64), squares, "net")
+    return workload, as_graph(workload)
+
+
+def planned(graph: OpGraph, schedule: str) -> Plan:
+    pins = {"layers.0": 0, "layers.1": 0, "layers.2": 1, "layers.3": 1}
+    made = partition(graph, ClusterSpec.local(2), batch_size=8, microbatches=4, schedule=schedule, pins=pins)
+    assert not any(stage.recomputed_blocks for stage in made.stages)  # everything fits
+    return made
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_masks_and_statistics_are_those_of_a_plan_without(
+    schedule: str, net: tuple[Workload, OpGraph], pool: WorkerPool
+) -> None:
+    workload, graph = net
+    plan = planned(graph, schedule)
+    blocks = (("layers.0", "layers.1"), ("layers.3",))
+    stages = tuple(
+        s.model_copy(update={"recomputed_blocks": b}) for s, b in zip(plan.stages, blocks, strict=True)
+    )
+    kept, again = (
+        pool.run(run_rank, task(made, workload, graph), world_size=2)
+        for made in (plan, plan.model_copy(update={"stages": stages}))
+    )
+    for mine, theirs in zip(kept, again, strict=True):
+        assert replace(mine, gradients={}, parameters={}, buffers={}).loss == pytest.approx(
+            theirs.loss, nan_ok=True
+        )
+        for kind in ("gradients", "parameters", "buffers"):
+            expected, actual = getattr(mine, kind), getattr(theirs, kind)
+            assert expected.keys() == actual.keys()
+            for name, tensor in expected.items():
+                torch.testing.assert_close(actual[name], tensor, rtol=1e-12, atol=1e-15, msg=f"{kind} {name}")
+    tracked = [b for result in again for n, b in result.buffers.items() if n.endswith("num_batches_tracked")]
+    assert len(tracked) == 4
+    assert all(int(count) == 4 for count in tracked)  # once per micro-batch
+
+
+def task(plan: Plan, workload: Workload, graph: OpGraph) -> VerificationTask:
+    ranks = ranks_in_order(plan)
+    codes = lower(graph, plan_segmentation(plan, graph, ranks))
+    assert sum(len(code.recomputed) for code in codes.values()) == sum(
+        len(stage.recomputed_blocks) for stage in plan.stages
+    )
+    leaves = flatten_batch(workload.example_inputs, forward_names(workload.model))
+    return VerificationTask(
+        programs=plan_programs(plan, ranks),
+        codes=codes,
+        segments=plan_segments(plan, ranks),
+        batch_spec=graph.batch,
+        batch={name: leaves[name] for name in graph.batch.batch_dims},
+        state=model_state(workload.model, graph),
+        trainable=frozenset(graph.parameters),
+        microbatches=plan.microbatches,
+        weights=(0.25,) * 4,
+        optimizer="adamw",
+        learning_rate=1e-2,
+        timeout_seconds=60.0,
+    )
