@@ -19,28 +19,37 @@ refuse_shadowed_packages()
 if TYPE_CHECKING:
     from cost_models.cluster import ClusterSpec
     from cost_models.errors import (
+        CheckpointError,
         ClusterError,
         InfeasibleError,
         ModelError,
         PartitionerError,
         PlanError,
         RankFailureError,
+        TimeLimitError,
         UsageError,
         VerificationError,
     )
     from cost_models.precision import Precision
     from partitioner.api import partition
+    from partitioner.callbacks import Callback
     from partitioner.deployment.together import deploy
+    from partitioner.loggers import CsvLogger, LineLogger, TensorBoardLogger
     from partitioner.plan import Plan
     from partitioner.verify import VerifyReport
     from partitioner.workloads import Workload
     from passes.graph import OpGraph
     from passes.trace import trace
+    from runtime.checkpoint_directory import is_checkpoint
 
 _EXPORTS = {
+    "CheckpointError": "cost_models.errors",
+    "Callback": "partitioner.callbacks",
     "ClusterError": "cost_models.errors",
     "ClusterSpec": "cost_models.cluster",
+    "CsvLogger": "partitioner.loggers",
     "InfeasibleError": "cost_models.errors",
+    "LineLogger": "partitioner.loggers",
     "ModelError": "cost_models.errors",
     "OpGraph": "passes.graph",
     "PartitionerError": "cost_models.errors",
@@ -48,19 +57,26 @@ _EXPORTS = {
     "PlanError": "cost_models.errors",
     "Precision": "cost_models.precision",
     "RankFailureError": "cost_models.errors",
+    "TensorBoardLogger": "partitioner.loggers",
+    "TimeLimitError": "cost_models.errors",
     "UsageError": "cost_models.errors",
     "VerificationError": "cost_models.errors",
     "VerifyReport": "partitioner.verify",
     "Workload": "partitioner.workloads",
     "deploy": "partitioner.deployment.together",
+    "is_checkpoint": "runtime.checkpoint_directory",
     "partition": "partitioner.api",
     "trace": "passes.trace",
 }
 
 __all__ = [
+    "Callback",
+    "CheckpointError",
     "ClusterError",
     "ClusterSpec",
+    "CsvLogger",
     "InfeasibleError",
+    "LineLogger",
     "ModelError",
     "OpGraph",
     "PartitionerError",
@@ -68,11 +84,14 @@ __all__ = [
     "PlanError",
     "Precision",
     "RankFailureError",
+    "TensorBoardLogger",
+    "TimeLimitError",
     "UsageError",
     "VerificationError",
     "VerifyReport",
     "Workload",
     "deploy",
+    "is_checkpoint",
     "partition",
     "trace",
 ]

@@ -6,7 +6,7 @@ would be work for nothing, times the number of such ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -54,3 +54,13 @@ class AbsentBatch:
 
 _WHY = ["its part of the model reads no input"]
 _TRY = ["engine.dataloader(..., everywhere=True) loads every batch on every rank"]
+
+
+def refuse_absent(needed: Collection[str]) -> None:
+    """Raise UsageError where a rank reads leaves of a batch that it did not load."""
+    if needed:
+        raise UsageError(
+            "this batch was not loaded, and it is read here",
+            [f"this rank reads {', '.join(sorted(needed))}"],
+            _TRY,
+        )

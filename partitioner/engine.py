@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from partitioner.absent_batch import AbsentBatch
 from partitioner.batch_check import BatchCheck
+from partitioner.callbacks import ByParts, Callback, close_all
 from partitioner.checkpoints import Checkpoints, PendingSave
 from partitioner.data import Consumer, EngineDataLoader, make_loader
 from partitioner.data_order import Sampler
@@ -67,6 +68,7 @@ class Engine:
         evaluator: Evaluator,
         *,
         check_batches: int = 2,
+        callbacks: Iterable[Callback] = (),
     ) -> None:
         self.plan = plan
         self.executor = executor
@@ -77,6 +79,9 @@ class Engine:
         self.precision = StepPrecision(state, plan.precision, executor.collectives)
         """What is done about data types between steps; a loss scale keeps its state here."""
         self.precision.attach(optimizer)
+        self.callbacks = list(callbacks)
+        self._began = False
+        self._by_parts = ByParts(self)
         self._skipped = False
         self._reader = reader
         self._graph = graph
@@ -87,6 +92,11 @@ class Engine:
         self._compare_batches = BatchCheck(tuple(user.batch_dims), executor.collectives, check_batches)
         self._evaluator = evaluator
         self._checkpoints = Checkpoints(plan.model.name, keys, graph, state, executor.device)
+
+    @property
+    def rank(self) -> int:
+        """Of this process; rank 0 is the one that logs."""
+        return self.state.rank
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -120,7 +130,9 @@ class Engine:
         results, samples, tokens = self._forward_backward(batch, "train_step")
         norm = None if max_grad_norm is None else self._clip(max_grad_norm)
         self.optimizer.step()
-        return self._finish(results, samples, tokens, norm, started)
+        loss = self._finish(results, samples, tokens, norm, started)
+        self.step_ended()
+        return loss
 
     def forward_backward(self, batch: Any) -> Tensor:
         """The loss of ``batch``, on every rank, and its gradients, in ``.grad`` of the parameters.
@@ -130,7 +142,9 @@ class Engine:
         """
         started = time.perf_counter()
         results, samples, tokens = self._forward_backward(batch, "forward_backward")
-        return self._finish(results, samples, tokens, None, started)
+        loss = self._finish(results, samples, tokens, None, started)
+        self._by_parts.begin()
+        return loss
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -150,6 +164,10 @@ class Engine:
         """Leaves gradients in ``.grad``. (Loss and metrics on their way, samples, tokens)."""
         refuse_no_grad(method)
         refuse_autocast(method, self.executor.device.type)
+        if not self._began:
+            self._began = True
+            for callback in self.callbacks:
+                callback.on_train_start(self)
         needed = self.executor.leaf_names
         leaves = self._reader.leaves(batch, needed)
         samples = samples_in(self._graph, leaves, needed)
@@ -181,6 +199,12 @@ class Engine:
         seconds = time.perf_counter() - started
         self.last_step = StepInfo(loss, norm, metrics, samples, tokens, seconds, self.step, self._skipped)
         return loss
+
+    def step_ended(self) -> None:
+        """Tell the callbacks of ``last_step``."""
+        for callback in self.callbacks:
+            assert self.last_step is not None
+            callback.on_step_end(self, self.last_step)
 
     # ------------------------------------------------------------------------------------------ data
 
@@ -241,7 +265,10 @@ class Engine:
         ``batch``: of any number of samples. ``gather``: "rank0" or "all" also gives the model's outputs there, put
         together over micro-batches (``runtime.gather_outputs``). The first call traces the model in evaluation mode.
         """
-        return self._evaluator.eval_step(batch, gather)
+        output = self._evaluator.eval_step(batch, gather)
+        for callback in self.callbacks:
+            callback.on_evaluate_end(self, output)
+        return output
 
     def forward(self, batch: Any, gather: Gather = "rank0") -> Mapping[str, Tensor] | None:
         """The model's outputs by name, in evaluation mode; None on ranks that ``gather`` leaves out.
@@ -266,7 +293,10 @@ class Engine:
         to memory; ``wait()`` of what is returned raises what went wrong while writing, else the next save does, or
         ``close``.
         """
-        return self._checkpoints.save(self, directory, extra, asynchronous=asynchronous, keep=keep)
+        pending = self._checkpoints.save(self, directory, extra, asynchronous=asynchronous, keep=keep)
+        for callback in self.callbacks:
+            callback.on_save(self, pending.path)
+        return pending
 
     def load(self, directory: str | Path) -> Any:
         """Go on from the newest checkpoint in ``directory``, or the one that it is. Returns its ``extra``.
@@ -276,14 +306,15 @@ class Engine:
         """
         extra = self._checkpoints.load(self, directory)
         self._compare_batches.rearm()
+        for callback in self.callbacks:
+            callback.on_load(self, Path(directory))
         return extra
 
     # ------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop this rank's watchers and wait for a save under way; the process group stays for its owner."""
-        self.executor.close()
-        self._checkpoints.close()
+        close_all(self.callbacks, self, self.executor.close, self._checkpoints.close)
 
     def __enter__(self) -> Engine:
         return self

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cost_models.errors import PlanError, UsageError
-from partitioner.absent_batch import AbsentBatch
+from cost_models.errors import PlanError
+from partitioner.absent_batch import AbsentBatch, refuse_absent
 from passes.batch import flatten_batch, forward_constants, forward_names
 
 
@@ -26,12 +26,7 @@ class BatchReader:
         It may lack tensors that this rank does not read; ``needed``: those it does.
         """
         if isinstance(batch, AbsentBatch):
-            if needed:
-                raise UsageError(
-                    "this batch was not loaded, and it is read here",
-                    [f"this rank reads {', '.join(sorted(needed))}"],
-                    ["engine.dataloader(..., everywhere=True) loads every batch on every rank"],
-                )
+            refuse_absent(needed)
             return batch.leaves
         leaves = flatten_batch(batch, self._leaf_names)
         self._refuse_other_constants(batch)

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cost_models.errors import UsageError
-from partitioner.absent_batch import AbsentBatch
+from partitioner.absent_batch import AbsentBatch, refuse_absent
 from partitioner.engine_batch import same_constant
 from partitioner.plan import Plan
 from passes.batch import flatten_batch, forward_arguments, forward_constants, forward_names
@@ -70,6 +70,8 @@ class EvaluationGraph:
     loaded: Loaded
     places: tuple[OutputPlace, ...]
     """The model's outputs."""
+    output_names: tuple[str, ...]
+    """In the model's own order."""
     metric_names: tuple[str, ...]
     least_samples: tuple[int, str]
     constants: Mapping[str, object]
@@ -113,7 +115,9 @@ class EvaluationGraphs:
         made = self._deployed
         if isinstance(batch, AbsentBatch):
             example = self._given(made.example, made.loss_fn)
-            return self._find(self._with_loss, example, True), batch.leaves
+            found = self._find(self._with_loss, example, True)
+            refuse_absent(found.loaded.leaf_names)
+            return found, batch.leaves
         given = self._given(batch, made.loss_fn)
         return self._find(self._with_loss, given, True), given.leaves
 
@@ -266,6 +270,7 @@ def _loaded(deployed: Deployed, graph: OpGraph, segmentation: Segmentation, give
         graph=graph,
         loaded=loaded,
         places=evaluation_outputs(graph, launched, state.holders),
+        output_names=tuple(output.name for output in graph.outputs if output.kind == "output"),
         metric_names=tuple(output.name for output in graph.outputs if output.kind == "metric"),
         least_samples=least_samples(graph),
         constants=given.constants,

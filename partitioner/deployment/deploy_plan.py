@@ -10,7 +10,7 @@ run          the executor over it, in an ``Engine``
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import UsageError
 from partitioner.api import ModelOrTrace
+from partitioner.callbacks import Callback
 from partitioner.deployment.agree import agree_on_ranks
 from partitioner.deployment.share import Recipe, build_share
 from partitioner.deployment.start import make_engine, start_executor
@@ -60,6 +61,7 @@ def deploy_plan(
     check_memory: bool = True,
     check_hosts: bool = True,
     check_batches: int = 2,
+    callbacks: Iterable[Callback] = (),
     graph: OpGraph | None = None,
 ) -> Engine:
     """Build this rank's executor. Collective: every rank of the plan calls it. ``model`` itself is never changed.
@@ -83,7 +85,8 @@ def deploy_plan(
         memory is free than the plan predicts. ``check_hosts``: where the cluster's nodes name their hosts, the
         processes there play these nodes' devices; without it rank r plays the r-th used device, wherever it runs.
     Watching
-        ``check_batches``: how many of the first batches are compared between ranks.
+        ``check_batches``: how many of the first batches are compared between ranks. ``callbacks``: what is told of steps
+        (``partitioner.callbacks``), such as a ``CsvLogger``.
 
     Raises PlanError on every rank, with every difference between the plan and the processes that run.
     """
@@ -112,7 +115,7 @@ def deploy_plan(
         with meeting.all_or_none("compile", COMPILE_SECONDS):
             sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
             executor.warm_up(share.graph.example_shapes, sizes)
-    return make_engine(plan, recipe, ranks, share, executor, check_batches=check_batches)
+    return make_engine(plan, recipe, ranks, share, executor, check_batches=check_batches, callbacks=callbacks)
 
 
 def workload_of(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from partitioner.callbacks import Callback
 from partitioner.deployment.share import Recipe, Share
 from partitioner.engine import Engine
 from partitioner.engine_batch import BatchReader
@@ -42,6 +45,7 @@ def make_engine(
     executor: Executor,
     *,
     check_batches: int,
+    callbacks: Iterable[Callback],
 ) -> Engine:
     """What people train with, around the executor."""
     workload = recipe.workload
@@ -68,4 +72,5 @@ def make_engine(
         share.keys,
         Evaluator(deployed),
         check_batches=check_batches,
+        callbacks=callbacks,
     )
