@@ -28,11 +28,15 @@ PROBE_SIZE = 16
 """Rows and columns of the matrix. A matrix, because some optimizers take no vectors."""
 
 
+_FOREIGN_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
+"""What an optimizer that somebody else wrote may raise when it is built again, or has no real model."""
+
+
 def state_ratios(optimizer: torch.optim.Optimizer, device: torch.device) -> list[float] | None:
     """Bytes of state per byte of parameter, for each group; None where the optimizer cannot be tried out."""
     try:
         return [_state_ratio(type(optimizer), group, device) for group in optimizer.param_groups]
-    except (TypeError, ValueError, RuntimeError) as error:
+    except _FOREIGN_ERRORS as error:
         logger.warning(
             "the state of %s cannot be measured (%s): its memory is not checked against the plan",
             type(optimizer).__name__,

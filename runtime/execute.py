@@ -14,6 +14,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -212,6 +213,10 @@ class Executor:
         """Samples in ``batch``, which may lack leaves that this rank has no use for."""
         return batch_size_of(batch, self.batch_spec, self.leaf_names)
 
+    def reported(self) -> AbstractContextManager[None]:
+        """Around a call of which a run is a part: other ranks learn what this one raises in it."""
+        return self._monitor.reported()
+
     def close(self) -> None:
         """Stop watching for failures."""
         self._monitor.close()
@@ -249,7 +254,8 @@ class Executor:
         binder, shared = loaded.bound(training, batch_size, microbatches, shapes)
         for name, pieces in shared.pieces.items():
             leaf = batch[name].detach().to(self.device, non_blocking=True)
-            pieces[:] = cut(leaf, spec.batch_dims[name], microbatches)
+            # A graph traced with contiguous inputs may hold views that other strides do not allow.
+            pieces[:] = [p.contiguous() for p in cut(leaf, spec.batch_dims[name], microbatches)]
         shared.begin(tuple(weights), gradient_scale, self.step, self._next_run())
         return binder, shared
 

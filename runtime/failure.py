@@ -20,7 +20,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -52,6 +53,7 @@ class FailureMonitor:
         self.wait_seconds = timeout_seconds * WAIT_SHARE
         self.waiting = -1
         self.describe: Describe | None = None
+        self._failed = False
         # A connection of its own: the watching thread must not queue behind other users of the store.
         self._store = None if store is None else dist.PrefixStore(f"partitioner/{name}", _cloned(store))
         self._stop = threading.Event()
@@ -87,7 +89,25 @@ class FailureMonitor:
 
     def report_own(self, error: BaseException) -> None:
         """Tell the others that this rank itself failed."""
+        self._failed = True
         self._report({"error": f"{type(error).__name__}: {error}"})
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """What this rank raises inside is told to the others: if they wait for it, they name it as the cause.
+
+        All ranks may raise alike (a refusal) and go on, so what was told is taken back when the next call begins.
+        """
+        if self._failed:
+            self._failed = False
+            self._report(None)
+        try:
+            yield
+        except RankFailureError:  # another rank's failure, which is told already
+            raise
+        except BaseException as error:
+            self.report_own(error)
+            raise
 
     def _follow(self, peers: Sequence[int], instruction: str) -> tuple[list[int], str | None]:
         """The ranks from one of ``peers`` to the one that waits on nobody, and what that one reported of itself."""
