@@ -127,7 +127,8 @@ class Evaluator:
             elif place.rank == state.rank:
                 own[name] = joined(place, [found[name] for found in run.sums.outputs], foreign)
         shapes = [whole_shape(place, symbols) for place in made.places]
-        return gather_outputs(made.places, own, shapes, gather, state.rank, executor.collectives)
+        found = gather_outputs(made.places, own, shapes, gather, state.rank, executor.collectives)
+        return None if found is None else {name: found[name] for name in made.output_names}
 
 
 @dataclass(frozen=True)

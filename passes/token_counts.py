@@ -60,7 +60,7 @@ class TokenCounts:
         device = batch[self.leaves[0]].device
         if device not in self._on_device:
             self._on_device[device] = _relocated(self.module, device)
-        arguments = [batch[name].detach().to(device) for name in self.leaves]
+        arguments = [batch[name].detach().to(device).contiguous() for name in self.leaves]
         constants = [constant.to(device) for constant in self.constants.values()]
         with torch.no_grad():
             found: tuple[Tensor, ...] = self._on_device[device](*arguments, *constants)

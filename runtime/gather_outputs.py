@@ -132,13 +132,13 @@ def _moved(
         return None
     if own is None:
         own = torch.empty(shape, dtype=place.spec.dtype, device=collectives.device)
+    plain = own.resolve_conj().resolve_neg().contiguous()  # alike everywhere
     if not math.prod(shape):
-        return own
-    plain = own.resolve_conj().resolve_neg().contiguous()
+        return plain
     numbers = plain.view(-1).view(torch.uint8)
     what = f"output {place.names[0]}"
     if gather == "all":
         collectives.broadcast(numbers, source, what)
     else:
         collectives.move(numbers, source, 0, what)
-    return own
+    return plain
