@@ -126,12 +126,13 @@ class Engine:
         ``max_grad_norm``: clips as ``clip_grad_norm_`` does. ``last_step`` tells more about it.
         """
         started = time.perf_counter()
-        self.zero_grad()
-        results, samples, tokens = self._forward_backward(batch, "train_step")
-        norm = None if max_grad_norm is None else self._clip(max_grad_norm)
-        self.optimizer.step()
-        loss = self._finish(results, samples, tokens, norm, started)
-        self.step_ended()
+        with self.executor.reported():
+            self.zero_grad()
+            results, samples, tokens = self._forward_backward(batch, "train_step")
+            norm = None if max_grad_norm is None else self._clip(max_grad_norm)
+            self.optimizer.step()
+            loss = self._finish(results, samples, tokens, norm, started)
+            self.step_ended()
         return loss
 
     def forward_backward(self, batch: Any) -> Tensor:
@@ -141,9 +142,10 @@ class Engine:
         samples, plan a larger ``batch_size``: micro-batches are what accumulates.
         """
         started = time.perf_counter()
-        results, samples, tokens = self._forward_backward(batch, "forward_backward")
-        loss = self._finish(results, samples, tokens, None, started)
-        self._by_parts.begin()
+        with self.executor.reported():
+            results, samples, tokens = self._forward_backward(batch, "forward_backward")
+            loss = self._finish(results, samples, tokens, None, started)
+            self._by_parts.begin()
         return loss
 
     def clip_grad_norm_(

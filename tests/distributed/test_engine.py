@@ -203,10 +203,6 @@ def without_unread_leaves(engine: Engine) -> float:
     return engine.train_step(data).item()
 
 
-def without_read_leaf(engine: Engine) -> None:
-    engine.train_step({"label": net.batch()["label"]} if dist.get_rank() == 0 else net.batch())
-
-
 def test_what_is_refused_says_why_and_changes_nothing(plan_json: str, pool: WorkerPool) -> None:
     refused = {
         under_autocast: "engine.train_step was called under torch.autocast",
@@ -359,31 +355,42 @@ def test_a_restored_step_draws_the_same_dropout_and_evaluating_draws_nothing(poo
 LIMIT_SECONDS = 3.0
 
 
-def never_share(plan_json: str, culprit: int) -> tuple[str, float]:
-    """In a worker: ``culprit`` computes its part of the step and then hangs."""
-    with Plan.from_json(plan_json).deploy(
-        net.workload(), timeout_seconds=LIMIT_SECONDS, check_batches=0
-    ) as engine:
-        engine.train_step(net.batch())
+def fail_before_sharing(plan_json: str, culprit: int, how: str) -> tuple[str, float]:
+    """In a worker: ``culprit`` hangs when its part of the third step is done, or is given no tokens in it."""
+    with Plan.from_json(plan_json).deploy(net.workload(), timeout_seconds=LIMIT_SECONDS) as engine:
+        for _ in range(2):
+            engine.train_step(net.batch())
+        data = net.batch()
         if dist.get_rank() == culprit:
+            if how == "raises":
+                engine.train_step({"label": data["label"]})
             engine.executor.collectives.all_reduce = lambda *arguments: time.sleep(60)  # type: ignore[method-assign]
         started = time.monotonic()
         try:
-            engine.train_step(net.batch())
+            engine.train_step(data)
         except RankFailureError as error:
             return str(error), time.monotonic() - started
     return "", 0.0
 
 
-def test_a_rank_that_hangs_before_the_loss_is_shared_is_named(plan_json: str, pool: WorkerPool) -> None:
-    culprit = 1
+@pytest.mark.parametrize(
+    ("how", "culprit", "said"),
+    [
+        ("hangs", 1, "got no answer for `the loss`"),
+        ("raises", 0, "rank 0 reported: UsageError: error[usage]: the batch lacks inputs"),
+    ],
+)
+def test_a_rank_that_fails_around_its_run_is_named_with_its_reason(
+    plan_json: str, how: str, culprit: int, said: str, pool: WorkerPool
+) -> None:
     pool.run(dist.get_rank, world_size=3)
-    outcomes = pool.run_each(never_share, plan_json, culprit, world_size=3, timeout_seconds=10.0)
+    outcomes = pool.run_each(fail_before_sharing, plan_json, culprit, how, world_size=3, timeout_seconds=10.0)
     for rank, (ok, outcome) in enumerate(outcomes):
         if rank == culprit:
             assert not ok
             continue
         assert ok, outcome
         text, seconds = outcome
-        assert f"rank {culprit} failed or hangs: rank {rank} got no answer for `the loss`" in text
+        assert f"rank {culprit} failed or hangs: rank {rank}" in text
+        assert said in text
         assert seconds < LIMIT_SECONDS * 1.25
