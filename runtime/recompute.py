@@ -50,7 +50,7 @@ def checkpointed(
     """``module``, with the ops of each region that ``marked`` noted run as one recomputed call.
 
     ``random``: whether the segment draws random numbers; else no generator's state need be kept.
-    ``as_function``: compiles a region's ops (default: they run as they are).
+    ``as_function``: compiles the ops of a region that writes no statistics (default: they run as they are).
     """
     members: dict[int, list[fx.Node]] = {}
     for node in module.graph.nodes:
@@ -92,8 +92,10 @@ def _emit_region(
         return
     body = _body(nodes, inputs, outputs)
     writes = any(_writes_statistics(node) for node in nodes)
-    make = as_function or _as_it_is
-    function = recomputed(make(body), make(_without_writes(body)) if writes else None, random=random)
+    if writes:  # uncompiled: what a compiled function writes into its inputs, checkpointing would refuse to read again
+        function = recomputed(body.forward, _without_writes(body).forward, random=random)
+    else:
+        function = recomputed((as_function or _as_it_is)(body), random=random)
     function.__name__ = function.__qualname__ = name
     call = graph.call_function(function, tuple(find(node) for node in inputs))
     for position, node in enumerate(outputs):

@@ -37,8 +37,9 @@ def warm_up(
     wanted = [symbol_sizes(batch, shapes, size) for size in dict.fromkeys(sizes)]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for runner in runners:
-            written = [o.name for o in runner.code.outputs if o.kind == "buffer"]
-            before = {name: state[name].clone() for name in written}
+            # All of them: batch norms write their statistics without saying so.
+            buffers = [name for name, kind in runner.code.held.items() if kind == "buffer"]
+            before = {name: state[name].clone() for name in buffers}
             for symbols in wanted:
                 _run_once(runner, batch, symbols, device)
             with torch.no_grad():

@@ -149,6 +149,45 @@ def test_a_warm_up_compiles_and_leaves_no_trace() -> None:
     assert len(backend.operations) == graphs, "nothing is left to compile, for any size"
 
 
+def normed(h: Tensor, w: Tensor, mean: Tensor, var: Tensor) -> Any:
+    return (
+        aten.sum.default(aten.batch_norm.default(h * w, None, None, mean, var, True, 0.1, 1e-5, False) ** 3),
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_batch_norms_write_their_statistics_once_a_micro_batch(recompute: bool) -> None:
+    torch.compiler.reset()
+    module = fx.symbolic_trace(normed)
+    names = tuple(node.name for node in module.graph.nodes if node.op == "call_function")
+    kinds: list[tuple[Any, str]] = [("value", "h"), ("parameter", "w"), ("buffer", "mean"), ("buffer", "var")]
+    code = SegmentCode(
+        0,
+        module,
+        tuple(SegmentInput(kind, name, kind == "value") for kind, name in kinds),
+        (SegmentOutput("loss", "loss"),),
+        values={"h": TensorSpec((BATCH, WIDTH), torch.float32)},
+        recomputed=(names,) if recompute else (),
+    )
+    found = []
+    for compile in (None, {"backend": "aot_eager"}):
+        torch.manual_seed(0)
+        state: dict[str, Tensor] = {"w": nn.Parameter(torch.randn(WIDTH))}
+        state.update(mean=torch.zeros(WIDTH), var=torch.ones(WIDTH))
+        runner = SegmentRunner(code, state, compile=compile)
+        if compile:
+            warm_up([runner], state, BatchSpec({}, BATCH, {}), {}, (3,), torch.device("cpu"))
+        for m in range(2):
+            runner.forward(m, [as_leaf(torch.randn(3 + m, WIDTH), True)], [])
+        for m in range(2):
+            runner.backward(m, [torch.ones(())])
+        runner.write_buffers()
+        assert state["w"].grad is not None
+        found.append([state["mean"], state["var"], state["w"].grad])
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-6)
+
+
 def test_options_that_cannot_be_had_are_refused() -> None:
     assert compile_options(False) is None
     assert compile_options(True) == {}
