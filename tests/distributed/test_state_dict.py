@@ -39,8 +39,9 @@ class Net(nn.Module):
         self.version = state["version"]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.norm(self.embed(tokens) + self.shift)
-        return self.head(torch.relu(self.middle(hidden)) * self.scale)
+        dtype = self.middle.weight.dtype
+        hidden = self.norm(self.embed(tokens) + self.shift.to(dtype)).to(dtype)
+        return self.head(torch.relu(self.middle(hidden)) * self.scale.to(dtype))
 
 
 def loss_fn(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -97,12 +98,48 @@ def test_keys_order_and_values_are_the_models(pool: WorkerPool) -> None:
     Net().double().load_state_dict(after, strict=True)
 
 
-def test_owners_wider_than_what_is_stored(pool: WorkerPool) -> None:
-    """A bfloat16 model with float32 masters: the state dict is bfloat16, and it is what the leaves have."""
-    precision = Precision(master=torch.float32)
-    text = planned(2, workload(torch.bfloat16), precision=precision)
-    found = pool.run(trained, text, torch.bfloat16, {}, world_size=2)[0][1]
-    model = workload(torch.bfloat16).model.state_dict()
+def resumed(plan_json: str, dtype: torch.dtype, folder: str) -> dict[str, Any]:
+    """Two steps, saved, two more; then the latter again from the checkpoint. What must agree is compared here."""
+    options = {"optimizer": torch.optim.AdamW, "optimizer_kwargs": {"lr": 1e-3}, "timeout_seconds": 20.0}
+    plan = Plan.from_json(plan_json)
+    runs = []
+    for goes_on in (False, True):
+        with plan.deploy(workload(dtype), **options) as engine:
+            if goes_on:
+                engine.load(folder)
+            else:
+                engine.train_step(batch())
+                engine.train_step(batch())
+                engine.save(folder)
+            leaves = {n: t.detach().clone() for n, t in engine.state.leaves.items()}
+            losses = [float(engine.train_step(batch())) for _ in range(2)]
+            owners = {n: t.detach().clone() for n, t in engine.parameters.items()}
+            runs.append((losses, engine.precision.state_dict(), leaves, owners, engine.state_dict()))
+    first, second = runs
+    assert first[:2] == second[:2]
+    for one, other in zip(first[2:], second[2:], strict=True):
+        for name, tensor in one.items():
+            assert not isinstance(tensor, Tensor) or torch.equal(tensor, other[name]), name
+    wide = [p.dtype for n, p in first[3].items() if n in ("embed.weight", "middle.weight")]
+    assert wide == [torch.float32] * len(wide) != []
+    return first[4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        (torch.bfloat16, Precision(master=torch.float32)),
+        (torch.float32, Precision(compute=torch.float16, loss_scale="dynamic")),
+    ],
+    ids=["masters", "float16"],
+)
+def test_owners_that_are_not_leaves(
+    dtype: torch.dtype, precision: Precision, pool: WorkerPool, tmp_path: Path
+) -> None:
+    """Checkpoints keep owners, so a run goes on bit for bit; the state dict has the model's types."""
+    text = planned(2, workload(dtype), precision=precision)
+    found = pool.run(resumed, text, dtype, str(tmp_path), world_size=2, timeout_seconds=60.0)[0]
+    model = workload(dtype).model.state_dict()
     assert {n: t.dtype for n, t in found.items() if isinstance(t, Tensor)} == {
         n: t.dtype for n, t in model.items() if isinstance(t, Tensor)
     }
