@@ -16,6 +16,7 @@ import inspect
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -149,7 +150,17 @@ def _leaf_name(path: tuple[str, ...], batch: object, names: Sequence[str]) -> st
 
 
 def _signature(model: nn.Module) -> list[inspect.Parameter]:
-    return list(inspect.signature(model.forward).parameters.values())
+    """Parameters of ``model.forward`` without self."""
+    if not inspect.ismethod(model.forward):
+        return list(inspect.signature(model.forward).parameters.values())
+    first, *rest = _parameters(model.forward.__func__)
+    return [first, *rest] if first.kind is inspect.Parameter.VAR_POSITIONAL else rest
+
+
+@lru_cache(maxsize=256)
+def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """Asked for every batch of a training run, and slow."""
+    return tuple(inspect.signature(function).parameters.values())
 
 
 def forward_names(model: nn.Module) -> tuple[str, ...]:
