@@ -45,19 +45,21 @@ class Evaluator:
     def eval_step(self, batch: Any, gather: Gather | None = None) -> EvalOutput:
         """See ``Engine.eval_step``."""
         self._check("eval_step", gather, (None, *get_args(Gather)))
-        made, leaves = self._graphs.for_loss(batch)
-        run = self._run(made, leaves, gather is not None)
-        names, collectives = made.metric_names, self._deployed.executor.collectives
-        results = share_results(run.sums, names, run.weights, collectives)
-        outputs = None if gather is None else self._gather(made, leaves, run, gather)
-        loss, metrics = results.wait()
-        return EvalOutput(loss, metrics, outputs)
+        with self._deployed.executor.reported():
+            made, leaves = self._graphs.for_loss(batch)
+            run = self._run(made, leaves, gather is not None)
+            names, collectives = made.metric_names, self._deployed.executor.collectives
+            results = share_results(run.sums, names, run.weights, collectives)
+            outputs = None if gather is None else self._gather(made, leaves, run, gather)
+            loss, metrics = results.wait()
+            return EvalOutput(loss, metrics, outputs)
 
     def forward(self, batch: Any, gather: Gather = "rank0") -> Mapping[str, Tensor] | None:
         """See ``Engine.forward``."""
         self._check("forward", gather, get_args(Gather))
-        made, leaves = self._graphs.without_loss(batch)
-        return self._gather(made, leaves, self._run(made, leaves, True), gather)
+        with self._deployed.executor.reported():
+            made, leaves = self._graphs.without_loss(batch)
+            return self._gather(made, leaves, self._run(made, leaves, True), gather)
 
     def _check(self, method: str, gather: object, known: Sequence[object]) -> None:
         refuse_autocast(method, self._deployed.executor.device.type)

@@ -11,6 +11,7 @@ same graph at the same call: they compare what they trace before they do.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -80,18 +81,25 @@ class EvaluationGraph:
 
 @dataclass(frozen=True)
 class _Given:
-    """A batch as evaluation sees it. ``inputs``: what is traced with it; ``read``: leaves that forward gets."""
+    """A batch as evaluation sees it. ``inputs``: what is traced with it; ``read``: leaves that forward gets.
+
+    ``optional``: arguments that forward does not need. Without one, the batch is another one; without any other leaf, it
+    is one that this rank did not load wholly.
+    """
 
     inputs: Any
     leaves: Mapping[str, Tensor]
     read: frozenset[str]
     constants: Mapping[str, object]
+    optional: frozenset[str]
 
     def is_like(self, graph: OpGraph, constants: Mapping[str, object]) -> bool:
         """Whether ``graph``, traced with ``constants``, is what this batch would be traced to."""
         spec = user_leaves(graph.batch, graph.token_counts)
         fits = all(
-            name in self.leaves and not mismatch(name, self.leaves[name], leaf)
+            not mismatch(name, self.leaves[name], leaf)
+            if name in self.leaves
+            else name.split(".")[0] not in self.optional
             for name, leaf in spec.leaves.items()
         )
         return (
@@ -137,12 +145,14 @@ class EvaluationGraphs:
     def _given(self, batch: Any, loss_fn: LossFunction | None) -> _Given:
         model, has_loss_fn = self._deployed.model, loss_fn is not None
         names = forward_names(model)
-        args, kwargs = forward_arguments(model, batch, has_loss_fn)
+        args, kwargs = forward_arguments(model, batch, has_loss_fn, partial=True)
+        parameters = inspect.signature(model.forward).parameters.values()
         return _Given(
             batch,
             flatten_batch(batch, names),
             frozenset(flatten_batch(kwargs or args, names)),
-            forward_constants(model, batch, has_loss_fn),
+            forward_constants(model, batch, has_loss_fn, partial=True),
+            frozenset(p.name for p in parameters if p.default is not inspect.Parameter.empty),
         )
 
     def _find(self, known: list[EvaluationGraph], given: _Given, with_loss: bool) -> EvaluationGraph:

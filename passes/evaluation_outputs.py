@@ -34,9 +34,12 @@ def evaluation_outputs(
             rank = segmentation.ranks[segmentation.segment_of[node]][0]
             places.append(OutputPlace(tuple(called), specs[0], joining, dim, rank))
             continue
-        stateful = placeholder.kind in ("parameter", "buffer")
-        holder = min(holders[placeholder.name]) if stateful else None
-        places.append(OutputPlace(tuple(called), specs[0], "same", 0, holder, placeholder.name))
+        joining, dim = _joining(graph, specs[0], of_samples=False)
+        if placeholder.kind == "batch":
+            holder = _reader(graph, segmentation, node)
+        else:
+            holder = min(holders.get(placeholder.name, ()), default=None)
+        places.append(OutputPlace(tuple(called), specs[0], joining, dim, holder, placeholder.name))
     return tuple(places)
 
 
@@ -48,6 +51,12 @@ def _joining(graph: OpGraph, spec: TensorSpec, of_samples: bool) -> tuple[Joinin
     if dims:
         return "concatenate", dims[0]
     return ("stack" if of_samples else "same"), 0
+
+
+def _reader(graph: OpGraph, segmentation: Segmentation, leaf: str) -> int | None:
+    """The first rank whose segments read a leaf of the batch: it has the leaf, others may not."""
+    readers = (segmentation.segment_of.get(user.name) for user in graph.nodes[leaf].users)
+    return min((segmentation.ranks[index][0] for index in readers if index is not None), default=None)
 
 
 def _of_samples(graph: OpGraph) -> frozenset[str]:
