@@ -1,7 +1,7 @@
 """Every model × ranks × schedule, verified in float64 on real processes (``make verify-all``).
 
     python -m benchmarks.verify_matrix [--models gpt2,unet] [--ranks 2,3] [--schedules 1f1b,zb-v] [--smoke]
-        [--recompute full|auto]       auto: on devices that hold half of what recompute frees
+        [--recompute full|auto]       auto: on workers with so little memory that blocks must be
 
 One worker pool and one trace per model serve all cases. Prints a row per model and number of ranks, a column per
 schedule: the largest error as a share of what is allowed (1.0 would be the limit), or what went wrong.
@@ -14,7 +14,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
@@ -84,18 +84,27 @@ def verify_case(case: Case, workload: Workload, graph: OpGraph, pool: WorkerPool
         schedule=case.schedule,
         pins={graph.loss: stages - 1},
     )
-    cluster = ClusterSpec.local(case.ranks)
     if case.recompute == "auto":
-        most = [_peak_bytes(make(cluster, recompute=mode)) for mode in ("none", "full")]
-        cluster = ClusterSpec.local(case.ranks, memory=sum(most) // 2)
-    plan = make(cluster, recompute=case.recompute)
+        plan = _short_of_memory(make, case.ranks)
+    else:
+        plan = make(ClusterSpec.local(case.ranks), recompute=case.recompute)
     assert case.recompute == "none" or any(stage.recomputed_blocks for stage in plan.stages)
     assert len({rank for stage in plan.stages for rank in stage.devices}) == case.ranks
     return verify_plan(plan, workload, pool=pool, graph=graph)
 
 
-def _peak_bytes(plan: Plan) -> int:
-    return max(plan.prediction.peak_memory_bytes.values())
+def _short_of_memory(make: Callable[..., Plan], ranks: int) -> Plan:
+    """On the largest workers on which some block must be computed again."""
+    roomy = ClusterSpec.local(ranks)
+    most, least = (
+        max(make(roomy, recompute=mode).prediction.peak_memory_bytes.values()) for mode in ("none", "full")
+    )
+    plan = make(roomy)
+    for tenths in (9, 8, 7, 6, 5, 4, 3, 2, 1):
+        plan = make(ClusterSpec.local(ranks, memory=least + (most - least) * tenths // 10), recompute="auto")
+        if any(stage.recomputed_blocks for stage in plan.stages):
+            break
+    return plan
 
 
 def main() -> int:

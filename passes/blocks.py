@@ -3,10 +3,10 @@
     model.layers.0.self_attn.q_proj   ─►  model.layers.0
     model.layers.0.mlp.up_proj        ─►  model.layers.0          model.embed_tokens, lm_head, loss  ─►  no block
 
-A *container* is a module whose numbered children repeat: at least two of them run the same ops on tensors of the
-same shapes, more than a few. The children of the outermost containers are the blocks, the unlike ones (a first layer
-that also shrinks the image) too. Where those hold less than half of the ops, shapes may differ (the stages of a small
-ResNet); a model without any repetition has its outermost modules that run more than a few ops.
+A *container* is a module whose numbered children repeat: what one of them runs, more than a few ops, another runs as
+well, on tensors of the same shapes. The children of the outermost containers are the blocks, unlike ones (a first layer
+that also makes a bias, or shrinks the image) too. Where those hold less than half of the ops, shapes may differ (the
+stages of a small ResNet); a model without any repetition has its outermost modules that run more than a few ops.
 
 A block is a run of consecutive ops: a module that is called several times gives a block per call, ``cell``, ``cell#1``,
 ``cell#2``, …. So the ops of a block that share a stage can be run as one call, whatever else the stage holds: in a
@@ -25,6 +25,8 @@ from passes.graph import OpGraph
 
 FEWEST_OPS = 4
 """Fewer than this in a block save nothing worth the recompute: its result is kept by whoever reads it."""
+NEIGHBOURS = 4
+"""A child is compared with this many others of its size or larger."""
 
 
 def block_of(graph: OpGraph) -> Mapping[str, str]:
@@ -60,14 +62,22 @@ def _containers(ops: Sequence[fx.Node], paths: Sequence[str], same_shapes: bool)
         for end, part in enumerate(parts, start=1):
             if part.isdigit():
                 inside[".".join(parts[:end])].append((".".join(parts[end:]), node))
-    shapes: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    structures: defaultdict[str, list[Counter[tuple[str, ...]]]] = defaultdict(list)
     for child, members in inside.items():
         if len(members) >= FEWEST_OPS:
-            structure = tuple(
+            found: Counter[tuple[str, ...]] = Counter(
                 (rest, str(node.target), _shape(node) if same_shapes else "") for rest, node in members
             )
-            shapes[child.rpartition(".")[0]][hash(structure)] += 1
-    return frozenset(parent for parent, found in shapes.items() if max(found.values()) > 1)
+            structures[child.rpartition(".")[0]].append(found)
+    return frozenset(parent for parent, children in structures.items() if _repeats(children))
+
+
+def _repeats(children: Sequence[Counter[tuple[str, ...]]]) -> bool:
+    """Whether one child's ops are all among another's."""
+    ordered = sorted(children, key=lambda child: child.total())
+    return any(
+        small <= large for at, small in enumerate(ordered) for large in ordered[at + 1 : at + 1 + NEIGHBOURS]
+    )
 
 
 def _shape(node: fx.Node) -> str:
