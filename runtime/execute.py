@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +27,7 @@ from runtime.bind import Binder
 from runtime.collective import Collectives, Waited
 from runtime.compiled import CompileOptions
 from runtime.failure import FailureMonitor
-from runtime.loaded import Loaded, Replan, Surroundings
+from runtime.loaded import Loaded, MakeBinder, Replan, Surroundings
 from runtime.microbatch import batch_size_of, check_cut, cut, microbatch_sizes
 from runtime.network_threads import let_compute_go_first
 from runtime.program import Program, Recv, SegmentGraph, Send
@@ -142,9 +143,19 @@ class Executor:
         programs: Sequence[Program] | None = None,
         replan: Replan | None = None,
     ) -> Loaded:
-        """Another graph to ``evaluate``, of any segments. Collective. Tensors it shares with training are not copied."""
+        """Another graph to ``evaluate``, of any segments. Collective. Tensors it shares with training are not copied.
+
+        It is not compiled: that takes minutes, and ranks would wait for each other meanwhile.
+        """
         loaded = Loaded(
-            self._surroundings, program, codes, graph, state, batch_spec, programs=programs, replan=replan
+            replace(self._surroundings, compile=None),
+            program,
+            codes,
+            graph,
+            state,
+            batch_spec,
+            programs=programs,
+            replan=replan,
         )
         self._loaded.append(loaded)
         return loaded
@@ -208,6 +219,10 @@ class Executor:
         result = Evaluation.of(shared)
         shared.outputs = []
         return result
+
+    def binding_with(self, make: MakeBinder) -> AbstractContextManager[None]:
+        """Meanwhile ``make`` makes the handlers of training steps (``runtime.instrument``)."""
+        return self._training.binding_with(make)
 
     def batch_size_of(self, batch: Mapping[str, Tensor]) -> int:
         """Samples in ``batch``, which may lack leaves that this rank has no use for."""
