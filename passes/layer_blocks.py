@@ -124,6 +124,19 @@ class Blocks:
         """[n] ``block_bytes`` of each op's block; 0 outside of any."""
         return np.append(self.block_bytes(size), 0.0)[self.of]
 
+    def beside_deferred_bytes(self, size: int, output_bytes: FloatArray) -> FloatArray:
+        """[n] as ``transient_bytes``, without what weight halves need of the block: that stays for them, and counts with it.
+
+        ``output_bytes``: [n] of each op's result, and of its gradient.
+        """
+        sizes = self.costs.storage_bytes(size)
+        result = self.block_bytes(size)
+        for index, (ops, inside) in enumerate(zip(self.members, self.inside, strict=True)):
+            deferring = [op for op in ops if self.costs.weight_half[self.rows[op]]]
+            kept = {name for op in deferring for name in self.costs.saved[self.rows[op]]}.intersection(inside)
+            result[index] -= sum(sizes[name] for name in kept) + output_bytes[deferring].sum()
+        return np.append(np.maximum(result, 0.0), 0.0)[self.of]
+
 
 def touches(
     savers: Mapping[str, Sequence[int]],

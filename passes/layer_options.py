@@ -289,6 +289,8 @@ class Numbers:
     gradient_bytes: FloatArray
     recompute: Recompute | None
     """What changes where blocks are computed again; None for a model without blocks."""
+    beside_deferred_bytes: FloatArray | None = None
+    """[units] its ``transient_bytes`` under schedules that defer weight halves."""
 
 
 def numbers(model: LayerModel, space: Space, table: DeviceTable, size: int) -> Numbers:
@@ -302,6 +304,7 @@ def numbers(model: LayerModel, space: Space, table: DeviceTable, size: int) -> N
         forward,
         gradient,
         _recompute(model, space, table, size) if model.blocks else None,
+        space.largest(model.blocks.beside_deferred_bytes(size, model.output_bytes(size))),
     )
 
 
@@ -357,11 +360,14 @@ def layer_problem(
         sequence=plan.sequence,
         stage_counts=(1, max_stages) if single else (stages, stages),
         pins={int(space.unit_of[op]): stage for op, stage in pins.items()},
-        recompute=_allowed(costs.recompute, recompute),
+        recompute=_allowed(costs, recompute, option),
     )
 
 
-def _allowed(recompute: Recompute | None, mode: RecomputeMode) -> Recompute | None:
-    if recompute is None or mode == "none":
+def _allowed(costs: Numbers, mode: RecomputeMode, option: Option) -> Recompute | None:
+    if costs.recompute is None or mode == "none":
         return None
-    return replace(recompute, always=mode == "full")
+    transient_bytes = costs.recompute.transient_bytes
+    if SCHEDULES[option.schedule].splits_backward and costs.beside_deferred_bytes is not None:
+        transient_bytes = costs.beside_deferred_bytes
+    return replace(costs.recompute, transient_bytes=transient_bytes, always=mode == "full")

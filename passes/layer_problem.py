@@ -113,7 +113,8 @@ class Recompute:
     storage_bytes: FloatArray
     """[structure.recomputed] held per micro-batch in flight."""
     transient_bytes: FloatArray
-    """[n] of each unit: what the largest block with ops in it saves. A stage needs the largest of its units."""
+    """[n] of each unit: what the largest block with ops in it saves. A stage needs the largest of its units; where weight
+    halves are deferred (``moments``), beside what they need of the whole stage."""
     always: bool = False
     """Every stage does so, also where its activations would fit."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cost_models.precision import NAMES, WORDS, ParameterPrecision
 from cost_models.units import format_bytes, format_seconds
-from partitioner.modules import common_parent, shorten
+from partitioner.modules import common_parent, compress, shorten
 from partitioner.report.text import WIDTH, columns, counted, labelled, percent, printable
 
 if TYPE_CHECKING:
@@ -90,8 +90,7 @@ def recompute_line(plan: Plan) -> list[str]:
     if not stages:
         return []
     blocks = list(dict.fromkeys(name for stage in stages for name in stage.recomputed_blocks))
-    parent = common_parent([blocks])
-    names = shorten([name.removeprefix(parent) for name in blocks], 50)
+    names = shorten(compress(blocks), 50)
     where = f"in {len(stages)} of {counted(len(plan.stages), 'stage')}"
     return [
         labelled(

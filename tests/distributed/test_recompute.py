@@ -43,7 +43,8 @@ class Layer(nn.Module):
         self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout(0.4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(torch.tanh(self.own(self.norm(self.drop(self.shared(x))))))
+        result: Tensor = x + self.drop(torch.tanh(self.own(self.norm(self.drop(self.shared(x))))))
+        return result
 
 
 class Net(nn.Module):
@@ -56,7 +57,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        result: Tensor = self.head(x)
+        return result
 
 
 def squares(output: Tensor, batch: Tensor) -> Tensor:
