@@ -41,6 +41,7 @@ from partitioner.engine_step import (
 )
 from partitioner.evaluation import EvalOutput, Evaluator
 from partitioner.plan import Plan
+from partitioner.profile import Profile, profile_steps
 from partitioner.state_keys import StateKeys
 from passes.graph import OpGraph
 from passes.least_samples import least_samples
@@ -50,6 +51,7 @@ from runtime.execute import Executor
 from runtime.gather_outputs import Gather
 from runtime.gradient_norm import clip_, global_norm, gradients_of, refuse_nonfinite
 from runtime.rank_state import RankState
+from runtime.relabel import RankMap
 from runtime.step_precision import StepPrecision
 
 
@@ -69,6 +71,7 @@ class Engine:
         *,
         check_batches: int = 2,
         callbacks: Iterable[Callback] = (),
+        ranks: RankMap,
     ) -> None:
         self.plan = plan
         self.executor = executor
@@ -91,6 +94,7 @@ class Engine:
         user = user_leaves(graph.batch, graph.token_counts)
         self._compare_batches = BatchCheck(tuple(user.batch_dims), executor.collectives, check_batches)
         self._evaluator = evaluator
+        self._ranks = ranks
         self._checkpoints = Checkpoints(plan.model.name, keys, graph, state, executor.device)
 
     @property
@@ -278,6 +282,25 @@ class Engine:
         ``batch``: what the model's own ``forward`` takes; labels are not needed, nor any loss.
         """
         return self._evaluator.forward(batch, gather)
+
+    # ------------------------------------------------------------------------------------------ measuring
+
+    def profile(
+        self, batches: Iterable[Any], steps: int | None = None, max_grad_norm: float | None = None
+    ) -> Profile:
+        """Train on ``batches`` (the first ``steps`` of them), measured: every instruction beside its prediction.
+
+        These are steps like any other; without a profile nothing measures. The first one warms up, so give several.
+        Collective; the same profile on every rank.
+        """
+
+        def measured(batch: Any) -> StepInfo:
+            self.train_step(batch, max_grad_norm)
+            assert self.last_step is not None
+            return self.last_step
+
+        parts = self.plan, self._ranks, self.executor, self.optimizer, self._checkpoints.free_side
+        return profile_steps(measured, batches, steps, *parts)
 
     # ------------------------------------------------------------------------------------------ state
 

@@ -5,7 +5,8 @@ An executor has one of these for training and one for each evaluation graph; the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +33,10 @@ _MOST_SHAPES = 32
 
 Replan = Callable[[int], Sequence[Program]]
 """Number of micro-batches -> all ranks' programs for as many."""
+
+
+MakeBinder = Callable[[Setting, Shared], Binder]
+"""Makes the handlers of a program for one batch shape."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Loaded:
         self._programs = {self.microbatches: (program, programs)}
         self._settings: dict[tuple[bool, int], Setting] = {}
         self._bound: dict[object, tuple[Binder, Shared]] = {}
+        self._make_binder: MakeBinder = Binder
         self.parameters = list(
             {
                 id(state[i.name]): state[i.name]
@@ -118,6 +124,16 @@ class Loaded:
             setting = self._setting(training, microbatches)
             self._bound[key] = self._bind(setting, batch_size, microbatches, shapes)
         return self._bound[key]
+
+    @contextmanager
+    def binding_with(self, make: MakeBinder) -> Iterator[None]:
+        """Meanwhile ``make`` makes the handlers, anew; afterwards those from before are back."""
+        before = self._bound
+        self._bound, self._make_binder = {}, make
+        try:
+            yield
+        finally:
+            self._bound, self._make_binder = before, Binder
 
     def _setting(self, training: bool, microbatches: int) -> Setting:
         """Everything about a program for ``microbatches``, kept for the next batch."""
@@ -180,7 +196,7 @@ class Loaded:
             weights=(),
             pieces={name: [] for name in sorted(leaves)},
         )
-        return Binder(setting, shared), shared
+        return self._make_binder(setting, shared), shared
 
 
 def _forwards_of(program: Program) -> Program:

@@ -1,4 +1,4 @@
-"""A simulated step as pictures: an ASCII timeline, and a trace for Perfetto.
+"""A simulated step (or a measured one) as pictures: an ASCII timeline, and a trace for Perfetto.
 
     step 11.000 s · bubble 27.3% · one column 0.110 s
     rank 0  F0-F1-F2-............B0----F3-B1----…   busy 73%  peak 1.2 GiB
@@ -56,9 +56,8 @@ def render(simulation: Simulation, width: int = 100) -> str:
     for rank in ranks:
         row = _row(simulation.timeline[rank], width / step, width)
         busy = simulation.busy_seconds[rank] / step
-        lines.append(
-            f"{f'rank {rank}':<{margin}}  {row}  busy {busy:4.0%}  peak {_bytes(simulation.peak_bytes[rank])}"
-        )
+        peak = f"  peak {_bytes(simulation.peak_bytes[rank])}" if simulation.memory else ""
+        lines.append(f"{f'rank {rank}':<{margin}}  {row}  busy {busy:4.0%}{peak}")
     return "\n".join(lines)
 
 
@@ -100,47 +99,50 @@ def _bytes(size: float) -> str:
     return f"{size:.1f} TiB"
 
 
-def chrome_trace(simulation: Simulation) -> dict[str, Any]:
+def chrome_trace(simulation: Simulation, label: str = "", first: int = 0) -> dict[str, Any]:
     """The step in the trace event format, for https://ui.perfetto.dev or chrome://tracing (JSON).
 
-    One process per rank: its computes, its outgoing transfers (asynchronous slices), its memory.
+    One process per rank: its computes, its outgoing transfers (asynchronous slices), its memory where known. To lay
+    several steps over each other: ``label`` tells their processes apart, which are numbered from ``first``.
     """
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(simulation.timeline):
-        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+        process, name = first + rank, f"rank {rank} {label}".rstrip()
+        events.append({"name": "process_name", "ph": "M", "pid": process, "args": {"name": name}})
         for thread, name in enumerate(("instructions", "sends")):
             events.append(
-                {"name": "thread_name", "ph": "M", "pid": rank, "tid": thread, "args": {"name": name}}
+                {"name": "thread_name", "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
             )
-        events += [_slice(span, rank) for span in spans]
-        curve = simulation.memory[rank]
+        events += [_slice(span, process) for span in spans]
         events += [
-            {"name": "memory", "ph": "C", "pid": rank, "ts": at * _MICRO, "args": {"bytes": held}}
+            {"name": "memory", "ph": "C", "pid": process, "ts": at * _MICRO, "args": {"bytes": held}}
+            for curve in simulation.memory[rank : rank + 1]
             for at, held in zip(curve.seconds.tolist(), curve.bytes_held.tolist(), strict=True)
         ]
     for number, transfer in enumerate(simulation.transfers):
         message, start, end = transfer.message, transfer.start_seconds * _MICRO, transfer.end_seconds * _MICRO
-        arrow = {"name": message.label, "cat": "transfer", "id": number}
+        process = first + message.source
+        arrow = {"name": message.label, "cat": "transfer", "id": f"{label}{number}" if label else number}
         events += [
             {
                 **arrow,
                 "ph": "b",
-                "pid": message.source,
+                "pid": process,
                 "tid": 1,
                 "ts": start,
                 "args": {"bytes": transfer.size_bytes, "to": message.target},
             },
-            {**arrow, "ph": "e", "pid": message.source, "tid": 1, "ts": end},
+            {**arrow, "ph": "e", "pid": process, "tid": 1, "ts": end},
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _slice(span: Span, rank: int) -> dict[str, Any]:
+def _slice(span: Span, process: int) -> dict[str, Any]:
     return {
         "name": span.text,
         "cat": _CATEGORY[type(span.instruction)],
         "ph": "X",
-        "pid": rank,
+        "pid": process,
         "tid": 0,
         "ts": span.start_seconds * _MICRO,
         "dur": (span.end_seconds - span.start_seconds) * _MICRO,

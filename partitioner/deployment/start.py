@@ -73,4 +73,5 @@ def make_engine(
         Evaluator(deployed),
         check_batches=check_batches,
         callbacks=callbacks,
+        ranks=ranks,
     )
