@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
@@ -35,6 +36,20 @@ def batches(batch_size: int, steps: int, seed: int = 0) -> Iterator[dict[str, to
         starts = torch.randint(0, len(text) - SEQUENCE, (batch_size,), generator=generator)
         tokens = torch.stack([text[start : start + SEQUENCE] for start in starts.tolist()]).long()
         yield {"input_ids": tokens, "labels": tokens}
+
+
+class WindowsOfText(Dataset[dict[str, torch.Tensor]]):
+    """Neighbouring windows of the text, as a dataset; labels are the inputs, as Hugging Face's models expect."""
+
+    def __init__(self, windows: int = 4096, length: int = 32) -> None:
+        text = standard_library(length * windows)
+        self._tokens = text[: len(text) // length * length].view(-1, length).long()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._tokens[index], "labels": self._tokens[index]}
 
 
 def gpt(layers: int = 4, width: int = 128) -> Workload:

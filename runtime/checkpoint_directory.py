@@ -105,8 +105,9 @@ def find(directory: Path) -> Path:
     return directory / name
 
 
-def is_checkpoint(directory: Path) -> bool:
-    """Whether ``find`` would look here for a checkpoint."""
+def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
+    """Whether ``directory`` is a checkpoint, or one was saved in it: what ``engine.load`` would look at."""
+    directory = Path(directory)
     return (directory / _RECORD).is_file() or (directory / _LATEST).is_file()
 
 
