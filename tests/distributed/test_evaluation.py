@@ -13,6 +13,8 @@ from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
 from partitioner.absent_batch import AbsentBatch
 from passes.batch import flatten_batch
+from passes.graph import OpGraph
+from passes.trace import trace
 from runtime.launch import WorkerError, WorkerPool
 
 WIDTH, SAMPLES, MICROBATCHES = 6, 8, 4
@@ -78,7 +80,14 @@ def workload() -> Workload:
     return Workload(model(), batch(), loss_fn, "net")
 
 
-def made_plan(made: Workload, ranks: int, schedule: str, pins: Mapping[str, int] | None) -> str:
+@pytest.fixture(scope="module")
+def traced() -> OpGraph:
+    """The training trace of ``workload()``: one for all plans."""
+    made = workload()
+    return trace(made.model, made.example_inputs, loss_fn=made.loss_fn, name=made.name)
+
+
+def made_plan(made: Workload | OpGraph, ranks: int, schedule: str, pins: Mapping[str, int] | None) -> str:
     kept = None if pins is None else {name: stage for name, stage in pins.items() if stage < ranks}
     return partition(
         made,
@@ -157,9 +166,9 @@ def as_loaded(data: dict[str, Tensor], samples: int, engine: Any) -> Any:
     ],
 )
 def test_equals_the_model_in_evaluation_mode(
-    pool: WorkerPool, ranks: int, schedule: str, pins: Mapping[str, int] | None
+    pool: WorkerPool, traced: OpGraph, ranks: int, schedule: str, pins: Mapping[str, int] | None
 ) -> None:
-    text = made_plan(workload(), ranks, schedule, pins)
+    text = made_plan(traced, ranks, schedule, pins)
     results = pool.run(run, text, world_size=ranks, timeout_seconds=120.0)
     reference = trained(workload())
     for number, samples in enumerate(SIZES):
@@ -269,14 +278,18 @@ def hf_workload(kind: str) -> Workload:
 
 
 HF_PINS = {
-    "llama": {"model.layers.0": 0, "model.layers.1": 1, "lm_head": 2},
+    "llama": {"model.layers.0": 0, "model.layers.1": 1},
     "gpt2": {"transformer.h.0": 0, "transformer.h.1": 1},
     "t5": {"encoder.block.0": 0, "decoder.block.0": 1},
 }
 
 
+LARGE = 11
+"""Samples of a batch that runs in two rounds."""
+
+
 def part_of(data: Mapping[str, Tensor], samples: int) -> dict[str, Tensor]:
-    return {name: tensor[:samples] for name, tensor in data.items()}
+    return {name: torch.cat([tensor, tensor])[:samples] for name, tensor in data.items()}
 
 
 def run_hf(plan_json: str, kind: str) -> Any:
@@ -286,12 +299,14 @@ def run_hf(plan_json: str, kind: str) -> Any:
     if kind == "t5":
         inputs["decoder_input_ids"] = data["input_ids"][:, :5]
     with Plan.from_json(plan_json).deploy(made, timeout_seconds=30.0) as engine:
-        evaluated = [engine.eval_step(part_of(data, n), gather="all") for n in (SAMPLES, 3)]
+        evaluated = [engine.eval_step(part_of(data, n), gather="all") for n in (LARGE, 3)]
+        if kind != "gpt2":  # one more trace is enough for each model
+            return evaluated, engine.forward(inputs, gather="all"), None
         shorter = {name: tensor[:, 2:] for name, tensor in data.items()}  # not contiguous
-        return evaluated, engine.forward(inputs, gather="all"), engine.eval_step(shorter)
+        return evaluated, None, engine.eval_step(shorter)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("llama", 3), ("gpt2", 2), ("t5", 2)])
+@pytest.mark.parametrize(("kind", "ranks"), [("llama", 2), ("gpt2", 2), ("t5", 2)])
 def test_models_of_transformers(pool: WorkerPool, kind: str, ranks: int) -> None:
     made = hf_workload(kind)
     text = made_plan(made, ranks, "1f1b", HF_PINS[kind])
@@ -302,7 +317,7 @@ def test_models_of_transformers(pool: WorkerPool, kind: str, ranks: int) -> None
     if kind == "t5":
         inputs["decoder_input_ids"] = data["input_ids"][:, :5]
     with torch.no_grad():
-        expected = [reference(**part_of(data, n)) for n in (SAMPLES, 3)]
+        expected = [reference(**part_of(data, n)) for n in (LARGE, 3)]
         plain = reference(**inputs)
         shorter = reference(**{name: tensor[:, 2:].clone() for name, tensor in data.items()})
     for evaluated, forwarded, at_length_5 in results:
@@ -310,8 +325,10 @@ def test_models_of_transformers(pool: WorkerPool, kind: str, ranks: int) -> None
             torch.testing.assert_close(found.loss, want.loss.double(), rtol=loss_rtol, atol=0.0)
             torch.testing.assert_close(found.outputs["logits"], want.logits, rtol=1e-10, atol=1e-12)
             assert "loss" not in found.outputs
-        torch.testing.assert_close(forwarded["logits"], plain.logits, rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(at_length_5.loss, shorter.loss.double(), rtol=loss_rtol, atol=0.0)
+        if kind != "gpt2":
+            torch.testing.assert_close(forwarded["logits"], plain.logits, rtol=1e-10, atol=1e-12)
+        else:
+            torch.testing.assert_close(at_length_5.loss, shorter.loss.double(), rtol=loss_rtol, atol=0.0)
 
 
 # ------------------------------------------------------------------------------------------------------
