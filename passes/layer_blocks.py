@@ -125,7 +125,7 @@ class Blocks:
         return np.append(self.block_bytes(size), 0.0)[self.of]
 
     def beside_deferred_bytes(self, size: int, output_bytes: FloatArray) -> FloatArray:
-        """[n] as ``transient_bytes``, without what weight halves need of the block: that stays for them, and counts with it.
+        """[n] as ``transient_bytes``, without what weight halves need of the block: that stays for them.
 
         ``output_bytes``: [n] of each op's result, and of its gradient.
         """

@@ -27,9 +27,13 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}-{case.schedule}-{case.recompute}")
-def test_a_real_model_computes_what_it_computed(case: Case, pool: WorkerPool) -> None:
+def test_a_real_model_computes_what_it_computed(
+    case: Case, pool: WorkerPool, capsys: pytest.CaptureFixture[str]
+) -> None:
     workload, graph = load(case.model)
     report = verify_case(case, workload, graph, pool)
+    counts = capsys.readouterr().err.partition("computed again: ")[2].split()
+    assert any(int(count) for count in counts)
     report.raise_if_different()
     assert report.compared["gradient"] > 10
 
@@ -65,10 +69,14 @@ def squares(output: Tensor, batch: Tensor) -> Tensor:
     return output.square().mean()
 
 
+def made() -> Workload:
+    torch.manual_seed(0)
+    return Workload(Net().double(), torch.randn(8, 8, dtype=torch.float64), squares, "net")
+
+
 @pytest.fixture(scope="module")
 def net() -> tuple[Workload, OpGraph]:
-    torch.manual_seed(0)
-    workload = Workload(Net().double(), torch.randn(8, 8, dtype=torch.float64), squares, "net")
+    workload = made()
     return workload, as_graph(workload)
 
 
@@ -79,19 +87,36 @@ def planned(graph: OpGraph, schedule: str) -> Plan:
     return made
 
 
+def with_blocks(plan: Plan) -> Plan:
+    """The same plan, with three of four layers computed again."""
+    blocks = (("layers.0", "layers.1"), ("layers.3",))
+    stages = (s.model_copy(update={"recomputed_blocks": b}) for s, b in zip(plan.stages, blocks, strict=True))
+    return plan.model_copy(update={"stages": tuple(stages)})
+
+
+def train(plan_json: str) -> list[float]:
+    workload = made()
+    plan = Plan.from_json(plan_json)
+    with plan.deploy(workload, optimizer=torch.optim.SGD, optimizer_kwargs={"lr": 0.1}) as engine:
+        return [float(engine.train_step(workload.example_inputs)) for _ in range(3)]
+
+
+def test_an_engine_trains_the_same_way(net: tuple[Workload, OpGraph], pool: WorkerPool) -> None:
+    plan = planned(net[1], "1f1b")
+    kept, again = (pool.run(train, p.model_dump_json(), world_size=2) for p in (plan, with_blocks(plan)))
+    assert again[0] == pytest.approx(kept[0], rel=1e-12)
+    assert again[0] == again[1]
+    assert len(set(kept[0])) == 3
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_masks_and_statistics_are_those_of_a_plan_without(
     schedule: str, net: tuple[Workload, OpGraph], pool: WorkerPool
 ) -> None:
     workload, graph = net
     plan = planned(graph, schedule)
-    blocks = (("layers.0", "layers.1"), ("layers.3",))
-    stages = tuple(
-        s.model_copy(update={"recomputed_blocks": b}) for s, b in zip(plan.stages, blocks, strict=True)
-    )
     kept, again = (
-        pool.run(run_rank, task(made, workload, graph), world_size=2)
-        for made in (plan, plan.model_copy(update={"stages": stages}))
+        pool.run(run_rank, task(made, workload, graph), world_size=2) for made in (plan, with_blocks(plan))
     )
     for mine, theirs in zip(kept, again, strict=True):
         assert replace(mine, gradients={}, parameters={}, buffers={}).loss == pytest.approx(

@@ -294,6 +294,22 @@ def test_1f1b_holds_as_many_microbatches_as_it_has_in_flight() -> None:
         assert run(graph, gpipe(p, m), m).peak_bytes == (m,) * p
 
 
+def test_what_backward_computes_again_is_held_while_it_runs() -> None:
+    cost = SegmentCost(1.0, 1.0, 0.0, saved_bytes=5, transient_bytes=50)
+    graph = SegmentGraph((Segment(0, (0,), cost),), (), 1)
+    order = ((Forward(0, 0), Forward(0, 1), Backward(0, 0), Backward(0, 1)),)
+    simulation = run(graph, order, 2)
+    assert [at(simulation, 0, t) for t in (0.5, 1.5, 2.5, 3.5, 4.0)] == [5, 10, 60, 55, 0]
+
+
+def test_what_weight_halves_keep_does_not_add_to_what_is_computed_again() -> None:
+    cost = SegmentCost(1.0, 1.0, 1.0, saved_bytes=5, weight_saved_bytes=20, transient_bytes=50)
+    graph = SegmentGraph((Segment(0, (0,), cost),), (), 1)
+    simulation = run(graph, ((Forward(0, 0), BackwardInput(0, 0), BackwardWeight(0, 0)),), 1)
+    assert [at(simulation, 0, t) for t in (0.5, 1.5, 2.5, 3.0)] == [5, 55, 20, 0]
+    assert simulation.peak_bytes == (55,)
+
+
 def test_a_value_without_gradient_is_held_until_it_is_sent() -> None:
     segments = tuple(Segment(i, (i,), SegmentCost(1.0, 1.0, 0.0)) for i in range(2))
     graph = SegmentGraph(segments, (Value("mask", 0, (1,), 20, False),), 2)
