@@ -23,7 +23,7 @@ from torch.utils.data import IterableDataset
 from cost_models.errors import UsageError
 from partitioner.data_order import Sampler, epoch_samples
 from partitioner.data_plan import LoaderPlan, agreed, order_fields, order_of, refuse_options
-from partitioner.data_sources import Counted, Indexed, Source, Stream, collate_numbers
+from partitioner.data_sources import Counted, Indexed, Source, Stream, collate_numbers, reported
 from passes.graph import OpGraph
 from runtime.execute import Executor
 from runtime.side_group import SideGroup
@@ -137,9 +137,10 @@ def make_loader(
     given = {**options, "pin_memory": pinned}
     if plan.iterable:
         stream = Stream(consumer.executor, dataset, plan, {**given, "collate_fn": collate})
-        return EngineDataLoader(plan, stream)
+        return EngineDataLoader(plan, reported(stream, consumer.executor))
     order = order_of(plan, sampler)
     place = consumer.data_rank, consumer.data_world
     if not plan.reads:
         return EngineDataLoader(plan, Counted(order, place, consumer.graph))
-    return EngineDataLoader(plan, Indexed(dataset, order, place, collate, given))
+    indexed = Indexed(dataset, order, place, collate, given)
+    return EngineDataLoader(plan, reported(indexed, consumer.executor))

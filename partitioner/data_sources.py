@@ -19,6 +19,24 @@ from runtime.execute import Executor
 Source = Callable[[int, int], Iterator[Any]]
 """(epoch, number of a batch) -> the batches of that epoch from that one on."""
 
+_END: Any = object()
+
+
+def reported(source: Source, executor: Executor) -> Source:
+    """``source``; what loading raises on one rank is told to the others, who wait for it in the next step."""
+
+    def batches(epoch: int, first: int) -> Iterator[Any]:
+        with executor.reported():
+            found = source(epoch, first)
+        while True:
+            with executor.reported():
+                batch = next(found, _END)
+            if batch is _END:
+                return
+            yield batch
+
+    return batches
+
 
 class Counted:
     """Stand-ins of the right sizes, for a rank that reads nothing."""
@@ -134,9 +152,6 @@ class Stream:
                 ],
                 ["give the same data on every rank: the engine takes the whole batch everywhere"],
             )
-
-
-_END: Any = object()
 
 
 def collate_numbers(samples: list[Any]) -> Any:

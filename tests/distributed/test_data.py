@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import UsageError
+from cost_models.errors import RankFailureError, UsageError
 from partitioner import Plan, partition
 from partitioner.absent_batch import AbsentBatch
 from partitioner.engine import Engine
@@ -91,9 +91,8 @@ def plan_json() -> str:
 
 def with_engine(plan_json: str, check: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     """In a worker: ``check`` on an engine."""
-    with Plan.from_json(plan_json).deploy(
-        net.workload(), optimizer=net.groups_by_name, timeout_seconds=20.0, **options
-    ) as engine:
+    given = {"optimizer": net.groups_by_name, "timeout_seconds": 20.0, **options}
+    with Plan.from_json(plan_json).deploy(net.workload(), **given) as engine:
         return check(engine, *arguments)
 
 
@@ -318,3 +317,33 @@ def test_batches_that_differ_between_ranks_are_named(plan_json: str, pool: Worke
 
 def with_no_check(plan_json: str, check: Callable[..., Any]) -> Any:
     return with_engine(plan_json, check, check_batches=0)
+
+
+# ----------------------------------------------------------------------------------- a dataset that fails
+
+
+class Torn(Rows):
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        raise OSError("the file is torn")
+
+
+def reads_torn(engine: Engine) -> str:
+    loader = engine.dataloader(Torn() if dist.get_rank() == 2 else Rows())
+    try:
+        for batch in loader:
+            engine.train_step(batch)
+    except (OSError, RankFailureError) as error:
+        return str(error)
+    return ""
+
+
+def test_what_loading_raises_on_one_rank_is_told_to_the_others(plan_json: str, pool: WorkerPool) -> None:
+    found = pool.run(with_little_time, plan_json, reads_torn, world_size=3, timeout_seconds=30.0)
+    assert found[2] == "the file is torn"
+    for text in found[:2]:
+        assert "rank 2 failed or hangs" in text
+        assert "rank 2 reported: OSError: the file is torn" in text
+
+
+def with_little_time(plan_json: str, check: Callable[..., Any]) -> Any:
+    return with_engine(plan_json, check, timeout_seconds=3.0)
