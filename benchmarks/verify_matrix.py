@@ -75,7 +75,8 @@ def verify_case(case: Case, workload: Workload, graph: OpGraph, pool: WorkerPool
     stages = case.ranks * (schedule.chunks or 2)
     assert graph.loss is not None
     has_batch_norm = any("batch_norm" in str(node.target) for node in graph.ops)
-    samples = 256 if case.recompute == "auto" else 2  # a micro-batch; workers have no less than a MiB
+    # of a micro-batch; workers have no less than a MiB, and images take more of it than tokens
+    samples = 2 if case.recompute != "auto" else 16 if case.model == "unet" else 256
     make = functools.partial(
         partition,
         graph,

@@ -305,7 +305,10 @@ def distinct_runner_ups(runner_ups: Sequence[RunnerUp]) -> list[RunnerUp]:
     """The best of each (schedule, micro-batches), a few: neighbours of one split teach nothing new."""
     best: dict[str, RunnerUp] = {}
     for entry in sorted(runner_ups, key=lambda entry: (not entry.feasible, entry.step_seconds)):
-        best.setdefault(entry.description.partition(", ")[2], entry)  # "2 stages, 1f1b, 8 micro-batches"
+        key = ", ".join(
+            entry.description.split(", ")[1:3]
+        )  # of "2 stages, 1f1b, 8 micro-batches, 1 stages recompute"
+        best.setdefault(key, entry)
     return list(best.values())[:MOST_RUNNER_UPS]
 
 
