@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from cost_models.errors import UsageError
 from runtime.microbatch import microbatch_sizes
 from runtime.random_state import mix
 
@@ -73,7 +74,10 @@ class BatchOrder:
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(epoch)
             with drawing(mix(self.seed, epoch, _ORDER)):
-                return list(self.sampler)
+                order = list(self.sampler)
+            if len(order) != self.length:
+                raise UsageError(f"the sampler yielded {len(order)} indices, its length is {self.length}")
+            return order
         if self.shuffle:
             generator = torch.Generator().manual_seed(mix(self.seed, epoch, _ORDER))
             return torch.randperm(self.length, generator=generator)

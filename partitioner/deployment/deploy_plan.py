@@ -21,6 +21,7 @@ from cost_models.errors import UsageError
 from partitioner.api import ModelOrTrace
 from partitioner.callbacks import Callback
 from partitioner.deployment.agree import agree_on_ranks
+from partitioner.deployment.first_rank_logs import log_on_first_rank
 from partitioner.deployment.share import Recipe, build_share
 from partitioner.deployment.start import make_engine, start_executor
 from partitioner.engine import Engine
@@ -104,6 +105,7 @@ def deploy_plan(
         seed=seed,
     )
     meeting = Meeting.join()
+    log_on_first_rank(meeting.rank)
     own_device, ranks = agree_on_ranks(
         meeting, plan, workload.model, device, check_memory=check_memory, check_hosts=check_hosts
     )

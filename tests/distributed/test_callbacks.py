@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from partitioner.callbacks import Callback
 from partitioner.engine import Engine
 from partitioner.engine_step import StepInfo
 from partitioner.evaluation import EvalOutput
-from partitioner.loggers import CsvLogger
+from partitioner.loggers import CsvLogger, LineLogger
 from runtime.launch import WorkerPool
 from tests.distributed import engine_model as net
 
@@ -80,8 +81,9 @@ def course(plan_json: str, folder: str) -> tuple[list[Any], list[Any], str]:
     return first.notes, second.notes, raised
 
 
-def test_callbacks_are_told_of_everything_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
-    plan = partition(
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return partition(
         net.workload(),
         ClusterSpec.local(2),
         batch_size=net.SAMPLES,
@@ -89,6 +91,9 @@ def test_callbacks_are_told_of_everything_on_every_rank(pool: WorkerPool, tmp_pa
         schedule="1f1b",
         pins={"embed": 0, "middle": 0, "norm": 1, "head": 1},
     )
+
+
+def test_callbacks_are_told_of_everything_on_every_rank(plan: Plan, pool: WorkerPool, tmp_path: Path) -> None:
     text = plan.model_dump_json()
     results = pool.run(course, text, str(tmp_path), world_size=2, timeout_seconds=60.0)
     for first, second, raised in results:
@@ -112,3 +117,38 @@ def test_callbacks_are_told_of_everything_on_every_rank(pool: WorkerPool, tmp_pa
     with (tmp_path / "run.eval.csv").open() as file:
         assert [row["step"] for row in csv.DictReader(file)] == ["2"]
     assert not dist.is_initialized()
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def logged(plan_json: str) -> list[str]:
+    """In a worker: what the library logs while it deploys and trains, and a warning."""
+    library, kept = logging.getLogger("partitioner"), Kept()
+    library.addHandler(kept)
+    level = library.level
+    library.setLevel(logging.INFO)
+    try:
+        with Plan.from_json(plan_json).deploy(
+            net.workload(), callbacks=[LineLogger(every=1)], timeout_seconds=20.0
+        ) as engine:
+            engine.train_step(net.batch())
+        library.warning("beware")
+    finally:
+        library.removeHandler(kept)
+        library.setLevel(level)
+    return kept.texts
+
+
+def test_rank_0_alone_logs_and_every_rank_warns(plan: Plan, pool: WorkerPool) -> None:
+    first, second = pool.run(logged, plan.model_dump_json(), world_size=2, timeout_seconds=60.0)
+    assert any(text.startswith("traced net") for text in first)
+    assert any(text.startswith("step 1  loss") for text in first)
+    assert first[-1] == "beware"
+    assert second == ["beware"]

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cost_models.errors import UsageError
 from partitioner.batch_check import SAMPLED, digest
 from partitioner.data import EngineDataLoader
 from partitioner.data_order import BatchOrder, drawing
@@ -61,6 +62,11 @@ def test_a_sampler_draws_the_same_whatever_was_drawn_before() -> None:
         sampler = torch.utils.data.WeightedRandomSampler([1.0, 2.0, 3.0, 4.0], 12)
         orders.append(list(BatchOrder(12, 5, seed=1, sampler=sampler).draws(2)))
     assert orders[0] == orders[1] == orders[2]
+
+
+def test_a_sampler_that_is_not_as_long_as_it_says_is_refused() -> None:
+    with pytest.raises(UsageError, match="yielded 3 indices, its length is 4"):
+        list(BatchOrder(4, 2, sampler=[0, 1, 2]).draws(0))
 
 
 def three() -> tuple[float, float, float]:
