@@ -1,0 +1,253 @@
+"""Bridges on a mesh: which collectives a change of placements needs, and what they cost.
+
+    produced as S(0) R,  needed as R S(1)       forward   all-gather axis 0 dim 0 · slice axis 1 dim 1
+                                                backward  all-gather axis 1 dim 1 · slice axis 0 dim 0
+
+The forward steps take the value from how it was produced to how it is needed, the backward steps its gradient from how
+the consumer leaves it to how the producer expects it (the table in ``passes.sharding``); both are the same search.
+
+S(d) on several axes nests, the first axis outermost. The blocks of an inner axis lie inside those of an outer one, so an
+axis goes into or out of S(d) only while no later axis is S(d): such a later axis is gathered first and sliced again
+afterwards. Among the orders that are right the one is taken that moves the fewest bytes per rank, then the fewest
+collectives, then the fewest steps, then the earliest axes: a function of placements and mesh shape alone, so that what is
+costed is what is lowered.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, Protocol, TypeAlias
+
+from cost_models.communication import (
+    AlphaBeta,
+    Machine,
+    all_to_all_seconds,
+    hierarchical_all_reduce_seconds,
+    ring_all_gather_seconds,
+    ring_all_reduce_seconds,
+    slowest_hop,
+    tree_all_reduce_seconds,
+)
+from cost_models.layout import Mesh, Partial, Placement, Replicate, Shard
+
+Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "keep_first"]
+
+COLLECTIVES: frozenset[Kind] = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"})
+
+
+class NeedLike(Protocol):
+    """``passes.sharding.Need``."""
+
+    @property
+    def placement(self) -> Placement: ...
+    @property
+    def partial_gradient(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Step:
+    """One change on one mesh axis.
+
+    ``dim``: along which the tensor is gathered, scattered or sliced, and from which all-to-all takes; -1 for all_reduce and
+    keep_first. ``to_dim``: along which all-to-all splits; -1 otherwise. ``share``: what the tensor of one rank would be
+    of the whole one if this axis did not split it (the other axes do): the n of the formulas in
+    ``cost_models.communication`` as a fraction.
+    """
+
+    kind: Kind
+    axis: int
+    dim: int
+    share: float
+    to_dim: int = -1
+
+    def __str__(self) -> str:
+        dims = "" if self.dim < 0 else f" dim {self.dim}" + (f"→{self.to_dim}" if self.to_dim >= 0 else "")
+        return f"{self.kind} axis {self.axis}{dims}"
+
+
+Steps: TypeAlias = tuple[Step, ...]
+
+
+def steps(source: Sequence[Placement], target: Sequence[NeedLike], mesh: Mesh) -> tuple[Steps, Steps]:
+    """(forward, backward) steps of the bridge between a value produced as ``source`` and a consumer's need of it."""
+    needed = tuple(need.placement for need in target)
+    return path(tuple(source), needed, mesh.shape), path(
+        given_gradient(target), expected_gradient(source), mesh.shape
+    )
+
+
+def given_gradient(target: Sequence[NeedLike]) -> tuple[Placement, ...]:
+    """How the gradient leaves a consumer that took its operand so."""
+    return tuple(
+        need.placement
+        if isinstance(need.placement, Shard)
+        else Partial()
+        if isinstance(need.placement, Replicate) and need.partial_gradient
+        else Replicate()
+        for need in target
+    )
+
+
+def expected_gradient(source: Sequence[Placement]) -> tuple[Placement, ...]:
+    """How the producer's backward expects the gradient of what it produced so."""
+    return tuple(p if isinstance(p, Shard) else Replicate() for p in source)
+
+
+def local_share(placements: Sequence[Placement], shape: Sequence[int]) -> float:
+    """What one rank holds of a tensor, as a fraction of its bytes: 1 / product of the axes that split it."""
+    share = 1.0
+    for placement, size in zip(placements, shape, strict=True):
+        if isinstance(placement, Shard):
+            share /= size
+    return share
+
+
+@cache
+def path(source: tuple[Placement, ...], target: tuple[Placement, ...], shape: tuple[int, ...]) -> Steps:
+    """The steps from one layout to another, by uniform-cost search over orders; every axis passes only through its
+    source's placement, R, and its target's, so that nothing is split that need not divide."""
+    assert len(source) == len(target) == len(shape)
+    visited: set[tuple[Placement, ...]] = set()
+    # (bytes per rank as a fraction of the tensor, collectives, steps, axes in order) decides; the counter never does.
+    queue: list[tuple[float, int, int, tuple[int, ...], int, tuple[Placement, ...], Steps]] = []
+    heapq.heappush(queue, (0.0, 0, 0, (), 0, source, ()))
+    pushed = 0
+    while queue:
+        volume, collectives, count, axes, _, here, taken = heapq.heappop(queue)
+        if here == target:
+            return taken
+        if here in visited:
+            continue
+        visited.add(here)
+        for axis, size in enumerate(shape):
+            for wanted in dict.fromkeys((target[axis], source[axis], Replicate())):
+                step = _step(here, axis, wanted, shape)
+                if step is None:
+                    continue
+                pushed += 1
+                there = (*here[:axis], wanted, *here[axis + 1 :])
+                more = round(volume + volume_share(step, size), 12)
+                talks = collectives + (step.kind in COLLECTIVES)
+                heapq.heappush(queue, (more, talks, count + 1, (*axes, axis), pushed, there, (*taken, step)))
+    raise AssertionError(f"no way from {source} to {target}")  # through R there always is one
+
+
+def _step(here: tuple[Placement, ...], axis: int, wanted: Placement, shape: Sequence[int]) -> Step | None:
+    """The step that takes ``axis`` from what it is to ``wanted``; None where there is none."""
+    now = here[axis]
+    if now == wanted:
+        return None
+    for placement in (now, wanted):
+        if isinstance(placement, Shard) and placement in here[axis + 1 :]:
+            return None
+    share = local_share((*here[:axis], Replicate(), *here[axis + 1 :]), shape)
+    if isinstance(now, Shard):
+        if isinstance(wanted, Shard):
+            return Step("all_to_all", axis, now.dim, share, wanted.dim)
+        return Step("all_gather", axis, now.dim, share) if isinstance(wanted, Replicate) else None
+    if isinstance(wanted, Shard):
+        kind: Kind = "reduce_scatter" if isinstance(now, Partial) else "slice"
+        return Step(kind, axis, wanted.dim, share)
+    return Step("all_reduce" if isinstance(now, Partial) else "keep_first", axis, -1, share)
+
+
+def volume_share(step: Step, size: int) -> float:
+    """Bytes that each rank of the axis sends, as a fraction of the whole tensor, by the bandwidth-optimal algorithm.
+
+    All-gather and reduce-scatter (p−1)/p·n, all-reduce twice that, all-to-all (p−1)/p·n/p; n = ``step.share``.
+    """
+    once = step.share * (size - 1) / size
+    factor = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0 / size}
+    return once * factor.get(step.kind, 0.0)
+
+
+def buffer_share(step: Step, size: int) -> float:
+    """The larger of what a rank puts in and gets out of a collective, as a fraction of the whole tensor."""
+    if step.kind not in COLLECTIVES:
+        return 0.0
+    return step.share / size if step.kind == "all_to_all" else step.share
+
+
+@dataclass(frozen=True)
+class AxisLinks:
+    """What collectives along one mesh axis run over, paced by the slowest of its groups while all of them talk.
+
+    ``inside`` and ``between``: for a hierarchy of nodes, where every group has equally many ranks (``per_node`` > 1) in
+    each of several nodes.
+    """
+
+    size: int
+    ring: AlphaBeta
+    per_node: int = 1
+    inside: AlphaBeta | None = None
+    between: AlphaBeta | None = None
+
+    def seconds(self, kind: Kind, size_bytes: float) -> float:
+        """Of one collective; ``size_bytes`` is the n of ``Step.share`` times the tensor's bytes."""
+        if self.size == 1 or kind not in COLLECTIVES:
+            return 0.0
+        if kind == "all_to_all":
+            return all_to_all_seconds(size_bytes / self.size, self.size, self.ring)
+        if kind != "all_reduce":
+            seconds = ring_all_gather_seconds(size_bytes, self.size, self.ring)
+            if self.inside is not None and self.between is not None:
+                # Half of the all-reduce's hierarchy: the pieces across nodes at once, then inside each node.
+                seconds = min(seconds, self._hierarchy(size_bytes, self.inside, self.between) / 2)
+            return seconds
+        seconds = min(
+            ring_all_reduce_seconds(size_bytes, self.size, self.ring),
+            tree_all_reduce_seconds(size_bytes, self.size, self.ring),
+        )
+        if self.inside is not None and self.between is not None:
+            seconds = min(seconds, self._hierarchy(size_bytes, self.inside, self.between))
+        return seconds
+
+    def _hierarchy(self, size_bytes: float, inside: AlphaBeta, between: AlphaBeta) -> float:
+        nodes = self.size // self.per_node
+        return hierarchical_all_reduce_seconds(size_bytes, self.per_node, nodes, inside, between)
+
+
+def axis_groups(mesh: Mesh, axis: int) -> list[list[int]]:
+    """The groups of ranks that differ in this axis only, each in the axis' order."""
+    size = mesh.shape[axis]
+    stride = 1
+    for later in mesh.shape[axis + 1 :]:
+        stride *= later
+    starts = [i for i in range(len(mesh.ranks)) if (i // stride) % size == 0]
+    return [[mesh.ranks[start + j * stride] for j in range(size)] for start in starts]
+
+
+def axis_links(mesh: Mesh, axis: int, machine: Machine) -> AxisLinks:
+    """The links of ``mesh``'s axis on ``machine``."""
+    groups = axis_groups(mesh, axis)
+    size = mesh.shape[axis]
+    if size == 1:
+        return AxisLinks(1, AlphaBeta(0.0, 1.0))
+    ring = slowest_hop(groups, machine)
+    split = [_by_node(group, machine) for group in groups]
+    widths = {len(members) for nodes in split for members in nodes}
+    if len(widths) != 1 or widths in ({1}, {size}):
+        return AxisLinks(size, ring)
+    inside = slowest_hop([members for nodes in split for members in nodes], machine)
+    across = [list(column) for nodes in split for column in zip(*nodes, strict=True)]
+    return AxisLinks(size, ring, widths.pop(), inside, slowest_hop(across, machine))
+
+
+def _by_node(group: Sequence[int], machine: Machine) -> list[list[int]]:
+    nodes: dict[int, list[int]] = {}
+    for rank in group:
+        nodes.setdefault(machine.devices[rank].node, []).append(rank)
+    return list(nodes.values())
+
+
+def steps_seconds(taken: Steps, tensor_bytes: float, links: Sequence[AxisLinks]) -> float:
+    """Seconds of these steps one after the other, for a tensor of ``tensor_bytes`` as a whole."""
+    return sum(links[step.axis].seconds(step.kind, step.share * tensor_bytes) for step in taken)
+
+
+def steps_bytes_per_rank(taken: Steps, tensor_bytes: float, shape: Sequence[int]) -> float:
+    """Bytes that each rank sends for these steps, by the algorithm's volume (``volume_share``)."""
+    return sum(volume_share(step, shape[step.axis]) for step in taken) * tensor_bytes
