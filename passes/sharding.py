@@ -41,13 +41,21 @@ class Need:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run an op on one mesh axis: what it needs of each operand, what each output is."""
+    """One way to run an op on one mesh axis: what it needs of each operand, what each output is.
+
+    ``local``: "" where the ranks run the op itself on their shards; else "function:role", a function of
+    ``runtime.local_ops`` to call in its place, and what the axis is to it. ``divides``: counts among the op's arguments
+    (groups) that the axis' size must divide, besides the sharded dimensions.
+    """
 
     inputs: tuple[Need, ...]
     outputs: Placements
+    local: str = ""
+    divides: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{' '.join(map(str, self.inputs))} -> {' '.join(map(short, self.outputs))}"
+        ways = f"{' '.join(map(str, self.inputs))} -> {' '.join(map(short, self.outputs))}"
+        return f"{ways} by {self.local}" if self.local else ways
 
 
 @dataclass(frozen=True)
