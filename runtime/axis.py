@@ -1,0 +1,125 @@
+"""A rank's place on one axis of a mesh, and the collectives along it: plain tensors in, plain tensors out.
+
+    mesh (2, 2), axes ("data", "tensor"), ranks 0 1 / 2 3
+    rank 3 on "tensor": index 1 of 2, with rank 2                on "data": index 1 of 2, with rank 1
+
+Along an axis of n ranks, for a dimension d:
+    part       this rank's n-th of d                        gather     the n parts joined along d
+    sum        added up                                     sum_part   added up, then this rank's n-th of d
+    exchange   cut along one dimension, joined along another
+
+Nothing is written into, unless ``reuse`` says so. n divides d: shardings are planned so.
+
+On Gloo, ``sum_part`` moves what ``sum`` moves (torch's Gloo adds everything up everywhere and drops the rest); NCCL moves
+half of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cost_models.errors import InternalError
+
+# The names since torch 2.13, and the ones before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Wait = Callable[[Any], None]
+"""Waits for the pending work of a collective."""
+
+
+def _plainly(work: Any) -> None:
+    work.wait()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where a rank stands on an axis. ``order``: rank in ``group`` of each place; None: place i is rank i."""
+
+    name: str
+    size: int
+    index: int
+    group: Any = field(repr=False, compare=False)
+    order: tuple[int, ...] | None = None
+    wait: Wait = field(default=_plainly, repr=False, compare=False)
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of ``x`` along ``dim``: contiguous where ``x`` is."""
+        return _chunks(x, dim, self)[self.index].contiguous()
+
+    def sum(self, x: Tensor, *, reuse: bool = False) -> Tensor:
+        """The sum over the axis. ``reuse``: ``x`` may be written into."""
+        total = _plain(x)
+        if total is x or total.data_ptr() == x.data_ptr():
+            total = (
+                x.detach() if reuse and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+            )
+        self.wait(dist.all_reduce(total, group=self.group, async_op=True))
+        return total
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The parts of all ranks joined along ``dim``."""
+        x = _plain(x)
+        dim %= x.dim()
+        parts = x.new_empty((self.size, *x.shape))
+        self.wait(_all_gather(parts.view(-1), x.reshape(-1), group=self.group, async_op=True))
+        return _joined(parts, dim, self.order)
+
+    def sum_part(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of the sum over the axis."""
+        parts = _stacked(_plain(x), dim, self)
+        result = parts.new_empty(parts.shape[1:])
+        self.wait(_reduce_scatter(result.view(-1), parts.view(-1), group=self.group, async_op=True))
+        return result
+
+    def exchange(self, x: Tensor, cut: int, join: int) -> Tensor:
+        """``x``, whole along ``cut`` and parted along ``join``, the other way round."""
+        sent = _stacked(_plain(x), cut, self)
+        received = torch.empty_like(sent)
+        self.wait(dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group, async_op=True))
+        return _joined(received, join % x.dim(), self.order)
+
+    def first(self, x: Tensor) -> Tensor:
+        """``x`` on the first rank of the axis, zeros elsewhere."""
+        return x if self.index == 0 else torch.zeros_like(x)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """As numbers in memory, which is what a collective reads: contiguous, no pending conjugation or sign."""
+    return x.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _chunks(x: Tensor, dim: int, axis: Axis) -> tuple[Tensor, ...]:
+    size = x.shape[dim]
+    if size % axis.size:
+        raise InternalError(
+            f"cannot part a tensor over the mesh axis {axis.name}",
+            [f"dimension {dim} of {tuple(x.shape)} does not divide by {axis.size}"],
+        )
+    return x.chunk(axis.size, dim)
+
+
+def _stacked(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """[n, …]: what goes to each rank of the group."""
+    dim %= x.dim()
+    chunks = _chunks(x, dim, axis)
+    if dim == 0 and axis.order is None:
+        return x.view(axis.size, *chunks[0].shape)
+    if axis.order is not None:
+        place_of = {rank: place for place, rank in enumerate(axis.order)}
+        chunks = tuple(chunks[place_of[rank]] for rank in range(axis.size))
+    return torch.stack(chunks)
+
+
+def _joined(parts: Tensor, dim: int, order: tuple[int, ...] | None) -> Tensor:
+    """[n, …] joined along ``dim`` of the rest."""
+    if dim == 0 and order is None:
+        return parts.flatten(0, 1)
+    places = parts.unbind(0)
+    return torch.cat(places if order is None else [places[rank] for rank in order], dim)
