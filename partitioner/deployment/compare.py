@@ -28,6 +28,14 @@ def ranks_or_differences(
         commands = [line for line in plan.launch_command().splitlines() if "torchrun" in line]
         more = f" and so on, on {len(commands)} nodes" if len(commands) > 1 else ""
         suggestions.append(f"start {counted(plan.world_size, 'process')}: {commands[0]}{more}")
+        idle = len(plan.cluster.devices) - plan.world_size
+        if 0 < len(facts) - plan.world_size <= idle:
+            problems.append(
+                f"the search left {idle} of {counted(len(plan.cluster.devices), 'device')} idle: no faster plan was found"
+            )
+            suggestions.append(
+                "to use more devices: a larger batch_size or model, or pins={...} to their stages"
+            )
     elif check_hosts:
         ranks, hosts = ranks_by_host(plan, [fact.place for fact in facts])
         if hosts:

@@ -191,6 +191,18 @@ def test_another_number_of_ranks_and_ranks_without_devices() -> None:
     assert "use Gloo" in differences(nccl)[0]
 
 
+def test_more_ranks_than_the_search_uses_are_told_why() -> None:
+    plan = made_plan(ClusterSpec.local(3, memory="8GiB"), (0, 1))
+    _, problems, suggestions = ranks_or_differences(
+        plan, facts(place("m"), place("m"), place("m"), plan=plan), check_hosts=True, check_memory=False
+    )
+    assert problems[1] == "the search left 1 of 3 devices idle: no faster plan was found"
+    assert "pins={...}" in suggestions[1]
+    beyond = facts(*(place("m"),) * 4, plan=plan)
+    _, problems, _ = ranks_or_differences(plan, beyond, check_hosts=True, check_memory=False)
+    assert len(problems) == 1, "the cluster has no fourth device"
+
+
 def test_facts_travel_as_plain_data() -> None:
     (fact, *_) = facts(A0, problem="why")
     assert RankFacts.from_dict(fact.to_dict()) == fact
