@@ -21,6 +21,7 @@ from cost_models.errors import UsageError
 from partitioner.api import ModelOrTrace
 from partitioner.callbacks import Callback
 from partitioner.deployment.agree import agree_on_ranks
+from partitioner.deployment.copies import refuse_unlike_copies
 from partitioner.deployment.first_rank_logs import log_on_first_rank
 from partitioner.deployment.share import Recipe, build_share
 from partitioner.deployment.start import make_engine, start_executor
@@ -112,6 +113,7 @@ def deploy_plan(
     init_distributed(own_device, timeout_seconds, meeting=meeting)
     with meeting.all_or_none("build", BUILD_SECONDS):
         share = build_share(plan, recipe, ranks, meeting.rank, own_device, graph)
+    refuse_unlike_copies(meeting, share.state)
     executor = start_executor(share, own_device, timeout_seconds=timeout_seconds, seed=seed, compile=options)
     if options is not None:
         with meeting.all_or_none("compile", COMPILE_SECONDS):

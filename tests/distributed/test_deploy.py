@@ -104,6 +104,22 @@ def test_training_equals_the_unpartitioned_model(source: str, plan: Plan, pool: 
     assert set(results[1][1]) == {"middle.weight", "middle.bias"}, "a rank holds its own parameters only"
 
 
+def train_from_own_seed(plan_json: str) -> None:
+    made = workload()
+    with torch.no_grad():
+        for parameter in made.model.parameters():
+            parameter.add_(float(torch.distributed.get_rank() == 2))
+    with Plan.from_json(plan_json).deploy(made, timeout_seconds=20.0):
+        pass
+
+
+def test_copies_of_a_tied_parameter_that_start_apart_are_refused(plan: Plan, pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="3 of 3 local workers failed") as caught:
+        pool.run(train_from_own_seed, plan.model_dump_json(), world_size=3, timeout_seconds=60.0)
+    assert str(caught.value).count("embed.weight: rank 0 has other values than rank 2") == 3
+    assert "middle.weight" not in str(caught.value), "what one rank holds may be anything"
+
+
 def test_another_world_size_is_refused(plan: Plan, pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match="it is made for 3 ranks, 2 are running"):
         pool.run(train, plan.model_dump_json(), "model", world_size=2, timeout_seconds=60.0)

@@ -1,0 +1,50 @@
+"""A tensor that several ranks hold must start alike on all of them.
+
+Their gradients are summed and every rank updates its own copy, so copies that differ at first differ for ever: a tied
+embedding would silently be two. Models that each rank seeds for itself (``torch.manual_seed(rank)``) are the usual reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cost_models.errors import UsageError
+from partitioner.batch_check import digest
+from runtime.meeting import Meeting
+from runtime.rank_state import RankState
+
+_MOST = 10
+"""So many tensors are named."""
+
+
+def refuse_unlike_copies(meeting: Meeting, state: RankState) -> None:
+    """Raise UsageError, on every rank, where copies differ (in what ``digest`` looks at). Collective."""
+    shared = [name for name, ranks in state.holders.items() if len(ranks) > 1]
+    if not shared:
+        return
+    own = {**state.parameters, **state.buffers}
+    differences = meeting.decide("copies", {n: digest(own[n]) for n in shared if n in own}, unlike_copies)
+    if differences:
+        raise UsageError(
+            "ranks hold different values of the same tensors",
+            [
+                *differences[:_MOST],
+                *([f"and {len(differences) - _MOST} more"] if differences[_MOST:] else []),
+            ],
+            [
+                "seed all ranks alike before the model is made: torch.manual_seed(0)",
+                "weights= or state_dict= gives every rank the same values",
+            ],
+        )
+
+
+def unlike_copies(digests: list[Any]) -> list[str]:
+    """``digests``: by rank, of each shared tensor that it holds, by name."""
+    found = []
+    for name in dict.fromkeys(name for of_rank in digests for name in of_rank):
+        values = {rank: of_rank[name] for rank, of_rank in enumerate(digests) if name in of_rank}
+        first, *others = values
+        different = [str(rank) for rank in others if values[rank] != values[first]]
+        if different:
+            found.append(f"{name}: rank {first} has other values than rank {', '.join(different)}")
+    return found
