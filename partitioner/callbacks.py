@@ -57,6 +57,10 @@ class ByParts:
         """``forward_backward`` is over."""
         self._open = True
 
+    def forget(self) -> None:
+        """Another step begins: one without an ``optimizer.step`` never ended."""
+        self._open = False
+
     def _stepped(self, *_: object) -> None:
         engine = self._engine()
         if self._open and engine is not None:

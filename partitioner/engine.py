@@ -15,6 +15,7 @@ Every method that computes is collective: all ranks call it, in the same order, 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -170,6 +171,7 @@ class Engine:
         """Leaves gradients in ``.grad``. (Loss and metrics on their way, samples, tokens)."""
         refuse_no_grad(method)
         refuse_autocast(method, self.executor.device.type)
+        self._by_parts.forget()
         if not self._began:
             self._began = True
             for callback in self.callbacks:
@@ -191,6 +193,8 @@ class Engine:
         return results, samples, tokens_in(self._graph.batch, self._token_leaf, leaves, samples)
 
     def _clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        if self._skipped:  # what overflowed is dropped already, on all ranks
+            return torch.full((), math.inf, dtype=torch.float64, device=self.executor.device)
         gradients = gradients_of(parameter for _, parameter in self.state.spoken_for())
         norm = global_norm(gradients, norm_type, self.executor.collectives)
         if error_if_nonfinite:

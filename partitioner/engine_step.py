@@ -31,7 +31,7 @@ class StepInfo:
 
     loss: Tensor
     grad_norm: Tensor | None
-    """Before clipping; None where gradients were not clipped."""
+    """Before clipping; None where gradients were not clipped, infinite where they overflowed (``skipped``)."""
     metrics: Mapping[str, Tensor]
     samples: int
     tokens: int | None

@@ -244,6 +244,7 @@ def overflow(plan_json: str, guilty: int) -> dict[str, Any]:
             scheduler.step()
             same = all(torch.equal(before[n], p.detach()) for n, p in engine.parameters.items())
             same = same and states == [float(s["step"]) for s in engine.optimizer.state.values()]
+            assert math.isinf(engine.last_step.grad_norm) == engine.last_step.skipped
             seen.append((engine.last_step.skipped, same, engine.precision.gradient_scale))
         saved = engine.precision.state_dict()
         engine.precision.load_state_dict({"scale": 4.0, "good_steps": 3.0})
