@@ -65,7 +65,11 @@ class Indexed:
         self._upcoming = _Upcoming(order, place)
         made: Any = DataLoader  # options are the user's
         self._loader = made(
-            _Fetching(dataset, collate), batch_sampler=self._upcoming, collate_fn=_unchanged, **options
+            _Fetching(dataset, collate),
+            batch_sampler=self._upcoming,
+            collate_fn=_unchanged,
+            # Of workers' seeds: those of the script's own generator would move it on, and more often if resumed.
+            **{**options, "generator": torch.Generator()},
         )
 
     def __call__(self, epoch: int, first: int) -> Iterator[Any]:

@@ -114,6 +114,15 @@ def test_worker_processes_draw_what_the_process_itself_draws() -> None:
             assert all(torch.equal(one[name], other[name]) for name in ("x", "y", "z"))
 
 
+def test_the_generators_of_the_script_stay_where_they_are() -> None:
+    """An epoch that is resumed begins a second loop, and would draw twice."""
+    before = torch.get_rng_state(), random.getstate()
+    samples = Indexed(Noisy(), BatchOrder(10, 3, True, 4), (0, 1), collate_numbers, {"generator": None})
+    assert len(list(samples(0, 0))) == 4
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
 def loader(length: int = 10) -> EngineDataLoader:
     plan = LoaderPlan(length, False, 4, True, 0, False, True)
     return EngineDataLoader(plan, lambda epoch, first: iter([(epoch, n) for n in range(first, 3)]))
