@@ -39,15 +39,17 @@ class SideGroup:
     def agree(self, doing: str, function: Callable[[], Result]) -> list[Result]:
         """What ``function()`` returned on each rank, on every rank; an error if it raised on any of them."""
         outcome: tuple[bool, Any]
+        own: Exception | None = None
         try:
             outcome = (True, function())
-        except (PartitionerError, OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # the others wait, and must hear of it whatever it is
             if self.size == 1:
                 raise
-            outcome = (False, error if isinstance(error, PartitionerError) else repr(error))
+            own, outcome = error, (False, error if isinstance(error, PartitionerError) else repr(error))
         outcomes: list[Any] = [None] * self.size
         self._waiting(doing, lambda: dist.all_gather_object(outcomes, outcome, group=self.group))
-        raise_together(doing, {rank: value for rank, (good, value) in enumerate(outcomes) if not good})
+        failures = {rank: value for rank, (good, value) in enumerate(outcomes) if not good}
+        raise_together(doing, failures, own)
         return [value for _, value in outcomes]
 
     def from_first(self, doing: str, function: Callable[[], Result]) -> Result:
@@ -89,15 +91,20 @@ class SideGroup:
             ) from error
 
 
-def raise_together(doing: str, failures: dict[int, PartitionerError | str]) -> None:
-    """Raise what the ranks in ``failures`` met: the error itself where all met the same one, else all of them."""
+def raise_together(
+    doing: str, failures: dict[int, PartitionerError | str], own: Exception | None = None
+) -> None:
+    """Raise what the ranks in ``failures`` met: the error itself where all met the same one, else all of them.
+
+    ``own``: this rank's, whose traceback is kept.
+    """
     if not failures:
         return
     first = failures[min(failures)]
     texts = {str(failure) for failure in failures.values()}
     if isinstance(first, PartitionerError) and len(texts) == 1:
         where = "every rank" if len(failures) > 1 else f"rank {min(failures)}"
-        raise type(first)(first.what, (*first.because, f"met by {where}"), first.suggestions)
+        raise type(first)(first.what, (*first.because, f"met by {where}"), first.suggestions) from own
     because: list[str] = []
     suggestions: list[str] = []
     for rank, failure in failures.items():
@@ -107,4 +114,4 @@ def raise_together(doing: str, failures: dict[int, PartitionerError | str]) -> N
         else:
             because.append(f"rank {rank}: {failure}")
     kind = type(first) if isinstance(first, PartitionerError) else RankFailureError
-    raise kind(f"{doing} failed", because, tuple(dict.fromkeys(suggestions)))
+    raise kind(f"{doing} failed", because, tuple(dict.fromkeys(suggestions))) from own
