@@ -108,7 +108,7 @@ def trace(
     notes: list[str] = [] if compiled is None else [compiled]
     checkpointing: list[str] = []
     with contextlib.ExitStack() as changes:
-        changes.enter_context(training_mode(model, training))
+        changes.enter_context(training_mode(model, training, notes))
         changes.enter_context(caching_off(model, notes))
         changes.enter_context(watch_checkpointing(model, checkpointing))
         changes.enter_context(watch_gradient_hooks(model, notes))

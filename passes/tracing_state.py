@@ -10,7 +10,7 @@ import io
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -174,15 +174,31 @@ def torch_quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def training_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """``model.train(training)``, which a model may override; afterwards every module's own flag as it was."""
+def training_mode(model: nn.Module, training: bool, notes: list[str]) -> Iterator[None]:
+    """``model.train(training)``, which a model may override; afterwards every module's own flag as it was.
+
+    Notes the modules that were in evaluation mode inside a model that trains: frozen on purpose, or just loaded so.
+    """
     before = [(module, module.training) for module in model.modules()]
     try:
         model.train(training)
+        _note_roused(model, dict(before), notes)
         yield
     finally:
         for module, flag in before:
             module.training = flag
+
+
+def _note_roused(model: nn.Module, before: Mapping[nn.Module, bool], notes: list[str]) -> None:
+    if not before[model]:
+        return
+    roused = [name for name, module in model.named_modules() if module.training and not before[module]]
+    if roused:
+        more = f" and {len(roused) - 3} more" if len(roused) > 3 else ""
+        notes.append(
+            f"{', '.join(roused[:3])}{more}: in evaluation mode in the model, in training mode in the plan, as after "
+            "model.train(); a model that overrides train() keeps what it freezes frozen"
+        )
 
 
 @contextlib.contextmanager

@@ -46,6 +46,29 @@ def test_use_cache_comes_back_after_a_failed_trace() -> None:
     assert workload.model.training is False
 
 
+class Frozen(nn.Sequential):
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self[1].eval()
+        return self
+
+
+def test_a_module_in_evaluation_mode_trains_and_is_noted_unless_the_model_keeps_it_there() -> None:
+    batch = {"input": torch.rand(4, 3)}
+    layers = [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5)]
+    model = nn.Sequential(*layers)
+    model[1].eval()
+    noted = trace(model, batch, loss_fn=mean_loss)
+    assert any("1: in evaluation mode in the model, in training mode" in note for note in noted.notes)
+    assert any(output.kind == "buffer" for output in noted.outputs)
+    assert [module.training for module in model] == [True, False, True]
+    frozen = trace(Frozen(*layers), batch, loss_fn=mean_loss)
+    assert not any("evaluation mode" in note for note in frozen.notes)
+    assert not any(output.kind == "buffer" for output in frozen.outputs)
+    loaded = trace(model.eval(), batch, loss_fn=mean_loss)
+    assert not any("evaluation mode" in note for note in loaded.notes), "as from_pretrained leaves a model"
+
+
 def test_a_tokenizers_batch_encoding_is_a_batch() -> None:
     workload, graph = small_gpt2()
     batch = transformers.BatchEncoding(dict(workload.example_inputs))
