@@ -67,6 +67,31 @@ def make_engine_optimizer(
     return optimizer
 
 
+def refuse_optimizer_options(make: object, options: Mapping[str, Any], learning_rate: float | None) -> None:
+    """Raise UsageError for what is no way to make an optimizer, and for options that nothing would read."""
+    problems, suggestions = [], []
+    if make is not None and not callable(make):
+        found = f"the text {make!r}" if isinstance(make, str) else f"{type(make).__name__}, already made"
+        problems.append(
+            f"optimizer= is {found}: a class, or a function of all (name, parameter) pairs is expected"
+        )
+        suggestions.append(
+            'optimizer=torch.optim.AdamW, optimizer_kwargs={"lr": 3e-4}: each rank makes its own, of its parameters'
+        )
+    if make is None and options:
+        problems.append(
+            f"optimizer_kwargs= has {', '.join(options)}, and there is no optimizer= to take them"
+        )
+        suggestions.append("optimizer=torch.optim.AdamW")
+    if make is not None and learning_rate is not None:
+        problems.append(
+            "learning_rate= is of the plan's own kind of optimizer; with optimizer= nothing reads it"
+        )
+        suggestions.append(f'optimizer_kwargs={{"lr": {learning_rate:g}}}')
+    if problems:
+        raise UsageError("cannot make this optimizer", problems, suggestions)
+
+
 def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
 

@@ -26,6 +26,7 @@ from partitioner.deployment.first_rank_logs import log_on_first_rank
 from partitioner.deployment.share import Recipe, build_share
 from partitioner.deployment.start import make_engine, start_executor
 from partitioner.engine import Engine
+from partitioner.engine_optimizer import refuse_optimizer_options
 from partitioner.plan import Plan
 from partitioner.workloads import Workload
 from passes.graph import OpGraph
@@ -37,6 +38,7 @@ from runtime.microbatch import microbatch_sizes
 
 logger = logging.getLogger("partitioner")
 
+LEARNING_RATE = 1e-3
 BUILD_SECONDS = 1800.0
 COMPILE_SECONDS = 3600.0
 """How long ranks wait for the slowest one to read its weights, and to compile."""
@@ -52,7 +54,7 @@ def deploy_plan(
     dynamic_dims: Mapping[str, list[int]] | None = None,
     optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     optimizer_kwargs: Mapping[str, Any] | None = None,
-    learning_rate: float = 1e-3,
+    learning_rate: float | None = None,
     weights: str | Path | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     init_fn: Callable[[nn.Module], None] | None = None,
@@ -77,8 +79,8 @@ def deploy_plan(
         checkpoint, of which it reads its own bytes only; from ``state_dict``; from the real ``model``; or from a meta
         model with ``init_fn(module)``. ``seed``: of what ``init_fn`` draws, and of dropout.
     Training
-        ``optimizer``: a torch.optim class, with ``optimizer_kwargs``; the plan's own kind with ``learning_rate`` if not
-        given.
+        ``optimizer``: a torch.optim class, with ``optimizer_kwargs``; the plan's own kind with ``learning_rate`` (1e-3)
+        if not given.
     Running
         ``compile``: True, or options of ``torch.compile``, compiles each segment before this returns.
     Launch
@@ -92,6 +94,7 @@ def deploy_plan(
 
     Raises PlanError on every rank, with every difference between the plan and the processes that run.
     """
+    refuse_optimizer_options(optimizer, optimizer_kwargs or {}, learning_rate)
     workload, options = workload_of(model, example_inputs, loss_fn), compile_options(compile)
     recipe = Recipe(
         workload,
@@ -99,7 +102,7 @@ def deploy_plan(
         dynamic_dims=dynamic_dims,
         optimizer=optimizer,
         optimizer_kwargs=dict(optimizer_kwargs or {}),
-        learning_rate=learning_rate,
+        learning_rate=LEARNING_RATE if learning_rate is None else learning_rate,
         weights=weights,
         state_dict=state_dict,
         init_fn=init_fn,

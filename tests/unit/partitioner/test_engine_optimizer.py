@@ -11,7 +11,7 @@ from transformers import Adafactor, get_cosine_schedule_with_warmup
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
-from partitioner.engine_optimizer import NamedParameters, make_engine_optimizer
+from partitioner.engine_optimizer import NamedParameters, make_engine_optimizer, refuse_optimizer_options
 from partitioner.optimizer_memory import state_ratios
 from partitioner.plan import Plan
 from passes.graph import OpGraph
@@ -195,3 +195,25 @@ def test_what_cannot_train_in_parts_is_refused(graph: OpGraph, plan: Plan) -> No
         make(0, graph, plan, lambda named: torch.optim.SGD([parameter()]))
     with pytest.raises(UsageError, match=r"it returned list, not a torch\.optim\.Optimizer"):
         make(0, graph, plan, list)
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "learning_rate", "text"),
+    [
+        ("adamw", {}, None, "the text 'adamw'"),
+        (torch.optim.SGD([torch.zeros(1)], lr=1.0), {}, None, "SGD, already made"),
+        (None, {"lr": 1.0}, None, "optimizer_kwargs= has lr"),
+        (torch.optim.AdamW, {}, 0.1, "nothing reads it"),
+    ],
+)
+def test_options_that_nothing_would_read_are_refused(
+    make: Any, options: dict[str, float], learning_rate: float | None, text: str
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        refuse_optimizer_options(make, options, learning_rate)
+
+
+def test_options_that_are_read_are_taken() -> None:
+    refuse_optimizer_options(None, {}, 0.1)
+    refuse_optimizer_options(torch.optim.AdamW, {"lr": 0.1}, None)
+    refuse_optimizer_options(lambda pairs: None, {}, None)
