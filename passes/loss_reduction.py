@@ -52,10 +52,11 @@ def reduce_loss(
     found = loss_terms(traced, spec)
     unchanged = Reduced(traced, spec, declared or "mean", None, ())
     if found is None or declared in ("mean", "sum"):
-        return unchanged
+        return replace(unchanged, notes=_summed_metrics(traced, unchanged.reduction))
     if declared is None:
         chosen, notes = _own(found)
         if chosen != "token_mean":
+            notes += _summed_metrics(traced, chosen)
             return replace(unchanged, reduction=chosen, notes=notes)
     else:
         notes = ()
@@ -88,6 +89,17 @@ def refuse_other_reduction(graph: OpGraph, declared: str | None) -> None:
             [f"the trace has {graph.loss_reduction!r}, declared is {declared!r}"],
             [f"trace(..., loss_reduction={declared!r})", "leave loss_reduction out"],
         )
+
+
+def _summed_metrics(traced: Converted, reduction: LossReduction) -> tuple[str, ...]:
+    """A mean among metrics that are summed grows with the number of micro-batches: the user must hear of it."""
+    names = [output.name for output in traced.outputs if output.kind == "metric"]
+    if reduction != "sum" or not names:
+        return ()
+    return (
+        f"metrics are summed over micro-batches as the loss is ({', '.join(names)}): let loss_fn return counts and "
+        "sums, not means",
+    )
 
 
 def _own(found: LossTerms) -> tuple[LossReduction, tuple[str, ...]]:

@@ -51,6 +51,20 @@ def test_other_losses_keep_their_form_and_are_exact_as_well(
     assert_like_whole_batch(graph, loss_fn, batch(7, seed=3), 3)
 
 
+def test_metrics_beside_a_sum_are_noted() -> None:
+    """An accuracy, as a mean, would be four times itself with four micro-batches."""
+
+    def with_metric(output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = F.cross_entropy(*flat(output, batch), reduction="sum")
+        return loss, {"right": (output.argmax(-1) == batch["labels"]).double().mean()}
+
+    for declared in (None, "sum"):
+        graph = trace(Tagger(), batch(3), loss_fn=with_metric, loss_reduction=declared)
+        assert any("metrics are summed over micro-batches as the loss is (right)" in n for n in graph.notes)
+    graph = trace(Tagger(), batch(3), loss_fn=with_metric, loss_reduction="mean")
+    assert not any("metrics are summed" in note for note in graph.notes)
+
+
 def test_a_sum_divided_by_a_number_of_the_batch_is_a_sum() -> None:
     whole = {**batch(6, seed=1), "items": torch.tensor(19)}
 
