@@ -156,6 +156,11 @@ class GraphCosts:
         """Per op: whether backward makes gradients of parameters, so that a deferred weight half needs what it saved."""
         return self._storages.weight_half
 
+    def saved_operands(self, op_index: int) -> frozenset[int]:
+        """Which of its tensor operands (by position) autograd keeps for this op, parameters too."""
+        saved = self._model.structures[int(self.signature_of[op_index])].saved
+        return frozenset(which for place, which in saved if place == "operand")
+
     def saved_bytes(self, op_indices: Iterable[int], batch_size: int) -> int:
         """Bytes that autograd keeps for these ops: the union of their storages."""
         if self.exact(batch_size) is not self:

@@ -1,0 +1,332 @@
+"""The numbers of the feature-wise problem for one mesh and one micro-batch count.
+
+    minimize    Σ_units seconds[option] + Σ_wires Σ_distinct needs seconds[source, need]          (per step)
+    subject to  Σ_units bytes[option] + Σ_wires Σ_distinct needs copies[source, need] + largest buffer ≤ capacity
+
+Seconds of ops and bridges count once per micro-batch and member; those of parameters (summing their gradients, gathering
+what the optimizer updated, the update itself) once per step. Bytes are one rank's, one micro-batch in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import sympy
+from numpy.typing import NDArray
+
+from cost_models.cluster import ClusterSpec
+from cost_models.compute import FloatArray, optimizer_seconds
+from cost_models.conversion import AxisLinks, axis_links, local_share, path, steps_seconds
+from cost_models.layout import Mesh, Partial, Placement, Replicate, Shard
+from cost_models.memory import OPTIMIZERS, StateBytes
+from cost_models.precision import ParameterPrecision, Precision
+from passes.costs import example_sizes
+from passes.feature_bridges import Bridges, BridgeTable
+from passes.feature_codes import DEFERRED, combine
+from passes.feature_graph import FeatureGraph, Unit
+from passes.feature_options import (
+    Options,
+    StoredChoice,
+    bytes_of,
+    options_of,
+    sizes_of,
+    stored_options,
+)
+from passes.feature_seconds import byte_shares, local_seconds
+from passes.sharding import Choice
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class UnitNumbers:
+    """Arrays over one unit's options. ``detail``: what the options are: one-axis choices, or ways to store a parameter."""
+
+    seconds: FloatArray
+    bytes: FloatArray
+    inputs: tuple[IntArray, ...]
+    outputs: tuple[IntArray, ...]
+    detail: Options | tuple[tuple[StoredChoice, ...], ...]
+    index: IntArray
+    """Which of ``detail``'s options each is: dominated ones are gone."""
+
+    def keep(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> UnitNumbers:
+        return UnitNumbers(
+            self.seconds[chosen],
+            self.bytes[chosen],
+            tuple(codes[chosen] for codes in self.inputs),
+            tuple(codes[chosen] for codes in self.outputs),
+            self.detail,
+            self.index[chosen],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureProblem:
+    """``units`` follow ``space.units``; the wires' tables are made when asked for."""
+
+    space: FeatureGraph
+    mesh: Mesh
+    microbatches: int
+    samples: int
+    """Per micro-batch."""
+    units: tuple[UnitNumbers, ...]
+    capacity_bytes: float
+    bridges: Bridges
+    symbols: dict[sympy.Symbol, int]
+    optimizer: str
+    precision: Precision
+
+    def table(self, wire: int, sources: Sequence[int], needs: Sequence[int]) -> BridgeTable:
+        """Seconds per step and bytes of ``wire``'s bridges, over all the values that it stands for."""
+        w = self.space.wires[wire]
+        unit = self.space.units[w.producer]
+        found = self.bridges.table(sources, needs, bytes_of(unit.outputs[w.output], self.symbols), w.gradient)
+        copies = found.copies * w.count if w.kept else np.zeros_like(found.copies)
+        return BridgeTable(
+            found.seconds * (w.count * self.microbatches), copies, found.buffers, found.allowed
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for every mesh and micro-batch count of a search."""
+
+    cluster: ClusterSpec
+    batch_size: int
+    optimizer: str
+    precision: Precision
+
+
+def build_problem(
+    space: FeatureGraph, mesh: Mesh, links: tuple[AxisLinks, ...], microbatches: int, setting: Setting
+) -> FeatureProblem:
+    """All numbers of one mesh and micro-batch count."""
+    samples = setting.batch_size // microbatches
+    symbols = {**example_sizes(space.graph), space.graph.batch.batch_symbol: samples}
+    builder = _Builder(space, mesh, links, microbatches, samples, symbols, setting)
+    return FeatureProblem(
+        space,
+        mesh,
+        microbatches,
+        samples,
+        builder.units(),
+        float(min(device.memory_bytes for device in setting.cluster.devices)),
+        Bridges(mesh.shape, links),
+        symbols,
+        setting.optimizer,
+        setting.precision,
+    )
+
+
+def links_of(mesh: Mesh, cluster: ClusterSpec) -> tuple[AxisLinks, ...]:
+    return tuple(axis_links(mesh, axis, cluster) for axis in range(len(mesh.shape)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Builder:
+    space: FeatureGraph
+    mesh: Mesh
+    links: tuple[AxisLinks, ...]
+    microbatches: int
+    samples: int
+    symbols: dict[sympy.Symbol, int]
+    setting: Setting
+
+    def units(self) -> tuple[UnitNumbers, ...]:
+        ops = [unit for unit in self.space.units if unit.kind == "op"]
+        options = {u.index: options_of(u, u.choices, self.mesh.shape, self.symbols) for u in ops}
+        seconds = self._op_seconds(ops, options)
+        saved = self._saved_bytes(ops, options)
+        found = []
+        for unit in self.space.units:
+            if unit.kind == "op":
+                o = options[unit.index]
+                own = UnitNumbers(
+                    seconds[unit.index], saved[unit.index], o.inputs, o.outputs, o, np.arange(o.count)
+                )
+            elif unit.kind == "parameter":
+                own = self._parameter(unit)
+            else:
+                own = self._fixed(unit)
+            found.append(own.keep(undominated(own)))
+        return tuple(found)
+
+    def _op_seconds(self, ops: Sequence[Unit], options: dict[int, Options]) -> dict[int, FloatArray]:
+        """Per step; one call for all ops and options."""
+        rows, work, moved, weight = [], [], [], []
+        for unit in ops:
+            o = options[unit.index]
+            target = self.space.graph.nodes[unit.name].target
+            traffic, weight_traffic = byte_shares(
+                target,
+                [bytes_of(spec, self.symbols) for spec in unit.operands],
+                [bytes_of(spec, self.symbols) for spec in unit.outputs],
+                o.operand_share,
+                o.output_share,
+            )
+            rows.append(np.full(o.count, self.space.op_index[unit.name], dtype=np.intp))
+            work.append(o.work_share)
+            moved.append(traffic)
+            weight.append(weight_traffic)
+        devices = tuple({repr(d.model): d for d in self.setting.cluster.devices}.values())
+        flat = local_seconds(
+            self.space.costs,
+            np.concatenate(rows),
+            np.concatenate(work),
+            np.concatenate(moved),
+            np.concatenate(weight),
+            self.samples,
+            devices,
+        )
+        parts = np.split(flat, np.cumsum([len(r) for r in rows])[:-1])
+        return {
+            unit.index: part * (len(unit.members) * self.microbatches)
+            for unit, part in zip(ops, parts, strict=True)
+        }
+
+    def _saved_bytes(self, ops: Sequence[Unit], options: dict[int, Options]) -> dict[int, FloatArray]:
+        """What autograd keeps, charged to the op that makes the storage, in the layout that it makes it in."""
+        costs = self.space.costs.exact(self.samples)
+        sizes = costs.storage_bytes(self.samples)
+        found = {unit.index: np.zeros(options[unit.index].count) for unit in ops}
+        for storage in {name for names in costs.saved for name in names}:
+            maker = costs.ops[costs.maker[storage]]
+            unit = self.space.unit_of.get(maker)
+            if unit is None:
+                continue
+            o = options[unit]
+            found[unit] += sizes[storage] * storage_share(storage, o.output_share, o.work_share)
+        return found
+
+    def _fixed(self, unit: Unit) -> UnitNumbers:
+        """Batch leaves arrive whole or split along the batch; buffers, constants and outputs are whole."""
+        axes = len(self.mesh.shape)
+        whole = np.zeros(1, dtype=np.int64)
+        if unit.kind == "output":
+            return UnitNumbers(np.zeros(1), np.zeros(1), (whole,), (), (), whole)
+        spec = unit.outputs[0]
+        size = float(bytes_of(spec, self.symbols)) * len(unit.members)
+        dim = None
+        if unit.kind == "batch":
+            leaf = self.space.graph.input_of[unit.name].name
+            dim = self.space.graph.batch.batch_dims.get(leaf)
+            size *= self.microbatches
+        ways = [Choice((), (p,)) for p in arrivals(dim)]
+        o = options_of(unit, ways, self.mesh.shape, self.symbols)
+        assert o.axes.shape[1] == axes
+        return UnitNumbers(
+            np.zeros(o.count), o.output_share[:, 0] * size, (), o.outputs, o, np.arange(o.count)
+        )
+
+    def _parameter(self, unit: Unit) -> UnitNumbers:
+        graph = self.space.graph
+        name = graph.input_of[unit.name].name
+        trained = unit.name in graph.needs_grad
+        types = graph.types_of(name, self.setting.precision)
+        dims = sizes_of(unit.outputs[0], self.symbols)
+        elements = int(np.prod(dims, dtype=np.int64)) if dims else 1
+        ways = stored_options(dims, trained, self.mesh.shape)
+        count = len(unit.members)
+        numbers = [self._kept(elements, types, trained, way) for way in ways]
+        codes = np.array([combine([c.code for c in way]) for way in ways], dtype=np.int64)
+        return UnitNumbers(
+            np.array([seconds for seconds, _ in numbers]) * count,
+            np.array([held for _, held in numbers]) * count,
+            (),
+            (codes,),
+            ways,
+            np.arange(len(ways)),
+        )
+
+    def _kept(
+        self, elements: int, types: ParameterPrecision, trained: bool, way: Sequence[StoredChoice]
+    ) -> tuple[float, float]:
+        return parameter_costs(
+            elements,
+            types,
+            trained,
+            tuple(c.stored for c in way),
+            tuple(c.state for c in way),
+            tuple(c.code == DEFERRED for c in way),
+            self.mesh,
+            self.links,
+            self.setting,
+        )
+
+
+def parameter_costs(
+    elements: int,
+    types: ParameterPrecision,
+    trained: bool,
+    stored: tuple[Placement, ...],
+    state: tuple[Placement, ...],
+    deferred: tuple[bool, ...],
+    mesh: Mesh,
+    links: Sequence[AxisLinks],
+    setting: Setting,
+) -> tuple[float, float]:
+    """(seconds per step, bytes) of keeping one parameter so.
+
+    Seconds: the gradient summed over deferred axes into the state's layout, the update of what a rank owns, and the
+    updated parameter gathered into its stored layout. Bytes: the parameter, its gradient as micro-batches are summed in it
+    (in the stored layout), and where the state is split: the owned part, its gradient, and its optimizer state.
+    """
+    held = local_share(stored, mesh.shape) * elements
+    parameter_bytes = held * types.leaf.itemsize
+    if not trained:
+        return 0.0, parameter_bytes
+    owned = local_share(state, mesh.shape) * elements
+    rule = OPTIMIZERS[setting.optimizer]
+    split = stored != state
+    copy = owned * types.owner.itemsize if types.has_copy or split else 0.0
+    gradients = held * types.gradient.itemsize
+    gradients += owned * types.owner.itemsize if split else 0.0
+    if not split:
+        gradients = max(gradients, owned * types.owner.itemsize)
+    optimizer_state = rule.copies * owned * types.owner.itemsize + rule.step_bytes
+    summed: tuple[Placement, ...] = tuple(
+        Partial() if later else place for later, place in zip(deferred, stored, strict=True)
+    )
+    seconds = steps_seconds(path(summed, state, mesh.shape), elements * types.gradient.itemsize, links)
+    seconds += steps_seconds(path(state, stored, mesh.shape), elements * types.leaf.itemsize, links)
+    cast = owned * types.owner.itemsize + held * types.leaf.itemsize if types.has_copy else 0.0
+    cast += owned * (types.gradient.itemsize + types.owner.itemsize) if types.gradient != types.owner else 0.0
+    touched = StateBytes(
+        trained=int(owned * types.owner.itemsize), optimizer_state=int(optimizer_state), cast=int(cast)
+    )
+    slowest = max(
+        optimizer_seconds(touched, device, setting.optimizer, 1)
+        for device in {repr(d.model): d for d in setting.cluster.devices}.values()
+    )
+    return seconds + slowest, parameter_bytes + copy + gradients + optimizer_state
+
+
+def storage_share(storage: str, output_share: FloatArray, work_share: FloatArray) -> FloatArray:
+    """Which part of a saved storage a rank has: an output's; of what is hidden in the op, as much as of its work."""
+    if "~" in storage:
+        return work_share
+    _, _, number = storage.partition(".")
+    share: FloatArray = output_share[:, int(number) if number.isdecimal() else 0]
+    return share
+
+
+def arrivals(batch_dim: int | None) -> tuple[Placement, ...]:
+    """How a leaf may arrive on one axis."""
+    return (Replicate(),) if batch_dim is None else (Replicate(), Shard(batch_dim))
+
+
+def undominated(own: UnitNumbers) -> NDArray[np.intp]:
+    """Options that no other with the same codes beats in both seconds and bytes; of equal ones the first."""
+    codes = list(zip(*(c.tolist() for c in (*own.inputs, *own.outputs)), strict=True))
+    if not codes:
+        codes = [()] * len(own.seconds)
+    best: dict[object, list[int]] = {}
+    order = np.lexsort((np.arange(len(own.seconds)), own.bytes, own.seconds))
+    for k in order.tolist():
+        rivals = best.setdefault(codes[k], [])
+        if all(own.bytes[r] > own.bytes[k] for r in rivals):
+            rivals.append(k)
+    return np.array(sorted(k for rivals in best.values() for k in rivals), dtype=np.intp)
