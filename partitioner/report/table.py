@@ -29,6 +29,12 @@ def render_plan(plan: Plan) -> str:
     return printable("\n\n".join(section for section in sections if section))
 
 
+def _model_text(plan: Plan) -> str:
+    """With its data type, which is easily another than one thinks, unless a line of its own tells of types."""
+    in_type = f" in {plan.model.dtype}" if plan.model.dtype and not precision_line(plan) else ""
+    return f"{plan.model.name}, {plan.model.parameters:,} parameters{in_type}"
+
+
 def _heading(plan: Plan) -> str:
     p = plan.prediction
     ranks = sorted({rank for stage in plan.stages for rank in stage.devices})
@@ -48,7 +54,7 @@ def _heading(plan: Plan) -> str:
     sent = f"{format_bytes(p.communication_bytes)} in {counted(p.messages, 'message')} a step"
     return "\n".join(
         [
-            labelled("model", f"{plan.model.name}, {plan.model.parameters:,} parameters"),
+            labelled("model", _model_text(plan)),
             labelled(
                 "plan",
                 f"{plan.strategy}-wise, {counted(len(plan.stages), 'stage')} on {devices} of {plan.cluster.name}",

@@ -45,7 +45,7 @@ def test_plan_prints_the_plan_and_writes_nothing_unasked(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = out(capsys, "plan", NET, *GOOD)
-    assert text.startswith("model       Net, 67 parameters\n")
+    assert text.startswith("model       Net, 67 parameters in float32\n")
     assert not list(tmp_path.iterdir())
 
 

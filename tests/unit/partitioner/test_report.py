@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from cost_models.cluster import ClusterSpec
+from cost_models.precision import Precision
 from partitioner.report.dot import stage_graph, to_dot, to_json
 from partitioner.report.table import microbatch_text
 from partitioner.report.text import WIDTH, columns, counted, labelled, percent, printable
@@ -45,6 +48,15 @@ def test_a_plan_without_messages_notes_or_alternatives(golden: Golden) -> None:
         attention_backend=None,
     )
     golden("plan_one_device", str(plan))
+
+
+def test_the_data_type_of_a_model_is_told_where_no_other_line_does() -> None:
+    plan = made_plan(ClusterSpec.local(2), (0, 1))
+    single = plan.model_copy(update={"model": plan.model.model_copy(update={"dtype": "float32"})})
+    assert str(single).splitlines()[0] == "model       chain, 1,234,567,890 parameters in float32"
+    assert "precision" not in str(single)
+    mixed = single.model_copy(update={"precision": Precision(compute=torch.bfloat16)})
+    assert str(mixed).splitlines()[0] == "model       chain, 1,234,567,890 parameters"
 
 
 def test_no_line_is_wider_than_the_page() -> None:
