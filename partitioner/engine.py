@@ -174,8 +174,7 @@ class Engine:
         self._by_parts.forget()
         if not self._began:
             self._began = True
-            for callback in self.callbacks:
-                callback.on_train_start(self)
+            self._tell(lambda callback: callback.on_train_start(self))
         needed = self.executor.leaf_names
         leaves = self._reader.leaves(batch, needed)
         samples = samples_in(self._graph, leaves, needed)
@@ -212,9 +211,15 @@ class Engine:
 
     def step_ended(self) -> None:
         """Tell the callbacks of ``last_step``."""
-        for callback in self.callbacks:
-            assert self.last_step is not None
-            callback.on_step_end(self, self.last_step)
+        info = self.last_step
+        assert info is not None
+        self._tell(lambda callback: callback.on_step_end(self, info))
+
+    def _tell(self, what: Callable[[Callback], None]) -> None:
+        """Where a callback raises on one rank, the others must hear why this one is gone."""
+        with self.executor.reported():
+            for callback in self.callbacks:
+                what(callback)
 
     # ------------------------------------------------------------------------------------------ data
 
@@ -276,8 +281,7 @@ class Engine:
         together over micro-batches (``runtime.gather_outputs``). The first call traces the model in evaluation mode.
         """
         output = self._evaluator.eval_step(batch, gather)
-        for callback in self.callbacks:
-            callback.on_evaluate_end(self, output)
+        self._tell(lambda callback: callback.on_evaluate_end(self, output))
         return output
 
     def forward(self, batch: Any, gather: Gather = "rank0") -> Mapping[str, Tensor] | None:
@@ -323,8 +327,7 @@ class Engine:
         ``close``.
         """
         pending = self._checkpoints.save(self, directory, extra, asynchronous=asynchronous, keep=keep)
-        for callback in self.callbacks:
-            callback.on_save(self, pending.path)
+        self._tell(lambda callback: callback.on_save(self, pending.path))
         return pending
 
     def load(self, directory: str | Path) -> Any:
@@ -335,8 +338,7 @@ class Engine:
         """
         extra = self._checkpoints.load(self, directory)
         self._compare_batches.rearm()
-        for callback in self.callbacks:
-            callback.on_load(self, Path(directory))
+        self._tell(lambda callback: callback.on_load(self, Path(directory)))
         return extra
 
     # ------------------------------------------------------------------------------------------

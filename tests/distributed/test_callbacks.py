@@ -122,6 +122,28 @@ def test_callbacks_are_told_of_everything_on_every_rank(plan: Plan, pool: Worker
     assert not dist.is_initialized()
 
 
+class FullDisk(Callback):
+    def on_evaluate_end(self, engine: Engine, output: EvalOutput) -> None:
+        if engine.rank == 0:
+            raise OSError("the disk is full")
+
+
+def evaluate_and_go_on(plan_json: str) -> None:
+    plan = Plan.from_json(plan_json)
+    with plan.deploy(net.workload(), callbacks=[FullDisk()], timeout_seconds=4.0) as engine:
+        engine.train_step(net.batch())
+        engine.eval_step(net.batch())
+        engine.train_step(net.batch())
+
+
+def test_what_a_callback_raises_on_one_rank_is_told_to_the_others(plan: Plan, pool: WorkerPool) -> None:
+    text = plan.model_dump_json()
+    first, second = pool.run_each(evaluate_and_go_on, text, world_size=2, timeout_seconds=30.0)
+    assert (first[0], second[0]) == (False, False)
+    assert first[1].rstrip().endswith("OSError: the disk is full")
+    assert "rank 0 reported: OSError: the disk is full" in second[1]
+
+
 class Kept(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
