@@ -11,6 +11,7 @@ from cost_models.layout import Shard
 from passes.node_tools import argument
 from passes.shard_rules.notation import R, Rule, Term, from_terms, from_text
 from passes.shard_rules.pointwise import elementwise
+from passes.shard_rules.producers import replicated
 from passes.shard_rules.reductions import MEAN
 from passes.shard_rules.shapes import operand, operands_shapes
 from passes.sharding import Choice, Need, operands
@@ -60,17 +61,18 @@ def _nll(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _elementwise_loss(node: fx.Node) -> tuple[Choice, ...]:
-    """mse_loss and the like: a number per element, then perhaps their sum or mean."""
+    """mse_loss and the like: a number per element, then perhaps their sum or mean.
+
+    Whole where shapes of input and target differ: torch's own gradients of such means count the wrong elements.
+    """
     shapes = operands_shapes(node)
     reduction = argument(node, "reduction", AVERAGE)
-    rank = max(len(shape) for shape in shapes)
-    widest = tuple(max(s[len(s) - k] for s in shapes if len(s) >= k) for k in range(rank, 0, -1))
     if reduction == NONE:
         return elementwise(node, {})
-    letters = tuple(f"d{d}" for d in range(rank))
-    terms = [
-        Term(letters[rank - len(s) :] if s == widest[rank - len(s) :] else (None,) * len(s)) for s in shapes
-    ]
+    if shapes[0] != shapes[1]:
+        return replicated(node)
+    letters = tuple(f"d{d}" for d in range(len(shapes[0])))
+    terms = [Term(letters[len(letters) - len(s) :]) for s in shapes]
     local = dict.fromkeys(letters, MEAN) if reduction == AVERAGE else {}
     return from_terms(node, terms, [Term(())], local=local)
 

@@ -29,8 +29,9 @@ def reshape(node: fx.Node) -> tuple[Choice, ...]:
     right: Letters = [None] * len(after)
     for letter, (i, j) in enumerate(outermost_pairs(before, after)):
         left[i] = right[j] = f"d{letter}"
-    others = [Term((None,) * len(s)) for s in operands_shapes(node)[1:]]
-    return from_terms(node, [Term(tuple(left), linear=True), *others], [Term(tuple(right))])
+    made = Term(tuple(right))
+    # view_as has a second operand, of the shape to come.
+    return from_terms(node, [Term(tuple(left), linear=True), made][: len(operands_shapes(node))], [made])
 
 
 def outermost_pairs(before: Shape, after: Shape) -> list[tuple[int, int]]:
@@ -141,10 +142,9 @@ def _expand(node: fx.Node) -> tuple[Choice, ...]:
     """New dimensions and those repeated may be sharded in the output, the input is whole then."""
     rank = len(operands_shapes(node)[0])
     letters = [f"d{d}" for d in range(tensors_of(node)[0].dim())]
-    others = [Term((None,) * len(s)) for s in operands_shapes(node)[1:]]
-    return from_terms(
-        node, [Term(tuple(letters[len(letters) - rank :]), linear=True), *others], [Term(tuple(letters))]
-    )
+    made = Term(tuple(letters))
+    taken = Term(tuple(letters[len(letters) - rank :]), linear=True)
+    return from_terms(node, [taken, made][: len(operands_shapes(node))], [made])
 
 
 def _repeat(node: fx.Node) -> tuple[Choice, ...]:
@@ -165,7 +165,8 @@ def _repeat_interleave(node: fx.Node) -> tuple[Choice, ...]:
         first = next((d for d, n in enumerate(operands_shapes(node)[0]) if n != 1), 0)
         letters = ["d0" if d == first else None for d in range(rank)]
         return from_terms(node, [Term(tuple(letters), linear=True)], [Term(("d0",))])
-    return from_terms(node, [Term(tuple(letters), linear=True)], [Term(tuple(letters))])
+    made = [x if n != 1 else None for x, n in zip(letters, operands_shapes(node)[0], strict=True)]
+    return from_terms(node, [Term(tuple(letters), linear=True)], [Term(tuple(made))])
 
 
 def _pad(node: fx.Node) -> tuple[Choice, ...]:

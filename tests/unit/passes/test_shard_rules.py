@@ -1,0 +1,101 @@
+"""Every sharding rule, proved: shard drawn inputs, run the shards, put forward and gradients together, compare."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from cost_models.layout import Partial, Replicate, Shard
+from passes.shard_rules import choices, has_rule
+from passes.shard_rules.local import fits
+from passes.shard_rules.shapes import operand_names
+from passes.shard_rules.simulate import Trial, node_of, problem, trial
+from passes.sharding import Choice, Need, operands
+from tests.unit.passes.shard_cases import CASES, Draw
+
+aten = torch.ops.aten
+WITHOUT_GRADIENT = {
+    (aten.batch_norm.default, "running_mean"),
+    (aten.batch_norm.default, "running_var"),
+    (aten.cross_entropy_loss.default, "weight"),
+    (aten.cross_entropy_loss.default, "target"),
+    (aten.nll_loss_nd.default, "weight"),
+    (aten.soft_margin_loss.default, "target"),
+    (aten.binary_cross_entropy_with_logits.default, "weight"),
+    (aten.binary_cross_entropy_with_logits.default, "pos_weight"),
+}
+R, P, S = Replicate(), Partial(), Shard
+
+
+def drawn(family: str, random: Random) -> tuple[fx.Node, Trial]:
+    case = CASES[family](Draw(random))
+    args, kwargs = case if isinstance(case[-1], dict) and isinstance(case[0], tuple) else (case, {})
+    if isinstance(args[-1], dict):
+        args, kwargs = args[:-1], args[-1]
+    node = node_of(*args, **kwargs)
+    values = [source.meta["val"] for source in operands(node)]
+    frozen = [i for i, name in enumerate(operand_names(node)) if (node.target, name) in WITHOUT_GRADIENT]
+    return node, trial(node, values, frozen=frozen)
+
+
+@pytest.mark.parametrize("family", CASES)
+@settings(max_examples=60, deadline=None)
+@given(random=st.randoms(use_true_random=False))
+def test_every_choice_gives_what_the_whole_op_gives(family: str, random: Random) -> None:
+    node, whole = drawn(family, random)
+    assert has_rule(node), node.target
+    for choice in choices(node):
+        for ranks in (2, 3, 4):
+            if fits(node, [choice], [ranks]):
+                wrong = problem(whole, [choice], [ranks])
+                assert wrong is None, f"{node.target} {node.args}: {choice} on {ranks} ranks: {wrong}"
+
+
+@pytest.mark.parametrize("family", CASES)
+@settings(max_examples=25, deadline=None)
+@given(random=st.randoms(use_true_random=False))
+def test_choices_of_two_axes_go_together(family: str, random: Random) -> None:
+    node, whole = drawn(family, random)
+    known = choices(node)
+    for _ in range(4):
+        pair = [random.choice(known), random.choice(known)]
+        if fits(node, pair, (2, 2)):
+            wrong = problem(whole, pair, (2, 2))
+            assert wrong is None, f"{node.target} {node.args}: {pair[0]} / {pair[1]}: {wrong}"
+
+
+def linear_trial() -> Trial:
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(s, dtype=torch.float64) for s in ((4, 6), (8, 6), (8,)))
+    return trial(node_of(aten.linear.default, x, w, b), [x, w, b])
+
+
+@pytest.mark.parametrize(
+    ("needs", "output", "complaint"),
+    [
+        ((Need(S(0)), Need(R), Need(R)), S(0), "gradient of operand 1"),
+        ((Need(S(0)), Need(R, True), Need(R, True)), S(1), "output 0"),
+        ((Need(S(1)), Need(S(1)), Need(R)), P, "output 0"),
+        ((Need(R), Need(S(0)), Need(S(0))), S(1), "gradient of operand 0"),
+        ((Need(R, True), Need(R, True), Need(R, True)), R, "gradient of operand 0"),
+        ((Need(P), Need(P), Need(P)), P, "output 0"),
+    ],
+)
+def test_wrong_rules_are_caught(needs: tuple[Need, ...], output: Any, complaint: str) -> None:
+    whole = linear_trial()
+    assert complaint in str(problem(whole, [Choice(needs, (output,))], [2]))
+
+
+def test_wrong_local_computations_are_caught() -> None:
+    whole = linear_trial()
+    by_output = choices(whole.node)[3]
+    assert problem(whole, [by_output], [2]) is None
+    wrong = replace(whole, call=lambda x, w, b: aten.linear.default(x, w, b) * (1 + 1e-10))
+    assert "output 0" in str(problem(wrong, [by_output], [2]))
