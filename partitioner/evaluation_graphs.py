@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cost_models.errors import UsageError
+from cost_models.errors import RankFailureError, UsageError
 from partitioner.absent_batch import AbsentBatch, refuse_absent
 from partitioner.engine_batch import same_constant
 from partitioner.plan import Plan
@@ -172,7 +172,10 @@ class EvaluationGraphs:
         meeting = Meeting.join()
         signature = "the plan's example" if same_everywhere else _signature(given)
         limit = self._deployed.executor.timeout_seconds
-        differences = meeting.decide("batch to trace", [with_loss, signature], _differences, limit)
+        try:
+            differences = meeting.decide("batch to trace", [with_loss, signature], _differences, limit)
+        except RankFailureError as error:
+            raise RankFailureError(error.what, error.because, [error.suggestions[0], *_ALONE]) from error
         if differences:
             raise UsageError(
                 "ranks cannot agree on what to evaluate",
@@ -182,6 +185,12 @@ class EvaluationGraphs:
         with meeting.all_or_none("evaluation"):
             made = _traced(self._deployed, given, with_loss)
         return _loaded(self._deployed, *made, given)
+
+
+_ALONE = (
+    "call eval_step and forward on every rank, with the same batch",
+    "a batch unlike the plan's example is traced, by every rank: engine.dataloader(..., everywhere=True) loads it there",
+)
 
 
 def _signature(given: _Given) -> str:

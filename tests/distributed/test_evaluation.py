@@ -380,7 +380,8 @@ class Pairs(nn.Module):
 
 def run_pairs(plan_json: str, case: str) -> Any:
     made = Workload(model(Pairs), {"x": batch()["x"]}, lambda output, _: output.diagonal().mean())
-    with Plan.from_json(plan_json).deploy(made, timeout_seconds=10.0) as engine:
+    seconds = 4.0 if case == "absent" else 10.0
+    with Plan.from_json(plan_json).deploy(made, timeout_seconds=seconds) as engine:
         if case == "pairs":
             assert engine.eval_step({"x": batch(6)["x"]}).outputs is None
             return engine.forward({"x": batch(1)["x"]}), engine.forward({"x": batch(6)["x"]})
@@ -388,6 +389,10 @@ def run_pairs(plan_json: str, case: str) -> Any:
             return engine.eval_step({"x": batch()["x"]}, gather="everywhere")
         if case == "type":
             return engine.eval_step({"x": batch()["x"].float()})
+        if case == "absent":
+            absent = torch.distributed.get_rank() == 1
+            for data in ({"x": batch()["x"]}, {"x": batch()["x"][:, None]}):  # the second is another graph
+                engine.eval_step(AbsentBatch(SAMPLES, engine._graph) if absent else data)
         length = 5 if torch.distributed.get_rank() else 6
         return engine.forward({"x": batch(length)["x"]})
 
@@ -396,6 +401,7 @@ def run_pairs(plan_json: str, case: str) -> Any:
     ("case", "said"),
     [
         ("pairs", "several of its dimensions grow with the batch"),
+        ("absent", r"engine.dataloader\(..., everywhere=True\) loads it there"),
         ("word", "gather is one of None, 'rank0', 'all'"),
         ("ranks", r"ranks cannot agree on what to evaluate(.|\n)*rank 1: forward of a batch of x: \(5, 6\)"),
     ],
