@@ -80,8 +80,11 @@ class FeatureGraph:
         return {node.name: i for i, node in enumerate(self.graph.ops)}
 
 
-def feature_graph(graph: OpGraph, costs: GraphCosts, choices: Chooser) -> FeatureGraph:
-    """Group ops, placeholders and values; O(ops · operands)."""
+def feature_graph(
+    graph: OpGraph, costs: GraphCosts, choices: Chooser, marks: Mapping[str, str] | None = None
+) -> FeatureGraph:
+    """Group ops, placeholders and values; O(ops · operands). ``marks``: nodes with unlike marks are in unlike units."""
+    marks = marks or {}
     unit_of: dict[str, int] = {}
     units: list[Unit] = []
     classes = op_classes(graph)
@@ -91,11 +94,15 @@ def feature_graph(graph: OpGraph, costs: GraphCosts, choices: Chooser) -> Featur
         if not makes_values(exemplar):
             continue
         specs = tuple(_spec(source) for source in operands(exemplar))
-        names = tuple(ops[i].name for i in members)
-        units.append(Unit(len(units), "op", names, specs, tensor_specs(exemplar), choices(exemplar)))
-        unit_of |= dict.fromkeys(names, units[-1].index)
+        groups: dict[str | None, list[str]] = {}
+        for name in (ops[i].name for i in members):
+            groups.setdefault(marks.get(name), []).append(name)
+        for names in groups.values():
+            unit = Unit(len(units), "op", tuple(names), specs, tensor_specs(exemplar), choices(exemplar))
+            units.append(unit)
+            unit_of |= dict.fromkeys(names, unit.index)
     readers, order = _readers(graph, unit_of)
-    _add_placeholders(graph, readers, unit_of, units)
+    _add_placeholders(graph, readers, unit_of, units, marks)
     _add_outputs(graph, readers, order, unit_of, units)
     return FeatureGraph(graph, costs, tuple(units), _wires(graph, costs, readers, unit_of), unit_of)
 
@@ -132,7 +139,13 @@ def _readers(graph: OpGraph, unit_of: Mapping[str, int]) -> tuple[Readers, list[
     return readers, [value_name(graph.nodes[output.node]) for output in graph.outputs]
 
 
-def _add_placeholders(graph: OpGraph, readers: Readers, unit_of: dict[str, int], units: list[Unit]) -> None:
+def _add_placeholders(
+    graph: OpGraph,
+    readers: Readers,
+    unit_of: dict[str, int],
+    units: list[Unit],
+    marks: Mapping[str, str],
+) -> None:
     """Parameters that equal ops read in equal places are one unit; so are batch leaves, buffers and constants."""
     groups: dict[object, list[str]] = {}
     kinds: dict[object, UnitKind] = {}
@@ -142,13 +155,15 @@ def _add_placeholders(graph: OpGraph, readers: Readers, unit_of: dict[str, int],
         if not tensor_specs(node) or (not used and given.kind != "parameter"):
             continue
         spec = _spec(node)
-        kind: UnitKind = given.kind if given.kind in ("parameter", "batch") else "state"  # type: ignore[assignment]
+        kind: UnitKind = "state"
+        if given.kind in ("parameter", "batch"):
+            kind = given.kind
         places = frozenset((unit_of[reader], position) for reader, position, _ in used)
         trained = node.name in graph.needs_grad
-        dtypes = ()
+        dtypes: tuple[object, ...] = ()
         if kind == "parameter":
             dtypes = (graph.types_of(given.name, graph.precision), trained)
-        key = (kind, spec.shape, spec.dtype, places or node.name, dtypes)
+        key: object = (kind, spec.shape, spec.dtype, places or node.name, dtypes, marks.get(node.name))
         if kind == "batch":
             key = (kind, node.name)
         groups.setdefault(key, []).append(node.name)

@@ -77,14 +77,9 @@ class _Model:
         self._finish()
 
     def _unit(self, u: int, unit: UnitNumbers) -> None:
-        only = len(unit.seconds) == 1
-        own = [
-            pulp.LpVariable(f"x_{u}_{k}", 1 if only else 0, 1, pulp.LpBinary)
-            for k in range(len(unit.seconds))
-        ]
+        own = [pulp.LpVariable(f"x_{u}_{k}", cat=pulp.LpBinary) for k in range(len(unit.seconds))]
         self.x.append(own)
-        if not only:
-            self._equal(dict.fromkeys(own, 1.0), 1.0)
+        self._equal(dict.fromkeys(own, 1.0), 1.0)
         for variable, seconds, size in zip(own, unit.seconds.tolist(), unit.bytes.tolist(), strict=True):
             self.objective[variable] = seconds / self.time_scale
             self.held[variable] = size / self.byte_scale
@@ -204,10 +199,7 @@ class _Model:
         bound = self._bound(status)
         if status == "unknown":
             return IlpResult(None, status, bound, name, variables)
-        chosen = tuple(
-            max(range(len(own)), key=lambda k, own=own: own[k].value() or 0.0)
-            for own in self.x  # type: ignore[misc]
-        )
+        chosen = tuple(int(np.argmax([v.value() or 0.0 for v in own])) for own in self.x)
         return IlpResult(chosen, status, bound, name, variables)
 
     def _bound(self, status: str) -> float:

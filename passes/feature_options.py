@@ -92,6 +92,7 @@ def options_of(
         split *= factor[axes[:, axis]]
         work *= busy[axes[:, axis]]
     divides = (extent[None, :] % split == 0).all(axis=1) & (extent[None, :] >= split).all(axis=1)
+    divides &= _counts_divide(choices, axes, shape)
     axes, split, work = axes[divides], split[divides], work[divides]
     share = np.ones((len(axes), len(tensors)))
     for i, (t, _) in enumerate(dims):
@@ -106,6 +107,17 @@ def options_of(
     )
     read = len(unit.operands)
     return Options(tuple(choices), axes, inputs, outputs, share[:, :read], share[:, read:], work)
+
+
+def _counts_divide(choices: Sequence[Choice], axes: IntArray, shape: Sequence[int]) -> NDArray[np.bool_]:
+    """Whether every count that choices name is divided by the product of the axes that split it. Shape [options]."""
+    fits = np.ones(len(axes), dtype=bool)
+    for count in {number for choice in choices for number in choice.divides}:
+        parts = np.ones(len(axes), dtype=np.int64)
+        for axis, size in enumerate(shape):
+            parts *= np.array([size if count in choice.divides else 1 for choice in choices])[axes[:, axis]]
+        fits &= count % parts == 0
+    return fits
 
 
 def _placements(choice: Choice) -> tuple[Placement, ...]:
