@@ -12,6 +12,7 @@ the caller of the engine's method. Numbers in a ``StepInfo`` are tensors: readin
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from partitioner.engine import Engine
     from partitioner.engine_step import StepInfo
     from partitioner.evaluation import EvalOutput
+
+logger = logging.getLogger("partitioner")
 
 
 class Callback:
@@ -50,15 +53,21 @@ class ByParts:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)  # the optimizer keeps this object, and must not keep the engine
-        self._open = False
+        self._open = self._warned = False
         engine.optimizer.register_step_post_hook(self._stepped)
 
     def begin(self) -> None:
         """``forward_backward`` is over."""
+        if self._open and not self._warned:
+            self._warned = True
+            logger.warning(
+                "forward_backward was called again without optimizer.step() or engine.zero_grad(): gradients are replaced, "
+                "not added to; to accumulate over more samples, plan a larger batch_size"
+            )
         self._open = True
 
     def forget(self) -> None:
-        """Another step begins: one without an ``optimizer.step`` never ended."""
+        """Gradients were dropped: a step without an ``optimizer.step`` never ended."""
         self._open = False
 
     def _stepped(self, *_: object) -> None:

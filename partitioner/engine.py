@@ -164,6 +164,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Drop all gradients of this rank."""
+        self._by_parts.forget()
         for tensor in (*self.state.leaves.values(), *self.state.parameters.values()):
             tensor.grad = None
 
@@ -171,7 +172,6 @@ class Engine:
         """Leaves gradients in ``.grad``. (Loss and metrics on their way, samples, tokens)."""
         refuse_no_grad(method)
         refuse_autocast(method, self.executor.device.type)
-        self._by_parts.forget()
         if not self._began:
             self._began = True
             self._tell(lambda callback: callback.on_train_start(self))

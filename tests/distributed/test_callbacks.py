@@ -164,6 +164,11 @@ def logged(plan_json: str) -> list[str]:
             net.workload(), callbacks=[LineLogger(every=1)], timeout_seconds=20.0
         ) as engine:
             engine.train_step(net.batch())
+            engine.forward_backward(net.batch())
+            engine.zero_grad()
+            engine.forward_backward(net.batch())
+            for _ in range(2):  # gradients are not added up here, as they would be elsewhere
+                engine.forward_backward(net.batch())
         library.warning("beware")
     finally:
         library.removeHandler(kept)
@@ -176,4 +181,7 @@ def test_rank_0_alone_logs_and_every_rank_warns(plan: Plan, pool: WorkerPool) ->
     assert any(text.startswith("traced net") for text in first)
     assert any(text.startswith("step 1  loss") for text in first)
     assert first[-1] == "beware"
-    assert second == ["beware"]
+    replaced, beware = second
+    assert replaced in first
+    assert replaced.startswith("forward_backward was called again")
+    assert beware == "beware"
