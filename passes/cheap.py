@@ -15,6 +15,7 @@ from torch import fx
 from passes.graph import OpGraph
 from passes.mutable import mutable_buffers
 from passes.node_tools import argument
+from runtime.local_calls import run_local
 
 MAX_FLOPS_PER_ELEMENT = 512
 """A contraction of at most this many terms per output element still counts as cheap (empirically: the rotary
@@ -44,6 +45,8 @@ def recomputed_ops(graph: OpGraph) -> frozenset[str]:
 
 def draws_random_numbers(node: fx.Node) -> bool:
     """Whether running the op twice may give two results (dropout in training, rand, bernoulli)."""
+    if node.target is run_local:  # (function, op, roles, the op's own arguments …)
+        return node.args[0] == "random"
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:

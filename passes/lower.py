@@ -99,7 +99,8 @@ def _lower_segment(
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         values={name: value_spec(graph, name) for name in (*received, *produced)},
-        random=any(draws_random_numbers(node) for node in body),
+        random=any(map(draws_random_numbers, body)),
+        mesh=segmentation.mesh_of(index),
         recomputed=segmentation.regions_of(index),
     )
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import networkx as nx
 
 from cost_models.errors import InternalError
+from cost_models.layout import Mesh
 from passes.blocks import regions_of_stages
 from passes.graph import OpGraph
 
@@ -33,13 +34,24 @@ class Segmentation:
     recomputed: frozenset[str]
     regions: tuple[tuple[tuple[str, ...], ...], ...] = ()
     """Per segment: the ops of each block whose activations are computed again in backward. Empty: none anywhere."""
+    meshes: tuple[Mesh | None, ...] = ()
+    """Per segment: how its ranks are arranged, where several run it on their shards. Empty: nowhere."""
 
     def regions_of(self, segment: int) -> tuple[tuple[str, ...], ...]:
         """The ops of each block that the segment computes again in backward."""
         return self.regions[segment] if self.regions else ()
 
+    def mesh_of(self, segment: int) -> Mesh | None:
+        """How the ranks of a segment are arranged that several run on their shards."""
+        return self.meshes[segment] if self.meshes else None
+
     def __len__(self) -> int:
         return len(self.ranks)
+
+
+def on_mesh(graph: OpGraph, mesh: Mesh) -> Segmentation:
+    """One segment on all ranks of a mesh: what ``passes.shard_graph`` made is run so."""
+    return Segmentation({node.name: 0 for node in graph.ops}, (mesh.ranks,), frozenset(), meshes=(mesh,))
 
 
 def by_stage(

@@ -47,7 +47,7 @@ def canonical_sizes(gm: fx.GraphModule, batch_inputs: Sequence[str]) -> fx.Graph
         placeholders = graph.find_nodes(op="placeholder")
         with graph.inserting_after(placeholders[-1]):
             anchor = graph.call_function(torch.sym_not, (False,))  # marks the place; erased below
-        builder = _Builder(graph, anchor, _origins(placeholders, batch_inputs))
+        builder = SizeBuilder(graph, anchor, _origins(placeholders, batch_inputs))
         for node in sizes:
             node.replace_all_uses_with(builder.build(node.meta["val"].node.expr, node))
             graph.erase_node(node)
@@ -73,7 +73,7 @@ def _origins(placeholders: Sequence[fx.Node], batch_inputs: Sequence[str]) -> di
     return found
 
 
-class _Builder:
+class SizeBuilder:
     """Emits the nodes of size expressions, each expression once."""
 
     def __init__(self, graph: fx.Graph, anchor: fx.Node, origins: Mapping[Any, tuple[fx.Node, int]]) -> None:
@@ -90,7 +90,7 @@ class _Builder:
                 for symbol in sorted(expression.free_symbols, key=str):
                     self._read(symbol, like)
                 result = sympy_interp(PythonReferenceAnalysis, self.symbols, expression)
-                self._give_values(before, like)
+                self.give_values(before, like)
             self.built[expression] = result.node if isinstance(result, fx.Proxy) else result
         return self.built[expression]
 
@@ -107,7 +107,7 @@ class _Builder:
             self.graph.call_function(aten.sym_size.int, (source, dim)), self.tracer
         )
 
-    def _give_values(self, before: fx.Node, like: fx.Node) -> None:
+    def give_values(self, before: fx.Node, like: fx.Node) -> None:
         """Values and origin of the nodes that were just made. A shape carries where its own line is, ops do not."""
         node = before.next
         while node is not self.anchor:

@@ -10,7 +10,7 @@ exactly 0. If no target of the batch is valid, N = 0 and the loss is nan, as it 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
@@ -72,11 +72,10 @@ def user_leaves(spec: BatchSpec, counts: TokenCounts | None) -> BatchSpec:
     if counts is None:
         return spec
     made = counts.made
-    return BatchSpec(
-        {name: dim for name, dim in spec.batch_dims.items() if name not in made},
-        spec.batch_symbol,
-        spec.symbols,
-        {name: leaf for name, leaf in spec.leaves.items() if name not in made},
+    return replace(
+        spec,
+        batch_dims={name: dim for name, dim in spec.batch_dims.items() if name not in made},
+        leaves={name: leaf for name, leaf in spec.leaves.items() if name not in made},
     )
 
 
@@ -87,7 +86,7 @@ def filled(
 
     ``loss_normalizer``[sample] = 1 / (N · w), w the share of the sample's micro-batch; (samples,), floating.
     """
-    sizes = torch.tensor(microbatch_sizes(samples, microbatches))
+    sizes = torch.tensor(microbatch_sizes(samples, microbatches, spec.multiple))
     inverse_share = samples / sizes.double()
     made: dict[str, Tensor] = {}
     for normalizer, found in zip(counts.normalizers, counts.results(batch), strict=True):

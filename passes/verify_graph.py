@@ -17,6 +17,8 @@ from torch import fx
 
 from cost_models.errors import InternalError
 from passes.graph import OpGraph
+from runtime.bridges import is_bridge
+from runtime.local_calls import run_local
 
 aten = torch.ops.aten
 
@@ -100,10 +102,16 @@ def _known_ops(graph: OpGraph) -> Iterator[str]:
     for node in _ops(graph):
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             yield f"{node.name} is the higher-order op {node.target}"
-        elif isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem:
+        elif _is_op(node):
             continue
         elif not _is_size(node.meta.get("val")):
             yield f"{node.name} calls {node.target}"
+
+
+def _is_op(node: fx.Node) -> bool:
+    """Of torch's, or of ours: a projection, a bridge, an op's local form."""
+    known = isinstance(node.target, torch._ops.OpOverload) or node.target in (operator.getitem, run_local)
+    return known or is_bridge(node)
 
 
 def _functional(graph: OpGraph) -> Iterator[str]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,23 @@ class Axis:
     group: Any = field(repr=False, compare=False)
     order: tuple[int, ...] | None = None
     wait: Wait = field(default=_plainly, repr=False, compare=False)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place, as ``runtime.local_ops`` calls it."""
+        return self.index
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """The sum or maximum over the axis, for ``runtime.local_ops``."""
+        if op == "sum":
+            return self.sum(tensor)
+        highest = _plain(tensor).clone()
+        self.wait(dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group, async_op=True))
+        return highest
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """(places, *shape): everybody's, for ``runtime.local_ops``."""
+        return self.gather(tensor.unsqueeze(0), 0)
 
     def part(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of ``x`` along ``dim``: contiguous where ``x`` is."""

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cost_models.errors import InternalError
 from runtime.early_sends import EarlySends, PostTensor, following_sends
 from runtime.groups import TAG_BASE, Channel
 from runtime.program import (
@@ -40,8 +39,10 @@ from runtime.reduce import GradientReduction
 from runtime.segment_code import SegmentCode
 from runtime.segment_runner import as_leaf, gradient_of
 from runtime.setting import Setting, Shared
+from runtime.shared_segment import shape_check, shared_compute
 
 Handler = Callable[[], None]
+COMPUTES = (Forward, Backward, BackwardInput, BackwardWeight)
 
 
 class Binder:
@@ -69,6 +70,9 @@ class Binder:
             if isinstance(i, Send)
         }
         self.handlers = [self._bind(p, instruction) for p, instruction in enumerate(instructions)]
+        for p, instruction in enumerate(instructions):
+            if isinstance(instruction, COMPUTES) and setting.codes[instruction.segment].mesh is not None:
+                self.handlers[p] = shared_compute(setting.monitor, shared, p, self.handlers[p])
 
     def slot(self, value: str, microbatch: int) -> int:
         return self.setting.value_numbers[value] * self.shared.microbatches + microbatch
@@ -172,7 +176,7 @@ class Binder:
         ]
         drops = [s for s, grad in reads if not grad and self._last_forward[s] == position]
         sent, local, loss_position, metrics, results = self._outputs_of(code, microbatch)
-        check = self._shape_check(code, microbatch)
+        check = shape_check(code, shared.shapes[microbatch])
         seeded = setting.seeded.run if code.random else None
         early, early_queue = self._early_sends(position, segment)
 
@@ -380,21 +384,3 @@ class Binder:
         produced = {self.setting.codes[segment].outputs[at].name: at for at in positions}
         following = following_sends(self.setting.program, position, produced)
         return sends, [(at, self._posts[p]) for p, at in following]
-
-    def _shape_check(self, code: SegmentCode, microbatch: int) -> Callable[[Any], None]:
-        promised = self.shared.shapes[microbatch]
-
-        def check(outputs: Any) -> None:
-            wrong = []
-            for tensor, output in zip(outputs, code.outputs, strict=True):
-                if output.kind != "value" or output.name not in promised:
-                    continue
-                found = (tuple(tensor.shape), tensor.dtype)
-                if found != promised[output.name]:
-                    wrong.append(f"{output.name}: promised {promised[output.name]}, found {found}")
-            if wrong:
-                raise InternalError(
-                    f"segment {code.index} makes other values than its consumers expect", because=wrong
-                )
-
-        return check

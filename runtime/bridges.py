@@ -30,7 +30,7 @@ from torch._subclasses import FakeTensor
 
 from cost_models.errors import InternalError
 from runtime.axis import Axis
-from runtime.random_state import drawn_apart
+from runtime.local_calls import run_local, with_axes
 
 Way = Callable[[Tensor], Tensor]
 aten = torch.ops.aten
@@ -181,34 +181,24 @@ def bridge_function(node: fx.Node, axis: Axis) -> Callable[..., Tensor]:
     return run
 
 
-def bind(
-    module: fx.GraphModule, axes: Mapping[str, Axis], independent: Mapping[str, Sequence[str]]
-) -> fx.GraphModule:
-    """A copy of ``module`` with the same node names whose bridges and local ops run on ``axes``.
-
-    ``independent``: by name of an op that draws random numbers, the axes along which ranks draw different ones.
-    """
+def bind(module: fx.GraphModule, axes: Mapping[str, Axis]) -> fx.GraphModule:
+    """A copy of ``module`` with the same node names whose bridges and local ops run on ``axes``."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, val_map={}))
-    streams = {name: number for number, name in enumerate(independent)}
     for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node.name in independent:
-            place = [axes[name].index for name in independent[node.name]]
-            node.target = drawn_apart(node.target, streams[node.name], place)
-        if node.target in BRIDGES:
+        if is_bridge(node):
             node.target = bridge_function(node, axes[node.kwargs["axis"]])
-        elif "axis" in node.kwargs:
-            node.target = _on_axis(node.target, axes[node.kwargs["axis"]])
+        elif node.target is run_local:
+            node.target = with_axes(axes)
     return fx.GraphModule(module, graph)
 
 
-def _on_axis(target: Any, axis: Axis) -> Callable[..., Any]:
-    """A local op (``runtime.local_ops``) that is told its axis."""
-
-    def run(*args: Any, **options: Any) -> Any:
-        return target(*args, **{**options, "axis": axis})
-
-    run.__name__ = run.__qualname__ = target.__name__
-    return run
+def axes_of(graph: fx.Graph) -> tuple[str, ...]:
+    """Names of the axes, and of several taken together, that the graph's bridges and local ops run along."""
+    names: dict[str, None] = {}
+    for node in graph.nodes:
+        if is_bridge(node):
+            names[node.kwargs["axis"]] = None
+        elif node.target is run_local:
+            names.update(dict.fromkeys(node.args[2].values()))
+    return tuple(names)

@@ -25,8 +25,9 @@ from runtime.program import (
     ReduceGradients,
     SegmentGraph,
     Send,
+    TiedGroup,
 )
-from runtime.timing import require_single_ranks
+from runtime.timing import led_by_first_ranks
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class _Facts:
     programs: Sequence[Program]
     graph: SegmentGraph
     microbatches: int
-    tied: Sequence[tuple[Sequence[str], Sequence[int]]]
+    tied: Sequence[TiedGroup]
     training: bool
     optimizer: bool | None
     blocking: bool
@@ -79,12 +80,13 @@ class _Facts:
     last_backward: dict[int, int] = field(default_factory=dict)
     """Rank -> index of its last backward of any kind."""
 
-    def at(self, kind: str, segment: int, microbatch: int) -> int | None:
-        """Index of a compute on its segment's rank; None if it is not there."""
+    def at(self, kind: str, segment: int, microbatch: int, rank: int | None = None) -> int | None:
+        """Index of a compute on ``rank``, by default the first of its segment's; None if it is not there."""
         places = self.computes.get((kind, segment, microbatch))
         if places is None:
             return None
-        rank = self.graph.segments[segment].rank
+        if rank is None:
+            rank = self.graph.segments[segment].rank
         for place in places:
             if place[0] == rank:
                 return place[1]
@@ -109,7 +111,7 @@ def check(
     graph: SegmentGraph,
     microbatches: int,
     *,
-    tied: Sequence[tuple[Sequence[str], Sequence[int]]] = (),
+    tied: Sequence[TiedGroup] = (),
     training: bool = True,
     optimizer: bool | None = None,
     blocking: bool = False,
@@ -120,7 +122,7 @@ def check(
     ``blocking``: judge programs whose sends and receives block their rank until they complete.
     Raises ``DeadlockError`` if some rank would wait forever, ``InternalError`` for every other fault.
     """
-    require_single_ranks(graph)
+    led_by_first_ranks(graph)  # refuses device groups that overlap
     misplaced = [
         f"program {index} of {len(programs)} is for rank {program.rank}"
         for index, program in enumerate(programs)
@@ -149,7 +151,7 @@ def _gather(
     programs: Sequence[Program],
     graph: SegmentGraph,
     microbatches: int,
-    tied: Sequence[tuple[Sequence[str], Sequence[int]]],
+    tied: Sequence[TiedGroup],
     training: bool,
     optimizer: bool | None,
     blocking: bool,
@@ -176,35 +178,42 @@ def _gather(
 
 
 def _computes_owed(facts: _Facts) -> Iterator[Fault]:
-    """Each forward once; each owed backward once, whole or as both halves; nothing else; in that order."""
+    """Each forward once on each rank; each owed backward once, whole or as both halves; nothing else; in that order."""
     owed: set[tuple[str, int, int]] = set()
     for segment in facts.graph.segments:
-        s, rank = segment.index, segment.rank
+        s = segment.index
         for mb in range(facts.microbatches):
             kinds = "F"
             if facts.training and segment.has_backward:
                 halves = ("I", s, mb) in facts.computes or ("W", s, mb) in facts.computes
                 kinds = "FIW" if halves and ("B", s, mb) not in facts.computes else "FB"
-            previous = None
-            for kind in kinds:
-                owed.add((kind, s, mb))
-                here = facts.at(kind, s, mb)
-                if here is None:
-                    yield Fault(
-                        f"rank {rank}: {s}{kind}{mb} is missing, the {_NAME[kind]} owed by segment {s}"
-                    )
-                elif previous is not None and here < previous:
-                    yield Fault(f"{facts.text((rank, here))} runs before {facts.text((rank, previous))}")
-                previous = here if here is not None else previous
+            owed.update((kind, s, mb) for kind in kinds)
+            for rank in segment.ranks:
+                yield from _owed_by(facts, s, mb, kinds, rank)
     for key, places in facts.computes.items():
         kind, s, _ = key
         for place in places:
             if key not in owed:
                 yield Fault(f"{facts.text(place)} is a {_NAME[kind]} that nothing owes")
-            elif place[0] != facts.graph.segments[s].rank:
-                yield Fault(f"{facts.text(place)} belongs on rank {facts.graph.segments[s].rank}")
-        if len(places) > 1:
-            yield Fault(f"{facts.text(places[1])} runs {len(places)} times, first at {places[0]}")
+            elif place[0] not in facts.graph.segments[s].ranks:
+                ranks = ", ".join(map(str, facts.graph.segments[s].ranks))
+                yield Fault(f"{facts.text(place)} belongs on rank {ranks}")
+        again = [at for i, at in enumerate(places) if any(at[0] == other[0] for other in places[:i])]
+        for place in again[:1]:
+            own = [other for other in places if other[0] == place[0]]
+            yield Fault(f"{facts.text(place)} runs {len(own)} times, first at {own[0]}")
+
+
+def _owed_by(facts: _Facts, segment: int, microbatch: int, kinds: str, rank: int) -> Iterator[Fault]:
+    previous = None
+    for kind in kinds:
+        here = facts.at(kind, segment, microbatch, rank)
+        if here is None:
+            name = f"{segment}{kind}{microbatch}"
+            yield Fault(f"rank {rank}: {name} is missing, the {_NAME[kind]} owed by segment {segment}", False)
+        elif previous is not None and here < previous:
+            yield Fault(f"{facts.text((rank, here))} runs before {facts.text((rank, previous))}")
+        previous = here if here is not None else previous
 
 
 def _messages_matched(facts: _Facts) -> Iterator[Fault]:
@@ -312,30 +321,31 @@ def _passes(
 def _tied_summed(facts: _Facts) -> Iterator[Fault]:
     """Every tied parameter's gradient is summed once over its ranks, after their last backward."""
     wanted = {
-        (parameter, tuple(sorted(set(ranks))))
-        for parameters, ranks in facts.tied
+        (parameter, tuple(sorted(set(ranks))), bool(scattered and scattered[0]))
+        for parameters, ranks, *scattered in facts.tied
         for parameter in parameters
         if facts.training and len(set(ranks)) > 1
     }
-    seen: dict[tuple[int, str], Place] = {}
+    seen: dict[tuple[int, str, tuple[int, ...]], Place] = {}
     for place, reduction in facts.reductions:
         rank, index = place
         if rank not in reduction.ranks:
             yield Fault(f"{facts.text(place)} sums over ranks that this one is not among", True)
+        over = tuple(sorted(reduction.ranks))
         for parameter in reduction.parameters:
-            if (parameter, tuple(sorted(reduction.ranks))) not in wanted:
+            if (parameter, over, reduction.scattered) not in wanted:
                 yield Fault(f"{facts.text(place)} sums {parameter}, which is not tied over these ranks")
-            if (rank, parameter) in seen:
+            if (rank, parameter, over) in seen:
                 yield Fault(f"{facts.text(place)} sums {parameter} again")
-            seen[rank, parameter] = place
+            seen[rank, parameter, over] = place
         if index < facts.last_backward.get(rank, -1):
             yield Fault(f"{facts.text(place)} sums before {facts.text((rank, facts.last_backward[rank]))}")
         for other in reduction.ranks:
             if not any(p[0] == other and r == reduction for p, r in facts.reductions):
                 yield Fault(f"{facts.text(place)} waits for rank {other}, which does not take part", True)
-    for parameter, ranks in sorted(wanted):
+    for parameter, ranks, _ in sorted(wanted):
         for rank in ranks:
-            if (rank, parameter) not in seen:
+            if (rank, parameter, ranks) not in seen:
                 yield Fault(
                     f"rank {rank}: the gradient of tied parameter {parameter} is never summed over {ranks}"
                 )
@@ -351,7 +361,7 @@ def _step_last(facts: _Facts) -> Iterator[Fault]:
             yield Fault(f"{facts.text((rank, index))} steps in programs that do not train")
         elif behind:
             yield Fault(f"{facts.text((rank, index))} comes before {' '.join(map(str, behind[:3]))}")
-    owing = {segment.rank for segment in facts.graph.segments if segment.has_backward}
+    owing = {rank for segment in facts.graph.segments if segment.has_backward for rank in segment.ranks}
     if facts.training and wants:
         for rank in sorted(owing - stepping):
             yield Fault(f"rank {rank}: has a backward but no optimizer step")

@@ -1,7 +1,8 @@
 """Whether programs can deadlock: one graph of everything that waits, and a shortest circle in it.
 
 A send completes only when its receive runs, so a matched pair is ONE node; so is a collective over all its
-ranks. Edges, each "the right one cannot start before the left one is done":
+ranks, and a compute of a segment that several ranks run together. Edges,
+each "the right one cannot start before the left one is done":
 
     program   compute -> next compute of the rank; collectives and the optimizer step are links of this chain
     issue     compute -> every send and receive that the rank issues after it
@@ -94,6 +95,7 @@ def _wait_graph(
     consumers = {value.name: value.consumers for value in graph.values}
     producers = {value.name: (value.producer,) for value in graph.values}
     after, places, shared = waits.after, waits.places, waits.shared
+    together = {segment.index for segment in graph.segments if len(segment.ranks) > 1}
     for rank, program in enumerate(programs):
         before = -1
         last_on: dict[int, int] = {}
@@ -128,7 +130,10 @@ def _wait_graph(
                 nth = reductions[instruction] = reductions.get(instruction, 0) + 1
                 node = waits.shared_node((instruction, nth), (rank, index))
             else:
-                node = waits.private_node((rank, index))
+                if getattr(instruction, "segment", -1) in together:
+                    node = waits.shared_node(instruction, (rank, index))
+                else:
+                    node = waits.private_node((rank, index))
                 if not isinstance(instruction, OptimizerStep | BackwardWeight):
                     gradient = not isinstance(instruction, Forward)
                     for message_node in awaited.pop(

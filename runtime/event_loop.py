@@ -4,7 +4,7 @@ Meaning of the instructions (the executor's and the checker's):
     a compute waits for the messages it is the first on its rank to consume, then occupies the rank
     a send or receive is put on its queue and the rank goes on; a transfer starts when the message is at the head of
         the queue on both ranks, and leaves both queues when its last byte has arrived
-    a reduction waits for all of its ranks, then occupies them all
+    a reduction waits for all of its ranks, then occupies them all; so does a compute that several ranks run together
 
 A transfer takes its path's latency, then moves its bytes at the rate its links give it (``fair_share``). While a
 rank has a transfer under way, its computes run ``contention`` times slower.
@@ -23,7 +23,7 @@ from runtime.fair_share import FairShare, Links
 
 NOT_YET = -1.0
 
-COMPUTE, SEND, RECV, REDUCE, STEP = range(5)
+COMPUTE, SEND, RECV, REDUCE, STEP, TOGETHER = range(6)
 _COMPUTE_END, _BYTES_START, _BYTES_END, _REDUCE_END, _GO_ON = range(5)
 
 
@@ -32,7 +32,7 @@ class Operation(NamedTuple):
 
     code: int
     target: int
-    """Node of a compute, number of a message or of a reduction."""
+    """Node of a compute, number of a message or of a reduction (or of a compute that several ranks run together)."""
     seconds: float
     """Of a compute or step; the host's time to issue a send or receive; of a reduction's collective."""
     queue: int = -1
@@ -149,7 +149,7 @@ class Run:
                 if seconds:
                     self._at(now + seconds, _GO_ON, rank)
                     break
-            elif code == REDUCE:
+            elif code in (REDUCE, TOGETHER):
                 self._arrived[target] += 1
                 if self._arrived[target] == len(self.machine.reduction_ranks[target]):
                     self.reduction_start[target] = now

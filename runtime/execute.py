@@ -28,6 +28,7 @@ from runtime.collective import Collectives, Waited
 from runtime.compiled import CompileOptions
 from runtime.failure import FailureMonitor
 from runtime.loaded import Loaded, MakeBinder, Replan, Surroundings
+from runtime.mesh_axes import part_of
 from runtime.microbatch import batch_size_of, check_cut, cut, microbatch_sizes
 from runtime.network_threads import let_compute_go_first
 from runtime.program import Program, Recv, SegmentGraph, Send
@@ -193,7 +194,7 @@ class Executor:
         for runner in self._training.runners.values():
             runner.write_buffers()
         self.step += 1
-        return StepSums.of(shared)
+        return StepSums.of(shared, self._training.result_share)
 
     def evaluate(
         self,
@@ -216,7 +217,7 @@ class Executor:
             self._run(binder, shared)
         for runner in loaded.runners.values():
             runner.discard()
-        result = Evaluation.of(shared)
+        result = Evaluation.of(shared, loaded.result_share)
         shared.outputs = []
         return result
 
@@ -260,19 +261,32 @@ class Executor:
             )
         spec = loaded.batch_spec
         batch_size = batch_size_of(batch, spec, loaded.leaf_names)
-        check_cut(batch_size, microbatches)
+        check_cut(batch_size, microbatches, spec.multiple)
         if weights is None:
-            weights = [size / batch_size for size in microbatch_sizes(batch_size, microbatches)]
+            sizes = microbatch_sizes(batch_size, microbatches, spec.multiple)
+            weights = [size / batch_size for size in sizes]
         elif len(weights) != microbatches:
             raise UsageError(f"{len(weights)} weights were given for {microbatches} micro-batches")
         shapes = {name: tuple(batch[name].shape) for name in spec.batch_dims if name in batch}
         binder, shared = loaded.bound(training, batch_size, microbatches, shapes)
         for name, pieces in shared.pieces.items():
-            leaf = batch[name].detach().to(self.device, non_blocking=True)
+            leaf = batch[name].detach()
+            if name not in spec.placements:
+                leaf = leaf.to(self.device, non_blocking=True)
             # A graph traced with contiguous inputs may hold views that other strides do not allow.
-            pieces[:] = [p.contiguous() for p in cut(leaf, spec.batch_dims[name], microbatches)]
+            pieces[:] = [
+                self._own_part(name, piece, spec).contiguous()
+                for piece in cut(leaf, spec.batch_dims[name], microbatches, spec.multiple)
+            ]
         shared.begin(tuple(weights), gradient_scale, self.step, self._next_run())
         return binder, shared
+
+    def _own_part(self, name: str, piece: Tensor, spec: BatchSpec) -> Tensor:
+        """What this rank reads of a leaf's micro-batch."""
+        if name not in spec.placements or spec.mesh is None:
+            return piece
+        part = part_of(piece, spec.placements[name], spec.mesh, self.program.rank)
+        return part.to(self.device, non_blocking=True)
 
     # ------------------------------------------------------------------------------------------------------
     # The run
@@ -331,5 +345,8 @@ class Executor:
             message = instruction.message
             peer = message.target if isinstance(instruction, Send) else message.source
             return [peer], str(instruction)
-        others = [r for r in getattr(instruction, "ranks", ()) if r != self.program.rank]
+        ranks = getattr(instruction, "ranks", ())
+        if hasattr(instruction, "segment"):  # collectives inside of it
+            ranks = self._active.setting.graph.segments[instruction.segment].ranks
+        others = [r for r in ranks if r != self.program.rank]
         return others or [self.program.rank], str(instruction)

@@ -52,6 +52,8 @@ class FailureMonitor:
         self.timeout_seconds = timeout_seconds
         self.wait_seconds = timeout_seconds * WAIT_SHARE
         self.waiting = -1
+        self.running = -1
+        """Number of the instruction that waits by itself for other ranks: a segment with collectives in it."""
         self.describe: Describe | None = None
         self._failed = False
         # A connection of its own: the watching thread must not queue behind other users of the store.

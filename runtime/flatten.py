@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cost_models.links import Path
-from runtime.event_loop import COMPUTE, RECV, REDUCE, SEND, STEP, Machine, Operation
+from runtime.event_loop import COMPUTE, RECV, REDUCE, SEND, STEP, TOGETHER, Machine, Operation
 from runtime.fair_share import Links
 from runtime.program import Message, OptimizerStep, Program, Recv, ReduceGradients, SegmentGraph, Send
 from runtime.timing import NODE_PLANE, compute_seconds
@@ -54,6 +55,9 @@ class FlatPrograms:
     node_places: list[int] = field(default_factory=list)
     """Node (see ``timing``) -> index of the compute in its program."""
     reductions: dict[tuple[ReduceGradients, int], int] = field(default_factory=dict)
+    together: dict[int, int] = field(default_factory=dict)
+    """Node of a compute that several ranks run together -> its number among the reductions, which wait as it does."""
+    reduction_ranks: list[tuple[int, ...]] = field(default_factory=list)
     queues: dict[tuple[int, str], int] = field(default_factory=dict)
     _paths: dict[tuple[int, int], Path] = field(default_factory=dict)
 
@@ -92,7 +96,7 @@ class FlatPrograms:
                         awaited.setdefault(first + segment * stride, []).append(number)
                 elif isinstance(i, ReduceGradients):
                     nth = times_reduced[i] = times_reduced.get(i, 0) + 1
-                    number = self.reductions.setdefault((i, nth), len(self.reductions))
+                    number = self._meeting(self.reductions, (i, nth), i.ranks)
                     operations.append(Operation(REDUCE, number, reduce_seconds(i)))
                 elif isinstance(i, OptimizerStep):
                     operations.append(Operation(STEP, 0, optimizer_seconds[rank]))
@@ -104,7 +108,12 @@ class FlatPrograms:
                         if self.message_consumers[number] < 0:
                             self.message_consumers[number] = node
                     seconds = durations[kind][i.segment] * scale[i.microbatch] + overheads.compute_seconds
-                    operations.append(Operation(COMPUTE, node, seconds))
+                    ranks = graph.segments[i.segment].ranks
+                    if len(ranks) > 1:
+                        number = self._meeting(self.together, node, ranks)
+                        operations.append(Operation(TOGETHER, number, seconds))
+                    else:
+                        operations.append(Operation(COMPUTE, node, seconds))
             self.operations.append(operations)
 
     def machine(self, contention: float) -> Machine:
@@ -116,11 +125,18 @@ class FlatPrograms:
             message_paths=self.message_paths,
             message_ranks=[(message.source, message.target) for message in self.messages],
             message_consumers=self.message_consumers,
-            reduction_ranks=[reduction.ranks for reduction, _ in self.reductions],
+            reduction_ranks=self.reduction_ranks,
             queues=len(self.queues),
             contention=contention,
             links=self.links,
         )
+
+    def _meeting(self, known: dict[Any, int], key: Any, ranks: tuple[int, ...]) -> int:
+        """The number of what ``ranks`` come together for."""
+        if key not in known:
+            known[key] = len(self.reduction_ranks)
+            self.reduction_ranks.append(ranks)
+        return known[key]
 
     def _message(self, message: Message) -> int:
         number = self.messages.get(message)

@@ -9,6 +9,7 @@ names, the same everywhere, by all ranks, and are kept for the next executor.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cost_models.errors import InternalError, UsageError
-from runtime.program import Program, Recv, ReduceGradients, Send
+from runtime.program import Program, Recv, ReduceGradients, Send, group_queue
 
 TAG_BASE = 1 << 20
 """Below it are the tags that other users of a shared group are likely to take."""
@@ -36,12 +37,17 @@ class Channel:
 _created: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Channel]] = weakref.WeakKeyDictionary()
 
 
-def create_channels(program: Program, group: Any, timeout_seconds: float) -> dict[str, Channel]:
-    """A channel per queue of ``program``. Collective: every rank of ``group`` calls it, with its own."""
+def create_channels(
+    program: Program, group: Any, timeout_seconds: float, among: Iterable[tuple[int, ...]] = ()
+) -> dict[str, Channel]:
+    """A channel per queue of ``program``. Collective: every rank of ``group`` calls it, with its own.
+
+    ``among``: further sets of ranks, in ascending order; their channels are under ``group_queue`` of them.
+    """
     everyone = Channel(group, {r: r for r in range(dist.get_world_size(group))})
     tagged = dist.get_backend(group) == "gloo"
     channels: dict[str, Channel] = {}
-    queues: dict[str, tuple[int, ...]] = {}
+    queues: dict[str, tuple[int, ...]] = {group_queue(ranks): ranks for ranks in among}
     for instruction in program.instructions:
         if isinstance(instruction, Send | Recv):
             if tagged:

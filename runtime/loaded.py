@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,11 +15,13 @@ from torch import Tensor
 
 from cost_models.errors import UsageError
 from runtime.bind import Binder
+from runtime.bridges import bind
 from runtime.collective import Waited
 from runtime.compiled import CompileOptions
 from runtime.early_sends import EarlySends, early_outputs
 from runtime.failure import FailureMonitor
 from runtime.groups import create_channels
+from runtime.mesh_axes import axes_for, groups_needed
 from runtime.microbatch import microbatch_sizes, symbol_sizes
 from runtime.program import BackwardInput, Forward, Program, Recv, SegmentGraph, Send
 from runtime.random_state import Seeded
@@ -27,6 +29,7 @@ from runtime.release import releases
 from runtime.segment_code import BatchSpec, SegmentCode
 from runtime.segment_runner import SegmentRunner
 from runtime.setting import Setting, Shared
+from runtime.shared_segment import SegmentWait
 
 _MOST_SHAPES = 32
 """Batch shapes whose handlers are kept; the oldest go first."""
@@ -73,12 +76,29 @@ class Loaded:
         send_early: bool = True,
     ) -> None:
         self.program, self.graph, self.state, self.batch_spec = program, graph, state, batch_spec
-        self._surroundings, self._codes, self._replan = surroundings, codes, replan
+        self._surroundings, self._replan = surroundings, replan
         group = surroundings.group
-        self._channels = (
-            {} if group is None else create_channels(program, group, surroundings.timeout_seconds)
-        )
         mine = sorted({i.segment for i in program.instructions if isinstance(i, Forward)})
+        shared = groups_needed((codes[index] for index in mine), program.rank)
+        if shared and group is None:
+            raise UsageError(
+                "ranks that share a segment need a process group", suggestions=["init_distributed(device)"]
+            )
+        self._channels = (
+            {} if group is None else create_channels(program, group, surroundings.timeout_seconds, shared)
+        )
+        codes = {**codes, **{i: self._on_axes(codes[i]) for i in mine if codes[i].mesh is not None}}
+        self._codes = codes
+        self.result_share = 1.0 / next(
+            (
+                len(mesh.ranks)
+                for index in mine
+                if (mesh := codes[index].mesh) is not None
+                and any(o.kind in ("loss", "metric") for o in codes[index].outputs)
+            ),
+            1,
+        )
+        """The part of the batch's loss that this rank's loss is: ranks of one segment have parts of a sum."""
         split = {i.segment for i in program.instructions if isinstance(i, BackwardInput)}
         early = {index: early_outputs(codes[index], program) if send_early else () for index in mine}
         early_sends = {index: EarlySends() for index in mine if early[index]}
@@ -112,6 +132,13 @@ class Loaded:
         sizes = {leaf for leaf, dim in batch_spec.symbols.values() if batch_spec.batch_dims.get(leaf) != dim}
         self.leaf_names = frozenset(leaves | sizes)
         """The leaves of a batch that this rank cannot do without."""
+
+    def _on_axes(self, code: SegmentCode) -> SegmentCode:
+        """``code`` with its bridges bound to process groups."""
+        around = self._surroundings
+        wait = SegmentWait(around.monitor, around.waited, on_gpu=around.device.type == "cuda")
+        axes = axes_for(code, self.program.rank, self._channels, wait)
+        return replace(code, module=bind(code.module, axes))
 
     def bound(
         self, training: bool, batch_size: int, microbatches: int, shapes: Mapping[str, tuple[int, ...]]
@@ -182,7 +209,7 @@ class Loaded:
         microbatches: int,
         shapes: Mapping[str, tuple[int, ...]],
     ) -> tuple[Binder, Shared]:
-        sizes = microbatch_sizes(batch_size, microbatches)
+        sizes = microbatch_sizes(batch_size, microbatches, self.batch_spec.multiple)
         moved = {i.message.value for i in setting.program.instructions if isinstance(i, Send | Recv)}
         specs = {name: s for r in self.runners.values() for name, s in r.code.values.items() if name in moved}
         by_size = {}

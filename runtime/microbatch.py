@@ -16,10 +16,10 @@ from cost_models.errors import UsageError
 from runtime.segment_code import BatchSpec, TensorSpec
 
 
-def microbatch_sizes(batch_size: int, microbatches: int) -> tuple[int, ...]:
-    """Samples per micro-batch."""
-    small, larger = divmod(batch_size, microbatches)
-    return (small + 1,) * larger + (small,) * (microbatches - larger)
+def microbatch_sizes(batch_size: int, microbatches: int, multiple: int = 1) -> tuple[int, ...]:
+    """Samples per micro-batch: multiples of ``multiple``, which divides ``batch_size``."""
+    small, larger = divmod(batch_size // multiple, microbatches)
+    return ((small + 1) * multiple,) * larger + (small * multiple,) * (microbatches - larger)
 
 
 def batch_size_of(
@@ -81,8 +81,14 @@ def mismatch(name: str, leaf: torch.Tensor, spec: TensorSpec) -> str:
     return ""
 
 
-def check_cut(batch_size: int, microbatches: int) -> None:
-    """Every micro-batch needs at least one sample."""
+def check_cut(batch_size: int, microbatches: int, multiple: int = 1) -> None:
+    """Every micro-batch needs at least one sample, or ``multiple`` of them where ranks share its samples."""
+    if multiple > 1 and (batch_size % multiple or batch_size < microbatches * multiple):
+        raise UsageError(
+            f"cannot cut a batch of {batch_size} samples into {microbatches} micro-batches",
+            because=[f"its samples are shared by ranks: a micro-batch needs a multiple of {multiple}"],
+            suggestions=[f"use batches of a multiple of {microbatches * multiple} samples"],
+        )
     if microbatches < 1 or batch_size < microbatches:
         raise UsageError(
             f"cannot cut a batch of {batch_size} samples into {microbatches} micro-batches",
@@ -91,11 +97,14 @@ def check_cut(batch_size: int, microbatches: int) -> None:
         )
 
 
-def cut(tensor: torch.Tensor, dim: int | None, microbatches: int) -> list[torch.Tensor]:
+def cut(tensor: torch.Tensor, dim: int | None, microbatches: int, multiple: int = 1) -> list[torch.Tensor]:
     """``tensor`` per micro-batch: views along ``dim``, or the whole of it."""
     if dim is None:
         return [tensor] * microbatches
-    return list(torch.tensor_split(tensor, microbatches, dim))
+    if multiple == 1:
+        return list(torch.tensor_split(tensor, microbatches, dim))
+    sizes = microbatch_sizes(tensor.shape[dim], microbatches, multiple)
+    return list(torch.split(tensor, list(sizes), dim))
 
 
 def symbol_sizes(
@@ -105,6 +114,7 @@ def symbol_sizes(
 
     ``shapes``: of the whole batch's leaves.
     """
+    microbatch_size //= spec.multiple
     sizes = {
         symbol: microbatch_size if spec.batch_dims.get(leaf) == dim else shapes[leaf][dim]
         for symbol, (leaf, dim) in spec.symbols.items()

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from cost_models.errors import InternalError
 from runtime.collector import collector_paused
@@ -39,15 +39,20 @@ from runtime.program import (
     Segment,
     SegmentGraph,
     Send,
+    TiedGroup,
     group_queue,
     pair_queue,
 )
-from runtime.timing import Timing, TransferSeconds, consumers_by_rank, quick_makespan, time_orders
+from runtime.timing import (
+    Timing,
+    TransferSeconds,
+    consumers_by_rank,
+    led_by_first_ranks,
+    quick_makespan,
+    time_orders,
+)
 
 __all__ = ["TiedGroup", "build_programs", "quick_makespan"]
-
-TiedGroup: TypeAlias = tuple[tuple[str, ...], tuple[int, ...]]
-"""(parameter names, the ranks that hold a copy of each)."""
 
 EARLY_BYTES = 256 * 2**10
 """About how much memory a rank may spend, per value, on receives posted more than one compute ahead.
@@ -97,7 +102,24 @@ def build_programs(
     A value is sent once per rank that consumes it, and its gradient (summed over that rank's consumers) comes
     back once, if ``needs_grad``. Tied gradients are summed after the rank's last backward; then the optimizer
     steps. ``training=False`` makes forward programs: no gradients, no reduction, no step.
+
+    Ranks that share a segment run one order: that of the first of them.
     """
+    if any(len(segment.ranks) > 1 for segment in graph.segments):
+        led = led_by_first_ranks(graph)
+        alone = build_programs(
+            led.graph,
+            orders,
+            microbatches,
+            transfer_seconds=transfer_seconds,
+            optimizer=False,
+            training=training,
+        )
+        tails = _tails_together(graph, tied, optimizer) if training else [[] for _ in alone]
+        return tuple(
+            Program(rank, (*alone[led.leader_of[rank]].instructions, *tails[rank]))
+            for rank in range(len(alone))
+        )
     _refuse_impossible(graph, orders, training)
     timing = time_orders(graph, orders, microbatches, transfer_seconds)
     _refuse_incomplete(graph, timing, microbatches, training)
@@ -214,13 +236,29 @@ def _tails(
     tails: list[list[Instruction]] = [[] for _ in range(graph.world_size)]
     last_end = [ends[-1] if ends else 0.0 for ends in timing.rank_ends]
     last_end += [0.0] * (graph.world_size - len(last_end))
-    shared = [(parameters, tuple(sorted(set(ranks)))) for parameters, ranks in tied]
+    shared = [(tuple(parameters), tuple(sorted(set(ranks)))) for parameters, ranks, *_ in tied]
     shared = [(parameters, ranks) for parameters, ranks in shared if len(ranks) > 1]
     for parameters, ranks in sorted(shared, key=lambda group: max(last_end[r] for r in group[1])):
         for rank in ranks:
             tails[rank].append(ReduceGradients(parameters, ranks, group_queue(ranks)))
     if optimizer:
         for rank in {segment.rank for segment in graph.segments if segment.has_backward}:
+            tails[rank].append(OptimizerStep())
+    return tails
+
+
+def _tails_together(
+    graph: SegmentGraph, tied: Sequence[TiedGroup], optimizer: bool
+) -> list[list[Instruction]]:
+    """Reductions in the order of ``tied`` on every rank, then the optimizer step."""
+    tails: list[list[Instruction]] = [[] for _ in range(graph.world_size)]
+    for parameters, ranks, *scattered in tied:
+        group = tuple(sorted(set(ranks)))
+        if len(group) > 1:
+            for rank in group:
+                tails[rank].append(ReduceGradients(tuple(parameters), group, group_queue(group), *scattered))
+    if optimizer:
+        for rank in {rank for s in graph.segments if s.has_backward for rank in s.ranks}:
             tails[rank].append(OptimizerStep())
     return tails
 

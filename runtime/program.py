@@ -16,6 +16,7 @@ Text form (the notation of the field's pipeline tools: ``<segment><action><micro
     >h.3:0@1     send value h.3 of micro-batch 0 to rank 1         >d(h.3):0@0  send its gradient to rank 0
     <h.3:0@0     receive value h.3 of micro-batch 0 from rank 0    <d(h.3):0@1  receive its gradient
     +wte@0,3     sum the gradients of tied parameter wte over ranks 0 and 3
+    +/wte@0,3    the same, each rank keeping its part of the sum
     step         optimizer step
 """
 
@@ -115,14 +116,19 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradients:
-    """Sum the gradients of parameters held by several ranks (tied across stages). A collective."""
+    """Sum the gradients of parameters held by several ranks (tied across stages, or sharded ones). A collective.
+
+    ``scattered``: each rank keeps its part of the sums only (reduce-scatter).
+    """
 
     parameters: tuple[str, ...]
     ranks: tuple[int, ...]
     queue: str
+    scattered: bool = False
 
     def __str__(self) -> str:
-        return f"+{','.join(self.parameters)}@{','.join(map(str, self.ranks))}"
+        sign = "+/" if self.scattered else "+"
+        return f"{sign}{','.join(self.parameters)}@{','.join(map(str, self.ranks))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +137,10 @@ class OptimizerStep:
 
     def __str__(self) -> str:
         return "step"
+
+
+TiedGroup: TypeAlias = tuple[Sequence[str], Sequence[int]] | tuple[Sequence[str], Sequence[int], bool]
+"""(parameters, the ranks that each hold a part of their gradients' sum, and ``scattered``)."""
 
 
 Communication: TypeAlias = Send | Recv | ReduceGradients
@@ -182,13 +192,27 @@ class SegmentCost:
 
 
 @dataclass(frozen=True, slots=True)
+class Collective:
+    """Communication inside of a segment: each of ``ranks`` sends ``sent_bytes`` to the next one, round in a ring.
+
+    Per (full) micro-batch. Its seconds are part of the segment's.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    sent_bytes: float
+    backward: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
-    """A piece of the model. ``ranks`` is its device group (one rank in a layer-wise plan)."""
+    """A piece of the model. ``ranks`` is its device group (one rank in a layer-wise plan), which runs it together."""
 
     index: int
     ranks: tuple[int, ...]
     cost: SegmentCost
     has_backward: bool = True
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def rank(self) -> int:

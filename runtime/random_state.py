@@ -4,8 +4,8 @@ Every forward that draws random numbers (dropout) runs with a seed made of (seed
 afterwards the generator is as it was before. Which micro-batch a rank runs when, and what ran before it, thus
 do not change the masks. Another partition has other segments, so its masks differ.
 
-All ranks of a segment that several run have the same seed: what they all compute, they draw alike. An op that they run
-on shards draws from a seed of its own, made of the segment's and of the shard's place (``drawn_apart``).
+All ranks of a segment that several run have the same seed: what they all compute, they draw alike. Ops that they run on
+shards draw from seeds of their own (``runtime.local_ops``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _MASK = (1 << 64) - 1
 
@@ -53,25 +52,3 @@ class Seeded:
         finally:
             for generator, state in zip(self._generators, before, strict=True):
                 generator.set_state(state)
-
-
-def drawn_apart(function: Callable[..., Any], stream: int, place: Sequence[int]) -> Callable[..., Any]:
-    """``function``, drawing other numbers on every shard: ``place`` says which shard this is, ``stream`` which op.
-
-    Within a seeded run; the generators go on afterwards as if nothing had been drawn.
-    """
-
-    def run(*args: Any, **options: Any) -> Any:
-        generator = torch.default_generator
-        tensor = next((a for a in args if isinstance(a, Tensor)), None)
-        if tensor is not None and tensor.device.type == "cuda":
-            generator = torch.cuda.default_generators[tensor.device.index]
-        before = generator.get_state()
-        generator.manual_seed(mix(generator.initial_seed(), stream, *place))
-        try:
-            return function(*args, **options)
-        finally:
-            generator.set_state(before)
-
-    run.__name__ = run.__qualname__ = getattr(function, "__name__", "drawn_apart").replace(".", "_")
-    return run

@@ -79,7 +79,14 @@ def relabelled_programs(programs: Sequence[Program], ranks: RankMap) -> tuple[Pr
 
 def relabelled_segments(graph: SegmentGraph, ranks: RankMap) -> SegmentGraph:
     """The same DAG, each segment on the ranks that play its devices."""
-    segments = tuple(replace(segment, ranks=ranks.ranks(segment.ranks)) for segment in graph.segments)
+    segments = tuple(
+        replace(
+            segment,
+            ranks=ranks.ranks(segment.ranks),
+            collectives=tuple(replace(c, ranks=ranks.ranks(c.ranks)) for c in segment.collectives),
+        )
+        for segment in graph.segments
+    )
     return SegmentGraph(segments, graph.values, ranks.world_size)
 
 
@@ -90,11 +97,10 @@ def _relabelled(instruction: Instruction, ranks: RankMap) -> Instruction:
             return Send(_message(message, ranks), _pair(queue, message, ranks))
         case Recv(message=message, queue=queue):
             return Recv(_message(message, ranks), _pair(queue, message, ranks))
-        case ReduceGradients(parameters=parameters, ranks=group, queue=queue):
+        case ReduceGradients(ranks=group, queue=queue):
             renamed = tuple(sorted(rank_of[device] for device in group))
-            return ReduceGradients(
-                parameters, renamed, _renamed(queue, group_queue(group), group_queue(renamed))
-            )
+            queue = _renamed(queue, group_queue(group), group_queue(renamed))
+            return replace(instruction, ranks=renamed, queue=queue)
         case _:
             return instruction
 

@@ -30,8 +30,11 @@ class StepSums:
     outputs: Sequence[Mapping[str, Tensor]]
     """Per micro-batch: the model's outputs that this rank computes, by name. Of an evaluation."""
 
+    share: float = 1.0
+    """The part of each result that this rank's is: ranks that run one segment on shards have parts of a sum."""
+
     @classmethod
-    def of(cls, shared: Shared) -> Self:
+    def of(cls, shared: Shared, share: float = 1.0) -> Self:
         """The results that a finished run has left."""
         names = dict.fromkeys(name for metrics in shared.metrics for name in metrics)
         metrics = {
@@ -39,7 +42,7 @@ class StepSums:
         }
         losses = [loss for loss in shared.losses if loss is not None]
         loss = _weighted_sum(losses, shared.weights) if losses else None
-        return cls(loss, metrics, shared.weights, shared.outputs)
+        return cls(loss, metrics, shared.weights, shared.outputs, share)
 
 
 class Evaluation(StepSums):

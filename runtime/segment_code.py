@@ -10,6 +10,7 @@ import sympy
 import torch
 from torch import fx
 
+from cost_models.layout import Mesh, Placement
 from runtime.portable import PackedNode, pack, unpack
 
 Dim: TypeAlias = int | sympy.Expr
@@ -72,6 +73,8 @@ class SegmentCode:
     """Specs of every value the segment receives or produces."""
     random: bool = False
     """Whether it contains an op that draws random numbers (dropout): then it is seeded per micro-batch."""
+    mesh: Mesh | None = None
+    """The ranks that run it together, each on its shards; None where one rank does."""
     recomputed: tuple[tuple[str, ...], ...] = ()
     """Names of the ops of each block whose activations are computed again in backward (``runtime.recompute``)."""
 
@@ -87,7 +90,7 @@ class SegmentCode:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels to another process as plain data (``runtime.portable``)."""
-        rest = (self.inputs, self.outputs, dict(self.values), self.random, self.recomputed)
+        rest = (self.inputs, self.outputs, dict(self.values), self.random, self.mesh, self.recomputed)
         return _unpacked, (self.index, pack(self.module), *rest)
 
 
@@ -108,3 +111,9 @@ class BatchSpec:
     symbols: Mapping[sympy.Symbol, tuple[str, int]]
     leaves: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Shapes and types that the leaves were traced with; a batch is checked against those that are given."""
+    multiple: int = 1
+    """Micro-batches have a multiple of so many samples; in local graphs the batch symbol counts them in these."""
+    mesh: Mesh | None = None
+    """The ranks of a sharded model,"""
+    placements: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+    """and how they part the leaves that not every one of them reads as a whole."""

@@ -6,8 +6,9 @@ transfer are done. ``event_loop`` says what instructions mean in time, ``memory_
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,12 +16,12 @@ import numpy as np
 
 from cost_models.errors import DeadlockError, InternalError
 from runtime.collector import collector_paused
-from runtime.event_loop import COMPUTE, NOT_YET, REDUCE, STEP, Run
+from runtime.event_loop import COMPUTE, NOT_YET, REDUCE, STEP, TOGETHER, Run
 from runtime.fair_share import Links
 from runtime.flatten import FlatPrograms, Overheads, count_microbatches
 from runtime.memory_timeline import MemoryCurve, MessageTimes, StepTimes, memory_curves
 from runtime.program import Instruction, Message, Program, ReduceGradients, SegmentGraph
-from runtime.timing import NODE_PLANE, require_single_ranks
+from runtime.timing import NODE_PLANE, Led, led_by_first_ranks
 
 __all__ = ["Links", "MemoryCurve", "Overheads", "Simulation", "Span", "Transfer", "simulate"]
 
@@ -92,6 +93,7 @@ def simulate(
     optimizer_seconds: Sequence[float] = (),
     overheads: Overheads = _NO_OVERHEADS,
     reduce_seconds: Callable[[ReduceGradients], float] | None = None,
+    reduce_bytes: Callable[[ReduceGradients], float] | None = None,
     device_queues: bool = False,
 ) -> Simulation:
     """Runs ``programs``, which must have passed ``check``, on paper.
@@ -101,9 +103,10 @@ def simulate(
     microbatch_scale   per micro-batch: its size relative to a full one (the last may be smaller); scales times and bytes
     optimizer_seconds  per rank: an optimizer step
     reduce_seconds     time of a reduction once all its ranks have come
+    reduce_bytes       what each of its ranks sends to the next one meanwhile (default: not counted)
     device_queues      all point-to-point of a rank shares one queue (default: the queues that instructions name)
     """
-    require_single_ranks(graph)
+    led = led_by_first_ranks(graph)
     world, microbatches = graph.world_size, count_microbatches(programs)
     scale = list(microbatch_scale) or [1.0] * microbatches
     problems = [
@@ -122,10 +125,16 @@ def simulate(
     flat.flatten(overheads, optimizer_seconds or [0.0] * world, reduce_seconds or _free, device_queues)
     run = Run(flat.machine(contention)).run()
     _refuse_stuck(programs, run)
-    return _report(programs, graph, flat, run, state_bytes or [0.0] * world)
+    for node, number in flat.together.items():
+        run.start[node], run.end[node] = run.reduction_start[number], run.reduction_end[number]
+    return _report(programs, led, flat, run, state_bytes or [0.0] * world, reduce_bytes or _no_bytes)
 
 
 def _free(_: ReduceGradients) -> float:
+    return 0.0
+
+
+def _no_bytes(_: ReduceGradients) -> float:
     return 0.0
 
 
@@ -140,10 +149,11 @@ def _refuse_stuck(programs: Sequence[Program], run: Run) -> None:
 
 def _report(
     programs: Sequence[Program],
-    graph: SegmentGraph,
+    led: Led,
     flat: FlatPrograms,
     run: Run,
     state_bytes: Sequence[float],
+    reduce_bytes: Callable[[ReduceGradients], float],
 ) -> Simulation:
     timeline = tuple(_spans(program, flat, run) for program in programs)
     busy = tuple(
@@ -158,6 +168,8 @@ def _report(
         start, end = run.transfer_start[number], run.transfer_end[number]
         transfers.append(Transfer(start, end, message, size_bytes))
         pair_bytes[message.source, message.target] += size_bytes
+    for source, target, size_bytes in (*_ring_bytes(flat), *_reduction_bytes(flat, reduce_bytes)):
+        pair_bytes[source, target] += size_bytes
     for ends, size_bytes in pair_bytes.items():
         for link in flat.path(ends).links:
             link_bytes[link] += size_bytes
@@ -166,10 +178,46 @@ def _report(
         step_seconds=run.finish_seconds,
         timeline=timeline,
         busy_seconds=busy,
-        memory=memory_curves(graph, _step_times(graph, flat, run), state_bytes, flat.scale),
+        memory=_memory(led, _step_times(led.graph, flat, run), state_bytes, flat.scale),
         transfers=tuple(transfers),
         link_bytes=dict(link_bytes),
         pair_bytes=dict(pair_bytes),
+    )
+
+
+def _ring_bytes(flat: FlatPrograms) -> Iterator[tuple[int, int, float]]:
+    """(source, target, bytes) of the collectives inside of segments: rings, in the order of their ranks."""
+    plane_size = len(flat.graph.segments) * len(flat.scale)
+    for node in flat.together:
+        plane, rest = divmod(node, plane_size)
+        segment, mb = divmod(rest, len(flat.scale))
+        for collective in flat.graph.segments[segment].collectives:
+            if collective.backward == (plane == 1):
+                for source, target in itertools.pairwise((*collective.ranks, collective.ranks[0])):
+                    yield source, target, collective.sent_bytes * flat.scale[mb]
+
+
+def _reduction_bytes(
+    flat: FlatPrograms, reduce_bytes: Callable[[ReduceGradients], float]
+) -> Iterator[tuple[int, int, float]]:
+    for reduction, _ in flat.reductions:
+        sent_bytes = reduce_bytes(reduction)
+        for source, target in itertools.pairwise((*reduction.ranks, reduction.ranks[0])):
+            yield source, target, sent_bytes
+
+
+def _memory(
+    led: Led, times: StepTimes, state_bytes: Sequence[float], scale: Sequence[float]
+) -> tuple[MemoryCurve, ...]:
+    """Ranks of one group hold alike, beside their state."""
+    curves = memory_curves(led.graph, times, state_bytes, scale)
+    return tuple(
+        curves[rank]
+        if leader == rank
+        else MemoryCurve(
+            curves[leader].seconds, curves[leader].bytes_held - state_bytes[leader] + state_bytes[rank]
+        )
+        for rank, leader in enumerate(led.leader_of)
     )
 
 
@@ -181,7 +229,7 @@ def _spans(program: Program, flat: FlatPrograms, run: Run) -> tuple[Span, ...]:
     ):
         if code == COMPUTE:
             spans.append(Span(run.start[target], run.end[target], instruction))
-        elif code == REDUCE:
+        elif code in (REDUCE, TOGETHER):
             spans.append(Span(run.reduction_start[target], run.reduction_end[target], instruction))
         elif code == STEP:
             spans.append(Span(run.step_start[program.rank], run.step_end[program.rank], instruction))

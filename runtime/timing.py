@@ -22,7 +22,7 @@ Behind them, m numbers per tensor that goes from one rank to another: its arriva
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from cost_models.errors import DeadlockError, InternalError
@@ -67,14 +67,37 @@ class Timing:
     """End times of each rank's computes, in its order (never decreasing)."""
 
 
-def require_single_ranks(graph: SegmentGraph) -> None:
-    """Messages are derived for segments that run on one rank each; device groups have bridges instead."""
-    wide = [s for s in graph.segments if len(s.ranks) != 1]
-    if wide:
-        raise InternalError(
-            "derive messages between segments",
-            [f"segment {s.index} runs on the device group {s.ranks}, not on one rank" for s in wide],
-        )
+@dataclass(frozen=True)
+class Led:
+    """A graph whose every segment runs on the first rank of its group, which stands for all of them."""
+
+    graph: SegmentGraph
+    leader_of: list[int]
+    """By rank: the first of its group, or itself."""
+
+
+def led_by_first_ranks(graph: SegmentGraph) -> Led:
+    """Groups are the same or have no rank in common, and no value goes from a group to other ranks."""
+    leader_of = list(range(graph.world_size))
+    groups = {segment.ranks for segment in graph.segments}
+    for ranks in groups:
+        for rank in ranks:
+            leader_of[rank] = ranks[0]
+    because = [
+        f"ranks {a} and {b} overlap" for a in groups for b in groups if a < b and not set(a).isdisjoint(b)
+    ]
+    because += [
+        f"value {value.name} goes from ranks {graph.segments[value.producer].ranks} "
+        f"to ranks {graph.segments[consumer].ranks}"
+        for value in graph.values
+        for consumer in value.consumers
+        if graph.segments[value.producer].ranks != graph.segments[consumer].ranks
+        and len(graph.segments[value.producer].ranks) + len(graph.segments[consumer].ranks) > 2
+    ]
+    if because:
+        raise InternalError("derive messages between segments of device groups", because)
+    segments = tuple(replace(segment, ranks=segment.ranks[:1]) for segment in graph.segments)
+    return Led(replace(graph, segments=segments), leader_of)
 
 
 def quick_makespan(
@@ -87,8 +110,12 @@ def quick_makespan(
 def time_orders(
     graph: SegmentGraph, orders: ComputeOrder, microbatches: int, transfer_seconds: TransferSeconds
 ) -> Timing:
-    """Times every compute of ``orders``; raises ``DeadlockError`` if they wait for each other in a circle."""
-    require_single_ranks(graph)
+    """Times every compute of ``orders``; raises ``DeadlockError`` if they wait for each other in a circle.
+
+    Segments of several ranks are timed on the first of them.
+    """
+    if any(len(segment.ranks) > 1 for segment in graph.segments):
+        graph = led_by_first_ranks(graph).graph
     ways = _ways(graph, microbatches, transfer_seconds)
     steps = _steps(graph, orders, microbatches, ways)
     nodes = 3 * len(graph.segments) * microbatches

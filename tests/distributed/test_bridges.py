@@ -64,7 +64,7 @@ def run_all(order: tuple[int, ...] | None, transposed: bool) -> dict[str, tuple[
     axis = world_axis(order)
     found = {}
     for name, case in CASES.items():
-        module = bind(unpack(pack(graph_of(case, axis.size))), {"tensor": axis}, {})
+        module = bind(unpack(pack(graph_of(case, axis.size))), {"tensor": axis})
         x = tensors(axis.index, SHAPE, 1)
         if transposed:
             x = x.transpose(0, 2).contiguous().transpose(0, 2)
@@ -177,7 +177,7 @@ def write_in_place() -> tuple[bool, bool]:
     product = graph.call_function(torch.ops.aten.mm.default, (a, b))
     reduced = graph.call_function(bridges.all_reduce, (product,), {"axis": "tensor"})
     graph.output((graph.call_function(torch.ops.aten.mm.default, (reduced, b)),))
-    (y,) = bind(fx.GraphModule(torch.nn.Module(), graph), {"tensor": axis}, {})(x, w)
+    (y,) = bind(fx.GraphModule(torch.nn.Module(), graph), {"tensor": axis})(x, w)
     y.sum().backward()
     total = axis.sum(x.detach() @ w.detach())
     expected = x.detach().t() @ (torch.ones_like(y) @ w.detach().t()) + total.t() @ torch.ones_like(y)

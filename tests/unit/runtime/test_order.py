@@ -165,10 +165,29 @@ def test_missing_computes_are_reported() -> None:
         build_programs(chain(2), orders, 2, transfer_seconds=no_time)
 
 
-def test_device_groups_are_refused() -> None:
-    graph = SegmentGraph((Segment(0, (0, 1), COST),), (), 2)
-    with pytest.raises(InternalError, match=r"device group \(0, 1\)"):
-        build_programs(graph, (), 1, transfer_seconds=no_time)
+def test_ranks_of_a_group_get_one_order_and_sums_in_one_order() -> None:
+    graph = SegmentGraph((Segment(0, (0, 1, 2, 3), COST),), (), 4)
+    tied = ((("a",), (0, 2), True), (("a",), (0, 1)), (("a",), (2, 3)), (("a",), (1, 3), True))
+    programs = build_programs(
+        graph, ((Forward(0, 0), Backward(0, 0)),), 1, transfer_seconds=no_time, tied=tied
+    )
+    assert [str(program) for program in programs] == [
+        "rank 0: 0F0 0B0 +/a@0,2 +a@0,1 step",
+        "rank 1: 0F0 0B0 +a@0,1 +/a@1,3 step",
+        "rank 2: 0F0 0B0 +/a@0,2 +a@2,3 step",
+        "rank 3: 0F0 0B0 +a@2,3 +/a@1,3 step",
+    ]
+
+
+def test_groups_that_overlap_or_exchange_values_are_refused() -> None:
+    overlapping = SegmentGraph((Segment(0, (0, 1), COST), Segment(1, (1, 2), COST)), (), 3)
+    with pytest.raises(InternalError, match=r"ranks \(0, 1\) and \(1, 2\) overlap"):
+        build_programs(overlapping, (), 1, transfer_seconds=no_time)
+    apart = (Segment(0, (0, 1), COST), Segment(1, (2, 3), COST))
+    with pytest.raises(InternalError, match=r"value x goes from ranks \(0, 1\) to ranks \(2, 3\)"):
+        build_programs(
+            SegmentGraph(apart, (Value("x", 0, (1,), 8, True),), 4), (), 1, transfer_seconds=no_time
+        )
 
 
 @pytest.mark.parametrize("order", [gpipe, one_f_one_b])

@@ -1,0 +1,80 @@
+"""The program of a sharded model: one segment on all ranks of a mesh, then the sums of gradients, then the step.
+
+rank 0: 0F0 0B0 0F1 0B1 +wte@0,1 step
+rank 1: 0F0 0B0 0F1 0B1 +wte@0,1 step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from passes.graph import OpGraph
+from passes.shard_graph import Sharded
+from runtime.mesh_axes import all_ranks_along
+from runtime.order import TiedGroup, build_programs
+from runtime.program import (
+    Backward,
+    Compute,
+    Forward,
+    Program,
+    Segment,
+    SegmentCost,
+    SegmentGraph,
+)
+
+BUCKET_BYTES = 25 * 2**20
+"""About how much is summed at once: as torch's DistributedDataParallel, so that sums overlap each other's copies."""
+
+
+def sharded_programs(
+    sharded: Sharded, microbatches: int, world_size: int, *, training: bool = True
+) -> tuple[Program, ...]:
+    """One program per rank of the world."""
+    segments = sharded_segments(sharded, SegmentCost(0.0, 0.0, 0.0), world_size)
+    trains = training and segments.segments[0].has_backward
+    order: list[Compute] = []
+    for mb in range(microbatches):
+        order += [Forward(0, mb), Backward(0, mb)] if trains else [Forward(0, mb)]
+    lead = segments.segments[0].rank
+    return build_programs(
+        segments,
+        tuple(tuple(order) if rank == lead else () for rank in range(world_size)),
+        microbatches,
+        transfer_seconds=_nothing,
+        tied=gradient_sums(sharded),
+        training=trains,
+    )
+
+
+def _nothing(source: int, target: int, size_bytes: int) -> float:
+    return 0.0
+
+
+def sharded_segments(sharded: Sharded, cost: SegmentCost, world_size: int) -> SegmentGraph:
+    """The graph of the one segment."""
+    graph = sharded.graph
+    segment = Segment(0, sharded.mesh.ranks, cost, graph.loss is not None and graph.loss in graph.needs_grad)
+    return SegmentGraph((segment,), (), world_size)
+
+
+def gradient_sums(sharded: Sharded) -> tuple[TiedGroup, ...]:
+    """What is summed after the last backward: (parameters, ranks, scattered), in the order of the sums."""
+    return tuple(
+        (bucket, ranks, sync.scattered)
+        for sync in sharded.syncs
+        for bucket in _buckets(sharded.graph, sync.parameters)
+        for ranks in all_ranks_along(sharded.mesh, sync.axes)
+    )
+
+
+def _buckets(graph: OpGraph, parameters: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Last parameters first: backward is done with them first."""
+    bucket: list[str] = []
+    size_bytes = 0
+    for name in reversed(parameters):
+        if bucket and size_bytes + graph.parameters[name].size_bytes > BUCKET_BYTES:
+            yield tuple(bucket)
+            bucket, size_bytes = [], 0
+        bucket.append(name)
+        size_bytes += graph.parameters[name].size_bytes
+    yield tuple(bucket)
