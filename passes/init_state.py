@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -28,6 +29,8 @@ from cost_models.errors import ModelError
 from passes.names import StateNames, state_names
 
 __all__ = ["materialize"]
+
+logger = logging.getLogger("partitioner")
 
 InitFunction: TypeAlias = Callable[[nn.Module], Any]
 """Fills a module's own parameters and buffers in place, as ``model._init_weights`` and FSDP's
@@ -73,6 +76,8 @@ def materialize(
     """
     wanted = list(names)
     known = state_names(model) if model is not None else StateNames({}, {}, {})
+    if model is not None and state_dict:
+        _compare_names(state_dict, known, model)
     source = _Source(model, known, dict(state_dict or {}), init_fn, seed)
     result: dict[str, Tensor] = {}
     problems: list[str] = []
@@ -96,6 +101,32 @@ def materialize(
             ],
         )
     return result
+
+
+def _compare_names(state_dict: Mapping[str, Tensor], known: StateNames, model: nn.Module) -> None:
+    """Raise ModelError for names that nothing would read (those of a wrapped model would leave all as it was); warn of
+    what is not given.
+    """
+    expected = model.state_dict()
+    unknown = [
+        n for n in state_dict if n not in {*known.parameters, *known.buffers, *known.aliases, *expected}
+    ]
+    if unknown:
+        raise ModelError(
+            f"state_dict= has tensors that {type(model).__name__} does not have",
+            [_some(unknown)],
+            ["rename or drop them: names are those of model.state_dict()"],
+        )
+    given = {known.canonical(name) for name in state_dict}
+    missing = [name for name in expected if known.canonical(name) not in given]
+    if missing:
+        logger.warning(
+            "state_dict= lacks %s: what the model or init_fn has there is trained on", _some(missing)
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (f", and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 class _NoValueError(Exception):

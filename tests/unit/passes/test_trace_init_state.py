@@ -121,3 +121,20 @@ def test_what_stays_without_a_value_is_named_all_at_once() -> None:
 def test_a_state_dict_of_another_shape_is_refused() -> None:
     with pytest.raises(ModelError, match=r"\(3, 3\).*\(2, 2\)"):
         materialize(["weight"], model=nn.Linear(2, 2), state_dict={"weight": torch.zeros(3, 3)})
+
+
+def test_names_that_the_model_does_not_have_are_refused_and_missing_ones_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As torch's strict loading: with the names of a wrapped model, all would silently stay as it was."""
+    model = nn.Linear(2, 2)
+    wrapped = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    with pytest.raises(ModelError, match=r"_orig_mod\.weight, _orig_mod\.bias"):
+        materialize(["weight"], model=model, state_dict=wrapped)
+    with caplog.at_level("WARNING", "partitioner"):
+        materialize(["weight"], model=model, state_dict=dict(model.state_dict()))
+        assert not caplog.records
+        materialize(["weight"], model=model, state_dict={"weight": torch.ones(2, 2)})
+    assert [record.getMessage() for record in caplog.records] == [
+        "state_dict= lacks bias: what the model or init_fn has there is trained on"
+    ]
