@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeGuard, get_args
 
 import torch
 
@@ -50,6 +50,7 @@ def partition(
     recompute: RecomputeMode | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     dynamic_dims: Mapping[str, list[int]] | None = None,
+    min_stages: int | None = None,
     max_stages: int | None = None,
     time_limit_seconds: float = 60.0,
     name: str | None = None,
@@ -66,6 +67,7 @@ def partition(
     ``loss_reduction``: how micro-batches' losses become the batch's: "mean" (weighted by samples), "sum", or "token_mean"
     (by the whole batch's valid labels); what the loss itself asks for if not given.
     ``pins``: {glob over module paths or op names: stage}.
+    ``min_stages``, ``max_stages``: use so many devices or more, each with a stage at least; so many stages or fewer.
     ``recompute``: whether backward computes the activations of blocks (layers) again: "none", "full" (every block), or
     "auto" (where memory asks for it). By default auto, but full for a model with gradient checkpointing enabled.
 
@@ -86,6 +88,7 @@ def partition(
         optimizer_memory=optimizer_memory,
         batch_size=batch_size,
         microbatches=microbatches,
+        min_stages=min_stages,
         max_stages=max_stages,
         time_limit_seconds=time_limit_seconds,
         pins=pins,
@@ -116,6 +119,7 @@ def partition(
         optimizer=optimizer_memory,
         precision=precision,
         pins=dict(pins or {}),
+        min_stages=min_stages,
         max_stages=max_stages,
         recompute=recompute or ("full" if graph.checkpointing else "auto"),
         time_limit_seconds=time_limit_seconds,
@@ -177,6 +181,7 @@ def check_options(
     optimizer_memory: str,
     batch_size: int | None,
     microbatches: int | Literal["auto"],
+    min_stages: int | None,
     max_stages: int | None,
     time_limit_seconds: float,
     pins: Mapping[str, int] | None = None,
@@ -196,8 +201,15 @@ def check_options(
         problems.append(
             f"the number of micro-batches is {microbatches!r}, expected auto or 1 to {MOST_MICROBATCHES:,}"
         )
-    if max_stages is not None and not _is_count(max_stages, MOST_SAMPLES):
-        problems.append(f"max_stages is {max_stages!r}, expected 1 or more")
+    for option, count in (("min_stages", min_stages), ("max_stages", max_stages)):
+        if count is not None and not _is_count(count, MOST_SAMPLES):
+            problems.append(f"{option} is {count!r}, expected 1 or more")
+    if (
+        _is_count(min_stages, MOST_SAMPLES)
+        and _is_count(max_stages, MOST_SAMPLES)
+        and min_stages > max_stages
+    ):
+        problems.append(f"min_stages is {min_stages}, more than max_stages, {max_stages}")
     if not (isinstance(time_limit_seconds, int | float) and 0 < time_limit_seconds < math.inf):
         problems.append(f"the time limit is {time_limit_seconds!r}, expected more than 0 seconds")
     if recompute is not None and recompute not in RECOMPUTE_MODES:
@@ -223,5 +235,5 @@ def check_microbatches(batch_size: int, microbatches: int | Literal["auto"]) -> 
         )
 
 
-def _is_count(value: object, most: int) -> bool:
+def _is_count(value: object, most: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most

@@ -322,15 +322,19 @@ def layer_problem(
     plan: DevicePlan,
     option: Option,
     pins: Mapping[int, int],
-    max_stages: int,
+    stage_counts: tuple[int, int],
     capacity_scale: float = 1.0,
     recompute: RecomputeMode = "none",
 ) -> LayerProblem | None:
-    """The problem of one option over one space; None if it cannot have that many stages."""
+    """The problem of one option over one space; None if it cannot have that many stages.
+
+    ``stage_counts``: devices with a stage at least, stages at most.
+    """
+    least, max_stages = stage_counts
     single = option.chunks == 1
     devices = sum(kind.count for kind in plan.kinds) if single else len(plan.sequence) // option.chunks
     stages = min(devices, max_stages, space.structure.units) if single else len(plan.sequence)
-    if stages > min(space.structure.units, max_stages) or stages < 1:
+    if stages > min(space.structure.units, max_stages) or min(stages, devices) < least:
         return None
     if (
         SCHEDULES[option.schedule].check(stages, stages if single else devices, option.microbatches)
@@ -358,7 +362,7 @@ def layer_problem(
         alternating=option.schedule == "1f1b",
         assignment=plan.assignment,  # type: ignore[arg-type]
         sequence=plan.sequence,
-        stage_counts=(1, max_stages) if single else (stages, stages),
+        stage_counts=stage_counts if single else (stages, stages),
         pins={int(space.unit_of[op]): stage for op, stage in pins.items()},
         recompute=_allowed(costs, recompute, option),
     )

@@ -80,6 +80,8 @@ class LayerSearch:
     pins: Mapping[int, int]
     max_stages: int
     options: Sequence[Option]
+    min_stages: int = 1
+    """Devices with a stage, at least."""
     recompute: RecomputeMode = "none"
     _numbers: dict[tuple[int, int], Numbers] = field(default_factory=dict)
     _op_seconds: dict[tuple[int, Device], FloatArray] = field(default_factory=dict)
@@ -91,6 +93,11 @@ class LayerSearch:
         if key not in self._numbers:
             self._numbers[key] = numbers(self.model, self.spaces[space], self.table, size)
         return self._numbers[key]
+
+    @property
+    def stage_counts(self) -> tuple[int, int]:
+        """Fewest and most."""
+        return self.min_stages, self.max_stages
 
     def plan(self, option: Option) -> DevicePlan:
         """How the option may hand out devices, cached."""
@@ -108,7 +115,7 @@ class LayerSearch:
             self.plan(option),
             option,
             self.pins,
-            self.max_stages,
+            self.stage_counts,
             capacity_scale,
             self.recompute,
         )

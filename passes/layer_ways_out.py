@@ -145,6 +145,8 @@ def _at_scale(search: LayerSearch, option: Option, scale: float) -> tuple[LayerP
 
 def _ways_out(search: LayerSearch, option: Option, auto_microbatches: bool, scale: float) -> Iterator[str]:
     """The first setting that fits, of each kind, the cheapest kind first."""
+    if search.min_stages > 1 and _fits(replace(search, min_stages=1), option, search.batch_size, scale):
+        yield f"fewer stages: min_stages={search.min_stages} keeps out what fits"
     if not auto_microbatches:
         for m in microbatch_counts(search.batch_size, "auto")[-MAX_COUNTS:]:
             if m > option.microbatches and _fits(
@@ -182,7 +184,7 @@ def _fits(search: LayerSearch, option: Option, batch_size: int, scale: float) ->
             search.plan(option),
             option,
             search.pins,
-            search.max_stages,
+            search.stage_counts,
             scale,
             search.recompute,
         )
@@ -214,7 +216,7 @@ def _fits_on_more(search: LayerSearch, option: Option, factor: int, scale: float
     for index, space in enumerate(search.spaces):
         costs = search.numbers(index, single.size(search.batch_size))
         problem = layer_problem(
-            space, costs, grown, single, search.pins, search.max_stages, scale, search.recompute
+            space, costs, grown, single, search.pins, search.stage_counts, scale, search.recompute
         )
         if fitting_split(problem, space) is not None:
             return True

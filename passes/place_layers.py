@@ -77,6 +77,8 @@ class LayerRequest:
     precision: Precision = field(default_factory=Precision)
     pins: Mapping[str, int] = field(default_factory=dict)
     max_stages: int | None = None
+    min_stages: int | None = None
+    """Devices with a stage, at least."""
     recompute: RecomputeMode = "auto"
     time_limit_seconds: float | None = None
     simulations: int = 12
@@ -144,6 +146,7 @@ def place_layers(
 
 def prepare(graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerRequest) -> LayerSearch:
     """Everything that the search of ``request`` reads, as arrays."""
+    _refuse_too_few_devices(cluster, request)
     model = read_model(graph, costs, request.optimizer, request.precision)
     paths = [str(graph.nodes[name].meta.get("module_path", "")) for name in model.names]
     pins = resolve_pins(request.pins, model.names, paths, model.readers, model.together)
@@ -160,14 +163,25 @@ def prepare(graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerReques
         pins=pins,
         max_stages=request.max_stages or 1 << 30,
         options=options(counts, request.schedule, len(cluster.devices)),
+        min_stages=request.min_stages or 1,
         recompute=request.recompute,
     )
+
+
+def _refuse_too_few_devices(cluster: Cluster, request: LayerRequest) -> None:
+    world = len(cluster.devices)
+    if request.min_stages is not None and request.min_stages > world:
+        raise InfeasibleError(
+            f"no layer-wise plan uses {request.min_stages} devices",
+            [f"the cluster has {world}, and min_stages is {request.min_stages}"],
+            [f"min_stages={world} uses all of them", "a cluster with more devices"],
+        )
 
 
 def _on_one_device(search: LayerSearch, judge: Judge, tried: Sequence[Tried], deadline: float) -> list[Tried]:
     """The best unsplit candidate, if it may win: where messages cost more than they save, only the simulation sees it."""
     plain = [option for option in search.options if option.chunks == 1]
-    if search.pins or not plain or any(len(t.solved.ranks) == 1 for t in tried):
+    if search.pins or search.min_stages > 1 or not plain or any(len(t.solved.ranks) == 1 for t in tried):
         return []
     one_schedule = [option for option in plain if option.schedule == plain[0].schedule]
     alone = replace(search, max_stages=1, options=one_schedule, _plans={})
@@ -303,6 +317,8 @@ def _certificate(
     option = best.option
     solved = sum(r.looked_at for r in results)
     space = "; and ".join(s.name for s in search.spaces)
+    if search.min_stages > 1:
+        space += f"; {search.min_stages} devices or more"
     if search.recompute != "none" and search.model.blocks:
         space += f"; {STAGES_RECOMPUTE[search.recompute]}"
     return Certificate(

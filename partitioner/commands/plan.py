@@ -43,6 +43,7 @@ def plan(
     optimizer_memory: str = "adamw",
     precision: str | None = None,
     loss_reduction: str | None = None,
+    min_stages: Whole | None = None,
     max_stages: Whole | None = None,
     recompute: str | None = None,
     pin: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
@@ -77,6 +78,8 @@ def plan(
         compute=bf16,master=fp32 and so on: any of compute, parameters, gradients, master, and loss_scale=dynamic.
     loss_reduction
         mean, sum or token_mean: how micro-batches' losses become the batch's; as the model's loss is made if not given.
+    min_stages
+        Use at least this many devices, each with a stage or more.
     max_stages
         Use at most this many stages.
     recompute
@@ -114,6 +117,7 @@ def plan(
         optimizer_memory=optimizer_memory,
         batch_size=batch_size,
         microbatches=count,
+        min_stages=min_stages,
         max_stages=max_stages,
         time_limit_seconds=time_limit,
         recompute=recompute,
@@ -135,6 +139,7 @@ def plan(
             schedule=schedule,
             microbatches=count,
             pins=pinned,
+            min_stages=min_stages,
             max_stages=max_stages,
             recompute=cast("RecomputeMode | None", recompute),
             time_limit_seconds=time_limit,

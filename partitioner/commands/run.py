@@ -96,10 +96,10 @@ def run(
     if local:
         with progress(f"running {counted(steps, 'step')} on {counted(loaded.world_size, 'local process')}"):
             result = _run_locally(loaded.world_size, arguments)
-    elif "RANK" not in os.environ:
+    elif os.environ.get("WORLD_SIZE") != str(loaded.world_size):
         launch = loaded.launch_command(model, str(plan), steps).splitlines()
         raise UsageError(
-            "cannot run the plan outside torchrun",
+            f"cannot run the plan {_as_launched()}",
             because=[f"it needs {counted(loaded.world_size, 'process')}, and --local was not given"],
             suggestions=["add --local, to run on CPU workers of this machine", *launch],
         )
@@ -111,6 +111,11 @@ def run(
     predicted = loaded.prediction.step_seconds
     emit(_text(result, predicted), {**result, "predicted_step_seconds": predicted}, json)
     return 0
+
+
+def _as_launched() -> str:
+    running = os.environ.get("WORLD_SIZE")
+    return "outside torchrun" if running is None else f"in {counted(int(running), 'process')}"
 
 
 def _check(steps: int, learning_rate: float, timeout: float) -> None:

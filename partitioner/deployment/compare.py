@@ -12,6 +12,7 @@ from partitioner.deployment.facts import RankFacts
 from partitioner.deployment.ranks import ranks_by_host
 from partitioner.plan import Plan
 from partitioner.rebuild import ranks_in_order
+from partitioner.report.launch import launch_of
 from partitioner.report.text import counted
 from runtime.relabel import RankMap
 
@@ -25,7 +26,7 @@ def ranks_or_differences(
     ranks: RankMap | None = None
     if len(facts) != plan.world_size:
         problems.append(f"it is made for {counted(plan.world_size, 'rank')}, {len(facts)} are running")
-        commands = [line for line in plan.launch_command().splitlines() if "torchrun" in line]
+        commands = [line for line in launch_of(plan, "YOUR_SCRIPT").splitlines() if "torchrun" in line]
         more = f" and so on, on {len(commands)} nodes" if len(commands) > 1 else ""
         suggestions.append(f"start {counted(plan.world_size, 'process')}: {commands[0]}{more}")
         idle = len(plan.cluster.devices) - plan.world_size
@@ -34,7 +35,7 @@ def ranks_or_differences(
                 f"the search left {idle} of {counted(len(plan.cluster.devices), 'device')} idle: no faster plan was found"
             )
             suggestions.append(
-                "to use more devices: a larger batch_size or model, or pins={...} to their stages"
+                f"to use more devices: plan with min_stages={len(facts)}, or for a larger batch_size or model"
             )
     elif check_hosts:
         ranks, hosts = ranks_by_host(plan, [fact.place for fact in facts])

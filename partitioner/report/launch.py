@@ -11,12 +11,18 @@ if TYPE_CHECKING:
 
 
 def launch_command(plan: Plan, model: str, plan_file: str, steps: int) -> str:
-    """``torchrun`` for each node that has a used device in the plan; the first one's host is the meeting point."""
+    """``torchrun`` of ``partitioner run`` for each node that has a used device in the plan."""
+    return launch_of(
+        plan, f"-m partitioner run {shlex.quote(plan_file)} {shlex.quote(model)} --steps {steps}"
+    )
+
+
+def launch_of(plan: Plan, run: str) -> str:
+    """``torchrun`` of ``run`` for each node that has a used device; the first one's host is the meeting point."""
     per_node: dict[int, list[Device]] = {}
     for index in plan.used_devices:
         device = plan.cluster.devices[index]
         per_node.setdefault(device.node, []).append(device)
-    run = f"-m partitioner run {shlex.quote(plan_file)} {shlex.quote(model)} --steps {steps}"
     first = next(iter(per_node.values()))[0]
     if len(per_node) == 1:
         return f"{_visible(plan, first.node)}torchrun --standalone --nproc-per-node {plan.world_size} {run}"

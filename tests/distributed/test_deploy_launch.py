@@ -207,6 +207,27 @@ def test_what_cannot_be_planned_is_refused_everywhere_alike(pool: WorkerPool) ->
     assert "nowhere" in said[0][1]
 
 
+def plan_a_tiny_model(options: Mapping[str, Any]) -> tuple[Result, str]:
+    """One that two ranks make slower."""
+    cluster = ClusterSpec.local(2)
+    with deploy(workload(), cluster, batch_size=7, timeout_seconds=20.0, **OPTIONS, **options) as engine:
+        return trained(engine), engine.plan.certificate.space
+
+
+def test_ranks_that_a_plan_leaves_idle_are_used_where_that_is_asked_for(pool: WorkerPool) -> None:
+    said = pool.run(refused, "plan_a_tiny_model", {}, world_size=2, timeout_seconds=60.0)
+    assert len(set(said)) == 1
+    assert "the search left 1 of 2 devices idle: no faster plan was found" in said[0][1]
+    assert "torchrun --standalone --nproc-per-node 1 YOUR_SCRIPT" in said[0][1]
+    assert "min_stages=2" in said[0][1]
+    results = pool.run(plan_a_tiny_model, {"min_stages": 2}, world_size=2, timeout_seconds=100.0)
+    check_trained([result for result, _ in results])
+    assert "2 devices or more" in results[0][1]
+    said = pool.run(refused, "plan_a_tiny_model", {"min_stages": 3}, world_size=2, timeout_seconds=60.0)
+    assert said[0] == said[1]
+    assert said[0][0] == "InfeasibleError"
+
+
 def own_plan() -> str:
     return plan_digest(partition(workload(), ClusterSpec.local(2), batch_size=7))
 

@@ -45,15 +45,27 @@ FLAGS: list[Case] = [
     (f"plan NET {GOOD} --microbatches 0", 2, ("'0' is neither auto nor a number from 1 up",)),
     (f"plan NET {GOOD} --microbatches many", 2, ("'many' is neither auto nor a number from 1 up",)),
     (
-        f"plan NET {GOOD} --schedule 2f2b --strategy magic --optimizer-memory lion --max-stages 0 --time-limit 0",
+        f"plan NET {GOOD} --schedule 2f2b --strategy magic --optimizer-memory lion --min-stages 0 --max-stages 0 "
+        "--time-limit 0",
         2,
         (
             "error[usage]: cannot plan with these options",
             "because: strategy 'magic' is not one of: layer",
             "because: schedule '2f2b' is not one of: auto, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, list",
             "because: optimizer memory 'lion' is not one of: none, sgd, momentum, adam, adamw",
+            "because: min_stages is 0, expected 1 or more",
             "because: max_stages is 0, expected 1 or more",
             "because: the time limit is 0.0, expected more than 0 seconds",
+        ),
+    ),
+    (f"plan NET {GOOD} --min-stages 2 --max-stages 1", 2, ("min_stages is 2, more than max_stages, 1",)),
+    (
+        f"plan NET {GOOD} --min-stages 3",
+        4,
+        (
+            "error[infeasible]: no layer-wise plan uses 3 devices",
+            "the cluster has 2",
+            "min_stages=2 uses all",
         ),
     ),
     (f"plan NET {GOOD} --time-limit -1", 2, ("the time limit is -1.0, expected more than 0 seconds",)),
@@ -64,7 +76,11 @@ FLAGS: list[Case] = [
     (f"plan NET {GOOD} --set widht=4", 2, ("widht is no parameter", "with: width (int)")),
     (f"plan NET {GOOD} --set width=4 --set width=5", 2, ("cannot read --set", "width is given twice")),
     (f"plan NET {GOOD} --precision bf16", 2, ("cannot read --precision", "'bf16' is not key=value")),
-    (f"plan NET {GOOD} --precision compute=int8,mast=fp32", 2, ("compute='int8' is not", "'mast' is not one")),
+    (
+        f"plan NET {GOOD} --precision compute=int8,mast=fp32",
+        2,
+        ("compute='int8' is not", "'mast' is not one"),
+    ),
     (f"plan NET {GOOD} --precision compute=fp16", 2, ("in float16 without a loss scale", "loss_scale=")),
     (f"plan NET {GOOD} --pin first", 2, ("cannot read --pin", "'first' is not GLOB=STAGE")),
     (f"plan NET {GOOD} --pin first=one", 2, ("'first=one': the stage 'one' is not a number from 0 up",)),

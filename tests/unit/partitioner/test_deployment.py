@@ -197,7 +197,8 @@ def test_more_ranks_than_the_search_uses_are_told_why() -> None:
         plan, facts(place("m"), place("m"), place("m"), plan=plan), check_hosts=True, check_memory=False
     )
     assert problems[1] == "the search left 1 of 3 devices idle: no faster plan was found"
-    assert "pins={...}" in suggestions[1]
+    assert suggestions[0].endswith("torchrun --standalone --nproc-per-node 2 YOUR_SCRIPT")
+    assert "min_stages=3" in suggestions[1]
     beyond = facts(*(place("m"),) * 4, plan=plan)
     _, problems, _ = ranks_or_differences(plan, beyond, check_hosts=True, check_memory=False)
     assert len(problems) == 1, "the cluster has no fourth device"

@@ -65,6 +65,23 @@ def test_an_uneven_number_of_blocks_uses_the_first_devices() -> None:
     assert result.best.candidate.ranks[:2] == (0, 1)
 
 
+def test_as_many_devices_as_asked_for_are_used() -> None:
+    slow: dict[str, Any] = {"speeds": (1.0, 0.01, 0.01), "blocks": 6}
+    assert len(_place(**slow).best.candidate.ranks) == 1, "the slow ones do not help"
+    for least in (2, 3):
+        result = _place(**slow, min_stages=least)
+        assert len(set(result.best.candidate.ranks)) >= least
+        assert f"{least} devices or more" in result.certificate.space
+
+
+def test_more_devices_than_there_are_or_than_the_model_can_be_cut_for_are_refused() -> None:
+    with pytest.raises(InfeasibleError, match="the cluster has 2, and min_stages is 3"):
+        _place(min_stages=3)
+    with pytest.raises(InfeasibleError, match="no split obeys") as error:
+        _place(blocks=1, speeds=(1.0,) * 9, min_stages=9)
+    assert "min_stages=9 keeps out what fits" in str(error.value)
+
+
 def test_a_faster_device_gets_more_and_devices_are_taken_in_any_order() -> None:
     result = _place(blocks=8, speeds=(3.0, 1.0), schedule="1f1b", microbatches=16)
     counts = dict(zip(result.best.candidate.ranks, _linears(result), strict=True))
