@@ -161,6 +161,10 @@ class GraphCosts:
         saved = self._model.structures[int(self.signature_of[op_index])].saved
         return frozenset(which for place, which in saved if place == "operand")
 
+    def op_class(self, op_index: int) -> OpClass:
+        """Which peak rate bounds the op's arithmetic."""
+        return self._rates[int(self.signature_of[op_index])][1]
+
     def saved_bytes(self, op_indices: Iterable[int], batch_size: int) -> int:
         """Bytes that autograd keeps for these ops: the union of their storages."""
         if self.exact(batch_size) is not self:

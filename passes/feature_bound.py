@@ -63,14 +63,16 @@ class _Edge:
     reader: _End
 
     def to_reader(self) -> FloatArray:
-        return (self.part[self.producer.present] - self.producer.message[self.producer.present, None]).min(
-            axis=0
-        ) - self.reader.message
+        least: FloatArray = (
+            self.part[self.producer.present] - self.producer.message[self.producer.present, None]
+        ).min(axis=0) - self.reader.message
+        return least
 
     def to_producer(self) -> FloatArray:
-        return (self.part[:, self.reader.present] - self.reader.message[None, self.reader.present]).min(
-            axis=1
-        ) - self.producer.message
+        least: FloatArray = (
+            self.part[:, self.reader.present] - self.reader.message[None, self.reader.present]
+        ).min(axis=1) - self.producer.message
+        return least
 
     def slack(self) -> FloatArray:
         return self.part - self.producer.message[:, None] - self.reader.message[None, :]
@@ -106,11 +108,16 @@ class DualBound:
     """Messages for one problem; ``ascend`` improves them."""
 
     def __init__(
-        self, problem: FeatureProblem, tables: Sequence[WireTable], seconds_per_byte: float = 0.0
+        self,
+        problem: FeatureProblem,
+        tables: Sequence[WireTable],
+        seconds_per_byte: float = 0.0,
+        time_weight: float = 1.0,
     ) -> None:
+        """``time_weight`` 0 and a price of 1: the bound is on bytes beyond the capacity."""
         self.problem, self.tables = problem, tables
-        self.price = seconds_per_byte
-        self.cost = [u.seconds + seconds_per_byte * u.bytes for u in problem.units]
+        self.price, self.time_weight = seconds_per_byte, time_weight
+        self.cost = [time_weight * u.seconds + seconds_per_byte * u.bytes for u in problem.units]
         self.constant = -seconds_per_byte * problem.capacity_bytes if seconds_per_byte else 0.0
         self.edges: list[_Edge] = []
         self.groups: list[list[_Edge]] = []
@@ -144,7 +151,9 @@ class DualBound:
 
     def wire_cost(self, wire: int) -> FloatArray:
         known = self.tables[wire]
-        return known.seconds + self.price * known.table.copies
+        seconds = np.where(known.table.allowed, self.time_weight * known.table.seconds, FORBIDDEN_SECONDS)
+        cost: FloatArray = seconds + self.price * known.table.copies
+        return cost
 
     def ascend(self, sweeps: int, target: float = np.inf, patience: float = 1e-7) -> float:
         """Up to ``sweeps`` there and back; stops at ``target``, or where a sweep gains less than ``patience``."""

@@ -28,10 +28,11 @@ from cost_models.layout import Partial, Placement, Replicate, Shard
 from passes.costs import GraphCosts, example_sizes
 from passes.feature_graph import ValueName, kept_operands, makes_values, value_name
 from passes.feature_options import bytes_of
-from passes.feature_problem import Setting, parameter_costs, storage_share
+from passes.feature_problem import Setting, kinds_of_devices, parameter_costs, storage_share
 from passes.feature_seconds import byte_shares, local_seconds
 from passes.graph import OpGraph, tensor_specs
 from passes.sharding import FeaturePlacement, Need, Placements, operands
+from runtime.segment_code import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class _Whole:
             np.array(moved),
             np.array(weight),
             self.samples,
-            self.setting.cluster.devices,
+            kinds_of_devices(self.setting.cluster),
         )
         return float(seconds.sum()), self._saved(shares)
 
@@ -133,7 +134,7 @@ class _Whole:
                 total += sizes[storage] * float(storage_share(storage, *shares[maker])[0])
         return total
 
-    def _spec(self, node: fx.Node):  # type: ignore[no-untyped-def]
+    def _spec(self, node: fx.Node) -> TensorSpec:
         name, output = value_name(node)
         return tensor_specs(self.graph.nodes[name])[output]
 

@@ -19,7 +19,7 @@ from cost_models.compute import FloatArray
 from cost_models.layout import Placement, Replicate, Shard
 from passes.feature_codes import BITS, DEFERRED, WHOLE, need_code, source_code
 from passes.feature_graph import Unit
-from passes.sharding import Choice
+from passes.sharding import Choice, short
 from passes.signatures import concrete
 from runtime.segment_code import TensorSpec
 
@@ -138,6 +138,11 @@ class StoredChoice:
     stored: Placement
     state: Placement
     code: int
+
+    def __str__(self) -> str:
+        later = ", gradient summed once per step" if self.code == DEFERRED else ""
+        state = f", state {short(self.state)}" if self.state != self.stored else ""
+        return f"stored {short(self.stored)}{state}{later}"
 
 
 def stored_choices(dims: Sequence[int], trained: bool) -> tuple[StoredChoice, ...]:

@@ -10,7 +10,7 @@ what the optimizer updated, the update itself) once per step. Bytes are one rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import sympy
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import FloatArray, optimizer_seconds
 from cost_models.conversion import AxisLinks, axis_links, local_share, path, steps_seconds
+from cost_models.devices import Device
 from cost_models.layout import Mesh, Partial, Placement, Replicate, Shard
 from cost_models.memory import OPTIMIZERS, StateBytes
 from cost_models.precision import ParameterPrecision, Precision
@@ -121,6 +122,15 @@ def build_problem(
     )
 
 
+def kinds_of_devices(cluster: ClusterSpec) -> tuple[Device, ...]:
+    """One of each kind of device."""
+    found = {
+        replace(device, rank=0, node=0, node_name="", host=None, memory_bytes=0): device
+        for device in cluster.devices
+    }
+    return tuple(found.values())
+
+
 def links_of(mesh: Mesh, cluster: ClusterSpec) -> tuple[AxisLinks, ...]:
     return tuple(axis_links(mesh, axis, cluster) for axis in range(len(mesh.shape)))
 
@@ -157,21 +167,22 @@ class _Builder:
     def _op_seconds(self, ops: Sequence[Unit], options: dict[int, Options]) -> dict[int, FloatArray]:
         """Per step; one call for all ops and options."""
         rows, work, moved, weight = [], [], [], []
+        pieces: list[tuple[int, int]] = []  # (unit, how many members) of each run of rows
         for unit in ops:
             o = options[unit.index]
-            target = self.space.graph.nodes[unit.name].target
             traffic, weight_traffic = byte_shares(
-                target,
+                self.space.graph.nodes[unit.name].target,
                 [bytes_of(spec, self.symbols) for spec in unit.operands],
                 [bytes_of(spec, self.symbols) for spec in unit.outputs],
                 o.operand_share,
                 o.output_share,
             )
-            rows.append(np.full(o.count, self.space.op_index[unit.name], dtype=np.intp))
-            work.append(o.work_share)
-            moved.append(traffic)
-            weight.append(weight_traffic)
-        devices = tuple({repr(d.model): d for d in self.setting.cluster.devices}.values())
+            for member, count in self._unlike_members(unit).items():
+                rows.append(np.full(o.count, member, dtype=np.intp))
+                work.append(o.work_share)
+                moved.append(traffic)
+                weight.append(weight_traffic)
+                pieces.append((unit.index, count))
         flat = local_seconds(
             self.space.costs,
             np.concatenate(rows),
@@ -179,13 +190,25 @@ class _Builder:
             np.concatenate(moved),
             np.concatenate(weight),
             self.samples,
-            devices,
+            kinds_of_devices(self.setting.cluster),
         )
-        parts = np.split(flat, np.cumsum([len(r) for r in rows])[:-1])
-        return {
-            unit.index: part * (len(unit.members) * self.microbatches)
-            for unit, part in zip(ops, parts, strict=True)
-        }
+        found = {unit.index: np.zeros(options[unit.index].count) for unit in ops}
+        for (unit_index, count), part in zip(
+            pieces, np.split(flat, np.cumsum([len(r) for r in rows])[:-1]), strict=True
+        ):
+            found[unit_index] += part * (count * self.microbatches)
+        return found
+
+    def _unlike_members(self, unit: Unit) -> dict[int, int]:
+        """Op index -> how many of the unit's members cost the same: equal ops may have unlike numbers of readers, whose
+        gradients are summed on the op's account."""
+        extra = self.space.costs.exact(self.samples)._extra
+        found: dict[object, list[int]] = {}
+        for name in unit.members:
+            i = self.space.op_index[name]
+            key = (extra.fan_out[i], extra.accumulated_bytes[i], extra.parameters[i], extra.weight_only[i])
+            found.setdefault(key, []).append(i)
+        return {members[0]: len(members) for members in found.values()}
 
     def _saved_bytes(self, ops: Sequence[Unit], options: dict[int, Options]) -> dict[int, FloatArray]:
         """What autograd keeps, charged to the op that makes the storage, in the layout that it makes it in."""
@@ -299,7 +322,7 @@ def parameter_costs(
     )
     slowest = max(
         optimizer_seconds(touched, device, setting.optimizer, 1)
-        for device in {repr(d.model): d for d in setting.cluster.devices}.values()
+        for device in kinds_of_devices(setting.cluster)
     )
     return seconds + slowest, parameter_bytes + copy + gradients + optimizer_state
 

@@ -1,0 +1,68 @@
+"""Meshes to try: factorizations of the cluster's ranks that follow its hierarchy.
+
+    8 nodes of 8:   (64)   (8, 8) (16, 4) (32, 2)   (8, 4, 2) (8, 2, 4) (4, 2, 8) (2, 4, 8) (16, 2, 2) …
+
+Ranks are in file order, so the last axis is the innermost. Every suffix of axes fills part of a node or whole nodes, and
+the last of several axes lies inside a node where there are several devices in one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import UsageError
+from cost_models.layout import Mesh
+
+MAX_AXES = 3
+NAMES = ("outer", "middle", "inner")
+
+
+def meshes(cluster: ClusterSpec, max_axes: int, fixed: Sequence[int] | None = None) -> list[Mesh]:
+    """Fewer axes first, larger inner axes first; ``fixed`` alone if given."""
+    world = len(cluster.devices)
+    if fixed is not None:
+        return [_mesh(tuple(fixed), world)]
+    if world == 1:
+        return [_mesh((1,), 1)]
+    per_node = Counter(device.node for device in cluster.devices).values()
+    width = min(per_node)
+    even = len(set(per_node)) == 1
+    shapes: list[tuple[int, ...]] = [(world,)]
+    for axes in range(2, max_axes + 1):
+        found = [s for s in _factorizations(world, axes) if even and _follows(s, width, len(per_node))]
+        shapes += sorted(found, key=lambda s: s[::-1], reverse=True)
+    return [_mesh(shape, world) for shape in shapes]
+
+
+def _follows(shape: Sequence[int], width: int, nodes: int) -> bool:
+    inside = 1
+    for size in reversed(shape):
+        inside *= size
+        if width % inside != 0 and inside % width != 0:
+            return False
+    return nodes == 1 or width == 1 or width % shape[-1] == 0
+
+
+def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    if parts == 1:
+        if number > 1:
+            yield (number,)
+        return
+    for first in range(2, number + 1):
+        if number % first == 0:
+            for rest in _factorizations(number // first, parts - 1):
+                yield (first, *rest)
+
+
+def _mesh(shape: tuple[int, ...], world: int) -> Mesh:
+    if math.prod(shape) != world or not 1 <= len(shape) <= MAX_AXES or min(shape) < 1:
+        raise UsageError(
+            f"cannot use the mesh {'×'.join(map(str, shape)) or 'without axes'}",
+            [f"it has {math.prod(shape)} ranks, the cluster {world}, and 1 to {MAX_AXES} axes are possible"],
+            [f"a product of up to {MAX_AXES} sizes that is {world}"],
+        )
+    names = ("all",) if len(shape) == 1 else (NAMES[0], *NAMES[1:-1][: len(shape) - 2], NAMES[-1])
+    return Mesh(tuple(range(world)), shape, names)
