@@ -20,6 +20,9 @@ from passes.feature_problem import FeatureProblem
 PROVED = 1e-8
 """Relative distance of bound and cost at which nothing is left to prove: rounding."""
 SWEEPS = 30
+LONGEST_SECONDS = 1e6
+ROUNDING = 1e-8
+"""The program's memory row holds to its solver's tolerance."""
 PRICES = 12
 """Prices of memory tried."""
 
@@ -136,20 +139,28 @@ class _Search:
             keep = self.duals.needless(self.least_seconds)
             units = tuple(unit.keep(mask) for unit, mask in zip(units, keep, strict=True))
         smaller = replace(self.problem, units=units)
-        found = feature_ilp.solve(smaller, memory=self.needs_memory, time_limit_seconds=left)
-        self.variables = found.variables
-        # What was dropped costs more than the best that is known.
-        self.bound = max(self.bound, min(found.bound_seconds, self.least_seconds))
-        if found.chosen is not None:
-            tables = wire_tables(smaller)
+        tables = wire_tables(smaller)
+        while True:
+            left = max(deadline - time.perf_counter(), 0.1)
+            found = feature_ilp.solve(
+                smaller, memory=self.needs_memory, time_limit_seconds=min(left, LONGEST_SECONDS)
+            )
+            self.variables = found.variables
+            # What was dropped costs more than the best that is known.
+            self.bound = max(self.bound, min(found.bound_seconds, self.least_seconds))
+            if found.chosen is None:
+                break
             cost = price(smaller, tables, found.chosen)
-            fits = cost.bytes <= self.problem.capacity_bytes * (1 + 1e-9)
-            if fits and (self.best is None or cost.seconds < self.best[0].seconds):
+            if cost.bytes > self.problem.capacity_bytes * (1 + ROUNDING):
+                if self.needs_memory:
+                    break
+                self.needs_memory = True  # the free optimum does not fit: again, with memory
+                continue
+            if self.best is None or cost.seconds < self.best[0].seconds:
                 index = [int(unit.index[k]) for unit, k in zip(units, found.chosen, strict=True)]
-                own = [
-                    unit.index.tolist().index(i) for unit, i in zip(self.problem.units, index, strict=True)
-                ]
-                self.best = cost, tuple(own)
+                whole = zip(self.problem.units, index, strict=True)
+                self.best = cost, tuple(unit.index.tolist().index(i) for unit, i in whole)
+            break
         if found.status in ("optimal", "infeasible"):
             nothing = self.best is None and not math.isfinite(self.known)
             return self.result("infeasible" if nothing and found.status == "infeasible" else "optimal")
