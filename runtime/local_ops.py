@@ -67,7 +67,7 @@ class GroupAxis:
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         result = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather_into_tensor(result, tensor.contiguous(), group=self.group)
+        dist.all_gather_into_tensor(result.view(-1), tensor.contiguous().view(-1), group=self.group)
         return result
 
 

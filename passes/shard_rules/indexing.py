@@ -49,12 +49,16 @@ def _index(node: fx.Node) -> tuple[Choice, ...]:
     made = Term((*rest[:position], *broadcast, *rest[position:]))
     if node.target is aten.index.Tensor:
         return from_terms(node, [Term(tuple(letters), linear=True), *indices], [made])
-    # index_put: what is put has the shape of what an index would get, or broadcasts to it. A sharded index would let
-    # each rank see its own writes only.
-    blocked = [None if x and x.startswith("i") else x for x in made.dims]
-    values = Term(tuple(blocked[len(blocked) - len(operands_shapes(node)[-1]) :]), added=True)
-    whole = [Term((None,) * len(s)) for s in shapes]
-    return from_terms(node, [Term(tuple(letters), added=True), *whole, values], [Term(tuple(letters))])
+    # index_put: what is put has the shape of what an index would get, or broadcasts to it. With a sharded index each
+    # rank makes its own writes only: parts of a sum if they are added.
+    written = operands_shapes(node)[-1]
+    put = made.dims[len(made.dims) - len(written) :]
+    spread = {x for x, size in zip(put, written, strict=True) if size != 1} if _adds(node) else set()
+    put = tuple(None if x and x.startswith("i") and x not in spread else x for x in put)
+    indices = [Term(tuple(x if x in spread else None for x in index.dims)) for index in indices]
+    return from_terms(
+        node, [Term(tuple(letters), added=True), *indices, Term(put, added=True)], [Term(tuple(letters))]
+    )
 
 
 def _index_select(node: fx.Node) -> tuple[Choice, ...]:
@@ -84,8 +88,16 @@ def _scatter(node: fx.Node) -> tuple[Choice, ...]:
     letters = tuple(f"d{d}" if d != dim and same[d] else None for d in range(rank))
     has_source = any(a.name == "src" for a in node.target._schema.arguments)  # type: ignore[union-attr]
     is_zero = not has_source and argument(node, "value") == 0
-    terms = [Term(letters, added=has_source, linear=is_zero), Term(letters)]
-    return from_terms(node, [*terms, *[Term(letters, added=True)] * (len(shapes) - 2)], [Term(letters)])
+    read = tuple("t" if d == dim and _adds(node) else x for d, x in enumerate(letters))
+    terms = [Term(letters, added=has_source, linear=is_zero), Term(read)]
+    return from_terms(node, [*terms, *[Term(read, added=True)] * (len(shapes) - 2)], [Term(letters)])
+
+
+def _adds(node: fx.Node) -> bool:
+    """Whether what is written is added to what is there: any rank may then write any part of it."""
+    return node.target in (aten.scatter_add.default, aten.index_add.default) or bool(
+        argument(node, "accumulate")
+    )
 
 
 def _index_write(node: fx.Node) -> tuple[Choice, ...]:
@@ -94,8 +106,9 @@ def _index_write(node: fx.Node) -> tuple[Choice, ...]:
     rank = len(shapes[0])
     dim = argument(node, "dim") % max(rank, 1)
     letters = tuple(None if d == dim else f"d{d}" for d in range(rank))
-    source = letters if len(shapes[2]) == rank else (None,) * len(shapes[2])
-    index = Term((None,) * len(shapes[1]))
+    index = Term(("t" if _adds(node) else None,) * len(shapes[1]))
+    written = tuple(x or index.dims[0] for x in letters) if index.dims else letters
+    source = written if len(shapes[2]) == rank else index.dims
     return from_terms(node, [Term(letters, added=True), index, Term(source, added=True)], [Term(letters)])
 
 

@@ -124,14 +124,18 @@ def problem(trial: Trial, choices: Sequence[Choice], mesh_shape: Sequence[int]) 
     return None
 
 
-def run_shards(trial: Trial, choices: Sequence[Choice], mesh_shape: Sequence[int]) -> dict[Rank, RankResult]:
+def run_shards(
+    trial: Trial, choices: Sequence[Choice], mesh_shape: Sequence[int], backward: bool = True
+) -> dict[Rank, RankResult]:
     """Every rank's run on shards made as the choices need them, with gradients as their outputs expect them."""
     shards = [
         scatter(value, [choice.inputs[i].placement for choice in choices], mesh_shape)
         for i, value in enumerate(trial.values)
     ]
     drawn = [
-        None if g is None else scatter(g, [gradient_of(c.outputs[j]) for c in choices], mesh_shape)
+        None
+        if g is None or not backward
+        else scatter(g, [gradient_of(c.outputs[j]) for c in choices], mesh_shape)
         for j, g in enumerate(trial.output_gradients)
     ]
     frozen = [i for i, g in enumerate(trial.gradients) if g is None]
@@ -142,6 +146,8 @@ def run_shards(trial: Trial, choices: Sequence[Choice], mesh_shape: Sequence[int
     def on_rank(rank: Rank) -> RankResult:
         leaves = _leaves([shard[rank] for shard in shards], frozen)
         outputs = _run(_local_call(op, choices, rank, meeting), trial.node, leaves, args, kwargs)
+        if not backward:
+            return RankResult(tuple(y.detach() for y in outputs), (), ())
         # A wrong choice may make outputs that the gradient does not fit: they are found to differ anyway.
         given = [
             None if g is None or g[rank].shape != y.shape else g[rank]

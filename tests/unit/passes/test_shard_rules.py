@@ -10,15 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import fx
+from torch import Tensor, fx
 
 from cost_models.layout import Partial, Replicate, Shard
 from passes.shard_rules import choices, has_rule
-from passes.shard_rules.local import fits
+from passes.shard_rules.local import fits, local_op
 from passes.shard_rules.shapes import operand_names
 from passes.shard_rules.simulate import Trial, node_of, problem, trial
+from passes.shard_rules.threads import Meeting
+from passes.shard_rules.traffic import local_collectives
 from passes.sharding import Choice, Need, operands
 from tests.unit.passes.shard_cases import CASES, Draw
+from tests.unit.passes.traced_models import small_gpt2
 
 aten = torch.ops.aten
 WITHOUT_GRADIENT = {
@@ -99,3 +102,68 @@ def test_wrong_local_computations_are_caught() -> None:
     assert problem(whole, [by_output], [2]) is None
     wrong = replace(whole, call=lambda x, w, b: aten.linear.default(x, w, b) * (1 + 1e-10))
     assert "output 0" in str(problem(wrong, [by_output], [2]))
+
+
+class Listening(Meeting):
+    """Writes down what rank 0 brings to collectives."""
+
+    heard: list[tuple[str, int]]
+
+    def axis(self, dims: tuple[int, ...], rank: tuple[int, ...]) -> Any:
+        axis, heard = super().axis(dims, rank), self.heard
+
+        class Ear:
+            rank, size = axis.rank, axis.size
+
+            def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Tensor:
+                self.note("all_reduce", tensor)
+                return axis.all_reduce(tensor, op)
+
+            def all_gather(self, tensor: Tensor) -> Tensor:
+                self.note("all_gather", tensor)
+                return axis.all_gather(tensor)
+
+            def note(self, kind: str, tensor: Tensor) -> None:
+                if not any(rank):
+                    heard.append((kind, tensor.numel() * tensor.itemsize))
+
+        return Ear()
+
+
+@pytest.mark.parametrize("family", ["loss", "norm", "embedding", "reduction"])
+@settings(max_examples=40, deadline=None)
+@given(random=st.randoms(use_true_random=False))
+def test_what_local_functions_say_is_what_is_counted(family: str, random: Random) -> None:
+    node, whole = drawn(family, random)
+    known = choices(node)
+    pair = [random.choice(known), random.choice(known)]
+    if not fits(node, pair, (2, 2)):
+        return
+    heard: list[tuple[str, int]] = []
+    meeting = type("Heard", (Listening,), {"heard": heard})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("passes.shard_rules.simulate.Meeting", meeting)
+        assert problem(whole, pair, (2, 2)) is None
+    counted = local_collectives(node, pair, (2, 2), {})
+    assert sorted((c.kind, c.size_bytes) for c in counted) == sorted(heard)
+
+
+def test_squeeze_keeps_a_dimension_whose_shard_is_one_element() -> None:
+    x = torch.randn(4, 1, 2, dtype=torch.float64)
+    node = node_of(aten.squeeze.default, x)
+    assert problem(trial(node, [x]), [Choice((Need(S(0)),), (S(0),))], [4]) is None
+
+
+def test_open_sizes_stay_open() -> None:
+    _, graph = small_gpt2()
+    view = next(n for n in graph.ops if n.target is aten.view.default and isinstance(n.args[1][0], fx.Node))
+    by_sample, by_last = choices(view)[1], choices(view)[2]
+    shape = list(view.args[1])
+    args = local_op(view, [by_sample, by_last], (2, 4), lambda size, parts: (size, parts))[1]
+    assert args[1][0] == (shape[0], 2)
+    assert args[1][1:-1] == shape[1:-1]
+    assert args[1][-1] == shape[-1] // 4
+    assert fits(view, [by_sample], [3])
+    symbol = graph.batch.batch_symbol
+    assert not fits(view, [by_sample], [3], {symbol: 4})
+    assert not fits(view, [by_last], [7])
