@@ -64,7 +64,7 @@ def share_results(
 ) -> SharedResults:
     """Start to sum what every rank brings. Collective. ``weights``: of the whole batch's micro-batches."""
     brought: list[Tensor | None] = [sums.loss, *(sums.metrics.get(name) for name in metric_names)]
-    own = sum(sums.weights)
+    own = sum(sums.weights) * sums.share
     pairs = [number for result in brought for number in (0.0, 0.0 if result is None else own)]
     vector = torch.tensor(pairs, dtype=torch.float64).to(collectives.device, non_blocking=True)
     for at, result in enumerate(brought):

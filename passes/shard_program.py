@@ -6,10 +6,13 @@ rank 1: 0F0 0B0 0F1 0B1 +wte@0,1 step
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
+from cost_models.layout import Replicate
 from passes.graph import OpGraph
 from passes.shard_graph import Sharded
+from passes.sharding import Placements
 from runtime.mesh_axes import all_ranks_along
 from runtime.order import TiedGroup, build_programs
 from runtime.program import (
@@ -21,6 +24,7 @@ from runtime.program import (
     SegmentCost,
     SegmentGraph,
 )
+from runtime.sharding import Sharding
 
 BUCKET_BYTES = 25 * 2**20
 """About how much is summed at once: as torch's DistributedDataParallel, so that sums overlap each other's copies."""
@@ -55,6 +59,23 @@ def sharded_segments(sharded: Sharded, cost: SegmentCost, world_size: int) -> Se
     graph = sharded.graph
     segment = Segment(0, sharded.mesh.ranks, cost, graph.loss is not None and graph.loss in graph.needs_grad)
     return SegmentGraph((segment,), (), world_size)
+
+
+def shardings(sharded: Sharded) -> dict[str, Sharding]:
+    """Of every parameter and buffer: what each rank stores and trains."""
+    placement, mesh = sharded.placement, sharded.mesh
+    whole: Placements = (Replicate(),) * len(mesh.shape)
+    summed: dict[str, set[int]] = defaultdict(set)
+    for sync in sharded.syncs:
+        if sync.scattered:
+            for name in sync.parameters:
+                summed[name].update(map(mesh.axes.index, sync.axes))
+    found = {}
+    for name in (*sharded.graph.parameters, *sharded.graph.buffers):
+        stored = placement.stored.get(name, whole)
+        owner = placement.sharded_state.get(name, stored) if name in sharded.graph.trained else stored
+        found[name] = Sharding(mesh, stored, owner, frozenset(summed[name]))
+    return found
 
 
 def gradient_sums(sharded: Sharded) -> tuple[TiedGroup, ...]:

@@ -34,7 +34,8 @@ Wait = Callable[[Any], None]
 """Waits for the pending work of a collective."""
 
 
-def _plainly(work: Any) -> None:
+def plainly(work: Any) -> None:
+    """Without a time limit of its own."""
     work.wait()
 
 
@@ -47,7 +48,7 @@ class Axis:
     index: int
     group: Any = field(repr=False, compare=False)
     order: tuple[int, ...] | None = None
-    wait: Wait = field(default=_plainly, repr=False, compare=False)
+    wait: Wait = field(default=plainly, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
@@ -94,6 +95,14 @@ class Axis:
         result = parts.new_empty(parts.shape[1:])
         self.wait(_reduce_scatter(result.view(-1), parts.view(-1), group=self.group, async_op=True))
         return result
+
+    def stacked(self, x: Tensor, dim: int) -> Tensor:
+        """[n, …]: the parts of ``x`` along ``dim``, in the order of the group's ranks."""
+        return _stacked(_plain(x), dim, self)
+
+    def start_sum_part(self, part: Tensor, parts: Tensor) -> Any:
+        """Start to fill ``part`` [k] with this rank's row of the sum of ``parts`` [n, k]; the pending work."""
+        return _reduce_scatter(part, parts.view(-1), group=self.group, async_op=True)
 
     def exchange(self, x: Tensor, cut: int, join: int) -> Tensor:
         """``x``, whole along ``cut`` and parted along ``join``, the other way round."""

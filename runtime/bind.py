@@ -35,7 +35,7 @@ from runtime.program import (
     ReduceGradients,
     Send,
 )
-from runtime.reduce import GradientReduction
+from runtime.reduce import GradientReduction, ScatteredReduction
 from runtime.segment_code import SegmentCode
 from runtime.segment_runner import as_leaf, gradient_of
 from runtime.setting import Setting, Shared
@@ -149,8 +149,8 @@ class Binder:
                 return self._send(position, message)
             case Recv(message=message, queue=queue):
                 return self._recv(position, message, self.setting.channels[queue])
-            case ReduceGradients(parameters=parameters, queue=queue):
-                return self._reduce(position, parameters, self.setting.channels[queue])
+            case ReduceGradients(queue=queue):
+                return self._reduce(position, instruction, self.setting.channels[queue])
             case OptimizerStep():
                 return self._optimizer_step
 
@@ -356,12 +356,21 @@ class Binder:
 
         return run
 
-    def _reduce(self, position: int, parameters: tuple[str, ...], channel: Channel) -> Handler:
-        reduction = GradientReduction(position, [self.setting.state[name] for name in parameters])
+    def _reduce(self, position: int, instruction: ReduceGradients, channel: Channel) -> Handler:
+        setting = self.setting
+        leaves = {name: setting.state[name] for name in instruction.parameters}
+        reduction = GradientReduction(position, leaves, setting.sums)
+        if instruction.scattered:
+            dims, axis = setting.scattered(instruction)
+            reduction = ScatteredReduction(position, leaves, setting.sums, dims, axis)
+        before = [r for r in self.reductions if not leaves.keys().isdisjoint(r.parameters)]
         self.reductions.append(reduction)
         works, group = self.works, channel.group
 
         def run() -> None:
+            for other in before:  # of the same gradients
+                self.wait(other.position)
+                other.finish()
             works[position] = reduction.start(
                 lambda flat: dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
             )

@@ -27,15 +27,19 @@ from runtime.bind import Binder
 from runtime.collective import Collectives, Waited
 from runtime.compiled import CompileOptions
 from runtime.failure import FailureMonitor
+from runtime.groups import hang_up
 from runtime.loaded import Loaded, MakeBinder, Replan, Surroundings
 from runtime.mesh_axes import part_of
 from runtime.microbatch import batch_size_of, check_cut, cut, microbatch_sizes
 from runtime.network_threads import let_compute_go_first
 from runtime.program import Program, Recv, SegmentGraph, Send
 from runtime.random_state import Seeded
+from runtime.rank_state import RankState
 from runtime.results import Evaluation, StepSums
 from runtime.segment_code import BatchSpec, SegmentCode
 from runtime.setting import Shared
+from runtime.sharded_owners import ShardedOwners
+from runtime.sharding import Sharding
 from runtime.warm_up import warm_up
 
 _executors: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
@@ -59,7 +63,7 @@ class Executor:
     name, on ``device``. ``programs``: all ranks' programs, where at hand; with them sent buffers are freed
     earlier. ``replan``: makes the programs for another number of micro-batches; without it there is one number.
     ``program.rank`` is the rank in ``group`` (default: all processes). ``seed``: of dropout. ``compile``: options of
-    ``torch.compile`` for the segments; None runs them as they are.
+    ``torch.compile`` for the segments; None runs them as they are. ``shardings``: of tensors that ranks have blocks of.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Executor:
         seed: int = 0,
         send_early: bool = True,
         compile: CompileOptions | None = None,
+        shardings: Mapping[str, Sharding] | None = None,
     ) -> None:
         self.device, self.timeout_seconds = torch.device(device), timeout_seconds
         self.seed = seed
@@ -96,6 +101,8 @@ class Executor:
             name = f"{group.group_name}/executor{number}"
         self._monitor = FailureMonitor(program.rank, store, timeout_seconds, name)
         self._monitor.describe = self._describe
+        if group is not None:
+            self._monitor.hang_up = lambda: hang_up(group)
         self._waited: Waited = []
         self.collectives = Collectives(
             group, self._monitor, self.device, self._waited, lambda: self._next_run() + _RUN - 1, self._fail
@@ -119,6 +126,7 @@ class Executor:
             programs=programs,
             replan=replan,
             send_early=send_early,
+            shardings=shardings,
         )
         self._loaded = [self._training]
         let_compute_go_first()
@@ -127,6 +135,10 @@ class Executor:
         """What the given program is made for; 0 on a rank that computes nothing."""
         self.leaf_names = self._training.leaf_names
         """The leaves of a batch that this rank cannot do without."""
+
+    def sharded_owners(self, state: RankState) -> ShardedOwners:
+        """What keeps leaves and owners of ``state`` together where owners are parts (``Executor.shardings``)."""
+        return ShardedOwners(state, self._training.sums, self._training.axis)
 
     def warm_up(self, shapes: Mapping[str, tuple[int, ...]], sizes: Iterable[int]) -> None:
         """Compile this rank's segments, for micro-batches of each of ``sizes`` samples. ``shapes``: of batch leaves."""
@@ -188,6 +200,7 @@ class Executor:
         """``train_step`` with all that this rank computes. ``gradient_scale`` multiplies gradients, not the loss."""
         for parameter in self._training.parameters:
             parameter.grad = None
+        self._training.sums.clear()
         binder, shared = self._prepare(self._training, True, batch, microbatches, weights, gradient_scale)
         shared.optimizer = optimizer
         self._run(binder, shared)
@@ -229,9 +242,25 @@ class Executor:
         """Samples in ``batch``, which may lack leaves that this rank has no use for."""
         return batch_size_of(batch, self.batch_spec, self.leaf_names)
 
-    def reported(self) -> AbstractContextManager[None]:
-        """Around a call of which a run is a part: other ranks learn what this one raises in it."""
-        return self._monitor.reported()
+    def reported(self, *, call: bool = False) -> AbstractContextManager[None]:
+        """Around what other ranks may wait for: they learn what this one raises in it. Refused after a failed step.
+
+        ``call``: a collective call, of which a run is a part.
+        """
+        self._refuse_broken()
+        return self._monitor.reported(call=call)
+
+    def needed(self) -> AbstractContextManager[None]:
+        """Around what a call does before it runs: where it raises, ranks that run are told at once."""
+        return self._monitor.needed()
+
+    def _refuse_broken(self) -> None:
+        if self._broken is not None:
+            raise UsageError(
+                "nothing can be computed or gathered any more",
+                because=[f"an earlier step failed: {self._broken}"],
+                suggestions=["restart all ranks from the last checkpoint"],
+            )
 
     def close(self) -> None:
         """Stop watching for failures."""
@@ -253,12 +282,7 @@ class Executor:
         weights: Sequence[float] | None,
         gradient_scale: float = 1.0,
     ) -> tuple[Binder, Shared]:
-        if self._broken is not None:
-            raise UsageError(
-                "this executor cannot run another step",
-                because=[f"an earlier step failed: {self._broken}"],
-                suggestions=["restart all ranks from the last checkpoint"],
-            )
+        self._refuse_broken()
         spec = loaded.batch_spec
         batch_size = batch_size_of(batch, spec, loaded.leaf_names)
         check_cut(batch_size, microbatches, spec.multiple)
@@ -331,6 +355,7 @@ class Executor:
                 runner.discard()
         self._monitor.waiting = -1
         if waiting < 0 or not isinstance(error, RuntimeError):
+            self._monitor.lost()
             self._monitor.report_own(error)
             return
         peers, instruction = self._describe(waiting)

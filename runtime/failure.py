@@ -8,9 +8,13 @@ the cause:
 
 Of the ranks of a collective, the one that is looked for is not in that collective itself.
 
-A rank reports a wait once it lasts longer than half of its limit (a daemon thread watches, the step itself
-pays one attribute write per wait), and an exception of its own at once. The store is a help, not a need:
-where it died with the failed rank, the direct peer is named.
+A rank reports a wait once it lasts for a second (a daemon thread watches, the step itself pays one attribute
+write per wait), and an exception of its own at once. The store is a help, not a need: where it died with the
+failed rank, the direct peer is named.
+
+Who waits for a rank that raised before it took part in the same call (a batch that it cannot read, say) waits in
+vain: the watcher then ends the wait (``hang_up``), long before the time limit. Ranks count their calls, so that a
+refusal which all of them raise and go on from is not taken for that.
 """
 
 from __future__ import annotations
@@ -34,6 +38,9 @@ WAIT_SHARE = 0.8
 """Share of the time limit that a single wait may take; the rest is for ending cleanly within it."""
 
 
+REPORT_SECONDS = 1.0
+"""How long a wait lasts before it is reported, at most."""
+
 GATHER_SHARE = 0.1
 """Share of the time limit in which the members of a failed collective are given time to say that they are in it."""
 
@@ -55,7 +62,19 @@ class FailureMonitor:
         self.running = -1
         """Number of the instruction that waits by itself for other ranks: a segment with collectives in it."""
         self.describe: Describe | None = None
+        self.hang_up: Callable[[], None] | None = None
+        """Makes the wait that the compute thread is in fail."""
         self._failed = False
+        self._call = 0
+        """Number of the collective call that this rank is in, or was in last; alike on all ranks."""
+        self._unserved = False
+        """Whether what this rank raised keeps it from serving the others in this call."""
+        self._ending = threading.Lock()
+        """Held while the watcher ends a wait."""
+        self._over = False
+        """Whether a wait failed: what is reported then stays."""
+        self._vain: int | None = None
+        """Number of the wait that was ended so."""
         # A connection of its own: the watching thread must not queue behind other users of the store.
         self._store = None if store is None else dist.PrefixStore(f"partitioner/{name}", _cloned(store))
         self._stop = threading.Event()
@@ -71,14 +90,19 @@ class FailureMonitor:
         self, step: int, peers: Sequence[int], instruction: str, error: BaseException
     ) -> RankFailureError:
         """The error to raise where waiting on ``peers`` for ``instruction`` failed with ``error``."""
-        self._report({"peers": list(peers), "instruction": instruction})
+        self._over = True
+        with self._ending:  # else the watcher could still be at it when this process ends
+            self._report({"peers": list(peers), "instruction": instruction})
         chain, cause = self._follow(peers, instruction)
         culprit = chain[-1]
         reasons = [f"rank {self.rank} waited on rank {chain[0]} for `{instruction}` in step {step}"]
         reasons += [f"rank {a} itself waited on rank {b}" for a, b in itertools.pairwise(chain)]
         if cause:
             reasons.append(f"rank {culprit} reported: {cause}")
-        reasons.append(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}")
+        if self._vain is None:
+            reasons.append(
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            )
         return RankFailureError(
             f"rank {culprit} failed or hangs: rank {self.rank} got no answer for `{instruction}`",
             because=reasons,
@@ -93,13 +117,32 @@ class FailureMonitor:
         """Tell the others that this rank itself failed."""
         self._failed = True
         self._report({"error": f"{type(error).__name__}: {error}"})
+        if self._unserved:
+            self._set(f"unserved/{self._call}", self.rank)
+
+    def lost(self) -> None:
+        """This rank cannot serve the others in this call any more."""
+        self._unserved = True
 
     @contextmanager
-    def reported(self) -> Iterator[None]:
+    def needed(self) -> Iterator[None]:
+        """What this rank raises inside keeps it from what the others wait for in this call."""
+        try:
+            yield
+        except BaseException:
+            self.lost()
+            raise
+
+    @contextmanager
+    def reported(self, *, call: bool = False) -> Iterator[None]:
         """What this rank raises inside is told to the others: if they wait for it, they name it as the cause.
 
         All ranks may raise alike (a refusal) and go on, so what was told is taken back when the next call begins.
+        ``call``: whether it is a collective call, which all ranks make alike.
         """
+        if call:
+            self._call += 1
+            self._unserved = False
         if self._failed:
             self._failed = False
             self._report(None)
@@ -143,7 +186,8 @@ class FailureMonitor:
             time.sleep(0.02)
 
     def _watch(self) -> None:
-        period = max(0.05, min(1.0, self.timeout_seconds / 20))
+        period = max(0.05, min(0.25, self.timeout_seconds / 20))
+        patience = min(REPORT_SECONDS, self.wait_seconds / 2)
         seen, since, reported = -1, 0.0, False
         while not self._stop.wait(period):
             waiting, describe = self.waiting, self.describe
@@ -151,36 +195,47 @@ class FailureMonitor:
                 seen, since = waiting, time.monotonic()
                 if reported:
                     reported = False
-                    self._report(None)
-            elif (
-                waiting >= 0
-                and describe
-                and not reported
-                and time.monotonic() - since > self.wait_seconds / 2
-            ):
-                reported = True
-                peers, instruction = describe(waiting)
-                self._report({"peers": list(peers), "instruction": instruction})
+                    if not self._over:
+                        self._report(None)
+            elif waiting >= 0 and describe and time.monotonic() - since > patience:
+                if not reported:
+                    reported = True
+                    peers, instruction = describe(waiting)
+                    self._report({"peers": list(peers), "instruction": instruction})
+                self._end_if_in_vain(waiting)
+
+    def _end_if_in_vain(self, waiting: int) -> None:
+        """End the wait if a rank said that it has no part in this call."""
+        if self.hang_up is None or self._vain == waiting or self._get(f"unserved/{self._call}") is None:
+            return
+        with self._ending:
+            if self.waiting == waiting:
+                self._vain = waiting
+                self.hang_up()
 
     def _report(self, record: dict[str, Any] | None) -> None:
+        self._set(str(self.rank), record)
+
+    def _read(self, rank: int) -> dict[str, Any] | None:
+        record: dict[str, Any] | None = self._get(str(rank))
+        return record
+
+    def _set(self, key: str, value: Any) -> None:
         if self._store is None:
             return
         try:
-            self._store.set(str(self.rank), json.dumps(record))
+            self._store.set(key, json.dumps(value))
         except (RuntimeError, OSError) as error:  # the store's host may be the rank that died
             logger.debug("rank %d cannot reach the store: %s", self.rank, error)
 
-    def _read(self, rank: int) -> dict[str, Any] | None:
+    def _get(self, key: str) -> Any:
         if self._store is None:
             return None
         try:
-            if not self._store.check([str(rank)]):
-                return None
-            record: dict[str, Any] | None = json.loads(self._store.get(str(rank)))
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
         except (RuntimeError, OSError) as error:
             logger.debug("rank %d cannot reach the store: %s", self.rank, error)
             return None
-        return record
 
 
 def _cloned(store: Any) -> Any:

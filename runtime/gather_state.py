@@ -1,9 +1,9 @@
 """The whole model's state on rank 0, tensor by tensor, under the names of ``model.state_dict()``.
 
     StateEntry  key of the state dict → canonical name, stored dtype, full shape
-    Piece       which block of a named tensor a rank has; today each holder has the whole of it
+    Piece       which block of a named tensor a rank has: the whole of it, or of a sharded one what it trains
 
-Sharded parameters change ``pieces_of``: a rank then has a block, and the blocks are put together here.
+Each block comes from the first rank that has it, and they are put together here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,12 @@ class HeldPiece:
 
 def pieces_of(state: RankState, name: str, shape: tuple[int, ...]) -> tuple[HeldPiece, ...]:
     """The blocks that make up the tensor called ``name``, and who has them; the same on every rank."""
-    return (HeldPiece(state.holders[name][0], (0,) * len(shape), shape),)
+    sharding = state.shardings.get(name)
+    if sharding is None:
+        return (HeldPiece(state.holders[name][0], (0,) * len(shape), shape),)
+    speakers = [rank for rank in sharding.mesh.ranks if sharding.speaks(rank)]
+    blocks = [sharding.owner_block(shape, rank) for rank in speakers]
+    return tuple(HeldPiece(r, b.offsets, b.shape) for r, b in zip(speakers, blocks, strict=True))
 
 
 def gather_state(

@@ -8,19 +8,26 @@ names, the same everywhere, by all ranks, and are kept for the next executor.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from cost_models.errors import InternalError, UsageError
 from runtime.program import Program, Recv, ReduceGradients, Send, group_queue
 
+logger = logging.getLogger("partitioner")
+
 TAG_BASE = 1 << 20
 """Below it are the tags that other users of a shared group are likely to take."""
+
+_HANG_UP_TAG = TAG_BASE - 2
+"""Nobody sends with it. Next to that of ``runtime.collective``."""
 
 SETUP_SECONDS = 300.0
 """How long ranks wait for each other to create a group: some load a model for longer than a step may take."""
@@ -71,6 +78,27 @@ def create_channels(
             known[ranks] = _new_channel(ranks, group, timeout_seconds)
     channels.update({queue: known[ranks] for queue, ranks in queues.items()})
     return channels
+
+
+def hang_up(group: Any) -> None:
+    """Make what waits in ``group``, and in groups created for it, fail at once: here, and on the peers.
+
+    Gloo closes all connections of a group whose receive runs out of time; it has no other way to end a wait from
+    another thread. NCCL's waits are polled. The groups are unusable afterwards.
+    """
+    for channel in (Channel(group, {}), *_created.get(group, {}).values()):
+        member = channel.group
+        if member is dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(member) != "gloo":
+            continue
+        size = dist.get_world_size(member)
+        if size < 2:
+            continue
+        nothing = torch.empty(1)
+        try:
+            work = member.recv([nothing], (dist.get_rank(member) + 1) % size, _HANG_UP_TAG)
+            work.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            logger.debug("hung up: %s", error)
 
 
 def _wanted_by_any(mine: set[tuple[int, ...]], group: Any) -> list[tuple[int, ...]]:

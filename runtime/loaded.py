@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cost_models.errors import UsageError
+from runtime.axis import Axis
 from runtime.bind import Binder
 from runtime.bridges import bind
 from runtime.collective import Waited
@@ -21,7 +22,7 @@ from runtime.compiled import CompileOptions
 from runtime.early_sends import EarlySends, early_outputs
 from runtime.failure import FailureMonitor
 from runtime.groups import create_channels
-from runtime.mesh_axes import axes_for, groups_needed
+from runtime.mesh_axes import axes_for, axis_of, groups_needed
 from runtime.microbatch import microbatch_sizes, symbol_sizes
 from runtime.program import BackwardInput, Forward, Program, Recv, SegmentGraph, Send
 from runtime.random_state import Seeded
@@ -29,6 +30,7 @@ from runtime.release import releases
 from runtime.segment_code import BatchSpec, SegmentCode
 from runtime.segment_runner import SegmentRunner
 from runtime.setting import Setting, Shared
+from runtime.sharding import Sharding
 from runtime.shared_segment import SegmentWait
 
 _MOST_SHAPES = 32
@@ -74,12 +76,16 @@ class Loaded:
         programs: Sequence[Program] | None = None,
         replan: Replan | None = None,
         send_early: bool = True,
+        shardings: Mapping[str, Sharding] | None = None,
     ) -> None:
         self.program, self.graph, self.state, self.batch_spec = program, graph, state, batch_spec
         self._surroundings, self._replan = surroundings, replan
         group = surroundings.group
         mine = sorted({i.segment for i in program.instructions if isinstance(i, Forward)})
-        shared = groups_needed((codes[index] for index in mine), program.rank)
+        self.shardings = dict(shardings or {})
+        self.sums: dict[str, Tensor] = {}
+        """By parameter: this rank's part of its gradient's sum, where ranks keep parts only."""
+        shared = groups_needed((codes[i] for i in mine), self.shardings.values(), program.rank)
         if shared and group is None:
             raise UsageError(
                 "ranks that share a segment need a process group", suggestions=["init_distributed(device)"]
@@ -135,10 +141,17 @@ class Loaded:
 
     def _on_axes(self, code: SegmentCode) -> SegmentCode:
         """``code`` with its bridges bound to process groups."""
-        around = self._surroundings
-        wait = SegmentWait(around.monitor, around.waited, on_gpu=around.device.type == "cuda")
-        axes = axes_for(code, self.program.rank, self._channels, wait)
+        axes = axes_for(code, self.program.rank, self._channels, self._segment_wait())
         return replace(code, module=bind(code.module, axes))
+
+    def _segment_wait(self) -> SegmentWait:
+        around = self._surroundings
+        return SegmentWait(around.monitor, around.waited, on_gpu=around.device.type == "cuda")
+
+    def axis(self, sharding: Sharding, axis: int) -> Axis:
+        """This rank's place on the axis of a sharding along which owners are parts of leaves."""
+        mesh = sharding.mesh
+        return axis_of(mesh, mesh.axes[axis], self.program.rank, self._channels)
 
     def bound(
         self, training: bool, batch_size: int, microbatches: int, shapes: Mapping[str, tuple[int, ...]]
@@ -185,6 +198,8 @@ class Loaded:
                 early=self._early,
                 training=training,
                 waited=around.waited,
+                shardings=self.shardings,
+                sums=self.sums,
             )
         return self._settings[key]
 

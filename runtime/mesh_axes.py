@@ -12,21 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from cost_models.layout import Mesh, Placement, Shard
-from runtime.axis import Axis, Wait
+from runtime.axis import Axis, Wait, plainly
 from runtime.bridges import axes_of
 from runtime.groups import Channel
 from runtime.local_calls import JOINT
 from runtime.program import group_queue
 from runtime.segment_code import SegmentCode
-
-
-def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Where ``rank`` stands on each axis."""
-    place, found = mesh.ranks.index(rank), []
-    for size in reversed(mesh.shape):
-        place, index = divmod(place, size)
-        found.append(index)
-    return tuple(reversed(found))
+from runtime.sharding import Sharding, coordinates
 
 
 def ranks_along(mesh: Mesh, names: Sequence[str], rank: int) -> tuple[int, ...]:
@@ -46,29 +38,37 @@ def all_ranks_along(mesh: Mesh, names: Sequence[str]) -> tuple[tuple[int, ...], 
     return tuple(dict.fromkeys(ranks_along(mesh, names, rank) for rank in mesh.ranks))
 
 
-def groups_needed(codes: Iterable[SegmentCode], rank: int) -> set[tuple[int, ...]]:
-    """The sets of ranks, ascending, with which ``rank`` shares the bridges of ``codes``."""
-    return {
-        tuple(sorted(ranks_along(code.mesh, name.split(JOINT), rank)))
-        for code in codes
-        if code.mesh is not None
-        for name in axes_of(code.module.graph)
-    }
+def groups_needed(
+    codes: Iterable[SegmentCode], shardings: Iterable[Sharding], rank: int
+) -> set[tuple[int, ...]]:
+    """The sets of ranks, ascending, with which ``rank`` shares the bridges of ``codes`` and the owners of parameters."""
+    wanted = {(code.mesh, name) for code in codes if code.mesh for name in axes_of(code.module.graph)}
+    wanted |= {(s.mesh, s.mesh.axes[axis]) for s in shardings for axis, _ in s.cuts}
+    return {tuple(sorted(ranks_along(mesh, name.split(JOINT), rank))) for mesh, name in wanted}
+
+
+def axis_of(mesh: Mesh, name: str, rank: int, channels: Mapping[str, Channel], wait: Wait = plainly) -> Axis:
+    """The place of ``rank`` on an axis, or on several taken together."""
+    ranks = ranks_along(mesh, name.split(JOINT), rank)
+    channel = channels[group_queue(ranks)]
+    order = tuple(channel.rank_in_group[r] for r in ranks)
+    straight = order == tuple(range(len(ranks)))
+    return Axis(name, len(ranks), ranks.index(rank), channel.group, None if straight else order, wait)
 
 
 def axes_for(code: SegmentCode, rank: int, channels: Mapping[str, Channel], wait: Wait) -> dict[str, Axis]:
     """The axes that the bridges of ``code`` run along, by name."""
     assert code.mesh is not None
-    found: dict[str, Axis] = {}
-    for name in axes_of(code.module.graph):
-        ranks = ranks_along(code.mesh, name.split(JOINT), rank)
-        channel = channels[group_queue(ranks)]
-        order = tuple(channel.rank_in_group[r] for r in ranks)
-        straight = order == tuple(range(len(ranks)))
-        found[name] = Axis(
-            name, len(ranks), ranks.index(rank), channel.group, None if straight else order, wait
-        )
-    return found
+    return {name: axis_of(code.mesh, name, rank, channels, wait) for name in axes_of(code.module.graph)}
+
+
+def axis_among(sharding: Sharding, ranks: Sequence[int], rank: int) -> int:
+    """The axis of a sharding's owner cuts along which ``ranks`` lie."""
+    return next(
+        axis
+        for axis, _ in sharding.cuts
+        if sorted(ranks_along(sharding.mesh, (sharding.mesh.axes[axis],), rank)) == sorted(ranks)
+    )
 
 
 def part_of(tensor: Tensor, placements: Sequence[Placement], mesh: Mesh, rank: int) -> Tensor:

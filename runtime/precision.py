@@ -52,7 +52,7 @@ class LeavesAndOwners:
         self._pairs = tuple(
             (leaf, owner)
             for name, owner in state.parameters.items()
-            if (leaf := state.leaves.get(name, owner)) is not owner
+            if (leaf := state.leaves.get(name, owner)) is not owner and leaf.shape == owner.shape
         )
         self._copies = tuple(
             (leaf.detach(), owner) for leaf, owner in self._pairs if leaf.dtype != owner.dtype

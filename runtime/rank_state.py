@@ -10,9 +10,11 @@ A tensor's first holder speaks for it where it may count once only: in a gradien
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+
+from runtime.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,13 @@ class RankState:
     buffers: Mapping[str, Tensor]
     holders: Mapping[str, tuple[int, ...]]
     """Every name of the model, in the model's own order; ranks in ascending order."""
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)
+    """Of tensors that ranks hold blocks of: ``leaves`` has what this rank stores, ``parameters`` what it trains."""
 
     def is_first_holder(self, name: str) -> bool:
-        """Whether this rank speaks for the tensor called ``name``."""
+        """Whether this rank speaks for the tensor called ``name``, or for the block that it has of it."""
+        if name in self.shardings:
+            return self.shardings[name].speaks(self.rank)
         return self.holders[name][0] == self.rank
 
     def spoken_for(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -10,15 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from runtime.axis import Axis
 from runtime.collective import Waited
 from runtime.early_sends import EarlySends
 from runtime.failure import FailureMonitor
 from runtime.groups import Channel
-from runtime.program import Message, Program, SegmentGraph
+from runtime.mesh_axes import axis_among, axis_of
+from runtime.program import Message, Program, ReduceGradients, SegmentGraph
 from runtime.random_state import Seeded
+from runtime.reduce import Sums
 from runtime.release import first_uses
 from runtime.segment_code import SegmentCode
 from runtime.segment_runner import SegmentRunner
+from runtime.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,17 @@ class Setting:
     """By segment: the outputs it can send early, and who sends them."""
     training: bool
     waited: Waited
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)
+    sums: Sums = field(default_factory=dict)
+    """Parts of gradients' sums that scattering reductions leave, by parameter."""
+
+    def scattered(self, reduction: ReduceGradients) -> tuple[dict[str, int], Axis]:
+        """Along which dimension each parameter of a scattering reduction is cut, and over which ranks."""
+        of = {name: self.shardings[name] for name in reduction.parameters}
+        first = next(iter(of.values()))
+        at = axis_among(first, reduction.ranks, self.program.rank)
+        axis = axis_of(first.mesh, first.mesh.axes[at], self.program.rank, self.channels)
+        return {name: dict(sharding.cuts)[at] for name, sharding in of.items()}, axis
 
     @cached_property
     def value_numbers(self) -> Mapping[str, int]:

@@ -14,14 +14,21 @@ from runtime.collective import Collectives
 from runtime.loss_scale import LossScale
 from runtime.precision import LeavesAndOwners
 from runtime.rank_state import RankState
+from runtime.sharded_owners import ShardedOwners
 
 
 class StepPrecision:
     """What happens to gradients and parameters between backward and the next forward. Collective where it scales."""
 
-    def __init__(self, state: RankState, precision: Precision, collectives: Collectives) -> None:
+    def __init__(
+        self,
+        state: RankState,
+        precision: Precision,
+        collectives: Collectives,
+        sharded: ShardedOwners | None = None,
+    ) -> None:
         self._state, self._collectives = state, collectives
-        self._pairs = LeavesAndOwners(state)
+        self._pairs, self._sharded = LeavesAndOwners(state), sharded
         self.loss_scale = LossScale() if precision.loss_scale == "dynamic" else None
 
     @property
@@ -32,6 +39,8 @@ class StepPrecision:
     def after_backward(self) -> bool:
         """Owners have their gradients, unscaled. True where they overflowed somewhere and all ranks dropped theirs."""
         self._pairs.collect()
+        if self._sharded is not None:
+            self._sharded.collect()
         if self.loss_scale is None:
             return False
         return self.loss_scale.unscale_or_drop(
@@ -41,10 +50,14 @@ class StepPrecision:
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Keep leaves up to date with every ``optimizer.step()``, whoever calls it."""
         self._pairs.attach(optimizer)
+        if self._sharded is not None:
+            self._sharded.attach(optimizer)
 
     def publish(self) -> None:
         """Owners were written by something else than the optimizer: leaves follow."""
         self._pairs.publish()
+        if self._sharded is not None:
+            self._sharded.publish()
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint keeps, the same on every rank; empty without a loss scale."""

@@ -89,7 +89,7 @@ def gpt_batch(samples: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Forced:
-    """What is pinned on one axis, by pattern: storage of parameters, layouts of values; "*" pins all that can be so.
+    """What is pinned on one axis, by pattern: storage of parameters, layouts of ops' values (by op or module).
 
     ``state``: of gradients and optimizer state (ZeRO-1, 2).
     """
@@ -107,10 +107,21 @@ COLUMN_ROW = Forced(
     stored={
         **{f"*{n}.{p}": Shard(0) for n in ("up", "q", "k", "v") for p in ("weight", "bias")},
         **{f"*{n}.weight": Shard(1) for n in ("down", "o")},
-    }
+    },
+    values={"*embedding*": R, "*add*": R, "*norm*": R},
 )
-SEQUENCE = Forced(stored=COLUMN_ROW.stored, values={"*add*": Shard(1), "*layer_norm*": Shard(1)})
-VOCABULARY = Forced(stored={"wte.weight": Shard(0), "head.weight": Shard(0)})
+SEQUENCE = Forced(
+    stored=COLUMN_ROW.stored,
+    values={
+        **{f"*.{n}": Shard(2) for n in ("q", "k", "v", "up")},
+        **{f"*.{n}": P for n in ("o", "down")},
+        **{glob: Shard(1) for glob in ("*embedding*", "*add*", "*norm*")},
+    },
+)
+VOCABULARY = Forced(
+    stored={"wte.weight": Shard(0), "head.weight": Shard(0)},
+    values={"wte": P, "head": Shard(2), "*cross_entropy*": R},
+)
 
 
 def place(graph: OpGraph, mesh: Mesh, forced: tuple[Forced, ...], microbatches: int) -> FeaturePlacement:
@@ -216,8 +227,12 @@ class _Greedy:
             elements = math.prod(min(s, 64) for s in shape(source.meta["val"]))
             if now != need.placement and not (now == R and isinstance(need.placement, Shard)):
                 cost += elements * (2 if now == P else 1)
-        for glob, wanted in self.forced.values.items():
-            if fnmatch.fnmatch(node.name, glob) and choice.outputs[0] != wanted and choice.outputs[0] != P:
-                cost += 1e6
+        module = str(node.meta["module_path"])
+        pins = self.forced.values.items()
+        wanted = next(
+            (p for g, p in pins if fnmatch.fnmatch(node.name, g) or fnmatch.fnmatch(module, g)), None
+        )
+        if wanted is not None and choice.outputs[0] not in (wanted, P):
+            cost += 1e6
         sharded = sum(isinstance(p, Shard) for p in choice.outputs)
         return cost - 0.5 * sharded

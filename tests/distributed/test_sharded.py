@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,36 +12,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cost_models.layout import Mesh, Placement
+from cost_models.errors import InternalError
+from cost_models.layout import Mesh, Shard
+from cost_models.precision import ParameterPrecision, Precision
 from passes.double import float64_by_default
 from passes.graph import OpGraph
 from passes.lower import lower
 from passes.segment import on_mesh
 from passes.shard_graph import Sharded, shard_graph
-from passes.shard_program import gradient_sums, sharded_programs, sharded_segments
+from passes.shard_program import gradient_sums, sharded_programs, sharded_segments, shardings
 from passes.trace import trace
 from passes.verify_graph import verify_graph
+from runtime.bridges import is_bridge
 from runtime.check import check
 from runtime.execute import Executor
+from runtime.gather_state import StateEntry, gather_state
+from runtime.gradient_norm import clip_, global_norm, gradients_of
 from runtime.launch import WorkerPool
-from runtime.mesh_axes import part_of
-from runtime.program import Program, SegmentCost, SegmentGraph
+from runtime.program import Program, ReduceGradients, SegmentCost, SegmentGraph
+from runtime.rank_state import RankState
 from runtime.segment_code import BatchSpec, SegmentCode
+from runtime.sharded_owners import sharded_leaf_and_owner
+from runtime.sharding import Block, Sharding
+from runtime.side_group import SideGroup
+from runtime.step_precision import StepPrecision
 from tests.distributed.sharded_models import (
     BATCH,
     COLUMN_ROW,
     SEQUENCE,
     VOCABULARY,
+    ZERO1,
     ZERO3,
     Forced,
     Gpt,
     Mlp,
+    R,
     gpt_batch,
     mlp_batch,
     place,
 )
 
 SAMPLES, MICROBATCHES, STEPS = 8, 2, 2
+MAX_NORM = 0.05
+"""Gradients are clipped by it: each element must count once."""
 
 
 @dataclass(frozen=True)
@@ -51,38 +65,77 @@ class Task:
     codes: Mapping[int, SegmentCode]
     segments: SegmentGraph
     spec: BatchSpec
-    mesh: Mesh
-    stored: Mapping[str, tuple[Placement, ...]]
+    shardings: Mapping[str, Sharding]
     state: Mapping[str, Tensor]
     trained: frozenset[str]
     batch: Mapping[str, Tensor]
 
 
 def run_task(task: Task) -> dict[str, Any]:
-    """Some steps in a worker: losses, and local gradients and parameters at the end."""
+    """Some steps in a worker: losses and norms, and at the end what this rank holds; on rank 0 the whole state too."""
     rank = dist.get_rank()
-    state: dict[str, Tensor] = {}
-    for name, whole in task.state.items():
-        part = part_of(whole, task.stored[name], task.mesh, rank).contiguous().clone()
-        state[name] = nn.Parameter(part) if name in task.trained else part
-    executor = Executor(task.programs[rank], task.codes, task.segments, state, task.spec, timeout_seconds=20)
-    optimizer = torch.optim.AdamW([t for t in state.values() if t.requires_grad], lr=1e-2)
-    losses = []
+    state = rank_state(task, rank)
+    executor = Executor(
+        task.programs[rank],
+        task.codes,
+        task.segments,
+        state.leaves,
+        task.spec,
+        timeout_seconds=20,
+        shardings=task.shardings,
+    )
+    precision = StepPrecision(state, Precision(), executor.collectives, executor.sharded_owners(state))
+    optimizer = torch.optim.AdamW(state.parameters.values(), lr=1e-2)
+    precision.attach(optimizer)
+    losses, norms = [], []
     with float64_by_default():
         for _ in range(STEPS):
-            sums = executor.run_step(task.batch, MICROBATCHES, optimizer)
-            losses.append(sums.loss)
+            losses.append(executor.run_step(task.batch, MICROBATCHES).loss)
+            precision.after_backward()
+            own = gradients_of(p for _, p in state.spoken_for())
+            norm = global_norm(own, 2.0, executor.collectives)
+            clip_(state.parameters.values(), MAX_NORM, norm)
+            norms.append(norm)
+            optimizer.step()
     executor.close()
+    entries = {n: StateEntry(n, n, tuple(t.shape), t.dtype) for n, t in task.state.items()}
+    side = SideGroup(20.0)
+    gathered = gather_state(list(entries), entries, {}, state, side)
+    side.close()
     return {
         "losses": losses,
-        "gradients": {n: t.grad for n, t in state.items() if n in task.trained},
-        "state": {n: t.detach() for n, t in state.items()},
+        "norms": norms,
+        "gradients": {n: t.grad for n, t in state.parameters.items()},
+        "leaves": {n: t.detach() for n, t in state.leaves.items()},
+        "gathered": gathered,
     }
 
 
-def reference(model: nn.Module, batch: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Any]:
+def rank_state(task: Task, rank: int) -> RankState:
+    leaves: dict[str, Tensor] = {}
+    owners: dict[str, nn.Parameter] = {}
+    for name, whole in task.state.items():
+        sharding = task.shardings[name]
+        value = cut_out(whole, sharding.leaf_block(whole.shape, rank)).clone()
+        leaves[name] = value
+        if name in task.trained:
+            types = ParameterPrecision.plain(value.dtype)
+            leaves[name], owners[name] = sharded_leaf_and_owner(value, types, True, sharding, rank)
+    buffers = {n: t for n, t in leaves.items() if n not in owners}
+    holders = {name: sharding.mesh.ranks for name, sharding in task.shardings.items()}
+    return RankState(rank, leaves, owners, buffers, holders, task.shardings)
+
+
+def cut_out(whole: Tensor, block: Block) -> Tensor:
+    for dim, (offset, size) in enumerate(zip(block.offsets, block.shape, strict=True)):
+        whole = whole.narrow(dim, offset, size)
+    return whole
+
+
+def reference(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The same steps in one process."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
+    losses, norms = [], []
     for _ in range(STEPS):
         optimizer.zero_grad()
         total = torch.zeros((), dtype=torch.float64)
@@ -90,10 +143,12 @@ def reference(model: nn.Module, batch: Mapping[str, Tensor], names: Mapping[str,
             loss = model(*pieces) / MICROBATCHES
             loss.backward()
             total += loss.detach()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
         optimizer.step()
         losses.append(total)
     return {
         "losses": losses,
+        "norms": norms,
         "gradients": {n: p.grad for n, p in model.named_parameters()},
         "state": {n: t.detach() for n, t in model.state_dict().items()},
     }
@@ -110,34 +165,47 @@ def sharded_of(
 
 
 def run_sharded(pool: WorkerPool, model: nn.Module, batch: Mapping[str, Tensor], sharded: Sharded) -> None:
+    """Run it on its mesh, and compare everything with one process."""
     mesh, graph = sharded.mesh, sharded.graph
     programs = sharded_programs(sharded, MICROBATCHES, len(mesh.ranks))
     segments = sharded_segments(sharded, SegmentCost(1.0, 1.0, 1.0), len(mesh.ranks))
     check(programs, segments, MICROBATCHES, tied=gradient_sums(sharded))
     names = (*graph.parameters, *graph.buffers)
-    state = {name: model.state_dict()[name].clone() for name in names}
-    whole = (*sharded.placement.stored.values(),)[0]
     task = Task(
         programs,
         lower(graph, on_mesh(graph, mesh)),
         segments,
         graph.batch,
-        mesh,
-        {name: sharded.placement.stored.get(name, whole) for name in names},
-        state,
+        shardings(sharded),
+        {name: model.state_dict()[name].clone() for name in names},
         graph.trained,
         batch,
     )
     results = pool.run(run_task, task, world_size=len(mesh.ranks), timeout_seconds=60)
-    expected = reference(model, batch, graph.aliases)
+    compare(results, task, reference(model, batch))
+
+
+def compare(results: list[dict[str, Any]], task: Task, expected: dict[str, Any]) -> None:
     for step in range(STEPS):
         total = sum(result["losses"][step] for result in results)
         torch.testing.assert_close(total, expected["losses"][step], rtol=1e-10, atol=1e-12)
+        for result in results:
+            torch.testing.assert_close(result["norms"][step], expected["norms"][step], rtol=1e-10, atol=0.0)
     for rank, result in enumerate(results):
-        for kind in ("gradients", "state"):
-            for name, found in result[kind].items():
-                part = part_of(expected[kind][name], task.stored[name], mesh, rank)
-                torch.testing.assert_close(found, part, rtol=1e-8, atol=1e-10, msg=f"{kind} of {name}")
+        assert result["gradients"].keys() == task.trained
+        for name, sharding in task.shardings.items():
+            whole = expected["state"][name]
+            part = cut_out(whole, sharding.leaf_block(whole.shape, rank))
+            assert_close(result["leaves"][name], part, name)
+            if name in task.trained:
+                part = cut_out(expected["gradients"][name], sharding.owner_block(whole.shape, rank))
+                assert_close(result["gradients"][name], part, f"gradient of {name}")
+    for name in task.state:
+        assert_close(results[0]["gathered"][name], expected["state"][name], f"{name}, gathered")
+
+
+def assert_close(found: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10, msg=lambda text: f"{what}: {text}")
 
 
 TWO, FOUR = Mesh((0, 1), (2,), ("tensor",)), Mesh((0, 1, 2, 3), (2, 2), ("data", "tensor"))
@@ -145,15 +213,20 @@ TWO, FOUR = Mesh((0, 1), (2,), ("tensor",)), Mesh((0, 1, 2, 3), (2, 2), ("data",
 CASES: dict[str, tuple[str, Mesh, tuple[Forced, ...]]] = {
     "mlp batch": ("mlp", TWO, (BATCH,)),
     "mlp column row": ("mlp", TWO, (COLUMN_ROW,)),
+    "mlp zero 1": ("mlp", TWO, (ZERO1,)),
     "mlp zero 3": ("mlp", TWO, (ZERO3,)),
     "mlp batch and column row": ("mlp", FOUR, (BATCH, COLUMN_ROW)),
+    "mlp zero 1 and column row": ("mlp", FOUR, (ZERO1, COLUMN_ROW)),
+    "mlp zero 1 twice": ("mlp", FOUR, (ZERO1, ZERO1)),
     "mlp zero 3 and column row": ("mlp", FOUR, (ZERO3, COLUMN_ROW)),
     "gpt batch": ("gpt", TWO, (BATCH,)),
     "gpt column row": ("gpt", TWO, (COLUMN_ROW,)),
     "gpt sequence": ("gpt", TWO, (SEQUENCE,)),
     "gpt vocabulary": ("gpt", TWO, (VOCABULARY,)),
+    "gpt zero 1": ("gpt", TWO, (ZERO1,)),
     "gpt zero 3": ("gpt", TWO, (ZERO3,)),
     "gpt batch and column row": ("gpt", FOUR, (BATCH, COLUMN_ROW)),
+    "gpt zero 1 and sequence": ("gpt", FOUR, (ZERO1, SEQUENCE)),
     "gpt zero 3 and sequence": ("gpt", FOUR, (ZERO3, SEQUENCE)),
     "gpt batch and vocabulary": ("gpt", FOUR, (BATCH, VOCABULARY)),
 }
@@ -166,3 +239,97 @@ def test_equals_one_process(pool: WorkerPool, case: str) -> None:
     model = (Mlp() if kind == "mlp" else Gpt()).double()
     batch = mlp_batch(SAMPLES) if kind == "mlp" else gpt_batch(SAMPLES)
     run_sharded(pool, model, batch, sharded_of(model, batch, mesh, forced))
+
+
+def bridges_of(case: str) -> Counter[str]:
+    kind, mesh, forced = CASES[case]
+    model = (Mlp() if kind == "mlp" else Gpt()).double()
+    batch = mlp_batch(SAMPLES) if kind == "mlp" else gpt_batch(SAMPLES)
+    graph = sharded_of(model, batch, mesh, forced).graph
+    return Counter(node.target.__name__ for node in graph.ops if is_bridge(node))  # type: ignore[union-attr]
+
+
+def test_column_row_has_the_bridges_of_its_authors() -> None:
+    """Shoeybi et al. 2019: per block two all-reduces forward, two backward."""
+    found = bridges_of("gpt column row")
+    assert (found["all_reduce"], found["sum_gradient"]) == (4, 4)
+    assert not {"all_gather", "reduce_scatter", "all_to_all"} & found.keys()
+
+
+def test_sequence_has_the_bridges_of_its_authors() -> None:
+    """Korthikanti et al. 2022: per block two all-gathers and two reduce-scatters; here one more around the embeddings."""
+    found = bridges_of("gpt sequence")
+    assert found["reduce_scatter"] == 4
+    assert 4 <= found["all_gather"] <= 5
+    assert not {"all_reduce", "sum_gradient"} & found.keys()
+
+
+def test_a_forgotten_sum_is_found() -> None:
+    """The checker knows which gradients are parts of sums."""
+    model = Mlp().double()
+    sharded = sharded_of(model, mlp_batch(SAMPLES), TWO, (BATCH,))
+    programs = sharded_programs(sharded, MICROBATCHES, 2)
+    segments = sharded_segments(sharded, SegmentCost(1.0, 1.0, 1.0), 2)
+    without = [
+        replace(p, instructions=tuple(i for i in p.instructions if not isinstance(i, ReduceGradients)))
+        for p in programs
+    ]
+    with pytest.raises(InternalError, match="never summed"):
+        check(without, segments, MICROBATCHES, tied=gradient_sums(sharded))
+
+
+class Drops(nn.Module):
+    """x [b, 64], of ones: the gradient of w tells which elements were dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.dropout(self.w * x, 0.5, True).sum()
+
+
+def drop(task: Task) -> list[Tensor | None]:
+    """In a worker: the gradients of some steps."""
+    state = rank_state(task, dist.get_rank())
+    executor = Executor(
+        task.programs[state.rank],
+        task.codes,
+        task.segments,
+        state.leaves,
+        task.spec,
+        timeout_seconds=20,
+        seed=7,
+    )
+    gradients = []
+    for _ in range(2):
+        executor.run_step(task.batch, 1)
+        gradients.append(state.leaves["w"].grad)
+    executor.close()
+    return gradients
+
+
+@pytest.mark.parametrize("dim", [None, 1])
+def test_random_numbers(pool: WorkerPool, dim: int | None) -> None:
+    """What all ranks compute, they drop alike; shards drop apart."""
+    model, batch = Drops(), {"x": torch.ones(2, 64, dtype=torch.float64)}
+    wanted = R if dim is None else Shard(dim)
+    sharded = sharded_of(model, batch, TWO, (Forced(values={"mul*": wanted, "dropout*": wanted}),))
+    task = Task(
+        sharded_programs(sharded, 1, 2),
+        lower(sharded.graph, on_mesh(sharded.graph, TWO)),
+        sharded_segments(sharded, SegmentCost(1.0, 1.0, 1.0), 2),
+        sharded.graph.batch,
+        shardings(sharded),
+        {"w": model.w.detach()},
+        frozenset({"w"}),
+        batch,
+    )
+    mine, theirs = pool.run(drop, task, world_size=2, timeout_seconds=60)
+    for own, other in zip(mine, theirs, strict=True):
+        assert torch.equal(own, other)  # whole on both
+        assert set(own.unique().tolist()) == {0.0, 2.0, 4.0}
+    assert not torch.equal(mine[0], mine[1]), "steps drop alike"
+    if dim is not None:
+        left, right = mine[0].chunk(2)
+        assert not torch.equal(left, right), "shards drop alike"

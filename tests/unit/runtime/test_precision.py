@@ -236,7 +236,7 @@ def test_gradients_of_tied_parameters_are_summed_over_ranks_in_their_own_type(mi
     leaves = list(state.leaves.values())
     if not missing:
         sum((leaf * 1.0).sum() for leaf in leaves).backward()
-    reduction, seen = GradientReduction(0, leaves), []
+    reduction, seen = GradientReduction(0, dict(state.leaves)), []
 
     class Done:
         def wait(self, *_: Any) -> None:

@@ -1,0 +1,95 @@
+"""How a parameter or buffer is spread over the ranks of a mesh: what each stores, and what each trains.
+
+leaf     what a rank's graph reads: its block of the tensor, by the placements on each axis (the first outermost)
+owner    what its optimizer updates: the leaf, or a part of it where gradients and optimizer state are sharded further
+         (ZeRO-1, 2). Parts lie inside the leaf, whichever axes they come from: axes of ``summed`` are cut first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from cost_models.layout import Mesh, Placement, Shard
+
+
+@dataclass(frozen=True)
+class Block:
+    """``shape`` elements of a tensor from ``offsets`` on."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def cut(self, dim: int, parts: int, index: int) -> Block:
+        """The ``index``-th of equal parts along ``dim``."""
+        dim %= len(self.shape)
+        size = self.shape[dim] // parts
+        return Block(
+            (*self.offsets[:dim], self.offsets[dim] + index * size, *self.offsets[dim + 1 :]),
+            (*self.shape[:dim], size, *self.shape[dim + 1 :]),
+        )
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Placements per axis of ``mesh``. ``summed``: axes whose sums of gradients leave each rank its owner's part."""
+
+    mesh: Mesh
+    leaf: tuple[Placement, ...]
+    owner: tuple[Placement, ...]
+    summed: frozenset[int] = frozenset()
+
+    @cached_property
+    def cuts(self) -> tuple[tuple[int, int], ...]:
+        """(axis, dimension) of each cut that makes a leaf's part of the owner, outermost first."""
+        found = [
+            (axis, owner.dim)
+            for axis, (leaf, owner) in enumerate(zip(self.leaf, self.owner, strict=True))
+            if isinstance(owner, Shard) and not isinstance(leaf, Shard) and self.mesh.shape[axis] > 1
+        ]
+        return tuple(sorted(found, key=lambda cut: (cut[0] not in self.summed, cut[0])))
+
+    def leaf_block(self, shape: Sequence[int], rank: int) -> Block:
+        """What ``rank`` stores of a tensor of ``shape``."""
+        block = Block((0,) * len(shape), tuple(shape))
+        place = coordinates(self.mesh, rank)
+        for placement, size, index in zip(self.leaf, self.mesh.shape, place, strict=True):
+            if isinstance(placement, Shard):
+                block = block.cut(placement.dim, size, index)
+        return block
+
+    def owner_block(self, shape: Sequence[int], rank: int) -> Block:
+        """What ``rank`` trains of a tensor of ``shape``."""
+        block = self.leaf_block(shape, rank)
+        place = coordinates(self.mesh, rank)
+        for axis, dim in self.cuts:
+            block = block.cut(dim, self.mesh.shape[axis], place[axis])
+        return block
+
+    def part(self, leaf: Tensor, rank: int, cuts: Sequence[tuple[int, int]] | None = None) -> Tensor:
+        """The owner's part of a leaf, or of its gradient: a view. ``cuts``: those still to be made (default: all)."""
+        place = coordinates(self.mesh, rank)
+        for axis, dim in self.cuts if cuts is None else cuts:
+            size = leaf.shape[dim] // self.mesh.shape[axis]
+            leaf = leaf.narrow(dim, place[axis] * size, size)
+        return leaf
+
+    def speaks(self, rank: int) -> bool:
+        """Whether ``rank`` is the first of those that train the same block."""
+        place = coordinates(self.mesh, rank)
+        return all(
+            index == 0 or isinstance(placement, Shard)
+            for index, placement in zip(place, self.owner, strict=True)
+        )
+
+
+def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:
+    """Where ``rank`` stands on each axis."""
+    place, found = mesh.ranks.index(rank), []
+    for size in reversed(mesh.shape):
+        place, index = divmod(place, size)
+        found.append(index)
+    return tuple(reversed(found))
