@@ -25,6 +25,9 @@ from runtime.program import (
     Program,
     Recv,
     ReduceGradients,
+    Segment,
+    SegmentCost,
+    SegmentGraph,
     Send,
     group_queue,
     pair_queue,
@@ -417,3 +420,54 @@ def test_64_stages_and_128_microbatches_are_checked_in_time() -> None:
     begin = time.process_time()
     check(programs, graph, 128)
     assert time.process_time() - begin <= 1.5
+
+
+GROUP = SegmentGraph(tuple(Segment(s, (0, 1), SegmentCost(1.0, 2.0, 0.0)) for s in range(2)), (), 2)
+
+
+def group_programs() -> tuple[Program, ...]:
+    order = tuple(
+        c for mb in range(2) for c in (Forward(0, mb), Forward(1, mb), Backward(1, mb), Backward(0, mb))
+    )
+    return build_programs(GROUP, (order,), 2, transfer_seconds=no_time, tied=((("w",), (0, 1), True),))
+
+
+def test_ranks_that_run_a_segment_together_pass() -> None:
+    programs = group_programs()
+    assert str(programs[0]).replace("rank 0", "rank 1") == str(programs[1])
+    assert check(programs, GROUP, 2, tied=((("w",), (0, 1), True),)).collectives == 1
+
+
+def test_ranks_of_a_segment_in_different_orders_wait_forever() -> None:
+    def swap(instructions: list[Instruction]) -> None:
+        a, b = at(instructions, "0F0"), at(instructions, "1F0")
+        instructions[a], instructions[b] = instructions[b], instructions[a]
+
+    with pytest.raises(DeadlockError, match=r"rank 1: 0F0 \(its other side is on rank 0\) comes after 1F0"):
+        check(edited(group_programs(), 1, swap), GROUP, 2, tied=((("w",), (0, 1), True),))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop("1B1"), "rank 1: 1B1 is missing"),
+        (drop("+/w@0,1"), "rank 1: the gradient of tied parameter w is never summed"),
+        (drop("step"), "rank 1: has a backward but no optimizer step"),
+        (lambda i: i.append(i[0]), "rank 1: 0F0 (instruction 10) runs 2 times"),
+    ],
+)
+def test_one_rank_of_a_segment_that_differs_is_named(
+    edit: Callable[[list[Instruction]], object], message: str
+) -> None:
+    with pytest.raises(InternalError) as caught:
+        check(edited(group_programs(), 1, edit), GROUP, 2, tied=((("w",), (0, 1), True),))
+    assert message in str(caught.value)
+
+
+def test_a_sum_that_scatters_on_one_rank_only() -> None:
+    def whole(instructions: list[Instruction]) -> None:
+        place = at(instructions, "+/w@0,1")
+        instructions[place] = ReduceGradients(("w",), (0, 1), group_queue((0, 1)))
+
+    with pytest.raises(InternalError, match="which does not take part"):
+        check(edited(group_programs(), 1, whole), GROUP, 2, tied=((("w",), (0, 1), True),))

@@ -22,6 +22,7 @@ from runtime.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Collective,
     ComputeOrder,
     Forward,
     Message,
@@ -377,3 +378,37 @@ def test_64_stages_and_128_microbatches_are_simulated_in_time() -> None:
         simulate(programs, graph, links=UniformLinks(1000.0))
         times.append(time.process_time() - begin)
     assert min(times) <= 0.5
+
+
+def test_a_segment_of_several_ranks_starts_when_all_are_ready() -> None:
+    """It lasts its seconds on all of them; its collectives' bytes go round the ring, forward and backward."""
+    inside = (
+        Collective("all_reduce", (0, 1), 100.0, backward=False),
+        Collective("reduce_scatter", (0, 1), 30.0, backward=True),
+    )
+    shared = Segment(0, (0, 1), SegmentCost(1.0, 2.0, 0.0, saved_bytes=10), collectives=inside)
+    graph = SegmentGraph((shared,), (), 2)
+    programs = build_programs(
+        graph,
+        ((Forward(0, 0), Backward(0, 0), Forward(0, 1), Backward(0, 1)),),
+        2,
+        transfer_seconds=no_time,
+        tied=((("w",), (0, 1)),),
+    )
+    result = simulate(
+        programs,
+        graph,
+        links=INSTANT,
+        state_bytes=(5.0, 7.0),
+        microbatch_scale=(1.0, 0.5),
+        optimizer_seconds=(0.25, 0.5),
+        reduce_seconds=lambda _: 4.0,
+        reduce_bytes=lambda _: 1000.0,
+    )
+    assert result.step_seconds == 3.0 + 1.5 + 4.0 + 0.5
+    assert [span.start_seconds for span in result.timeline[1]] == [0.0, 1.0, 3.0, 3.5, 4.5, 8.5]
+    assert result.timeline[0][:4] == result.timeline[1][:4]
+    assert result.busy_seconds == (4.5, 4.5)
+    sent = 1.5 * (100.0 + 30.0) + 1000.0
+    assert result.pair_bytes == {(0, 1): sent, (1, 0): sent}
+    assert result.peak_bytes == (15, 17)
