@@ -31,6 +31,7 @@ from cost_models.layout import Mesh, Partial, Replicate
 from passes.graph import GraphOutput, OpGraph
 from passes.node_tools import argument, fake_call, fake_mode_of, new_module, origin, value_of
 from passes.shard_bridges import BridgeOp, bridge_ops, first_gradient_op
+from passes.shard_rules.local import explicit
 from passes.shard_sizes import COUNTS, SIZE_ARGUMENTS, LocalSizes, Shape, local_sizes, replaced, sizes_of
 from passes.shard_syncs import GradientSync, deferred_axes, gradient_syncs
 from passes.sharding import Choice, FeaturePlacement, Need, Placements, all_replicated, operands
@@ -273,7 +274,7 @@ class _Sharding:
                 name = self.mesh.axes[axis]
                 roles[role] = f"{roles[role]}{JOINT}{name}" if role in roles else name
         if not functions:
-            return node.target, args
+            return explicit(node, args)
         if len(functions) > 1:
             raise InternalError(
                 f"shard {node.name}", [f"it has two local forms: {', '.join(sorted(functions))}"]

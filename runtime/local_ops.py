@@ -20,11 +20,9 @@ Random numbers: replicated tensors draw equal numbers, since ranks run the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from runtime.cross_entropy import cross_entropy, mean_nll_loss
@@ -33,7 +31,10 @@ from runtime.synchronized_norm import batch_norm
 
 
 class Axis(Protocol):
-    """Ranks that hold parts of one tensor, and which of them this is. Collectives take no part in autograd."""
+    """Ranks that hold parts of one tensor, and which of them this is (``runtime.axis``, or threads in proofs).
+
+    Collectives take no part in autograd.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -50,25 +51,6 @@ class Axis(Protocol):
 
 Axes: TypeAlias = Mapping[str, Axis]
 LocalOp: TypeAlias = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class GroupAxis:
-    """The ranks of a process group."""
-
-    group: Any
-    rank: int
-    size: int
-
-    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        result = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(result, dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX, group=self.group)
-        return result
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        result = tensor.new_empty((self.size, *tensor.shape))
-        dist.all_gather_into_tensor(result.view(-1), tensor.contiguous().view(-1), group=self.group)
-        return result
 
 
 def _mean(op: LocalOp, axes: Axes, *args: Any, **kwargs: Any) -> Any:

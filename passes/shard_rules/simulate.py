@@ -139,7 +139,7 @@ def run_shards(
         for j, g in enumerate(trial.output_gradients)
     ]
     frozen = [i for i, g in enumerate(trial.gradients) if g is None]
-    target, args, kwargs = local_op(trial.node, choices, mesh_shape, lambda node, n: node.meta["val"] // n)
+    target, args, kwargs = local_op(trial.node, choices, mesh_shape)
     op = trial.call if target is trial.node.target else target
     meeting = Meeting(mesh_shape)
 

@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from runtime.axis import Axis
 from runtime.launch import spawn_local
-from runtime.local_ops import LOCAL, GroupAxis
+from runtime.local_ops import LOCAL
 
 aten = torch.ops.aten
 RANKS = 2
@@ -24,7 +25,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 
 def losses_and_norms() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """One rank's loss by classes, its gradient, and its part of a batch norm with its gradient."""
-    axis = GroupAxis(dist.group.WORLD, dist.get_rank(), RANKS)
+    axis = Axis("model", RANKS, dist.get_rank(), dist.group.WORLD)
     logits, target, images = inputs()
     own = logits.tensor_split(RANKS, 1)[axis.rank].clone().requires_grad_()
     loss = LOCAL["cross_entropy"](aten.cross_entropy_loss.default, {"classes": axis}, own, target, None, 1)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from cost_models.layout import Partial, Replicate, Shard
 from passes.shard_rules import choices, has_rule
-from passes.shard_rules.local import fits, local_op
+from passes.shard_rules.local import fits
 from passes.shard_rules.shapes import operand_names
 from passes.shard_rules.simulate import Trial, node_of, problem, trial
 from passes.shard_rules.threads import Meeting
@@ -154,15 +154,10 @@ def test_squeeze_keeps_a_dimension_whose_shard_is_one_element() -> None:
     assert problem(trial(node, [x]), [Choice((Need(S(0)),), (S(0),))], [4]) is None
 
 
-def test_open_sizes_stay_open() -> None:
+def test_open_sizes_fit_where_some_size_does() -> None:
     _, graph = small_gpt2()
     view = next(n for n in graph.ops if n.target is aten.view.default and isinstance(n.args[1][0], fx.Node))
     by_sample, by_last = choices(view)[1], choices(view)[2]
-    shape = list(view.args[1])
-    args = local_op(view, [by_sample, by_last], (2, 4), lambda size, parts: (size, parts))[1]
-    assert args[1][0] == (shape[0], 2)
-    assert args[1][1:-1] == shape[1:-1]
-    assert args[1][-1] == shape[-1] // 4
     assert fits(view, [by_sample], [3])
     symbol = graph.batch.batch_symbol
     assert not fits(view, [by_sample], [3], {symbol: 4})
