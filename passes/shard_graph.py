@@ -34,10 +34,11 @@ from passes.shard_bridges import BridgeOp, bridge_ops, first_gradient_op
 from passes.shard_rules.local import explicit
 from passes.shard_sizes import COUNTS, SIZE_ARGUMENTS, LocalSizes, Shape, local_sizes, replaced, sizes_of
 from passes.shard_syncs import GradientSync, deferred_axes, gradient_syncs
-from passes.sharding import Choice, FeaturePlacement, Need, Placements, all_replicated, operands
+from passes.sharding import Choice, FeaturePlacement, Need, Placements, all_replicated, operands, short
 from passes.simplify import drop_dead_code
 from passes.sizes import SizeBuilder
 from runtime.local_calls import JOINT, run_local
+from runtime.recompute import writes_statistics
 
 aten = torch.ops.aten
 Needs = tuple[Need, ...]
@@ -223,6 +224,7 @@ class _Sharding:
             source: Any = node.args[0]
             args: tuple[Any, ...] = (self.made[source.name], *node.args[1:])
             return self._emit(node.name, node.target, args, {}, node)
+        self._refuse_lost_writes(node)
         needs = iter(range(len(operands(node))))
 
         def local(argument: Any) -> Any:
@@ -238,6 +240,19 @@ class _Sharding:
         made = self._emit(node.name, target, args, kwargs, node)
         self._check(node, made)
         return made
+
+    def _refuse_lost_writes(self, node: fx.Node) -> None:
+        """What an op writes (running statistics) must be the buffer itself, not a part or copy made of it."""
+        if not writes_statistics(node):
+            return
+        lost = [
+            f"{source.name} is stored {' '.join(map(short, self.layouts[source.name][0]))} and written as "
+            + " ".join(map(str, self._needs_of_operand(node, position)))
+            for position, source in enumerate(operands(node))
+            if source in node.args[3:5] and self.layouts[source.name][0] != self._taken_as(node, position)
+        ]
+        if lost:
+            raise InternalError(f"shard {node.name} ({node.target}): what it writes would be lost", lost)
 
     def _resized(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Sizes and counts among the arguments, as the rank's shards have them."""

@@ -23,6 +23,9 @@ from runtime.local_ops import LOCAL
 JOINT = "+"
 """Between the names of axes that are taken together."""
 
+LEADING = 3
+"""Arguments of ``run_local`` before the op's own."""
+
 
 def run_local(function: str, op: str, roles: Mapping[str, str], *args: Any, **options: Any) -> Any:
     """The op on shards, which has the same shapes. ``roles``: axis of each role."""

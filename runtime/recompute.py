@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from cost_models.errors import InternalError
+from runtime.local_calls import LEADING, run_local
 
 REGION = "recomputed_region"
 """Key in a node's ``meta``: the region that it belongs to."""
@@ -91,7 +92,7 @@ def _emit_region(
     if not outputs:
         return
     body = _body(nodes, inputs, outputs)
-    writes = any(_writes_statistics(node) for node in nodes)
+    writes = any(writes_statistics(node) for node in nodes)
     if writes:  # uncompiled: what a compiled function writes into its inputs, checkpointing would refuse to read again
         function = recomputed(body.forward, _without_writes(body).forward, random=random)
     else:
@@ -146,12 +147,21 @@ def _first_then(first: Function, again: Function) -> Function:
     return run
 
 
-def _writes_statistics(node: fx.Node) -> bool:
+def writes_statistics(node: fx.Node) -> bool:
     """Whether the op writes running statistics: the one kind of op in a segment's graph that writes anything.
 
     aten.batch_norm(input, weight, bias, running_mean, running_var, training, …)
     """
-    return node.target is aten.batch_norm.default and node.args[3] is not None and bool(node.args[5])
+    first = _first_argument(node)
+    return first is not None and node.args[first + 3] is not None and bool(node.args[first + 5])
+
+
+def _first_argument(node: fx.Node) -> int | None:
+    """Where the arguments of a batch norm begin, its form over several ranks (``runtime.local_calls``) included."""
+    if node.target is aten.batch_norm.default:
+        return 0
+    is_local = getattr(node.target, "__name__", "") == run_local.__name__ and node.args[0] == "batch_norm"
+    return LEADING if is_local else None
 
 
 def _without_writes(body: fx.GraphModule) -> fx.GraphModule:
@@ -162,11 +172,11 @@ def _without_writes(body: fx.GraphModule) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(body.graph, val_map={}))
     for node in list(graph.nodes):
-        if not _writes_statistics(node):
+        if not writes_statistics(node):
             continue
-        arguments = list(node.args)
+        arguments, first = list(node.args), _first_argument(node) or 0
         with graph.inserting_before(node):
-            for at in (3, 4):
+            for at in (first + 3, first + 4):
                 arguments[at] = graph.call_function(_copy, (arguments[at],))
         node.args = tuple(arguments)
     return fx.GraphModule(body, graph)

@@ -168,7 +168,9 @@ class _Greedy:
         found: dict[str, Placement] = {}
         for name, spec in (*self.graph.parameters.items(), *self.graph.buffers.items()):
             wanted = next((p for glob, p in self.forced.stored.items() if fnmatch.fnmatch(name, glob)), R)
-            if isinstance(wanted, Shard) and spec.shape[wanted.dim] % (self.size * others):
+            if isinstance(wanted, Shard) and (
+                wanted.dim >= len(spec.shape) or spec.shape[wanted.dim] % (self.size * others)
+            ):
                 wanted = R
             found[name] = wanted
         return found
