@@ -30,7 +30,7 @@ from passes.shard_rules import has_rule, makes_tensors
 from passes.shard_rules.enumerate import AXIS, choices_that_hold
 from passes.shard_rules.local import fits
 from passes.shard_rules.producers import replicated
-from passes.shard_rules.samples import Sample, samples
+from passes.shard_rules.samples import Sample, samples, signature
 from passes.shard_rules.simulate import Trial, difference, is_float, node_of, problem, trial
 from passes.sharding import Choice
 
@@ -95,7 +95,7 @@ class Discovery:
         return tuple(name for (name, _), how in self._seen.items() if how == "replicated")
 
     def _discovered(self, node: fx.Node) -> tuple[Choice, ...]:
-        key = next(samples(node)).signature
+        key = signature(node)
         if key not in self._known:
             started = time.monotonic()
             kept = self._kept.get(key)

@@ -44,8 +44,9 @@ class Choice:
     """One way to run an op on one mesh axis: what it needs of each operand, what each output is.
 
     ``local``: "" where the ranks run the op itself on their shards; else "function:role", a function of
-    ``runtime.local_ops`` to call in its place, and what the axis is to it. ``divides``: counts among the op's arguments
-    (groups) that the axis' size must divide, besides the sharded dimensions.
+    ``runtime.local_ops`` to call in its place, and what the axis is to it. All of an op's axes with a ``local`` name one
+    function; those of one role are taken together, the first outermost. ``divides``: counts among the op's arguments
+    (groups) that the product of these axes' sizes must divide, besides the sharded dimensions.
     """
 
     inputs: tuple[Need, ...]

@@ -41,13 +41,6 @@ class Sample:
     number: Numbers
     """What stands for an integer among the arguments."""
 
-    @property
-    def signature(self) -> str:
-        """Equal for ops that are sharded alike."""
-        tensors = ", ".join(f"{list(s)} {str(d)[6:]}" for s, d in zip(self.shapes, self.dtypes, strict=True))
-        others = self._arguments(lambda i: f"#{i}")
-        return f"{self.node.target}({others}; {tensors})"
-
     def draw(
         self, positive: bool, high: int, double: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
@@ -56,10 +49,11 @@ class Sample:
             _draw(shape, dtype, positive, high, double)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
-        args, kwargs = self._arguments(lambda i: values[i])
+        args, kwargs = self.arguments(lambda i: values[i])
         return args, kwargs, values
 
-    def _arguments(self, tensor: Callable[[int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arguments(self, tensor: Callable[[int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The op's arguments with ``tensor(i)`` for the i-th operand."""
         count = iter(range(len(self.shapes)))
 
         def made(value: Any) -> Any:
@@ -73,6 +67,15 @@ class Sample:
             return self.number(value)
 
         return tuple(made(v) for v in self.node.args), {name: made(v) for name, v in self.node.kwargs.items()}
+
+
+def signature(node: fx.Node) -> str:
+    """Equal for ops that are sharded alike: the op, its operands' shapes (open sizes as 4) and types, the rest."""
+    specs = [spec for source in operands(node) for spec in tensor_specs(source)]
+    shapes = tuple(tuple(_concrete(size) for size in spec.shape) for spec in specs)
+    plain = Sample(node, shapes, tuple(spec.dtype for spec in specs), _same)
+    tensors = ", ".join(f"{list(s)} {str(d)[6:]}" for s, d in zip(shapes, plain.dtypes, strict=True))
+    return f"{node.target}({plain.arguments(lambda i: f'#{i}')}; {tensors})"
 
 
 def samples(node: fx.Node) -> Iterator[Sample]:
