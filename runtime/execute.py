@@ -173,6 +173,10 @@ class Executor:
         self._loaded.append(loaded)
         return loaded
 
+    def unload(self, loaded: Loaded) -> None:
+        """Forget what ``load`` made."""
+        self._loaded.remove(loaded)
+
     def train_step(
         self,
         batch: Mapping[str, Tensor],

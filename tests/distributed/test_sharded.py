@@ -19,10 +19,12 @@ from passes.double import float64_by_default
 from passes.graph import OpGraph
 from passes.lower import lower
 from passes.segment import on_mesh
+from passes.shard_costs import traffic
 from passes.shard_graph import Sharded, shard_graph
 from passes.shard_program import gradient_sums, sharded_programs, sharded_segments, shardings
 from passes.trace import trace
 from passes.verify_graph import verify_graph
+from runtime.axis import Axis
 from runtime.bridges import is_bridge
 from runtime.check import check
 from runtime.execute import Executor
@@ -166,12 +168,18 @@ def sharded_of(
 
 def run_sharded(pool: WorkerPool, model: nn.Module, batch: Mapping[str, Tensor], sharded: Sharded) -> None:
     """Run it on its mesh, and compare everything with one process."""
+    task = task_of(model, batch, sharded)
+    results = pool.run(run_task, task, world_size=len(sharded.mesh.ranks), timeout_seconds=60)
+    compare(results, task, reference(model, batch))
+
+
+def task_of(model: nn.Module, batch: Mapping[str, Tensor], sharded: Sharded) -> Task:
     mesh, graph = sharded.mesh, sharded.graph
     programs = sharded_programs(sharded, MICROBATCHES, len(mesh.ranks))
     segments = sharded_segments(sharded, SegmentCost(1.0, 1.0, 1.0), len(mesh.ranks))
     check(programs, segments, MICROBATCHES, tied=gradient_sums(sharded))
     names = (*graph.parameters, *graph.buffers)
-    task = Task(
+    return Task(
         programs,
         lower(graph, on_mesh(graph, mesh)),
         segments,
@@ -181,8 +189,6 @@ def run_sharded(pool: WorkerPool, model: nn.Module, batch: Mapping[str, Tensor],
         graph.trained,
         batch,
     )
-    results = pool.run(run_task, task, world_size=len(mesh.ranks), timeout_seconds=60)
-    compare(results, task, reference(model, batch))
 
 
 def compare(results: list[dict[str, Any]], task: Task, expected: dict[str, Any]) -> None:
@@ -239,6 +245,51 @@ def test_equals_one_process(pool: WorkerPool, case: str) -> None:
     model = (Mlp() if kind == "mlp" else Gpt()).double()
     batch = mlp_batch(SAMPLES) if kind == "mlp" else gpt_batch(SAMPLES)
     run_sharded(pool, model, batch, sharded_of(model, batch, mesh, forced))
+
+
+def count_bytes(task: Task) -> list[tuple[str, str, int]]:
+    """In a worker: (kind, axis, bytes of the tensor whole along the axis) of each collective of a step."""
+    found: list[tuple[str, str, int]] = []
+    kinds = {
+        "sum": "all_reduce",
+        "gather": "all_gather",
+        "sum_part": "reduce_scatter",
+        "exchange": "all_to_all",
+    }
+    own = {name: getattr(Axis, name) for name in (*kinds, "all_reduce")}
+
+    def counted(name: str) -> Any:
+        def run(self: Axis, x: Tensor, *args: Any, **options: Any) -> Tensor:
+            if name != "all_reduce" or args[:1] == ("max",):  # other sums are counted as such
+                parts = self.size if name in ("gather", "exchange") else 1
+                found.append((kinds.get(name, name), self.name, x.numel() * x.itemsize * parts))
+            result: Tensor = own[name](self, x, *args, **options)
+            return result
+
+        return run
+
+    for name in own:
+        setattr(Axis, name, counted(name))
+    try:
+        run_task(task)
+    finally:
+        for name, method in own.items():
+            setattr(Axis, name, method)
+    return found
+
+
+@pytest.mark.parametrize(
+    "case", ["gpt column row", "gpt sequence", "gpt batch and vocabulary", "gpt zero 3 and sequence"]
+)
+def test_executed_bytes_are_the_counted_ones(pool: WorkerPool, case: str) -> None:
+    _, mesh, forced = CASES[case]
+    model, batch = Gpt().double(), gpt_batch(SAMPLES)
+    sharded = sharded_of(model, batch, mesh, forced)
+    expected = Counter(
+        (item.kind, item.axis, item.whole_bytes) for item in traffic(sharded, SAMPLES // MICROBATCHES)
+    )
+    for found in pool.run(count_bytes, task_of(model, batch, sharded), world_size=len(mesh.ranks)):
+        assert Counter(found) == Counter({key: n * MICROBATCHES * STEPS for key, n in expected.items()})
 
 
 def bridges_of(case: str) -> Counter[str]:
