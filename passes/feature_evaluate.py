@@ -28,7 +28,7 @@ from cost_models.layout import Partial, Placement, Replicate, Shard
 from passes.costs import GraphCosts, example_sizes
 from passes.feature_graph import ValueName, kept_operands, makes_values, value_name
 from passes.feature_options import bytes_of
-from passes.feature_problem import Setting, kinds_of_devices, parameter_costs, storage_share
+from passes.feature_problem import Setting, parameter_costs, storage_share
 from passes.feature_seconds import byte_shares, local_seconds
 from passes.graph import OpGraph, tensor_specs
 from passes.sharding import FeaturePlacement, Need, Placements, operands
@@ -120,7 +120,7 @@ class _Whole:
             np.array(moved),
             np.array(weight),
             self.samples,
-            kinds_of_devices(self.setting.cluster),
+            self.setting.devices,
         )
         return float(seconds.sum()), self._saved(shares)
 

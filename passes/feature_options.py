@@ -21,7 +21,7 @@ from passes.feature_codes import BITS, DEFERRED, WHOLE, need_code, source_code
 from passes.feature_graph import Unit
 from passes.sharding import Choice, short
 from passes.signatures import concrete
-from runtime.segment_code import TensorSpec
+from runtime.segment_code import Dim, TensorSpec
 
 IntArray = NDArray[np.int64]
 
@@ -62,7 +62,15 @@ class Options:
 
 def sizes_of(spec: TensorSpec, symbols: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
     """The tensor's shape for one micro-batch size."""
-    return tuple(concrete(dim, symbols) for dim in spec.shape)
+    if all(isinstance(dim, int) for dim in spec.shape):
+        return tuple(int(dim) for dim in spec.shape)
+    return _sizes(spec.shape, tuple(symbols.items()))
+
+
+@cache
+def _sizes(shape: tuple[Dim, ...], symbols: tuple[tuple[sympy.Symbol, int], ...]) -> tuple[int, ...]:
+    known = dict(symbols)
+    return tuple(concrete(dim, known) for dim in shape)
 
 
 def bytes_of(spec: TensorSpec, symbols: Mapping[sympy.Symbol, int]) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import sympy
@@ -91,7 +92,7 @@ class FeatureProblem:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Setting:
     """What is the same for every mesh and micro-batch count of a search."""
 
@@ -99,6 +100,15 @@ class Setting:
     batch_size: int
     optimizer: str
     precision: Precision
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        """One of each kind of device: ops take what they take on the slowest."""
+        found = {
+            replace(device, rank=0, node=0, node_name="", host=None, memory_bytes=0): device
+            for device in self.cluster.devices
+        }
+        return tuple(found.values())
 
 
 def build_problem(
@@ -120,15 +130,6 @@ def build_problem(
         setting.optimizer,
         setting.precision,
     )
-
-
-def kinds_of_devices(cluster: ClusterSpec) -> tuple[Device, ...]:
-    """One of each kind of device."""
-    found = {
-        replace(device, rank=0, node=0, node_name="", host=None, memory_bytes=0): device
-        for device in cluster.devices
-    }
-    return tuple(found.values())
 
 
 def links_of(mesh: Mesh, cluster: ClusterSpec) -> tuple[AxisLinks, ...]:
@@ -190,7 +191,7 @@ class _Builder:
             np.concatenate(moved),
             np.concatenate(weight),
             self.samples,
-            kinds_of_devices(self.setting.cluster),
+            self.setting.devices,
         )
         found = {unit.index: np.zeros(options[unit.index].count) for unit in ops}
         for (unit_index, count), part in zip(
@@ -320,10 +321,7 @@ def parameter_costs(
     touched = StateBytes(
         trained=int(owned * types.owner.itemsize), optimizer_state=int(optimizer_state), cast=int(cast)
     )
-    slowest = max(
-        optimizer_seconds(touched, device, setting.optimizer, 1)
-        for device in kinds_of_devices(setting.cluster)
-    )
+    slowest = max(optimizer_seconds(touched, device, setting.optimizer, 1) for device in setting.devices)
     return seconds + slowest, parameter_bytes + copy + gradients + optimizer_state
 
 
