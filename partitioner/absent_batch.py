@@ -15,6 +15,7 @@ from torch import Tensor
 from cost_models.errors import UsageError
 from passes.graph import OpGraph
 from passes.token_counts import user_leaves
+from runtime.segment_code import BatchSpec
 
 
 class AbsentBatch:
@@ -27,7 +28,10 @@ class AbsentBatch:
     @property
     def leaves(self) -> Mapping[str, Tensor]:
         """Leaves of the right shapes and types, each of one element's memory: for counting, not for reading."""
-        spec = user_leaves(self._graph.batch, self._graph.token_counts)
+        return self.leaves_of(user_leaves(self._graph.batch, self._graph.token_counts))
+
+    def leaves_of(self, spec: BatchSpec) -> Mapping[str, Tensor]:
+        """``leaves`` as ``spec`` has them."""
         sizes = dict.fromkeys((*spec.symbols, spec.batch_symbol), self.samples)
         return {
             name: torch.zeros((), dtype=leaf.dtype).expand(leaf.concrete(sizes))

@@ -5,22 +5,35 @@
     forward(batch)     the model in evaluation mode, of what the       traced with the batch
                        batch has
 
-A graph serves every batch with the same tensors (of any number of samples) and the same plain values. All ranks make the
-same graph at the same call: they compare what they trace before they do.
+A graph serves every batch with the same tensors (of any number of samples) and the same plain values. A rank may have
+loaded a part of the batch, or nothing, so at each call ranks agree on the graph (``partitioner.evaluation_choice``).
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from cost_models.errors import RankFailureError, UsageError
+from cost_models.errors import UsageError
 from partitioner.absent_batch import AbsentBatch, refuse_absent
-from partitioner.engine_batch import same_constant
+from partitioner.evaluation_choice import (
+    EVERYWHERE,
+    Given,
+    Wanted,
+    chosen,
+    completed,
+    described,
+    put_together,
+    refuse_other_constants,
+    votes,
+)
 from partitioner.plan import Plan
 from passes.batch import flatten_batch, forward_arguments, forward_constants, forward_names
 from passes.evaluation_graph import without_writes
@@ -39,12 +52,17 @@ from runtime.execute import Executor
 from runtime.gather_outputs import OutputPlace
 from runtime.loaded import Loaded
 from runtime.meeting import Meeting
-from runtime.microbatch import microbatch_sizes, mismatch
+from runtime.microbatch import microbatch_sizes
 from runtime.program import Program
 from runtime.rank_state import RankState
 from runtime.relabel import RankMap, relabelled_programs, relabelled_segments
 
+logger = logging.getLogger("partitioner")
+
 LossFunction = Callable[..., Any]
+
+MOST_GRAPHS = 8
+"""How many are kept: each has programs, code and constants of its own."""
 
 
 @dataclass(frozen=True)
@@ -75,143 +93,120 @@ class EvaluationGraph:
     """In the model's own order."""
     metric_names: tuple[str, ...]
     least_samples: tuple[int, str]
-    constants: Mapping[str, object]
-    """Plain values that it was traced with."""
-
-
-@dataclass(frozen=True)
-class _Given:
-    """A batch as evaluation sees it. ``inputs``: what is traced with it; ``read``: leaves that forward gets.
-
-    ``optional``: arguments that forward does not need. Without one, the batch is another one; without any other leaf, it
-    is one that this rank did not load wholly.
-    """
-
-    inputs: Any
-    leaves: Mapping[str, Tensor]
-    read: frozenset[str]
-    constants: Mapping[str, object]
-    optional: frozenset[str]
-
-    def is_like(self, graph: OpGraph, constants: Mapping[str, object]) -> bool:
-        """Whether ``graph``, traced with ``constants``, is what this batch would be traced to."""
-        spec = user_leaves(graph.batch, graph.token_counts)
-        fits = all(
-            not mismatch(name, self.leaves[name], leaf)
-            if name in self.leaves
-            else name.split(".")[0] not in self.optional
-            for name, leaf in spec.leaves.items()
-        )
-        return (
-            fits
-            and self.read <= spec.batch_dims.keys()
-            and self.constants.keys() == constants.keys()
-            and all(same_constant(value, constants[name]) for name, value in self.constants.items())
-        )
+    wanted: Wanted
+    """What it was traced with."""
 
 
 class EvaluationGraphs:
-    """Finds the graph for a batch, or makes it (collective then)."""
+    """Finds the graph for a batch, or makes it. Collective: ranks agree on which one."""
 
     def __init__(self, deployed: Deployed) -> None:
         self._deployed = deployed
-        self._with_loss: list[EvaluationGraph] = []
-        self._without_loss: list[EvaluationGraph] = []
+        self._known: list[EvaluationGraph] = []
+        """The one used last is last; alike on all ranks."""
+        parameters = inspect.signature(deployed.model.forward).parameters.values()
+        self._optional = frozenset(p.name for p in parameters if p.default is not inspect.Parameter.empty)
+        self._told = False
 
     def for_loss(self, batch: Any) -> tuple[EvaluationGraph, Mapping[str, Tensor]]:
         """The graph that computes the loss of ``batch`` and the model's outputs, and the leaves of the batch."""
-        made = self._deployed
         if isinstance(batch, AbsentBatch):
-            example = self._given(made.example, made.loss_fn)
-            found = self._find(self._with_loss, example, True)
+            found = self._find(None, True)
             refuse_absent(found.loaded.leaf_names)
-            return found, batch.leaves
-        given = self._given(batch, made.loss_fn)
-        return self._find(self._with_loss, given, True), given.leaves
+            return found, batch.leaves_of(found.wanted.spec)
+        given = self._given(batch, self._deployed.loss_fn)
+        return self._find(given, True), given.leaves
 
     def without_loss(self, batch: Any) -> tuple[EvaluationGraph, Mapping[str, Tensor]]:
         """The graph that computes the model's outputs from those parts of ``batch`` that forward takes."""
         if isinstance(batch, AbsentBatch):
             raise UsageError(
-                "forward needs the batch on every rank",
-                ["this rank did not load it"],
-                ["engine.dataloader(..., everywhere=True) loads every batch on every rank"],
+                "forward needs the batch on every rank", ["this rank did not load it"], [EVERYWHERE]
             )
         made = self._deployed
         args, kwargs = forward_arguments(made.model, batch, made.loss_fn is not None)
         given = self._given(kwargs or args, None)
-        return self._find(self._without_loss, given, False), given.leaves
+        return self._find(given, False), given.leaves
 
-    def _given(self, batch: Any, loss_fn: LossFunction | None) -> _Given:
+    def _given(self, batch: Any, loss_fn: LossFunction | None) -> Given:
         model, has_loss_fn = self._deployed.model, loss_fn is not None
         names = forward_names(model)
         args, kwargs = forward_arguments(model, batch, has_loss_fn, partial=True)
-        parameters = inspect.signature(model.forward).parameters.values()
-        return _Given(
+        return Given(
             batch,
             flatten_batch(batch, names),
             frozenset(flatten_batch(kwargs or args, names)),
             forward_constants(model, batch, has_loss_fn, partial=True),
-            frozenset(p.name for p in parameters if p.default is not inspect.Parameter.empty),
         )
 
-    def _find(self, known: list[EvaluationGraph], given: _Given, with_loss: bool) -> EvaluationGraph:
-        for found in reversed(known):
-            if given.is_like(found.graph, found.constants):
-                return found
-        source = given
-        if with_loss:
-            example = self._given(self._deployed.example, self._deployed.loss_fn)
-            # Ranks that did not load the batch know the example only.
-            if given.is_like(self._deployed.training, example.constants):
-                source = example
-        known.append(self._make(source, with_loss, same_everywhere=source is not given))
-        return known[-1]
+    def _find(self, given: Given | None, with_loss: bool) -> EvaluationGraph:
+        """``given``: None where this rank did not load the batch."""
+        made = self._deployed
+        example = self._given(made.example, made.loss_fn)
+        training = user_leaves(made.training.batch, made.training.token_counts)
+        candidates = [Wanted(True, training, example.constants), *(known.wanted for known in self._known)]
+        number = self._agree(candidates, given, with_loss)
+        if number:
+            found = self._known.pop(number - 1)
+        elif number == 0:  # like the plan's example, which all ranks have
+            found = self._make(example, with_loss)
+        else:
+            found = self._make(self._whole(given, with_loss), with_loss)
+        self._known.append(found)
+        while len(self._known) > MOST_GRAPHS:
+            self._forget(self._known.pop(0))
+        return found
 
-    def _make(self, given: _Given, with_loss: bool, *, same_everywhere: bool) -> EvaluationGraph:
+    def _agree(self, candidates: Sequence[Wanted], given: Given | None, with_loss: bool) -> int | None:
+        """The candidate that the ranks together want. One small all-reduce."""
+        collectives = self._deployed.executor.collectives
+        own = votes(candidates, given, with_loss, self._optional)
+        numbers = torch.tensor(own, dtype=torch.int32, device=collectives.device)
+        most = collectives.all_reduce(numbers, "which graph evaluates this batch", dist.ReduceOp.MAX).wait()
+        return chosen(candidates, most.tolist(), self._optional)
+
+    def _whole(self, given: Given | None, with_loss: bool) -> Given:
+        """What this rank traces with: the batch, of which it may know nothing or a part."""
+        made = self._deployed
         meeting = Meeting.join()
-        signature = "the plan's example" if same_everywhere else _signature(given)
-        limit = self._deployed.executor.timeout_seconds
-        try:
-            differences = meeting.decide("batch to trace", [with_loss, signature], _differences, limit)
-        except RankFailureError as error:
-            raise RankFailureError(error.what, error.because, [error.suggestions[0], *_ALONE]) from error
-        if differences:
+        whole = meeting.decide(
+            "batch to trace", described(given, with_loss), put_together, made.executor.timeout_seconds
+        )
+        if whole["differences"]:
             raise UsageError(
                 "ranks cannot agree on what to evaluate",
-                differences,
+                whole["differences"],
                 ["call eval_step and forward on every rank, with the same batch"],
             )
-        with meeting.all_or_none("evaluation"):
+        loss_fn = made.loss_fn if with_loss else None
+        with meeting.all_or_none("evaluation of a batch in parts"):
+            own = None if given is None else given.inputs
+            names = forward_names(made.model)
+            found = self._given(completed(own, made.example, whole, names), loss_fn)
+            refuse_other_constants(found.constants, whole)
+        return found
+
+    def _make(self, given: Given, with_loss: bool) -> EvaluationGraph:
+        with Meeting.join().all_or_none("evaluation"):
             made = _traced(self._deployed, given, with_loss)
-        return _loaded(self._deployed, *made, given)
+        return _loaded(self._deployed, *made, given, with_loss)
 
-
-_ALONE = (
-    "call eval_step and forward on every rank, with the same batch",
-    "a batch unlike the plan's example is traced, by every rank: engine.dataloader(..., everywhere=True) loads it there",
-)
-
-
-def _signature(given: _Given) -> str:
-    leaves = [f"{name}: {tuple(leaf.shape)} {leaf.dtype}" for name, leaf in sorted(given.leaves.items())]
-    constants = [f"{name}={value!r}" for name, value in sorted(given.constants.items())]
-    return ", ".join((*leaves, *constants))
-
-
-def _differences(said: list[Any]) -> list[str]:
-    """What ranks say that is not what rank 0 says."""
-    texts = [f"{'eval_step' if with_loss else 'forward'} of a batch of {what}" for with_loss, what in said]
-    if len(set(texts)) == 1:
-        return []
-    return [f"rank {rank}: {text}" for rank, text in enumerate(texts)]
+    def _forget(self, graph: EvaluationGraph) -> None:
+        self._deployed.executor.unload(graph.loaded)
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "evaluation keeps the %d graphs that it used last, and traces others again: batches of many shapes "
+                "are better padded to a few lengths, or planned with dynamic_dims",
+                MOST_GRAPHS,
+            )
 
 
 # --------------------------------------------------------------------------------------------------
 # From a batch to a graph that this rank can run
 
 
-def _traced(deployed: Deployed, given: _Given, with_loss: bool) -> tuple[OpGraph, Segmentation]:
+def _traced(deployed: Deployed, given: Given, with_loss: bool) -> tuple[OpGraph, Segmentation]:
     """The placed evaluation graph; its segments on the devices of the plan."""
     training, plan = deployed.training, deployed.plan
     dims = user_leaves(training.batch, training.token_counts).batch_dims
@@ -254,7 +249,9 @@ def _open_dims(
     }
 
 
-def _loaded(deployed: Deployed, graph: OpGraph, segmentation: Segmentation, given: _Given) -> EvaluationGraph:
+def _loaded(
+    deployed: Deployed, graph: OpGraph, segmentation: Segmentation, given: Given, with_loss: bool
+) -> EvaluationGraph:
     """Programs and code, in the executor. Collective."""
     plan, ranks, state, executor = deployed.plan, deployed.ranks, deployed.state, deployed.executor
     sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
@@ -292,7 +289,7 @@ def _loaded(deployed: Deployed, graph: OpGraph, segmentation: Segmentation, give
         output_names=tuple(output.name for output in graph.outputs if output.kind == "output"),
         metric_names=tuple(output.name for output in graph.outputs if output.kind == "metric"),
         least_samples=least_samples(graph),
-        constants=given.constants,
+        wanted=Wanted(with_loss, user_leaves(graph.batch, graph.token_counts), given.constants),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
-from partitioner import Plan, Workload, partition
+from partitioner import Plan, Workload, evaluation_graphs, partition
 from partitioner.absent_batch import AbsentBatch
 from passes.batch import flatten_batch
 from passes.graph import OpGraph
@@ -139,7 +139,9 @@ def run(plan_json: str) -> list[dict[str, Any]]:
             )
         assert engine.step == 1
         assert all(torch.equal(buffer, buffers[name]) for name, buffer in engine.buffers.items())
-        assert len(engine._evaluator._graphs._with_loss) == 1, "one graph for every batch size"
+        assert len(engine._evaluator._graphs._known) == 2, (
+            "one graph for every batch size, and one for forward"
+        )
         weight = found[0]["all"]["weight"]
         assert all(weight.data_ptr() != p.data_ptr() for p in engine.parameters.values())
     return found
@@ -365,6 +367,100 @@ def test_modules_in_another_order(pool: WorkerPool) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------
+# Ranks that loaded a part of the batch, or nothing of it, and sequences of other lengths
+
+
+class Tokens(nn.Module):
+    """As models of transformers: every input may be left out, and labels make the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(
+        self, ids: Tensor | None = None, mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Any:
+        assert ids is not None
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+            hidden = hidden if mask is None else hidden * mask[..., None]
+        logits = self.head(hidden)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def tokens(length: int, samples: int = SAMPLES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    ids, labels = torch.randint(0, 11, (2, samples, length), generator=generator)
+    labels[0, : length // 2] = -100
+    return {"ids": ids, "labels": labels}
+
+
+def masked(length: int) -> dict[str, Tensor]:
+    found = tokens(length)
+    return {**found, "mask": (found["ids"] > 3).double()}
+
+
+LENGTHS = (5, 4, 5, 4)
+TOKEN_PINS = {"embed": 0, "layers.0": 0, "layers.1": 1, "head": 2}
+
+
+def run_lengths(plan_json: str) -> Any:
+    made, rank = Workload(model(Tokens), tokens(5), None, "tokens"), torch.distributed.get_rank()
+    found: dict[str, Any] = {}
+
+    def part(data: dict[str, Tensor]) -> Any:
+        names = (("ids", "mask"), ("mask",), ("labels", "mask"))[rank]
+        mine = {name: tensor for name, tensor in data.items() if name in names}
+        return mine or AbsentBatch(len(data["ids"]), engine._graph)
+
+    with Plan.from_json(plan_json).deploy(made, timeout_seconds=20.0) as engine:
+        graphs = engine._evaluator._graphs
+        found["lengths"] = [engine.eval_step(part(tokens(length)), gather="all") for length in LENGTHS]
+        found["known"] = len(graphs._known)
+        found["short"] = engine.eval_step(part(tokens(4, samples=3)))
+        found["masked"] = engine.eval_step(part(masked(5)))
+        found["again"] = engine.eval_step(part(tokens(5)))
+        found["known at the end"] = len(graphs._known)
+        evaluation_graphs.MOST_GRAPHS, before = 2, evaluation_graphs.MOST_GRAPHS
+        try:
+            found["evicting"] = [engine.eval_step(part(tokens(length))) for length in (6, 4)]
+        finally:
+            evaluation_graphs.MOST_GRAPHS = before
+        found["loaded"] = len(graphs._known), len(engine.executor._loaded)
+    return found
+
+
+def test_parts_of_batches_of_other_lengths(pool: WorkerPool) -> None:
+    made = Workload(model(Tokens), tokens(5), None, "tokens")
+    reference = made.model.eval()
+
+    def expected(data: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            loss: Tensor = reference(**data)["loss"]
+        return loss
+
+    text = made_plan(made, 3, "1f1b", TOKEN_PINS)
+    for found in pool.run(run_lengths, text, world_size=3, timeout_seconds=120.0):
+        exactly = {"rtol": 1e-12, "atol": 1e-12}
+        for length, output in zip(LENGTHS, found["lengths"], strict=True):
+            torch.testing.assert_close(output.loss, expected(tokens(length)), **exactly)
+            assert output.outputs["logits"].shape == (SAMPLES, length, 11)
+        assert found["known"] == len(set(LENGTHS))
+        torch.testing.assert_close(found["short"].loss, expected(tokens(4, samples=3)), **exactly)
+        torch.testing.assert_close(found["masked"].loss, expected(masked(5)), **exactly)
+        torch.testing.assert_close(found["again"].loss, expected(tokens(5)), **exactly)
+        assert found["known at the end"] == len(set(LENGTHS)) + 1
+        for length, output in zip((6, 4), found["evicting"], strict=True):
+            torch.testing.assert_close(output.loss, expected(tokens(length)), **exactly)
+        assert found["loaded"] == (2, 3)
+
+
+# ------------------------------------------------------------------------------------------------------
 # Refusals
 
 
@@ -380,8 +476,7 @@ class Pairs(nn.Module):
 
 def run_pairs(plan_json: str, case: str) -> Any:
     made = Workload(model(Pairs), {"x": batch()["x"]}, lambda output, _: output.diagonal().mean())
-    seconds = 4.0 if case == "absent" else 10.0
-    with Plan.from_json(plan_json).deploy(made, timeout_seconds=seconds) as engine:
+    with Plan.from_json(plan_json).deploy(made, timeout_seconds=10.0) as engine:
         if case == "pairs":
             assert engine.eval_step({"x": batch(6)["x"]}).outputs is None
             return engine.forward({"x": batch(1)["x"]}), engine.forward({"x": batch(6)["x"]})
@@ -389,10 +484,10 @@ def run_pairs(plan_json: str, case: str) -> Any:
             return engine.eval_step({"x": batch()["x"]}, gather="everywhere")
         if case == "type":
             return engine.eval_step({"x": batch()["x"].float()})
-        if case == "absent":
-            absent = torch.distributed.get_rank() == 1
-            for data in ({"x": batch()["x"]}, {"x": batch()["x"][:, None]}):  # the second is another graph
-                engine.eval_step(AbsentBatch(SAMPLES, engine._graph) if absent else data)
+        if case == "mixed":
+            if torch.distributed.get_rank():
+                return engine.forward({"x": batch()["x"]})
+            return engine.eval_step({"x": batch()["x"]})
         length = 5 if torch.distributed.get_rank() else 6
         return engine.forward({"x": batch(length)["x"]})
 
@@ -401,7 +496,7 @@ def run_pairs(plan_json: str, case: str) -> Any:
     ("case", "said"),
     [
         ("pairs", "several of its dimensions grow with the batch"),
-        ("absent", r"engine.dataloader\(..., everywhere=True\) loads it there"),
+        ("mixed", r"ranks cannot agree on what to evaluate(.|\n)*rank 1: forward of a batch of x: \(8, 6\)"),
         ("word", "gather is one of None, 'rank0', 'all'"),
         ("ranks", r"ranks cannot agree on what to evaluate(.|\n)*rank 1: forward of a batch of x: \(5, 6\)"),
     ],
