@@ -29,9 +29,9 @@ from passes.shard_rules.producers import replicated
 from passes.shard_rules.shapes import tensors_of
 from passes.sharding import Choice
 
-__all__ = ["choices", "has_rule"]
+__all__ = ["RULES", "choices", "has_rule", "makes_tensors"]
 
-_RULES: Mapping[object, Rule] = {
+RULES: Mapping[object, Rule] = {
     op: rule
     for family in (
         contractions,
@@ -70,7 +70,7 @@ def makes_tensors(node: fx.Node) -> bool:
 
 
 def _rule(node: fx.Node) -> Rule | None:
-    found = _RULES.get(node.target)
+    found = RULES.get(node.target)
     if found is not None:
         return found
     assert isinstance(node.target, torch._ops.OpOverload)

@@ -134,6 +134,7 @@ def _prelu(node: fx.Node) -> tuple[Choice, ...]:
 
 
 RULES: Mapping[object, Rule] = {
+    **dict.fromkeys(_MARKS, pointwise),  # torch does not tag all of them
     **dict.fromkeys(
         (aten.detach.default, aten.alias.default, aten.contiguous.default, aten.lift_fresh_copy.default),
         _copy,

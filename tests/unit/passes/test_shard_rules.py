@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from cost_models.layout import Partial, Replicate, Shard
-from passes.shard_rules import choices, has_rule
+from passes.shard_rules import RULES, choices, has_rule
 from passes.shard_rules.local import fits
 from passes.shard_rules.shapes import operand_names
 from passes.shard_rules.simulate import Trial, node_of, problem, trial
 from passes.shard_rules.threads import Meeting
 from passes.shard_rules.traffic import local_collectives
 from passes.sharding import Choice, Need, operands
-from tests.unit.passes.shard_cases import CASES, Draw
+from tests.unit.passes import shard_cases
+from tests.unit.passes.shard_cases import Draw
+from tests.unit.passes.shard_cases_rare import RARE
 from tests.unit.passes.traced_models import small_gpt2
 
 aten = torch.ops.aten
@@ -35,6 +37,9 @@ WITHOUT_GRADIENT = {
     (aten.binary_cross_entropy_with_logits.default, "pos_weight"),
 }
 R, P, S = Replicate(), Partial(), Shard
+
+
+CASES = {**shard_cases.CASES, **RARE}
 
 
 def drawn(family: str, random: Random) -> tuple[fx.Node, Trial]:
@@ -72,6 +77,47 @@ def test_choices_of_two_axes_go_together(family: str, random: Random) -> None:
         if fits(node, pair, (2, 2)):
             wrong = problem(whole, pair, (2, 2))
             assert wrong is None, f"{node.target} {node.args}: {pair[0]} / {pair[1]}: {wrong}"
+
+
+NOTHING_TO_COMPARE = {
+    *(aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low, aten.randperm.default),
+    *(aten.bernoulli.default, aten.bernoulli.p, aten.rand_like.default, aten.randn_like.default),
+    *(aten.empty.memory_format, aten.new_empty.default, aten.empty_like.default),
+    aten._grouped_mm.default,  # knows 16 bits only: see below
+}
+
+
+class Everything(Draw):
+    """Notes every op among the options."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__(random)
+        self.met: set[object] = set()
+
+    def one_of(self, *options: Any) -> Any:
+        for option in options:
+            self.met.update(item for item in (option if isinstance(option, tuple) else ()) if callable(item))
+        return super().one_of(*options)
+
+
+def test_every_rule_has_a_drawn_example() -> None:
+    met: set[object] = set()
+    for family in CASES.values():
+        for seed in range(40):
+            draw = Everything(Random(seed))
+            args = family(draw)
+            met |= draw.met | {args[0][0] if isinstance(args[0], tuple) else args[0]}
+    assert {str(op) for op in RULES.keys() - met - NOTHING_TO_COMPARE} == set()
+
+
+def test_grouped_products_split_their_columns_and_terms() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 32).bfloat16(), torch.randn(2, 32, 16).bfloat16()
+    values = [x, w, torch.tensor([3, 8], dtype=torch.int32)]
+    whole = trial(node_of(aten._grouped_mm.default, *values), values, tolerance=3e-2)
+    for choice in choices(whole.node):
+        if Partial() not in [need.placement for need in choice.inputs]:
+            assert problem(whole, [choice], [2]) is None, choice
 
 
 def linear_trial() -> Trial:
