@@ -10,7 +10,7 @@ of a round begins the next. Nothing of the model, the optimizer, the step counte
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from torch import Tensor
@@ -20,6 +20,7 @@ from partitioner.engine_checks import refuse_autocast
 from partitioner.engine_step import share_results
 from partitioner.evaluation_graphs import Deployed, EvaluationGraph, EvaluationGraphs
 from passes.loss_reduction import loss_weights, samples_in, with_normalizers
+from passes.token_counts import valid_tokens
 from runtime.gather_outputs import Gather, gather_outputs, joined, memory_of, refuse_unjoinable, whole_shape
 from runtime.microbatch import cut_at, microbatch_sizes, symbol_sizes
 from runtime.results import StepSums
@@ -27,12 +28,15 @@ from runtime.results import StepSums
 
 @dataclass(frozen=True)
 class EvalOutput:
-    """What an evaluation found. ``loss`` and ``metrics`` are on every rank: float64 tensors of shape ()."""
+    """What an evaluation found. ``loss``, ``metrics``, ``tokens`` are on every rank: float64 tensors of shape ()."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor] | None
     """The model's outputs without the loss, by name, on this rank's device; None where they were not gathered."""
+    samples: int
+    tokens: Tensor | None
+    """Labels that count, where the loss is a mean over them (``token_mean``), else None. ``loss`` times this adds up."""
 
 
 class Evaluator:
@@ -45,21 +49,27 @@ class Evaluator:
     def eval_step(self, batch: Any, gather: Gather | None = None) -> EvalOutput:
         """See ``Engine.eval_step``."""
         self._check("eval_step", gather, (None, *get_args(Gather)))
-        with self._deployed.executor.reported():
-            made, leaves = self._graphs.for_loss(batch)
-            run = self._run(made, leaves, gather is not None)
-            names, collectives = made.metric_names, self._deployed.executor.collectives
-            results = share_results(run.sums, names, run.weights, collectives)
+        executor = self._deployed.executor
+        with executor.reported(call=True):
+            with executor.needed():
+                made, leaves = self._graphs.for_loss(batch)
+                run = self._run(made, leaves, gather is not None)
+            sums, names = _with_tokens(made, leaves, run.sums)
+            results = share_results(sums, names, run.weights, executor.collectives)
             outputs = None if gather is None else self._gather(made, leaves, run, gather)
             loss, metrics = results.wait()
-            return EvalOutput(loss, metrics, outputs)
+            tokens = metrics.pop(_TOKENS, None)
+            return EvalOutput(loss, metrics, outputs, sum(run.sizes), tokens)
 
     def forward(self, batch: Any, gather: Gather = "rank0") -> Mapping[str, Tensor] | None:
         """See ``Engine.forward``."""
         self._check("forward", gather, get_args(Gather))
-        with self._deployed.executor.reported():
-            made, leaves = self._graphs.without_loss(batch)
-            return self._gather(made, leaves, self._run(made, leaves, True), gather)
+        executor = self._deployed.executor
+        with executor.reported(call=True):
+            with executor.needed():
+                made, leaves = self._graphs.without_loss(batch)
+                run = self._run(made, leaves, True)
+            return self._gather(made, leaves, run, gather)
 
     def _check(self, method: str, gather: object, known: Sequence[object]) -> None:
         refuse_autocast(method, self._deployed.executor.device.type)
@@ -140,6 +150,23 @@ class _Run:
     sums: StepSums
     weights: Sequence[float]
     sizes: Sequence[int]
+
+
+_TOKENS = "(valid tokens)"
+"""Travels with the metrics."""
+
+
+def _with_tokens(
+    made: EvaluationGraph, leaves: Mapping[str, Tensor], sums: StepSums
+) -> tuple[StepSums, Sequence[str]]:
+    """The batch's valid tokens as one more metric, which ranks that have the labels bring. (sums, names of metrics)"""
+    counts = made.graph.token_counts
+    if counts is None:
+        return sums, made.metric_names
+    if counts.made & made.loaded.leaf_names:  # it counted them for the loss
+        found = valid_tokens(counts, leaves) * sums.share
+        sums = replace(sums, metrics={**sums.metrics, _TOKENS: found})
+    return sums, (*made.metric_names, _TOKENS)
 
 
 def _summed(rounds: Sequence[StepSums]) -> StepSums:

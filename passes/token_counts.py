@@ -105,6 +105,11 @@ def filled(
     return {**batch, **{name: value.to(spec.leaves[name].dtype) for name, value in made.items()}}
 
 
+def valid_tokens(counts: TokenCounts, batch: Mapping[str, Tensor]) -> Tensor:
+    """Valid targets of the whole batch, by the loss's first normalizer: (), float64, unweighted."""
+    return _total(counts.normalizers[0], counts.results(batch)[0])
+
+
 def _valid_tokens(
     counts: TokenCounts, spec: BatchSpec, batch: Mapping[str, Tensor], microbatches: int
 ) -> Tensor:

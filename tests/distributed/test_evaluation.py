@@ -132,6 +132,7 @@ def run(plan_json: str) -> list[dict[str, Any]]:
                 {
                     "loss": on_all.loss,
                     "metrics": on_all.metrics,
+                    "samples": (on_all.samples, on_all.tokens),
                     "all": on_all.outputs,
                     "rank0": on_first.outputs,
                     "forward": engine.forward({"x": data["x"]}),
@@ -182,6 +183,7 @@ def test_equals_the_model_in_evaluation_mode(
         for rank, found in enumerate(result[number] for result in results):
             torch.testing.assert_close(found["loss"], loss, rtol=1e-12, atol=1e-12)
             torch.testing.assert_close(found["metrics"], metrics, rtol=1e-12, atol=1e-12)
+            assert found["samples"] == (samples, None)
             assert_outputs(found["all"], expected, samples)
             for gathered in ("rank0", "forward"):
                 if rank == 0:
@@ -458,6 +460,12 @@ def test_parts_of_batches_of_other_lengths(pool: WorkerPool) -> None:
         for length, output in zip((6, 4), found["evicting"], strict=True):
             torch.testing.assert_close(output.loss, expected(tokens(length)), **exactly)
         assert found["loaded"] == (2, 3)
+        whole = [tokens(5), tokens(4, samples=3)]
+        counts = [int((data["labels"] != -100).sum()) for data in whole]
+        evaluated = [found["lengths"][0], found["short"]]
+        assert [output.tokens.item() for output in evaluated] == counts
+        assert [output.samples for output in evaluated] == [SAMPLES, 3]
+        assert not evaluated[0].metrics
 
 
 # ------------------------------------------------------------------------------------------------------

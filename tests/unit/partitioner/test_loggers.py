@@ -90,7 +90,7 @@ def test_a_log_goes_on_after_a_crash_and_nothing_is_lost(tmp_path: Path) -> None
 
 
 def test_only_rank_0_writes_and_evaluations_have_a_table_of_their_own(tmp_path: Path) -> None:
-    output = EvalOutput(torch.tensor(1.5), {"right": torch.tensor(0.5)}, None)
+    output = EvalOutput(torch.tensor(1.5), {"right": torch.tensor(0.5)}, None, 8, None)
     for rank in (1, 0):
         logger, on = CsvLogger(tmp_path / "run.csv"), engine(rank, step=7)
         logger.on_train_start(on)
@@ -121,7 +121,7 @@ def test_tensorboard_gets_scalars_that_exist() -> None:
     logger.on_train_start(on)
     logger.on_step_end(on, info(1, loss=Unread()))
     logger.on_step_end(on, info(2, tokens=None))
-    logger.on_evaluate_end(on, EvalOutput(torch.tensor(3.5), {}, None))
+    logger.on_evaluate_end(on, EvalOutput(torch.tensor(3.5), {}, None, 8, None))
     logger.on_close(on)
     scalars = {tag: (value, step) for tag, value, step in writer.scalars}
     assert scalars["train/loss"] == (2.0, 2)
