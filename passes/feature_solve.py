@@ -1,30 +1,31 @@
-"""One mesh and one micro-batch count: the cheapest choice that fits, and a proved bound.
+"""One mesh and one micro-batch count: the cheapest choice that fits, and a proved bound, in three steps.
 
-dual bound ─► not below what is known already?  left out
-           ─► its choice fits and costs the bound?  proved, without a solver
-           ─► too large?  a price on bytes (Lagrange), raised until choices fit
-           ─► options that no better choice has are dropped ─► the program (PuLP, HiGHS) decides among the rest
+    free      dual bound with memory without limit, and the choice that its messages say
+    priced    where that does not fit: a price on bytes (Lagrange), raised until choices fit; or a proof that none does
+    program   options that no better choice has are dropped, PuLP and HiGHS decide among the rest
+
+A step is taken only while the bound is below the best cost that is known, of this problem or of another
+(``passes.place_features`` takes them in the order of bounds); most problems end after the first.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from passes import feature_ilp
-from passes.feature_bound import DualBound, Priced, WireTable, price, wire_tables
+from passes.feature_bound import DualBound, Priced, price, wire_tables
 from passes.feature_problem import FeatureProblem
 
 PROVED = 1e-8
 """Relative distance of bound and cost at which nothing is left to prove: rounding."""
 SWEEPS = 30
+PRICES = 12
+"""Prices of memory tried."""
 LONGEST_SECONDS = 1e6
 ROUNDING = 1e-8
 """The program's memory row holds to its solver's tolerance."""
-PRICES = 12
-"""Prices of memory tried."""
 
 
 @dataclass(frozen=True)
@@ -40,147 +41,151 @@ class Solved:
     bound_seconds: float
     status: str
     variables: int = 0
-    short_of_memory: bool = False
-    """The cheapest choice of all does not fit."""
-    free_bound_seconds: float = 0.0
-    """Proved bound with memory without limit."""
-    least_bytes: float = math.inf
-    """Of the smallest choice that was met."""
+    """Of the program, where one was needed."""
 
 
 def solve_problem(problem: FeatureProblem, known_seconds: float, deadline: float) -> Solved:
-    """Search for a choice that fits and costs less than ``known_seconds``."""
-    if any(not len(unit.seconds) for unit in problem.units):
-        return Solved(None, math.inf, math.inf, math.inf, "infeasible")
-    tables = wire_tables(problem)
-    search = _Search(problem, tables, known_seconds)
-    search.ascend(0.0)
-    search.free_bound = search.bound
-    if search.is_bounded():
-        return search.result("bounded")
-    if search.smallest.bytes > problem.capacity_bytes and not search.is_proved():
-        least = DualBound(problem, tables, 1.0, time_weight=0.0)
-        if least.ascend(SWEEPS, target=1.0) > 0:
-            search.meet(least.decode())
-            return search.result("infeasible")
-        search.price_memory(deadline)
-    if search.is_proved():
-        return search.result("optimal")
-    if search.is_bounded():
-        return search.result("bounded")
-    return search.with_solver(deadline)
+    """Search for a choice that fits and costs less than ``known_seconds``, to the end."""
+    search = ProblemSearch(problem)
+    while not search.is_over(known_seconds):
+        search.advance(known_seconds, deadline)
+    return search.result(known_seconds)
 
 
-class _Search:
-    def __init__(self, problem: FeatureProblem, tables: Sequence[WireTable], known_seconds: float) -> None:
-        self.problem, self.tables, self.known = problem, tables, known_seconds
-        self.bound = 0.0
-        self.best: tuple[Priced, tuple[int, ...]] | None = None
-        self.smallest = Priced(math.inf, math.inf)
-        self.duals: DualBound | None = None
-        self.variables = 0
-        self.needs_memory = False
+class ProblemSearch:
+    """``bound``: no choice that fits costs less. ``advance`` takes the next step."""
+
+    def __init__(self, problem: FeatureProblem) -> None:
+        self.problem = problem
+        self.possible = all(len(unit.seconds) for unit in problem.units)
+        self.bound = 0.0 if self.possible else math.inf
         self.free_bound = 0.0
+        self.best: tuple[Priced, tuple[int, ...]] | None = None
+        self.least_bytes = math.inf
+        """Of the smallest choice that was met."""
+        self.short_of_memory = False
+        """The cheapest choice of all may not fit."""
+        self.variables = 0
+        self.out_of_time = False
+        self._duals: DualBound | None = None
+        self._steps = [self._free, self._priced, self._program]
+        self._tables = wire_tables(problem) if self.possible else []
 
-    @property
-    def least_seconds(self) -> float:
-        """What a choice must beat."""
-        return min(self.known, self.best[0].seconds if self.best else math.inf)
+    def advance(self, known_seconds: float, deadline: float) -> None:
+        self._steps.pop(0)(known_seconds, deadline)
 
-    def is_bounded(self) -> bool:
-        return self.bound >= self.known * (1 - PROVED)
+    def is_over(self, known_seconds: float) -> bool:
+        return not self._steps or not self.possible or self.is_proved() or self.is_bounded(known_seconds)
+
+    def is_bounded(self, known_seconds: float) -> bool:
+        return self.bound >= known_seconds * (1 - PROVED)
 
     def is_proved(self) -> bool:
         return self.best is not None and self.bound >= self.best[0].seconds * (1 - PROVED)
 
-    def ascend(self, seconds_per_byte: float) -> Priced:
-        """Bound at one price of memory, and the choice that its messages say."""
-        duals = DualBound(self.problem, self.tables, seconds_per_byte)
-        bound = duals.ascend(SWEEPS, target=self.known)
-        if bound > self.bound or self.duals is None:
-            self.bound, self.duals = max(bound, self.bound), duals
-        return self.meet(duals.decode())
+    def result(self, known_seconds: float) -> Solved:
+        if not self.possible:
+            return Solved(None, math.inf, math.inf, math.inf, "infeasible", self.variables)
+        status = "time limit" if self.out_of_time else "optimal"
+        if self.best is None or self.best[0].seconds >= known_seconds:
+            status = "bounded" if self.is_bounded(known_seconds) else "time limit"
+            return Solved(None, math.inf, math.inf, self.bound, status, self.variables)
+        cost, chosen = self.best
+        options = tuple(int(u.index[k]) for u, k in zip(self.problem.units, chosen, strict=True))
+        bound = min(self.bound, cost.seconds)
+        return Solved(options, cost.seconds, cost.bytes, bound, status, self.variables)
 
-    def meet(self, chosen: list[int]) -> Priced:
-        """Take note of a choice."""
-        cost = price(self.problem, self.tables, chosen)
-        if cost.bytes < self.smallest.bytes:
-            self.smallest = cost
-        if cost.bytes <= self.problem.capacity_bytes:
-            if self.best is None or cost.seconds < self.best[0].seconds:
-                self.best = cost, tuple(chosen)
-        else:
-            self.needs_memory = True
-        return cost
+    # ----------------------------------------------------------------------------------------------
+    # Steps
 
-    def price_memory(self, deadline: float) -> None:
+    def _free(self, known_seconds: float, deadline: float) -> None:
+        self._ascend(0.0, known_seconds)
+        self.free_bound = self.bound
+
+    def _priced(self, known_seconds: float, deadline: float) -> None:
         """Bisect for the price at which choices just fit: there the bound is highest."""
+        if not self.short_of_memory:
+            return
+        if self.best is None:
+            least = DualBound(self.problem, self._tables, 1.0, time_weight=0.0)
+            over = least.ascend(SWEEPS, target=1.0)
+            self._meet(least.decode())
+            if over > 0:
+                self.possible = False
+                self.bound = math.inf
+                return
         low, high = 0.0, self.bound / self.problem.capacity_bytes
         raising = True
         for _ in range(PRICES):
-            if self.is_bounded() or self.is_proved() or time.perf_counter() > deadline:
+            if self.is_bounded(known_seconds) or self.is_proved() or time.perf_counter() > deadline:
                 return
             middle = high if raising else (low + high) / 2
-            fits = self.ascend(middle).bytes <= self.problem.capacity_bytes
+            fits = self._ascend(middle, known_seconds).bytes <= self.problem.capacity_bytes
             if fits:
                 raising, high = False, middle
             else:
                 low = middle
                 high = middle * 4 if raising else high
 
-    def with_solver(self, deadline: float) -> Solved:
+    def _program(self, known_seconds: float, deadline: float) -> None:
         """The integer program over the options that may be in a better choice."""
-        assert self.duals is not None
-        left = deadline - time.perf_counter()
-        if left <= 0:
-            return self.result("time limit")
+        assert self._duals is not None
+        if time.perf_counter() > deadline:
+            self.out_of_time = True
+            return
         units = self.problem.units
-        if math.isfinite(self.least_seconds):
-            keep = self.duals.needless(self.least_seconds)
+        least_seconds = min(known_seconds, self.best[0].seconds if self.best else math.inf)
+        if math.isfinite(least_seconds):
+            keep = self._duals.needless(least_seconds)
             units = tuple(unit.keep(mask) for unit, mask in zip(units, keep, strict=True))
         smaller = replace(self.problem, units=units)
-        tables = wire_tables(smaller)
-        while True:
-            left = max(deadline - time.perf_counter(), 0.1)
-            found = feature_ilp.solve(
-                smaller, memory=self.needs_memory, time_limit_seconds=min(left, LONGEST_SECONDS)
-            )
-            self.variables = found.variables
-            # What was dropped costs more than the best that is known.
-            self.bound = max(self.bound, min(found.bound_seconds, self.least_seconds))
-            if found.chosen is None:
-                break
-            cost = price(smaller, tables, found.chosen)
-            if cost.bytes > self.problem.capacity_bytes * (1 + ROUNDING):
-                if self.needs_memory:
-                    break
-                self.needs_memory = True  # the free optimum does not fit: again, with memory
-                continue
-            if self.best is None or cost.seconds < self.best[0].seconds:
-                index = [int(unit.index[k]) for unit, k in zip(units, found.chosen, strict=True)]
-                whole = zip(self.problem.units, index, strict=True)
-                self.best = cost, tuple(unit.index.tolist().index(i) for unit, i in whole)
-            break
-        if found.status in ("optimal", "infeasible"):
-            nothing = self.best is None and not math.isfinite(self.known)
-            return self.result("infeasible" if nothing and found.status == "infeasible" else "optimal")
-        return self.result("time limit")
+        found = self._solved(smaller, least_seconds, deadline)
+        if found is None:
+            return
+        cost, chosen = found
+        if self.best is None or cost.seconds < self.best[0].seconds:
+            index = [int(unit.index[k]) for unit, k in zip(units, chosen, strict=True)]
+            whole = zip(self.problem.units, index, strict=True)
+            self.best = cost, tuple(unit.index.tolist().index(i) for unit, i in whole)
 
-    def result(self, status: str) -> Solved:
-        found = Solved(
-            None,
-            math.inf,
-            math.inf,
-            math.inf if status == "infeasible" else self.bound,
-            status,
-            self.variables,
-            self.needs_memory,
-            self.free_bound,
-            self.smallest.bytes,
-        )
-        if self.best is None or self.best[0].seconds >= self.known:
-            return replace(found, status="bounded" if status == "optimal" else status)
-        cost, chosen = self.best
-        options = tuple(int(u.index[k]) for u, k in zip(self.problem.units, chosen, strict=True))
-        bound = min(self.bound, cost.seconds)
-        return replace(found, options=options, seconds=cost.seconds, bytes=cost.bytes, bound_seconds=bound)
+    def _solved(
+        self, smaller: FeatureProblem, least_seconds: float, deadline: float
+    ) -> tuple[Priced, tuple[int, ...]] | None:
+        """The program's choice where it fits; without memory first if that has not been short so far."""
+        tables = wire_tables(smaller) if all(len(unit.seconds) for unit in smaller.units) else []
+        for memory in (False, True):
+            if self.short_of_memory and not memory:
+                continue
+            left = max(deadline - time.perf_counter(), 0.1)
+            found = feature_ilp.solve(smaller, memory=memory, time_limit_seconds=min(left, LONGEST_SECONDS))
+            self.variables = found.variables
+            self.out_of_time = found.status not in ("optimal", "infeasible")
+            # A choice that was dropped costs at least the best that is known.
+            self.bound = max(self.bound, min(found.bound_seconds, least_seconds))
+            if found.chosen is None:
+                if found.status == "infeasible" and not math.isfinite(least_seconds):
+                    self.possible = False
+                return None
+            cost = price(smaller, tables, found.chosen)
+            if cost.bytes <= self.problem.capacity_bytes * (1 + ROUNDING):
+                return cost, found.chosen
+            self.short_of_memory = True
+        return None
+
+    def _ascend(self, seconds_per_byte: float, known_seconds: float) -> Priced:
+        """Bound at one price of memory, and the choice that its messages say."""
+        duals = DualBound(self.problem, self._tables, seconds_per_byte)
+        bound = duals.ascend(SWEEPS, target=known_seconds)
+        if bound > self.bound or self._duals is None:
+            self.bound, self._duals = max(bound, self.bound), duals
+        return self._meet(duals.decode())
+
+    def _meet(self, chosen: list[int]) -> Priced:
+        """Take note of a choice."""
+        cost = price(self.problem, self._tables, chosen)
+        self.least_bytes = min(self.least_bytes, cost.bytes)
+        if cost.bytes > self.problem.capacity_bytes:
+            self.short_of_memory = True
+        elif self.best is None or cost.seconds < self.best[0].seconds:
+            self.best = cost, tuple(chosen)
+        return cost

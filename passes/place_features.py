@@ -11,6 +11,8 @@ Objective, in seconds per step, without overlap:
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
 import math
 import time
@@ -21,23 +23,24 @@ from typing import Literal
 import numpy as np
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import InfeasibleError, UsageError
-from cost_models.layout import Mesh, Replicate
+from cost_models.conversion import AxisLinks
+from cost_models.errors import InfeasibleError, TimeLimitError, UsageError
+from cost_models.layout import Mesh
 from cost_models.precision import Precision
 from cost_models.units import format_bytes
 from passes.certificate import Certificate, relative_gap
 from passes.costs import GraphCosts
 from passes.feature_evaluate import FeatureCost, evaluate
-from passes.feature_graph import Chooser, FeatureGraph, Unit, feature_graph
+from passes.feature_graph import Chooser, FeatureGraph, feature_graph
 from passes.feature_meshes import meshes
-from passes.feature_options import Options
 from passes.feature_pins import allowed_by_pin, resolve
 from passes.feature_problem import FeatureProblem, Setting, build_problem, links_of
-from passes.feature_solve import Solved, solve_problem
+from passes.feature_result import OtherLayout, assemble, explain, replicated_share
+from passes.feature_solve import ProblemSearch, Solved
 from passes.graph import OpGraph
 from passes.least_samples import least_samples
 from passes.shard_rules import choices as rule_choices
-from passes.sharding import Choice, FeaturePlacement, Placements
+from passes.sharding import FeaturePlacement
 
 log = logging.getLogger("partitioner")
 
@@ -57,7 +60,7 @@ class FeatureRequest:
     pins: Mapping[str, str] = field(default_factory=dict)
     mesh: tuple[int, ...] | None = None
     max_axes: int = 2
-    time_limit_seconds: float | None = None
+    time_limit_seconds: float | None = 60.0
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,10 @@ class FeatureResult:
     """Ops that only one way is known of, replicated, on shapes that have more."""
     problem: FeatureProblem = field(repr=False)
     options: tuple[int, ...] = field(repr=False)
+
+    def explain(self, name: str) -> tuple[OtherLayout, ...]:
+        """Every layout that an op, parameter or batch leaf could have had; see ``passes.feature_result.explain``."""
+        return explain(self.problem, self.options, name)
 
 
 def place_features(
@@ -151,8 +158,21 @@ def _counts(graph: OpGraph, request: FeatureRequest) -> list[int]:
     return counts
 
 
+@dataclass(eq=False)
+class _Candidate:
+    """A mesh and a micro-batch count."""
+
+    mesh: Mesh
+    links: tuple[AxisLinks, ...]
+    counts: Sequence[int]
+    """This count, then larger ones."""
+    search: ProblemSearch
+    seconds: float = 0.0
+    """Spent on it."""
+
+
 class _Search:
-    """All meshes and micro-batch counts, best bound first."""
+    """All meshes and micro-batch counts, always on with what has the lowest bound."""
 
     def __init__(
         self, space: FeatureGraph, setting: Setting, pins: Mapping[str, str], deadline: float
@@ -160,8 +180,9 @@ class _Search:
         self.space, self.setting, self.pins, self.deadline = space, setting, pins, deadline
         self.tried: list[Tried] = []
         self.best: tuple[FeatureProblem, Solved] | None = None
-        self.unpinned = 0
-        """Meshes on which the pins leave every unit an option."""
+        self.open: list[tuple[float, int, _Candidate]] = []
+        self.started = 0
+        self._order = itertools.count()
         self.least_bytes = math.inf
 
     @property
@@ -170,41 +191,59 @@ class _Search:
 
     def run(self, shapes: Sequence[Mesh], counts: Sequence[int]) -> tuple[FeatureProblem, Solved] | None:
         for mesh in shapes:
-            links = links_of(mesh, self.setting.cluster)
-            for count in counts:
-                if self.best is not None and time.perf_counter() > self.deadline:
-                    self._skip(mesh, count)
-                    break
-                if not self._solve(mesh, links, count):
-                    break
+            self._start(mesh, links_of(mesh, self.setting.cluster), counts)
+        while self.open:
+            _, _, candidate = heapq.heappop(self.open)
+            if self.best is not None and time.perf_counter() > self.deadline:
+                candidate.search.out_of_time = True
+            elif not candidate.search.is_over(self.known_seconds):
+                self._advance(candidate)
+                continue
+            self._close(candidate)
         return self.best
 
-    def _skip(self, mesh: Mesh, count: int) -> None:
-        self.tried.append(Tried(mesh.shape, count, "time limit", math.inf, 0.0, 0.0))
-
-    def _solve(self, mesh: Mesh, links: tuple, count: int) -> bool:  # type: ignore[type-arg]
-        """Returns whether more micro-batches on this mesh could be better."""
-        started = time.perf_counter()
-        problem = self._pinned(build_problem(self.space, mesh, links, count, self.setting))
+    def _start(self, mesh: Mesh, links: tuple[AxisLinks, ...], counts: Sequence[int]) -> None:
+        began = time.perf_counter()
+        problem = self._pinned(build_problem(self.space, mesh, links, counts[0], self.setting))
         if any(not len(unit.seconds) for unit in problem.units):
-            return False
-        self.unpinned += 1
-        solved = solve_problem(problem, self.known_seconds, self.deadline)
+            return
+        self.started += 1
+        candidate = _Candidate(mesh, links, counts, ProblemSearch(problem))
+        candidate.seconds = time.perf_counter() - began
+        self._advance(candidate)
+
+    def _advance(self, candidate: _Candidate) -> None:
+        """One step of a candidate; its better choice, if any, is known to all at once."""
+        began = time.perf_counter()
+        search = candidate.search
+        search.advance(self.known_seconds, self.deadline)
+        candidate.seconds += time.perf_counter() - began
+        self.least_bytes = min(self.least_bytes, search.least_bytes)
+        if search.best is not None and search.best[0].seconds < self.known_seconds:
+            self.best = search.problem, search.result(self.known_seconds)
+        # More micro-batches cost no less (docs/06c-feature-wise.md) but save memory: tried only where that is short.
+        more = search.short_of_memory or not search.possible
+        if more and len(candidate.counts) > 1 and search.free_bound < self.known_seconds:
+            self._start(candidate.mesh, candidate.links, candidate.counts[1:])
+            candidate.counts = candidate.counts[:1]
+        heapq.heappush(self.open, (search.bound, next(self._order), candidate))
+
+    def _close(self, candidate: _Candidate) -> None:
+        search = candidate.search
+        mine = self.best is not None and self.best[0] is search.problem
+        if mine:
+            self.best = search.problem, search.result(math.inf)
+        solved = search.result(math.inf if mine else self.known_seconds)
         self.tried.append(
             Tried(
-                mesh.shape,
-                count,
+                candidate.mesh.shape,
+                search.problem.microbatches,
                 solved.status,
                 solved.seconds,
                 solved.bound_seconds,
-                time.perf_counter() - started,
+                candidate.seconds,
             )
         )
-        self.least_bytes = min(self.least_bytes, solved.least_bytes)
-        if solved.options is not None:
-            self.best = problem, solved
-        # More micro-batches cost no less (docs/06c-feature-wise.md) but save memory: worth it only where that is short.
-        return solved.short_of_memory and solved.free_bound_seconds < self.known_seconds
 
     def _pinned(self, problem: FeatureProblem) -> FeatureProblem:
         if not self.pins:
@@ -218,11 +257,17 @@ class _Search:
         return replace(problem, units=tuple(units))
 
     def failure(self, request: FeatureRequest) -> Exception:
-        if not self.unpinned:
+        if not self.started:
             return UsageError(
                 "no mesh allows these pins",
                 ["on every mesh some pinned tensor has no such layout, or does not divide"],
                 ["a layout names one placement per mesh axis; give mesh= to fix their number"],
+            )
+        if any(t.status == "time limit" for t in self.tried):
+            return TimeLimitError(
+                f"no sharding that fits was found within {request.time_limit_seconds:g} s",
+                ["some meshes were not searched to the end"],
+                ["more time, or a fixed mesh="],
             )
         capacity = min(device.memory_bytes for device in self.setting.cluster.devices)
         return InfeasibleError(
@@ -233,63 +278,6 @@ class _Search:
             ],
             ["a smaller batch, more devices, an optimizer with less state, or the layer-wise strategy"],
         )
-
-
-def assemble(problem: FeatureProblem, options: Sequence[int]) -> FeaturePlacement:
-    """The placement that one option per unit (indices into ``detail``) says."""
-    graph = problem.space.graph
-    ops: dict[str, tuple[Choice, ...]] = {}
-    stored: dict[str, Placements] = {}
-    state: dict[str, Placements] = {}
-    batch: dict[str, Placements] = {}
-    for unit, numbers, option in zip(problem.space.units, problem.units, options, strict=True):
-        detail = numbers.detail
-        if unit.kind == "output":
-            continue
-        if isinstance(detail, Options):
-            per_axis = detail.per_axis(option)
-            if unit.kind == "op":
-                ops |= dict.fromkeys(unit.members, per_axis)
-                continue
-            layout = tuple(choice.outputs[0] for choice in per_axis)
-            target = batch if unit.kind == "batch" else stored
-            target |= {graph.input_of[node].name: layout for node in unit.members}
-            continue
-        kept = tuple(choice.stored for choice in detail[option])
-        owned = tuple(choice.state for choice in detail[option])
-        for node in unit.members:
-            name = graph.input_of[node].name
-            stored[name] = kept
-            if owned != kept:
-                state[name] = owned
-    order = {node.name: i for i, node in enumerate(graph.ops)}
-    ops = dict(sorted(ops.items(), key=lambda item: order[item[0]]))
-    whole = (Replicate(),) * len(problem.mesh.shape)
-    for given in graph.inputs:
-        if given.kind == "batch":
-            batch.setdefault(given.name, whole)
-        elif given.kind in ("parameter", "buffer"):
-            stored.setdefault(given.name, whole)
-    return FeaturePlacement(problem.mesh, ops, stored, batch, problem.microbatches, state)
-
-
-def replicated_share(problem: FeatureProblem, options: Sequence[int]) -> float:
-    """Share of the FLOPs of matrix products, convolutions and attention in ops that some axis does not split."""
-    costs = problem.space.costs.exact(problem.samples)
-    table = costs.at(problem.samples)
-    flops = table.forward_flops + table.backward_input_flops + table.backward_weight_flops
-    ranks = math.prod(problem.mesh.shape)
-    total = whole = 0.0
-    for unit, numbers, option in zip(problem.space.units, problem.units, options, strict=True):
-        if unit.kind != "op" or not isinstance(numbers.detail, Options):
-            continue
-        index = problem.space.op_index[unit.name]
-        if costs.op_class(index) == "memory":
-            continue
-        own = float(flops[index]) * len(unit.members)
-        total += own
-        whole += own if numbers.detail.work_share[option] > 1.001 / ranks else 0.0
-    return whole / total if total else 0.0
 
 
 def _certificate(
@@ -318,50 +306,3 @@ def _certificate(
         solver_status="optimal" if optimal else "time limit",
         search_seconds=seconds,
     )
-
-
-@dataclass(frozen=True)
-class OtherLayout:
-    """A layout that an op, parameter or batch leaf could have had, with everything else left as it is."""
-
-    layout: str
-    step_seconds: float
-    memory_bytes: float
-    chosen: bool
-
-
-def explain(result: FeatureResult, name: str) -> tuple[OtherLayout, ...]:
-    """Every layout that ``name`` could have had, cheapest first; what else was chosen is fixed, equal ops change alike."""
-    from passes.feature_bound import price, wire_tables
-
-    problem = result.problem
-    unit = next((u for u in problem.space.units if _is_named(problem, u, name)), None)
-    if unit is None:
-        raise UsageError(f"there is no op, parameter or batch leaf {name!r} to explain")
-    tables = wire_tables(problem)
-    chosen = [n.index.tolist().index(k) for n, k in zip(problem.units, result.options, strict=True)]
-    found = []
-    own = problem.units[unit.index]
-    for k in range(len(own.seconds)):
-        other = [*chosen[: unit.index], k, *chosen[unit.index + 1 :]]
-        cost = price(problem, tables, other)
-        found.append(
-            OtherLayout(
-                _words(own.detail, int(own.index[k])), cost.seconds, cost.bytes, k == chosen[unit.index]
-            )
-        )
-    return tuple(sorted(found, key=lambda o: (o.step_seconds, not o.chosen, o.layout)))
-
-
-def _is_named(problem: FeatureProblem, unit: Unit, name: str) -> bool:
-    inputs = problem.space.graph.input_of
-    return any(
-        member == name or (member in inputs and inputs[member].name == name) for member in unit.members
-    )
-
-
-def _words(detail: object, option: int) -> str:
-    if isinstance(detail, Options):
-        return " | ".join(map(str, detail.per_axis(option)))
-    assert isinstance(detail, tuple)
-    return " | ".join(str(choice) for choice in detail[option])

@@ -22,9 +22,9 @@ from passes.feature_bound import price, wire_tables
 from passes.feature_evaluate import evaluate
 from passes.feature_graph import feature_graph
 from passes.feature_problem import FeatureProblem, Setting, build_problem, links_of
+from passes.feature_result import assemble
 from passes.feature_solve import solve_problem
 from passes.graph import OpGraph
-from passes.place_features import assemble
 from passes.shard_rules import choices as rule_choices
 from passes.sharding import Choice, operands
 from tests.random_graphs import random_model
