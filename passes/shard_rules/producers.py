@@ -10,17 +10,20 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from cost_models.layout import Shard
 from passes.shard_rules.notation import Rule, Term, from_terms
 from passes.shard_rules.shapes import operands_shapes, tensors_of
-from passes.sharding import Choice, all_replicated, operands
+from passes.sharding import Choice, Need, all_replicated, operands
 
 aten = torch.ops.aten
 
 
 def _constant(node: fx.Node) -> tuple[Choice, ...]:
-    """The same everywhere; ``self`` gives the type only."""
+    """The same everywhere; ``self`` gives the type only, so that any part of it will do."""
     letters = tuple(f"d{d}" for d in range(tensors_of(node)[0].dim()))
-    return from_terms(node, [Term((None,) * len(s)) for s in operands_shapes(node)], [Term(letters)])
+    found = from_terms(node, [Term((None,) * len(s)) for s in operands_shapes(node)], [Term(letters)])
+    parts = [Need(Shard(d)) for s in operands_shapes(node) for d, size in enumerate(s) if size != 1]
+    return (*found, *(Choice((part,), choice.outputs) for choice in found for part in parts))
 
 
 def _like(node: fx.Node) -> tuple[Choice, ...]:

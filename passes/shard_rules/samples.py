@@ -2,14 +2,15 @@
 
     linear, x (s0, 4096, 8192), w (28672, 8192)   ->   x (4, 8, 12), w (16, 12)
 
-Whether the op still is the op with such sizes shows when it runs. What is tried, in this order: the real sizes if they are
+Whether the op still is the op with such sizes shows when it runs: it makes as many tensors, of as many dimensions, and
+those of a known size have the new one (``alike``). What is tried, in this order: the real sizes if they are
 small (open ones as 4); new sizes, arguments as they are; new sizes, arguments that equal an old size replaced; the real
 sizes if they are not too many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -40,6 +41,17 @@ class Sample:
     dtypes: tuple[torch.dtype, ...]
     number: Numbers
     """What stands for an integer among the arguments."""
+    new: Mapping[int, int]
+    """The new size of each size."""
+
+    def alike(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether what came out could be the op's, with new sizes: else the arguments meant something else."""
+        wanted = tensor_specs(self.node)
+        return len(outputs) == len(wanted) and all(
+            made.dim() == len(spec.shape)
+            and all(a == self.new.get(_concrete(b), a) for a, b in zip(made.shape, spec.shape, strict=True))
+            for made, spec in zip(outputs, wanted, strict=True)
+        )
 
     def draw(
         self, positive: bool, high: int, double: bool
@@ -73,7 +85,7 @@ def signature(node: fx.Node) -> str:
     """Equal for ops that are sharded alike: the op, its operands' shapes (open sizes as 4) and types, the rest."""
     specs = [spec for source in operands(node) for spec in tensor_specs(source)]
     shapes = tuple(tuple(_concrete(size) for size in spec.shape) for spec in specs)
-    plain = Sample(node, shapes, tuple(spec.dtype for spec in specs), _same)
+    plain = Sample(node, shapes, tuple(spec.dtype for spec in specs), _same, {})
     tensors = ", ".join(f"{list(s)} {str(d)[6:]}" for s, d in zip(shapes, plain.dtypes, strict=True))
     return f"{node.target}({plain.arguments(lambda i: f'#{i}')}; {tensors})"
 
@@ -85,13 +97,13 @@ def samples(node: fx.Node) -> Iterator[Sample]:
     dtypes = tuple(spec.dtype for spec in specs)
     elements = sum(_product(shape) for shape in real)
     if elements <= SMALL:
-        yield Sample(node, real, dtypes, _same)
+        yield Sample(node, real, dtypes, _same, {})
     new = _new_sizes(real)
     shrunk = tuple(tuple(new[size] for size in shape) for shape in real)
-    yield Sample(node, shrunk, dtypes, _same)
-    yield Sample(node, shrunk, dtypes, lambda number: new.get(number, number))
+    yield Sample(node, shrunk, dtypes, _same, new)
+    yield Sample(node, shrunk, dtypes, lambda number: new.get(number, number), new)
     if SMALL < elements <= LARGE:
-        yield Sample(node, real, dtypes, _same)
+        yield Sample(node, real, dtypes, _same, {})
 
 
 def _new_sizes(shapes: tuple[tuple[int, ...], ...]) -> Mapping[int, int]:

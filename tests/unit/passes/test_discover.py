@@ -133,6 +133,14 @@ def test_big_ops_are_tried_small() -> None:
     assert "S2 S2 S1 -> P" in texts(all_valid_choices(node))
 
 
+def test_arguments_that_mean_something_else_with_new_sizes_are_not_trusted() -> None:
+    """(4, 16, 128) becomes (4, 8, 12), of which view(-1, 128) would make (3, 128)."""
+    found = texts(all_valid_choices(node_of(aten.view.default, torch.randn(4, 16, 128), [-1, 128])))
+    assert found == {"R -> R", "S0 -> S0", "S2 -> S1", "P -> P"}
+    thirds = node_of(aten.split.Tensor, torch.randn(4, 16, 96), 32, 2)
+    assert "S1 -> S1 S1 S1" in texts(all_valid_choices(thirds))
+
+
 def test_the_users_random_numbers_are_left_alone() -> None:
     torch.manual_seed(7)
     wanted = torch.rand(3)
