@@ -37,6 +37,7 @@ from partitioner.engine_step import (
     SharedResults,
     StepInfo,
     microbatches_for,
+    seed_scale,
     share_results,
     tokens_in,
 )
@@ -90,6 +91,7 @@ class Engine:
         self._reader = reader
         self._graph = graph
         self._metric_names = tuple(output.name for output in graph.outputs if output.kind == "metric")
+        self._loss_dtype: torch.dtype = graph.nodes[graph.loss or ""].meta["val"].dtype
         self._least_samples = least_samples(graph)
         self._token_leaf = token_leaf(graph)
         user = user_leaves(graph.batch, graph.token_counts)
@@ -131,7 +133,7 @@ class Engine:
         ``max_grad_norm``: clips as ``clip_grad_norm_`` does. ``last_step`` tells more about it.
         """
         started = time.perf_counter()
-        with self.executor.reported():
+        with self.executor.reported(call=True):
             self.zero_grad()
             results, samples, tokens = self._forward_backward(batch, "train_step")
             norm = None if max_grad_norm is None else self._clip(max_grad_norm)
@@ -147,7 +149,7 @@ class Engine:
         samples, plan a larger ``batch_size``: micro-batches are what accumulates.
         """
         started = time.perf_counter()
-        with self.executor.reported():
+        with self.executor.reported(call=True):
             results, samples, tokens = self._forward_backward(batch, "forward_backward")
             loss = self._finish(results, samples, tokens, None, started)
             self._by_parts.begin()
@@ -157,7 +159,8 @@ class Engine:
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` over the whole model, tied parameters once. The norm, on every rank."""
-        norm = self._clip(max_norm, norm_type, error_if_nonfinite)
+        with self.executor.reported():
+            norm = self._clip(max_norm, norm_type, error_if_nonfinite)
         if self.last_step is not None:
             self.last_step = dataclasses.replace(self.last_step, grad_norm=norm)
         return norm
@@ -170,25 +173,27 @@ class Engine:
 
     def _forward_backward(self, batch: Any, method: str) -> tuple[SharedResults, int, int | None]:
         """Leaves gradients in ``.grad``. (Loss and metrics on their way, samples, tokens)."""
-        refuse_no_grad(method)
-        refuse_autocast(method, self.executor.device.type)
-        if not self._began:
-            self._began = True
-            self._tell(lambda callback: callback.on_train_start(self))
-        needed = self.executor.leaf_names
-        leaves = self._reader.leaves(batch, needed)
-        samples = samples_in(self._graph, leaves, needed)
-        self._compare_batches({} if isinstance(batch, AbsentBatch) else leaves, samples)
-        microbatches = microbatches_for(self.plan, samples, *self._least_samples)
-        weights = loss_weights(self._graph.loss_reduction, samples, microbatches)
-        sums = self.executor.run_step(
-            with_normalizers(self._graph, leaves, microbatches, needed),
-            microbatches,
-            weights=weights,
-            gradient_scale=self.precision.gradient_scale,
-        )
+        with self.executor.needed():
+            refuse_no_grad(method)
+            refuse_autocast(method, self.executor.device.type)
+            if not self._began:
+                self._began = True
+                self._tell(lambda callback: callback.on_train_start(self))
+            needed = self.executor.leaf_names
+            leaves = self._reader.leaves(batch, needed)
+            samples = samples_in(self._graph, leaves, needed)
+            self._compare_batches({} if isinstance(batch, AbsentBatch) else leaves, samples)
+            microbatches = microbatches_for(self.plan, samples, *self._least_samples)
+            weights = loss_weights(self._graph.loss_reduction, samples, microbatches)
+            scale = seed_scale(weights, samples, self._loss_dtype)
+            sums = self.executor.run_step(
+                with_normalizers(self._graph, leaves, microbatches, needed),
+                microbatches,
+                weights=weights,
+                gradient_scale=self.precision.gradient_scale * scale,
+            )
         results = share_results(sums, self._metric_names, weights, self.executor.collectives)
-        self._skipped = self.precision.after_backward()
+        self._skipped = self.precision.after_backward(scale)
         return results, samples, tokens_in(self._graph.batch, self._token_leaf, leaves, samples)
 
     def _clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -314,7 +319,8 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """``model.state_dict()`` as the model would have it now: full on rank 0's CPU, an empty dict elsewhere."""
-        return self._checkpoints.state_dict()
+        with self.executor.reported():
+            return self._checkpoints.state_dict()
 
     def save(
         self, directory: str | Path, extra: Any = None, *, asynchronous: bool = False, keep: int = 1
@@ -326,7 +332,8 @@ class Engine:
         to memory; ``wait()`` of what is returned raises what went wrong while writing, else the next save does, or
         ``close``.
         """
-        pending = self._checkpoints.save(self, directory, extra, asynchronous=asynchronous, keep=keep)
+        with self.executor.reported():
+            pending = self._checkpoints.save(self, directory, extra, asynchronous=asynchronous, keep=keep)
         self._tell(lambda callback: callback.on_save(self, pending.path))
         return pending
 
@@ -336,7 +343,8 @@ class Engine:
         Under any plan, strategy and number of ranks. Learning rates and other options of the optimizer's groups are
         restored too. Random states other than dropout's are where as many ranks saved it.
         """
-        extra = self._checkpoints.load(self, directory)
+        with self.executor.reported():
+            extra = self._checkpoints.load(self, directory)
         self._compare_batches.rearm()
         self._tell(lambda callback: callback.on_load(self, Path(directory)))
         return extra

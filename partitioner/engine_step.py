@@ -116,6 +116,21 @@ def microbatches_for(plan: Plan, samples: int, least_samples: int, reason: str) 
     return min(plan.microbatches, samples // least_samples)
 
 
+def seed_scale(weights: Sequence[float], samples: int, loss_dtype: torch.dtype) -> float:
+    """Makes a loss's weights exact in its type: gradients are computed times this, and divided by it in float32.
+
+        6 samples, 3 micro-batches: 1/3 is 0.334 in bfloat16, and 1/3 · 6/8 = 0.25 is itself
+
+    1 where they are exact already. With it they are small integers over a power of two.
+    """
+    if loss_dtype.itemsize >= 4:
+        return 1.0
+    exact = torch.tensor(weights, dtype=torch.float64)
+    if torch.equal(exact.to(loss_dtype).double(), exact):
+        return 1.0
+    return samples / 2.0 ** math.ceil(math.log2(samples))
+
+
 def replanned(plan: Plan, microbatches: int) -> Plan:
     """The same plan for fewer micro-batches; for its programs only, its predictions are of the whole batch."""
     return plan.model_copy(update={"microbatches": microbatches})

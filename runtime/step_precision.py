@@ -36,11 +36,18 @@ class StepPrecision:
         """What the next backward multiplies its gradients by."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
-    def after_backward(self) -> bool:
-        """Owners have their gradients, unscaled. True where they overflowed somewhere and all ranks dropped theirs."""
+    def after_backward(self, scale: float = 1.0) -> bool:
+        """Owners have their gradients, unscaled. True where they overflowed somewhere and all ranks dropped theirs.
+
+        ``scale``: what backward multiplied gradients by beside ``gradient_scale``.
+        """
         self._pairs.collect()
         if self._sharded is not None:
             self._sharded.collect()
+        if scale != 1.0:
+            for parameter in self._state.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1.0 / scale)
         if self.loss_scale is None:
             return False
         return self.loss_scale.unscale_or_drop(

@@ -274,3 +274,34 @@ def test_float16_without_a_loss_scale_is_refused() -> None:
 
     with pytest.raises(UsageError, match="without a loss scale"):
         partition(workload(F32), ClusterSpec.local(1), batch_size=6, precision=Precision(compute=F16))
+
+
+# ------------------------------------------------------------------------------------------------------
+# A loss in 16 bits, in micro-batches whose weights 16 bits do not hold
+
+
+class Sixteen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.ones((), dtype=BF16)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.relu(x * self.first) * self.second).mean()
+
+
+def sixteen() -> Workload:
+    return Workload(Sixteen(), {"x": torch.ones(6, 4, dtype=BF16)}, None, "sixteen")
+
+
+def gradients_of_sixteen(plan_json: str) -> list[float]:
+    with Plan.from_json(plan_json).deploy(sixteen(), timeout_seconds=20.0) as engine:
+        engine.forward_backward(sixteen().example_inputs)
+        assert engine._loss_dtype == BF16
+        return [float(p.grad) for p in engine.parameters.values()]
+
+
+def test_weights_of_a_16_bit_loss_are_exact(pool: WorkerPool) -> None:
+    text = partition(sixteen(), ClusterSpec.local(1), batch_size=6, microbatches=3).model_dump_json()
+    (gradients,) = pool.run(gradients_of_sixteen, text, world_size=1, timeout_seconds=60.0)
+    # A third in bfloat16 is 0.33398: three of them would make 1.00195.
+    assert gradients == pytest.approx([1.0, 1.0], rel=1e-6)

@@ -11,7 +11,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
 from partitioner.engine_batch import same_constant
 from partitioner.engine_checks import refuse_autocast, refuse_no_grad
-from partitioner.engine_step import microbatches_for, replanned, share_results
+from partitioner.engine_step import microbatches_for, replanned, seed_scale, share_results
 from partitioner.rebuild import plan_programs
 from runtime.collective import Pending
 from runtime.results import StepSums
@@ -109,3 +109,17 @@ def test_where_a_step_would_compute_something_else_it_is_refused() -> None:
         refuse_no_grad("train_step")
     with torch.inference_mode(), pytest.raises(UsageError, match=r"under torch\.inference_mode"):
         refuse_no_grad("train_step")
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 2, 2), (5, 5, 4, 4), (85, 85, 85)])
+def test_weights_times_the_seed_scale_are_exact_in_16_bits(sizes: tuple[int, ...]) -> None:
+    samples = sum(sizes)
+    weights = [size / samples for size in sizes]
+    for dtype in (torch.bfloat16, torch.float16):
+        scale = seed_scale(weights, samples, dtype)
+        seeds = torch.tensor([weight * scale for weight in weights], dtype=dtype).double()
+        assert 0.5 < float(seeds.sum()) <= 1.0
+        assert torch.allclose(seeds / scale, torch.tensor(weights).double(), rtol=1e-7, atol=0.0)
+        assert seed_scale([0.25] * 4, 8, dtype) == 1.0
+        assert seed_scale([1.0] * 3, 6, dtype) == 1.0
+    assert seed_scale(weights, samples, torch.float32) == 1.0
