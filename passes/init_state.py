@@ -67,12 +67,14 @@ def materialize(
     init_fn: InitFunction | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
+    cut: Callable[[str, Tensor], Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Real values on ``device`` for the parameters and buffers called ``names``; copies, never the model's
     own.
 
     Without a ``state_dict`` entry, ``model`` says shape and dtype and must be given. ``weights``: by canonical name,
-    the stored tensor, or several (under each name of a tied one), which must be the same.
+    the stored tensor, or several (under each name of a tied one), which must be the same. ``cut``: the part of a named
+    tensor that is wanted; one tensor at a time is held whole, on CPU.
     """
     wanted = list(names)
     known = state_names(model) if model is not None else StateNames({}, {}, {})
@@ -85,9 +87,12 @@ def materialize(
         try:
             stored = (weights or {}).get(known.canonical(name))
             if stored:
-                result[name] = _read(name, stored, known, device)
+                value = _read(name, stored, known, device if cut is None else "cpu")
+                result[name] = value if cut is None else cut(name, value).contiguous().to(device, copy=True)
             else:
-                result[name] = source.value(name).to(device, copy=True)
+                value = source.value(name)
+                own = value if cut is None else cut(name, value).contiguous()
+                result[name] = own.to(device, copy=True)
         except _NoValueError as error:
             problems.append(str(error))
     if problems:

@@ -202,7 +202,9 @@ def _reduction_bytes(
 ) -> Iterator[tuple[int, int, float]]:
     for reduction, _ in flat.reductions:
         sent_bytes = reduce_bytes(reduction)
-        for source, target in itertools.pairwise((*reduction.ranks, reduction.ranks[0])):
+        for source, target in (
+            () if sent_bytes == 0.0 else itertools.pairwise((*reduction.ranks, reduction.ranks[0]))
+        ):
             yield source, target, sent_bytes
 
 
