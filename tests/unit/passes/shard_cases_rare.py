@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tests.unit.passes.shard_cases import Case, Draw
+from tests.unit.passes.shard_draw import Case, Draw
 
 aten = torch.ops.aten
 

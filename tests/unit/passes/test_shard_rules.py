@@ -21,8 +21,8 @@ from passes.shard_rules.threads import Meeting
 from passes.shard_rules.traffic import local_collectives
 from passes.sharding import Choice, Need, operands
 from tests.unit.passes import shard_cases
-from tests.unit.passes.shard_cases import Draw
 from tests.unit.passes.shard_cases_rare import RARE
+from tests.unit.passes.shard_draw import Draw
 from tests.unit.passes.traced_models import small_gpt2
 
 aten = torch.ops.aten
