@@ -62,7 +62,7 @@ class ProblemSearch:
         self.free_bound = 0.0
         self.best: tuple[Priced, tuple[int, ...]] | None = None
         self.least_bytes = math.inf
-        """Of the smallest choice that was met."""
+        """Where it is proved that nothing fits: what the smallest choice needs at least."""
         self.short_of_memory = False
         """The cheapest choice of all may not fit."""
         self.variables = 0
@@ -109,8 +109,8 @@ class ProblemSearch:
         if self.best is None:
             least = DualBound(self.problem, self._tables, 1.0, time_weight=0.0)
             over = least.ascend(SWEEPS, target=1.0)
-            self._meet(least.decode())
             if over > 0:
+                self.least_bytes = self.problem.capacity_bytes + max(over, least.ascend(SWEEPS))
                 self.possible = False
                 self.bound = math.inf
                 return
@@ -183,7 +183,6 @@ class ProblemSearch:
     def _meet(self, chosen: list[int]) -> Priced:
         """Take note of a choice."""
         cost = price(self.problem, self._tables, chosen)
-        self.least_bytes = min(self.least_bytes, cost.bytes)
         if cost.bytes > self.problem.capacity_bytes:
             self.short_of_memory = True
         elif self.best is None or cost.seconds < self.best[0].seconds:

@@ -270,12 +270,12 @@ class _Search:
                 ["more time, or a fixed mesh="],
             )
         capacity = min(device.memory_bytes for device in self.setting.cluster.devices)
+        needs = (
+            "more than that" if math.isinf(self.least_bytes) else f"at least {format_bytes(self.least_bytes)}"
+        )
         return InfeasibleError(
             f"{self.space.graph.model_name} does not fit feature-wise on {self.setting.cluster.name}",
-            [
-                f"the smallest sharding found needs {format_bytes(self.least_bytes)} on a device of "
-                f"{format_bytes(capacity)}"
-            ],
+            [f"a device has {format_bytes(capacity)}, and every sharding needs {needs} of one (proved)"],
             ["a smaller batch, more devices, an optimizer with less state, or the layer-wise strategy"],
         )
 

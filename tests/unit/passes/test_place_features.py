@@ -1,0 +1,221 @@
+"""Known strategies are found without hints, on traced models; memory binds; pins, meshes and limits hold."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, UsageError
+from cost_models.layout import Replicate, Shard
+from examples.alexnet import alexnet
+from partitioner.bundled_models import bundled
+from passes.compile import costs_of
+from passes.feature_meshes import meshes
+from passes.graph import OpGraph
+from passes.place_features import FeatureRequest, FeatureResult, place_features
+from passes.trace import trace
+from tests.unit.passes.traced_models import small
+
+
+def cluster(
+    ranks: int, bandwidth: float, latency: float = 0.0, memory: str = "8GiB", flops: float = 1e9
+) -> ClusterSpec:
+    device = {
+        "kind": "cpu",
+        "memory": memory,
+        "memory_bandwidth": flops,
+        "flops": {"float64": flops, "float32": flops},
+        "launch_overhead": 0.0,
+    }
+    links = {"default": {"bandwidth": bandwidth, "latency": latency}}
+    return ClusterSpec.from_dict({"nodes": [{"name": "n", "count": ranks, "device": device, "links": links}]})
+
+
+@cache
+def graph_of(name: str) -> OpGraph:
+    if name == "alexnet":
+        workload = alexnet(batch=2)
+        return trace(workload.model, workload.example_inputs, loss_fn=workload.loss_fn)
+    if name == "uneven":
+        return trace(Uneven(), {"x": torch.zeros(2, 64), "y": torch.zeros(2, 8)})
+    workload = small(name)
+    return trace(workload.model, workload.example_inputs)
+
+
+def place(name: str, machine: ClusterSpec, **fixed: Any) -> FeatureResult:
+    graph = graph_of(name)
+    return place_features(graph, costs_of(graph, machine), machine, FeatureRequest(**fixed))
+
+
+class Uneven(nn.Module):
+    """One big and sixteen small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.big = nn.Linear(64, 4096, bias=False)
+        self.small = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(15))
+        self.down = nn.Linear(4096, 8, bias=False)
+        self.down.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.down(torch.relu(self.big(x)))
+        for layer in self.small:
+            h = torch.tanh(layer(h))
+        return ((h - y) ** 2).mean()
+
+
+def split(placements: tuple[Any, ...]) -> bool:
+    return any(isinstance(p, Shard) for p in placements)
+
+
+def optimal(result: FeatureResult) -> bool:
+    found = result.certificate
+    return found.solver_status == "optimal" and found.gap <= 1e-6
+
+
+def test_small_batch_and_fast_links_give_no_more_traffic_than_megatron() -> None:
+    """Two layers of Llama-3-8B, one sample of 1,024 tokens, eight devices that share a switch."""
+    machine, ranks, layers, seq, hidden = ClusterSpec.preset("dgx-h100"), 8, 2, 1024, 4096
+    workload = bundled("llama-8b", layers=layers, seq=seq)
+    graph = trace(workload.model, workload.example_inputs)
+    result = place_features(graph, costs_of(graph, machine), machine, FeatureRequest(batch_size=1))
+    assert optimal(result)
+    assert result.replicated_matmul_share == 0.0
+    all_reduce = 2 * (ranks - 1) / ranks * seq * hidden * 2
+    # Column and row parallel: per layer two all-reduces forward and two backward, and one each for the vocabulary's
+    # shards of embedding and head. (Or as much in all-gathers and reduce-scatters, with the sequence sharded between.)
+    assert result.cost.communication_bytes <= (4 * layers + 2) * all_reduce
+
+
+def by_sample(result: FeatureResult, graph: OpGraph) -> bool:
+    """Whether every matrix product and attention has its samples split, and nothing else."""
+    heavy = [n for n in graph.ops if any(word in str(n.target) for word in ("linear", "addmm", "attention"))]
+    return all(
+        choice.outputs == (Shard(0),) for node in heavy for choice in result.placement.choices[node.name]
+    )
+
+
+def test_large_batch_and_small_model_give_data_parallelism() -> None:
+    result = place("gpt2", cluster(4, 1e7), batch_size=64)
+    assert optimal(result)
+    assert result.placement.mesh.shape == (4,)
+    assert result.replicated_matmul_share == 0.0
+    assert by_sample(result, graph_of("gpt2"))
+
+
+def test_the_same_with_less_memory_gives_sharded_parameters() -> None:
+    """With room most parameters are whole on every rank; without, they are split and gathered before use."""
+    fixed: dict[str, Any] = {"batch_size": 64, "microbatches": 1, "mesh": (4,)}
+    free = place("gpt2", cluster(4, 1e7, 1e-3, flops=1e7), **fixed)
+    assert by_sample(free, graph_of("gpt2"))
+    capacity = int(free.cost.memory_bytes * 0.95)
+    short = place("gpt2", cluster(4, 1e7, 1e-3, f"{capacity}B", flops=1e7), **fixed)
+    assert optimal(short)
+    assert short.cost.memory_bytes <= capacity
+    assert short.cost.seconds >= free.cost.seconds * (1 - 1e-9)
+    assert whole_bytes(short) < whole_bytes(free)
+    assert by_sample(short, graph_of("gpt2"))
+
+
+def whole_bytes(result: FeatureResult) -> int:
+    """Of the parameters that every rank keeps whole."""
+    stored = result.placement.stored
+    return sum(
+        p.size_bytes for p in result.problem.space.graph.parameters.values() if not split(stored[p.name])
+    )
+
+
+def test_alexnet_splits_convolutions_by_batch_and_fully_connected_layers_by_feature() -> None:
+    """One weird trick for parallelizing convolutional neural networks (Krizhevsky 2014)."""
+    result = place("alexnet", cluster(4, 1e9, flops=1e12), batch_size=64, microbatches=1, mesh=(4,))
+    assert optimal(result)
+    graph = graph_of("alexnet")
+    ways = {kind: [] for kind in ("conv", "linear")}
+    for node in graph.ops:
+        for kind, found in ways.items():
+            if kind in str(node.target):
+                found.append(str(result.placement.choices[node.name][0]))
+    assert ways["conv"] == ["S0 R~ R~ -> S0"] * 5
+    assert ways["linear"] == ["S1 S1 P -> P", "R~ S0 S0 -> S1", "S1 S1 P -> P"]
+
+
+def test_one_big_and_sixteen_small_parameters() -> None:
+    """Memory is bytes per device: a mean of shares would call sixteen small ones sharded and the big one whole enough."""
+    fixed: dict[str, Any] = {"batch_size": 8, "microbatches": 1, "mesh": (4,)}
+    free = place("uneven", cluster(4, 1e6, latency=1e-2), **fixed)
+    assert not any(split(layout) for layout in free.placement.stored.values())
+    big = graph_of("uneven").parameters["big.weight"]
+    capacity = int(free.cost.memory_bytes - big.size_bytes)
+    short = place("uneven", cluster(4, 1e6, 1e-2, f"{capacity}B"), **fixed)
+    assert optimal(short)
+    assert short.cost.memory_bytes <= capacity
+    assert split(short.placement.sharded_state.get("big.weight", short.placement.stored["big.weight"]))
+
+
+def test_memory_that_nothing_fits_in_is_said_with_numbers() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        place("gpt2", cluster(2, 1e9, memory="1MiB"), batch_size=64, microbatches=1)
+    assert "needs" in str(caught.value)
+
+
+def test_pins_hold_and_cost_what_they_cost() -> None:
+    machine = cluster(2, 1e9)
+    free = place("gpt2", machine, batch_size=4)
+    pin = {"transformer.h.0.mlp.c_fc.weight": "S1"}
+    pinned = place("gpt2", machine, batch_size=4, pins=pin)
+    assert pinned.placement.stored["transformer.h.0.mlp.c_fc.weight"] == (Shard(1),)
+    assert pinned.cost.seconds >= free.cost.seconds * (1 - 1e-9)
+    assert optimal(pinned)
+    leaf = place("gpt2", machine, batch_size=4, pins={"input_ids": "S0"})
+    assert leaf.placement.batch["input_ids"] == (Shard(0),)
+    both = place("gpt2", cluster(4, 1e9), batch_size=4, pins={"*.c_proj.weight": "R S0"}, mesh=(2, 2))
+    assert both.placement.stored["transformer.h.1.attn.c_proj.weight"] == (Replicate(), Shard(0))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ({"pins": {"nothing.like.it": "S0"}}, "matches no parameter"),
+        ({"pins": {"input_ids": "Q"}}, "is not R, P"),
+        ({"pins": {"input_ids": "S0", "input_*": "R"}}, "input_ids"),
+        ({"pins": {"transformer.wte.weight": "S7"}}, "no mesh allows these pins"),
+        ({"mesh": (3,)}, "it has 3 ranks, the cluster 2"),
+        ({"microbatches": 3}, "cannot train"),
+    ],
+)
+def test_what_cannot_be_is_refused(fixed: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        place("gpt2", cluster(2, 1e9), batch_size=4, **fixed)
+
+
+def test_other_layouts_are_explained() -> None:
+    result = place("gpt2", cluster(2, 1e9), batch_size=4)
+    name = next(node.name for node in graph_of("gpt2").ops if "addmm" in node.name)
+    others = result.explain(name)
+    assert sum(other.chosen for other in others) == 1
+    chosen = next(other for other in others if other.chosen)
+    assert chosen.step_seconds == pytest.approx(result.cost.seconds, rel=1e-6)
+    assert all(other.step_seconds >= chosen.step_seconds * (1 - 1e-9) for other in others)
+    assert len(result.explain("transformer.wte.weight")) > 2
+    with pytest.raises(UsageError):
+        result.explain("nothing")
+
+
+def test_out_of_time_gives_the_best_so_far() -> None:
+    result = place("gpt2", cluster(4, 1e7), batch_size=64, time_limit_seconds=0.0)
+    assert result.certificate.bound_seconds <= result.cost.seconds
+    assert result.certificate.solver_status == "time limit"
+
+
+def test_meshes_follow_the_hierarchy() -> None:
+    shapes = [mesh.shape for mesh in meshes(ClusterSpec.preset("dgx-h100", 8), 2)]
+    assert shapes == [(64,), (8, 8), (16, 4), (32, 2)]
+    assert (2, 4, 8) in [mesh.shape for mesh in meshes(ClusterSpec.preset("dgx-h100", 8), 3)]
+    assert [mesh.shape for mesh in meshes(ClusterSpec.one_node("H100-80GB", 4), 2)] == [(4,), (2, 2)]
+    with pytest.raises(UsageError):
+        meshes(ClusterSpec.one_node("H100-80GB", 4), 2, (3, 1))
