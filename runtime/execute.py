@@ -218,16 +218,15 @@ class Executor:
         batch: Mapping[str, Tensor],
         microbatches: int,
         *,
+        loaded: Loaded,
         weights: Sequence[float] | None = None,
-        loaded: Loaded | None = None,
         keep_outputs: bool = True,
     ) -> Evaluation:
         """Forwards without gradients; buffers, gradients and ``step`` stay as they are.
 
-        ``loaded``: the graph to run; the forward half of the training program if not given. ``keep_outputs``: whether
-        the result has them, which costs their memory.
+        ``loaded``: the graph to run, one of evaluation (batch norm in training mode would write its buffers in place).
+        ``keep_outputs``: whether the result has them, which costs their memory.
         """
-        loaded = loaded or self._training
         binder, shared = self._prepare(loaded, False, batch, microbatches, weights)
         shared.outputs = [{} for _ in range(microbatches)] if keep_outputs else []
         with torch.no_grad():

@@ -337,7 +337,7 @@ def losses_from(plan_json: str, first: int) -> list[float]:
         losses = []
         for _ in range(3):
             losses.append(engine.train_step(made.example_inputs).item())
-            engine.executor.evaluate(made.example_inputs, 2)
+            engine.eval_step(made.example_inputs)
         assert engine.step == first + 3
     return losses
 

@@ -204,7 +204,9 @@ def train_and_evaluate(ranks: tuple[int, ...]) -> dict[str, Any]:
     mine = [t for n, t in state.items() if t.requires_grad and n in HELD[rank]]
     optimizer = torch.optim.SGD(mine, lr=0.05, momentum=0.9)
     losses = [executor.train_step(hand.batch(SAMPLES), MICROBATCHES, optimizer) for _ in range(2)]
-    evaluation = executor.evaluate(hand.batch(8, seed=5), MICROBATCHES)
+    loaded = executor.load(programs[rank], hand.codes(), hand.graph(ranks), state, hand.BATCH)
+    evaluation = executor.evaluate(hand.batch(8, seed=5), MICROBATCHES, loaded=loaded)
+    executor.unload(loaded)
     with pytest.raises(UsageError, match="made for 4 micro-batches"):
         executor.train_step(hand.batch(SAMPLES), 3)
     with pytest.raises(UsageError, match="cannot cut a batch of 3 samples into 4"):
