@@ -58,9 +58,7 @@ class Traffic:
 def traffic(sharded: Sharded, microbatch_size: int) -> tuple[Traffic, ...]:
     """Every collective of the local graph, for micro-batches of ``microbatch_size`` samples in all."""
     batch = sharded.graph.batch
-    symbols = dict.fromkeys(batch.symbols, 0) | {
-        batch.batch_symbol: microbatch_size // batch.multiple
-    }
+    symbols = dict.fromkeys(batch.symbols, 0) | {batch.batch_symbol: microbatch_size // batch.multiple}
     return tuple(
         found
         for node in sharded.graph.ops

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from runtime.early_sends import EarlySends, PostTensor, following_sends
 from runtime.groups import TAG_BASE, Channel
+from runtime.overlap import overlap
 from runtime.program import (
     Backward,
     BackwardInput,
@@ -70,6 +71,7 @@ class Binder:
             if isinstance(i, Send)
         }
         self.handlers = [self._bind(p, instruction) for p, instruction in enumerate(instructions)]
+        overlap(instructions, self.handlers, self.reductions)
         for p, instruction in enumerate(instructions):
             if isinstance(instruction, COMPUTES) and setting.codes[instruction.segment].mesh is not None:
                 self.handlers[p] = shared_compute(setting.monitor, shared, p, self.handlers[p])
@@ -368,6 +370,8 @@ class Binder:
         works, group = self.works, channel.group
 
         def run() -> None:
+            if reduction.started:  # while backward was running
+                return
             for other in before:  # of the same gradients
                 self.wait(other.position)
                 other.finish()

@@ -87,7 +87,9 @@ def check_cut(batch_size: int, microbatches: int, multiple: int = 1) -> None:
         raise UsageError(
             f"cannot cut a batch of {batch_size} samples into {microbatches} micro-batches",
             because=[f"its samples are shared by ranks: a micro-batch needs a multiple of {multiple}"],
-            suggestions=[f"use batches of a multiple of {microbatches * multiple} samples"],
+            suggestions=[
+                f"use batches of at least {microbatches * multiple} samples, in multiples of {multiple}"
+            ],
         )
     if microbatches < 1 or batch_size < microbatches:
         raise UsageError(

@@ -52,6 +52,11 @@ class GradientReduction:
             self._by_dtype.setdefault(gradient_dtype(parameter), []).append(name)
         self._pending: list[tuple[Tensor, list[str], list[torch.Size]]] = []
 
+    @property
+    def started(self) -> bool:
+        """Whether it is under way, or done and not yet finished."""
+        return bool(self._pending)
+
     def start(self, all_reduce: Callable[[Tensor], Any]) -> Works:
         """Start summing; ``finish`` puts the sums into ``.grad`` once the work is done."""
         works = []

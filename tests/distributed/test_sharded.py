@@ -33,7 +33,9 @@ from runtime.gradient_norm import clip_, global_norm, gradients_of
 from runtime.launch import WorkerPool
 from runtime.program import Program, ReduceGradients, SegmentCost, SegmentGraph
 from runtime.rank_state import RankState
+from runtime.reduce import GradientReduction
 from runtime.segment_code import BatchSpec, SegmentCode
+from runtime.segment_runner import SegmentRunner
 from runtime.sharded_owners import sharded_leaf_and_owner
 from runtime.sharding import Block, Sharding
 from runtime.side_group import SideGroup
@@ -290,6 +292,42 @@ def test_executed_bytes_are_the_counted_ones(pool: WorkerPool, case: str) -> Non
     )
     for found in pool.run(count_bytes, task_of(model, batch, sharded), world_size=len(mesh.ranks)):
         assert Counter(found) == Counter({key: n * MICROBATCHES * STEPS for key, n in expected.items()})
+
+
+def when_sums_start(task: Task) -> tuple[list[str], int]:
+    """In a worker: what happens in which order, in one step; and how many sums there are."""
+    happened: list[str] = []
+    backward, start = SegmentRunner.backward, GradientReduction.start
+
+    def noted_backward(self: SegmentRunner, *args: Any) -> None:
+        happened.append("backward")
+        backward(self, *args)
+        happened.append("end")
+
+    def noted_start(self: GradientReduction, *args: Any) -> Any:
+        happened.append("sum")
+        return start(self, *args)
+
+    SegmentRunner.backward, GradientReduction.start = noted_backward, noted_start  # type: ignore[assignment,method-assign]
+    try:
+        run_task(task)
+    finally:
+        SegmentRunner.backward, GradientReduction.start = backward, start  # type: ignore[method-assign]
+    rank = dist.get_rank()
+    return happened, sum(isinstance(i, ReduceGradients) for i in task.programs[rank].instructions)
+
+
+def test_gradients_are_summed_while_backward_runs(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("passes.shard_program.BUCKET_BYTES", 4096)
+    model, batch = Gpt().double(), gpt_batch(SAMPLES)
+    task = task_of(model, batch, sharded_of(model, batch, TWO, (BATCH,)))
+    results = pool.run(when_sums_start, task, world_size=2, timeout_seconds=60)
+    assert results[0] == results[1]
+    happened, sums = results[0]
+    assert sums > 4
+    micro, last = ["backward", "end"] * (MICROBATCHES - 1), ["backward", *["sum"] * sums, "end"]
+    assert happened == (micro + last) * STEPS
+    compare(pool.run(run_task, task, world_size=2, timeout_seconds=60), task, reference(model, batch))
 
 
 def bridges_of(case: str) -> Counter[str]:
