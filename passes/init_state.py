@@ -54,6 +54,9 @@ class StoredTensor(Protocol):
         """Equal for equal contents of one dtype."""
 
 
+_MOST_NAMED = 10
+"""So many names are listed in an error; more are counted."""
+
 REBUILD_LIMIT_ELEMENTS = 2**28
 """A submodule with more parameters than this (1 GiB in 32 bits) is not rebuilt for the sake of a buffer."""
 
@@ -96,9 +99,10 @@ def materialize(
         except _NoValueError as error:
             problems.append(str(error))
     if problems:
+        more = len(problems) - _MOST_NAMED
         raise ModelError(
-            "some parameters or buffers have no values",
-            problems,
+            f"{len(problems)} of {len(wanted)} parameters and buffers have no values",
+            [*problems[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else [])],
             [
                 "weights= a safetensors file or directory, or state_dict={name: tensor}, with all of them",
                 "init_fn=callable(module) that fills a submodule in place (Hugging Face: model._init_weights)",
@@ -131,7 +135,8 @@ def _compare_names(state_dict: Mapping[str, Tensor], known: StateNames, model: n
 
 
 def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (f", and {len(names) - 10} more" if len(names) > 10 else "")
+    more = len(names) - _MOST_NAMED
+    return ", ".join(names[:_MOST_NAMED]) + (f", and {more} more" if more > 0 else "")
 
 
 class _NoValueError(Exception):

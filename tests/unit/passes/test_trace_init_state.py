@@ -28,6 +28,15 @@ def test_only_what_is_asked_for_and_never_the_models_own_tensor() -> None:
     assert not result["0.weight"].requires_grad
 
 
+def test_of_many_names_without_a_value_a_few_are_listed_and_all_counted() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(50)])
+    with pytest.raises(ModelError, match="100 of 100 parameters and buffers have no values") as error:
+        materialize(every_name(model), model=model)
+    assert len(error.value.because) == 11
+    assert error.value.because[-1] == "and 90 more"
+
+
 def test_a_meta_llama_computes_like_the_real_one_from_its_state_dict() -> None:
     """No state dict holds ``inv_freq``: it is recomputed."""
     real = small("llama-1b").model
