@@ -30,8 +30,9 @@ from cost_models.precision import Precision
 from cost_models.units import format_bytes
 from passes.certificate import Certificate, relative_gap
 from passes.costs import GraphCosts
+from passes.discover import Discovery
 from passes.feature_evaluate import FeatureCost, evaluate
-from passes.feature_graph import Chooser, FeatureGraph, feature_graph
+from passes.feature_graph import FeatureGraph, feature_graph
 from passes.feature_meshes import meshes
 from passes.feature_pins import allowed_by_pin, resolve
 from passes.feature_problem import FeatureProblem, Setting, build_problem, links_of
@@ -39,7 +40,6 @@ from passes.feature_result import OtherLayout, assemble, explain, replicated_sha
 from passes.feature_solve import ProblemSearch, Solved
 from passes.graph import OpGraph
 from passes.least_samples import least_samples
-from passes.shard_rules import choices as rule_choices
 from passes.sharding import FeaturePlacement
 
 log = logging.getLogger("partitioner")
@@ -76,6 +76,17 @@ class Tried:
     search_seconds: float
 
 
+@dataclass(frozen=True)
+class Origins:
+    """Where choices came from, in ops. ``replicated``: ops of which only one way is known, every rank doing everything;
+    ``replicated_seconds``: what they take of a step."""
+
+    by_rule: int
+    discovered: int
+    replicated: tuple[str, ...]
+    replicated_seconds: float
+
+
 @dataclass(frozen=True, eq=False)
 class FeatureResult:
     """The chosen placement, what it costs, how sure that is, and what else was looked at."""
@@ -86,8 +97,7 @@ class FeatureResult:
     tried: tuple[Tried, ...]
     replicated_matmul_share: float
     """Of the FLOPs of matrix products, convolutions and attention: those of ops that an axis or more does not split."""
-    unruled: tuple[str, ...]
-    """Ops that only one way is known of, replicated, on shapes that have more."""
+    origins: Origins
     problem: FeatureProblem = field(repr=False)
     options: tuple[int, ...] = field(repr=False)
 
@@ -101,15 +111,19 @@ def place_features(
     costs: GraphCosts,
     cluster: ClusterSpec,
     request: FeatureRequest,
-    choices: Chooser = rule_choices,
+    discovery: Discovery | None = None,
 ) -> FeatureResult:
-    """Search all meshes and micro-batch counts; raises ``UsageError`` for what cannot hold, ``InfeasibleError`` where
-    nothing fits."""
+    """Search all meshes and micro-batch counts.
+
+    ``discovery``: where the choices of ops without a rule come from. Raises ``UsageError`` for what cannot hold,
+    ``InfeasibleError`` where nothing fits, ``TimeLimitError`` if nothing that fits was found in time.
+    """
     started = time.perf_counter()
     limit = request.time_limit_seconds
     deadline = started + limit if limit is not None else math.inf
     pins = resolve(graph, request.pins)
-    space = feature_graph(graph, costs, choices, pins)
+    discovery = discovery or Discovery()
+    space = feature_graph(graph, costs, discovery.choices, pins)
     setting = Setting(cluster, request.batch_size, request.optimizer, request.precision)
     search = _Search(space, setting, pins, deadline)
     counts = _counts(graph, request)
@@ -128,10 +142,22 @@ def place_features(
         _certificate(search, cost, solved, request, time.perf_counter() - started),
         tuple(search.tried),
         replicated_share(problem, solved.options),
-        tuple(u.name for u in space.units if u.kind == "op" and len(u.choices) == 1 and u.operands),
+        _origins(discovery, problem, solved.options),
         problem,
         solved.options,
     )
+
+
+def _origins(discovery: Discovery, problem: FeatureProblem, options: Sequence[int]) -> Origins:
+    ops: dict[str, list[str]] = {"rule": [], "discovered": [], "replicated": []}
+    seconds = 0.0
+    for unit, numbers, option in zip(problem.space.units, problem.units, options, strict=True):
+        if unit.kind == "op":
+            how = discovery.find(problem.space.graph.nodes[unit.name]).how
+            ops[how] += unit.members
+            if how == "replicated":
+                seconds += float(numbers.seconds[numbers.index.tolist().index(option)])
+    return Origins(len(ops["rule"]), len(ops["discovered"]), tuple(ops["replicated"]), seconds)
 
 
 def _check(seconds: float, solved: Solved) -> None:

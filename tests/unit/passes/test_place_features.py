@@ -92,6 +92,14 @@ def test_small_batch_and_fast_links_give_no_more_traffic_than_megatron() -> None
     assert result.cost.communication_bytes <= (4 * layers + 2) * all_reduce
 
 
+def test_where_choices_come_from_is_reported() -> None:
+    result = place("gpt2", cluster(2, 1e9), batch_size=4)
+    found = result.origins
+    assert found.by_rule + found.discovered + len(found.replicated) == len(result.placement.choices)
+    assert found.by_rule > 100
+    assert found.replicated_seconds <= 0.01 * result.cost.seconds
+
+
 def by_sample(result: FeatureResult, graph: OpGraph) -> bool:
     """Whether every matrix product and attention has its samples split, and nothing else."""
     heavy = [n for n in graph.ops if any(word in str(n.target) for word in ("linear", "addmm", "attention"))]
