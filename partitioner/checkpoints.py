@@ -153,11 +153,17 @@ class Checkpoints:
             "extra": extra_data[0] if extra_data else None,
         }
         if asynchronous:
-            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        self._pending = PendingSave(
+
+            def copy() -> None:
+                tensors.update({n: tensor.detach().to("cpu", copy=True) for n, tensor in tensors.items()})
+
+            side.agree("saving", copy)
+        pending = PendingSave(
             path, lambda: _write(path, record, tensors, keep, side), asynchronous=asynchronous
         )
-        return self._pending
+        if asynchronous:  # on all ranks alike, however it ends
+            self._pending = pending
+        return pending
 
     def load(self, run: Run, directory: str | Path) -> Any:
         """Go on from a checkpoint; see ``Engine.load``."""
@@ -199,8 +205,16 @@ class Checkpoints:
         return decode(checkpoint.record["extra"], targets)
 
     def close(self) -> None:
-        """Wait for what is being written."""
-        self._settle()
+        """Wait for what is being written. Not collective: a rank may be the only one that ends."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            try:
+                pending.wait()
+            finally:
+                self._close_side()
+        self._close_side()
+
+    def _close_side(self) -> None:
         if self._made_side is not None:
             self._made_side.close()
             self._made_side = None
@@ -218,10 +232,13 @@ class Checkpoints:
         return self._made_side
 
     def _settle(self) -> None:
-        """Wait for the save that is under way: two would meet in one group's queue."""
+        """Wait for the save that is under way: two would meet in one group's queue.
+
+        What it ended with on one rank, such as lost news of the others, is raised on all: none goes on alone.
+        """
         if self._pending is not None:
             pending, self._pending = self._pending, None
-            pending.wait()
+            self._side.agree("the save that was under way", pending.wait)
 
     def _own(self, name: str) -> Tensor:
         state = self._state

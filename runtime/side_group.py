@@ -47,7 +47,12 @@ class SideGroup:
                 raise
             own, outcome = error, (False, error if isinstance(error, PartitionerError) else repr(error))
         outcomes: list[Any] = [None] * self.size
-        self._waiting(doing, lambda: dist.all_gather_object(outcomes, outcome, group=self.group))
+        try:
+            self._waiting(doing, lambda: dist.all_gather_object(outcomes, outcome, group=self.group))
+        except RankFailureError as error:
+            if own is not None:  # the reason, rather than that nobody could be told
+                raise own from error
+            raise
         failures = {rank: value for rank, (good, value) in enumerate(outcomes) if not good}
         raise_together(doing, failures, own)
         return [value for _, value in outcomes]

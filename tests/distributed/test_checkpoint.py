@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import CheckpointError, PartitionerError
+from cost_models.errors import CheckpointError, PartitionerError, RankFailureError
 from partitioner import Plan, Workload, partition
 from partitioner.engine import Engine
 from runtime import checkpoint_directory, checkpoint_storage
@@ -230,6 +230,16 @@ def refusals_of_save(plan_json: str, folder: str) -> None:
             pass
         limit_file_size(resource.RLIM_INFINITY)
         refused("rank-00001", lambda: engine.save(root))
+        engine.save(root)
+        # So is one of which a single rank does not know how it ended, by all of them.
+        for after in (lambda: engine.save(root), engine.state_dict, lambda: engine.load(root)):
+            lost = engine.save(root, asynchronous=True)
+            while not lost.done():
+                pass
+            if rank == 1:
+                lost._error = RankFailureError("a rank failed or hangs", ["no news of rank 0"])
+            error = refused("no news of rank 0.*met by rank 1", after)
+            assert isinstance(error, RankFailureError)
         engine.save(root)
 
 
