@@ -99,16 +99,18 @@ class FailureMonitor:
         reasons += [f"rank {a} itself waited on rank {b}" for a, b in itertools.pairwise(chain)]
         if cause:
             reasons.append(f"rank {culprit} reported: {cause}")
+        patience = []
         if self._vain is None:
             reasons.append(
                 f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
             )
+            patience = [f"raise timeout_seconds (now {self.timeout_seconds:g}) if a step may take longer"]
         return RankFailureError(
             f"rank {culprit} failed or hangs: rank {self.rank} got no answer for `{instruction}`",
             because=reasons,
             suggestions=[
                 f"read the log of rank {culprit}",
-                f"raise timeout_seconds (now {self.timeout_seconds:g}) if a step may take longer",
+                *patience,
                 "restart all ranks: the process group is unusable after a failure",
             ],
         )

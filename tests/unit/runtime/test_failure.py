@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
@@ -71,3 +73,32 @@ def test_what_was_raised_is_told_and_taken_back_when_the_next_call_begins(
     with pytest.raises(RankFailureError), monitors[1].reported():
         raise other
     assert "reported" not in blame()
+
+
+def test_a_wait_is_ended_where_a_rank_took_no_part_in_the_same_call(monitors: list[FailureMonitor]) -> None:
+    ended = threading.Event()
+    waiter, other = monitors[0], monitors[3]
+    waiter.describe = lambda _: ([1], "<h:0@1")
+    waiter.hang_up = ended.set
+
+    def raise_in_a_call(monitor: FailureMonitor, *, needed: bool) -> None:
+        around = monitor.needed() if needed else nullcontext()
+        with pytest.raises(ValueError, match="no labels"), monitor.reported(call=True), around:
+            raise ValueError("no labels")
+
+    raise_in_a_call(waiter, needed=True)
+    raise_in_a_call(other, needed=True)  # all ranks refuse the first call
+    raise_in_a_call(other, needed=False)  # the second one's communication is over
+    with waiter.reported(call=True):
+        waiter.waiting = 7
+        assert not ended.wait(1.6)
+        waiter.waiting = -1
+    with waiter.reported(call=True):
+        waiter.waiting = 8
+        raise_in_a_call(other, needed=True)
+        assert ended.wait(2.5)
+        waiter.waiting = -1
+    said = str(waiter.explain(3, [3], "<h:0@3", RuntimeError("Application timeout caused pair closure")))
+    assert "rank 3 reported: ValueError: no labels" in said
+    assert "pair closure" not in said
+    assert "timeout_seconds" not in said
