@@ -70,6 +70,7 @@ class _Sharding:
         self.old, self.placement, self.mesh = graph, placement, placement.mesh
         self.whole: Placements = (Replicate(),) * len(self.mesh.shape)
         self.choices = {node.name: self._choices_of(node) for node in graph.ops}
+        self.placement = replace(placement, stored={**placement.stored, **self._written_buffers()})
         self.layouts = {
             node.name: self._layouts_of(node) for node in graph.graph.nodes if node.op != "output"
         }
@@ -113,6 +114,16 @@ class _Sharding:
     def stored(self, name: str) -> Placements:
         """How a parameter or buffer is kept."""
         return self.placement.stored.get(name, self.whole)
+
+    def _written_buffers(self) -> dict[str, Placements]:
+        """Buffers that ops write (running statistics) are kept as those take them."""
+        return {
+            self.old.input_of[source.name].name: self._taken_as(node, position)
+            for node in self.old.ops
+            if writes_statistics(node)
+            for position, source in enumerate(operands(node))
+            if source in node.args[3:5] and source.name in self.old.input_of
+        }
 
     def _choices_of(self, node: fx.Node) -> tuple[Choice, ...]:
         found = self.placement.choices.get(node.name)

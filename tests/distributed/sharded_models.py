@@ -73,6 +73,42 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
+class Conv(nn.Module):
+    """x [b, 3, 8, 8], y [b] of 10 classes. Running statistics; convolutions and normalization in groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.gn = nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.GroupNorm(4, 8)
+        self.out = nn.Linear(8 * 4 * 4, 10)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = F.max_pool2d(F.relu(self.bn(self.first(x))), 2)
+        return F.cross_entropy(self.out(self.gn(self.second(h)).flatten(1)), y)
+
+
+class Sizes(nn.Module):
+    """Sizes as numbers: x, y [b, 8], a mean by hand, views and constants of the batch's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.o = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        b = x.shape[0]
+        q, k, v = (part.reshape(b * 2, 4).view(b, 2, 4) for part in self.w(x).chunk(3, -1))
+        h = (torch.softmax(q @ k.transpose(1, 2) / b, -1) @ v).flatten(1)
+        h = h + torch.zeros(b, 8, dtype=h.dtype) + torch.arange(b, dtype=h.dtype)[:, None] / 8
+        loss: Tensor = ((self.o(h) * torch.ones(b, 1, dtype=h.dtype).expand(b, 8) - y) ** 2).sum() / b
+        return loss
+
+
+def conv_batch(samples: int) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(5)
+    x = torch.randn(samples, 3, 8, 8, generator=g, dtype=torch.float64)
+    return {"x": x, "y": torch.randint(0, 10, (samples,), generator=g)}
+
+
 def mlp_batch(samples: int) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(3)
     return {k: torch.randn(samples, 8, generator=g, dtype=torch.float64) for k in ("x", "y")}
@@ -122,6 +158,14 @@ VOCABULARY = Forced(
     stored={"wte.weight": Shard(0), "head.weight": Shard(0)},
     values={"wte": P, "head": Shard(2), "*cross_entropy*": R},
 )
+
+
+CHANNELS = Forced(
+    stored={"first.*": Shard(0), "second.*": Shard(0), "bn.*": Shard(0), "out.weight": Shard(1)},
+    values={"*conv*": Shard(1), "bn": Shard(1), "gn": Shard(1)},
+)
+SPLIT = Forced(values={"*": Shard(0)})
+"""By sample, though every rank is given the whole batch."""
 
 
 def place(graph: OpGraph, mesh: Mesh, forced: tuple[Forced, ...], microbatches: int) -> FeaturePlacement:

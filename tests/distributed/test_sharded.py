@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Shard
 from cost_models.precision import ParameterPrecision, Precision
+from passes.compile import costs_of
 from passes.double import float64_by_default
 from passes.graph import OpGraph
 from passes.lower import lower
+from passes.place_features import FeatureRequest, place_features
 from passes.segment import on_mesh
 from passes.shard_costs import traffic
 from passes.shard_graph import Sharded, shard_graph
@@ -42,15 +45,20 @@ from runtime.side_group import SideGroup
 from runtime.step_precision import StepPrecision
 from tests.distributed.sharded_models import (
     BATCH,
+    CHANNELS,
     COLUMN_ROW,
     SEQUENCE,
+    SPLIT,
     VOCABULARY,
     ZERO1,
     ZERO3,
+    Conv,
     Forced,
     Gpt,
     Mlp,
     R,
+    Sizes,
+    conv_batch,
     gpt_batch,
     mlp_batch,
     place,
@@ -218,6 +226,13 @@ def assert_close(found: Tensor, expected: Tensor, what: str) -> None:
 
 TWO, FOUR = Mesh((0, 1), (2,), ("tensor",)), Mesh((0, 1, 2, 3), (2, 2), ("data", "tensor"))
 
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
+    "mlp": (Mlp, mlp_batch),
+    "gpt": (Gpt, gpt_batch),
+    "conv": (Conv, conv_batch),
+    "sizes": (Sizes, mlp_batch),
+}
+
 CASES: dict[str, tuple[str, Mesh, tuple[Forced, ...]]] = {
     "mlp batch": ("mlp", TWO, (BATCH,)),
     "mlp column row": ("mlp", TWO, (COLUMN_ROW,)),
@@ -227,6 +242,10 @@ CASES: dict[str, tuple[str, Mesh, tuple[Forced, ...]]] = {
     "mlp zero 1 and column row": ("mlp", FOUR, (ZERO1, COLUMN_ROW)),
     "mlp zero 1 twice": ("mlp", FOUR, (ZERO1, ZERO1)),
     "mlp zero 3 and column row": ("mlp", FOUR, (ZERO3, COLUMN_ROW)),
+    "sizes batch": ("sizes", TWO, (BATCH,)),
+    "sizes split": ("sizes", FOUR, (SPLIT, ZERO3)),
+    "conv batch": ("conv", TWO, (BATCH,)),
+    "conv batch and channels": ("conv", FOUR, (BATCH, CHANNELS)),
     "gpt batch": ("gpt", TWO, (BATCH,)),
     "gpt column row": ("gpt", TWO, (COLUMN_ROW,)),
     "gpt sequence": ("gpt", TWO, (SEQUENCE,)),
@@ -244,9 +263,24 @@ CASES: dict[str, tuple[str, Mesh, tuple[Forced, ...]]] = {
 def test_equals_one_process(pool: WorkerPool, case: str) -> None:
     kind, mesh, forced = CASES[case]
     torch.manual_seed(0)
-    model = (Mlp() if kind == "mlp" else Gpt()).double()
-    batch = mlp_batch(SAMPLES) if kind == "mlp" else gpt_batch(SAMPLES)
+    make, batch_of = MODELS[kind]
+    model, batch = make().double(), batch_of(SAMPLES)
     run_sharded(pool, model, batch, sharded_of(model, batch, mesh, forced))
+
+
+@pytest.mark.parametrize(("kind", "bandwidth"), [("gpt", "10GB/s"), ("conv", "1GB/s")])
+def test_what_the_search_chooses_runs(pool: WorkerPool, kind: str, bandwidth: str) -> None:
+    torch.manual_seed(0)
+    make, batch_of = MODELS[kind]
+    model, batch = make().double(), batch_of(SAMPLES)
+    with float64_by_default():
+        graph = trace(model, dict(batch), loss_reduction="mean")
+    device = {"kind": "cpu", "memory": "1GiB", "memory_bandwidth": 1e9, "flops": {"float64": 1e9}}
+    links = {"default": {"bandwidth": bandwidth, "latency": 0.0}}
+    machine = ClusterSpec.from_dict({"nodes": [{"name": "n", "count": 4, "device": device, "links": links}]})
+    request = FeatureRequest(batch_size=SAMPLES, microbatches=MICROBATCHES)
+    placement = place_features(graph, costs_of(graph, machine), machine, request).placement
+    run_sharded(pool, model, batch, shard_graph(graph, placement))
 
 
 def count_bytes(task: Task) -> list[tuple[str, str, int]]:
