@@ -29,6 +29,9 @@ from runtime.sharding import Sharding
 BUCKET_BYTES = 25 * 2**20
 """About how much is summed at once: as torch's DistributedDataParallel, so that sums overlap each other's copies."""
 
+FIRST_BUCKET_BYTES = 2**20
+"""The first is small, so that the network begins early; as there, too."""
+
 
 def sharded_programs(
     sharded: Sharded, microbatches: int, world_size: int, *, training: bool = True
@@ -91,11 +94,11 @@ def gradient_sums(sharded: Sharded) -> tuple[TiedGroup, ...]:
 def _buckets(graph: OpGraph, parameters: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """Last parameters first: backward is done with them first."""
     bucket: list[str] = []
-    size_bytes = 0
+    size_bytes, limit = 0, FIRST_BUCKET_BYTES
     for name in reversed(parameters):
-        if bucket and size_bytes + graph.parameters[name].size_bytes > BUCKET_BYTES:
+        if bucket and size_bytes + graph.parameters[name].size_bytes > limit:
             yield tuple(bucket)
-            bucket, size_bytes = [], 0
+            bucket, size_bytes, limit = [], 0, BUCKET_BYTES
         bucket.append(name)
         size_bytes += graph.parameters[name].size_bytes
     yield tuple(bucket)

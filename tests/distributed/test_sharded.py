@@ -352,6 +352,7 @@ def when_sums_start(task: Task) -> tuple[list[str], int]:
 
 
 def test_gradients_are_summed_while_backward_runs(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("passes.shard_program.FIRST_BUCKET_BYTES", 1024)
     monkeypatch.setattr("passes.shard_program.BUCKET_BYTES", 4096)
     model, batch = Gpt().double(), gpt_batch(SAMPLES)
     task = task_of(model, batch, sharded_of(model, batch, TWO, (BATCH,)))
