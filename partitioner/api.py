@@ -12,6 +12,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.memory import OPTIMIZERS
 from cost_models.precision import Precision
+from partitioner.made_with import MadeWith
 from partitioner.plan import Plan
 from partitioner.workloads import Workload
 from passes.check_precision import check_precision
@@ -128,7 +129,9 @@ def partition(
     from partitioner.describe import describe
 
     with collector_paused():  # describing reads a million small objects that compiling made
-        return describe(graph, cluster, request, compile_graph(graph, cluster, request))
+        plan = describe(graph, cluster, request, compile_graph(graph, cluster, request))
+    plan._made_with = MadeWith.of(model, example_inputs, loss_fn, batch_dims, dynamic_dims, graph)
+    return plan
 
 
 def as_graph(

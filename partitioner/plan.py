@@ -14,6 +14,7 @@ from pydantic import (
     Field,
     PlainSerializer,
     PlainValidator,
+    PrivateAttr,
     ValidationError,
     WithJsonSchema,
     model_validator,
@@ -22,6 +23,7 @@ from pydantic import (
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
 from cost_models.precision import DTYPE_FIELDS, NAMES, Precision
+from partitioner.made_with import MadeWith
 from partitioner.plan_checks import inconsistencies
 from partitioner.plan_file import ANEW, MOST_PROBLEMS, read_json, read_text, validation_problems, write_text
 
@@ -223,6 +225,7 @@ class Plan(_Record):
     not_considered: tuple[str, ...] = Field(description="what this strategy does not look at")
     proof: ProofRecord
     notes: tuple[str, ...]
+    _made_with: MadeWith = PrivateAttr(default=MadeWith())
 
     @model_validator(mode="after")
     def _consistent(self) -> Plan:
@@ -293,16 +296,22 @@ class Plan(_Record):
         return simulate_plan(self)
 
     def verify(self, model: ModelOrTrace, **options: Any) -> VerifyReport:
-        """Run the actual plan on local Gloo processes and compare every number with the unpartitioned model."""
+        """Run the actual plan on local Gloo processes and compare every number with the unpartitioned model.
+
+        Example inputs, loss and open sizes are those that the plan was made with, if that was in this process.
+        """
         from partitioner.verify import verify_plan
 
-        return verify_plan(self, model, **options)
+        return verify_plan(self, model, **self._made_with.completed(model, options))
 
     def deploy(self, model: ModelOrTrace, **options: Any) -> Engine:
-        """This rank's share, ready for ``train_step``; under torchrun, called on every rank."""
+        """This rank's share, ready for ``train_step``; under torchrun, called on every rank.
+
+        Example inputs, loss and open sizes are those that the plan was made with, if that was in this process.
+        """
         from partitioner.deployment.deploy_plan import deploy_plan
 
-        return deploy_plan(self, model, **options)
+        return deploy_plan(self, model, **self._made_with.completed(model, options))
 
     def to_dict(self) -> Mapping[str, Any]:
         """The plan as plain JSON data."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
-from partitioner import Plan, Workload, partition
+from partitioner import Plan, Workload, api, partition
 from runtime.launch import WorkerError, WorkerPool
 
 STEPS = 3
@@ -221,3 +221,23 @@ def test_ranks_with_different_plans_are_refused(plan: Plan, pool: WorkerPool) ->
     plans = [plan.model_dump_json(), plan.model_dump_json(), other.model_dump_json()]
     with pytest.raises(WorkerError, match="the plan of rank 2 is not that of rank 0"):
         pool.run(train_own_plan, plans, world_size=3, timeout_seconds=60.0)
+
+
+def made_and_trained_here(source: str) -> tuple[list[float], int]:
+    """In a worker: (losses, traces) of a plan made in this process and deployed with the model alone."""
+    made, traces = workload(), []
+    model = made.model if source == "same" else workload().model
+    given = {"example_inputs": made.example_inputs, "loss_fn": loss_fn}
+    with pytest.MonkeyPatch.context() as patch:
+        traced = api.trace
+        patch.setattr(api, "trace", lambda *args, **options: traces.append(1) or traced(*args, **options))
+        plan = partition(made.model, ClusterSpec.local(2), min_stages=2, **given)
+        with plan.deploy(model, optimizer=torch.optim.SGD, timeout_seconds=20.0) as engine:
+            return [float(engine.train_step(batch())) for _ in range(2)], len(traces)
+
+
+def test_a_plan_made_here_is_deployed_with_the_model_alone(pool: WorkerPool) -> None:
+    for source, traces in (("same", 1), ("another", 2)):
+        for losses, count in pool.run(made_and_trained_here, source, world_size=2, timeout_seconds=90.0):
+            assert losses[1] < losses[0]
+            assert count == traces
