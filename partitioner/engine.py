@@ -100,6 +100,11 @@ class Engine:
         self._ranks = ranks
         self._checkpoints = Checkpoints(plan.model.name, keys, graph, state, executor.device)
 
+    def __repr__(self) -> str:
+        plan, ranks = self.plan, self.plan.world_size
+        what = f"{plan.model.name}, rank {self.rank} of {ranks}, {plan.schedule}, step {self.step}"
+        return f"Engine({what}, {len(self.parameters)} parameters on {self.executor.device})"
+
     @property
     def rank(self) -> int:
         """Of this process; rank 0 is the one that logs."""

@@ -28,6 +28,9 @@ from passes.graph import OpGraph
 from runtime.rank_state import RankState
 
 NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
+WHOLE_MODEL = ("prodigy", "dadapt", "dog", "ldog", "dowg", "mechanize")
+"""Beginnings of the names of optimizers that estimate one learning rate from all parameters together."""
+
 MakeEngineOptimizer: TypeAlias = Callable[..., torch.optim.Optimizer]
 """A class, called with parameters and the given options; or a function of all (name, parameter) pairs."""
 
@@ -61,7 +64,7 @@ def make_engine_optimizer(
     else:
         made = make(pairs, **options)
     names = {id(parameter): name for name, parameter in pairs}
-    optimizer = _checked(made, names)
+    optimizer = _checked(made, names, len({rank for ranks in state.holders.values() for rank in ranks}))
     refuse_heavier(optimizer, plan.optimizer_memory, names, {**state.holders, "": ()}, device)
     _drop_stand_ins(optimizer, [p for p in parameters if p.is_meta])
     return optimizer
@@ -96,8 +99,8 @@ def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
 
 
-def _checked(made: object, names: Mapping[int, str]) -> torch.optim.Optimizer:
-    """``made`` if it can run in parts, on every rank's own parameters."""
+def _checked(made: object, names: Mapping[int, str], ranks: int) -> torch.optim.Optimizer:
+    """``made`` if it can run in parts, on every rank's own parameters. ``ranks``: how many have some."""
     if not isinstance(made, torch.optim.Optimizer):
         raise UsageError(
             "optimizer= does not make an optimizer",
@@ -107,6 +110,11 @@ def _checked(made: object, names: Mapping[int, str]) -> torch.optim.Optimizer:
     problems = []
     if isinstance(made, torch.optim.LBFGS):
         problems.append("LBFGS calls the model itself, and multiplies gradients of all parameters together")
+    kinds = [kind.__name__ for kind in type(made).__mro__ if kind.__name__.lower().startswith(WHOLE_MODEL)]
+    if kinds and ranks > 1:
+        problems.append(
+            f"{kinds[0]} estimates its step size from all parameters together, and each rank has its own only"
+        )
     strangers = sum(id(p) not in names for group in made.param_groups for p in group["params"])
     if strangers:
         problems.append(
@@ -117,7 +125,11 @@ def _checked(made: object, names: Mapping[int, str]) -> torch.optim.Optimizer:
         raise UsageError(
             f"{type(made).__name__} cannot train a partitioned model",
             because=problems,
-            suggestions=["build it from the (name, parameter) pairs that the function gets"],
+            suggestions=[
+                "one that treats each parameter by itself, such as torch.optim.AdamW"
+                if not strangers
+                else "build it from the (name, parameter) pairs that the function gets"
+            ],
         )
     return made
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -334,6 +335,10 @@ def losses_from(plan_json: str, first: int) -> list[float]:
     made = dropped()
     with Plan.from_json(plan_json).deploy(made, learning_rate=0.0, timeout_seconds=20.0) as engine:
         engine.step = first
+        assert re.fullmatch(
+            rf"Engine\(dropped, rank {engine.rank} of 2, \S+, step {first}, 2 parameters on cpu\)",
+            repr(engine),
+        )
         losses = []
         for _ in range(3):
             losses.append(engine.train_step(made.example_inputs).item())

@@ -196,6 +196,19 @@ def test_what_cannot_train_in_parts_is_refused(graph: OpGraph, plan: Plan) -> No
     with pytest.raises(UsageError, match=r"it returned list, not a torch\.optim\.Optimizer"):
         make(0, graph, plan, list)
 
+    class Prodigy(torch.optim.SGD):
+        pass
+
+    class Mine(Prodigy):
+        pass
+
+    with pytest.raises(UsageError, match="Prodigy estimates its step size from all parameters together"):
+        make(0, graph, plan, Mine)
+    alone = dict.fromkeys(HOLDERS, (0,))
+    own = {name: nn.Parameter(torch.ones(spec.shape)) for name, spec in graph.parameters.items()}
+    state = RankState(0, own, own, {}, alone)
+    assert make_engine_optimizer(Mine, {"lr": 1.0}, plan, graph, state, 0.1, CPU), "one rank has all of them"
+
 
 @pytest.mark.parametrize(
     ("make", "options", "learning_rate", "text"),
