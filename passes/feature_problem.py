@@ -9,6 +9,7 @@ what the optimizer updated, the update itself) once per step. Bytes are one rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -80,6 +81,8 @@ class FeatureProblem:
     symbols: dict[sympy.Symbol, int]
     optimizer: str
     precision: Precision
+    largest_buffer_bytes: float = math.inf
+    """Bridges with larger buffers leave no room for the rest: they are not allowed."""
 
     def table(self, wire: int, sources: Sequence[int], needs: Sequence[int]) -> BridgeTable:
         """Seconds per step and bytes of ``wire``'s bridges, over all the values that it stands for."""
@@ -87,9 +90,8 @@ class FeatureProblem:
         unit = self.space.units[w.producer]
         found = self.bridges.table(sources, needs, bytes_of(unit.outputs[w.output], self.symbols), w.gradient)
         copies = found.copies * w.count if w.kept else np.zeros_like(found.copies)
-        return BridgeTable(
-            found.seconds * (w.count * self.microbatches), copies, found.buffers, found.allowed
-        )
+        allowed = found.allowed & (found.buffers <= self.largest_buffer_bytes)
+        return BridgeTable(found.seconds * (w.count * self.microbatches), copies, found.buffers, allowed)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,12 +15,13 @@ import time
 from dataclasses import dataclass, replace
 
 from passes import feature_ilp
-from passes.feature_bound import DualBound, Priced, price, wire_tables
+from passes.feature_bound import FORBIDDEN_SECONDS, DualBound, Priced, price, wire_tables
 from passes.feature_problem import FeatureProblem
 
 PROVED = 1e-8
 """Relative distance of bound and cost at which nothing is left to prove: rounding."""
 SWEEPS = 30
+FEW_SWEEPS = 5
 PRICES = 12
 """Prices of memory tried."""
 LONGEST_SECONDS = 1e6
@@ -68,6 +69,7 @@ class ProblemSearch:
         self.variables = 0
         self.out_of_time = False
         self._duals: DualBound | None = None
+        self._tight = problem
         self._steps = [self._free, self._priced, self._program]
         self._tables = wire_tables(problem) if self.possible else []
 
@@ -99,21 +101,32 @@ class ProblemSearch:
     # Steps
 
     def _free(self, known_seconds: float, deadline: float) -> None:
+        # What plainly does not fit needs no bound on its seconds.
+        least = DualBound(self.problem, self._tables, 1.0, time_weight=0.0)
+        over = least.ascend(FEW_SWEEPS, target=1.0)
+        if over > 0:
+            self._does_not_fit(over)
+            return
         self._ascend(0.0, known_seconds)
         self.free_bound = self.bound
+
+    def _does_not_fit(self, over_bytes: float) -> None:
+        self.least_bytes = self.problem.capacity_bytes + over_bytes
+        self.possible = False
+        self.bound = math.inf
 
     def _priced(self, known_seconds: float, deadline: float) -> None:
         """Bisect for the price at which choices just fit: there the bound is highest."""
         if not self.short_of_memory:
             return
-        if self.best is None:
-            least = DualBound(self.problem, self._tables, 1.0, time_weight=0.0)
-            over = least.ascend(SWEEPS, target=1.0)
-            if over > 0:
-                self.least_bytes = self.problem.capacity_bytes + max(over, least.ascend(SWEEPS))
-                self.possible = False
-                self.bound = math.inf
-                return
+        least = DualBound(self.problem, self._tables, 1.0, time_weight=0.0)
+        over = least.ascend(SWEEPS)  # bytes beyond the capacity that every choice needs, buffers not counted
+        if over > 0 and self.best is None:
+            self._does_not_fit(over)
+            return
+        # What leaves no room for its buffer is in no choice that fits.
+        self._tight = replace(self.problem, largest_buffer_bytes=max(-over, 0.0))
+        self._tables = wire_tables(self._tight)
         low, high = 0.0, self.bound / self.problem.capacity_bytes
         raising = True
         for _ in range(PRICES):
@@ -138,7 +151,7 @@ class ProblemSearch:
         if math.isfinite(least_seconds):
             keep = self._duals.needless(least_seconds)
             units = tuple(unit.keep(mask) for unit, mask in zip(units, keep, strict=True))
-        smaller = replace(self.problem, units=units)
+        smaller = replace(self._tight, units=units)
         found = self._solved(smaller, least_seconds, deadline)
         if found is None:
             return
@@ -174,7 +187,7 @@ class ProblemSearch:
 
     def _ascend(self, seconds_per_byte: float, known_seconds: float) -> Priced:
         """Bound at one price of memory, and the choice that its messages say."""
-        duals = DualBound(self.problem, self._tables, seconds_per_byte)
+        duals = DualBound(self._tight, self._tables, seconds_per_byte)
         bound = duals.ascend(SWEEPS, target=known_seconds)
         if bound > self.bound or self._duals is None:
             self.bound, self._duals = max(bound, self.bound), duals
@@ -185,6 +198,6 @@ class ProblemSearch:
         cost = price(self.problem, self._tables, chosen)
         if cost.bytes > self.problem.capacity_bytes:
             self.short_of_memory = True
-        elif self.best is None or cost.seconds < self.best[0].seconds:
+        elif cost.seconds < (self.best[0].seconds if self.best else FORBIDDEN_SECONDS):
             self.best = cost, tuple(chosen)
         return cost
