@@ -13,7 +13,9 @@ from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
 from runtime.launch import spawn_local
 
-LAYERS, WIDE, NARROW = 6, 2048, 8
+LAYERS, NARROW = 6, 8
+WIDE = {torch.float32: 2944, torch.bfloat16: 4096}
+"""Shares of more than 100 MB: the noise of a process's peak, a few MB, is far below the 10 % that are allowed."""
 
 
 def workload(width: int, dtype: torch.dtype = torch.float32) -> Workload:
@@ -32,7 +34,7 @@ def peak_bytes() -> int:
 
 def rises(plans: list[str], folders: list[str], dtype: torch.dtype) -> tuple[float, float]:
     """(what loading the wide model adds to the peak, bytes of its share)."""
-    for text, folder, width in zip(plans, folders, (NARROW, WIDE), strict=True):
+    for text, folder, width in zip(plans, folders, (NARROW, WIDE[dtype]), strict=True):
         before = peak_bytes()  # of the narrow model the second time: tracing, code and all
         with Plan.from_json(text).deploy(workload(width, dtype), weights=folder, timeout_seconds=30.0) as e:
             assert all(float(p[0, 0].detach()) == 1.0 for p in e.parameters.values())
@@ -43,7 +45,7 @@ def rises(plans: list[str], folders: list[str], dtype: torch.dtype) -> tuple[flo
 @pytest.mark.parametrize(("stored", "wanted"), [("float32", "float32"), ("float32", "bfloat16")])
 def test_loading_holds_a_ranks_share(stored: str, wanted: str, tmp_path: Path) -> None:
     dtype, plans, folders = getattr(torch, wanted), [], []
-    for width in (NARROW, WIDE):
+    for width in (NARROW, WIDE[dtype]):
         made = workload(width, dtype)
         pins = {str(layer): layer // (LAYERS // 2) for layer in range(LAYERS)}
         plan = partition(made, ClusterSpec.local(2), batch_size=4, microbatches=2, pins=pins)
@@ -53,5 +55,5 @@ def test_loading_holds_a_ranks_share(stored: str, wanted: str, tmp_path: Path) -
         one = {n: torch.ones(p.shape, dtype=getattr(torch, stored)) for n, p in made.model.named_parameters()}
         save_file(one, Path(folders[-1]) / "model.safetensors")
     for rise, share in spawn_local(2, rises, plans, folders, dtype, timeout_seconds=100.0):
-        assert share == LAYERS // 2 * WIDE**2 * dtype.itemsize
+        assert share == LAYERS // 2 * WIDE[dtype] ** 2 * dtype.itemsize > 100e6
         assert rise <= 1.10 * share + 2**20, f"{rise / share:.3f} of its share"
