@@ -71,13 +71,15 @@ def materialize(
     device: torch.device | str = "cpu",
     seed: int = 0,
     cut: Callable[[str, Tensor], Tensor] | None = None,
+    wider: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Tensor]:
     """Real values on ``device`` for the parameters and buffers called ``names``; copies, never the model's
     own.
 
     Without a ``state_dict`` entry, ``model`` says shape and dtype and must be given. ``weights``: by canonical name,
     the stored tensor, or several (under each name of a tied one), which must be the same. ``cut``: the part of a named
-    tensor that is wanted; one tensor at a time is held whole, on CPU.
+    tensor that is wanted; one tensor at a time is held whole, on CPU. ``wider``: types in which ``weights`` are read
+    instead of the model's own, where they have more digits (master copies).
     """
     wanted = list(names)
     known = state_names(model) if model is not None else StateNames({}, {}, {})
@@ -90,7 +92,7 @@ def materialize(
         try:
             stored = (weights or {}).get(known.canonical(name))
             if stored:
-                value = _read(name, stored, known, device if cut is None else "cpu")
+                value = _read(name, stored, known, device if cut is None else "cpu", (wider or {}).get(name))
                 result[name] = value if cut is None else cut(name, value).contiguous().to(device, copy=True)
             else:
                 value = source.value(name)
@@ -231,13 +233,20 @@ class _Source:
         return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _read(name: str, stored: Sequence[StoredTensor], known: StateNames, device: torch.device | str) -> Tensor:
-    """A stored value in memory of its own."""
+def _read(
+    name: str,
+    stored: Sequence[StoredTensor],
+    known: StateNames,
+    device: torch.device | str,
+    wider: torch.dtype | None = None,
+) -> Tensor:
+    """A stored value in memory of its own, in ``wider`` where that has more digits than the model's type."""
     first, *others = stored
     if others and any(o.dtype != first.dtype or o.checksum() != first.checksum() for o in others):
         raise _NoValueError(f"{name} is tied in the model, and stored with different values under its names")
     spec = known.parameters.get(known.canonical(name)) or known.buffers[known.canonical(name)]
-    tensor = torch.empty(spec.shape, dtype=spec.dtype, device=device)
+    dtype = spec.dtype if wider is None or wider.itemsize <= spec.dtype.itemsize else wider
+    tensor = torch.empty(spec.shape, dtype=dtype, device=device)
     first.read_into(tensor)
     return tensor
 

@@ -26,7 +26,9 @@ from runtime.rank_state import RankState
 def leaf_and_owner(
     value: Tensor, types: ParameterPrecision, requires_grad: bool
 ) -> tuple[Tensor, nn.Parameter]:
-    """The leaf and the owner of a parameter. ``value``, in the model's type, is handed over: one of them may be it."""
+    """The leaf and the owner of a parameter. ``value``, in the model's type or the owner's, is handed over: one of
+    them may be it.
+    """
     owner = nn.Parameter(value.to(types.owner), requires_grad)
     sums_elsewhere = requires_grad and types.gradient != types.owner
     if not types.has_copy and not sums_elsewhere:

@@ -110,5 +110,7 @@ def _own_state(
         init_fn=recipe.init_fn,
         device=device,
         seed=recipe.seed,
+        # A master of what was saved in its type, as of a checkpoint's masters, is not rounded on the way.
+        wider={name: graph.types_of(name, precision).owner for name in graph.parameters},
     )
     return rank_state(graph, rank, holders, values, device, precision)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -274,6 +275,27 @@ def test_float16_without_a_loss_scale_is_refused() -> None:
 
     with pytest.raises(UsageError, match="without a loss scale"):
         partition(workload(F32), ClusterSpec.local(1), batch_size=6, precision=Precision(compute=F16))
+
+
+def masters_again(plan_json: str, folder: str) -> bool:
+    """In a worker: whether masters come back from a checkpoint, given as ``weights=``, as they were."""
+    own, _ = CASES["masters"]
+    plan = Plan.from_json(plan_json)
+    with plan.deploy(workload(own), timeout_seconds=20.0, optimizer=torch.optim.AdamW) as engine:
+        engine.train_step(data_of(own, plan.precision, 0))
+        engine.save(folder)
+        before = {name: owner.detach().clone() for name, owner in engine.parameters.items()}
+    assert any(not torch.equal(owner, owner.to(own).float()) for owner in before.values())
+    with plan.deploy(workload(own), timeout_seconds=20.0, weights=folder) as engine:
+        leaves = [engine.state.leaves[name] for name in before]
+        assert [leaf.dtype for leaf in leaves] == [own] * len(leaves)
+        assert all(torch.equal(x, y.to(own)) for x, y in zip(leaves, before.values(), strict=True))
+        return all(torch.equal(engine.parameters[name], owner) for name, owner in before.items())
+
+
+def test_masters_of_a_checkpoint_are_not_rounded(pool: WorkerPool, tmp_path: Path) -> None:
+    text = made_plan("masters", 2, 2).model_dump_json()
+    assert pool.run(masters_again, text, str(tmp_path), world_size=2, timeout_seconds=60.0) == [True, True]
 
 
 # ------------------------------------------------------------------------------------------------------
