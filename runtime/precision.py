@@ -14,6 +14,7 @@ in one type and the optimizer reads another.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,6 +48,28 @@ def gradient_dtype(leaf: Tensor) -> torch.dtype:
     return leaf.dtype if leaf.grad_dtype is None else leaf.grad_dtype
 
 
+def cast_gradients(owners: Iterable[nn.Parameter]) -> None:
+    """Gradients in the owners' types, one parameter at a time."""
+    for owner in owners:
+        if owner.grad is not None and owner.grad.dtype != owner.dtype:
+            owner.grad = owner.grad.to(owner.dtype)
+
+
+def around_steps(
+    optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]
+) -> None:
+    """Call ``before`` and ``after`` around every ``optimizer.step()``, whoever calls it."""
+
+    def on_start(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        before()
+
+    def on_end(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        after()
+
+    optimizer.register_step_pre_hook(on_start)
+    optimizer.register_step_post_hook(on_end)
+
+
 class LeavesAndOwners:
     """The parameters of a rank whose leaf is not their owner."""
 
@@ -67,9 +90,7 @@ class LeavesAndOwners:
 
     def cast_gradients(self) -> None:
         """Before an optimizer steps: owners' gradients in the owners' types."""
-        for _, owner in self._pairs:
-            if owner.grad is not None and owner.grad.dtype != owner.dtype:
-                owner.grad = owner.grad.to(owner.dtype)
+        cast_gradients(owner for _, owner in self._pairs)
 
     def publish(self) -> None:
         """After owners changed (a step, a loaded checkpoint): leaves have their values."""
@@ -79,14 +100,5 @@ class LeavesAndOwners:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Cast and publish around every ``optimizer.step()``, whoever calls it."""
-        if not self._pairs:
-            return
-
-        def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            self.cast_gradients()
-
-        def after(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            self.publish()
-
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        if self._pairs:
+            around_steps(optimizer, self.cast_gradients, self.publish)

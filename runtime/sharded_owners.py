@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cost_models.precision import ParameterPrecision
 from runtime.axis import Axis
-from runtime.precision import leaf_and_owner
+from runtime.precision import around_steps, cast_gradients, leaf_and_owner
 from runtime.rank_state import RankState
 from runtime.sharding import Sharding
 
@@ -74,9 +73,7 @@ class ShardedOwners:
 
     def cast_gradients(self) -> None:
         """Before an optimizer steps: gradients in the owners' types."""
-        for owner in self._owners.values():
-            if owner.grad is not None and owner.grad.dtype != owner.dtype:
-                owner.grad = owner.grad.to(owner.dtype)
+        cast_gradients(self._owners.values())
 
     def publish(self) -> None:
         """After owners changed: leaves have their values. Collective; one all-gather per axis, type and bucket."""
@@ -86,17 +83,8 @@ class ShardedOwners:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Cast and publish around every ``optimizer.step()``, whoever calls it."""
-        if not self._owners:
-            return
-
-        def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            self.cast_gradients()
-
-        def after(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            self.publish()
-
-        optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(after)
+        if self._owners:
+            around_steps(optimizer, self.cast_gradients, self.publish)
 
     def _gather(self, names: tuple[str, ...]) -> None:
         """Leaves of parameters that are cut alike, from the innermost cut outwards."""
