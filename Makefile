@@ -33,9 +33,10 @@ lint: setup  ## ruff, strict mypy, the four floors
 verify-all: setup  ## every model x stages x schedule, in float64 on real processes
 	$(BIN)/python -m benchmarks.verify_matrix
 
-bench: setup  ## our executor beside torch.distributed.pipelining, the engine beside the executor
+bench: setup  ## the executor beside torch.distributed.pipelining, DTensor and DDP; the engine beside the executor
 	$(BIN)/python -m benchmarks.executor
 	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.sharded
 
 predict: setup  ## predicted beside measured step time and memory
 	$(BIN)/python -m benchmarks.prediction
