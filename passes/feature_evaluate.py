@@ -27,6 +27,7 @@ from cost_models.conversion import (
 from cost_models.layout import Partial, Placement, Replicate, Shard
 from passes.costs import GraphCosts, example_sizes
 from passes.feature_graph import ValueName, kept_operands, makes_values, value_name
+from passes.feature_local import local_cost
 from passes.feature_options import bytes_of
 from passes.feature_problem import Setting, parameter_costs, storage_share
 from passes.feature_seconds import byte_shares, local_seconds
@@ -37,7 +38,8 @@ from runtime.segment_code import TensorSpec
 
 @dataclass(frozen=True)
 class FeatureCost:
-    """Of one step. ``communication_bytes``: that each rank sends, by the collectives' volumes."""
+    """Of one step. ``bridge_seconds``: with the collectives inside ops. ``communication_bytes``: that each rank sends,
+    by the collectives' volumes."""
 
     op_seconds: float
     bridge_seconds: float
@@ -63,13 +65,14 @@ def evaluate(
     whole = _Whole(graph, costs, placement, tuple(links), setting, samples, symbols)
     op_seconds, saved = whole.ops()
     bridge_seconds, copies, buffer, sent, deferred = whole.bridges()
+    inside_seconds, inside_sent = whole.inside_ops()
     parameter_seconds, kept, summed = whole.placeholders(deferred)
     return FeatureCost(
         op_seconds * placement.microbatches,
-        bridge_seconds * placement.microbatches,
+        (bridge_seconds + inside_seconds) * placement.microbatches,
         parameter_seconds,
         saved + copies + buffer + kept,
-        sent * placement.microbatches + summed,
+        (sent + inside_sent) * placement.microbatches + summed,
     )
 
 
@@ -123,6 +126,23 @@ class _Whole:
             self.setting.devices,
         )
         return float(seconds.sum()), self._saved(shares)
+
+    def inside_ops(self) -> tuple[float, float]:
+        """(seconds, sent bytes) of one micro-batch, of the collectives that local functions make."""
+        seconds = sent = 0.0
+        for name, choice in self.placement.choices.items():
+            if any(c.local for c in choice):
+                flows = name in self.graph.needs_grad
+                own = local_cost(
+                    self.graph.nodes[name],
+                    choice,
+                    self.placement.mesh,
+                    self.symbols,
+                    self.setting.cluster,
+                    differentiable=flows,
+                )
+                seconds, sent = seconds + own[0], sent + own[1]
+        return seconds, sent
 
     def _saved(self, shares: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> float:
         exact = self.costs.exact(self.samples)

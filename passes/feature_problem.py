@@ -29,6 +29,7 @@ from passes.costs import example_sizes
 from passes.feature_bridges import Bridges, BridgeTable
 from passes.feature_codes import DEFERRED, combine
 from passes.feature_graph import FeatureGraph, Unit
+from passes.feature_local import local_cost
 from passes.feature_options import (
     Options,
     StoredChoice,
@@ -200,7 +201,28 @@ class _Builder:
             pieces, np.split(flat, np.cumsum([len(r) for r in rows])[:-1]), strict=True
         ):
             found[unit_index] += part * (count * self.microbatches)
+        for unit in ops:
+            found[unit.index] += self._local_seconds(unit, options[unit.index])
         return found
+
+    def _local_seconds(self, unit: Unit, o: Options) -> FloatArray:
+        """Per step, of the collectives inside the unit's ops."""
+        seconds = np.zeros(o.count)
+        if not any(choice.local for choice in unit.choices):
+            return seconds
+        graph = self.space.graph
+        for k in range(o.count):
+            per_axis = o.per_axis(k)
+            if any(choice.local for choice in per_axis):
+                seconds[k], _ = local_cost(
+                    graph.nodes[unit.name],
+                    per_axis,
+                    self.mesh,
+                    self.symbols,
+                    self.setting.cluster,
+                    differentiable=unit.name in graph.needs_grad,
+                )
+        return seconds * (len(unit.members) * self.microbatches)
 
     def _unlike_members(self, unit: Unit) -> dict[int, int]:
         """Op index -> how many of the unit's members cost the same: equal ops may have unlike numbers of readers, whose
