@@ -10,7 +10,7 @@ from benchmarks.executor_models import ModelSpec
 from cost_models.cluster import ClusterSpec
 from partitioner.api import as_graph, partition
 from partitioner.plan import Plan
-from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments, ranks_in_order
+from partitioner.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
 from partitioner.verify import model_state
 from partitioner.verify_rank import VerificationTask, own_state
 from passes.batch import flatten_batch, forward_names
@@ -48,7 +48,7 @@ def task_of(spec: ModelSpec, graph: OpGraph, plan: Plan) -> VerificationTask:
     ranks = ranks_in_order(plan)
     return VerificationTask(
         programs=plan_programs(plan, ranks),
-        codes=lower(graph, plan_segmentation(plan, graph, ranks)),
+        codes=lower(graph, plan_code(plan, graph, ranks).segmentation),
         segments=plan_segments(plan, ranks),
         batch_spec=graph.batch,
         batch=step_batch(graph, leaves, plan.microbatches),
@@ -69,7 +69,7 @@ class Ours:
         rank = dist.get_rank()
         mine = {segment.index for segment in task.segments.segments if rank in segment.ranks}
         codes = {index: code for index, code in task.codes.items() if index in mine}
-        self._state = own_state(codes, task.state, task.trainable)
+        self._state = own_state(codes, task, rank).leaves
         self._batch, self._microbatches = task.batch, task.microbatches
         self._executor = Executor(
             task.programs[rank],

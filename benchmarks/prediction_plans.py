@@ -16,7 +16,7 @@ from partitioner.api import as_graph, partition
 from partitioner.grow_batch import grow_batch
 from partitioner.hf_models import example_batch
 from partitioner.plan import Plan
-from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments, ranks_in_order
+from partitioner.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
 from partitioner.verify import model_state
 from partitioner.verify_rank import VerificationTask
 from partitioner.workloads import Workload
@@ -63,7 +63,7 @@ class PlanCase:
         ranks = ranks_in_order(plan)
         return VerificationTask(
             programs=plan_programs(plan, ranks),
-            codes=lower(graph, plan_segmentation(plan, graph, ranks)),
+            codes=lower(graph, plan_code(plan, graph, ranks).segmentation),
             segments=plan_segments(plan, ranks),
             batch_spec=graph.batch,
             batch=step_batch(graph, leaves, plan.microbatches),

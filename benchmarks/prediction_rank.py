@@ -16,8 +16,9 @@ from torch import Tensor
 from partitioner.verify_rank import VerificationTask, build_rank
 from runtime.alive import AliveBytes
 from runtime.execute import Executor
+from runtime.rank_state import RankState
 
-_ready: dict[int, tuple[VerificationTask, Executor, dict[str, Tensor], Any]] = {}
+_ready: dict[int, tuple[VerificationTask, Executor, RankState, Any]] = {}
 """Plans by number, kept between calls of a pool's worker."""
 
 
@@ -45,8 +46,8 @@ def _step(number: int) -> None:
 def measure_memory(number: int) -> int:
     """Peak bytes of tensors alive during one step; the batch is the caller's and does not count."""
     task, _, state, optimizer = _ready[number]
-    held = list(state.values())
-    held += [p.grad for p in state.values() if p.grad is not None]
+    held = [*state.leaves.values(), *state.parameters.values()]
+    held += [p.grad for p in held if p.grad is not None]
     if optimizer is not None:
         held += [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     with AliveBytes(held, ignored=task.batch.values()) as tracker:

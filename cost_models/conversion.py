@@ -222,12 +222,17 @@ def axis_groups(mesh: Mesh, axis: int) -> list[list[int]]:
 
 def axis_links(mesh: Mesh, axis: int, machine: Machine) -> AxisLinks:
     """The links of ``mesh``'s axis on ``machine``."""
-    groups = axis_groups(mesh, axis)
-    size = mesh.shape[axis]
+    return group_links(axis_groups(mesh, axis), machine)
+
+
+def group_links(groups: Sequence[Sequence[int]], machine: Machine) -> AxisLinks:
+    """The links of groups of ranks, equally large, that all talk at once."""
+    size = len(groups[0])
     if size == 1:
         return AxisLinks(1, AlphaBeta(0.0, 1.0))
-    ring = slowest_hop(groups, machine)
-    split = [_by_node(group, machine) for group in groups]
+    members_of = [list(group) for group in groups]
+    ring = slowest_hop(members_of, machine)
+    split = [_by_node(group, machine) for group in members_of]
     widths = {len(members) for nodes in split for members in nodes}
     if len(widths) != 1 or widths in ({1}, {size}):
         return AxisLinks(size, ring)

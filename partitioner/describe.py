@@ -14,6 +14,7 @@ from torch import fx
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import NAMES
 from cost_models.units import format_bytes
+from partitioner.describe_sharding import describe_sharding
 from partitioner.modules import modules_of_stages
 from partitioner.plan import (
     Alternative,
@@ -29,44 +30,43 @@ from partitioner.plan import (
 )
 from partitioner.report.text import counted
 from passes.baselines import Baseline, data_parallel, one_device
-from passes.cheap import recomputed_ops
 from passes.check_precision import dominant_dtype, precision_notes
-from passes.compile import Compiled
+from passes.compile import Compiled, Request
 from passes.graph import OpGraph
 from passes.place_layers import LayerRequest, RunnerUp
 from passes.summarize import state_names_of_segments
-from runtime.program import Backward, BackwardWeight, Forward, Program
+from runtime.program import Backward, BackwardWeight, Forward, Program, SegmentGraph
 
-NOT_CONSIDERED = (
-    "data parallelism",
-    "tensor parallelism",
-    "ZeRO sharding",
-)
-"""What a layer-wise plan does not look at; an expert should hear it from the plan itself."""
+NOT_CONSIDERED = {
+    "layer": ("data parallelism", "tensor parallelism", "ZeRO sharding"),
+    "feature": ("pipeline stages", "recomputing activations", "overlap of communication with computing"),
+}
+"""What a strategy does not look at; an expert should hear it from the plan itself."""
 MOST_RUNNER_UPS = 5
 
 
-def describe(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: Compiled) -> Plan:
+def describe(graph: OpGraph, cluster: ClusterSpec, request: Request, compiled: Compiled) -> Plan:
     """The plan of a compile."""
-    placement = compiled.placement
+    placed, realized = compiled.placed, compiled.placed.realized
+    recompute = request.recompute if isinstance(request, LayerRequest) else "none"
     return Plan(
         partitioner_version=package_version(),
         model=_model(graph),
         cluster=cluster,
-        strategy="layer",
+        strategy=placed.strategy,
         batch_size=request.batch_size,
-        microbatches=placement.microbatches,
-        schedule=placement.schedule,
+        microbatches=placed.microbatches,
+        schedule=placed.schedule,
         optimizer_memory=request.optimizer,
         precision=request.precision,
         loss_reduction=graph.loss_reduction,
-        recompute=request.recompute,
+        recompute=recompute,
         stages=_stages(graph, compiled),
-        placements={name: (placement.ranks[stage],) for name, stage in placement.stage_of.items()},
-        recomputed=tuple(sorted(recomputed_ops(graph))),
+        placements={name: placed.groups[stage] for name, stage in placed.stage_of.items()},
+        recomputed=tuple(sorted(placed.recomputed)),
         tied=tuple(
-            TiedParameter(name=name, ranks=group.ranks, size_bytes=compiled.realized.step.tied_bytes[name])
-            for group in compiled.realized.tied
+            TiedParameter(name=name, ranks=group.ranks, size_bytes=realized.step.tied_bytes[name])
+            for group in (realized.tied if placed.sharded is None else ())
             for name in group.parameters
         ),
         values=tuple(
@@ -77,22 +77,22 @@ def describe(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compil
                 size_bytes=value.size_bytes,
                 needs_grad=value.needs_grad,
             )
-            for value in compiled.realized.segments.values
+            for value in realized.segments.values
         ),
         transfers=_transfers(compiled),
-        state_bytes={str(r): size for r, size in enumerate(compiled.realized.step.state_bytes)},
-        optimizer_seconds={str(r): s for r, s in enumerate(compiled.realized.step.optimizer_seconds)},
+        state_bytes={str(r): size for r, size in enumerate(realized.step.state_bytes)},
+        optimizer_seconds={str(r): s for r, s in enumerate(realized.step.optimizer_seconds)},
         attention_backend=compiled.costs.attention_backend,
         prediction=_prediction(graph, cluster, request, compiled),
         certificate=_certificate(compiled),
         alternatives=_alternatives(graph, cluster, request, compiled),
-        not_considered=NOT_CONSIDERED,
+        not_considered=NOT_CONSIDERED[placed.strategy],
         proof=ProofRecord(
             instructions=compiled.proof.instructions,
             messages=compiled.proof.messages,
             rules=compiled.proof.rules,
         ),
-        notes=(*graph.notes, *precision_notes(graph, request.precision), *_notes(graph, request)),
+        notes=(*graph.notes, *precision_notes(graph, request.precision), *_notes(graph, recompute)),
     )
 
 
@@ -155,22 +155,21 @@ def _model(graph: OpGraph) -> ModelInfo:
 
 
 def _stages(graph: OpGraph, compiled: Compiled) -> tuple[Stage, ...]:
-    placement, realized = compiled.placement, compiled.realized
+    placed, realized = compiled.placed, compiled.placed.realized
     paths = {node.name: str(node.meta.get("module_path", "")) for node in graph.ops}
-    ordered = {
-        node.name: placement.stage_of[node.name] for node in graph.ops if node.name in placement.stage_of
-    }
-    modules = modules_of_stages(paths, ordered, len(placement.ranks))
-    names = state_names_of_segments(graph, realized.segmentation)
-    flying = _in_flight(realized.programs, len(placement.ranks))
-    ops: list[list[str]] = [[] for _ in placement.ranks]
+    ordered = {node.name: placed.stage_of[node.name] for node in graph.ops if node.name in placed.stage_of}
+    modules = modules_of_stages(paths, ordered, len(placed.groups))
+    local = graph if placed.sharded is None else placed.sharded.graph
+    names = state_names_of_segments(local, realized.segmentation)
+    flying = _in_flight(realized.programs, realized.segments)
+    ops: list[list[str]] = [[] for _ in placed.groups]
     for name, stage in ordered.items():
         ops[stage].append(name)
-    blocks = placement.recomputed_blocks
+    blocks = placed.recomputed_blocks
     stages = []
     for segment in realized.segments.segments:
         cost = segment.cost
-        parameters = [graph.parameters[name] for name in names[segment.index] if name in graph.parameters]
+        parameters = [local.parameters[name] for name in names[segment.index] if name in local.parameters]
         stages.append(
             Stage(
                 devices=segment.ranks,
@@ -186,18 +185,19 @@ def _stages(graph: OpGraph, compiled: Compiled) -> tuple[Stage, ...]:
                 recomputed_blocks=blocks[segment.index] if blocks else (),
                 transient_bytes=cost.transient_bytes,
                 has_backward=segment.has_backward,
+                sharding=describe_sharding(compiled.placed) if len(segment.ranks) > 1 else None,
                 in_flight=flying[segment.index],
             )
         )
     return tuple(stages)
 
 
-def _in_flight(programs: tuple[Program, ...], segments: int) -> list[int]:
+def _in_flight(programs: tuple[Program, ...], segments: SegmentGraph) -> list[int]:
     """Per segment, the most micro-batches at once whose forward is done and whose last backward half is not."""
-    most = [0] * segments
-    for program in programs:
-        now = [0] * segments
-        for instruction in program.instructions:
+    most = [0] * len(segments.segments)
+    for rank in dict.fromkeys(segment.rank for segment in segments.segments):
+        now = [0] * len(most)
+        for instruction in programs[rank].instructions:
             if isinstance(instruction, Forward):
                 now[instruction.segment] += 1
                 most[instruction.segment] = max(most[instruction.segment], now[instruction.segment])
@@ -207,7 +207,7 @@ def _in_flight(programs: tuple[Program, ...], segments: int) -> list[int]:
 
 
 def _transfers(compiled: Compiled) -> tuple[Transfer, ...]:
-    size_of = {value.name: value.size_bytes for value in compiled.realized.segments.values}
+    size_of = {value.name: value.size_bytes for value in compiled.placed.realized.segments.values}
     return tuple(
         Transfer(
             value=bridge.value,
@@ -217,14 +217,12 @@ def _transfers(compiled: Compiled) -> tuple[Transfer, ...]:
             size_bytes=size_of[bridge.value],
             gradient=bridge.needs_grad,
         )
-        for bridge in compiled.bridges
+        for bridge in compiled.placed.bridges
     )
 
 
-def _prediction(
-    graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: Compiled
-) -> Prediction:
-    simulation = compiled.realized.simulation
+def _prediction(graph: OpGraph, cluster: ClusterSpec, request: Request, compiled: Compiled) -> Prediction:
+    simulation = compiled.placed.realized.simulation
     step = simulation.step_seconds
     tokens = tokens_per_sample(graph)
     return Prediction(
@@ -241,7 +239,7 @@ def _prediction(
 
 
 def _certificate(compiled: Compiled) -> CertificateRecord:
-    found = compiled.search.certificate
+    found = compiled.placed.certificate
     return CertificateRecord(
         objective=found.objective,
         objective_seconds=found.objective_seconds,
@@ -255,7 +253,7 @@ def _certificate(compiled: Compiled) -> CertificateRecord:
     )
 
 
-def _mfu(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: Compiled) -> float | None:
+def _mfu(graph: OpGraph, cluster: ClusterSpec, request: Request, compiled: Compiled) -> float | None:
     """Model FLOPs utilisation: FLOPs of forward and backward over step time times the used devices' peak rates."""
     table = compiled.costs.at(request.batch_size)
     flops = float(np.sum(table.forward_flops + table.backward_input_flops + table.backward_weight_flops))
@@ -263,13 +261,13 @@ def _mfu(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: 
     if not flops or own is None:
         return None
     dtype = request.precision.of(own).leaf
-    ranks = {rank for stage in compiled.realized.segments.segments for rank in stage.ranks}
+    ranks = {rank for stage in compiled.placed.realized.segments.segments for rank in stage.ranks}
     peak = sum(cluster.devices[rank].peak_flops(dtype) for rank in ranks)
-    return flops / (compiled.realized.simulation.step_seconds * peak)
+    return flops / (compiled.placed.realized.simulation.step_seconds * peak)
 
 
 def _alternatives(
-    graph: OpGraph, cluster: ClusterSpec, request: LayerRequest, compiled: Compiled
+    graph: OpGraph, cluster: ClusterSpec, request: Request, compiled: Compiled
 ) -> tuple[Alternative, ...]:
     """Not partitioning at all, and the best other layer-wise plans."""
     others = [_baseline(one_device(graph, compiled.costs, cluster, request), "")]
@@ -284,7 +282,7 @@ def _alternatives(
             step_seconds=entry.step_seconds,
             peak_memory_bytes=entry.peak_memory_bytes,
         )
-        for entry in distinct_runner_ups(compiled.search.runner_ups)
+        for entry in distinct_runner_ups(compiled.placed.runner_ups)
     ]
     return tuple(others)
 
@@ -322,19 +320,17 @@ def _readable_sizes(reason: str) -> str:
     return re.sub(r"([\d,]+) bytes", lambda size: format_bytes(int(size[1].replace(",", ""))), reason)
 
 
-def _notes(graph: OpGraph, request: LayerRequest) -> tuple[str, ...]:
+def _notes(graph: OpGraph, recompute: str) -> tuple[str, ...]:
     """What a user must know about the semantics of this model's training."""
     notes = []
     if not any(spec.requires_grad for spec in graph.parameters.values()):
         notes.append("nothing is trained: no parameter requires a gradient")
     elif not graph.needs_grad:
         notes.append("nothing is trained: the loss reaches no parameter through differentiable operations")
-    if graph.checkpointing and request.recompute == "full":
+    if graph.checkpointing and recompute == "full":
         notes.append(f"{graph.checkpointing}: every block is computed again in backward")
     elif graph.checkpointing:
-        notes.append(
-            f"{graph.checkpointing}, but recompute {request.recompute!r} was asked for, and that is done"
-        )
+        notes.append(f"{graph.checkpointing}, but recompute {recompute!r} was asked for, and that is done")
     batch_norms = sum(1 for node in graph.ops if "batch_norm" in str(node.target))
     if batch_norms:
         notes.append(

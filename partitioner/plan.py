@@ -6,11 +6,9 @@ import json
 import os
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     PlainSerializer,
     PlainValidator,
@@ -26,6 +24,8 @@ from cost_models.precision import DTYPE_FIELDS, NAMES, Precision
 from partitioner.made_with import MadeWith
 from partitioner.plan_checks import inconsistencies
 from partitioner.plan_file import ANEW, MOST_PROBLEMS, read_json, read_text, validation_problems, write_text
+from partitioner.plan_record import Count, Record, Seconds
+from partitioner.plan_sharding import StageSharding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,10 +36,6 @@ if TYPE_CHECKING:
     from runtime.simulate import Simulation
 
 SCHEMA_VERSION: Final = 1
-
-Count = Annotated[int, Field(ge=0)]
-"""A number of things, a size in bytes, a rank or a stage."""
-Seconds = Annotated[float, Field(ge=0)]
 
 
 def _read_precision(value: object) -> Precision:
@@ -71,13 +67,7 @@ PrecisionField = Annotated[
 """A :class:`Precision`; in JSON an object of what is fixed, {} for the model's own data types."""
 
 
-class _Record(BaseModel):
-    model_config: ClassVar[ConfigDict] = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, strict=True
-    )
-
-
-class ModelInfo(_Record):
+class ModelInfo(Record):
     """Which model the plan is for. ``fingerprint`` covers the graph, its shapes and its parameter names."""
 
     name: str
@@ -89,7 +79,7 @@ class ModelInfo(_Record):
     ops: Count
 
 
-class Stage(_Record):
+class Stage(Record):
     """One segment of the model. Seconds are per micro-batch on the stage's device."""
 
     devices: tuple[Count, ...]
@@ -111,10 +101,13 @@ class Stage(_Record):
     )
     transient_bytes: Count = Field(description="held on top while backward computes blocks again")
     has_backward: bool
+    sharding: StageSharding | None = Field(
+        default=None, description="how several devices share the stage; null for one"
+    )
     in_flight: Count = Field(description="largest number of micro-batches in flight in the simulated step")
 
 
-class StageValue(_Record):
+class StageValue(Record):
     """A tensor that a later stage reads (on the same device or another)."""
 
     name: str
@@ -124,7 +117,7 @@ class StageValue(_Record):
     needs_grad: bool
 
 
-class Transfer(_Record):
+class Transfer(Record):
     """A bridge: one value sent from a device to another, once per micro-batch."""
 
     value: str
@@ -135,7 +128,7 @@ class Transfer(_Record):
     gradient: bool = Field(description="whether its gradient is sent back")
 
 
-class TiedParameter(_Record):
+class TiedParameter(Record):
     """A trainable parameter that several ranks hold; its gradients are summed before the optimizer."""
 
     name: str
@@ -143,7 +136,7 @@ class TiedParameter(_Record):
     size_bytes: Count
 
 
-class Prediction(_Record):
+class Prediction(Record):
     """What the simulated step costs. ``confidence`` names what the numbers rest on."""
 
     step_seconds: float = Field(gt=0)
@@ -159,7 +152,7 @@ class Prediction(_Record):
     confidence: str
 
 
-class CertificateRecord(_Record):
+class CertificateRecord(Record):
     """How good the plan is known to be: the surrogate's proved bound, and a bound on the simulated time."""
 
     objective: str
@@ -173,7 +166,7 @@ class CertificateRecord(_Record):
     search_seconds: Seconds
 
 
-class Alternative(_Record):
+class Alternative(Record):
     """What else was looked at, and why it was not chosen."""
 
     strategy: str
@@ -183,7 +176,7 @@ class Alternative(_Record):
     peak_memory_bytes: Count | None
 
 
-class ProofRecord(_Record):
+class ProofRecord(Record):
     """What the checker proved of the plan's programs."""
 
     instructions: Count
@@ -191,7 +184,7 @@ class ProofRecord(_Record):
     rules: tuple[str, ...]
 
 
-class Plan(_Record):
+class Plan(Record):
     """A partitioning plan. Made by :func:`partitioner.partition`, or loaded from a file."""
 
     schema_version: Literal[1] = SCHEMA_VERSION

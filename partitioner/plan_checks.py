@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cost_models.memory import OPTIMIZERS
+from partitioner.plan_sharding import contradictions
 from partitioner.report.text import counted
 from runtime.schedules import SCHEDULES
 
@@ -29,6 +30,10 @@ def inconsistencies(plan: Plan) -> Iterator[str]:
         yield f"schedule: {plan.schedule!r} is not one of {', '.join(SCHEDULES)}"
     if plan.optimizer_memory not in OPTIMIZERS:
         yield f"optimizer_memory: {plan.optimizer_memory!r} is not one of {', '.join(OPTIMIZERS)}"
+    if plan.strategy == "feature" and (len(plan.stages) != 1 or plan.stages[0].sharding is None):
+        yield "stages: a feature-wise plan has one, with a sharding"
+    if plan.strategy == "layer" and any(stage.sharding is not None for stage in plan.stages):
+        yield "stages: a layer-wise plan has none with a sharding"
     yield from _stages(plan, world)
     yield from _values(plan, world)
     yield from _per_rank(plan, world)
@@ -39,8 +44,12 @@ def _stages(plan: Plan, world: int) -> Iterator[str]:
     for index, stage in enumerate(plan.stages):
         if not stage.devices:
             yield f"stages[{index}].devices: there is none"
-        elif plan.strategy == "layer" and len(stage.devices) != 1:
-            yield f"stages[{index}].devices: a layer-wise stage has one device, not {len(stage.devices)}"
+        elif stage.sharding is None and len(stage.devices) != 1:
+            yield f"stages[{index}].devices: a stage without sharding has one device, not {len(stage.devices)}"
+        elif stage.sharding is not None:
+            yield from contradictions(
+                f"stages[{index}].sharding", stage.sharding, stage.devices, set(stage.ops)
+            )
         missing = [rank for rank in stage.devices if rank >= world]
         if missing:
             yield f"stages[{index}].devices: rank {missing[0]} is not in the cluster of {world}"

@@ -9,17 +9,28 @@ Everything is numbered by the plan's devices, for the simulator, or with ``ranks
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
 from cost_models.errors import PlanError
-from partitioner.plan import Plan
+from partitioner.plan import Plan, Stage
 from passes.blocks import block_of
+from passes.discover import Discovery
 from passes.graph import OpGraph
-from passes.segment import Segmentation, by_stage
+from passes.segment import Segmentation, by_stage, on_mesh
+from passes.shard_graph import shard_graph
+from passes.shard_program import shardings
+from passes.sharding import FeaturePlacement
+from passes.sharding_text import choice_text
 from passes.step import StepCosts, programs_for, simulate_step
 from passes.summarize import TiedGroup
 from runtime.check import check
+from runtime.local_calls import JOINT
+from runtime.mesh_axes import all_ranks_along
 from runtime.microbatch import microbatch_sizes
-from runtime.program import Program, Segment, SegmentCost, SegmentGraph, Value
+from runtime.program import Collective, Program, Segment, SegmentCost, SegmentGraph, Value
 from runtime.relabel import RankMap, relabelled_programs, relabelled_segments
+from runtime.sharding import Sharding
 from runtime.simulate import Simulation
 
 
@@ -43,6 +54,7 @@ def plan_segments(plan: Plan, ranks: RankMap | None = None) -> SegmentGraph:
                 stage.transient_bytes,
             ),
             stage.has_backward,
+            tuple(_collectives(stage)),
         )
         for index, stage in enumerate(plan.stages)
     )
@@ -51,8 +63,29 @@ def plan_segments(plan: Plan, ranks: RankMap | None = None) -> SegmentGraph:
     return graph if ranks is None else relabelled_segments(graph, ranks)
 
 
+def _collectives(stage: Stage) -> Iterator[Collective]:
+    """Those of every group of the stage's devices."""
+    if stage.sharding is not None:
+        mesh = stage.sharding.mesh(stage.devices)
+        for item in stage.sharding.collectives:
+            for group in all_ranks_along(mesh, item.axis.split(JOINT)):
+                yield Collective(item.kind, group, item.sent_bytes, item.backward)
+
+
 def plan_tied(plan: Plan, ranks: RankMap | None = None) -> tuple[TiedGroup, ...]:
-    """The plan's tied parameters, one group per set of ranks."""
+    """The plan's sums of gradients: tied parameters, one group per set of ranks, and what sharded stages sum."""
+    return (*_tied(plan, ranks), *(group for stage in plan.stages for group in _stage_sums(stage, ranks)))
+
+
+def _stage_sums(stage: Stage, ranks: RankMap | None) -> Iterator[TiedGroup]:
+    if stage.sharding is not None:
+        mesh = stage.sharding.mesh(stage.devices if ranks is None else ranks.ranks(stage.devices))
+        for item in stage.sharding.sums:
+            for group in all_ranks_along(mesh, item.axes):
+                yield TiedGroup(item.parameters, group, item.scattered)
+
+
+def _tied(plan: Plan, ranks: RankMap | None) -> tuple[TiedGroup, ...]:
     groups: dict[tuple[int, ...], list[str]] = {}
     for tied in plan.tied:
         holders = tied.ranks if ranks is None else tuple(sorted(ranks.ranks(tied.ranks)))
@@ -67,7 +100,7 @@ def plan_programs(plan: Plan, ranks: RankMap | None = None) -> tuple[Program, ..
     if ranks is not None:
         programs = relabelled_programs(programs, ranks)
         segments, tied = plan_segments(plan, ranks), plan_tied(plan, ranks)
-    check(programs, segments, plan.microbatches, tied=[(group.parameters, group.ranks) for group in tied])
+    check(programs, segments, plan.microbatches, tied=[group.as_tuple for group in tied])
     return programs
 
 
@@ -78,14 +111,66 @@ def simulate_plan(plan: Plan) -> Simulation:
         state_bytes=tuple(plan.state_bytes[rank] for rank in ranks),
         optimizer_seconds=tuple(plan.optimizer_seconds[rank] for rank in ranks),
         tied_bytes={tied.name: tied.size_bytes for tied in plan.tied},
+        sum_seconds={
+            item.parameters: item.seconds
+            for stage in plan.stages
+            if stage.sharding is not None
+            for item in stage.sharding.sums
+        },
     )
     sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
     return simulate_step(plan_programs(plan), plan_segments(plan), plan.cluster, step, sizes)
 
 
-def plan_segmentation(plan: Plan, graph: OpGraph, ranks: RankMap | None = None) -> Segmentation:
-    """Which ops of ``graph`` each of the plan's segments runs. Raises PlanError when the plan is for another model."""
+@dataclass(frozen=True)
+class PlannedCode:
+    """What ranks run of a model. ``graph``: the model's own, or with local shapes where ranks run it on shards.
+
+    ``shardings``: of parameters and buffers of which ranks hold blocks; none where every rank holds them whole.
+    """
+
+    graph: OpGraph
+    segmentation: Segmentation
+    shardings: Mapping[str, Sharding]
+
+
+def plan_code(
+    plan: Plan, graph: OpGraph, ranks: RankMap | None = None, *, run: OpGraph | None = None
+) -> PlannedCode:
+    """The plan's segments of ``graph``. Raises PlanError when the plan is for another model.
+
+    ``run``: the same ops with other data types or numbers among their arguments, to run instead.
+    """
     refuse_other_model(plan, graph)
+    graph = run or graph
+    for stage in plan.stages:
+        if stage.sharding is not None:
+            devices = stage.devices if ranks is None else ranks.ranks(stage.devices)
+            placement = stage.sharding.placement(devices, plan.microbatches)
+            refuse_wrong_choices(plan.model.name, graph, placement)
+            sharded = shard_graph(graph, placement)
+            return PlannedCode(sharded.graph, on_mesh(sharded.graph, sharded.mesh), shardings(sharded))
+    return PlannedCode(graph, _segmentation(plan, graph, ranks), {})
+
+
+def refuse_wrong_choices(model: str, graph: OpGraph, placement: FeaturePlacement) -> None:
+    """Raise PlanError where an op would run in a way that no rule or trial allows: its numbers would be wrong."""
+    discovery = Discovery.stored()
+    wrong = []
+    for node in graph.ops:
+        given = placement.choices.get(node.name, ())
+        if set(given) - set(discovery.choices(node)):
+            wrong.append(f"{node.name} ({node.target}): {'; '.join(map(choice_text, given))}")
+    if wrong:
+        raise PlanError(
+            f"the plan for {model} runs {len(wrong)} ops in ways that would give other numbers",
+            because=wrong[:5],
+            suggestions=["plan this model anew; plans are not meant to be edited"],
+        )
+
+
+def _segmentation(plan: Plan, graph: OpGraph, ranks: RankMap | None) -> Segmentation:
+    """Which ops of ``graph`` each of the plan's segments runs."""
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     devices = [stage.devices[0] for stage in plan.stages]
     places = devices if ranks is None else ranks.ranks(devices)

@@ -22,12 +22,13 @@ from torch import Tensor, nn
 from cost_models.errors import ModelError, PartitionerError, UsageError, VerificationError
 from cost_models.precision import Precision
 from partitioner.api import ModelOrTrace, as_graph
-from partitioner.compare import Comparison, StepResult, compare
+from partitioner.compare import Comparison
 from partitioner.first_difference import first_difference
 from partitioner.grow_batch import grow_batch, ignore_unevenly, to_double
 from partitioner.plan import Plan
-from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments, ranks_in_order
+from partitioner.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
 from partitioner.verify_rank import VerificationTask, run_rank
+from partitioner.verify_ranks import compare_ranks, put_together
 from partitioner.verify_reference import copied_module, reference_step, why_in_pieces
 from partitioner.workloads import Workload
 from passes.batch import flatten_batch, forward_names
@@ -59,15 +60,23 @@ class VerifyReport:
     seconds: float
     notes: tuple[str, ...]
     first_difference: str | None = None
+    mesh: tuple[int, ...] = ()
+    """How the devices of the one stage share it; () where each stage has a device."""
 
     @property
     def passed(self) -> bool:
         return not self.differences
 
+    @property
+    def _placed(self) -> str:
+        if self.mesh:
+            return f"mesh {'×'.join(map(str, self.mesh))}"
+        return f"{self.stages} stages, {self.schedule}"
+
     def __str__(self) -> str:
         counts = ", ".join(f"{n} {kind if n == 1 else _PLURAL[kind]}" for kind, n in self.compared.items())
         lines = [
-            f"{'verified' if self.passed else 'DIFFERS'}: {self.model}, {self.stages} stages, {self.schedule}, "
+            f"{'verified' if self.passed else 'DIFFERS'}: {self.model}, {self._placed}, "
             f"{self.microbatches} micro-batches, {self.samples} samples, in float64: {counts} compared "
             f"({self.seconds:.1f} s)"
         ]
@@ -128,8 +137,8 @@ def verify_plan(
             name=plan.model.name,
         )
     ranks = ranks_in_order(plan)
-    segmentation = plan_segmentation(plan, graph, ranks)
-    graph, dropped = without_dropout(in_float64(graph))
+    traced, (graph, dropped) = graph, without_dropout(in_float64(graph))
+    code = plan_code(plan, traced, ranks, run=graph)
     reference = double_copy(workload)
     notes = list(graph.notes)
     if plan.precision != Precision():
@@ -144,16 +153,16 @@ def verify_plan(
 
     if graph.loss_reduction != "mean" and (why := why_in_pieces(graph)):
         notes.append(f"compared micro-batch by micro-batch, not with the whole batch: {why}")
-    sizes = _sizes(plan)
+    sizes = _sizes(plan, code.graph.batch.multiple)
     batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
     batch = ignore_unevenly(batch, reference.model, graph)
     leaves = flatten_batch(batch, forward_names(reference.model))
     state = model_state(reference.model, graph)
     task = VerificationTask(
         programs=plan_programs(plan, ranks),
-        codes=lower(graph, segmentation),
+        codes=lower(code.graph, code.segmentation),
         segments=plan_segments(plan, ranks),
-        batch_spec=graph.batch,
+        batch_spec=code.graph.batch,
         batch=step_batch(graph, leaves, plan.microbatches),
         state=state,
         trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
@@ -162,6 +171,7 @@ def verify_plan(
         optimizer=plan.optimizer_memory,
         learning_rate=LEARNING_RATE,
         timeout_seconds=timeout_seconds,
+        shardings=code.shardings,
     )
     with _blaming_the_model(plan.model.name):
         expected = reference_step(
@@ -171,7 +181,7 @@ def verify_plan(
             raise ArithmeticError(f"its loss is {expected.loss}, and that agrees with nothing")
     with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
         run = partial(workers.run, world_size=plan.world_size, timeout_seconds=timeout_seconds)
-        found = _compare_ranks(expected, run(run_rank, task), state)
+        found = compare_ranks(expected, put_together(run(run_rank, task), task), state, LEARNING_RATE)
         differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
         first = first_difference(plan, graph, task, expected, run) if differences else None
     kinds = [c.kind for c in found]
@@ -187,6 +197,7 @@ def verify_plan(
         seconds=time.monotonic() - started,
         notes=tuple(notes),
         first_difference=first,
+        mesh=next((tuple(s.sharding.axes.values()) for s in plan.stages if s.sharding is not None), ()),
     )
 
 
@@ -250,37 +261,13 @@ def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., A
     return Workload(model, example_inputs, loss_fn, type(model).__name__)
 
 
-def _sizes(plan: Plan) -> tuple[int, ...]:
+def _sizes(plan: Plan, multiple: int) -> tuple[int, ...]:
     """Micro-batch sizes of a small batch that is cut like the plan's: two samples each, uneven if the plan's is.
 
-    Single samples only where the plan has them: some models refuse them.
+    Single samples only where the plan has them: some models refuse them. ``multiple``: what ranks that share samples need.
     """
-    uneven = plan.batch_size % plan.microbatches != 0
-    return microbatch_sizes(min(plan.batch_size, 2 * plan.microbatches + uneven), plan.microbatches)
-
-
-def _compare_ranks(
-    expected: StepResult, actual: list[StepResult], initial: Mapping[str, Tensor]
-) -> list[Comparison]:
-    """Every rank's copy is compared; what no rank holds must not have changed."""
-    losses = [result.loss for result in actual if result.loss == result.loss]
-    seen: set[str] = set()
-    found: list[Comparison] = []
-    for result in actual:
-        names = set(result.parameters) | set(result.buffers)
-        seen |= names
-        own = StepResult(
-            expected.loss,
-            {n: g for n, g in expected.gradients.items() if n in names or n in result.gradients},
-            {n: p for n, p in expected.parameters.items() if n in names},
-            {n: b for n, b in expected.buffers.items() if n in names},
-        )
-        buffers = {n: b for n, b in result.buffers.items() if n in expected.buffers}
-        mine = StepResult(expected.loss, result.gradients, result.parameters, buffers)
-        found += [c for c in compare(own, mine, LEARNING_RATE, whole=expected.gradients) if c.kind != "loss"]
-    lost = {n: g for n, g in expected.gradients.items() if n not in seen}
-    kept = {n: b for n, b in expected.buffers.items() if n not in seen and n in initial}
-    unheld = StepResult(expected.loss, {}, {}, {n: initial[n] for n in kept})
-    found += compare(StepResult(expected.loss, lost, {}, kept), unheld, LEARNING_RATE)[1:]
-    loss = losses[0] if len(losses) == 1 else float("nan")
-    return compare(StepResult(expected.loss, {}, {}), StepResult(loss, {}, {}), LEARNING_RATE) + found
+    units = plan.batch_size // multiple
+    uneven = units % plan.microbatches != 0
+    least = 2 if multiple == 1 else 1
+    units = min(units, least * plan.microbatches + uneven)
+    return microbatch_sizes(units * multiple, plan.microbatches, multiple)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from cost_models.precision import ParameterPrecision
 from partitioner.compare import StepResult
 from partitioner.optimizers import make_optimizer
 from passes.double import float64_by_default
 from runtime.execute import Executor
+from runtime.precision import leaf_and_owner
 from runtime.program import Program, SegmentGraph
+from runtime.rank_state import RankState
 from runtime.record import Note, take_notes
 from runtime.segment_code import BatchSpec, SegmentCode
+from runtime.sharded_owners import sharded_leaf_and_owner
+from runtime.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class VerificationTask:
     optimizer: str
     learning_rate: float
     timeout_seconds: float
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)
+    """Of parameters and buffers of which ranks hold blocks."""
 
 
 def run_rank(task: VerificationTask) -> StepResult:
@@ -42,36 +49,46 @@ def run_rank(task: VerificationTask) -> StepResult:
     ``loss`` is nan on ranks that do not compute it.
     """
     executor, state, optimizer = build_rank(task)
+    sharded = executor.sharded_owners(state)
+    if optimizer is not None:
+        sharded.attach(optimizer)
     try:
         with float64_by_default():
-            loss = executor.train_step(task.batch, task.microbatches, optimizer, weights=task.weights)
+            loss = executor.train_step(task.batch, task.microbatches, None, weights=task.weights)
+            sharded.collect()
+            if optimizer is not None:
+                optimizer.step()
     finally:
         executor.close()
     return StepResult(
         loss=float("nan") if loss is None else float(loss),
-        gradients={n: t.grad for n, t in state.items() if isinstance(t, nn.Parameter) and t.grad is not None},
-        parameters={n: t.detach() for n, t in state.items() if isinstance(t, nn.Parameter)},
-        buffers={n: t for n, t in state.items() if not isinstance(t, nn.Parameter)},
+        gradients={n: p.grad for n, p in state.parameters.items() if p.grad is not None},
+        parameters={n: state.leaves[n].detach() for n in state.parameters},
+        buffers={n: t for n, t in state.leaves.items() if n not in state.parameters},
     )
 
 
-def build_rank(task: VerificationTask) -> tuple[Executor, dict[str, Tensor], torch.optim.Optimizer | None]:
+def build_rank(task: VerificationTask) -> tuple[Executor, RankState, torch.optim.Optimizer | None]:
     """This rank's executor, its own copy of the state, and the optimizer over it. Collective."""
     rank = torch.distributed.get_rank()
     mine = {segment.index for segment in task.segments.segments if rank in segment.ranks}
     codes = {index: code for index, code in task.codes.items() if index in mine}
-    state = own_state(codes, task.state, task.trainable)
+    state = own_state(codes, task, rank)
     executor = Executor(
         task.programs[rank],
         codes,
         task.segments,
-        state,
+        state.leaves,
         task.batch_spec,
         timeout_seconds=task.timeout_seconds,
         programs=task.programs,
+        shardings=task.shardings,
     )
-    parameters = [tensor for tensor in state.values() if isinstance(tensor, nn.Parameter)]
-    return executor, state, make_optimizer(task.optimizer, parameters, task.learning_rate)
+    return (
+        executor,
+        state,
+        make_optimizer(task.optimizer, list(state.parameters.values()), task.learning_rate),
+    )
 
 
 def run_rank_with_notes(task: VerificationTask) -> dict[str, list[Note]]:
@@ -81,14 +98,22 @@ def run_rank_with_notes(task: VerificationTask) -> dict[str, list[Note]]:
     return take_notes()
 
 
-def own_state(
-    codes: Mapping[int, SegmentCode], state: Mapping[str, Tensor], trainable: frozenset[str]
-) -> dict[str, Tensor]:
-    """Fresh copies of what ``codes`` name: trainable parameters as leaves that collect gradients."""
-    own: dict[str, Tensor] = {}
-    for code in codes.values():
-        for name, kind in code.held.items():
-            if name not in own:
-                copy = state[name].detach().clone()
-                own[name] = nn.Parameter(copy, name in trainable) if kind == "parameter" else copy
-    return own
+def own_state(codes: Mapping[int, SegmentCode], task: VerificationTask, rank: int) -> RankState:
+    """Fresh copies of what ``codes`` name, or of this rank's blocks of it."""
+    leaves: dict[str, Tensor] = {}
+    owners: dict[str, nn.Parameter] = {}
+    kinds = {name: kind for code in codes.values() for name, kind in code.held.items()}
+    for name, kind in kinds.items():
+        whole, sharding = task.state[name].detach(), task.shardings.get(name)
+        own = whole if sharding is None else sharding.leaf_block(whole.shape, rank).of(whole)
+        leaves[name] = own.clone(memory_format=torch.contiguous_format if sharding else torch.preserve_format)
+        if kind == "parameter":
+            types = ParameterPrecision.plain(whole.dtype)
+            trained = name in task.trainable
+            if sharding is None:
+                leaves[name], owners[name] = leaf_and_owner(leaves[name], types, trained)
+            else:
+                leaves[name], owners[name] = sharded_leaf_and_owner(
+                    leaves[name], types, trained, sharding, rank
+                )
+    return RankState(rank, leaves, owners, {}, {}, {n: s for n, s in task.shardings.items() if n in leaves})

@@ -15,9 +15,12 @@ from cost_models.devices import Device
 from cost_models.memory import StateBytes
 from passes.costs import GraphCosts
 from passes.graph import OpGraph
+from passes.place_features import FeatureRequest
 from passes.place_layers import LayerRequest
 from passes.segment import Segmentation
 from passes.summarize import state_of_ranks
+
+Request = LayerRequest | FeatureRequest
 
 MAX_DOUBLINGS = 11
 """At most 1,024 micro-batches."""
@@ -36,7 +39,7 @@ class Baseline:
     microbatches: int
 
 
-def one_device(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: LayerRequest) -> Baseline:
+def one_device(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: Request) -> Baseline:
     """The whole batch on the device that does it fastest, accumulated over as few micro-batches as memory needs."""
     kinds = {_kind(device): device for device in reversed(cluster.devices)}
     tried = [
@@ -46,7 +49,7 @@ def one_device(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request:
     return min(tried, key=lambda baseline: (not baseline.feasible, baseline.step_seconds))
 
 
-def data_parallel(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: LayerRequest) -> Baseline:
+def data_parallel(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: Request) -> Baseline:
     """A replica of the model per device and one all-reduce of all gradients after the last backward.
 
     Equal shares of the batch: the slowest device paces the step, the smallest must hold a replica.
@@ -63,7 +66,7 @@ def data_parallel(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, reque
 def _replica(
     graph: OpGraph,
     costs: GraphCosts,
-    request: LayerRequest,
+    request: Request,
     devices: Sequence[Device],
     batch: int,
     strategy: str,
@@ -98,6 +101,6 @@ def _kind(device: Device) -> tuple[object, ...]:
     return replace(device, rank=0, node=0, node_name="", host=None), device.memory_bytes
 
 
-def _state(graph: OpGraph, request: LayerRequest) -> StateBytes:
+def _state(graph: OpGraph, request: Request) -> StateBytes:
     whole = Segmentation({node.name: 0 for node in graph.ops}, ((0,),), frozenset())
     return state_of_ranks(graph, whole, 1, request.optimizer, request.precision)[0]

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
-from cost_models.memory import StateBytes
 from passes.costs import GraphCosts
 from passes.graph import OpGraph
 from passes.place_layers import LayerCandidate, LayerRequest, SimulatedCandidate
+from passes.placed import Realized
 from passes.segment import Segmentation, by_stage
 from passes.step import StepCosts, programs_for, simulate_step, transfer_seconds
 from passes.summarize import (
-    TiedGroup,
     gradient_bytes,
     segment_graph,
     state_of_ranks,
@@ -22,22 +19,8 @@ from passes.summarize import (
 )
 from runtime.microbatch import microbatch_sizes
 from runtime.order import quick_makespan
-from runtime.program import Program, SegmentGraph
+from runtime.program import SegmentGraph
 from runtime.schedules import SCHEDULES
-from runtime.simulate import Simulation
-
-
-@dataclass(frozen=True)
-class Realized:
-    """A placement carried through to programs and their simulation."""
-
-    segmentation: Segmentation
-    segments: SegmentGraph
-    tied: tuple[TiedGroup, ...]
-    programs: tuple[Program, ...]
-    state: tuple[StateBytes, ...]
-    step: StepCosts
-    simulation: Simulation
 
 
 class Candidates:

@@ -1,9 +1,9 @@
 """The compile, on one page: a model's graph and a cluster become a placement, and a placement becomes programs.
 
-    trace ─► costs ─► place ─► bridge ─► segment ─► summarize ─► schedule ─► order ─► check ─► simulate
+    trace ─► costs ─► place ─► bridge ─► segment ─► summarize ─► schedule ─► order ─► check ─► simulate     layer
+    trace ─► costs ─► place ─► shard (bridges) ─► one segment ─► summarize ─► order ─► check ─► simulate    feature
 
-Each line of :func:`compile_graph` is one pass. ``Candidates`` carries a placement from segments to its simulated step, for
-the search as for the plan.
+Each line of :func:`compile_graph` is one pass. A request's type says which strategy places.
 """
 
 from __future__ import annotations
@@ -13,47 +13,97 @@ from dataclasses import dataclass
 
 from cost_models.cluster import ClusterSpec
 from cost_models.layout import Layout
-from passes.bridge import Bridge, bridges
-from passes.candidates import Candidates, Realized
+from passes.bridge import bridges
+from passes.candidates import Candidates
 from passes.cheap import recomputed_ops
 from passes.costs import GraphCosts, cost_graph
+from passes.discover import Discovery
 from passes.graph import OpGraph
-from passes.place_layers import LayerCandidate, LayerRequest, LayerResult, place_layers
+from passes.place_features import FeatureRequest, place_features
+from passes.place_layers import LayerRequest, place_layers
+from passes.placed import Placed
+from passes.realize_features import SCHEDULE, realize_features
+from passes.shard_graph import shard_graph
 from passes.verify_graph import verify_graph
 from runtime.check import Proof, check
 from runtime.collector import collector_paused
 
 log = logging.getLogger("partitioner")
 
+Request = LayerRequest | FeatureRequest
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Compiled:
-    """The outcome of a compile: the chosen placement, everything made of it, and how it was found."""
+    """The outcome of a compile."""
 
     costs: GraphCosts
-    placement: LayerCandidate
-    layouts: dict[str, Layout]
-    bridges: tuple[Bridge, ...]
-    realized: Realized
+    placed: Placed
     proof: Proof
-    search: LayerResult
 
 
 @collector_paused()
-def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: LayerRequest) -> Compiled:
-    """Choose a layer-wise placement of ``graph`` on ``cluster``, build its programs and prove them free of deadlock."""
+def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Compiled:
+    """Choose a placement of ``graph`` on ``cluster``, build its programs and prove them free of deadlock."""
     verify_graph(graph, after="trace")
     costs = costs_of(graph, cluster)
-    candidates = Candidates(graph, costs, cluster, request, recomputed_ops(graph))
+    if isinstance(request, FeatureRequest):
+        placed = feature_wise(graph, costs, cluster, request)
+    else:
+        placed = layer_wise(graph, costs, cluster, request)
+    realized = placed.realized
+    sums = [group.as_tuple for group in realized.tied]
+    proof = check(realized.programs, realized.segments, placed.microbatches, tied=sums)
+    log.info("compiled: %s", placed.description)
+    return Compiled(costs, placed, proof)
+
+
+def layer_wise(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: LayerRequest) -> Placed:
+    """Every op on one device, every device one contiguous run of the graph; candidates are simulated."""
+    recomputed = recomputed_ops(graph)
+    candidates = Candidates(graph, costs, cluster, request, recomputed)
     search = place_layers(graph, costs, cluster, request, candidates.simulate, candidates.lower_bound_seconds)
-    placement = search.best.candidate
-    layouts = {name: Layout.on(placement.ranks[stage]) for name, stage in placement.stage_of.items()}
-    bridged = bridges(graph, layouts)
-    realized = candidates.realized(placement)
-    tied = [(group.parameters, group.ranks) for group in realized.tied]
-    proof = check(realized.programs, realized.segments, placement.microbatches, tied=tied)
-    log.info("compiled: %s", placement.description)
-    return Compiled(costs, placement, layouts, bridged, realized, proof, search)
+    chosen = search.best.candidate
+    layouts = {name: Layout.on(chosen.ranks[stage]) for name, stage in chosen.stage_of.items()}
+    return Placed(
+        strategy="layer",
+        stage_of=chosen.stage_of,
+        groups=tuple((rank,) for rank in chosen.ranks),
+        microbatches=chosen.microbatches,
+        schedule=chosen.schedule,
+        recomputed=recomputed,
+        recomputed_blocks=tuple(map(tuple, chosen.recomputed_blocks)),
+        bridges=bridges(graph, layouts),
+        realized=candidates.realized(chosen),
+        certificate=search.certificate,
+        runner_ups=search.runner_ups,
+        search=search,
+        description=chosen.description,
+    )
+
+
+def feature_wise(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FeatureRequest) -> Placed:
+    """Every op on all devices, tensors sharded over a mesh of them."""
+    search = place_features(graph, costs, cluster, request, Discovery.stored())
+    sharded = shard_graph(graph, search.placement)
+    verify_graph(sharded.graph, after="shard")
+    mesh = sharded.mesh
+    return Placed(
+        strategy="feature",
+        stage_of={node.name: 0 for node in graph.ops},
+        groups=(mesh.ranks,),
+        microbatches=search.placement.microbatches,
+        schedule=SCHEDULE,
+        recomputed=frozenset(),
+        recomputed_blocks=(),
+        bridges=(),
+        realized=realize_features(graph, sharded, cluster, request),
+        certificate=search.certificate,
+        runner_ups=(),
+        search=search,
+        sharded=sharded,
+        description=f"mesh {'×'.join(map(str, mesh.shape))}, {search.placement.microbatches} micro-batches",
+    )
 
 
 def costs_of(graph: OpGraph, cluster: ClusterSpec) -> GraphCosts:

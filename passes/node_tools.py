@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.shape_prop import TensorMetadata
 
@@ -42,9 +43,14 @@ def fake_call(
 
 @contextmanager
 def quiet(mode: FakeTensorMode) -> Iterator[None]:
-    """Fake execution that keeps dynamic sizes dynamic: some ops compare sizes, which would fix them for good."""
+    """Fake execution that keeps dynamic sizes dynamic.
+
+    Some ops compare sizes, which would fix them for good; some kernels in C++ (pad) take numbers only, those in Python
+    do not.
+    """
     shape_env = mode.shape_env
-    with mode, torch.no_grad(), shape_env.suppress_guards() if shape_env is not None else nullcontext():
+    unguarded = shape_env.suppress_guards() if shape_env is not None else nullcontext()
+    with mode, torch.no_grad(), unguarded, enable_python_dispatcher():
         yield
 
 

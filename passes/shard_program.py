@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from cost_models.layout import Replicate
 from passes.graph import OpGraph
 from passes.shard_graph import Sharded
+from passes.shard_syncs import GradientSync
 from passes.sharding import Placements
 from runtime.mesh_axes import all_ranks_along
 from runtime.order import TiedGroup, build_programs
@@ -85,10 +86,16 @@ def gradient_sums(sharded: Sharded) -> tuple[TiedGroup, ...]:
     """What is summed after the last backward: (parameters, ranks, scattered), in the order of the sums."""
     return tuple(
         (bucket, ranks, sync.scattered)
-        for sync in sharded.syncs
-        for bucket in _buckets(sharded.graph, sync.parameters)
+        for sync, bucket in bucketed_syncs(sharded)
         for ranks in all_ranks_along(sharded.mesh, sync.axes)
     )
+
+
+def bucketed_syncs(sharded: Sharded) -> Iterator[tuple[GradientSync, tuple[str, ...]]]:
+    """Each kind of sum with the parameters of one bucket, in the order of the sums."""
+    for sync in sharded.syncs:
+        for bucket in _buckets(sharded.graph, sync.parameters):
+            yield sync, bucket
 
 
 def _buckets(graph: OpGraph, parameters: tuple[str, ...]) -> Iterator[tuple[str, ...]]:

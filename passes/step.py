@@ -6,7 +6,7 @@ The search's candidates, the plan and the executor all come through here: what w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import ring_all_reduce_seconds, slowest_hop
@@ -25,6 +25,8 @@ class StepCosts:
     optimizer_seconds: tuple[float, ...]
     tied_bytes: Mapping[str, int]
     """Bytes of each tied parameter's gradient."""
+    sum_seconds: Mapping[tuple[str, ...], float] = field(default_factory=dict)
+    """Of sums of gradients whose time is known, by their parameters; of others a ring's."""
 
 
 def programs_for(
@@ -33,7 +35,7 @@ def programs_for(
     """One program per rank: the schedule's order of computes, then the one global order of communications."""
     seconds = transfer_seconds(cluster)
     orders = SCHEDULES[schedule].order(segments, microbatches, transfer_seconds=seconds)
-    groups = [(group.parameters, group.ranks) for group in tied]
+    groups = [group.as_tuple for group in tied]
     return build_programs(segments, orders, microbatches, transfer_seconds=seconds, tied=groups)
 
 
@@ -47,6 +49,9 @@ def simulate_step(
     """One training step of ``programs`` on ``cluster``, with micro-batches of ``sizes`` samples."""
 
     def reduce_seconds(reduction: ReduceGradients) -> float:
+        known = step.sum_seconds.get(reduction.parameters)
+        if known is not None:
+            return known
         size_bytes = sum(step.tied_bytes[name] for name in reduction.parameters)
         hop = slowest_hop([list(reduction.ranks)], cluster)
         return ring_all_reduce_seconds(size_bytes, len(reduction.ranks), hop)

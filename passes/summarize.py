@@ -25,10 +25,17 @@ from runtime.program import Segment, SegmentCost, SegmentGraph, Value
 
 @dataclass(frozen=True)
 class TiedGroup:
-    """Trainable parameters that the same several ranks hold; their gradients are summed before the optimizer."""
+    """Trainable parameters of whose gradients several ranks make a part each; they are summed before the optimizer."""
 
     parameters: tuple[str, ...]
     ranks: tuple[int, ...]
+    scattered: bool = False
+    """Whether each rank keeps its part of the sums only."""
+
+    @property
+    def as_tuple(self) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
+        """As the checker and the programs' builder take it."""
+        return self.parameters, self.ranks, self.scattered
 
 
 def segment_graph(

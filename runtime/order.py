@@ -109,7 +109,7 @@ def build_programs(
         led = led_by_first_ranks(graph)
         alone = build_programs(
             led.graph,
-            orders,
+            tuple(order if led.leader_of[rank] == rank else () for rank, order in enumerate(orders)),
             microbatches,
             transfer_seconds=transfer_seconds,
             optimizer=False,

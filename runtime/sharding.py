@@ -23,6 +23,12 @@ class Block:
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
+    def of(self, whole: Tensor) -> Tensor:
+        """This block of a tensor: a view."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
+            whole = whole.narrow(dim, offset, size)
+        return whole
+
     def cut(self, dim: int, parts: int, index: int) -> Block:
         """The ``index``-th of equal parts along ``dim``."""
         dim %= len(self.shape)

@@ -126,21 +126,42 @@ def settings(pairs: Sequence[str], flag: str = "--set") -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs)
 
 
-def pins(pairs: Sequence[str]) -> dict[str, int]:
-    """``["transformer.h.0.*=1"]`` -> ``{"transformer.h.0.*": 1}``; a glob may itself contain ``=``."""
-    found: dict[str, int] = {}
+def pins(pairs: Sequence[str], strategy: str) -> dict[str, int] | dict[str, str]:
+    """``["transformer.h.0.*=1"]`` -> ``{"transformer.h.0.*": 1}``; a glob may itself contain ``=``.
+
+    Of strategy "feature": ``["*.up_proj.weight=S0,R"]`` -> ``{"*.up_proj.weight": "S0 R"}``.
+    """
+    found: dict[str, str] = {}
     problems = []
+    what = "LAYOUT" if strategy == "feature" else "STAGE"
     for pair in pairs:
-        glob, _, stage = pair.rpartition("=")
+        glob, _, text = pair.rpartition("=")
+        text = text.replace(",", " ") if what == "LAYOUT" else str(int(text)) if _is_stage(text) else text
         if not glob:
-            problems.append(f"{pair!r} is not GLOB=STAGE")
-        elif not (stage.isascii() and stage.isdigit() and len(stage) < 7):
-            problems.append(f"{pair!r}: the stage {stage!r} is not a number from 0 up")
-        elif found.setdefault(glob, int(stage)) != int(stage):
-            problems.append(f"{glob!r} is pinned to stage {found[glob]} and to stage {int(stage)}")
+            problems.append(f"{pair!r} is not GLOB={what}")
+        elif what == "STAGE" and not _is_stage(text):
+            problems.append(f"{pair!r}: the stage {text!r} is not a number from 0 up")
+        elif found.setdefault(glob, text) != text:
+            word = what.lower()
+            problems.append(f"{glob!r} is pinned to {word} {found[glob]} and to {word} {text}")
     if problems:
-        raise UsageError("cannot read --pin", problems, ["write --pin 'module.glob.*=STAGE', once per glob"])
-    return found
+        raise UsageError(
+            "cannot read --pin", problems, [f"write --pin 'module.glob.*={what}', once per glob"]
+        )
+    return found if strategy == "feature" else {glob: int(text) for glob, text in found.items()}
+
+
+def _is_stage(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 7
+
+
+def mesh_shape(text: str | None) -> tuple[int, ...] | None:
+    """ "8x4" -> (8, 4)."""
+    if text is None:
+        return None
+    if not re.fullmatch(r"[1-9][0-9]{0,6}([x,×][1-9][0-9]{0,6})*", text):
+        raise UsageError("cannot read --mesh", [f"{text!r} is not sizes such as 8x4"])
+    return tuple(map(int, re.split("[x,×]", text)))
 
 
 def read_precision(text: str | None) -> Precision:

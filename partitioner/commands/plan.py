@@ -9,7 +9,7 @@ from cyclopts import Parameter
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import TimeLimitError
-from partitioner.api import as_graph, check_options, partition
+from partitioner.api import as_graph, partition
 from partitioner.commands import options
 from partitioner.commands.options import (
     Dims,
@@ -18,6 +18,7 @@ from partitioner.commands.options import (
     Whole,
     check_output,
     emit,
+    mesh_shape,
     microbatch_count,
     pins,
     progress,
@@ -25,6 +26,7 @@ from partitioner.commands.options import (
     report,
     settings,
 )
+from partitioner.plan_options import PlanOptions
 from partitioner.report.text import percent
 from partitioner.workloads import load_workload
 from passes.layer_options import RecomputeMode
@@ -47,6 +49,7 @@ def plan(
     max_stages: Whole | None = None,
     recompute: str | None = None,
     pin: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
+    mesh: str | None = None,
     batch_dims: Dims = (),
     dynamic_dims: Dims = (),
     time_limit: float = 60.0,
@@ -67,7 +70,8 @@ def plan(
     batch_size
         Samples per optimizer step.
     strategy
-        layer: every op on one device, every device one contiguous run of the model.
+        layer: every op on one device, every device one contiguous run of the model. feature: every op on all devices,
+        tensors sharded. auto: both are planned, the faster plan that fits is taken.
     microbatches
         auto, or into how many pieces the batch is cut.
     schedule
@@ -85,7 +89,10 @@ def plan(
     recompute
         none, full or auto: whether backward computes the activations of blocks again; auto: where memory asks for it.
     pin
-        GLOB=STAGE over module paths or op names, such as 'layers.0.*=0'; may be repeated.
+        layer: GLOB=STAGE over module paths or op names, such as 'layers.0.*=0'. feature: GLOB=LAYOUT over parameters,
+        inputs, ops or module paths, such as '*.up_proj.weight=S0' or 'input_ids=S0,R'. May be repeated.
+    mesh
+        feature: the shape of the mesh of devices, such as 8x4, outermost axis first; searched if not given.
     batch_dims
         NAME=DIM: where the batch is in an input, or NAME=none for an input without one; may be repeated.
     dynamic_dims
@@ -104,24 +111,26 @@ def plan(
         Print one JSON object: the plan.
     """
     count: Any = microbatch_count(microbatches)
-    pinned = pins(pin)
     dims: dict[str, Any] = {
         "batch_dims": options.batch_dims(batch_dims),
         "dynamic_dims": options.dynamic_dims(dynamic_dims),
     }
     types = read_precision(precision)
     reduction = checked_reduction(loss_reduction)
-    check_options(
+    wanted = PlanOptions(
+        batch_size=batch_size,
+        optimizer_memory=optimizer_memory,
         strategy=strategy,
         schedule=schedule,
-        optimizer_memory=optimizer_memory,
-        batch_size=batch_size,
         microbatches=count,
+        pins=pins(pin, strategy),
+        mesh=mesh_shape(mesh),
         min_stages=min_stages,
         max_stages=max_stages,
+        recompute=cast("RecomputeMode | None", recompute),
         time_limit_seconds=time_limit,
-        recompute=recompute,
     )
+    wanted.check()
     check_output(output)
     machines = ClusterSpec.parse(cluster)
     with progress(f"loading {model}"):
@@ -129,21 +138,7 @@ def plan(
     with progress(f"tracing {model}"):
         traced = as_graph(workload, precision=types, loss_reduction=reduction, **dims)
     with progress("searching"):
-        made = partition(
-            traced,
-            machines,
-            batch_size=batch_size,
-            optimizer_memory=optimizer_memory,
-            precision=types,
-            strategy=strategy,
-            schedule=schedule,
-            microbatches=count,
-            pins=pinned,
-            min_stages=min_stages,
-            max_stages=max_stages,
-            recompute=cast("RecomputeMode | None", recompute),
-            time_limit_seconds=time_limit,
-        )
+        made = partition(traced, machines, precision=types, **vars(wanted))
     if output is not None:
         made.save(output)
     emit(str(made), made.to_dict(), json)

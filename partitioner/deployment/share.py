@@ -16,7 +16,7 @@ from partitioner.deployment.state import holders_of, rank_state
 from partitioner.engine_optimizer import make_engine_optimizer
 from partitioner.engine_step import replanned
 from partitioner.plan import Plan
-from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments
+from partitioner.rebuild import PlannedCode, plan_code, plan_programs, plan_segments
 from partitioner.state_keys import StateKeys
 from partitioner.weights import weights_of
 from partitioner.workloads import Workload
@@ -24,12 +24,11 @@ from passes.check_precision import check_precision
 from passes.graph import OpGraph
 from passes.init_state import materialize
 from passes.lower import lower
-from passes.segment import Segmentation
 from runtime.loaded import Replan
 from runtime.program import Program, SegmentGraph
 from runtime.rank_state import RankState
 from runtime.relabel import RankMap
-from runtime.segment_code import SegmentCode
+from runtime.segment_code import BatchSpec, SegmentCode
 
 
 @dataclass(frozen=True)
@@ -50,9 +49,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Share:
-    """Everything is in the ranks of the launch. ``programs``: of all ranks; ``codes``: of this rank's segments."""
+    """Everything is in the ranks of the launch. ``programs``: of all ranks; ``codes``: of this rank's segments.
+
+    ``graph``: the model's; ``batch``: how a rank reads batches, which may be in parts (``runtime.segment_code``).
+    """
 
     graph: OpGraph
+    batch: BatchSpec
     programs: tuple[Program, ...]
     segments: SegmentGraph
     codes: Mapping[int, SegmentCode]
@@ -75,13 +78,13 @@ def build_share(
             precision=plan.precision,
             loss_reduction=plan.loss_reduction,
         )
-    segmentation = plan_segmentation(plan, graph, ranks)
+    code = plan_code(plan, graph, ranks)
     programs, segments = plan_programs(plan, ranks), plan_segments(plan, ranks)
     mine = frozenset(segment.index for segment in segments.segments if rank in segment.ranks)
-    codes = lower(graph, segmentation, device=str(device), only=mine)
+    codes = lower(code.graph, code.segmentation, device=str(device), only=mine)
     check_precision(graph, plan.precision, plan.optimizer_memory)
     keys = StateKeys.of(recipe.workload.model, plan.precision)
-    state = _own_state(recipe, keys, graph, segmentation, rank, device, plan.precision)
+    state = _own_state(recipe, keys, graph, code, rank, device, plan.precision)
     optimizer = make_engine_optimizer(
         recipe.optimizer, recipe.optimizer_kwargs, plan, graph, state, recipe.learning_rate, device
     )
@@ -89,19 +92,19 @@ def build_share(
     def replan(microbatches: int) -> tuple[Program, ...]:
         return plan_programs(replanned(plan, microbatches), ranks)
 
-    return Share(graph, programs, segments, codes, state, optimizer, keys, replan)
+    return Share(graph, code.graph.batch, programs, segments, codes, state, optimizer, keys, replan)
 
 
 def _own_state(
     recipe: Recipe,
     keys: StateKeys,
     graph: OpGraph,
-    segmentation: Segmentation,
+    code: PlannedCode,
     rank: int,
     device: torch.device,
     precision: Precision,
 ) -> RankState:
-    model, holders = recipe.workload.model, holders_of(graph, segmentation)
+    model, holders = recipe.workload.model, holders_of(code.graph, code.segmentation)
     values = materialize(
         [name for name, ranks in holders.items() if rank in ranks],
         model=model,
@@ -113,4 +116,4 @@ def _own_state(
         # A master of what was saved in its type, as of a checkpoint's masters, is not rounded on the way.
         wider={name: graph.types_of(name, precision).owner for name in graph.parameters},
     )
-    return rank_state(graph, rank, holders, values, device, precision)
+    return rank_state(graph, rank, holders, values, device, precision, code.shardings)

@@ -27,13 +27,14 @@ def start_executor(
         share.codes,
         share.segments,
         share.state.leaves,
-        share.graph.batch,
+        share.batch,
         device=device,
         timeout_seconds=timeout_seconds,
         programs=share.programs,
         replan=share.replan,
         seed=seed,
         compile=compile,
+        shardings=share.state.shardings,
     )
 
 

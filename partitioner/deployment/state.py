@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cost_models.precision import Precision
 from passes.graph import OpGraph
@@ -13,6 +13,8 @@ from passes.segment import Segmentation
 from passes.summarize import state_names_of_segments
 from runtime.precision import leaf_and_owner
 from runtime.rank_state import RankState
+from runtime.sharded_owners import sharded_leaf_and_owner
+from runtime.sharding import Sharding
 
 
 def holders_of(graph: OpGraph, segmentation: Segmentation) -> dict[str, tuple[int, ...]]:
@@ -32,15 +34,21 @@ def rank_state(
     values: Mapping[str, Tensor],
     device: torch.device,
     precision: Precision,
+    shardings: Mapping[str, Sharding],
 ) -> RankState:
-    """This rank's tensors. ``values``: copies of its own for every name that it holds."""
-    pairs = {
-        name: leaf_and_owner(values[name], graph.types_of(name, precision), spec.requires_grad)
-        for name, spec in graph.parameters.items()
-        if name in values
-    }
-    leaves = {name: leaf for name, (leaf, _) in pairs.items()}
-    parameters = {name: owner for name, (_, owner) in pairs.items()}
+    """This rank's tensors. ``values``: copies of its own for every name that it holds; of blocks where it shards."""
+    leaves: dict[str, Tensor] = {name: constant.to(device) for name, constant in graph.constants.items()}
+    parameters: dict[str, nn.Parameter] = {}
+    for name, spec in graph.parameters.items():
+        if name not in values:
+            continue
+        types, sharding = graph.types_of(name, precision), shardings.get(name)
+        if sharding is None:
+            leaves[name], parameters[name] = leaf_and_owner(values[name], types, spec.requires_grad)
+        else:
+            leaves[name], parameters[name] = sharded_leaf_and_owner(
+                values[name], types, spec.requires_grad, sharding, rank
+            )
     buffers = {name: values[name] for name in graph.buffers if name in values}
-    constants = {name: constant.to(device) for name, constant in graph.constants.items()}
-    return RankState(rank, {**constants, **leaves, **buffers}, parameters, buffers, holders)
+    own = {name: sharding for name, sharding in shardings.items() if name in values}
+    return RankState(rank, {**leaves, **buffers}, parameters, buffers, holders, own)

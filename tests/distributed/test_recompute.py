@@ -12,7 +12,7 @@ from benchmarks.verify_matrix import Case, load, verify_case
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
 from partitioner.api import as_graph
-from partitioner.rebuild import plan_programs, plan_segmentation, plan_segments, ranks_in_order
+from partitioner.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
 from partitioner.verify import model_state
 from partitioner.verify_rank import VerificationTask, run_rank
 from passes.batch import flatten_batch, forward_names
@@ -134,7 +134,7 @@ def test_masks_and_statistics_are_those_of_a_plan_without(
 
 def task(plan: Plan, workload: Workload, graph: OpGraph) -> VerificationTask:
     ranks = ranks_in_order(plan)
-    codes = lower(graph, plan_segmentation(plan, graph, ranks))
+    codes = lower(graph, plan_code(plan, graph, ranks).segmentation)
     assert sum(len(code.recomputed) for code in codes.values()) == sum(
         len(stage.recomputed_blocks) for stage in plan.stages
     )

@@ -126,7 +126,7 @@ def test_saving_replaces_the_file_whole_or_not_at_all(tmp_path: Path) -> None:
         ("stages", [], "stages: there is none"),
         ("stages.0.devices", [], "stages[0].devices: there is none"),
         ("stages.0.devices", [7], "stages[0].devices: rank 7 is not in the cluster of 2"),
-        ("stages.0.devices", [0, 1], "stages[0].devices: a layer-wise stage has one device, not 2"),
+        ("stages.0.devices", [0, 1], "stages[0].devices: a stage without sharding has one device, not 2"),
         ("stages.0.devices", [-1], "stages[0].devices[0]: input should be greater than or equal to 0"),
         ("stages.0.ops", ["op1"], "stages[1].ops: 'op1' stands in stage 0 as well"),
         ("stages.0.ops", "op0", 'stages[0].ops: input should be a valid array, got "op0"'),

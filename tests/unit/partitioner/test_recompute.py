@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PlanError, UsageError
 from partitioner import Plan, partition
-from partitioner.rebuild import plan_segmentation
+from partitioner.rebuild import plan_code
 from passes.graph import OpGraph
 from passes.lower import lower
 from passes.trace import trace
@@ -83,7 +83,7 @@ def test_full_keeps_what_blocks_read(graph: OpGraph) -> None:
         str(full).split()
     )
     assert "recompute: none, 0 blocks -> full, 6 blocks" in none.diff(full)
-    code = lower(graph, plan_segmentation(full, graph))
+    code = lower(graph, plan_code(full, graph).segmentation)
     assert [len(code[stage].recomputed) for stage in range(2)] == [
         len(s.recomputed_blocks) for s in full.stages
     ]
@@ -153,4 +153,4 @@ def test_a_plan_with_blocks_that_the_model_does_not_have_is_refused(graph: OpGra
     data = json.loads(planned(graph, recompute="full").model_dump_json())
     data["stages"][0]["recomputed_blocks"] = ["layers.77"]
     with pytest.raises(PlanError, match="blocks that"):
-        plan_segmentation(Plan.from_json(json.dumps(data)), replace(graph))
+        plan_code(Plan.from_json(json.dumps(data)), replace(graph))

@@ -24,10 +24,10 @@ def test_the_best_candidate_is_realized_once(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(Candidates, "realize", counted)
     compiled = compiler.compile_graph(graph, ClusterSpec.parse("dgx-a100"), LayerRequest(batch_size=16))
-    simulated = [r for r in compiled.search.runner_ups if not r.reason.startswith("at least")]
+    simulated = [r for r in compiled.placed.search.runner_ups if not r.reason.startswith("at least")]
     assert len(realized) == len(simulated) + 1
-    assert any(candidate is compiled.placement for candidate in realized)
-    assert compiled.realized.simulation.step_seconds == compiled.search.best.step_seconds
+    assert any(candidate is compiled.placed.search.best.candidate for candidate in realized)
+    assert compiled.placed.realized.simulation.step_seconds == compiled.placed.search.best.step_seconds
 
 
 @pytest.mark.parametrize("batch_size", [8, 10])
@@ -41,7 +41,7 @@ def test_the_quick_bound_is_below_the_simulation_of_every_candidate(batch_size: 
             request = LayerRequest(
                 batch_size, microbatches=microbatches, schedule=schedule, max_stages=4, simulations=2
             )
-            best = compiler.compile_graph(graph, cluster, request).search.best
+            best = compiler.compile_graph(graph, cluster, request).placed.search.best
             candidates = Candidates(graph, costs, cluster, request, recomputed)
             bound = candidates.lower_bound_seconds(best.candidate)
             assert bound <= best.step_seconds

@@ -1,0 +1,66 @@
+"""One plan out of several strategies: the fastest in simulation that fits; the others are its alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError
+from cost_models.units import format_seconds
+from partitioner.describe import describe
+from partitioner.plan import Alternative, Plan
+from passes.compile import Request, compile_graph
+from passes.graph import OpGraph
+from passes.place_features import FeatureRequest
+
+
+def best_plan(graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]) -> Plan:
+    """The plan of the fastest strategy. Raises what the only one raises, or InfeasibleError if none fits."""
+    if len(requests) == 1:
+        return _plan(graph, cluster, requests[0])
+    plans: list[Plan] = []
+    failures: dict[str, PartitionerError] = {}
+    for request in requests:
+        try:
+            plans.append(_plan(graph, cluster, request))
+        except (InfeasibleError, TimeLimitError) as error:
+            failures[strategy_of(request)] = error
+    if not plans:
+        raise InfeasibleError(
+            f"{graph.model_name} fits {cluster.name} by no strategy",
+            [f"{name}-wise: {reason}" for name, error in failures.items() for reason in error.because],
+            [way for error in failures.values() for way in error.suggestions],
+        )
+    best = min(plans, key=lambda plan: plan.prediction.step_seconds)
+    others = [_alternative(plan) for plan in plans if plan is not best]
+    others += [
+        Alternative(
+            strategy=f"{name}-wise",
+            feasible=False,
+            reason="; ".join(error.because) or error.what,
+            step_seconds=None,
+            peak_memory_bytes=None,
+        )
+        for name, error in failures.items()
+    ]
+    return best.model_copy(update={"alternatives": (*others, *best.alternatives)})
+
+
+def strategy_of(request: Request) -> str:
+    """layer or feature."""
+    return "feature" if isinstance(request, FeatureRequest) else "layer"
+
+
+def _plan(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Plan:
+    return describe(graph, cluster, request, compile_graph(graph, cluster, request))
+
+
+def _alternative(plan: Plan) -> Alternative:
+    slower = format_seconds(plan.prediction.step_seconds)
+    return Alternative(
+        strategy=f"{plan.strategy}-wise, the best found",
+        feasible=True,
+        reason=f"simulated: {slower} a step",
+        step_seconds=plan.prediction.step_seconds,
+        peak_memory_bytes=max(plan.prediction.peak_memory_bytes.values()),
+    )

@@ -1,0 +1,54 @@
+"""How the devices of a stage share it, from a compile's outcome to the plan's record of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from partitioner.plan_sharding import GradientSumRecord, StageCollective, StageSharding, texts_of
+from passes.place_features import FeatureResult
+from passes.placed import Placed
+from passes.shard_costs import Traffic
+from passes.shard_graph import Sharded
+from passes.shard_program import bucketed_syncs
+from runtime.local_calls import JOINT
+from runtime.mesh_axes import all_ranks_along
+
+
+def describe_sharding(placed: Placed) -> StageSharding:
+    """The record of a feature-wise placement."""
+    sharded, search, realized = placed.sharded, placed.search, placed.realized
+    assert sharded is not None
+    assert isinstance(search, FeatureResult)
+    step = realized.step
+    fields: dict[str, Any] = dict(texts_of(sharded.placement))
+    return StageSharding(
+        **fields,
+        samples_multiple=sharded.graph.batch.multiple,
+        collectives=tuple(_collective(sharded, item) for item in realized.traffic),
+        sums=tuple(
+            GradientSumRecord(
+                parameters=names,
+                axes=sync.axes,
+                scattered=sync.scattered,
+                size_bytes=tuple(step.tied_bytes[name] for name in names),
+                seconds=step.sum_seconds[names],
+            )
+            for sync, names in bucketed_syncs(sharded)
+        ),
+        discovered_ops=search.origins.discovered,
+        replicated_ops=search.origins.replicated,
+        replicated_seconds=search.origins.replicated_seconds,
+        replicated_matmul_share=search.replicated_matmul_share,
+    )
+
+
+def _collective(sharded: Sharded, item: Traffic) -> StageCollective:
+    ranks = len(all_ranks_along(sharded.mesh, item.axis.split(JOINT))[0])
+    return StageCollective(
+        value=item.node,
+        kind=item.kind,
+        axis=item.axis,
+        size_bytes=item.whole_bytes,
+        sent_bytes=item.sent_bytes(ranks),
+        backward=item.backward,
+    )

@@ -1,0 +1,147 @@
+"""What a user may fix about a plan, checked, and the requests to the searches that it makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeGuard, get_args
+
+from cost_models.errors import UsageError
+from cost_models.memory import OPTIMIZERS
+from cost_models.precision import Precision
+from passes.compile import Request
+from passes.graph import OpGraph
+from passes.layer_options import RecomputeMode
+from passes.place_features import FeatureRequest
+from passes.place_layers import LayerRequest
+from runtime.schedules import SCHEDULES
+
+STRATEGIES = ("layer", "feature", "auto")
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
+MOST_SAMPLES = 1 << 30
+MOST_MICROBATCHES = 1 << 16
+"""Beyond these a number is a typing error: programs list every micro-batch."""
+
+Pins = Mapping[str, int] | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """As :func:`partitioner.partition` takes them."""
+
+    batch_size: int | None = None
+    optimizer_memory: str = "adamw"
+    strategy: str = "layer"
+    schedule: str = "auto"
+    microbatches: int | Literal["auto"] = "auto"
+    pins: Pins | None = None
+    mesh: Sequence[int] | None = None
+    recompute: RecomputeMode | None = None
+    min_stages: int | None = None
+    max_stages: int | None = None
+    time_limit_seconds: float = 60.0
+
+    def check(self) -> None:
+        """Refuse unknown words and numbers that mean nothing, all at once."""
+        problems = [*self._unknown_words(), *self._wrong_numbers(), *self._of_the_other_strategy()]
+        if problems:
+            raise UsageError("cannot plan with these options", because=problems)
+        if self.batch_size is not None:
+            self._check_microbatches(self.batch_size)
+
+    def requests(self, graph: OpGraph, precision: Precision) -> tuple[Request, ...]:
+        """One per strategy to plan by."""
+        size = graph.example_batch_size if self.batch_size is None else self.batch_size
+        self._check_microbatches(size)
+        layer = LayerRequest(
+            batch_size=size,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            optimizer=self.optimizer_memory,
+            precision=precision,
+            pins={glob: stage for glob, stage in (self.pins or {}).items() if isinstance(stage, int)},
+            min_stages=self.min_stages,
+            max_stages=self.max_stages,
+            recompute=self.recompute or ("full" if graph.checkpointing else "auto"),
+            time_limit_seconds=self.time_limit_seconds,
+        )
+        feature = FeatureRequest(
+            batch_size=size,
+            microbatches=self.microbatches,
+            optimizer=self.optimizer_memory,
+            precision=precision,
+            pins={glob: layout for glob, layout in (self.pins or {}).items() if isinstance(layout, str)},
+            mesh=None if self.mesh is None else tuple(self.mesh),
+            time_limit_seconds=self.time_limit_seconds,
+        )
+        by_strategy: dict[str, tuple[Request, ...]] = {
+            "layer": (layer,),
+            "feature": (feature,),
+            "auto": (layer, feature),
+        }
+        return by_strategy[self.strategy]
+
+    def _unknown_words(self) -> Iterator[str]:
+        if self.strategy not in STRATEGIES:
+            yield f"strategy {self.strategy!r} is not one of: {', '.join(STRATEGIES)}"
+        if self.schedule != "auto" and self.schedule not in SCHEDULES:
+            yield f"schedule {self.schedule!r} is not one of: auto, {', '.join(SCHEDULES)}"
+        if self.optimizer_memory not in OPTIMIZERS:
+            yield f"optimizer memory {self.optimizer_memory!r} is not one of: {', '.join(OPTIMIZERS)}"
+        if self.recompute is not None and self.recompute not in RECOMPUTE_MODES:
+            yield f"recompute {self.recompute!r} is not one of: {', '.join(RECOMPUTE_MODES)}"
+
+    def _wrong_numbers(self) -> Iterator[str]:
+        size, count, limit = self.batch_size, self.microbatches, self.time_limit_seconds
+        if size is not None and not _is_count(size, MOST_SAMPLES):
+            yield f"the batch size is {size!r}, expected 1 to {MOST_SAMPLES:,} samples"
+        if count != "auto" and not _is_count(count, MOST_MICROBATCHES):
+            yield f"the number of micro-batches is {count!r}, expected auto or 1 to {MOST_MICROBATCHES:,}"
+        least, most = self.min_stages, self.max_stages
+        for option, number in (("min_stages", least), ("max_stages", most)):
+            if number is not None and not _is_count(number, MOST_SAMPLES):
+                yield f"{option} is {number!r}, expected 1 or more"
+        if _is_count(least, MOST_SAMPLES) and _is_count(most, MOST_SAMPLES) and least > most:
+            yield f"min_stages is {least}, more than max_stages, {most}"
+        if not (isinstance(limit, int | float) and 0 < limit < math.inf):
+            yield f"the time limit is {limit!r}, expected more than 0 seconds"
+        if self.mesh is not None and not all(_is_count(size, MOST_SAMPLES) for size in self.mesh):
+            yield f"the mesh is {self.mesh!r}, expected sizes such as (2, 4)"
+
+    def _of_the_other_strategy(self) -> Iterator[str]:
+        """Options that a strategy would silently ignore."""
+        if self.strategy in ("layer", "auto"):
+            if self.strategy == "layer" and self.mesh is not None:
+                yield 'mesh= arranges the devices of strategy "feature"; a layer-wise plan has none'
+            for glob, stage in (self.pins or {}).items():
+                if self.strategy == "auto":
+                    yield f"pin {glob!r}: what it fixes depends on the strategy, and that is auto"
+                elif not isinstance(stage, int) or isinstance(stage, bool):
+                    yield f"pin {glob!r}: the stage {stage!r} is not a number"
+        if self.strategy == "feature":
+            given = {
+                "schedule": None if self.schedule == "auto" else self.schedule,
+                "min_stages": self.min_stages,
+                "max_stages": self.max_stages,
+                "recompute": None if self.recompute in (None, "none") else self.recompute,
+            }
+            for option, value in given.items():
+                if value is not None:
+                    yield f'{option}={value!r} is about stages; a plan of strategy "feature" has one, on all devices'
+            for glob, layout in (self.pins or {}).items():
+                if not isinstance(layout, str):
+                    yield f'pin {glob!r}: the layout {layout!r} is not a text such as "S0" or "R S1"'
+
+    def _check_microbatches(self, batch_size: int) -> None:
+        """Refuse a number of micro-batches that the batch cannot be cut into."""
+        if self.microbatches != "auto" and self.microbatches > batch_size:
+            raise UsageError(
+                f"cannot cut a batch of {batch_size} into {self.microbatches} micro-batches",
+                because=["every micro-batch needs a sample"],
+                suggestions=[f"use at most {batch_size} micro-batches, or a larger batch size"],
+            )
+
+
+def _is_count(value: object, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most

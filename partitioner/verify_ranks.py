@@ -1,0 +1,85 @@
+"""What all ranks of a verification found, held against the unpartitioned step.
+
+Where ranks hold blocks of a tensor, whole tensors are put together of them first. Every copy counts: with blocks A and B,
+A on ranks 0 and 2, B on ranks 1 and 3, there are two whole tensors, of ranks 0 1 and of ranks 2 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from partitioner.compare import Comparison, StepResult, compare
+from partitioner.verify_rank import VerificationTask
+from runtime.sharding import Block
+
+
+def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[StepResult]:
+    """One result per copy of the model, where ranks hold blocks; else the ranks' own. Losses of blocks are summed."""
+    if not task.shardings:
+        return list(results)
+    blocks: dict[tuple[str, str], list[tuple[Block, Tensor]]] = {}
+    for rank, result in enumerate(results):
+        for kind, name, tensor in _tensors(result):
+            shape, sharding = task.state[name].shape, task.shardings.get(name)
+            block = Block((0,) * len(shape), tuple(shape))
+            if sharding is not None:
+                block = (sharding.owner_block if kind == "gradients" else sharding.leaf_block)(shape, rank)
+            blocks.setdefault((kind, name), []).append((block, tensor))
+    copies: list[dict[str, dict[str, Tensor]]] = []
+    for (kind, name), found in blocks.items():
+        for number, whole in enumerate(_wholes(found, task.state[name])):
+            if number == len(copies):
+                copies.append({"gradients": {}, "parameters": {}, "buffers": {}})
+            copies[number][kind][name] = whole
+    loss = sum(result.loss for result in results)
+    return [StepResult(loss if number == 0 else float("nan"), **copy) for number, copy in enumerate(copies)]
+
+
+def compare_ranks(
+    expected: StepResult, actual: Sequence[StepResult], initial: Mapping[str, Tensor], learning_rate: float
+) -> list[Comparison]:
+    """Every copy is compared; what nobody holds must not have changed."""
+    losses = [result.loss for result in actual if result.loss == result.loss]
+    seen: set[str] = set()
+    found: list[Comparison] = []
+    for result in actual:
+        names = set(result.parameters) | set(result.buffers)
+        seen |= names
+        own = StepResult(
+            expected.loss,
+            {n: g for n, g in expected.gradients.items() if n in names or n in result.gradients},
+            {n: p for n, p in expected.parameters.items() if n in names},
+            {n: b for n, b in expected.buffers.items() if n in names},
+        )
+        buffers = {n: b for n, b in result.buffers.items() if n in expected.buffers}
+        mine = StepResult(expected.loss, result.gradients, result.parameters, buffers)
+        found += [c for c in compare(own, mine, learning_rate, whole=expected.gradients) if c.kind != "loss"]
+    lost = {n: g for n, g in expected.gradients.items() if n not in seen}
+    kept = {n: b for n, b in expected.buffers.items() if n not in seen and n in initial}
+    unheld = StepResult(expected.loss, {}, {}, {n: initial[n] for n in kept})
+    found += compare(StepResult(expected.loss, lost, {}, kept), unheld, learning_rate)[1:]
+    loss = losses[0] if len(losses) == 1 else float("nan")
+    return compare(StepResult(expected.loss, {}, {}), StepResult(loss, {}, {}), learning_rate) + found
+
+
+def _tensors(result: StepResult) -> Iterator[tuple[str, str, Tensor]]:
+    for kind in ("gradients", "parameters", "buffers"):
+        for name, tensor in getattr(result, kind).items():
+            yield kind, name, tensor
+
+
+def _wholes(found: Sequence[tuple[Block, Tensor]], like: Tensor) -> Iterator[Tensor]:
+    """As many as the block that most ranks hold; nan where a block is missing."""
+    holders: dict[Block, list[Tensor]] = {}
+    for block, tensor in found:
+        holders.setdefault(block, []).append(tensor)
+    for number in range(max(map(len, holders.values()))):
+        dense = next(iter(holders.values()))[0]
+        whole = torch.full_like(like, float("nan") if dense.is_floating_point() else -1, dtype=dense.dtype)
+        for block, tensors in holders.items():
+            own = tensors[min(number, len(tensors) - 1)]
+            block.of(whole).copy_(own.to_dense() if own.is_sparse else own)
+        yield whole

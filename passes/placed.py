@@ -1,0 +1,63 @@
+"""What a search leaves, whatever its strategy: stages on groups of devices, carried through to a simulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from cost_models.memory import StateBytes
+from passes.bridge import Bridge
+from passes.certificate import Certificate
+from passes.place_features import FeatureResult
+from passes.place_layers import LayerResult, RunnerUp
+from passes.segment import Segmentation
+from passes.shard_costs import Traffic
+from passes.shard_graph import Sharded
+from passes.step import StepCosts
+from passes.summarize import TiedGroup
+from runtime.program import Program, SegmentGraph
+from runtime.simulate import Simulation
+
+
+@dataclass(frozen=True)
+class Realized:
+    """A placement carried through to programs and their simulation.
+
+    ``segmentation``: of the graph that ranks run, which is the model's own unless ranks run it on shards. ``tied``: sums
+    of gradients after the last backward.
+    """
+
+    segmentation: Segmentation
+    segments: SegmentGraph
+    tied: tuple[TiedGroup, ...]
+    programs: tuple[Program, ...]
+    state: tuple[StateBytes, ...]
+    step: StepCosts
+    simulation: Simulation
+    traffic: tuple[Traffic, ...] = ()
+    """Collectives inside of segments."""
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """The chosen placement, everything made of it, and how it was found.
+
+    ``stage_of``: of the model's ops; one that every stage recomputes for itself is not in it. ``groups``: per stage its
+    devices. ``sharded``: how a group runs its stage on shards; None where every stage has one device.
+    """
+
+    strategy: Literal["layer", "feature"]
+    stage_of: Mapping[str, int]
+    groups: tuple[tuple[int, ...], ...]
+    microbatches: int
+    schedule: str
+    recomputed: frozenset[str]
+    recomputed_blocks: tuple[tuple[str, ...], ...]
+    bridges: tuple[Bridge, ...]
+    realized: Realized
+    certificate: Certificate
+    runner_ups: tuple[RunnerUp, ...]
+    search: LayerResult | FeatureResult
+    sharded: Sharded | None = None
+    description: str = ""
