@@ -10,14 +10,14 @@ Along an axis of n ranks, for a dimension d:
 
 Nothing is written into, unless ``reuse`` says so. n divides d: shardings are planned so.
 
-On Gloo, ``sum_part`` moves what ``sum`` moves (torch's Gloo adds everything up everywhere and drops the rest); NCCL moves
-half of it.
+On Gloo, ``gather`` and ``sum_part`` are made of messages (``runtime.gloo_parts``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cost_models.errors import InternalError
+from runtime.gloo_parts import start_gather, start_sum_part
 
 # The names since torch 2.13, and the ones before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -83,17 +84,26 @@ class Axis:
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The parts of all ranks joined along ``dim``."""
-        x = _plain(x)
-        dim %= x.dim()
         parts = x.new_empty((self.size, *x.shape))
-        self.wait(_all_gather(parts.view(-1), x.reshape(-1), group=self.group, async_op=True))
-        return _joined(parts, dim, self.order)
+        self.wait(self.start_gather(parts, x))
+        return self.joined(parts, dim)
+
+    def start_gather(self, parts: Tensor, x: Tensor) -> Any:
+        """Start to fill ``parts`` [n, …] with ``x`` of every rank of the group; the pending work."""
+        x = _plain(x)
+        if self._of_messages and x.device.type == "cpu":
+            return start_gather(self.group, self._here, parts, x)
+        return _all_gather(parts.view(-1), x.view(-1), group=self.group, async_op=True)
+
+    def joined(self, parts: Tensor, dim: int) -> Tensor:
+        """What ``start_gather`` has filled, joined along ``dim`` of a part, in the order of places."""
+        return _joined(parts, dim % (parts.dim() - 1), self.order)
 
     def sum_part(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of the sum over the axis."""
-        parts = _stacked(_plain(x), dim, self)
+        parts = self.stacked(x, dim)
         result = parts.new_empty(parts.shape[1:])
-        self.wait(_reduce_scatter(result.view(-1), parts.view(-1), group=self.group, async_op=True))
+        self.wait(self.start_sum_part(result, parts))
         return result
 
     def stacked(self, x: Tensor, dim: int) -> Tensor:
@@ -101,8 +111,19 @@ class Axis:
         return _stacked(_plain(x), dim, self)
 
     def start_sum_part(self, part: Tensor, parts: Tensor) -> Any:
-        """Start to fill ``part`` [k] with this rank's row of the sum of ``parts`` [n, k]; the pending work."""
-        return _reduce_scatter(part, parts.view(-1), group=self.group, async_op=True)
+        """Start to fill ``part`` […] with this rank's row of the sum of ``parts`` [n, …]; the pending work."""
+        if self._of_messages and parts.device.type == "cpu":
+            return start_sum_part(self.group, self._here, part, parts)
+        return _reduce_scatter(part.view(-1), parts.view(-1), group=self.group, async_op=True)
+
+    @cached_property
+    def _of_messages(self) -> bool:
+        return self.size > 1 and bool(dist.get_backend(self.group) == "gloo")
+
+    @property
+    def _here(self) -> int:
+        """This rank in ``group``."""
+        return self.index if self.order is None else self.order[self.index]
 
     def exchange(self, x: Tensor, cut: int, join: int) -> Tensor:
         """``x``, whole along ``cut`` and parted along ``join``, the other way round."""

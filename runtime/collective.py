@@ -94,6 +94,10 @@ class Collectives:
         peer, post = (target, self._group.send) if here == source else (source, self._group.recv)
         self._start(what, [peer], lambda: post([tensor], peer, MOVE_TAG))()
 
+    def among(self, ranks: Sequence[int], what: str, start: Callable[[], Any]) -> Callable[[], None]:
+        """``start()`` a collective of ``ranks``, this one included; the function that waits for it."""
+        return self._start(what, [rank for rank in ranks if rank != self._monitor.rank], start)
+
     def _start(self, what: str, others: Sequence[int], start: Callable[[], Any]) -> Callable[[], None]:
         """Start what ``others`` take part in; the function that waits for it."""
         number = self._number()

@@ -138,7 +138,7 @@ class Executor:
 
     def sharded_owners(self, state: RankState) -> ShardedOwners:
         """What keeps leaves and owners of ``state`` together where owners are parts (``Executor.shardings``)."""
-        return ShardedOwners(state, self._training.sums, self._training.axis)
+        return ShardedOwners(state, self._training.sums, self._training.axis, self.collectives)
 
     def warm_up(self, shapes: Mapping[str, tuple[int, ...]], sizes: Iterable[int]) -> None:
         """Compile this rank's segments, for micro-batches of each of ``sizes`` samples. ``shapes``: of batch leaves."""

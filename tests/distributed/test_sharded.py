@@ -27,6 +27,7 @@ from passes.shard_graph import Sharded, shard_graph
 from passes.shard_program import gradient_sums, sharded_programs, sharded_segments, shardings
 from passes.trace import trace
 from passes.verify_graph import verify_graph
+from runtime import sharded_owners
 from runtime.axis import Axis
 from runtime.bridges import is_bridge
 from runtime.check import check
@@ -363,6 +364,33 @@ def test_gradients_are_summed_while_backward_runs(pool: WorkerPool, monkeypatch:
     micro, last = ["backward", "end"] * (MICROBATCHES - 1), ["backward", *["sum"] * sums, "end"]
     assert happened == (micro + last) * STEPS
     compare(pool.run(run_task, task, world_size=2, timeout_seconds=60), task, reference(model, batch))
+
+
+def run_with_small_buckets(task: Task, alone_bytes: int, bucket_bytes: int) -> dict[str, Any]:
+    """In a worker: ``run_task`` with leaves gathered in many small buckets."""
+    before = sharded_owners._ALONE_BYTES, sharded_owners._BUCKET_BYTES
+    sharded_owners._ALONE_BYTES, sharded_owners._BUCKET_BYTES = alone_bytes, bucket_bytes
+    try:
+        return run_task(task)
+    finally:
+        sharded_owners._ALONE_BYTES, sharded_owners._BUCKET_BYTES = before
+
+
+@pytest.mark.parametrize("case", ["gpt zero 1", "mlp zero 1 twice", "mlp zero 1 and column row"])
+@pytest.mark.parametrize(("alone_bytes", "bucket_bytes"), [(1, 1), (1 << 20, 300)])
+def test_leaves_are_gathered_in_buckets(
+    pool: WorkerPool, case: str, alone_bytes: int, bucket_bytes: int
+) -> None:
+    kind, mesh, forced = CASES[case]
+    torch.manual_seed(0)
+    make, batch_of = MODELS[kind]
+    model, batch = make().double(), batch_of(SAMPLES)
+    task = task_of(model, batch, sharded_of(model, batch, mesh, forced))
+    size = len(mesh.ranks)
+    results = pool.run(
+        run_with_small_buckets, task, alone_bytes, bucket_bytes, world_size=size, timeout_seconds=60
+    )
+    compare(results, task, reference(model, batch))
 
 
 def bridges_of(case: str) -> Counter[str]:

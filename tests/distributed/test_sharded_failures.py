@@ -1,0 +1,76 @@
+"""A rank that does not come to a collective of sharded owners: others end in time and say who and what was waited for."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cost_models.errors import RankFailureError
+from cost_models.layout import Mesh
+from cost_models.precision import Precision
+from passes.double import float64_by_default
+from runtime.execute import Executor
+from runtime.launch import WorkerPool
+from runtime.step_precision import StepPrecision
+from tests.distributed.sharded_models import COLUMN_ROW, ZERO1, Mlp, mlp_batch
+from tests.distributed.test_sharded import (
+    FOUR,
+    MICROBATCHES,
+    SAMPLES,
+    TWO,
+    Task,
+    rank_state,
+    sharded_of,
+    task_of,
+)
+
+LIMIT_SECONDS = 3.0
+
+
+def step_without(task: Task, absent: int) -> tuple[str, float]:
+    """In a worker: one good step; then ``absent`` never updates."""
+    rank = dist.get_rank()
+    state = rank_state(task, rank)
+    executor = Executor(
+        task.programs[rank],
+        task.codes,
+        task.segments,
+        state.leaves,
+        task.spec,
+        timeout_seconds=LIMIT_SECONDS,
+        shardings=task.shardings,
+    )
+    precision = StepPrecision(state, Precision(), executor.collectives, executor.sharded_owners(state))
+    optimizer = torch.optim.SGD(state.parameters.values(), lr=1e-2)
+    precision.attach(optimizer)
+    started = time.monotonic()
+    try:
+        with float64_by_default():
+            for step in range(2):
+                executor.train_step(task.batch, MICROBATCHES)
+                precision.after_backward()
+                started = time.monotonic()
+                if step and rank == absent:
+                    time.sleep(LIMIT_SECONDS * 1.2)
+                    return "absent", 0.0
+                optimizer.step()
+    except RankFailureError as error:
+        return str(error), time.monotonic() - started
+    finally:
+        executor.close()
+    return "nothing was noticed", 0.0
+
+
+@pytest.mark.parametrize(("mesh", "absent"), [(TWO, 1), (FOUR, 3)])
+def test_a_rank_that_does_not_update_is_named(pool: WorkerPool, mesh: Mesh, absent: int) -> None:
+    model, batch = Mlp().double(), mlp_batch(SAMPLES)
+    forced = (ZERO1,) if mesh is TWO else (ZERO1, COLUMN_ROW)
+    task = task_of(model, batch, sharded_of(model, batch, mesh, forced))
+    results = pool.run(step_without, task, absent, world_size=len(mesh.ranks), timeout_seconds=30)
+    partner = absent - 1 if mesh is TWO else absent - 2  # the one rank that shares its owners' leaves
+    text, seconds = results[partner]
+    assert f"rank {absent} failed or hangs: rank {partner} got no answer for `the new values of" in text
+    assert seconds < LIMIT_SECONDS * 1.25
