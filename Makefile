@@ -22,7 +22,7 @@ demo: setup  ## plan GPT-2 on two local workers, verify it, train it
 	$(BIN)/python -m examples.demo
 
 test: setup  ## all tests, and a smoke subset of the verification matrix
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup  ## ruff, strict mypy, the four floors
 	$(BIN)/ruff check .

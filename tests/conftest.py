@@ -1,4 +1,4 @@
-"""For every test: no calibration of the machine that happens to run it, and golden texts.
+"""For every test: no calibration of the machine that happens to run it, golden texts, who runs what beside whom.
 
 ``golden("plan_small", text)`` compares with ``tests/golden/plan_small.txt``. A difference is a change of behaviour:
 look at it, then accept it with ``pytest --update-golden``.
@@ -6,9 +6,11 @@ look at it, then accept it with ``pytest --update-golden``.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +23,43 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite tests/golden from what the code says"
     )
+
+
+OWN_PROCESSES = ("examples", "failures", "launch", "local_ops", "weights_memory")
+"""Files of tests/distributed that do without the pool of workers: they start processes of their own."""
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's: without it, or without -n, tests run one after another
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For ``--dist loadfile``: a file stays on one worker, and so does everything that shares a pool of workers.
+
+    Several pools would cost more, by starting and importing, than they would gain: each test keeps both cores busy.
+    """
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    apart = {f"tests/distributed/test_{name}.py" for name in OWN_PROCESSES}
+
+    class OnePool(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "the pool" if file.startswith("tests/distributed/") and file not in apart else file
+
+    return OnePool(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Take what importing made out of garbage collections: walking a million objects takes half a second each."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def frozen_heap() -> None:
+    """For files whose tests call ``gc.collect()``: it looks at what they made, not at what is there by now."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

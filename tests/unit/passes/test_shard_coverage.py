@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache
 
 import pytest
 import torch
@@ -28,8 +27,10 @@ REPLICATE_ONLY = {"aten.arange.default"}
 """Deliberately: a slice of the whole costs nothing."""
 
 
-@lru_cache(maxsize=2)
-def traced(name: str) -> OpGraph:
+@pytest.fixture(scope="module", params=MODELS)
+def graph(request: pytest.FixtureRequest) -> OpGraph:
+    """One trace a model: pytest runs all tests of a model before those of the next."""
+    name = request.param
     if name in EXAMPLES:
         workload = getattr(importlib.import_module(f"examples.{name}"), name)(**EXAMPLES[name])
     elif name == "resnet50":
@@ -39,9 +40,7 @@ def traced(name: str) -> OpGraph:
     return trace(workload.model, workload.example_inputs, loss_fn=workload.loss_fn)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_op_has_a_rule(name: str) -> None:
-    graph = traced(name)
+def test_every_op_has_a_rule(graph: OpGraph) -> None:
     assert {str(node.target) for node in graph.ops if not has_rule(node)} == set()
     whole = {
         str(node.target)
@@ -54,10 +53,9 @@ def test_every_op_has_a_rule(name: str) -> None:
     assert whole <= REPLICATE_ONLY
 
 
-@pytest.mark.parametrize("name", [m for m in MODELS if m != "lstm_seq2seq"])
-def test_samples_may_be_sharded_without_traffic(name: str) -> None:
+@pytest.mark.parametrize("graph", [m for m in MODELS if m != "lstm_seq2seq"], indirect=True, scope="module")
+def test_samples_may_be_sharded_without_traffic(graph: OpGraph) -> None:
     """With samples sharded, every op that gets a gradient can run on what its producers made; slices are free."""
-    graph = traced(name)
     made: dict[str, Placement] = {i.node: Shard(0) for i in graph.inputs if i.kind == "batch"}
     for node in graph.ops:
         if not makes_tensors(node):
