@@ -34,6 +34,7 @@ from passes.check_precision import dominant_dtype, precision_notes
 from passes.compile import Compiled, Request
 from passes.graph import OpGraph
 from passes.place_layers import LayerRequest, RunnerUp
+from passes.placed import Placed
 from passes.summarize import state_names_of_segments
 from runtime.program import Backward, BackwardWeight, Forward, Program, SegmentGraph
 
@@ -234,8 +235,16 @@ def _prediction(graph: OpGraph, cluster: ClusterSpec, request: Request, compiled
         peak_memory_bytes={str(rank): int(peak) for rank, peak in enumerate(simulation.peak_bytes)},
         communication_bytes=int(sum(simulation.pair_bytes.values())),
         messages=simulation.message_count,
+        collectives=_collectives(compiled.placed),
         confidence=cluster.provenance,
     )
+
+
+def _collectives(placed: Placed) -> int:
+    """Collectives of a step: inside of segments, sums of gradients, what is gathered after the update."""
+    realized = placed.realized
+    inside = sum(len(segment.collectives) for segment in realized.segments.segments)
+    return inside * placed.microbatches + len(realized.tied) + len(realized.step.gathers)
 
 
 def _certificate(compiled: Compiled) -> CertificateRecord:

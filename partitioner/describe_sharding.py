@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from partitioner.plan_sharding import GradientSumRecord, StageCollective, StageSharding, texts_of
+from partitioner.plan_sharding import (
+    GradientSumRecord,
+    StageCollective,
+    StageSharding,
+    UpdateGatherRecord,
+    texts_of,
+)
 from passes.place_features import FeatureResult
 from passes.placed import Placed
 from passes.shard_costs import Traffic
 from passes.shard_graph import Sharded
-from passes.shard_program import bucketed_syncs
 from runtime.local_calls import JOINT
 from runtime.mesh_axes import all_ranks_along
 
@@ -19,7 +24,6 @@ def describe_sharding(placed: Placed) -> StageSharding:
     sharded, search, realized = placed.sharded, placed.search, placed.realized
     assert sharded is not None
     assert isinstance(search, FeatureResult)
-    step = realized.step
     fields: dict[str, Any] = dict(texts_of(sharded.placement))
     return StageSharding(
         **fields,
@@ -27,13 +31,19 @@ def describe_sharding(placed: Placed) -> StageSharding:
         collectives=tuple(_collective(sharded, item) for item in realized.traffic),
         sums=tuple(
             GradientSumRecord(
-                parameters=names,
-                axes=sync.axes,
-                scattered=sync.scattered,
-                size_bytes=tuple(step.tied_bytes[name] for name in names),
-                seconds=step.sum_seconds[names],
+                parameters=item.parameters,
+                axes=item.sync.axes,
+                scattered=item.sync.scattered,
+                size_bytes=item.size_bytes,
+                seconds=item.seconds,
             )
-            for sync, names in bucketed_syncs(sharded)
+            for item in realized.sums
+        ),
+        gathers=tuple(
+            UpdateGatherRecord(
+                axis=item.axis, parameters=item.parameters, size_bytes=item.whole_bytes, seconds=item.seconds
+            )
+            for item in realized.gathers
         ),
         discovered_ops=search.origins.discovered,
         replicated_ops=search.origins.replicated,

@@ -147,8 +147,13 @@ class Prediction(Record):
     )
     bubble_fraction: float = Field(ge=0, le=1)
     peak_memory_bytes: dict[str, Count] = Field(description="per device, keyed by rank")
-    communication_bytes: Count = Field(description="sent by all devices in one step")
-    messages: Count
+    communication_bytes: Count = Field(
+        description="sent by all devices in one step: messages, and collectives by the volume of their algorithms"
+    )
+    messages: Count = Field(description="point-to-point, in one step")
+    collectives: Count = Field(
+        default=0, description="in one step, by all groups of devices; sums of gradients among them"
+    )
     confidence: str
 
 

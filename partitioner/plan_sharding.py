@@ -46,7 +46,18 @@ class GradientSumRecord(Record):
     parameters: tuple[str, ...]
     axes: tuple[str, ...]
     scattered: bool = Field(description="each device keeps its part of the sums only (ZeRO-1 and 2)")
-    size_bytes: tuple[Count, ...] = Field(description="of each parameter's gradient on a device")
+    size_bytes: tuple[Count, ...] = Field(
+        description="of each parameter's gradient on a device, as it begins"
+    )
+    seconds: Seconds
+
+
+class UpdateGatherRecord(Record):
+    """Parameters of which each device updates a part, put together after the update along ``axis`` (ZeRO-1 and 2)."""
+
+    axis: str
+    parameters: tuple[str, ...]
+    size_bytes: Count = Field(description="of what each device has afterwards")
     seconds: Seconds
 
 
@@ -67,6 +78,7 @@ class StageSharding(Record):
     samples_multiple: int = Field(ge=1, description="a micro-batch has a multiple of so many samples")
     collectives: tuple[StageCollective, ...]
     sums: tuple[GradientSumRecord, ...]
+    gathers: tuple[UpdateGatherRecord, ...] = ()
     discovered_ops: Count = Field(description="ops whose choices were found by trying")
     replicated_ops: tuple[str, ...] = Field(description="ops that only every device as a whole can run")
     replicated_seconds: Seconds = Field(description="what these take of a step")
@@ -135,3 +147,6 @@ def contradictions(
             yield f"{where}.sums[{index}].axes: {list(summed.axes)} are no axes of the mesh"
         if len(summed.size_bytes) != len(summed.parameters):
             yield f"{where}.sums[{index}].size_bytes: not one per parameter"
+    for index, gather in enumerate(sharding.gathers):
+        if gather.axis not in known:
+            yield f"{where}.gathers[{index}].axis: {gather.axis!r} is no axis of the mesh"

@@ -22,7 +22,7 @@ from passes.shard_graph import shard_graph
 from passes.shard_program import shardings
 from passes.sharding import FeaturePlacement
 from passes.sharding_text import choice_text
-from passes.step import StepCosts, programs_for, simulate_step
+from passes.step import StepCosts, SumCost, SumKey, programs_for, simulate_step, sum_bytes
 from passes.summarize import TiedGroup
 from runtime.check import check
 from runtime.local_calls import JOINT
@@ -111,15 +111,31 @@ def simulate_plan(plan: Plan) -> Simulation:
         state_bytes=tuple(plan.state_bytes[rank] for rank in ranks),
         optimizer_seconds=tuple(plan.optimizer_seconds[rank] for rank in ranks),
         tied_bytes={tied.name: tied.size_bytes for tied in plan.tied},
-        sum_seconds={
-            item.parameters: item.seconds
-            for stage in plan.stages
-            if stage.sharding is not None
-            for item in stage.sharding.sums
-        },
+        sums={key: cost for stage in plan.stages for key, cost in _sum_costs(stage)},
+        gathers=tuple(gather for stage in plan.stages for gather in _gathers(stage)),
     )
     sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
     return simulate_step(plan_programs(plan), plan_segments(plan), plan.cluster, step, sizes)
+
+
+def _sum_costs(stage: Stage) -> Iterator[tuple[SumKey, SumCost]]:
+    """Of every group that sums gradients of a sharded stage."""
+    if stage.sharding is not None:
+        mesh = stage.sharding.mesh(stage.devices)
+        for item in stage.sharding.sums:
+            for ranks in all_ranks_along(mesh, item.axes):
+                sent_bytes = sum_bytes(sum(item.size_bytes), len(ranks), item.scattered)
+                yield (item.parameters, tuple(sorted(ranks))), SumCost(item.seconds, sent_bytes)
+
+
+def _gathers(stage: Stage) -> Iterator[Collective]:
+    """Of every group that puts updated parameters of a sharded stage together."""
+    if stage.sharding is not None:
+        mesh = stage.sharding.mesh(stage.devices)
+        for item in stage.sharding.gathers:
+            for ranks in all_ranks_along(mesh, (item.axis,)):
+                sent_bytes = (len(ranks) - 1) / len(ranks) * item.size_bytes
+                yield Collective("all_gather", ranks, sent_bytes, backward=False)
 
 
 @dataclass(frozen=True)

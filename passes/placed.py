@@ -14,6 +14,7 @@ from passes.place_layers import LayerResult, RunnerUp
 from passes.segment import Segmentation
 from passes.shard_costs import Traffic
 from passes.shard_graph import Sharded
+from passes.shard_sums import GradientSum, UpdateGather
 from passes.step import StepCosts
 from passes.summarize import TiedGroup
 from runtime.program import Program, SegmentGraph
@@ -37,6 +38,10 @@ class Realized:
     simulation: Simulation
     traffic: tuple[Traffic, ...] = ()
     """Collectives inside of segments."""
+    sums: tuple[GradientSum, ...] = ()
+    """What ``tied`` says of sharded stages, with what it costs."""
+    gathers: tuple[UpdateGather, ...] = ()
+    """What is put together after the update."""
 
 
 @dataclass(frozen=True, eq=False)

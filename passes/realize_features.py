@@ -9,14 +9,12 @@ beside what the simulator knows of host and device.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
-from cost_models.conversion import AxisLinks, Kind, axis_links, group_links, path, steps_seconds
+from cost_models.conversion import group_links
 from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
-from cost_models.precision import Precision
 from passes.costs import cost_graph
 from passes.graph import OpGraph
 from passes.place_features import FeatureRequest
@@ -25,7 +23,8 @@ from passes.segment import on_mesh
 from passes.shard_costs import Traffic, collectives, traffic
 from passes.shard_graph import Sharded
 from passes.shard_program import gradient_sums, shardings
-from passes.step import StepCosts, programs_for, simulate_step
+from passes.shard_sums import gradient_sum_costs, update_gathers
+from passes.step import StepCosts, SumCost, programs_for, simulate_step, sum_bytes
 from passes.summarize import TiedGroup, gradient_bytes, segment_graph
 from runtime.local_calls import JOINT
 from runtime.mesh_axes import all_ranks_along
@@ -48,7 +47,9 @@ def realize_features(
     summed_bytes = {
         n: gradient_bytes(sharded.graph, n, request.precision) for s in sums for n in s.parameters
     }
-    gather_seconds = _gather_seconds(graph, sharded, cluster, request.precision)
+    sum_costs = gradient_sum_costs(sharded, summed_bytes, cluster)
+    gathers = update_gathers(graph, sharded, request.precision, cluster)
+    gather_seconds = math.fsum(gather.seconds for gather in gathers)
     step = StepCosts(
         state_bytes=(state.total,) * world,
         optimizer_seconds=tuple(
@@ -56,12 +57,21 @@ def realize_features(
             for device in cluster.devices
         ),
         tied_bytes=summed_bytes,
-        sum_seconds=sum_seconds(sums, summed_bytes, cluster),
+        sums={
+            (item.parameters, tuple(sorted(ranks))): SumCost(
+                item.seconds, sum_bytes(sum(item.size_bytes), len(ranks), item.sync.scattered)
+            )
+            for item in sum_costs
+            for ranks in item.groups
+        },
+        gathers=tuple(collective for gather in gathers for collective in gather.collectives()),
     )
     programs = programs_for(segments, cluster, SCHEDULE, microbatches, sums)
     simulation = simulate_step(programs, segments, cluster, step, (size,) * microbatches)
     code = on_mesh(sharded.graph, sharded.mesh)
-    return Realized(code, segments, sums, programs, (state,) * world, step, simulation, sent)
+    return Realized(
+        code, segments, sums, programs, (state,) * world, step, simulation, sent, sum_costs, gathers
+    )
 
 
 def _segments(
@@ -109,29 +119,3 @@ def _state(sharded: Sharded, request: FeatureRequest) -> StateBytes:
             cast=leaf + owner,
         )
     return total
-
-
-def _gather_seconds(graph: OpGraph, sharded: Sharded, cluster: ClusterSpec, precision: Precision) -> float:
-    """After an update, leaves of which each rank has updated a part are put together again."""
-    mesh, seconds = sharded.mesh, 0.0
-    links: list[AxisLinks] = [axis_links(mesh, axis, cluster) for axis in range(len(mesh.shape))]
-    for name, sharding in shardings(sharded).items():
-        if sharding.cuts:
-            size_bytes = graph.parameters[name].elements * graph.types_of(name, precision).leaf.itemsize
-            seconds += steps_seconds(path(sharding.owner, sharding.leaf, mesh.shape), size_bytes, links)
-    return seconds
-
-
-def sum_seconds(
-    sums: Sequence[TiedGroup], summed_bytes: Mapping[str, int], cluster: ClusterSpec
-) -> dict[tuple[str, ...], float]:
-    """Of each sum of gradients after the last backward, while all groups that make it talk. By its parameters."""
-    together: dict[tuple[str, ...], list[TiedGroup]] = {}
-    for group in sums:
-        together.setdefault(group.parameters, []).append(group)
-    found = {}
-    for names, groups in together.items():
-        links = group_links([group.ranks for group in groups], cluster)
-        kind: Kind = "reduce_scatter" if groups[0].scattered else "all_reduce"
-        found[names] = links.seconds(kind, sum(summed_bytes[name] for name in names))
-    return found

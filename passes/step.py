@@ -5,16 +5,29 @@ The search's candidates, the plan and the executor all come through here: what w
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
 
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import ring_all_reduce_seconds, slowest_hop
 from passes.summarize import TiedGroup
 from runtime.order import build_programs
-from runtime.program import Program, ReduceGradients, SegmentGraph
+from runtime.program import Collective, Program, ReduceGradients, SegmentGraph
 from runtime.schedules import SCHEDULES, TransferSeconds
 from runtime.simulate import Overheads, Simulation, simulate
+
+SumKey: TypeAlias = tuple[tuple[str, ...], tuple[int, ...]]
+"""The parameters, and the ranks of one of the groups that sum, ascending."""
+
+
+class SumCost(NamedTuple):
+    """``sent_bytes``: by each rank."""
+
+    seconds: float
+    sent_bytes: float
 
 
 @dataclass(frozen=True)
@@ -25,8 +38,10 @@ class StepCosts:
     optimizer_seconds: tuple[float, ...]
     tied_bytes: Mapping[str, int]
     """Bytes of each tied parameter's gradient."""
-    sum_seconds: Mapping[tuple[str, ...], float] = field(default_factory=dict)
-    """Of sums of gradients whose time is known, by their parameters; of others a ring's."""
+    sums: Mapping[SumKey, SumCost] = field(default_factory=dict)
+    """Sums of gradients whose costs are known; others are a ring's all-reduce of ``tied_bytes``."""
+    gathers: tuple[Collective, ...] = ()
+    """What ranks send each other after the update; its seconds are part of ``optimizer_seconds``."""
 
 
 def programs_for(
@@ -48,16 +63,19 @@ def simulate_step(
 ) -> Simulation:
     """One training step of ``programs`` on ``cluster``, with micro-batches of ``sizes`` samples."""
 
-    def reduce_seconds(reduction: ReduceGradients) -> float:
-        known = step.sum_seconds.get(reduction.parameters)
+    def cost(reduction: ReduceGradients) -> SumCost:
+        known = step.sums.get((reduction.parameters, tuple(sorted(reduction.ranks))))
         if known is not None:
             return known
         size_bytes = sum(step.tied_bytes[name] for name in reduction.parameters)
+        ranks = len(reduction.ranks)
         hop = slowest_hop([list(reduction.ranks)], cluster)
-        return ring_all_reduce_seconds(size_bytes, len(reduction.ranks), hop)
+        return SumCost(
+            ring_all_reduce_seconds(size_bytes, ranks, hop), sum_bytes(size_bytes, ranks, reduction.scattered)
+        )
 
     host = cluster.host_costs
-    return simulate(
+    simulation = simulate(
         programs,
         segments,
         links=cluster,
@@ -66,8 +84,27 @@ def simulate_step(
         state_bytes=step.state_bytes,
         microbatch_scale=[size / sizes[0] for size in sizes],
         optimizer_seconds=step.optimizer_seconds,
-        reduce_seconds=reduce_seconds,
+        reduce_seconds=lambda reduction: cost(reduction).seconds,
+        reduce_bytes=lambda reduction: cost(reduction).sent_bytes,
     )
+    return _with_gathers(simulation, step.gathers, cluster) if step.gathers else simulation
+
+
+def sum_bytes(size_bytes: float, ranks: int, scattered: bool) -> float:
+    """What each of ``ranks`` sends to sum ``size_bytes`` of gradients round a ring; half where each keeps its part only."""
+    return (1 if scattered else 2) * (ranks - 1) / ranks * size_bytes
+
+
+def _with_gathers(simulation: Simulation, gathers: Sequence[Collective], cluster: ClusterSpec) -> Simulation:
+    """Their bytes as well, each group's round a ring."""
+    pair_bytes = defaultdict(float, simulation.pair_bytes)
+    link_bytes = defaultdict(float, simulation.link_bytes)
+    for gather in gathers:
+        for source, target in itertools.pairwise((*gather.ranks, gather.ranks[0])):
+            pair_bytes[source, target] += gather.sent_bytes
+            for link in cluster.path(source, target).links:
+                link_bytes[link] += gather.sent_bytes
+    return replace(simulation, pair_bytes=dict(pair_bytes), link_bytes=dict(link_bytes))
 
 
 def transfer_seconds(cluster: ClusterSpec) -> TransferSeconds:
