@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from runtime.axis import Axis
-from runtime.launch import spawn_local
+from runtime.launch import WorkerPool
 from runtime.local_ops import LOCAL
 
 aten = torch.ops.aten
@@ -37,8 +37,8 @@ def losses_and_norms() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return loss.detach(), of_logits, y.detach(), of_x
 
 
-def test_classes_and_samples_over_gloo() -> None:
-    results = spawn_local(RANKS, losses_and_norms, timeout_seconds=60)
+def test_classes_and_samples_over_gloo(pool: WorkerPool) -> None:
+    results = pool.run(losses_and_norms, world_size=RANKS, timeout_seconds=60)
     logits, target, images = inputs()
     logits.requires_grad_()
     images.requires_grad_()
