@@ -13,7 +13,7 @@ from torch import Tensor
 
 from partitioner.compare import Comparison, StepResult, compare
 from partitioner.verify_rank import VerificationTask
-from runtime.sharding import Block
+from runtime.sharding import Block, Sharding
 
 
 def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[StepResult]:
@@ -30,7 +30,14 @@ def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[
             blocks.setdefault((kind, name), []).append((block, tensor))
     copies: list[dict[str, dict[str, Tensor]]] = []
     for (kind, name), found in blocks.items():
-        for number, whole in enumerate(_wholes(found, task.state[name])):
+        wholes = list(_wholes(found, task.state[name]))
+        if kind == "gradients" and name in task.shardings:
+            # Where ranks train parts of what they all store, there are fewer gradients than parameters.
+            trained = _owners(task.shardings[name], task.state[name].shape)
+            stored = len(blocks["parameters", name]) // _blocks(blocks["parameters", name])
+            if len(wholes) == trained:
+                wholes = [wholes[number % trained] for number in range(stored)]
+        for number, whole in enumerate(wholes):
             if number == len(copies):
                 copies.append({"gradients": {}, "parameters": {}, "buffers": {}})
             copies[number][kind][name] = whole
@@ -69,6 +76,17 @@ def _tensors(result: StepResult) -> Iterator[tuple[str, str, Tensor]]:
     for kind in ("gradients", "parameters", "buffers"):
         for name, tensor in getattr(result, kind).items():
             yield kind, name, tensor
+
+
+def _blocks(found: Sequence[tuple[Block, Tensor]]) -> int:
+    """How many different blocks."""
+    return len({block for block, _ in found})
+
+
+def _owners(sharding: Sharding, shape: Sequence[int]) -> int:
+    """How many ranks train each element."""
+    ranks = sharding.mesh.ranks
+    return len(ranks) // len({sharding.owner_block(shape, rank) for rank in ranks})
 
 
 def _wholes(found: Sequence[tuple[Block, Tensor]], like: Tensor) -> Iterator[Tensor]:

@@ -309,6 +309,10 @@ class _Sharding:
 
     def _emit(self, name: str, target: Any, args: tuple[Any, ...], kwargs: Any, like: fx.Node) -> fx.Node:
         made = self.new.create_node("call_function", target, args, dict(kwargs), name=name)
+        if made.name != name and name in self.layouts:
+            # A size has taken the name of an op that comes later.
+            taken = next(node for node in self.new.nodes if node.name == name)
+            taken.name, made.name = made.name, name
         made.meta = {**like.meta, **origin(like)}
         made.meta["val"] = fake_call(self.mode, target, value_of(args), value_of(dict(kwargs)))
         return made
