@@ -28,8 +28,9 @@ from torch.fx.node import map_aggregate
 
 from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Partial, Replicate
+from passes.fake_values import FakeValues
 from passes.graph import GraphOutput, OpGraph
-from passes.node_tools import argument, fake_call, fake_mode_of, new_module, origin, value_of
+from passes.node_tools import argument, fake_call, fake_mode_of, new_module, origin
 from passes.shard_bridges import BridgeOp, bridge_ops, first_gradient_op
 from passes.shard_rules.local import explicit
 from passes.shard_sizes import COUNTS, SIZE_ARGUMENTS, LocalSizes, Shape, local_sizes, replaced, sizes_of
@@ -58,15 +59,16 @@ class Sharded:
         return self.placement.mesh
 
 
-def shard_graph(graph: OpGraph, placement: FeaturePlacement) -> Sharded:
-    """``graph`` as a rank of ``placement.mesh`` runs it."""
-    return _Sharding(graph, placement).run()
+def shard_graph(graph: OpGraph, placement: FeaturePlacement, multiple: int = 1) -> Sharded:
+    """``graph`` as a rank of ``placement.mesh`` runs it, for micro-batches of multiples of ``multiple`` samples."""
+    return _Sharding(graph, placement, multiple).run()
 
 
 class _Sharding:
     """One run of the pass."""
 
-    def __init__(self, graph: OpGraph, placement: FeaturePlacement) -> None:
+    def __init__(self, graph: OpGraph, placement: FeaturePlacement, multiple: int) -> None:
+        self.multiple = multiple
         self.old, self.placement, self.mesh = graph, placement, placement.mesh
         self.whole: Placements = (Replicate(),) * len(self.mesh.shape)
         self.choices = {node.name: self._choices_of(node) for node in graph.ops}
@@ -76,6 +78,8 @@ class _Sharding:
         }
         self.deferred = deferred_axes(graph, self.stored, self._needs_of_operand)
         self.mode = fake_mode_of(graph.graph)
+        self.values = FakeValues(self.mode)
+        self.leaves: dict[tuple[Shape, torch.dtype, bool], torch.Tensor] = {}
         self.new = fx.Graph()
         self.made: dict[str, fx.Node] = {}
         self.bridged: dict[tuple[str, Needs], fx.Node] = {}
@@ -171,7 +175,7 @@ class _Sharding:
                 for i, source in enumerate(operands(node)):
                     needs = self.choices[node.name]
                     sharded.append((source.meta["val"], tuple(c.inputs[i].placement for c in needs)))
-        return local_sizes(self.placement, self.old.batch.batch_symbol, sharded, known)
+        return local_sizes(self.placement, self.old.batch.batch_symbol, sharded, known, self.multiple)
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
         spec = self.old.parameters.get(name) or self.old.buffers[name]
@@ -191,9 +195,12 @@ class _Sharding:
         self.made[node.name] = copy
 
     def _empty(self, shape: Shape, like: torch.Tensor) -> torch.Tensor:
-        numbers = [self.sizes.number(size) for size in shape]
-        empty = fake_call(self.mode, torch.empty, (numbers,), {"dtype": like.dtype})
-        return empty.requires_grad_(like.requires_grad)  # type: ignore[no-any-return]
+        key = (shape, like.dtype, like.requires_grad)
+        if key not in self.leaves:
+            numbers = [self.sizes.number(size) for size in shape]
+            empty = fake_call(self.mode, torch.empty, (numbers,), {"dtype": like.dtype})
+            self.leaves[key] = empty.requires_grad_(like.requires_grad)
+        return self.leaves[key]
 
     def _prepare_sizes(self) -> None:
         """Every number that depends on the batch is computed from a leaf's size, as before (``passes.sizes``)."""
@@ -314,7 +321,7 @@ class _Sharding:
             taken = next(node for node in self.new.nodes if node.name == name)
             taken.name, made.name = made.name, name
         made.meta = {**like.meta, **origin(like)}
-        made.meta["val"] = fake_call(self.mode, target, value_of(args), value_of(dict(kwargs)))
+        made.meta["val"] = self.values.of(target, args, kwargs)
         return made
 
     def _check(self, node: fx.Node, made: fx.Node) -> None:

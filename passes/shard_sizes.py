@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import sympy
@@ -52,6 +52,7 @@ class LocalSizes:
     unit: int
     mesh_shape: tuple[int, ...]
     known: Mapping[sympy.Symbol, torch.SymInt]
+    _local: dict[tuple[Shape, Placements], Shape] = field(default_factory=dict, repr=False)
 
     def scaled(self, size: Any) -> Dim:
         """A size of the whole graph, in u."""
@@ -63,14 +64,20 @@ class LocalSizes:
 
     def local(self, value: torch.Tensor, placements: Placements) -> Shape:
         """The shape of a rank's part."""
+        key = (sizes_of(value), placements)
+        if key not in self._local:
+            self._local[key] = self._part(*key)
+        return self._local[key]
+
+    def _part(self, shape: Shape, placements: Placements) -> Shape:
         found: list[Dim] = []
-        for dim, size in enumerate(sizes_of(value)):
-            parts = ways(placements, dim, value.dim(), self.mesh_shape)
+        for dim, size in enumerate(shape):
+            parts = ways(placements, dim, len(shape), self.mesh_shape)
             whole = self.scaled(size)
             part = whole // parts if isinstance(whole, int) else whole / parts
             if isinstance(whole, int) and whole % parts:
                 raise InternalError(
-                    "shard a tensor", [f"dimension {dim} of {tuple(value.shape)} does not divide by {parts}"]
+                    "shard a tensor", [f"dimension {dim} of {shape} does not divide by {parts}"]
                 )
             found.append(part)
         return tuple(found)
@@ -88,23 +95,32 @@ def local_sizes(
     symbol: sympy.Symbol,
     tensors: Iterable[tuple[torch.Tensor, Placements]],
     known: Mapping[sympy.Symbol, torch.SymInt],
+    unit: int = 1,
 ) -> LocalSizes:
-    """Sizes such that each of ``tensors`` can be sharded as it says: the least ``unit`` for that."""
-    unit = 1
+    """Sizes such that each of ``tensors`` can be sharded as it says: the least multiple of ``unit`` for that."""
     shape = placement.mesh.shape
     for value, placements in tensors:
         for dim, size in enumerate(sizes_of(value)):
             parts = ways(placements, dim, value.dim(), shape)
             if parts == 1 or isinstance(size, int):
                 continue
-            count, rest = sympy.expand(size).as_coeff_Mul()
-            if symbol in rest.free_symbols and (rest / symbol).is_polynomial(symbol):
-                unit = math.lcm(unit, parts // math.gcd(int(count), parts))
-            elif int(count) % parts:
+            needed = least_unit(size, parts, symbol)
+            if needed is None:
                 raise InternalError(
                     "shard a tensor", [f"dimension {dim}, of size {size}, may not divide by {parts}"]
                 )
+            unit = math.lcm(unit, needed)
     return LocalSizes(symbol, unit, shape, known)
+
+
+def least_unit(size: Dim, parts: int, symbol: sympy.Symbol) -> int | None:
+    """Of what the batch's symbol must be a multiple so that ``size`` divides by ``parts``; None: nothing ensures it."""
+    if isinstance(size, int):
+        return 1 if size % parts == 0 else None
+    count, rest = sympy.expand(size).as_coeff_Mul()
+    if symbol in rest.free_symbols and (rest / symbol).is_polynomial(symbol):
+        return parts // math.gcd(int(count), parts)
+    return 1 if int(count) % parts == 0 else None
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import sympy
 import torch
@@ -173,7 +173,13 @@ def symbolic(size: Any) -> Dim:
     return dim
 
 
-def hashable(value: Any, tensors: _Tensors) -> Hashable:
+class NodeKeys(Protocol):
+    """What stands for a node among an op's arguments."""
+
+    def key(self, node: fx.Node) -> Hashable: ...
+
+
+def hashable(value: Any, tensors: NodeKeys) -> Hashable:
     """An op's argument as a dictionary key; 1, 1.0 and True stay different."""
     if isinstance(value, fx.Node):
         return tensors.key(value)
