@@ -62,7 +62,7 @@ class Simulation:
     """By start."""
     link_bytes: Mapping[str, float]
     pair_bytes: Mapping[tuple[int, int], float]
-    """(source, target) -> bytes in the step."""
+    """(source, target) -> bytes in the step, collectives by the volume of their algorithms included."""
 
     @property
     def bubble_fraction(self) -> float:
@@ -79,6 +79,14 @@ class Simulation:
     @property
     def message_count(self) -> int:
         return len(self.transfers)
+
+    @property
+    def message_bytes(self) -> Mapping[tuple[int, int], float]:
+        """``pair_bytes`` of point-to-point messages alone: what a measurement sees."""
+        found: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for transfer in self.transfers:
+            found[transfer.message.source, transfer.message.target] += transfer.size_bytes
+        return dict(found)
 
 
 @collector_paused()

@@ -40,12 +40,12 @@ def render_profile(profile: Profile) -> str:
 def _step(profile: Profile) -> str:
     measured, predicted = profile.measured, profile.predicted
     rates, planned = profile.rates, profile.predicted_rates
-    bytes_sent = sum(measured.pair_bytes.values()), sum(predicted.pair_bytes.values())
+    bytes_sent = sum(measured.message_bytes.values()), sum(predicted.message_bytes.values())
     rows = [
         _row("train_step", profile.step_seconds[profile.shown], predicted.step_seconds, format_seconds),
         _row("program and optimizer", measured.step_seconds, predicted.step_seconds, format_seconds),
         _row("bubble", measured.bubble_fraction, predicted.bubble_fraction, percent),
-        _row("sent", *bytes_sent, format_bytes),
+        _row("messages", *bytes_sent, format_bytes),
         _row("samples/s", rates.samples_per_second, planned.samples_per_second, _number),
         _row("tokens/s", rates.tokens_per_second, planned.tokens_per_second, _number),
         _row("MFU", rates.mfu, planned.mfu, percent),
@@ -63,13 +63,13 @@ def _row(
 
 
 def _ranks(profile: Profile) -> str:
-    header = ("rank", "", "forward", "backward", "waiting", "communication", "optimizer", "other", "sent")
+    header = ("rank", "", "forward", "backward", "waiting", "communication", "optimizer", "other", "messages")
     rows = []
     for rank, pair in enumerate(zip(profile.times, profile.predicted_times, strict=True)):
         for label, times, step in zip(
             ("measured", "predicted"), pair, (profile.measured, profile.predicted), strict=True
         ):
-            sent = sum(size for (source, _), size in step.pair_bytes.items() if source == rank)
+            sent = sum(size for (source, _), size in step.message_bytes.items() if source == rank)
             numbers = (
                 times.forward,
                 times.backward,

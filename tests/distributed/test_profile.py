@@ -118,8 +118,11 @@ def test_what_is_measured_fits_the_programs_and_adds_up(plan: Plan, results: lis
     assert max(wholes) == pytest.approx(step, rel=1e-9)
     assert all(min(dataclasses.astuple(times)) >= 0.0 for times in profile.times)
     assert all(min(times.forward, times.backward, times.optimizer) > 0.0 for times in profile.times)
-    assert profile.measured.pair_bytes == profile.predicted.pair_bytes, "bytes as predicted"
-    assert sum(profile.measured.pair_bytes.values()) == plan.prediction.communication_bytes
+    messages = profile.predicted.message_bytes
+    assert profile.measured.message_bytes == messages, "bytes as predicted"
+    summed = sum(2 * (len(tied.ranks) - 1) * tied.size_bytes for tied in plan.tied)
+    assert summed > 0, "the tied weight's gradient"
+    assert sum(messages.values()) + summed == plan.prediction.communication_bytes
     assert profile.rates.samples_per_second == pytest.approx(net.SAMPLES / step)
     assert profile.rates.tokens_per_second == pytest.approx(net.SAMPLES * net.LENGTH / step)
     assert 0.0 < profile.measured.bubble_fraction < 1.0
