@@ -52,6 +52,7 @@ from passes.token_counts import user_leaves
 from runtime.execute import Executor
 from runtime.gather_outputs import Gather
 from runtime.gradient_norm import clip_, global_norm, gradients_of, refuse_nonfinite
+from runtime.microbatch import microbatch_sizes
 from runtime.rank_state import RankState
 from runtime.relabel import RankMap
 from runtime.step_precision import StepPrecision
@@ -81,7 +82,8 @@ class Engine:
         self.optimizer = optimizer
         self.last_step: StepInfo | None = None
         """What the latest training step did."""
-        self.precision = StepPrecision(state, plan.precision, executor.collectives)
+        sharded = executor.sharded_owners(state)
+        self.precision = StepPrecision(state, plan.precision, executor.collectives, sharded)
         """What is done about data types between steps; a loss scale keeps its state here."""
         self.precision.attach(optimizer)
         self.callbacks = list(callbacks)
@@ -188,12 +190,14 @@ class Engine:
             leaves = self._reader.leaves(batch, needed)
             samples = samples_in(self._graph, leaves, needed)
             self._compare_batches({} if isinstance(batch, AbsentBatch) else leaves, samples)
-            microbatches = microbatches_for(self.plan, samples, *self._least_samples)
-            weights = loss_weights(self._graph.loss_reduction, samples, microbatches)
+            multiple = self.executor.batch_spec.multiple
+            count = microbatches_for(self.plan, samples, *self._least_samples, multiple)
+            sizes = microbatch_sizes(samples, count, multiple)
+            weights = loss_weights(self._graph.loss_reduction, sizes)
             scale = seed_scale(weights, samples, self._loss_dtype)
             sums = self.executor.run_step(
-                with_normalizers(self._graph, leaves, microbatches, needed),
-                microbatches,
+                with_normalizers(self._graph, leaves, sizes, needed),
+                len(sizes),
                 weights=weights,
                 gradient_scale=self.precision.gradient_scale * scale,
             )

@@ -19,6 +19,7 @@ import copy
 import hashlib
 import inspect
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError
 from passes.names import StateNames, state_names
+from runtime.sharding import Block
 
 __all__ = ["materialize"]
 
@@ -47,8 +49,8 @@ class StoredTensor(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
 
-    def read_into(self, target: Tensor) -> Any:
-        """Fill ``target``, which has this shape and may have another dtype or device."""
+    def read_block(self, target: Tensor, offsets: Sequence[int]) -> Any:
+        """Fill ``target``, which may have another dtype or device, with the block of its shape from ``offsets`` on."""
 
     def checksum(self) -> int:
         """Equal for equal contents of one dtype."""
@@ -70,36 +72,39 @@ def materialize(
     init_fn: InitFunction | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
-    cut: Callable[[str, Tensor], Tensor] | None = None,
+    blocks: Mapping[str, Block] | None = None,
     wider: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Tensor]:
     """Real values on ``device`` for the parameters and buffers called ``names``; copies, never the model's
     own.
 
     Without a ``state_dict`` entry, ``model`` says shape and dtype and must be given. ``weights``: by canonical name,
-    the stored tensor, or several (under each name of a tied one), which must be the same. ``cut``: the part of a named
-    tensor that is wanted; one tensor at a time is held whole, on CPU. ``wider``: types in which ``weights`` are read
-    instead of the model's own, where they have more digits (master copies).
+    the stored tensor, or several (under each name of a tied one), which must be the same. ``blocks``: of tensors that
+    are wanted in part: these parts; a submodule that ``init_fn`` fills is whole for as long as one of its names is
+    asked for. ``wider``: types in which ``weights`` are read instead of the model's own, where they have more digits
+    (master copies).
     """
     wanted = list(names)
     known = state_names(model) if model is not None else StateNames({}, {}, {})
     if model is not None and state_dict:
         _compare_names(state_dict, known, model)
-    source = _Source(model, known, dict(state_dict or {}), init_fn, seed)
+    source = _Source(model, known, dict(state_dict or {}), init_fn, seed, wanted)
     result: dict[str, Tensor] = {}
     problems: list[str] = []
     for name in wanted:
+        block = (blocks or {}).get(name)
         try:
             stored = (weights or {}).get(known.canonical(name))
             if stored:
-                value = _read(name, stored, known, device if cut is None else "cpu", (wider or {}).get(name))
-                result[name] = value if cut is None else cut(name, value).contiguous().to(device, copy=True)
+                result[name] = _read(name, stored, known, device, (wider or {}).get(name), block)
             else:
                 value = source.value(name)
-                own = value if cut is None else cut(name, value).contiguous()
-                result[name] = own.to(device, copy=True)
+                format_ = torch.preserve_format if block is None else torch.contiguous_format
+                own = value if block is None else block.of(value)
+                result[name] = own.to(device, source.dtype(name, value), copy=True, memory_format=format_)
         except _NoValueError as error:
             problems.append(str(error))
+        source.forget(name)
     if problems:
         more = len(problems) - _MOST_NAMED
         raise ModelError(
@@ -155,6 +160,7 @@ class _Source:
         state_dict: dict[str, Tensor],
         init_fn: InitFunction | None,
         seed: int,
+        wanted: Sequence[str],
     ) -> None:
         self._model = model
         self._known = known
@@ -163,6 +169,24 @@ class _Source:
         self._seed = seed
         self._rebuilt: dict[str, nn.Module | None] = {}
         self._initialized: dict[str, nn.Module] = {}
+        self._left = Counter(self._owner(name) for name in wanted)
+
+    def dtype(self, name: str, value: Tensor) -> torch.dtype:
+        """The type that the model has ``name`` in; that of ``value`` where there is no model."""
+        canonical = self._known.canonical(name)
+        spec = self._known.parameters.get(canonical) or self._known.buffers.get(canonical)
+        return value.dtype if spec is None else spec.dtype
+
+    def forget(self, name: str) -> None:
+        """``name`` has its value: what was made for its submodule goes with the last of them."""
+        owner = self._owner(name)
+        self._left[owner] -= 1
+        if not self._left[owner]:
+            self._rebuilt.pop(owner, None)
+            self._initialized.pop(owner, None)
+
+    def _owner(self, name: str) -> str:
+        return self._known.canonical(name).rpartition(".")[0]
 
     def value(self, name: str) -> Tensor:
         canonical = self._known.canonical(name)
@@ -195,7 +219,7 @@ class _Source:
             raise _NoValueError(
                 f"{canonical} is {tuple(found.shape)} in the state dict, {spec.shape} in the model"
             )
-        return found.detach().to(spec.dtype) if spec is not None else found.detach()
+        return found.detach()
 
     def _made(self, name: str, owner: str, attribute: str, module: nn.Module, tensor: Tensor) -> Tensor:
         """A value for a meta tensor: from the rebuilt submodule if it is a non-persistent buffer, else
@@ -239,15 +263,17 @@ def _read(
     known: StateNames,
     device: torch.device | str,
     wider: torch.dtype | None = None,
+    block: Block | None = None,
 ) -> Tensor:
-    """A stored value in memory of its own, in ``wider`` where that has more digits than the model's type."""
+    """A stored value (of ``block``) in memory of its own, in ``wider`` where that has more digits than the model's type."""
     first, *others = stored
     if others and any(o.dtype != first.dtype or o.checksum() != first.checksum() for o in others):
         raise _NoValueError(f"{name} is tied in the model, and stored with different values under its names")
     spec = known.parameters.get(known.canonical(name)) or known.buffers[known.canonical(name)]
     dtype = spec.dtype if wider is None or wider.itemsize <= spec.dtype.itemsize else wider
-    tensor = torch.empty(spec.shape, dtype=dtype, device=device)
-    first.read_into(tensor)
+    block = block or Block((0,) * len(spec.shape), spec.shape)
+    tensor = torch.empty(block.shape, dtype=dtype, device=device)
+    first.read_block(tensor, block.offsets)
     return tensor
 
 

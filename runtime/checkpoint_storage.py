@@ -12,7 +12,7 @@ writes. A tensor in the index:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
-    ReadItem,
     SavePlan,
     SavePlanner,
     TensorWriteData,
@@ -41,6 +40,7 @@ from torch.futures import Future
 
 from cost_models.errors import CheckpointError, InternalError
 from runtime.safetensors_file import DTYPE_NAMES, DTYPES, StoredTensor, read_header, write_file
+from runtime.sharding import Block
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,8 @@ class TensorReader(StorageReader):
         )
         for item, stored in zip(plan.items, located, strict=True):
             target = planner.resolve_tensor(item).detach()
-            _read_piece(stored, self._pieces[item.storage_index], item, target)
+            block = Block(tuple(item.storage_offsets), tuple(item.lengths))
+            _read_piece(stored, self._pieces[item.storage_index], block, target)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -235,11 +236,15 @@ class StoredPieces:
 
     def read_into(self, target: Tensor) -> None:
         """Fill ``target``, which has this shape."""
+        self.read_block(target, (0,) * len(self.shape))
+
+    def read_block(self, target: Tensor, offsets: Sequence[int]) -> None:
+        """Fill ``target`` with the block of its shape that starts at ``offsets``."""
+        asked = Block(tuple(offsets), tuple(target.shape))
         for piece, stored in self.pieces:
-            block = target
-            for dim, (offset, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
-                block = block.narrow(dim, offset, length)
-            refuse_damage(stored, piece, stored.read_into(block))
+            shared = asked.shared_with(Block(piece.offsets, piece.shape))
+            if shared is not None:
+                _read_piece(stored, piece, shared.within(piece.offsets), shared.within(offsets).of(target))
 
     def checksum(self) -> int:
         """Equal for equal contents in equal pieces."""
@@ -288,16 +293,9 @@ def _key(item: WriteItem, data: TensorWriteData) -> str:
     return f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"
 
 
-def _read_piece(stored: StoredTensor, piece: Piece, item: ReadItem, target: Tensor) -> None:
-    """The asked block of a stored piece into ``target``, reading only the rows that it touches."""
-    offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-    if lengths == piece.shape:
+def _read_piece(stored: StoredTensor, piece: Piece, block: Block, target: Tensor) -> None:
+    """A block of a stored piece into ``target``. What is read as a whole is checked."""
+    if block.shape == piece.shape:
         refuse_damage(stored, piece, stored.read_into(target))
-    elif lengths[1:] == piece.shape[1:]:
-        stored.read_into(target, first_row=offsets[0])
     else:
-        rows = torch.empty((lengths[0], *piece.shape[1:]), dtype=stored.dtype)
-        stored.read_into(rows, first_row=offsets[0])
-        for dim, (offset, length) in enumerate(zip(offsets[1:], lengths[1:], strict=True), start=1):
-            rows = rows.narrow(dim, offset, length)
-        target.copy_(rows)
+        stored.read_block(target, block.offsets)

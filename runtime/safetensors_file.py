@@ -11,6 +11,7 @@ Another dtype or a device goes through a buffer of ``CHUNK_BYTES``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -49,6 +50,8 @@ DTYPES: Mapping[str, torch.dtype] = {
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 CHUNK_BYTES = 2**20
+_SHORT_RUN_BYTES = 4096
+"""Shorter pieces of rows are not sought one by one."""
 _HEADER_LIMIT_BYTES = 100 * 10**6
 _DAMAGED = ["copy or download the file again", "load an earlier checkpoint"]
 
@@ -73,12 +76,60 @@ class StoredTensor:
         Returns the CRC-32 of the bytes that were read.
         """
         row_bytes = self.size_bytes // self.shape[0] if self.shape and self.shape[0] else 0
-        begin = self.begin + first_row * row_bytes
         with torch.no_grad(), FileIO(self.path) as file:
-            file.seek(begin)
-            if target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous():
-                return _read_checked(file, _bytes_of(target.detach()), self)
-            return self._read_through_buffer(file, target.detach())
+            file.seek(self.begin + first_row * row_bytes)
+            return self._read(file, target.detach())
+
+    def read_block(self, target: Tensor, offsets: Sequence[int]) -> None:
+        """Fill ``target`` with the block of its shape that starts at ``offsets``, reading hardly more than that.
+
+        (4, 6), block (2, 3) at (1, 3)      . . . . . .      two runs of three: each is read by itself, or, where runs
+                                            . . . x x x      are short, with the rest of their rows through a buffer
+                                            . . . x x x
+                                            . . . . . .
+        """
+        sizes = tuple(target.shape)
+        if sizes[1:] == self.shape[1:]:
+            self.read_into(target, offsets[0] if offsets else 0)
+            return
+        if not (target.is_contiguous() and target.device.type == "cpu"):
+            block = torch.empty(sizes, dtype=self.dtype)
+            self.read_block(block, offsets)
+            target.detach().copy_(block)
+            return
+        inner = max(dim for dim, size in enumerate(sizes) if size != self.shape[dim])
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(sizes))]
+        start = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+        short = math.prod(sizes[inner:]) * self.dtype.itemsize < _SHORT_RUN_BYTES
+        outer = inner - 1 if short else inner
+        with torch.no_grad(), FileIO(self.path) as file:
+            for index in itertools.product(*map(range, sizes[:outer])):
+                begin = start + sum(i * stride for i, stride in zip(index, strides, strict=False))
+                if short:
+                    self._read_short_runs(
+                        file, begin - offsets[inner] * strides[inner], target[index], offsets[inner]
+                    )
+                else:
+                    file.seek(self.begin + begin * self.dtype.itemsize)
+                    self._read(file, target[index].detach())
+
+    def _read_short_runs(self, file: FileIO, begin: int, target: Tensor, offset: int) -> None:
+        """Elements from ``offset`` on of each of the rows that start at element ``begin``; many rows at once."""
+        rest = target.shape[2:]
+        width = self.shape[len(self.shape) - len(rest) - 1]
+        row = width * math.prod(rest)
+        rows = min(len(target), max(1, CHUNK_BYTES // (row * self.dtype.itemsize)))
+        buffer = torch.empty((rows, width, *rest), dtype=self.dtype)
+        file.seek(self.begin + begin * self.dtype.itemsize)
+        for first in range(0, len(target), rows):
+            piece = buffer[: len(target) - first]
+            _read_checked(file, _bytes_of(piece), self)
+            target[first : first + rows].copy_(piece.narrow(1, offset, target.shape[1]))
+
+    def _read(self, file: FileIO, target: Tensor) -> int:
+        if target.dtype == self.dtype and target.device.type == "cpu" and target.is_contiguous():
+            return _read_checked(file, _bytes_of(target), self)
+        return self._read_through_buffer(file, target)
 
     def checksum(self) -> int:
         """The CRC-32 of the stored bytes."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add, sub
 
 from torch import Tensor
 
@@ -28,6 +29,17 @@ class Block:
         for dim, (offset, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
             whole = whole.narrow(dim, offset, size)
         return whole
+
+    def shared_with(self, other: Block) -> Block | None:
+        """What both have, as a block of the same tensor; None where that is nothing."""
+        begins = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, map(add, self.offsets, self.shape), map(add, other.offsets, other.shape))
+        shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+        return Block(begins, shape) if all(size > 0 for size in shape) else None
+
+    def within(self, offsets: Sequence[int]) -> Block:
+        """This block as a part of the block that starts at ``offsets``."""
+        return Block(tuple(map(sub, self.offsets, offsets)), self.shape)
 
     def cut(self, dim: int, parts: int, index: int) -> Block:
         """The ``index``-th of equal parts along ``dim``."""
@@ -83,6 +95,14 @@ class Sharding:
             leaf = leaf.narrow(dim, place[axis] * size, size)
         return leaf
 
+    def leaf_part(self, rank: int) -> tuple[int, ...]:
+        """Which of the leaf's blocks ``rank`` stores: its place on the axes that cut it."""
+        return _places(coordinates(self.mesh, rank), self.leaf)
+
+    def owner_part(self, rank: int) -> tuple[int, ...]:
+        """Which of the owner's blocks ``rank`` trains."""
+        return _places(coordinates(self.mesh, rank), self.owner)
+
     def speaks(self, rank: int) -> bool:
         """Whether ``rank`` is the first of those that train the same block."""
         place = coordinates(self.mesh, rank)
@@ -90,6 +110,10 @@ class Sharding:
             index == 0 or isinstance(placement, Shard)
             for index, placement in zip(place, self.owner, strict=True)
         )
+
+
+def _places(place: Sequence[int], placements: Sequence[Placement]) -> tuple[int, ...]:
+    return tuple(i for i, placement in zip(place, placements, strict=True) if isinstance(placement, Shard))
 
 
 def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:

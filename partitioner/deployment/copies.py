@@ -2,10 +2,13 @@
 
 Their gradients are summed and every rank updates its own copy, so copies that differ at first differ for ever: a tied
 embedding would silently be two. Models that each rank seeds for itself (``torch.manual_seed(rank)``) are the usual reason.
+
+Of a sharded tensor the copies of one block are compared: blocks A and B of ranks 0 1 2 3 = A B A B, 0 with 2, 1 with 3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from cost_models.errors import UsageError
@@ -19,11 +22,9 @@ _MOST = 10
 
 def refuse_unlike_copies(meeting: Meeting, state: RankState) -> None:
     """Raise UsageError, on every rank, where copies differ (in what ``digest`` looks at). Collective."""
-    shared = [name for name, ranks in state.holders.items() if len(ranks) > 1]
-    if not shared:
+    if not any(len(ranks) > 1 for ranks in state.holders.values()):
         return
-    own = {**state.parameters, **state.buffers}
-    differences = meeting.decide("copies", {n: digest(own[n]) for n in shared if n in own}, unlike_copies)
+    differences = meeting.decide("copies", dict(_digests(state)), unlike_copies)
     if differences:
         raise UsageError(
             "ranks hold different values of the same tensors",
@@ -36,6 +37,20 @@ def refuse_unlike_copies(meeting: Meeting, state: RankState) -> None:
                 "weights= or state_dict= gives every rank the same values",
             ],
         )
+
+
+def _digests(state: RankState) -> Iterator[tuple[str, int]]:
+    """Of what this rank has of tensors that others have as well; the name says of which part."""
+    for name, own in {**state.parameters, **state.buffers}.items():
+        sharding = state.shardings.get(name)
+        if len(state.holders[name]) > 1:
+            yield _part(name, () if sharding is None else sharding.owner_part(state.rank)), digest(own)
+        if sharding is not None and sharding.cuts:  # the first forward reads more than what the rank trains
+            yield _part(f"{name}, stored", sharding.leaf_part(state.rank)), digest(state.leaves[name])
+
+
+def _part(name: str, places: tuple[int, ...]) -> str:
+    return f"{name} (part {' '.join(map(str, places))})" if places else name
 
 
 def unlike_copies(digests: list[Any]) -> list[str]:

@@ -29,6 +29,7 @@ from runtime.program import Program, SegmentGraph
 from runtime.rank_state import RankState
 from runtime.relabel import RankMap
 from runtime.segment_code import BatchSpec, SegmentCode
+from runtime.sharding import Block, Sharding
 
 
 @dataclass(frozen=True)
@@ -104,16 +105,29 @@ def _own_state(
     device: torch.device,
     precision: Precision,
 ) -> RankState:
-    model, holders = recipe.workload.model, holders_of(code.graph, code.segmentation)
+    model, holders = recipe.workload.model, holders_of(code.graph, code.segmentation, code.shardings)
+    mine = [name for name, ranks in holders.items() if rank in ranks]
     values = materialize(
-        [name for name, ranks in holders.items() if rank in ranks],
+        mine,
         model=model,
         weights=None if recipe.weights is None else weights_of(recipe.weights, keys, model),
         state_dict=recipe.state_dict,
         init_fn=recipe.init_fn,
         device=device,
         seed=recipe.seed,
+        blocks=_blocks(graph, code.shardings, rank),
         # A master of what was saved in its type, as of a checkpoint's masters, is not rounded on the way.
         wider={name: graph.types_of(name, precision).owner for name in graph.parameters},
     )
     return rank_state(graph, rank, holders, values, device, precision, code.shardings)
+
+
+def _blocks(graph: OpGraph, shardings: Mapping[str, Sharding], rank: int) -> dict[str, Block]:
+    """Of tensors that ``rank`` stores in part."""
+    blocks = {}
+    for name, sharding in shardings.items():
+        shape = (graph.parameters.get(name) or graph.buffers[name]).shape
+        block = sharding.leaf_block(shape, rank)
+        if block.shape != shape:
+            blocks[name] = block
+    return blocks

@@ -17,12 +17,19 @@ from runtime.sharded_owners import sharded_leaf_and_owner
 from runtime.sharding import Sharding
 
 
-def holders_of(graph: OpGraph, segmentation: Segmentation) -> dict[str, tuple[int, ...]]:
-    """The ranks that hold each parameter and buffer of the model. What no segment reads stays with the first rank."""
+def holders_of(
+    graph: OpGraph, segmentation: Segmentation, shardings: Mapping[str, Sharding]
+) -> dict[str, tuple[int, ...]]:
+    """The ranks that hold each parameter and buffer of the model, or blocks of it.
+
+    What no segment reads stays with the first rank, but for tensors with a sharding: every rank of its mesh has them.
+    """
     ranks_of: dict[str, set[int]] = {name: set() for name in (*graph.parameters, *graph.buffers)}
     for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
         for name in names:
             ranks_of[name].update(segmentation.ranks[segment])
+    for name, sharding in shardings.items():
+        ranks_of[name].update(sharding.mesh.ranks)
     first = min(rank for ranks in segmentation.ranks for rank in ranks)
     return {name: tuple(sorted(ranks)) or (first,) for name, ranks in ranks_of.items()}
 
