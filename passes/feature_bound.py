@@ -15,6 +15,7 @@ A multiplier λ [seconds per byte] adds λ·(bytes − capacity): the bound then
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,54 +32,60 @@ FORBIDDEN_SECONDS = 1e7
 
 @dataclass(eq=False)
 class _End:
-    """One end of an edge: the unit, the code index of each of its options, and how to take minima per code."""
+    """One end of an edge: the unit, the code index of each of its options, and how to take minima per code.
+
+    Every code is some option's.
+    """
 
     unit: int
     code: NDArray[np.intp]
     order: NDArray[np.intp]
     starts: NDArray[np.intp]
-    present: NDArray[np.intp]
     message: FloatArray
 
     @classmethod
-    def of(cls, unit: int, code: NDArray[np.intp], size: int) -> _End:
+    def of(cls, unit: int, code: NDArray[np.intp]) -> _End:
         order = np.argsort(code, kind="stable")
         present, starts = np.unique(code[order], return_index=True)
-        return cls(unit, code, order, starts, present, np.zeros(size))
+        return cls(unit, code, order, starts, np.zeros(len(present)))
 
     def least(self, values: FloatArray) -> FloatArray:
-        """Minimum over the options of each code; 0 for codes that no option has."""
-        found = np.zeros(len(self.message))
-        found[self.present] = np.minimum.reduceat(values[self.order], self.starts)
+        """Minimum over the options of each code."""
+        found: FloatArray = np.minimum.reduceat(values[self.order], self.starts)
         return found
 
 
 @dataclass(eq=False)
 class _Edge:
-    """A wire and one of its readers. ``part``: [sources, needs of the wire]."""
+    """A wire and one of its readers. ``part``: this reader's part of the wire's costs, [sources, the reader's needs];
+    ``slack``: what messages left of it. ``columns``: of the wire's needs those of the reader."""
 
     wire: int
     part: FloatArray
+    slack: FloatArray
+    columns: NDArray[np.intp]
     producer: _End
     reader: _End
 
-    def to_reader(self) -> FloatArray:
-        least: FloatArray = (
-            self.part[self.producer.present] - self.producer.message[self.producer.present, None]
-        ).min(axis=0) - self.reader.message
-        return least
+    def collect(self, *, at_producer: bool) -> _End:
+        """Move what the edge is sure to cost into the message to one end."""
+        end = self.producer if at_producer else self.reader
+        least = self.slack.min(axis=1 if at_producer else 0)
+        self.send(least, at_producer=at_producer)
+        return end
 
-    def to_producer(self) -> FloatArray:
-        least: FloatArray = (
-            self.part[:, self.reader.present] - self.reader.message[None, self.reader.present]
-        ).min(axis=1) - self.producer.message
-        return least
+    def send(self, seconds: FloatArray, *, at_producer: bool) -> None:
+        if at_producer:
+            self.producer.message += seconds
+            self.slack -= seconds[:, None]
+        else:
+            self.reader.message += seconds
+            self.slack -= seconds
 
-    def slack(self) -> FloatArray:
-        return self.part - self.producer.message[:, None] - self.reader.message[None, :]
-
-    def least_slack(self) -> float:
-        return float(self.slack()[np.ix_(self.producer.present, self.reader.present)].min())
+    def give(self, part: FloatArray) -> None:
+        """Another part of the wire's costs."""
+        self.slack += part - self.part
+        self.part = part
 
 
 @dataclass(eq=False)
@@ -89,18 +96,33 @@ class WireTable:
     needs: list[int]
     table: BridgeTable
 
+    def part(self, sources: list[int], needs: list[int], largest_buffer_bytes: float) -> WireTable:
+        """Of some of the codes, without bridges that have larger buffers."""
+        if sources == self.sources and needs == self.needs and math.isinf(largest_buffer_bytes):
+            return self
+        row, column = np.searchsorted(self.sources, sources), np.searchsorted(self.needs, needs)
+        at = np.ix_(row, column)
+        own = self.table
+        buffers = own.buffers[at]
+        allowed = own.allowed[at] & (buffers <= largest_buffer_bytes)
+        return WireTable(sources, needs, BridgeTable(own.seconds[at], own.copies[at], buffers, allowed))
+
     @property
     def seconds(self) -> FloatArray:
         return np.where(self.table.allowed, self.table.seconds, FORBIDDEN_SECONDS)
 
 
-def wire_tables(problem: FeatureProblem) -> list[WireTable]:
+def wire_tables(problem: FeatureProblem, larger: Sequence[WireTable] | None = None) -> list[WireTable]:
+    """Of every wire; ``larger``: those of the same problem with more options, to take from."""
     found = []
     for w, wire in enumerate(problem.space.wires):
         made = problem.units[wire.producer].outputs[wire.output]
         sources = sorted(set(made.tolist()))
         needs = sorted({c for u, i in wire.readers for c in problem.units[u].inputs[i].tolist()})
-        found.append(WireTable(sources, needs, problem.table(w, sources, needs)))
+        if larger is None:
+            found.append(WireTable(sources, needs, problem.table(w, sources, needs)))
+        else:
+            found.append(larger[w].part(sources, needs, problem.largest_buffer_bytes))
     return found
 
 
@@ -113,14 +135,17 @@ class DualBound:
         tables: Sequence[WireTable],
         seconds_per_byte: float = 0.0,
         time_weight: float = 1.0,
+        start: DualBound | None = None,
     ) -> None:
-        """``time_weight`` 0 and a price of 1: the bound is on bytes beyond the capacity."""
+        """``time_weight`` 0 and a price of 1: the bound is on bytes beyond the capacity. ``start``: messages of the same
+        problem at another price."""
         self.problem, self.tables = problem, tables
         self.price, self.time_weight = seconds_per_byte, time_weight
         self.cost = [time_weight * u.seconds + seconds_per_byte * u.bytes for u in problem.units]
         self.constant = -seconds_per_byte * problem.capacity_bytes if seconds_per_byte else 0.0
         self.edges: list[_Edge] = []
         self.groups: list[list[_Edge]] = []
+        self._of_wire: dict[int, list[_Edge]] = {}
         for w, (wire, known) in enumerate(zip(problem.space.wires, tables, strict=True)):
             whole = self.wire_cost(w)
             if not whole.any():
@@ -131,15 +156,12 @@ class DualBound:
             group = []
             for unit, operand in wire.readers:
                 code = np.array([column[c] for c in problem.units[unit].inputs[operand].tolist()])
-                group.append(
-                    _Edge(
-                        w,
-                        whole / len(wire.readers),
-                        _End.of(wire.producer, made, len(row)),
-                        _End.of(unit, code, len(column)),
-                    )
-                )
+                present, own = np.unique(code, return_inverse=True)
+                part = whole[:, present] / len(wire.readers)
+                ends = _End.of(wire.producer, made), _End.of(unit, own.reshape(-1))
+                group.append(_Edge(w, part, part.copy(), present, *ends))
             self.edges += group
+            self._of_wire[w] = group
             if len(group) > 1:
                 self.groups.append(group)
         self.at: list[list[tuple[_Edge, bool]]] = [[] for _ in problem.units]
@@ -148,6 +170,20 @@ class DualBound:
             self.at[edge.reader.unit].append((edge, False))
         self.order = _visiting_order(problem)
         self.rank = {u: i for i, u in enumerate(self.order)}
+        if start is not None:
+            self._take_messages(start)
+
+    def _take_messages(self, start: DualBound) -> None:
+        """Messages hold for any costs; readers' parts stay in proportion."""
+        for w, group in self._of_wire.items():
+            whole = self.wire_cost(w)
+            for edge, other in zip(group, start._of_wire.get(w, ()), strict=False):
+                before = start.wire_cost(w)[:, edge.columns]
+                equal = np.full_like(before, 1 / len(group))
+                share = np.divide(other.part, before, out=equal, where=before > 0)
+                edge.give(share * whole[:, edge.columns])
+                edge.send(other.producer.message, at_producer=True)
+                edge.send(other.reader.message, at_producer=False)
 
     def wire_cost(self, wire: int) -> FloatArray:
         known = self.tables[wire]
@@ -170,7 +206,7 @@ class DualBound:
 
     def bound(self) -> float:
         units = sum(float(self.reduced(u).min()) for u in range(len(self.cost)))
-        return units + sum(edge.least_slack() for edge in self.edges) + self.constant
+        return units + sum(float(edge.slack.min()) for edge in self.edges) + self.constant
 
     def reduced(self, unit: int) -> FloatArray:
         """Costs of the unit's options with what messages brought."""
@@ -182,38 +218,43 @@ class DualBound:
 
     def _sweep(self, order: Sequence[int], *, forward: bool) -> None:
         for unit in order:
-            ahead: list[_End] = []
+            ahead: list[tuple[_Edge, bool, _End]] = []
             behind = 0
             for edge, makes in self.at[unit]:
-                end, other = (edge.producer, edge.reader) if makes else (edge.reader, edge.producer)
+                end = edge.collect(at_producer=makes)
+                other = edge.reader if makes else edge.producer
                 if (self.rank[other.unit] > self.rank[unit]) == forward:
-                    ahead.append(end)
+                    ahead.append((edge, makes, end))
                 else:
                     behind += 1
-                end.message += edge.to_producer() if makes else edge.to_reader()
             if not ahead:
                 continue
             total = self.reduced(unit)
             total -= total.min()
-            share = 1.0 / max(len(ahead), behind)
-            for end in ahead:
-                end.message -= share * end.least(total)
+            share = -1.0 / max(len(ahead), behind)
+            for edge, makes, end in ahead:
+                edge.send(share * end.least(total), at_producer=makes)
 
     def _share(self) -> None:
         """Give readers of one wire those parts of its costs that they have use for, as far as the bound does not fall."""
         for group in self.groups:
             whole = self.wire_cost(group[0].wire)
-            slacks = [edge.slack() for edge in group]
-            mean = sum(slacks) / len(group)
-            parts = [np.maximum(edge.part + mean - s, 0.0) for edge, s in zip(group, slacks, strict=True)]
-            total = np.sum(parts, axis=0)
+            mean, count = np.zeros_like(whole), np.zeros(whole.shape[1])
+            for edge in group:
+                mean[:, edge.columns] += edge.slack
+                count[edge.columns] += 1
+            mean /= np.maximum(count, 1)
+            parts = [np.maximum(edge.part + mean[:, edge.columns] - edge.slack, 0.0) for edge in group]
+            total = np.zeros_like(whole)
+            for edge, part in zip(group, parts, strict=True):
+                total[:, edge.columns] += part
             scale = np.minimum(np.divide(whole, total, out=np.zeros_like(whole), where=total > 0), 1.0)
             before = [edge.part for edge in group]
-            least = sum(edge.least_slack() for edge in group)
+            least = sum(float(edge.slack.min()) for edge in group)
             for step in (1.0, 0.5, 0.1, 0.0):
                 for edge, old, part in zip(group, before, parts, strict=True):
-                    edge.part = old + step * (part * scale - old) if step else old
-                if sum(edge.least_slack() for edge in group) >= least:
+                    edge.give(old + step * (part * scale[:, edge.columns] - old) if step else old)
+                if sum(float(edge.slack.min()) for edge in group) >= least:
                     break
 
     def needless(self, known_seconds: float) -> list[NDArray[np.bool_]]:
@@ -222,14 +263,32 @@ class DualBound:
         found = []
         for unit in range(len(self.cost)):
             total = self.reduced(unit)
-            least = float(total.min())
-            rest = bound - least
+            rest = bound - float(total.min())
             for edge, makes in self.at[unit]:
                 end = edge.producer if makes else edge.reader
-                more = edge.to_producer() if makes else edge.to_reader()
-                total = total + more[end.code]
-                rest -= edge.least_slack()
+                total = total + edge.slack.min(axis=1 if makes else 0)[end.code]
+                rest -= float(edge.slack.min())
             found.append(rest + total <= known_seconds)
+        return found
+
+    def needed_pairs(self, known_seconds: float) -> dict[tuple[int, int], NDArray[np.bool_]]:
+        """Per (wire, which reader), which bridges may be in a choice that costs at most ``known_seconds``.
+
+        Shapes [sources, needs of the wire]. What is not here costs nothing.
+        """
+        bound = self.bound()
+        reduced = [self.reduced(u) for u in range(len(self.cost))]
+        least = [float(own.min()) for own in reduced]
+        found = {}
+        for w, group in self._of_wire.items():
+            for i, edge in enumerate(group):
+                total = edge.slack + (bound - float(edge.slack.min()))
+                if edge.producer.unit != edge.reader.unit:
+                    for end, axis in ((edge.producer, 1), (edge.reader, 0)):
+                        more = end.least(reduced[end.unit]) - least[end.unit]
+                        total += np.expand_dims(more, axis)
+                found[w, i] = np.zeros((len(total), len(self.tables[w].needs)), dtype=bool)
+                found[w, i][:, edge.columns] = total <= known_seconds
         return found
 
     def decode(self) -> list[int]:

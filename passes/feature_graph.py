@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from passes.costs import GraphCosts
+from passes.feature_twins import with_twins
 from passes.graph import OpGraph, tensor_specs
 from passes.repeat import op_classes
 from passes.sharding import Choice, operands
@@ -87,9 +88,8 @@ def feature_graph(
     marks = marks or {}
     unit_of: dict[str, int] = {}
     units: list[Unit] = []
-    classes = op_classes(graph)
     ops = graph.ops
-    for members in classes.members:
+    for members in with_twins(graph, op_classes(graph)):
         exemplar = ops[members[0]]
         if not makes_values(exemplar):
             continue

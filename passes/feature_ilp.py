@@ -16,9 +16,9 @@ a wire that costs nothing has none.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pulp
@@ -45,19 +45,33 @@ class IlpResult:
     variables: int
 
 
+Pairs: TypeAlias = Mapping[tuple[int, int], NDArray[np.bool_]]
+"""Per (wire, which reader), the bridges to be thought of; all of those that are not named. Shapes [sources, needs]."""
+
+
 def solve(
-    problem: FeatureProblem, *, memory: bool, time_limit_seconds: float, gap: float = 1e-7
+    problem: FeatureProblem,
+    *,
+    memory: bool,
+    time_limit_seconds: float,
+    gap: float = 1e-7,
+    tables: Sequence[BridgeTable] | None = None,
+    pairs: Pairs | None = None,
 ) -> IlpResult:
-    """The cheapest choice; ``memory``: that fits. Without, the bound holds for every choice that fits all the more."""
-    model = _Model(problem, memory)
+    """The cheapest choice; ``memory``: that fits. Without, the bound holds for every choice that fits all the more.
+    ``tables``: of the wires, where they are known.
+    """
+    model = _Model(problem, memory, tables, pairs or {})
     if model.impossible:
         return IlpResult(None, "infeasible", math.inf, "none", 0)
     return model.solve(time_limit_seconds, gap)
 
 
 class _Model:
-    def __init__(self, problem: FeatureProblem, memory: bool) -> None:
-        self.problem, self.memory = problem, memory
+    def __init__(
+        self, problem: FeatureProblem, memory: bool, tables: Sequence[BridgeTable] | None, pairs: Pairs
+    ) -> None:
+        self.problem, self.memory, self.tables, self.pairs = problem, memory, tables, pairs
         self.impossible = any(not len(unit.seconds) for unit in problem.units)
         if self.impossible:
             return
@@ -96,7 +110,7 @@ class _Model:
         taken = [self.problem.units[u].inputs[i] for u, i in wire.readers]
         sources = sorted(set(made.tolist()))
         needs = sorted({code for codes in taken for code in codes.tolist()})
-        table = self.problem.table(w, sources, needs)
+        table = self.problem.table(w, sources, needs) if self.tables is None else self.tables[w]
         if self._is_free(table):
             return
         rows = group(table, self.memory, by_source=True)
@@ -109,10 +123,14 @@ class _Model:
         ]
         first_row = [int(np.flatnonzero(rows == g)[0]) for g in range(len(members))]
         first_column = [int(np.flatnonzero(columns == g)[0]) for g in range(int(columns.max()) + 1)]
-        flows = [
-            self._flow(f"{w}_{i}", members, read, table, first_row, first_column)
-            for i, read in enumerate(reads)
-        ]
+        flows = []
+        for i, read in enumerate(reads):
+            allowed = table.allowed
+            if (w, i) in self.pairs:
+                allowed = allowed & self.pairs[w, i]
+            grouped = np.zeros((len(members), len(first_column)), dtype=bool)
+            np.logical_or.at(grouped, (rows[:, None], columns[None, :]), allowed)
+            flows.append(self._flow(f"{w}_{i}", members, read, grouped))
         bridges = flows[0] if single else self._shared(w, flows)
         buffers: dict[Any, float] = {}
         for (s, n), variable in bridges.items():
@@ -143,15 +161,13 @@ class _Model:
         name: str,
         sources: list[list[Any]],
         needs: list[list[Any]],
-        table: BridgeTable,
-        first_row: list[int],
-        first_column: list[int],
+        allowed: NDArray[np.bool_],
     ) -> dict[tuple[int, int], Any]:
         flow = {
             (s, n): pulp.LpVariable(f"f_{name}_{s}_{n}", 0, 1)
             for s in range(len(sources))
             for n in range(len(needs))
-            if needs[n] and table.allowed[first_row[s], first_column[n]]
+            if needs[n] and allowed[s, n]
         }
         out: list[dict[Any, float]] = [{} for _ in sources]
         into: list[dict[Any, float]] = [{} for _ in needs]

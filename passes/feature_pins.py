@@ -1,14 +1,20 @@
 """Pins of a feature-wise plan: ``{glob: layout}`` over parameters, batch leaves, ops and modules.
 
 {"*.up_proj.weight": "S0"}          the stored layout of parameters, on a mesh of one axis
+{"*.weight": "R/S0?"}               whole, with gradient and optimizer state split (ZeRO-1); where the tensor can have it
 {"input_ids": "S0 R"}               how a batch leaf arrives, on a mesh of two
 {"*.mlp.down_proj": "S0 P"}         the first output of ops, by name or module path
+{"*": "data column_row"}            a known pattern per axis (``passes.feature_presets``), where it can be had
+
+A layout must hold for all that its glob matches; with "?", and of patterns, for what can have it, and for something.
+An exact layout goes before one with "?", and that before a pattern.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -17,37 +23,67 @@ from numpy.typing import NDArray
 
 from cost_models.errors import UsageError
 from cost_models.layout import Partial, Placement, Replicate, Shard
-from passes.feature_codes import source_placements
 from passes.feature_graph import Unit, makes_values
+from passes.feature_options import Options, StoredChoice
+from passes.feature_presets import PRESETS, Rule, refused_word, rules_of
 from passes.feature_problem import UnitNumbers
 from passes.graph import OpGraph
-from passes.sharding import Placements
+
+Rules = tuple[Rule | None, ...]
+"""One per mesh axis; None: anything."""
+
+_PLACEMENT = r"(R|P|S\d)(?:/(R|S\d))?"
 
 
-def parse_layout(text: str) -> Placements:
-    """ "S0 R" or "S0,R": one placement per mesh axis. Raises UsageError."""
-    words = [word for word in re.split(r"[\s,]+", text.strip()) if word]
-    found: list[Placement] = []
-    for word in words:
-        if word in ("R", "P"):
-            found.append(Replicate() if word == "R" else Partial())
-        elif re.fullmatch(r"S\d", word):
-            found.append(Shard(int(word[1:])))
-        else:
-            raise UsageError(
-                f"cannot read the layout {text!r}",
-                [f"{word!r} is not R, P, or S and a dimension"],
-                ['"S0" on a mesh of one axis, "R S1" on one of two'],
-            )
-    if not found:
-        raise UsageError(f"cannot read the layout {text!r}", ["it is empty"])
-    return tuple(found)
+@dataclass(frozen=True)
+class Pin:
+    """What a node must be like. ``rules``: one per mesh axis, or one for all. ``firm``: nothing else will do.
+
+    ``essential``: whether its holding here says that the glob, or the pattern, holds somewhere.
+    """
+
+    glob: str
+    text: str
+    rules: Rules
+    firm: bool
+    essential: bool = True
+
+    @property
+    def mark(self) -> str:
+        """Nodes with unlike marks are decided apart."""
+        return f"{'' if self.firm else '?'}{' '.join(map(str, self.rules))}"
 
 
-def resolve(graph: OpGraph, pins: Mapping[str, str]) -> dict[str, str]:
-    """Node -> layout text, normalized. Raises UsageError with every glob that matches nothing or contradicts another."""
+def resolve(graph: OpGraph, pins: Mapping[str, str]) -> dict[str, Pin]:
+    """Node -> what is fixed of it. Raises UsageError with every glob that matches nothing or contradicts another."""
+    if not pins:
+        return {}
     problems: list[str] = []
-    found: dict[str, tuple[str, str]] = {}
+    found: dict[str, Pin] = {}
+    names = _names(graph)
+    parameters = {given.node for given in graph.inputs if given.kind == "parameter"}
+    for glob, text in pins.items():
+        matched = [node for name, own in names.items() if fnmatchcase(name, glob) for node in own]
+        if not matched:
+            close = get_close_matches(glob, names, n=2, cutoff=0.4)
+            hint = f" (there is {', '.join(close)})" if close else ""
+            problems.append(f"{glob!r} matches no parameter, batch leaf, op or module{hint}")
+            continue
+        made = list(_pins(graph, glob, text, matched, parameters))
+        if not made:
+            problems.append(f"{glob!r}: {_nothing_for(text)}")
+        for node, pin in made:
+            known = found.setdefault(node, pin)
+            if known.rules != pin.rules and _rank(known) == _rank(pin):
+                problems.append(f"{node} matches {known.glob!r} ({known.text}) and {glob!r} ({text})")
+            elif _rank(pin) < _rank(known):
+                found[node] = pin
+    if problems:
+        raise UsageError("cannot use these pins", list(dict.fromkeys(problems)))
+    return found
+
+
+def _names(graph: OpGraph) -> dict[str, list[str]]:
     names: dict[str, list[str]] = {}
     for given in graph.inputs:
         if given.kind in ("parameter", "batch"):
@@ -57,29 +93,145 @@ def resolve(graph: OpGraph, pins: Mapping[str, str]) -> dict[str, str]:
             names.setdefault(node.name, []).append(node.name)
             if path := str(node.meta.get("module_path", "")):
                 names.setdefault(path, []).append(node.name)
-    for glob, text in pins.items():
-        layout = " ".join(_short(p) for p in parse_layout(text))
-        matched = [node for name, own in names.items() if fnmatchcase(name, glob) for node in own]
-        if not matched:
-            close = get_close_matches(glob, names, n=2, cutoff=0.4)
-            hint = f" (there is {', '.join(close)})" if close else ""
-            problems.append(f"{glob!r} matches no parameter, batch leaf, op or module{hint}")
-        for member in matched:
-            known = found.setdefault(member, (layout, glob))
-            if known[0] != layout:
-                problems.append(f"{member} matches {known[1]!r} ({known[0]}) and {glob!r} ({layout})")
+    return names
+
+
+def _pins(
+    graph: OpGraph, glob: str, text: str, matched: Sequence[str], parameters: set[str]
+) -> Iterator[tuple[str, Pin]]:
+    words = [word for word in re.split(r"[\s,]+", text.strip()) if word]
+    if words and all(word in PRESETS for word in words):
+        per_axis = [rules_of(graph, word) for word in words]
+        for node in dict.fromkeys(matched):
+            rules = tuple(by_node.get(node) for by_node in per_axis)
+            if any(rules):
+                yield node, Pin(glob, text, rules, False, any(r is not None and r.essential for r in rules))
+        return
+    rules = parse_layout(text)
+    of_state = any(rule.state is not None for rule in rules)
+    for node in dict.fromkeys(matched):
+        if not of_state or node in parameters:
+            yield node, Pin(glob, text, rules, not text.rstrip().endswith("?"))
+
+
+def _nothing_for(text: str) -> str:
+    if "/" in text:
+        return f"no parameter among what it matches, and nothing else has the gradients and state of {text!r}"
+    return f"nothing that it matches is part of {text!r}"
+
+
+def _rank(pin: Pin) -> int:
+    """Which of two pins of one node goes first."""
+    preset = pin.text.split()[0].strip(",") in PRESETS
+    return 0 if pin.firm else 2 if preset else 1
+
+
+def parse_layout(text: str) -> tuple[Rule, ...]:
+    """ "S0 R", "S0,R", "R/S0?": one rule per mesh axis. Raises UsageError."""
+    words = [word for word in re.split(r"[\s,]+", text.strip().removesuffix("?").strip()) if word]
+    problems: list[str] = [] if words else ["it is empty"]
+    found: list[Rule] = []
+    for word in words:
+        if read := re.fullmatch(_PLACEMENT, word):
+            stored, state = (_placement(part) for part in read.groups())
+            if state is not None and isinstance(stored, Shard) and state != stored:
+                problems.append(f"{word!r}: what is stored in parts has its state in the same parts")
+            found.append(
+                Rule(outputs=frozenset({stored}), state=None if state is None else frozenset({state}))  # type: ignore[arg-type]
+            )
+        else:
+            problems.append(refused_word(word))
     if problems:
-        raise UsageError("cannot use these pins", list(dict.fromkeys(problems)))
-    return {node: layout for node, (layout, _) in found.items()}
+        raise UsageError(
+            f"cannot read the layout {text!r}",
+            problems,
+            [
+                '"S0" on a mesh of one axis, "R S1" on one of two; "R/S0": whole, with split state; "S0?": where it can be',
+                f"or one of {', '.join(PRESETS)}, per axis or for all",
+            ],
+        )
+    return tuple(found)
 
 
-def allowed_by_pin(unit: Unit, numbers: UnitNumbers, layout: str, axes: int) -> NDArray[np.bool_]:
-    """Which of the unit's options have the layout. Shape [options]."""
-    wanted = parse_layout(layout)
-    return np.array([source_placements(code, axes) == wanted for code in numbers.outputs[0].tolist()])
+def _placement(text: str | None) -> Placement | None:
+    if text is None:
+        return None
+    return Replicate() if text == "R" else Partial() if text == "P" else Shard(int(text[1:]))
 
 
-def _short(placement: Placement) -> str:
-    if isinstance(placement, Shard):
-        return f"S{placement.dim}"
-    return "P" if isinstance(placement, Partial) else "R"
+# ----------------------------------------------------------------------------------------------------------
+# On a mesh.
+
+
+def restricted(unit: Unit, numbers: UnitNumbers, pin: Pin, axes: int) -> UnitNumbers:
+    """The unit's options that the pin allows: none where a firm one cannot be had on this mesh."""
+    if unit.kind == "output":
+        return numbers
+    for rules in _relaxed(pin, axes):
+        allowed = _allowed(numbers, rules)
+        if allowed.any():
+            return numbers.keep(allowed)
+    return numbers.keep(np.zeros(len(numbers.seconds), dtype=bool)) if pin.firm else numbers
+
+
+def holds(numbers: UnitNumbers, pin: Pin, axes: int) -> bool:
+    """Whether all options left are as the pin says, on every axis."""
+    rules = _per_axis(pin, axes)
+    return rules is not None and bool(len(numbers.seconds)) and bool(_allowed(numbers, rules).all())
+
+
+def _per_axis(pin: Pin, axes: int) -> Rules | None:
+    """None where the pin speaks of another number of axes. One pattern is for all axes."""
+    if len(pin.rules) == axes:
+        return pin.rules
+    return pin.rules * axes if len(pin.rules) == 1 and _rank(pin) == 2 else None
+
+
+def _relaxed(pin: Pin, axes: int) -> Iterator[Rules]:
+    """What is wanted; of one that is not firm then what it wants on some of the axes only, the first axes before others."""
+    rules = _per_axis(pin, axes)
+    if rules is None:
+        return
+    yield rules
+    if not pin.firm:
+        for left_out in sorted(range(1, 2**axes - 1), key=lambda mask: (mask.bit_count(), mask)):
+            yield tuple(None if left_out >> axes - 1 - axis & 1 else rules[axis] for axis in range(axes))
+
+
+def _allowed(numbers: UnitNumbers, rules: Rules) -> NDArray[np.bool_]:
+    """Shape [options]."""
+    detail = numbers.detail
+    allowed = np.ones(len(numbers.index), dtype=bool)
+    for axis, rule in enumerate(rules):
+        if rule is None:
+            continue
+        if isinstance(detail, Options):
+            each = np.array([rule.allows(choice) for choice in detail.choices], dtype=bool)
+            allowed &= each[detail.axes[numbers.index, axis]]
+        else:
+            known: dict[StoredChoice, bool] = {}
+            for k, option in enumerate(numbers.index.tolist()):
+                way = detail[option][axis]
+                allowed[k] &= known.setdefault(way, rule.allows_stored(way))
+    return allowed
+
+
+def broken(units: Sequence[tuple[Unit, UnitNumbers]], pins: Mapping[str, Pin], axes: int) -> list[str]:
+    """Why a mesh does not allow the pins: tensors that cannot be as they must, globs that hold for nothing."""
+    problems: list[str] = []
+    kept: set[tuple[str, str]] = set()
+    wanted: dict[tuple[str, str], str] = {}
+    for unit, numbers in units:
+        pin = pins.get(unit.name)
+        if pin is None or unit.kind == "output":
+            continue
+        if not len(numbers.seconds):
+            problems.append(f"{unit.name} cannot be {pin.text} ({pin.glob!r})")
+        if pin.essential:
+            wanted.setdefault((pin.glob, pin.text), unit.name)
+            if holds(numbers, pin, axes):
+                kept.add((pin.glob, pin.text))
+    for (glob, text), name in wanted.items():
+        if (glob, text) not in kept and not problems:
+            problems.append(f"nothing that matches {glob!r} can be {text}, such as {name}")
+    return problems

@@ -10,9 +10,10 @@ what the optimizer updated, the update itself) once per step. Bytes are one rank
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import sympy
@@ -67,6 +68,9 @@ class UnitNumbers:
         )
 
 
+Restriction: TypeAlias = Callable[[Unit, UnitNumbers], UnitNumbers]
+
+
 @dataclass(frozen=True, eq=False)
 class FeatureProblem:
     """``units`` follow ``space.units``; the wires' tables are made when asked for."""
@@ -115,12 +119,21 @@ class Setting:
 
 
 def build_problem(
-    space: FeatureGraph, mesh: Mesh, links: tuple[AxisLinks, ...], microbatches: int, setting: Setting
+    space: FeatureGraph,
+    mesh: Mesh,
+    links: tuple[AxisLinks, ...],
+    microbatches: int,
+    setting: Setting,
+    bridges: Bridges | None = None,
+    restrict: Restriction | None = None,
 ) -> FeatureProblem:
-    """All numbers of one mesh and micro-batch count."""
+    """All numbers of one mesh and micro-batch count; ``bridges``: this mesh's, where other counts have made them.
+
+    ``restrict``: leaves a unit the options that its pin allows.
+    """
     samples = setting.batch_size // microbatches
     symbols = {**example_sizes(space.graph), space.graph.batch.batch_symbol: samples}
-    builder = _Builder(space, mesh, links, microbatches, samples, symbols, setting)
+    builder = _Builder(space, mesh, links, microbatches, samples, symbols, setting, restrict)
     return FeatureProblem(
         space,
         mesh,
@@ -128,11 +141,19 @@ def build_problem(
         samples,
         builder.units(),
         float(min(device.memory_bytes for device in setting.cluster.devices)),
-        Bridges(mesh.shape, links),
+        bridges or Bridges(mesh.shape, links),
         symbols,
         setting.optimizer,
         setting.precision,
     )
+
+
+def least_saved_bytes(space: FeatureGraph, ranks: int, samples: int) -> float:
+    """What autograd saves of a micro-batch on one rank at least: nothing is split into more than all ranks."""
+    costs = space.costs.exact(samples)
+    sizes = costs.storage_bytes(samples)
+    stored = {name for names in costs.saved for name in names}
+    return sum(sizes[name] for name in stored if costs.ops[costs.maker[name]] in space.unit_of) / ranks
 
 
 def links_of(mesh: Mesh, cluster: ClusterSpec) -> tuple[AxisLinks, ...]:
@@ -148,6 +169,7 @@ class _Builder:
     samples: int
     symbols: dict[sympy.Symbol, int]
     setting: Setting
+    restrict: Restriction | None
 
     def units(self) -> tuple[UnitNumbers, ...]:
         ops = [unit for unit in self.space.units if unit.kind == "op"]
@@ -165,6 +187,8 @@ class _Builder:
                 own = self._parameter(unit)
             else:
                 own = self._fixed(unit)
+            if self.restrict is not None:  # before the rest is dropped: what is pinned need not be the best
+                own = self.restrict(unit, own)
             found.append(own.keep(undominated(own)))
         return tuple(found)
 

@@ -12,19 +12,30 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from passes import feature_ilp
-from passes.feature_bound import FORBIDDEN_SECONDS, DualBound, Priced, price, wire_tables
+from passes.feature_bound import FORBIDDEN_SECONDS, DualBound, Priced, WireTable, price, wire_tables
 from passes.feature_problem import FeatureProblem
 
 PROVED = 1e-8
 """Relative distance of bound and cost at which nothing is left to prove: rounding."""
 SWEEPS = 30
-FEW_SWEEPS = 5
 PRICES = 12
-"""Prices of memory tried."""
+"""Prices of memory tried at most."""
+NEAR = 1e-4
+"""Relative distance of prices, or of the bound from the best it could be, at which another price is of no use."""
 LONGEST_SECONDS = 1e6
+MARGINS = (1e-3, 1e-2, 6e-2, math.inf)
+"""How much more than the bound choices of a program may cost, relatively: one after the other."""
+CLOSE = 3.0
+"""A known choice that is so many margins off is the next limit."""
+SHRINKS = 0.9
+"""Options are left out again while at least a tenth of them goes."""
 ROUNDING = 1e-8
 """The program's memory row holds to its solver's tolerance."""
 
@@ -58,7 +69,7 @@ class ProblemSearch:
 
     def __init__(self, problem: FeatureProblem) -> None:
         self.problem = problem
-        self.possible = all(len(unit.seconds) for unit in problem.units)
+        self.possible = _possible(problem)
         self.bound = 0.0 if self.possible else math.inf
         self.free_bound = 0.0
         self.best: tuple[Priced, tuple[int, ...]] | None = None
@@ -69,9 +80,14 @@ class ProblemSearch:
         self.variables = 0
         self.out_of_time = False
         self._duals: DualBound | None = None
+        self._latest: DualBound | None = None
+        self._cheapest = Priced(0.0, math.inf)
         self._tight = problem
-        self._steps = [self._free, self._priced, self._program]
-        self._tables = wire_tables(problem) if self.possible else []
+        self._steps = [self._free, self._priced, self._core]
+        self._margins = list(MARGINS)
+        if self.possible:
+            self._does_not_fit(sum(float(u.bytes.min()) for u in problem.units) - problem.capacity_bytes)
+        self._tables = self._whole_tables = wire_tables(problem) if self.possible else []
 
     def advance(self, known_seconds: float, deadline: float) -> None:
         self._steps.pop(0)(known_seconds, deadline)
@@ -101,16 +117,13 @@ class ProblemSearch:
     # Steps
 
     def _free(self, known_seconds: float, deadline: float) -> None:
-        # What plainly does not fit needs no bound on its seconds.
-        least = DualBound(self.problem, self._tables, 1.0, time_weight=0.0)
-        over = least.ascend(FEW_SWEEPS, target=1.0)
-        if over > 0:
-            self._does_not_fit(over)
-            return
-        self._ascend(0.0, known_seconds)
+        self._cheapest = self._ascend(0.0, known_seconds)
         self.free_bound = self.bound
 
     def _does_not_fit(self, over_bytes: float) -> None:
+        """If every choice needs so much more than there is."""
+        if over_bytes <= 0:
+            return
         self.least_bytes = self.problem.capacity_bytes + over_bytes
         self.possible = False
         self.bound = math.inf
@@ -124,80 +137,135 @@ class ProblemSearch:
         if over > 0 and self.best is None:
             self._does_not_fit(over)
             return
-        # What leaves no room for its buffer is in no choice that fits.
+        # What leaves no room for its buffer, or needs too many bytes by itself, is in no choice that fits.
         self._tight = replace(self.problem, largest_buffer_bytes=max(-over, 0.0))
-        self._tables = wire_tables(self._tight)
-        low, high = 0.0, self.bound / self.problem.capacity_bytes
-        raising = True
+        self._shrink(least.needless(ROUNDING * self.problem.capacity_bytes))
+        self._duals = self._latest = None
+        if not self._tables:
+            self.possible, self.bound = False, math.inf
+            return
+        # Every choice x is a line t(x) + λ·(b(x) − capacity) above the bound: on to where the lowest lines cross.
+        cheap, small = self._cheapest, None
+        at = self.bound / self.problem.capacity_bytes
         for _ in range(PRICES):
             if self.is_bounded(known_seconds) or self.is_proved() or time.perf_counter() > deadline:
                 return
-            middle = high if raising else (low + high) / 2
-            fits = self._ascend(middle, known_seconds).bytes <= self.problem.capacity_bytes
-            if fits:
-                raising, high = False, middle
+            found = self._ascend(at, known_seconds)
+            if found.bytes > self.problem.capacity_bytes:
+                cheap = found
             else:
-                low = middle
-                high = middle * 4 if raising else high
+                small = found
+            if small is None:
+                at *= 4
+                continue
+            crossing = (small.seconds - cheap.seconds) / (cheap.bytes - small.bytes)
+            height = small.seconds + crossing * (small.bytes - self.problem.capacity_bytes)
+            if abs(crossing - at) < NEAR * at or height <= self.bound * (1 + NEAR):
+                return
+            at = crossing
 
-    def _program(self, known_seconds: float, deadline: float) -> None:
-        """The integer program over the options that may be in a better choice."""
-        assert self._duals is not None
+    def _shrink(self, keep: Sequence[NDArray[np.bool_]]) -> None:
+        units = zip(self._tight.units, keep, strict=True)
+        self._tight = replace(self._tight, units=tuple(unit.keep(mask) for unit, mask in units))
+        self._tables = wire_tables(self._tight, self._tables) if _possible(self._tight) else []
+
+    def _core(self, known_seconds: float, deadline: float) -> None:
+        """Whether a choice costs at most a little more than the bound: a program over the few options that such a choice
+        may have. Its best one is the best of all if it does; else the bound is raised to that much."""
         if time.perf_counter() > deadline:
             self.out_of_time = True
             return
-        units = self.problem.units
-        least_seconds = min(known_seconds, self.best[0].seconds if self.best else math.inf)
-        if math.isfinite(least_seconds):
-            keep = self._duals.needless(least_seconds)
-            units = tuple(unit.keep(mask) for unit, mask in zip(units, keep, strict=True))
-        smaller = replace(self._tight, units=units)
-        found = self._solved(smaller, least_seconds, deadline)
-        if found is None:
-            return
-        cost, chosen = found
-        if self.best is None or cost.seconds < self.best[0].seconds:
-            index = [int(unit.index[k]) for unit, k in zip(units, chosen, strict=True)]
-            whole = zip(self.problem.units, index, strict=True)
-            self.best = cost, tuple(unit.index.tolist().index(i) for unit, i in whole)
+        known = min(known_seconds, self.best[0].seconds if self.best else math.inf)
+        margin = self._margins.pop(0)
+        limit = self.bound * (1 + margin)
+        if known <= self.bound * (1 + CLOSE * margin):
+            limit = known
+        core = self._core_problem(limit, deadline)
+        if core is None:
+            self.bound = max(self.bound, limit)
+        else:
+            self._solve_core(core, limit, deadline)
+        if not self.out_of_time and limit < known:
+            self._steps.append(self._core)
 
-    def _solved(
-        self, smaller: FeatureProblem, least_seconds: float, deadline: float
-    ) -> tuple[Priced, tuple[int, ...]] | None:
-        """The program's choice where it fits; without memory first if that has not been short so far."""
-        tables = wire_tables(smaller) if all(len(unit.seconds) for unit in smaller.units) else []
+    def _core_problem(self, limit: float, deadline: float) -> _Core | None:
+        """The options of choices that cost at most ``limit``; None where there is no such choice."""
+        assert self._duals is not None
+        problem, tables, duals = self._tight, self._tables, self._duals
+        while math.isfinite(limit):
+            keep = duals.needless(limit)
+            before = sum(len(unit.seconds) for unit in problem.units)
+            kept = zip(problem.units, keep, strict=True)
+            problem = replace(problem, units=tuple(unit.keep(mask) for unit, mask in kept))
+            if not _possible(problem):
+                return None
+            tables = wire_tables(problem, tables)
+            duals = DualBound(problem, tables, duals.price)
+            if duals.ascend(SWEEPS, target=limit) >= limit:
+                return None
+            after = sum(len(unit.seconds) for unit in problem.units)
+            if after > SHRINKS * before or time.perf_counter() > deadline:
+                break
+        return _Core(problem, tables, duals)
+
+    def _solve_core(self, core: _Core, limit: float, deadline: float) -> None:
+        pairs = core.duals.needed_pairs(limit) if math.isfinite(limit) else None
+        left = max(deadline - time.perf_counter(), 0.1)
         for memory in (False, True):
             if self.short_of_memory and not memory:
                 continue
-            left = max(deadline - time.perf_counter(), 0.1)
-            found = feature_ilp.solve(smaller, memory=memory, time_limit_seconds=min(left, LONGEST_SECONDS))
-            self.variables = found.variables
+            found = feature_ilp.solve(
+                core.problem,
+                memory=memory,
+                time_limit_seconds=min(left, LONGEST_SECONDS),
+                tables=[known.table for known in core.tables],
+                pairs=pairs,
+            )
+            self.variables = max(self.variables, found.variables)
             self.out_of_time = found.status not in ("optimal", "infeasible")
-            # A choice that was dropped costs at least the best that is known.
-            self.bound = max(self.bound, min(found.bound_seconds, least_seconds))
+            # A choice that was left out costs at least the limit.
+            self.bound = max(self.bound, min(found.bound_seconds, limit))
             if found.chosen is None:
-                if found.status == "infeasible" and not math.isfinite(least_seconds):
+                if found.status == "infeasible" and not math.isfinite(limit):
                     self.possible = False
-                return None
-            cost = price(smaller, tables, found.chosen)
-            if cost.bytes <= self.problem.capacity_bytes * (1 + ROUNDING):
-                return cost, found.chosen
+                return
+            if self._take(core.problem, found.chosen):
+                return
+
+    def _take(self, smaller: FeatureProblem, chosen: Sequence[int]) -> bool:
+        """Take note of a choice of a smaller problem, and whether it fits."""
+        units = zip(self.problem.units, smaller.units, chosen, strict=True)
+        index = [unit.index.tolist().index(int(small.index[k])) for unit, small, k in units]
+        cost = price(self.problem, self._whole_tables, index)
+        fits = cost.bytes <= self.problem.capacity_bytes * (1 + ROUNDING)
+        if not fits:
             self.short_of_memory = True
-        return None
+        elif self.best is None or cost.seconds < self.best[0].seconds:
+            self.best = cost, tuple(index)
+        return fits
 
     def _ascend(self, seconds_per_byte: float, known_seconds: float) -> Priced:
         """Bound at one price of memory, and the choice that its messages say."""
-        duals = DualBound(self._tight, self._tables, seconds_per_byte)
+        duals = DualBound(self._tight, self._tables, seconds_per_byte, start=self._latest)
         bound = duals.ascend(SWEEPS, target=known_seconds)
+        self._latest = duals
         if bound > self.bound or self._duals is None:
             self.bound, self._duals = max(bound, self.bound), duals
-        return self._meet(duals.decode())
-
-    def _meet(self, chosen: list[int]) -> Priced:
-        """Take note of a choice."""
-        cost = price(self.problem, self._tables, chosen)
+        chosen = duals.decode()
+        cost = price(self._tight, self._tables, chosen)
         if cost.bytes > self.problem.capacity_bytes:
             self.short_of_memory = True
-        elif cost.seconds < (self.best[0].seconds if self.best else FORBIDDEN_SECONDS):
-            self.best = cost, tuple(chosen)
+        elif cost.seconds < min(FORBIDDEN_SECONDS, self.best[0].seconds if self.best else math.inf):
+            self._take(self._tight, chosen)
         return cost
+
+
+@dataclass(frozen=True, eq=False)
+class _Core:
+    problem: FeatureProblem
+    tables: list[WireTable]
+    duals: DualBound
+
+
+def _possible(problem: FeatureProblem) -> bool:
+    return all(len(unit.seconds) for unit in problem.units)

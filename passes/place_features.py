@@ -17,13 +17,13 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
 
 from cost_models.cluster import ClusterSpec
-from cost_models.conversion import AxisLinks
 from cost_models.errors import InfeasibleError, TimeLimitError, UsageError
 from cost_models.layout import Mesh
 from cost_models.precision import Precision
@@ -31,11 +31,19 @@ from cost_models.units import format_bytes
 from passes.certificate import Certificate, relative_gap
 from passes.costs import GraphCosts
 from passes.discover import Discovery
+from passes.feature_bridges import Bridges
 from passes.feature_evaluate import FeatureCost, evaluate
-from passes.feature_graph import FeatureGraph, feature_graph
+from passes.feature_graph import FeatureGraph, Unit, feature_graph
 from passes.feature_meshes import meshes
-from passes.feature_pins import allowed_by_pin, resolve
-from passes.feature_problem import FeatureProblem, Setting, build_problem, links_of
+from passes.feature_pins import Pin, broken, resolve, restricted
+from passes.feature_problem import (
+    FeatureProblem,
+    Setting,
+    UnitNumbers,
+    build_problem,
+    least_saved_bytes,
+    links_of,
+)
 from passes.feature_result import OtherLayout, assemble, explain, replicated_share
 from passes.feature_solve import ProblemSearch, Solved
 from passes.graph import OpGraph
@@ -123,7 +131,7 @@ def place_features(
     deadline = started + limit if limit is not None else math.inf
     pins = resolve(graph, request.pins)
     discovery = discovery or Discovery()
-    space = feature_graph(graph, costs, discovery.choices, pins)
+    space = feature_graph(graph, costs, discovery.choices, {node: pin.mark for node, pin in pins.items()})
     setting = Setting(cluster, request.batch_size, request.optimizer, request.precision)
     search = _Search(space, setting, pins, deadline)
     counts = _counts(graph, request)
@@ -189,26 +197,36 @@ class _Candidate:
     """A mesh and a micro-batch count."""
 
     mesh: Mesh
-    links: tuple[AxisLinks, ...]
+    bridges: Bridges
+    """Of the mesh: shared by its candidates."""
     counts: Sequence[int]
     """This count, then larger ones."""
-    search: ProblemSearch
+    floor_seconds: float
+    """What it costs at least, known before it is begun."""
+    search: ProblemSearch | None = None
     seconds: float = 0.0
     """Spent on it."""
+
+    @property
+    def bound(self) -> float:
+        return self.floor_seconds if self.search is None else self.search.bound
 
 
 class _Search:
     """All meshes and micro-batch counts, always on with what has the lowest bound."""
 
     def __init__(
-        self, space: FeatureGraph, setting: Setting, pins: Mapping[str, str], deadline: float
+        self, space: FeatureGraph, setting: Setting, pins: Mapping[str, Pin], deadline: float
     ) -> None:
         self.space, self.setting, self.pins, self.deadline = space, setting, pins, deadline
+        self.capacity = float(min(device.memory_bytes for device in setting.cluster.devices))
         self.tried: list[Tried] = []
         self.best: tuple[FeatureProblem, Solved] | None = None
         self.open: list[tuple[float, int, _Candidate]] = []
         self.started = 0
         self._order = itertools.count()
+        self.broken: dict[tuple[int, ...], list[str]] = {}
+        """Per shape of mesh, the pins that it does not allow."""
         self.least_bytes = math.inf
 
     @property
@@ -217,45 +235,87 @@ class _Search:
 
     def run(self, shapes: Sequence[Mesh], counts: Sequence[int]) -> tuple[FeatureProblem, Solved] | None:
         for mesh in shapes:
-            self._start(mesh, links_of(mesh, self.setting.cluster), counts)
+            bridges = Bridges(mesh.shape, links_of(mesh, self.setting.cluster))
+            self._push(_Candidate(mesh, bridges, counts, 0.0))
         while self.open:
             _, _, candidate = heapq.heappop(self.open)
-            if self.best is not None and time.perf_counter() > self.deadline:
+            late = self.best is not None and time.perf_counter() > self.deadline
+            began = time.perf_counter()
+            if candidate.search is None:
+                self._begin(candidate, late)
+            elif late:
                 candidate.search.out_of_time = True
-            elif not candidate.search.is_over(self.known_seconds):
+                self._close(candidate)
+            elif candidate.search.is_over(self.known_seconds):
+                self._close(candidate)
+            else:
                 self._advance(candidate)
-                continue
-            self._close(candidate)
+                candidate.seconds += time.perf_counter() - began
+                self._push(candidate)
         return self.best
 
-    def _start(self, mesh: Mesh, links: tuple[AxisLinks, ...], counts: Sequence[int]) -> None:
+    def _push(self, candidate: _Candidate) -> None:
+        heapq.heappush(self.open, (candidate.bound, next(self._order), candidate))
+
+    def _begin(self, candidate: _Candidate, late: bool) -> None:
+        """Make the problem, unless it is plain already that it has nothing to give."""
         began = time.perf_counter()
-        problem = self._pinned(build_problem(self.space, mesh, links, counts[0], self.setting))
-        if any(not len(unit.seconds) for unit in problem.units):
+        shape, count = candidate.mesh.shape, candidate.counts[0]
+        if candidate.floor_seconds >= self.known_seconds or late:
+            status = "time limit" if late and candidate.floor_seconds < self.known_seconds else "bounded"
+            self.tried.append(Tried(shape, count, status, math.inf, candidate.floor_seconds, 0.0))
             return
-        self.started += 1
-        candidate = _Candidate(mesh, links, counts, ProblemSearch(problem))
-        candidate.seconds = time.perf_counter() - began
-        self._advance(candidate)
+        least = least_saved_bytes(self.space, math.prod(shape), self.setting.batch_size // count)
+        if least > self.capacity:
+            self.started += 1
+            self.least_bytes = min(self.least_bytes, least)
+            self.tried.append(Tried(shape, count, "infeasible", math.inf, math.inf, 0.0))
+            self._more_microbatches(candidate, candidate.floor_seconds)
+            return
+        problem = build_problem(
+            self.space,
+            candidate.mesh,
+            candidate.bridges.links,
+            count,
+            self.setting,
+            candidate.bridges,
+            partial(self._restrict, len(shape)) if self.pins else None,
+        )
+        wrong = broken(list(zip(self.space.units, problem.units, strict=True)), self.pins, len(shape))
+        if wrong:
+            self.broken[shape] = wrong
+        else:
+            self.started += 1
+            candidate.search = ProblemSearch(problem)
+            candidate.seconds = time.perf_counter() - began
+            self._push(candidate)
+            self._note(candidate)
 
     def _advance(self, candidate: _Candidate) -> None:
         """One step of a candidate; its better choice, if any, is known to all at once."""
-        began = time.perf_counter()
         search = candidate.search
+        assert search is not None
         search.advance(self.known_seconds, self.deadline)
-        candidate.seconds += time.perf_counter() - began
+        self._note(candidate)
+
+    def _note(self, candidate: _Candidate) -> None:
+        search = candidate.search
+        assert search is not None
         self.least_bytes = min(self.least_bytes, search.least_bytes)
         if search.best is not None and search.best[0].seconds < self.known_seconds:
             self.best = search.problem, search.result(self.known_seconds)
         # More micro-batches cost no less (docs/06c-feature-wise.md) but save memory: tried only where that is short.
-        more = search.short_of_memory or not search.possible
-        if more and len(candidate.counts) > 1 and search.free_bound < self.known_seconds:
-            self._start(candidate.mesh, candidate.links, candidate.counts[1:])
+        if search.short_of_memory or not search.possible:
+            self._more_microbatches(candidate, search.free_bound)
+
+    def _more_microbatches(self, candidate: _Candidate, floor_seconds: float) -> None:
+        if len(candidate.counts) > 1:
+            self._push(_Candidate(candidate.mesh, candidate.bridges, candidate.counts[1:], floor_seconds))
             candidate.counts = candidate.counts[:1]
-        heapq.heappush(self.open, (search.bound, next(self._order), candidate))
 
     def _close(self, candidate: _Candidate) -> None:
         search = candidate.search
+        assert search is not None
         mine = self.best is not None and self.best[0] is search.problem
         if mine:
             self.best = search.problem, search.result(math.inf)
@@ -271,22 +331,19 @@ class _Search:
             )
         )
 
-    def _pinned(self, problem: FeatureProblem) -> FeatureProblem:
-        if not self.pins:
-            return problem
-        units = list(problem.units)
-        axes = len(problem.mesh.shape)
-        for u, unit in enumerate(self.space.units):
-            layout = self.pins.get(unit.name)
-            if layout is not None:
-                units[u] = units[u].keep(allowed_by_pin(unit, units[u], layout, axes))
-        return replace(problem, units=tuple(units))
+    def _restrict(self, axes: int, unit: Unit, numbers: UnitNumbers) -> UnitNumbers:
+        pin = self.pins.get(unit.name)
+        return numbers if pin is None else restricted(unit, numbers, pin, axes)
 
     def failure(self, request: FeatureRequest) -> Exception:
         if not self.started:
             return UsageError(
                 "no mesh allows these pins",
-                ["on every mesh some pinned tensor has no such layout, or does not divide"],
+                [
+                    f"on a mesh of {'×'.join(map(str, shape))}: {problem}"
+                    for shape, problems in self.broken.items()
+                    for problem in problems[:3]
+                ],
                 ["a layout names one placement per mesh axis; give mesh= to fix their number"],
             )
         if any(t.status == "time limit" for t in self.tried):
