@@ -33,6 +33,9 @@ BUCKET_BYTES = 25 * 2**20
 FIRST_BUCKET_BYTES = 2**20
 """The first is small, so that the network begins early; as there, too."""
 
+ALONE_BYTES = 2 * 2**20
+"""A gradient as large as this is summed by itself. On Gloo, 1 MiB takes as long to copy together as to sum apart."""
+
 
 def sharded_programs(
     sharded: Sharded, microbatches: int, world_size: int, *, training: bool = True
@@ -99,13 +102,29 @@ def bucketed_syncs(sharded: Sharded) -> Iterator[tuple[GradientSync, tuple[str, 
 
 
 def _buckets(graph: OpGraph, parameters: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Last parameters first: backward is done with them first."""
+    """In the order in which backward is done with them. Large gradients alone: those are summed where they lie."""
     bucket: list[str] = []
     size_bytes, limit = 0, FIRST_BUCKET_BYTES
-    for name in reversed(parameters):
-        if bucket and size_bytes + graph.parameters[name].size_bytes > limit:
+    for name in _in_backward_order(graph, parameters):
+        own_bytes = graph.parameters[name].size_bytes
+        if own_bytes >= ALONE_BYTES:
+            yield (name,)
+            continue
+        if bucket and size_bytes + own_bytes > limit:
             yield tuple(bucket)
             bucket, size_bytes, limit = [], 0, BUCKET_BYTES
         bucket.append(name)
-        size_bytes += graph.parameters[name].size_bytes
-    yield tuple(bucket)
+        size_bytes += own_bytes
+    if bucket:
+        yield tuple(bucket)
+
+
+def _in_backward_order(graph: OpGraph, parameters: tuple[str, ...]) -> list[str]:
+    """Those that are first read last come first."""
+    first_read: dict[str, int] = {}
+    inputs = {given.node: given.name for given in graph.inputs if given.kind == "parameter"}
+    for position, op in enumerate(graph.ops):
+        for node in op.all_input_nodes:
+            if node.name in inputs:
+                first_read.setdefault(inputs[node.name], position)
+    return sorted(parameters, key=lambda name: first_read.get(name, -1), reverse=True)

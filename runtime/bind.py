@@ -361,7 +361,7 @@ class Binder:
     def _reduce(self, position: int, instruction: ReduceGradients, channel: Channel) -> Handler:
         setting = self.setting
         leaves = {name: setting.state[name] for name in instruction.parameters}
-        reduction = GradientReduction(position, leaves, setting.sums)
+        reduction = GradientReduction(position, leaves, setting.sums, setting.fresh)
         if instruction.scattered:
             dims, axis = setting.scattered(instruction)
             reduction = ScatteredReduction(position, leaves, setting.sums, dims, axis)

@@ -30,10 +30,10 @@ from torch._subclasses import FakeTensor
 
 from cost_models.errors import InternalError
 from runtime.axis import Axis
+from runtime.fresh import PRODUCTS, multiplies
 from runtime.local_calls import run_local, with_axes
 
 Way = Callable[[Tensor], Tensor]
-aten = torch.ops.aten
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -109,27 +109,8 @@ class Reuse:
 
     def __init__(self, node: fx.Node) -> None:
         source = node.args[0]
-        self.input = isinstance(source, fx.Node) and source.target in _FRESH and len(source.users) == 1
-        self.gradient = bool(node.users) and all(_multiplies(user, node) for user in node.users)
-
-
-def _multiplies(op: fx.Node, operand: fx.Node) -> bool:
-    """Whether ``operand`` is a factor in ``op``; what is added gets the output's own gradient, which others may read."""
-    if op.target is aten.addmm.default:
-        return operand is not op.args[0]
-    return op.target in _FRESH and operand not in op.args[2:]
-
-
-_FRESH = frozenset(
-    {
-        aten.linear.default,
-        aten.mm.default,
-        aten.matmul.default,
-        aten.bmm.default,
-        aten.addmm.default,
-    }
-)
-"""Ops that keep no reference to their result, and whose factors' gradients are new tensors."""
+        self.input = isinstance(source, fx.Node) and source.target in PRODUCTS and len(source.users) == 1
+        self.gradient = bool(node.users) and all(multiplies(user, node) for user in node.users)
 
 
 def _ways(target: Any, axis: Axis, args: Sequence[Any], options: Mapping[str, Any], reuse: Reuse) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -41,11 +41,19 @@ Sums: TypeAlias = MutableMapping[str, Tensor]
 class GradientReduction:
     """The reduction at one ``position`` of the program. A missing gradient counts as zeros.
 
-    ``sums``: of parameters whose sums were scattered before; those parts are summed then.
+    ``sums``: of parameters whose sums were scattered before; those parts are summed then. ``fresh``: parameters whose
+    gradients may be written into (``runtime.fresh``).
     """
 
-    def __init__(self, position: int, parameters: Mapping[str, Tensor], sums: Sums | None = None) -> None:
+    def __init__(
+        self,
+        position: int,
+        parameters: Mapping[str, Tensor],
+        sums: Sums | None = None,
+        fresh: Container[str] = (),
+    ) -> None:
         self.position, self.parameters = position, parameters
+        self._fresh = fresh
         self._sums: Sums = {} if sums is None else sums
         self._by_dtype: dict[torch.dtype, list[str]] = {}
         for name, parameter in parameters.items():
@@ -63,7 +71,7 @@ class GradientReduction:
         for names in self._by_dtype.values():
             gradients = [self._gradient(name) for name in names]
             flat = (
-                gradients[0].contiguous().view(-1)
+                self._writable(names[0], gradients[0]).view(-1)
                 if len(gradients) == 1
                 else torch.cat([g.reshape(-1) for g in gradients])
             )
@@ -86,6 +94,12 @@ class GradientReduction:
     def _gradient(self, name: str) -> Tensor:
         found = self._sums.get(name)
         return _in_memory(self.parameters[name]) if found is None else found
+
+    def _writable(self, name: str, gradient: Tensor) -> Tensor:
+        """The gradient in memory where it may be summed."""
+        if gradient is self.parameters[name].grad and name not in self._fresh:
+            return gradient.clone(memory_format=torch.contiguous_format)
+        return gradient.contiguous()
 
     def _put(self, name: str, total: Tensor) -> None:
         if name in self._sums:
@@ -111,7 +125,11 @@ class ScatteredReduction(GradientReduction):
         works = []
         for names in self._by_dtype.values():
             stacks = [self._axis.stacked(self._gradient(name), self._dims[name]) for name in names]
-            flat = torch.cat([stack.flatten(1) for stack in stacks], 1)
+            flat = (
+                stacks[0].flatten(1)
+                if len(stacks) == 1
+                else torch.cat([stack.flatten(1) for stack in stacks], 1)
+            )
             part = flat.new_empty(flat.shape[1])
             works.append(self._axis.start_sum_part(part, flat))
             self._pending.append((part, names, [stack.shape[1:] for stack in stacks]))

@@ -14,6 +14,7 @@ from runtime.axis import Axis
 from runtime.collective import Waited
 from runtime.early_sends import EarlySends
 from runtime.failure import FailureMonitor
+from runtime.fresh import fresh_gradients
 from runtime.groups import Channel
 from runtime.mesh_axes import axis_among, axis_of
 from runtime.program import Message, Program, ReduceGradients, SegmentGraph
@@ -54,6 +55,17 @@ class Setting:
         at = axis_among(first, reduction.ranks, self.program.rank)
         axis = axis_of(first.mesh, first.mesh.axes[at], self.program.rank, self.channels)
         return {name: dict(sharding.cuts)[at] for name, sharding in of.items()}, axis
+
+    @cached_property
+    def fresh(self) -> frozenset[str]:
+        """Parameters whose gradients on this rank are in memory of their own."""
+        found: dict[str, bool] = {}
+        for index in self.runners:
+            code = self.codes[index]
+            fresh = fresh_gradients(code)
+            for name in code.held:
+                found[name] = found.get(name, True) and name in fresh
+        return frozenset(name for name, own in found.items() if own)
 
     @cached_property
     def value_numbers(self) -> Mapping[str, int]:

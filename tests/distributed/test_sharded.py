@@ -366,6 +366,15 @@ def test_gradients_are_summed_while_backward_runs(pool: WorkerPool, monkeypatch:
     compare(pool.run(run_task, task, world_size=2, timeout_seconds=60), task, reference(model, batch))
 
 
+def test_gradients_that_are_summed_alone(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("passes.shard_program.ALONE_BYTES", 1)
+    torch.manual_seed(0)
+    model, batch = Gpt().double(), gpt_batch(SAMPLES)
+    sharded = sharded_of(model, batch, TWO, (BATCH,))
+    assert all(len(parameters) == 1 for parameters, _, _ in gradient_sums(sharded))
+    run_sharded(pool, model, batch, sharded)
+
+
 def run_with_small_buckets(task: Task, alone_bytes: int, bucket_bytes: int) -> dict[str, Any]:
     """In a worker: ``run_task`` with leaves gathered in many small buckets."""
     before = sharded_owners._ALONE_BYTES, sharded_owners._BUCKET_BYTES
