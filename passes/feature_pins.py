@@ -37,16 +37,14 @@ _PLACEMENT = r"(R|P|S\d)(?:/(R|S\d))?"
 
 @dataclass(frozen=True)
 class Pin:
-    """What a node must be like. ``rules``: one per mesh axis, or one for all. ``firm``: nothing else will do.
-
-    ``essential``: whether its holding here says that the glob, or the pattern, holds somewhere.
-    """
+    """What a node must be like. ``rules``: one per mesh axis, or one for all axes of a pattern. ``firm``: nothing else
+    will do."""
 
     glob: str
     text: str
     rules: Rules
     firm: bool
-    essential: bool = True
+    pattern: bool = False
 
     @property
     def mark(self) -> str:
@@ -70,8 +68,7 @@ def resolve(graph: OpGraph, pins: Mapping[str, str]) -> dict[str, Pin]:
             problems.append(f"{glob!r} matches no parameter, batch leaf, op or module{hint}")
             continue
         made = list(_pins(graph, glob, text, matched, parameters))
-        if not made:
-            problems.append(f"{glob!r}: {_nothing_for(text)}")
+        problems += [f"{glob!r}: {why}" for why in _empty(text, [pin for _, pin in made])]
         for node, pin in made:
             known = found.setdefault(node, pin)
             if known.rules != pin.rules and _rank(known) == _rank(pin):
@@ -99,13 +96,12 @@ def _names(graph: OpGraph) -> dict[str, list[str]]:
 def _pins(
     graph: OpGraph, glob: str, text: str, matched: Sequence[str], parameters: set[str]
 ) -> Iterator[tuple[str, Pin]]:
-    words = [word for word in re.split(r"[\s,]+", text.strip()) if word]
-    if words and all(word in PRESETS for word in words):
+    if words := _patterns(text):
         per_axis = [rules_of(graph, word) for word in words]
         for node in dict.fromkeys(matched):
             rules = tuple(by_node.get(node) for by_node in per_axis)
             if any(rules):
-                yield node, Pin(glob, text, rules, False, any(r is not None and r.essential for r in rules))
+                yield node, Pin(glob, text, rules, firm=False, pattern=True)
         return
     rules = parse_layout(text)
     of_state = any(rule.state is not None for rule in rules)
@@ -114,21 +110,34 @@ def _pins(
             yield node, Pin(glob, text, rules, not text.rstrip().endswith("?"))
 
 
-def _nothing_for(text: str) -> str:
-    if "/" in text:
-        return f"no parameter among what it matches, and nothing else has the gradients and state of {text!r}"
-    return f"nothing that it matches is part of {text!r}"
+def _patterns(text: str) -> list[str]:
+    """The patterns that a text names; none where it is a layout."""
+    words = _words(text)
+    return words if all(word in PRESETS for word in words) else []
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in re.split(r"[\s,]+", text.strip()) if word]
+
+
+def _empty(text: str, made: Sequence[Pin]) -> Iterator[str]:
+    """What of a pin is about nothing that its glob matches."""
+    if words := _patterns(text):
+        for axis, word in enumerate(words):
+            if not any((rule := pin.rules[axis]) is not None and rule.essential for pin in made):
+                yield f"nothing that it matches is what {word!r} is about"
+    elif not made:
+        yield f"it matches no parameter, and nothing else has the gradients and state of {text!r}"
 
 
 def _rank(pin: Pin) -> int:
     """Which of two pins of one node goes first."""
-    preset = pin.text.split()[0].strip(",") in PRESETS
-    return 0 if pin.firm else 2 if preset else 1
+    return 0 if pin.firm else 2 if pin.pattern else 1
 
 
 def parse_layout(text: str) -> tuple[Rule, ...]:
     """ "S0 R", "S0,R", "R/S0?": one rule per mesh axis. Raises UsageError."""
-    words = [word for word in re.split(r"[\s,]+", text.strip().removesuffix("?").strip()) if word]
+    words = _words(text.strip().removesuffix("?"))
     problems: list[str] = [] if words else ["it is empty"]
     found: list[Rule] = []
     for word in words:
@@ -174,17 +183,11 @@ def restricted(unit: Unit, numbers: UnitNumbers, pin: Pin, axes: int) -> UnitNum
     return numbers.keep(np.zeros(len(numbers.seconds), dtype=bool)) if pin.firm else numbers
 
 
-def holds(numbers: UnitNumbers, pin: Pin, axes: int) -> bool:
-    """Whether all options left are as the pin says, on every axis."""
-    rules = _per_axis(pin, axes)
-    return rules is not None and bool(len(numbers.seconds)) and bool(_allowed(numbers, rules).all())
-
-
 def _per_axis(pin: Pin, axes: int) -> Rules | None:
     """None where the pin speaks of another number of axes. One pattern is for all axes."""
     if len(pin.rules) == axes:
         return pin.rules
-    return pin.rules * axes if len(pin.rules) == 1 and _rank(pin) == 2 else None
+    return pin.rules * axes if len(pin.rules) == 1 and pin.pattern else None
 
 
 def _relaxed(pin: Pin, axes: int) -> Iterator[Rules]:
@@ -219,19 +222,36 @@ def _allowed(numbers: UnitNumbers, rules: Rules) -> NDArray[np.bool_]:
 def broken(units: Sequence[tuple[Unit, UnitNumbers]], pins: Mapping[str, Pin], axes: int) -> list[str]:
     """Why a mesh does not allow the pins: tensors that cannot be as they must, globs that hold for nothing."""
     problems: list[str] = []
-    kept: set[tuple[str, str]] = set()
     wanted: dict[tuple[str, str], str] = {}
+    kept: set[tuple[str, str]] = set()
     for unit, numbers in units:
         pin = pins.get(unit.name)
         if pin is None or unit.kind == "output":
             continue
         if not len(numbers.seconds):
             problems.append(f"{unit.name} cannot be {pin.text} ({pin.glob!r})")
-        if pin.essential:
-            wanted.setdefault((pin.glob, pin.text), unit.name)
-            if holds(numbers, pin, axes):
-                kept.add((pin.glob, pin.text))
-    for (glob, text), name in wanted.items():
-        if (glob, text) not in kept and not problems:
-            problems.append(f"nothing that matches {glob!r} can be {text}, such as {name}")
-    return problems
+            continue
+        for what, rules in _to_hold(pin, axes):
+            wanted.setdefault((pin.glob, what), unit.name)
+            if _allowed(numbers, rules).all():
+                kept.add((pin.glob, what))
+    return problems or [
+        f"nothing that matches {glob!r} can be {what}, such as {name}"
+        for (glob, what), name in wanted.items()
+        if (glob, what) not in kept
+    ]
+
+
+def _to_hold(pin: Pin, axes: int) -> Iterator[tuple[str, Rules]]:
+    """(in words, rules) of what must hold somewhere: a layout on all axes together, what a pattern is about on each."""
+    rules = _per_axis(pin, axes)
+    if rules is None:
+        yield f"{pin.text} on {axes} axes", (Rule(outputs=frozenset()),) * axes
+    elif not pin.pattern:
+        yield pin.text, rules
+    else:
+        words = _patterns(pin.text)
+        for axis, rule in enumerate(rules):
+            if rule is not None and rule.essential:
+                alone = tuple(rule if other == axis else None for other in range(axes))
+                yield f"{words[axis % len(words)]} on axis {axis}", alone
