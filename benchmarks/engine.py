@@ -30,7 +30,7 @@ from benchmarks.executor_ours import RANKS, plan_of, trace_of
 from partitioner.engine import Engine
 from partitioner.plan import Plan
 from passes.batch import flatten_batch, forward_names
-from passes.loss_reduction import loss_weights
+from passes.loss_reduction import step_weights
 from runtime.launch import WorkerPool
 
 TARGET = 1.02
@@ -92,7 +92,7 @@ def prepare(plan_json: str, spec: ModelSpec) -> None:
         workload, graph=graph, optimizer=torch.optim.SGD, optimizer_kwargs={"lr": 1e-6}, timeout_seconds=60.0
     )
     leaves = flatten_batch(batch, forward_names(workload.model))
-    weights = loss_weights(graph.loss_reduction, spec.batch_size, plan.microbatches)
+    weights = step_weights(graph, leaves, plan.microbatches)
     bare = engine.executor
     _engines.append(engine)
     _steps["engine"] = lambda: engine.train_step(batch)

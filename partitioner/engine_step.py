@@ -86,13 +86,15 @@ def tokens_in(spec: BatchSpec, leaf: str | None, leaves: Mapping[str, Tensor], s
     return math.prod(known) if len(known) == len(sizes) else None
 
 
-def microbatches_for(plan: Plan, samples: int, least_samples: int, reason: str) -> int:
+def microbatches_for(plan: Plan, samples: int, least_samples: int, reason: str, multiple: int = 1) -> int:
     """Into how many micro-batches a batch of ``samples`` is cut: the plan's number, or as many as it is enough for.
 
         plan: 8 samples, 4 micro-batches      samples 8 -> 2 2 2 2    5 -> 2 1 1 1    3 -> 1 1 1
+        two ranks share each, 16 in 4                 16 -> 4 4 4 4   10 -> 4 2 2 2   6 -> 2 2 2    5 is refused
 
     A function of the batch alone, so all ranks decide alike. ``least_samples``: what a micro-batch needs, for
-    ``reason``. Raises PlanError for more samples than were planned: their memory was not.
+    ``reason``. ``multiple``: of how many samples a micro-batch has a multiple. Raises PlanError for more samples than were
+    planned: their memory was not; and for what cannot be cut so.
     """
     title = f"this batch does not fit the plan for {plan.model.name}"
     if samples > plan.batch_size:
@@ -113,7 +115,19 @@ def microbatches_for(plan: Plan, samples: int, least_samples: int, reason: str) 
             because=[f"it has {samples} samples, and {reason or 'a step'} needs {least_samples}"],
             suggestions=["drop the last batch: drop_last=True"],
         )
-    return min(plan.microbatches, samples // least_samples)
+    if samples % multiple:
+        raise PlanError(
+            title,
+            because=[
+                f"it has {samples} samples, and ranks share the samples of a micro-batch: it has a multiple of {multiple}"
+            ],
+            suggestions=[
+                "drop the last batch: drop_last=True",
+                f"give batches of multiples of {multiple} samples",
+                "plan with inputs that are not split: pins={name of an input: 'R'} for each of them",
+            ],
+        )
+    return min(plan.microbatches, samples // (-(-least_samples // multiple) * multiple))
 
 
 def seed_scale(weights: Sequence[float], samples: int, loss_dtype: torch.dtype) -> float:

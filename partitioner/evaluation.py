@@ -82,45 +82,47 @@ class Evaluator:
     def _run(self, made: EvaluationGraph, leaves: Mapping[str, Tensor], keep_outputs: bool) -> _Run:
         """Every micro-batch of the batch, in rounds."""
         plan, executor, graph = self._deployed.plan, self._deployed.executor, made.graph
-        needed = made.loaded.leaf_names
+        needed = made.leaf_names
         samples = samples_in(graph, leaves, needed)
-        total = self._microbatches_for(made, samples)
+        shared, alone = self._sizes(made, samples)
+        sizes = (*shared, *alone)
         if keep_outputs:
-            refuse_unjoinable(made.places, total)
-        sizes = microbatch_sizes(samples, total)
-        weights = loss_weights(graph.loss_reduction, samples, total)
-        filled = with_normalizers(graph, leaves, total, needed)
-        rounds = range(0, total, plan.microbatches)
-        ends = [sum(sizes[: first + plan.microbatches]) for first in rounds]
+            refuse_unjoinable(made.places, len(sizes))
+        weights = loss_weights(graph.loss_reduction, sizes)
+        filled = with_normalizers(graph, leaves, sizes, needed)
+        rounds = [
+            *_rounds(range(len(shared)), plan.microbatches),
+            *_rounds(range(len(shared), len(sizes)), plan.microbatches),
+        ]
+        ends = [sum(sizes[: numbers.stop]) for numbers in rounds]
         pieces = {
             name: cut_at(filled[name], dim, ends)
             for name, dim in graph.batch.batch_dims.items()
             if name in filled
         }
         found = []
-        for number, first in enumerate(rounds):
-            share = weights[first : first + plan.microbatches]
+        for at, numbers in enumerate(rounds):
             found.append(
                 executor.evaluate(
-                    {name: parts[number] for name, parts in pieces.items()},
-                    len(share),
-                    weights=share,
-                    loaded=made.loaded,
+                    {name: parts[at] for name, parts in pieces.items()},
+                    len(numbers),
+                    weights=weights[numbers.start : numbers.stop],
+                    loaded=made.load(outputs=keep_outputs, shared=numbers.start < len(shared)),
                     keep_outputs=keep_outputs,
                 )
             )
         return _Run(_summed(found), weights, sizes)
 
-    def _microbatches_for(self, made: EvaluationGraph, samples: int) -> int:
-        """As many as the plan has, or as many more as the batch is larger, or fewer where it is small."""
+    def _sizes(self, made: EvaluationGraph, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the micro-batches that ranks may share, and of those that they may not: ``cut_for_evaluation``."""
         plan = self._deployed.plan
         least, reason = made.least_samples
         if samples < least:
             raise UsageError(
                 f"cannot evaluate {plan.model.name} on {samples} samples", [f"{reason} needs {least} at once"]
             )
-        largest = microbatch_sizes(plan.batch_size, plan.microbatches)[0]
-        return min(samples // least, max(plan.microbatches, -(-samples // largest)))
+        planned = plan.batch_size, plan.microbatches
+        return cut_for_evaluation(samples, planned, least, made.multiple)
 
     def _gather(
         self, made: EvaluationGraph, leaves: Mapping[str, Tensor], run: _Run, gather: Gather
@@ -128,7 +130,7 @@ class Evaluator:
         state, executor = self._deployed.state, self._deployed.executor
         given = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
         symbols = [symbol_sizes(made.graph.batch, given, size) for size in run.sizes]
-        held = {**leaves, **made.loaded.state}
+        held = {**leaves, **{n: tensor for loaded in made.loaded for n, tensor in loaded.state.items()}}
         foreign = frozenset(memory_of(tensor) for tensor in held.values())
         own: dict[str, Tensor] = {}
         for place in made.places:
@@ -136,7 +138,7 @@ class Evaluator:
             if place.held:
                 if place.rank in (None, state.rank) and place.held in held:
                     own[name] = held[place.held].detach().to(executor.device, copy=True)
-            elif place.rank == state.rank:
+            elif run.sums.outputs and place.rank in (None, state.rank):
                 own[name] = joined(place, [found[name] for found in run.sums.outputs], foreign)
         shapes = [whole_shape(place, symbols) for place in made.places]
         found = gather_outputs(made.places, own, shapes, gather, state.rank, executor.collectives)
@@ -163,10 +165,41 @@ def _with_tokens(
     counts = made.graph.token_counts
     if counts is None:
         return sums, made.metric_names
-    if counts.made & made.loaded.leaf_names:  # it counted them for the loss
+    if counts.made & made.leaf_names:  # it counted them for the loss
         found = valid_tokens(counts, leaves) * sums.share
         sums = replace(sums, metrics={**sums.metrics, _TOKENS: found})
     return sums, (*made.metric_names, _TOKENS)
+
+
+def cut_for_evaluation(
+    samples: int, planned: tuple[int, int], least: int, multiple: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of the micro-batches that ranks share (multiples of ``multiple``), and of the rest.
+
+    ``planned``: (samples, micro-batches). As many micro-batches as planned, or as many more as the batch is larger, or
+    fewer where it is small. Of the rest, a micro-batch has no more than a rank's part of a shared one.
+    """
+    batch_size, microbatches = planned
+    rest = samples % multiple
+    least_shared = -(-least // multiple) * multiple
+    while rest and rest < least:
+        rest += multiple
+    if samples - rest < least_shared:
+        rest = samples if multiple > 1 else 0
+    shared, largest = samples - rest, microbatch_sizes(batch_size, microbatches, multiple)[0]
+    both: list[tuple[int, ...]] = []
+    for count, smallest, most, step, usual in (
+        (shared, least_shared, largest, multiple, microbatches),
+        (rest, least, max(1, largest // multiple), 1, 1),
+    ):
+        number = min(count // smallest, max(usual, -(-count // most)))
+        both.append(microbatch_sizes(count, number, step) if count else ())
+    return both[0], both[1]
+
+
+def _rounds(numbers: range, most: int) -> list[range]:
+    """Micro-batches that run together."""
+    return [numbers[first : first + most] for first in range(0, len(numbers), most)]
 
 
 def _summed(rounds: Sequence[StepSums]) -> StepSums:
@@ -178,4 +211,5 @@ def _summed(rounds: Sequence[StepSums]) -> StepSums:
         metrics={name: sum((r.metrics[name] for r in rounds[1:]), rounds[0].metrics[name]) for name in names},
         weights=tuple(weight for found in rounds for weight in found.weights),
         outputs=[outputs for found in rounds for outputs in found.outputs],
+        share=rounds[0].share,
     )

@@ -34,6 +34,7 @@ from partitioner.evaluation_choice import (
     refuse_other_constants,
     votes,
 )
+from partitioner.evaluation_sharded import SharedGraph, SharedStage
 from partitioner.plan import Plan
 from passes.batch import flatten_batch, forward_arguments, forward_constants, forward_names
 from passes.evaluation_graph import without_writes
@@ -42,7 +43,7 @@ from passes.graph import OpGraph
 from passes.inference import inference_programs, inference_segments
 from passes.least_samples import least_samples
 from passes.lower import lower
-from passes.reuse_placement import reuse_placement
+from passes.reuse_placement import Reused, reuse_placement
 from passes.segment import Segmentation
 from passes.token_counts import user_leaves
 from passes.trace import trace
@@ -86,7 +87,7 @@ class EvaluationGraph:
     """One evaluation graph, ready to run on this rank."""
 
     graph: OpGraph
-    loaded: Loaded
+    runs: Loaded | SharedGraph
     places: tuple[OutputPlace, ...]
     """The model's outputs."""
     output_names: tuple[str, ...]
@@ -95,6 +96,29 @@ class EvaluationGraph:
     least_samples: tuple[int, str]
     wanted: Wanted
     """What it was traced with."""
+
+    @property
+    def multiple(self) -> int:
+        """Ranks that share micro-batches take a multiple of so many samples."""
+        return self.runs.stage.multiple if isinstance(self.runs, SharedGraph) else 1
+
+    @property
+    def leaf_names(self) -> frozenset[str]:
+        """The leaves of a batch that this rank cannot do without."""
+        return self.runs.leaf_names
+
+    @property
+    def loaded(self) -> tuple[Loaded, ...]:
+        """What is in the executor by now."""
+        return self.runs.loaded if isinstance(self.runs, SharedGraph) else (self.runs,)
+
+    def load(self, *, outputs: bool, shared: bool) -> Loaded:
+        """What runs it: see ``SharedGraph.load``. Collective."""
+        return (
+            self.runs.load(outputs=outputs, shared=shared)
+            if isinstance(self.runs, SharedGraph)
+            else self.runs
+        )
 
 
 class EvaluationGraphs:
@@ -107,12 +131,14 @@ class EvaluationGraphs:
         parameters = inspect.signature(deployed.model.forward).parameters.values()
         self._optional = frozenset(p.name for p in parameters if p.default is not inspect.Parameter.empty)
         self._told = False
+        parts = deployed.plan, deployed.training, deployed.ranks, deployed.executor, deployed.state
+        self._stage = SharedStage.of(*parts)
 
     def for_loss(self, batch: Any) -> tuple[EvaluationGraph, Mapping[str, Tensor]]:
         """The graph that computes the loss of ``batch`` and the model's outputs, and the leaves of the batch."""
         if isinstance(batch, AbsentBatch):
             found = self._find(None, True)
-            refuse_absent(found.loaded.leaf_names)
+            refuse_absent(found.leaf_names)
             return found, batch.leaves_of(found.wanted.spec)
         given = self._given(batch, self._deployed.loss_fn)
         return self._find(given, True), given.leaves
@@ -188,11 +214,17 @@ class EvaluationGraphs:
 
     def _make(self, given: Given, with_loss: bool) -> EvaluationGraph:
         with Meeting.join().all_or_none("evaluation"):
-            made = _traced(self._deployed, given, with_loss)
-        return _loaded(self._deployed, *made, given, with_loss)
+            graph = _traced(self._deployed, given, with_loss)
+            placed = None if self._stage is not None else _placed(self._deployed, graph)
+        if placed is None:
+            assert self._stage is not None
+            shared = SharedGraph.of(self._stage, graph)
+            return _found(shared.graph, shared, shared.places, given, with_loss)
+        return _found(placed.graph, *_loaded(self._deployed, placed), given, with_loss)
 
     def _forget(self, graph: EvaluationGraph) -> None:
-        self._deployed.executor.unload(graph.loaded)
+        for loaded in graph.loaded:
+            self._deployed.executor.unload(loaded)
         if not self._told:
             self._told = True
             logger.warning(
@@ -206,8 +238,8 @@ class EvaluationGraphs:
 # From a batch to a graph that this rank can run
 
 
-def _traced(deployed: Deployed, given: Given, with_loss: bool) -> tuple[OpGraph, Segmentation]:
-    """The placed evaluation graph; its segments on the devices of the plan."""
+def _traced(deployed: Deployed, given: Given, with_loss: bool) -> OpGraph:
+    """The evaluation graph, which writes nothing."""
     training, plan = deployed.training, deployed.plan
     dims = user_leaves(training.batch, training.token_counts).batch_dims
     known = {name: dim for name, dim in dims.items() if name in given.leaves}
@@ -228,14 +260,18 @@ def _traced(deployed: Deployed, given: Given, with_loss: bool) -> tuple[OpGraph,
             [f"the batch has {', '.join(given.leaves)}"],
             ["give it labels", "pass loss_fn to deploy", "engine.forward(batch) needs no loss"],
         )
+    return without_writes(graph)
+
+
+def _placed(deployed: Deployed, graph: OpGraph) -> Reused:
+    """The evaluation graph where training is; its segments on the devices of the plan."""
+    training, plan = deployed.training, deployed.plan
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     devices = deployed.ranks.device_of_rank
     holders = {name: {devices[rank] for rank in ranks} for name, ranks in deployed.state.holders.items()}
-    reused = reuse_placement(
-        training, stage_of, without_writes(graph), [stage.devices[0] for stage in plan.stages], holders
-    )
+    reused = reuse_placement(training, stage_of, graph, [stage.devices[0] for stage in plan.stages], holders)
     verify_graph(reused.graph, after="reuse_placement")
-    return reused.graph, reused.segmentation
+    return reused
 
 
 def _open_dims(
@@ -249,10 +285,9 @@ def _open_dims(
     }
 
 
-def _loaded(
-    deployed: Deployed, graph: OpGraph, segmentation: Segmentation, given: Given, with_loss: bool
-) -> EvaluationGraph:
-    """Programs and code, in the executor. Collective."""
+def _loaded(deployed: Deployed, placed: Reused) -> tuple[Loaded, tuple[OutputPlace, ...]]:
+    """Programs and code, in the executor, and where outputs are. Collective."""
+    graph, segmentation = placed.graph, placed.segmentation
     plan, ranks, state, executor = deployed.plan, deployed.ranks, deployed.state, deployed.executor
     sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
     op_seconds = sum(stage.forward_seconds for stage in plan.stages) / max(1, plan.model.ops)
@@ -282,10 +317,20 @@ def _loaded(
     launched = Segmentation(
         segmentation.segment_of, tuple(s.ranks for s in segments.segments), segmentation.recomputed
     )
+    return loaded, evaluation_outputs(graph, launched, state.holders)
+
+
+def _found(
+    graph: OpGraph,
+    runs: Loaded | SharedGraph,
+    places: tuple[OutputPlace, ...],
+    given: Given,
+    with_loss: bool,
+) -> EvaluationGraph:
     return EvaluationGraph(
         graph=graph,
-        loaded=loaded,
-        places=evaluation_outputs(graph, launched, state.holders),
+        runs=runs,
+        places=places,
         output_names=tuple(output.name for output in graph.outputs if output.kind == "output"),
         metric_names=tuple(output.name for output in graph.outputs if output.kind == "metric"),
         least_samples=least_samples(graph),

@@ -45,7 +45,7 @@ def reference_step(
 ) -> StepResult:
     """One step of the unpartitioned model. ``sizes``: of the plan's micro-batches."""
     model = copied_module(reference.model).train()
-    weights = loss_weights(graph.loss_reduction, sum(sizes), len(sizes))
+    weights = loss_weights(graph.loss_reduction, sizes)
     mode: _WholeBatchMeans | None = None
     if graph.loss_reduction != "mean":
         if not why_in_pieces(graph):

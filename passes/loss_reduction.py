@@ -11,7 +11,7 @@ everything else "mean". Whatever runs a step asks ``with_normalizers`` for the l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
@@ -153,16 +153,20 @@ def samples_in(graph: OpGraph, batch: Mapping[str, Tensor], needed: Collection[s
 
 
 def with_normalizers(
-    graph: OpGraph, batch: Mapping[str, Tensor], microbatches: int, needed: Collection[str] | None = None
+    graph: OpGraph,
+    batch: Mapping[str, Tensor],
+    microbatches: int | Sequence[int],
+    needed: Collection[str] | None = None,
 ) -> Mapping[str, Tensor]:
     """``batch`` (the whole one) with the leaves that a token mean reads; unchanged where there are none.
 
-    ``needed``: leaves that this rank reads (default: all); others are not made.
+    ``microbatches``: how many, or the samples of each. ``needed``: leaves that this rank reads (default: all); others
+    are not made.
     """
     counts = graph.token_counts
     if counts is None or (needed is not None and not counts.made & set(needed)):
         return batch
-    return filled(counts, graph.batch, batch, samples_in(graph, batch, needed), microbatches)
+    return filled(counts, graph.batch, batch, _sizes(microbatches, samples_in(graph, batch, needed)))
 
 
 def step_batch(graph: OpGraph, leaves: Mapping[str, Tensor], microbatches: int) -> Mapping[str, Tensor]:
@@ -173,15 +177,20 @@ def step_batch(graph: OpGraph, leaves: Mapping[str, Tensor], microbatches: int) 
 
 def step_weights(graph: OpGraph, leaves: Mapping[str, Tensor], microbatches: int) -> tuple[float, ...]:
     """``loss_weights`` for a batch of ``leaves``."""
-    return tuple(loss_weights(graph.loss_reduction, samples_in(graph, leaves), microbatches))
+    return tuple(loss_weights(graph.loss_reduction, _sizes(microbatches, samples_in(graph, leaves))))
 
 
-def loss_weights(reduction: LossReduction, samples: int, microbatches: int) -> list[float]:
-    """Weight of each micro-batch's loss, gradient and metrics: ``Executor.train_step(weights=...)``.
+def _sizes(microbatches: int | Sequence[int], samples: int) -> Sequence[int]:
+    return microbatch_sizes(samples, microbatches) if isinstance(microbatches, int) else microbatches
+
+
+def loss_weights(reduction: LossReduction, sizes: Sequence[int]) -> list[float]:
+    """Weight of each micro-batch's loss, gradient and metrics: ``Executor.train_step(weights=...)``. ``sizes``: samples.
 
     So metrics aggregate like the loss: under "mean" by samples, under "sum" summed, under "token_mean" by valid tokens
     (the graph has multiplied them by the ratio of the two; of the loss's first term, not weighted by class).
     """
     if reduction == "sum":
-        return [1.0] * microbatches
-    return [size / samples for size in microbatch_sizes(samples, microbatches)]
+        return [1.0] * len(sizes)
+    samples = sum(sizes)
+    return [size / samples for size in sizes]

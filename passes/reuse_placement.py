@@ -33,7 +33,8 @@ from passes.graph import OpGraph
 from passes.node_tools import copy_graph, new_module
 from passes.segment import Segmentation, by_reach, by_stage
 
-_Key = tuple[str, str, int]
+OpKey = tuple[str, str, int]
+"""Module path, kind of op, how many of these came before."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def reuse_placement(
     ``stage_of``: stage of each placed op of ``training``. ``stage_ranks``: the rank that runs each stage. ``holders``:
     the ranks that hold each parameter and buffer.
     """
-    known = {key: stage_of[node.name] for key, node in _keyed(training) if node.name in stage_of}
+    known = {key: stage_of[node.name] for key, node in keyed_ops(training) if node.name in stage_of}
     reused = _Reuse(evaluation, known, stage_ranks, {name: frozenset(at) for name, at in holders.items()})
     cheap = recomputed_ops(evaluation)
     without_state = frozenset(name for name, names in reused.state_read(cheap).items() if not names)
@@ -74,7 +75,7 @@ class _Reuse:
     """What all attempts look at."""
 
     graph: OpGraph
-    known: Mapping[_Key, int]
+    known: Mapping[OpKey, int]
     """Stage of each training op."""
     stage_ranks: Sequence[int]
     holders: Mapping[str, frozenset[int]]
@@ -91,7 +92,7 @@ class _Reuse:
         """Stage of every placed op such that no edge leads back; None where there is no such placement."""
         through = self.state_read(recomputed)
         placed: dict[str, int] = {}
-        for key, node in _keyed(self.graph):
+        for key, node in keyed_ops(self.graph):
             if node.name in recomputed:
                 continue
             sources = [placed[source.name] for source in node.all_input_nodes if source.name in placed]
@@ -116,7 +117,7 @@ class _Reuse:
         """Rank of every placed op, and the graph in which parameters travel that their readers' ranks do not hold."""
         rank_of: dict[str, int] = {}
         travels: dict[tuple[str, str], str] = {}
-        for key, node in _keyed(self.graph):
+        for key, node in keyed_ops(self.graph):
             if node.name in recomputed:
                 continue
             sources = [rank_of[source.name] for source in node.all_input_nodes if source.name in rank_of]
@@ -187,7 +188,7 @@ def _is_projection(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-def _keyed(graph: OpGraph) -> list[tuple[_Key, fx.Node]]:
+def keyed_ops(graph: OpGraph) -> list[tuple[OpKey, fx.Node]]:
     """Each op with (module path, op, how many of these came before)."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     keyed = []

@@ -9,14 +9,15 @@ exactly 0. If no target of the batch is valid, N = 0 and the loss is nan, as it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from runtime.microbatch import cut, microbatch_sizes
+from runtime.microbatch import cut_at
 from runtime.segment_code import BatchSpec
 
 
@@ -33,6 +34,11 @@ class Normalizer:
     ignore_index: int | None
     class_counts: str = ""
     classes: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """How many ``counted`` has of it."""
+        return self.classes if self.class_counts else 1
 
 
 @dataclass(frozen=True)
@@ -80,29 +86,88 @@ def user_leaves(spec: BatchSpec, counts: TokenCounts | None) -> BatchSpec:
 
 
 def filled(
-    counts: TokenCounts, spec: BatchSpec, batch: Mapping[str, Tensor], samples: int, microbatches: int
+    counts: TokenCounts,
+    spec: BatchSpec,
+    batch: Mapping[str, Tensor],
+    sizes: Sequence[int],
+    numbers: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """``batch`` with the extra leaves of ``counts``. Runs where the batch is; never waits for a device.
 
     ``loss_normalizer``[sample] = 1 / (N · w), w the share of the sample's micro-batch; (samples,), floating.
+    ``sizes``: samples of each micro-batch. ``numbers``: of ``counted``, where this rank has a part of the batch only.
     """
-    sizes = torch.tensor(microbatch_sizes(samples, microbatches, spec.multiple))
-    inverse_share = samples / sizes.double()
+    if numbers is None:
+        numbers = counted(counts, spec, batch, sizes)
+    device = numbers.device
+    samples_of = torch.tensor(sizes)
+    inverse_share = sum(sizes) / samples_of.double()
+    per_sample = inverse_share.repeat_interleave(samples_of).to(device, non_blocking=True)
     made: dict[str, Tensor] = {}
-    for normalizer, found in zip(counts.normalizers, counts.results(batch), strict=True):
-        value = inverse_share.repeat_interleave(sizes).to(found.device, non_blocking=True)
+    at = 0
+    for normalizer in counts.normalizers:
+        found = numbers[at : at + normalizer.numbers]
+        at += normalizer.numbers
         if normalizer.class_counts:
-            made[normalizer.class_counts] = _per_class(normalizer, found)
-        else:
-            value = value / _total(normalizer, found)
-        made[normalizer.leaf] = value
+            made[normalizer.class_counts] = found
+        made[normalizer.leaf] = per_sample if normalizer.class_counts else per_sample / found
     if counts.metric_share:
-        tokens = _valid_tokens(counts, spec, batch, microbatches)
-        share = tokens / tokens.sum() * inverse_share.to(tokens.device, non_blocking=True)
-        made[counts.metric_share] = torch.cat(
-            [s.expand(n) for s, n in zip(share, sizes.tolist(), strict=True)]
-        )
+        tokens = numbers[at:]
+        share = tokens / tokens.sum() * inverse_share.to(device, non_blocking=True)
+        made[counts.metric_share] = torch.cat([s.expand(n) for s, n in zip(share, sizes, strict=True)])
     return {**batch, **{name: value.to(spec.leaves[name].dtype) for name, value in made.items()}}
+
+
+def counted(
+    counts: TokenCounts, spec: BatchSpec, batch: Mapping[str, Tensor], sizes: Sequence[int]
+) -> Tensor:
+    """Everything that ``filled`` needs to know of the contents: one vector, float64.
+
+    Per normalizer its denominator, or the valid targets per class; where metrics are shared, then valid targets per
+    micro-batch, unweighted. Vectors of parts of a batch add up where ``adds_up``. ``sizes``: samples of each micro-batch.
+    """
+    numbers = [
+        _per_class(normalizer, found) if normalizer.class_counts else _total(normalizer, found).reshape(1)
+        for normalizer, found in zip(counts.normalizers, counts.results(batch), strict=True)
+    ]
+    if counts.metric_share:
+        numbers.append(_valid_tokens(counts, spec, batch, sizes))
+    return torch.cat(numbers)
+
+
+def adds_up(counts: TokenCounts) -> bool:
+    """Whether counts of parts of a batch are, added, those of the whole one: targets are made sample by sample."""
+    if any(normalizer.ignore_index is None for normalizer in counts.normalizers):
+        return False
+    calls = [node for node in counts.module.graph.nodes if node.op == "call_function"]
+    return all(_sample_by_sample(node) for node in calls)
+
+
+_BY_SAMPLE = frozenset(
+    {
+        *(
+            "_to_copy",
+            "_unsafe_view",
+            "alias",
+            "clone",
+            "constant_pad_nd",
+            "contiguous",
+            "detach",
+            "empty_like",
+        ),
+        *("flatten", "full_like", "item", "ones_like", "pad", "reshape", "scalar_tensor", "slice", "squeeze"),
+        *("sym_size", "to", "unflatten", "unsqueeze", "view", "zeros_like", "select", "sym_numel"),
+    }
+)
+
+
+def _sample_by_sample(node: fx.Node) -> bool:
+    """Conservative: sizes, views, and what is done to each element."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # arithmetic on sizes
+    name = target._schema.name.split("::")[-1]
+    return torch.Tag.pointwise in target.tags or name in _BY_SAMPLE
 
 
 def valid_tokens(counts: TokenCounts, batch: Mapping[str, Tensor]) -> Tensor:
@@ -111,15 +176,16 @@ def valid_tokens(counts: TokenCounts, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _valid_tokens(
-    counts: TokenCounts, spec: BatchSpec, batch: Mapping[str, Tensor], microbatches: int
+    counts: TokenCounts, spec: BatchSpec, batch: Mapping[str, Tensor], sizes: Sequence[int]
 ) -> Tensor:
     """Valid targets of each micro-batch, by the loss's first normalizer: (microbatches,), float64, unweighted."""
-    pieces = {name: cut(batch[name], spec.batch_dims[name], microbatches) for name in counts.leaves}
+    ends = list(itertools.accumulate(sizes))
+    pieces = {name: cut_at(batch[name], spec.batch_dims[name], ends) for name in counts.leaves}
     first = counts.normalizers[0]
     return torch.stack(
         [
             _total(first, counts.results({name: parts[index] for name, parts in pieces.items()})[0])
-            for index in range(microbatches)
+            for index in range(len(sizes))
         ]
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError
 from passes.graph import OpGraph
-from passes.loss_reduction import loss_weights, with_normalizers
+from passes.loss_reduction import step_weights, with_normalizers
 from passes.trace import trace
 from passes.verify_graph import verify_graph
 from runtime.microbatch import cut
@@ -98,12 +98,11 @@ def run(
     graph: OpGraph, model: nn.Module, whole: Mapping[str, Tensor], microbatches: int
 ) -> dict[str, Tensor]:
     """Outputs recombined from micro-batches; gradients of the recombined loss are left in the model."""
-    samples = whole["tokens"].shape[0]
     leaves = with_normalizers(graph, whole, microbatches)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers()), **graph.constants}
     pieces = {n: cut(leaves[n], dim, microbatches) for n, dim in graph.batch.batch_dims.items()}
     totals: dict[str, Tensor] = {}
-    for index, weight in enumerate(loss_weights(graph.loss_reduction, samples, microbatches)):
+    for index, weight in enumerate(step_weights(graph, whole, microbatches)):
         arguments = [pieces[i.name][index] if i.kind == "batch" else state[i.name] for i in graph.inputs]
         for output, value in zip(graph.outputs, graph.module(*arguments), strict=True):
             totals[output.name] = totals.get(output.name, 0.0) + value.detach().double() * weight
