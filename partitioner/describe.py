@@ -186,7 +186,9 @@ def _stages(graph: OpGraph, compiled: Compiled) -> tuple[Stage, ...]:
                 recomputed_blocks=blocks[segment.index] if blocks else (),
                 transient_bytes=cost.transient_bytes,
                 has_backward=segment.has_backward,
-                sharding=describe_sharding(compiled.placed) if len(segment.ranks) > 1 else None,
+                sharding=describe_sharding(graph, compiled.costs, placed)
+                if placed.sharded is not None
+                else None,
                 in_flight=flying[segment.index],
             )
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from partitioner.describe_layouts import layout_rows
 from partitioner.plan_sharding import (
     GradientSumRecord,
     StageCollective,
@@ -11,6 +12,8 @@ from partitioner.plan_sharding import (
     UpdateGatherRecord,
     texts_of,
 )
+from passes.costs import GraphCosts
+from passes.graph import OpGraph
 from passes.place_features import FeatureResult
 from passes.placed import Placed
 from passes.shard_costs import Traffic
@@ -19,8 +22,8 @@ from runtime.local_calls import JOINT
 from runtime.mesh_axes import all_ranks_along
 
 
-def describe_sharding(placed: Placed) -> StageSharding:
-    """The record of a feature-wise placement."""
+def describe_sharding(graph: OpGraph, costs: GraphCosts, placed: Placed) -> StageSharding:
+    """The record of a feature-wise placement of ``graph``."""
     sharded, search, realized = placed.sharded, placed.search, placed.realized
     assert sharded is not None
     assert isinstance(search, FeatureResult)
@@ -45,6 +48,7 @@ def describe_sharding(placed: Placed) -> StageSharding:
             )
             for item in realized.gathers
         ),
+        layouts=layout_rows(graph, sharded, costs),
         discovered_ops=search.origins.discovered,
         replicated_ops=search.origins.replicated,
         replicated_seconds=search.origins.replicated_seconds,

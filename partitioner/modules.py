@@ -71,10 +71,10 @@ def compress(names: Iterable[str]) -> list[str]:
         if match:
             numbers[key] = [int(match[2])]
         order.append(key)
-    return [f"{key}{_runs(numbers[key])}" if key in numbers else key for key in order]
+    return [f"{key}{runs(numbers[key])}" if key in numbers else key for key in order]
 
 
-def _runs(numbers: Sequence[int]) -> str:
+def runs(numbers: Sequence[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5"."""
     runs: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
@@ -118,7 +118,7 @@ def _fold_runs(names: Sequence[str]) -> list[str]:
         if match[3]:
             parts.add(match[1])
     return [
-        f"{key}{_runs(numbers[key])}{' (part)' if key in parts else ''}" if key in numbers else key
+        f"{key}{runs(numbers[key])}{' (part)' if key in parts else ''}" if key in numbers else key
         for key in order
     ]
 

@@ -61,6 +61,20 @@ class UpdateGatherRecord(Record):
     seconds: Seconds
 
 
+class LayoutRow(Record):
+    """For people: parameters of equal blocks that are kept and read alike, or products of activations. "" is nothing."""
+
+    name: str = Field(description="a parameter, or the module of a product; * stands for the blocks' numbers")
+    count: Count = Field(description="how many")
+    size_bytes: Count = Field(description="of all of them, on a device")
+    stored: LayoutText
+    state: LayoutText = Field(description="of gradients and optimizer state, where that differs from stored")
+    taken: LayoutText = Field(description="how the op that reads it needs it")
+    op: str
+    takes: tuple[LayoutText, ...] = Field(description="the op's operands that are no parameters")
+    makes: LayoutText
+
+
 class StageSharding(Record):
     """How the devices of a stage run it on shards. Layouts: R whole, S0 split along dimension 0, P part of a sum."""
 
@@ -79,6 +93,9 @@ class StageSharding(Record):
     collectives: tuple[StageCollective, ...]
     sums: tuple[GradientSumRecord, ...]
     gathers: tuple[UpdateGatherRecord, ...] = ()
+    layouts: tuple[LayoutRow, ...] = Field(
+        default=(), description="a summary; choices and stored are what counts"
+    )
     discovered_ops: Count = Field(description="ops whose choices were found by trying")
     replicated_ops: tuple[str, ...] = Field(description="ops that only every device as a whole can run")
     replicated_seconds: Seconds = Field(description="what these take of a step")

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from cost_models.units import format_bytes, format_seconds
 from partitioner.modules import shorten
+from partitioner.report.sharding import mesh_text
 from partitioner.report.text import counted
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan
+    from partitioner.plan_sharding import StageSharding
 
 
 def diff_plans(old: Plan, new: Plan) -> str:
@@ -29,10 +31,13 @@ def diff_plans(old: Plan, new: Plan) -> str:
             ("loss reduction", old.loss_reduction, new.loss_reduction),
             ("recompute", _recompute(old), _recompute(new)),
             ("stages", len(old.stages), len(new.stages)),
+            ("mesh", _mesh(old), _mesh(new)),
+            ("inputs", _inputs(old), _inputs(new)),
         )
         if before != after
     ]
     lines += _placement_lines(old, new)
+    lines += _layout_lines(old, new)
     lines += _prediction_lines(old, new)
     return "\n".join(lines or _detail_lines(old, new))
 
@@ -48,6 +53,49 @@ def _recompute(plan: Plan) -> str:
     """ "auto, 3 blocks"."""
     count = sum(len(stage.recomputed_blocks) for stage in plan.stages)
     return f"{plan.recompute}, {counted(count, 'block')}"
+
+
+def _sharding(plan: Plan) -> StageSharding | None:
+    return next((stage.sharding for stage in plan.stages if stage.sharding is not None), None)
+
+
+def _mesh(plan: Plan) -> str:
+    sharding = _sharding(plan)
+    return "none" if sharding is None else mesh_text(sharding)
+
+
+def _inputs(plan: Plan) -> str:
+    """How they arrive: "ids S0, mask R"."""
+    sharding = _sharding(plan)
+    whole = sharding is None or not any("S" in text for text in sharding.batch.values())
+    if sharding is None or whole:
+        return "whole"
+    return ", ".join(f"{name} {text}" for name, text in sharding.batch.items())
+
+
+def _layout_lines(old: Plan, new: Plan) -> list[str]:
+    """Parameters kept otherwise, ops run otherwise; of two sharded plans."""
+    a, b = _sharding(old), _sharding(new)
+    if a is None or b is None:
+        return []
+    lines = []
+    for what, field, word in (
+        ("stored otherwise", "stored", "parameter"),
+        ("gradients and optimizer state otherwise", "state", "parameter"),
+        ("run otherwise", "choices", "op"),
+    ):
+        before, after = getattr(a, field), getattr(b, field)
+        names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+        if names:
+            examples = f"{names[0]}: {_text(before.get(names[0]))} -> {_text(after.get(names[0]))}"
+            more = " …" if len(names) > 1 else ""
+            lines.append(f"{what}: {counted(len(names), word)} ({examples}{more})")
+    return lines
+
+
+def _text(layout: str | tuple[str, ...] | None) -> str:
+    """None: what is not listed is as it is elsewhere."""
+    return "not listed" if layout is None else layout if isinstance(layout, str) else "; ".join(layout)
 
 
 def _placement_lines(old: Plan, new: Plan) -> list[str]:

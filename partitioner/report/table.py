@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from cost_models.precision import NAMES, WORDS, ParameterPrecision
 from cost_models.units import format_bytes, format_seconds
 from partitioner.modules import common_parent, compress, shorten
+from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
 from partitioner.report.text import WIDTH, columns, counted, labelled, percent, printable
 
 if TYPE_CHECKING:
@@ -25,7 +26,8 @@ NARROWEST = 16
 
 def render_plan(plan: Plan) -> str:
     """The text of ``print(plan)``."""
-    sections = [_heading(plan), _stage_table(plan), _evidence(plan), _alternatives(plan), _remarks(plan)]
+    sections = [_heading(plan), _stage_table(plan), *sharding_sections(plan)]
+    sections += [_evidence(plan), _alternatives(plan), _remarks(plan)]
     return printable("\n\n".join(section for section in sections if section))
 
 
@@ -45,29 +47,48 @@ def _heading(plan: Plan) -> str:
     rates = [f"{format_seconds(p.step_seconds)} a step", f"{_rate(p.samples_per_second)} samples/s"]
     rates += [f"{_rate(p.tokens_per_second)} tokens/s"] if p.tokens_per_second is not None else []
     rates += [f"MFU {percent(p.mfu)}"] if p.mfu is not None else []
-    rates += [f"bubble {percent(p.bubble_fraction)}"]
-    schedule = (
-        f"{plan.schedule}, batch {plan.batch_size:,} = {microbatch_text(plan.batch_size, plan.microbatches)}"
-    )
+    whole = _is_one_sharded_stage(plan)
+    rates += [
+        f"communication {percent(communication_share(plan))}"
+        if whole
+        else f"bubble {percent(p.bubble_fraction)}"
+    ]
+    batch = f"batch {plan.batch_size:,} = {microbatch_text(plan.batch_size, plan.microbatches)}"
+    one_by_one = ", one after the other" if plan.microbatches > 1 else ""
+    schedule = f"{batch}{one_by_one}" if whole else f"{plan.schedule}, {batch}"
     assumed = [f"optimizer {plan.optimizer_memory}"]
     assumed += [f"{plan.attention_backend} attention"] if plan.attention_backend else []
-    sent = f"{format_bytes(p.communication_bytes)} in {counted(p.messages, 'message')} a step"
+    ways = [counted(p.messages, "message")] if p.messages else []
+    ways += [counted(p.collectives, "collective")] if p.collectives else []
+    sent = f"{format_bytes(p.communication_bytes)} in {' and '.join(ways)} a step"
     return "\n".join(
         [
             labelled("model", _model_text(plan)),
             labelled(
                 "plan",
-                f"{plan.strategy}-wise, {counted(len(plan.stages), 'stage')} on {devices} of {plan.cluster.name}",
+                f"{plan.strategy}-wise, {_shape(plan)} on {devices} of {plan.cluster.name}",
             ),
             labelled("schedule", schedule),
             *precision_line(plan),
             *recompute_line(plan),
             *_reduction_line(plan),
             labelled("predicted", f"{', '.join(rates)} (from {p.confidence})"),
-            labelled("sent", sent if p.messages else "nothing"),
+            labelled("sent", sent if ways else "nothing"),
             labelled("budgeted", f"{', '.join(assumed)}; {_memory(plan, ranks)}"),
         ]
     )
+
+
+def _is_one_sharded_stage(plan: Plan) -> bool:
+    return len(plan.stages) == 1 and plan.stages[0].sharding is not None
+
+
+def _shape(plan: Plan) -> str:
+    """ "4 stages"; of one that is sharded its mesh."""
+    only = plan.stages[0].sharding if len(plan.stages) == 1 else None
+    if only is None:
+        return counted(len(plan.stages), "stage")
+    return f"mesh {mesh_text(only)}" if plan.world_size > 1 else "nothing to split"
 
 
 def precision_line(plan: Plan) -> list[str]:
@@ -176,10 +197,14 @@ def _device_header(plan: Plan) -> list[str]:
 def _stage_row(plan: Plan, index: int) -> list[str]:
     stage = plan.stages[index]
     device = plan.cluster.devices[stage.devices[0]]
-    columns_of = {"device": f"{device.node_name} {device.model}", "node": device.node_name}
+    nodes = {plan.cluster.devices[rank].node_name for rank in stage.devices}
+    models = {plan.cluster.devices[rank].model for rank in stage.devices}
+    node = device.node_name if len(nodes) == 1 else counted(len(nodes), "node")
+    model = device.model if len(models) == 1 else counted(len(models), "kind")
+    columns_of = {"device": f"{node} {model}", "node": node}
     return [
         str(index),
-        ",".join(map(str, stage.devices)),
+        ranks_text(stage.devices),
         *(columns_of[name] for name in _device_header(plan)),
         "",
         format_bytes(stage.parameter_bytes),
@@ -226,7 +251,10 @@ def _evidence(plan: Plan) -> str:
         labelled(
             "checked",
             f"{counted(plan.proof.instructions, 'instruction')} and {counted(plan.proof.messages, 'message')}: all "
-            "matched, in order, free of deadlock",
+            "matched, in order, free of deadlock"
+            if not _is_one_sharded_stage(plan)
+            else f"{counted(plan.proof.instructions, 'instruction')} of {counted(plan.world_size, 'device')}: the same "
+            "in the same order, every gradient summed, free of deadlock",
         ),
     ]
     return "\n".join(lines)

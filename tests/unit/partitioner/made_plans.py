@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,13 @@ from partitioner.plan import (
     Stage,
     StageValue,
     Transfer,
+)
+from partitioner.plan_sharding import (
+    GradientSumRecord,
+    LayoutRow,
+    StageCollective,
+    StageSharding,
+    UpdateGatherRecord,
 )
 
 MIB = 1 << 20
@@ -138,3 +146,101 @@ def _stage(index: int, rank: int, count: int, blocks: int) -> Stage:
         has_backward=True,
         in_flight=min(8, count - index),
     )
+
+
+def made_sharded_plan(cluster: ClusterSpec, axes: dict[str, int], *, layers: int = 4, **changes: Any) -> Plan:
+    """A feature-wise plan of ``layers`` equal blocks: tensor parallel along the last axis, ZeRO-1 along the first."""
+    world = math.prod(axes.values())
+    ranks = tuple(range(world))
+    outer, inner = next(iter(axes)), list(axes)[-1]
+    two = len(axes) == 2
+
+    def of(along_outer: str, along_inner: str) -> str:
+        return f"{along_outer} {along_inner}" if two else along_inner
+
+    def row(name: str, stored: str, taken: str, op: str, takes: str, makes: str, **other: Any) -> LayoutRow:
+        fields: dict[str, Any] = {"count": layers, "size_bytes": layers * 8 * MIB, "state": "", **other}
+        return LayoutRow(
+            name=name,
+            stored=stored,
+            taken=taken,
+            op=op,
+            takes=(takes,) if takes else (),
+            makes=makes,
+            **fields,
+        )
+
+    names = [f"h.{i}.{kind}.weight" for i in range(layers) for kind in ("up", "down")]
+    ops = tuple(f"op{i}" for i in range(2 * layers))
+    sharding = StageSharding(
+        axes=axes,
+        choices={op: ("S0 R~ -> S0", "R~ S0 -> S2")[-len(axes) :] for op in ops},
+        stored={name: of("R", "S0" if "up" in name else "S1") for name in names},
+        state={name: "S1 S0" for name in names if "up" in name} if two else {},
+        batch={"ids": of("S0", "R"), "labels": of("S0", "R")},
+        samples_multiple=axes[outer] if two else 1,
+        collectives=tuple(
+            StageCollective(
+                value=f"op{i}__all_reduce_{inner}",
+                kind="all_reduce",
+                axis=inner,
+                size_bytes=32 * MIB,
+                sent_bytes=2 * (axes[inner] - 1) / axes[inner] * 32 * MIB,
+                backward=back,
+            )
+            for i in range(layers)
+            for back in (False, True)
+        ),
+        sums=(
+            GradientSumRecord(
+                parameters=tuple(names),
+                axes=(outer,),
+                scattered=True,
+                size_bytes=(8 * MIB,) * len(names),
+                seconds=0.003,
+            ),
+        )
+        if two
+        else (),
+        gathers=(
+            UpdateGatherRecord(axis=outer, parameters=tuple(names), size_bytes=64 * MIB, seconds=0.002),
+        )
+        if two
+        else (),
+        layouts=(
+            row("embed.weight", of("R", "S0"), of("R", "S0"), "embedding", of("S0", "R"), of("S0", "P"), count=1),
+            row(
+                "h.*.up.weight", of("R", "S0"), of("R", "S0"), "linear", of("S0", "R"), of("S0", "S2"),
+                state="S1 S0" if two else "",
+            ),
+            row("h.*.attn", "", "", "scaled_dot_product_attention", of("S0", "S1"), of("S0", "S1"), size_bytes=0),
+            row("h.*.down.weight", of("R", "S1"), of("R", "S1"), "linear", of("S0", "S2"), of("S0", "P")),
+            row("h.*.norm.weight", of("R", "R"), of("R", "R"), "layer_norm", of("S0", "S1"), of("S0", "S1"),
+                size_bytes=64),
+            row("h.*.norm.bias", of("R", "R"), of("R", "R"), "layer_norm", of("S0", "S1"), of("S0", "S1"),
+                size_bytes=64),
+            row("head.weight", of("S0", "R"), of("R", "R"), "linear", of("S0", "S1"), of("S0", "S1"), count=1),
+        ),
+        discovered_ops=2,
+        replicated_ops=("wkv", "wkv_1"),
+        replicated_seconds=0.004,
+        replicated_matmul_share=0.031,
+    )  # fmt: skip
+    plan = made_plan(cluster, (0,))
+    stage = plan.stages[0].model_copy(
+        update={"devices": ranks, "ops": ops, "modules": ("embed", "h", "head"), "sharding": sharding}
+    )
+    fields: dict[str, Any] = {
+        "strategy": "feature",
+        "batch_size": 64,
+        "microbatches": 2,
+        "recompute": "none",
+        "stages": (stage,),
+        "placements": dict.fromkeys(ops, ranks),
+        "recomputed": (),
+        "transfers": (),
+        "prediction": plan.prediction.model_copy(update={"messages": 0, "collectives": 321}),
+        "proof": plan.proof.model_copy(update={"messages": 0}),
+        "not_considered": ("pipeline stages",),
+    }
+    return plan.model_copy(update={**fields, **changes})

@@ -9,10 +9,11 @@ import torch
 
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import Precision
+from partitioner.plan import Plan
 from partitioner.report.dot import stage_graph, to_dot, to_json
 from partitioner.report.table import microbatch_text
 from partitioner.report.text import WIDTH, columns, counted, labelled, percent, printable
-from tests.unit.partitioner.made_plans import GIB, made_plan
+from tests.unit.partitioner.made_plans import GIB, made_plan, made_sharded_plan
 
 Golden = Callable[[str, str], None]
 CLUSTERS = Path(__file__).parents[3] / "docs" / "clusters"
@@ -50,6 +51,41 @@ def test_a_plan_without_messages_notes_or_alternatives(golden: Golden) -> None:
     golden("plan_one_device", str(plan))
 
 
+def test_a_sharded_plan_on_many_nodes(golden: Golden) -> None:
+    plan = made_sharded_plan(ClusterSpec.preset("dgx-h100", nodes=8), {"outer": 8, "inner": 8})
+    Plan.from_json(plan.model_dump_json())
+    golden("plan_sharded_64", str(plan))
+
+
+def test_a_sharded_plan_on_one_axis(golden: Golden) -> None:
+    plan = made_sharded_plan(gpus(4), {"all": 4}, microbatches=1)
+    Plan.from_json(plan.model_dump_json())
+    golden("plan_sharded_4", str(plan))
+
+
+def test_devices_that_differ_are_said_to_wait_for_the_slowest() -> None:
+    text = str(
+        made_sharded_plan(ClusterSpec.load(CLUSTERS / "two-unlike-nodes.yaml"), {"outer": 2, "inner": 3})
+    )
+    assert "pace        all devices have equal parts, so the slowest of" in text
+
+
+def test_a_diff_of_shardings_names_mesh_and_layouts() -> None:
+    old = made_sharded_plan(gpus(4), {"outer": 2, "inner": 2})
+    new = made_sharded_plan(gpus(4), {"all": 4})
+    lines = old.diff(new).splitlines()
+    assert "mesh: outer 2 × inner 2 -> 4" in lines
+    assert "inputs: ids S0 R, labels S0 R -> whole" in lines
+    assert "stored otherwise: 8 parameters (h.0.up.weight: R S0 -> S0 …)" in lines
+    assert (
+        "gradients and optimizer state otherwise: 4 parameters (h.0.up.weight: S1 S0 -> not listed …)"
+        in lines
+    )
+    assert "run otherwise: 8 ops (op0: S0 R~ -> S0; R~ S0 -> S2 -> R~ S0 -> S2 …)" in lines
+    assert old.diff(old) == ""
+    assert "strategy: layer -> feature" in made_plan(gpus(4)).diff(new)
+
+
 def test_the_data_type_of_a_model_is_told_where_no_other_line_does() -> None:
     plan = made_plan(ClusterSpec.local(2), (0, 1))
     single = plan.model_copy(update={"model": plan.model.model_copy(update={"dtype": "float32"})})
@@ -63,6 +99,8 @@ def test_no_line_is_wider_than_the_page() -> None:
     for ranks in ((0, 1), tuple(range(16)), (0, 1, 0, 1)):
         plan = made_plan(ClusterSpec.preset("dgx-v100", nodes=2), ranks, blocks_per_stage=12)
         assert max(map(len, str(plan).splitlines())) <= WIDTH
+    sharded = made_sharded_plan(ClusterSpec.preset("dgx-v100", nodes=2), {"outer": 2, "inner": 8})
+    assert max(map(len, str(sharded).splitlines())) <= WIDTH
 
 
 def test_long_module_names_are_cut_not_wrapped() -> None:
@@ -122,6 +160,11 @@ def test_launch_commands_start_no_process_for_idle_devices() -> None:
         "--master-addr 192.168.1.10 --master-port 29500",
         "# on workstation",
         "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr 192.168.1.10 --master-port 29500",
+    ]
+    sharded = made_sharded_plan(ClusterSpec.preset("dgx-h100", nodes=2), {"outer": 2, "inner": 8})
+    assert [line.count("--nproc-per-node 8") for line in sharded.launch_command().splitlines()[1::2]] == [
+        1,
+        1,
     ]
     alone = made_plan(unlike, (4, 5)).launch_command("gpt2")
     assert alone.startswith("torchrun --standalone --nproc-per-node 2 -m partitioner run")
