@@ -35,10 +35,11 @@ from cost_models.compute import (
 )
 from cost_models.op_cases import kind_of
 from cost_models.op_profile import OpTimes, Phase, op_phase_seconds
+from passes.extra_work import Extra, extra_work
 from passes.graph import OpGraph
 from passes.saved_tensors import OpProfile, profile
 from passes.signatures import Signature, SignatureTable, group_by_signature
-from passes.size_model import OUTPUT_BYTES, WORK_FIELDS, SizeModel, at_one_sample, fit
+from passes.size_model import OUTPUT_BYTES, WORK_FIELDS, SizeModel, at_one_sample, at_one_size, fit
 from passes.storages import StorageTable, name_storages
 
 PHASES = ("forward", "backward_input", "backward_weight")
@@ -283,39 +284,14 @@ class GraphCosts:
         return PhaseSeconds(seconds, np.zeros_like(seconds))
 
 
-@dataclass(frozen=True, eq=False)
-class Extra:
-    """Work that one op alone does not show: summing gradients where several consumers, or micro-batches, add up.
-
-    A value that k consumers differentiate has its k gradients added, k − 1 kernels, charged to its producer. A
-    parameter's gradient is added to what earlier micro-batches left. Adding reads two tensors and writes one; a sum in
-    another type than the parameter's (32 bits for 16) is preceded by a cast.
-    """
-
-    fan_out: FloatArray
-    """k − 1 of each op, shape [ops]."""
-    accumulated_bytes: FloatArray
-    """Read and written to add the gradients of the parameters that each op reads, shape [ops]."""
-    parameters: FloatArray
-    """How many kernels that takes."""
-    weight_only: np.ndarray[tuple[int], np.dtype[np.bool_]]
-    """Ops without an input half; their fan-out counts in the weight half."""
-
-    def phase_of_sums(self) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
-        """The half of backward that each op's fan-out is charged to, shape [ops]."""
-        return np.where(self.weight_only, "backward_weight", "backward_input")
-
-    def add_to(self, columns: dict[str, FloatArray]) -> None:
-        summed = 3 * self.fan_out * columns["output_bytes"]
-        for half, mine in (("input", ~self.weight_only), ("weight", self.weight_only)):
-            columns[f"backward_{half}_bytes"] = columns[f"backward_{half}_bytes"] + summed * mine
-            columns[f"backward_{half}_launches"] = columns[f"backward_{half}_launches"] + self.fan_out * mine
-        columns["backward_weight_bytes"] = columns["backward_weight_bytes"] + self.accumulated_bytes
-        columns["backward_weight_launches"] = columns["backward_weight_launches"] + self.parameters
-
-
-def cost_graph(graph: OpGraph, *, attention: str | None = None, device_kind: str = "cpu") -> GraphCosts:
-    """Cost every op of ``graph`` for any batch size.
+def cost_graph(
+    graph: OpGraph,
+    *,
+    attention: str | None = None,
+    device_kind: str = "cpu",
+    only_size: int | None = None,
+) -> GraphCosts:
+    """Cost every op of ``graph`` for any batch size, or for ``only_size`` samples in a fifth of the time.
 
     ``attention``: the backend to assume where it applies (``cost_models.attention.BACKENDS``); None for what devices of
     ``device_kind`` ("cuda" or "cpu") choose themselves.
@@ -327,6 +303,8 @@ def cost_graph(graph: OpGraph, *, attention: str | None = None, device_kind: str
         sizes = {**symbols, graph.batch.batch_symbol: batch_size}
         return profile(table.signatures[signature], sizes, attention=attention, device_kind=device_kind)
 
+    if only_size is not None:
+        return _assemble(graph, table, at_one_size(len(table.signatures), profiler, only_size), None)
     model = fit(len(table.signatures), profiler)
     return _assemble(graph, table, model, _assemble(graph, table, at_one_sample(model), None))
 
@@ -352,7 +330,7 @@ def _assemble(
         signature_of=np.array(table.of, dtype=np.intp),
         _rates=rates,
         _kinds=tuple(kind_of(signature.exemplar.target) for signature in table.signatures),
-        _extra=_extra(graph, table, storages),
+        _extra=extra_work(graph, table, storages),
         _one_sample=one_sample,
     )
 
@@ -364,30 +342,6 @@ def example_sizes(graph: OpGraph) -> dict[sympy.Symbol, int]:
         if leaf in graph.example_shapes:
             sizes[symbol] = graph.example_shapes[leaf][dim]
     return sizes
-
-
-def _extra(graph: OpGraph, table: SignatureTable, storages: StorageTable) -> Extra:
-    name_of = {i.node: i.name for i in graph.inputs if i.kind == "parameter"}
-    fan_out = np.zeros(len(graph.ops))
-    accumulated_bytes = np.zeros(len(graph.ops))
-    parameters = np.zeros(len(graph.ops))
-    weight_only = np.zeros(len(graph.ops), dtype=bool)
-    for index, node in enumerate(graph.ops):
-        if node.name not in graph.needs_grad:
-            continue
-        readers = sum(user.name in graph.needs_grad for user in node.users)
-        fan_out[index] = max(0, readers - 1) if storages.single[index] else 0
-        trained = [
-            s for s in dict.fromkeys(node.all_input_nodes) if s.name in name_of and s.name in graph.needs_grad
-        ]
-        for name in (name_of[source.name] for source in trained):
-            types, elements = graph.types_of(name, graph.precision), graph.parameters[name].elements
-            casts = types.leaf != types.gradient
-            cast_itemsize = types.leaf.itemsize + types.gradient.itemsize if casts else 0
-            accumulated_bytes[index] += elements * (3 * types.gradient.itemsize + cast_itemsize)
-            parameters[index] += 1 + casts
-        weight_only[index] = all(operand.role != "input" for operand in table.operands[index])
-    return Extra(fan_out, accumulated_bytes, parameters, weight_only)
 
 
 def sorted_rates(rates: Iterable[tuple[torch.dtype, OpClass]]) -> list[tuple[torch.dtype, OpClass]]:

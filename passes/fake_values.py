@@ -7,7 +7,7 @@ values; ``passes.storages`` names storages by the graph's edges.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from passes.node_tools import fake_call, value_of
 from passes.signatures import hashable, symbolic
+from runtime.segment_code import Dim
 
 
 class FakeValues:
@@ -34,6 +35,18 @@ class FakeValues:
         if key not in self._made:
             self._made[key] = self._run(target, args, kwargs)
         return self._made[key]
+
+    def empty(
+        self, shape: tuple[Dim, ...], like: torch.Tensor, number: Callable[[Dim], int | torch.SymInt]
+    ) -> torch.Tensor:
+        """A placeholder's value; ``number``: a size as fake tensors take it."""
+        key = (shape, like.dtype, like.requires_grad)
+        if key not in self._made:
+            options = {"dtype": like.dtype}
+            empty = fake_call(self._mode, torch.empty, (list(map(number, shape)),), options)
+            self._made[key] = empty.requires_grad_(like.requires_grad)
+        made: torch.Tensor = self._made[key]
+        return made
 
     def key(self, node: fx.Node) -> Hashable:
         """All that a node's value tells the ops that read it."""

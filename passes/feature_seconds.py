@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from cost_models.compute import ComputeDevice, FloatArray, IndexArray
-from passes.costs import PHASES, Extra, GraphCosts, OpTable
+from passes.costs import PHASES, GraphCosts, OpTable
+from passes.extra_work import Extra
 
 aten = torch.ops.aten
 LOOKUPS = frozenset(

@@ -79,8 +79,8 @@ def _segments(
 ) -> SegmentGraph:
     """The one segment: its ops on shards, and its collectives one after the other."""
     graph = sharded.graph
-    costs = cost_graph(graph, device_kind=cluster.devices[0].kind)
     units = microbatch_size // graph.batch.multiple
+    costs = cost_graph(graph, device_kind=cluster.devices[0].kind, only_size=units)
     plain = segment_graph(graph, costs, on_mesh(graph, sharded.mesh), cluster, units)
     (segment,) = plain.segments
     links = {

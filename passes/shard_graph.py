@@ -30,10 +30,10 @@ from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Partial, Replicate
 from passes.fake_values import FakeValues
 from passes.graph import GraphOutput, OpGraph
-from passes.node_tools import argument, fake_call, fake_mode_of, new_module, origin
+from passes.node_tools import argument, fake_mode_of, new_module, origin
 from passes.shard_bridges import BridgeOp, bridge_ops, first_gradient_op
 from passes.shard_rules.local import explicit
-from passes.shard_sizes import COUNTS, SIZE_ARGUMENTS, LocalSizes, Shape, local_sizes, replaced, sizes_of
+from passes.shard_sizes import COUNTS, SIZE_ARGUMENTS, LocalSizes, local_sizes, replaced, sizes_of
 from passes.shard_syncs import GradientSync, deferred_axes, gradient_syncs
 from passes.sharding import Choice, FeaturePlacement, Need, Placements, all_replicated, operands, short
 from passes.simplify import drop_dead_code
@@ -79,7 +79,6 @@ class _Sharding:
         self.deferred = deferred_axes(graph, self.stored, self._needs_of_operand)
         self.mode = fake_mode_of(graph.graph)
         self.values = FakeValues(self.mode)
-        self.leaves: dict[tuple[Shape, torch.dtype, bool], torch.Tensor] = {}
         self.new = fx.Graph()
         self.made: dict[str, fx.Node] = {}
         self.bridged: dict[tuple[str, Needs], fx.Node] = {}
@@ -191,16 +190,8 @@ class _Sharding:
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):
             shape = self.sizes.local(value, self.layouts[node.name][0])
-            copy.meta["val"] = self._empty(shape, value)
+            copy.meta["val"] = self.values.empty(shape, value, self.sizes.number)
         self.made[node.name] = copy
-
-    def _empty(self, shape: Shape, like: torch.Tensor) -> torch.Tensor:
-        key = (shape, like.dtype, like.requires_grad)
-        if key not in self.leaves:
-            numbers = [self.sizes.number(size) for size in shape]
-            empty = fake_call(self.mode, torch.empty, (numbers,), {"dtype": like.dtype})
-            self.leaves[key] = empty.requires_grad_(like.requires_grad)
-        return self.leaves[key]
 
     def _prepare_sizes(self) -> None:
         """Every number that depends on the batch is computed from a leaf's size, as before (``passes.sizes``)."""

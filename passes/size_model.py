@@ -39,10 +39,14 @@ class SizeModel:
     direct: tuple[int, ...]
     """Signatures that no polynomial fits."""
     profiler: Profiler
+    only_size: int | None = None
+    """The one size whose numbers these are, if it was profiled for that alone."""
     _cache: dict[int, FloatArray] = field(default_factory=dict, repr=False)
 
     def at(self, batch_size: int) -> FloatArray:
         """Every number of every signature, shape [rows]."""
+        if self.only_size not in (None, batch_size):
+            raise ValueError(f"these are the costs of {self.only_size} samples, not of {batch_size}")
         if batch_size not in self._cache:
             powers = np.array([1.0, batch_size, float(batch_size) ** 2])
             numbers = self.coefficients @ powers
@@ -62,19 +66,30 @@ def fit(signatures: int, profiler: Profiler) -> SizeModel:
     structures: list[OpStructure] = []
     direct: list[int] = []
     for signature in range(signatures):
-        profiles = [profiler(signature, size) for size in (*FIT_SIZES, CHECK_SIZE)]
-        samples = [_numbers(p) for p in profiles]
-        structures.append(profiles[-1].structure)
-        rows = [_parabola(*values) for values in zip(*samples[:3], strict=False)]
-        same_structure = all(p.structure == structures[-1] for p in profiles)
-        fits = [c0 + c1 * CHECK_SIZE + c2 * CHECK_SIZE**2 for c0, c1, c2 in rows] == samples[-1]
-        if not (same_structure and fits):
+        rows, structure = _fitted(signature, profiler)
+        structures.append(structure)
+        if rows is None:
             direct.append(signature)
-            rows = [(Fraction(0), Fraction(0), Fraction(0))] * len(samples[-1])
-        coefficients += [(float(c0), float(c1), float(c2)) for c0, c1, c2 in rows]
+            rows = [(0.0, 0.0, 0.0)] * len(_numbers(profiler(signature, CHECK_SIZE)))
+        coefficients += rows
         first_row.append(len(coefficients))
     table = np.array(coefficients, dtype=np.float64).reshape(-1, 3)
     return SizeModel(table, tuple(first_row), tuple(structures), tuple(direct), profiler)
+
+
+def _fitted(
+    signature: int, profiler: Profiler
+) -> tuple[list[tuple[float, float, float]] | None, OpStructure]:
+    """(coefficients of each number, structure); no coefficients where no polynomial fits."""
+    profiles = [profiler(signature, size) for size in (*FIT_SIZES, CHECK_SIZE)]
+    samples = [_numbers(p) for p in profiles]
+    structure = profiles[-1].structure
+    rows = [_parabola(*values) for values in zip(*samples[:3], strict=False)]
+    same_structure = all(p.structure == structure for p in profiles)
+    fits = [c0 + c1 * CHECK_SIZE + c2 * CHECK_SIZE**2 for c0, c1, c2 in rows] == samples[-1]
+    if not (same_structure and fits):
+        return None, structure
+    return [(float(c0), float(c1), float(c2)) for c0, c1, c2 in rows], structure
 
 
 def at_one_sample(model: SizeModel) -> SizeModel:
@@ -83,22 +98,50 @@ def at_one_sample(model: SizeModel) -> SizeModel:
     ``x.transpose(0, 1).contiguous()`` copies, unless one of the two dimensions is 1. Ops that refuse a single sample (a
     normalization over the batch) keep their polynomials.
     """
+    fitted = model.at(1)
+
+    def refused(signature: int) -> tuple[list[float], OpStructure]:
+        first, end = model.first_row[signature : signature + 2]
+        return fitted[first:end].tolist(), model.structures[signature]
+
+    return _at_one_size(len(model.structures), model.profiler, 1, refused)
+
+
+def at_one_size(signatures: int, profiler: Profiler, size: int) -> SizeModel:
+    """Numbers and structures of one micro-batch size, for a graph that is asked about no other: one run per signature.
+
+    Ops that refuse the size (a normalization over a single sample) have the polynomials that larger ones give.
+    """
+
+    def refused(signature: int) -> tuple[list[float], OpStructure]:
+        rows, structure = _fitted(signature, profiler)
+        if rows is None:
+            return [float(n) for n in _numbers(profiler(signature, size))], structure
+        return [float(round(c0 + c1 * size + c2 * size**2)) for c0, c1, c2 in rows], structure
+
+    return _at_one_size(signatures, profiler, size, refused)
+
+
+def _at_one_size(
+    signatures: int,
+    profiler: Profiler,
+    size: int,
+    refused: Callable[[int], tuple[list[float], OpStructure]],
+) -> SizeModel:
     coefficients: list[tuple[float, float, float]] = []
     first_row = [0]
     structures: list[OpStructure] = []
-    fitted = model.at(1)
-    for signature, structure in enumerate(model.structures):
-        profile = model.profiler(signature, 1)
-        numbers = [float(n) for n in _numbers(profile)]
-        if profile.structure.estimated and not structure.estimated:
-            numbers = fitted[model.first_row[signature] : model.first_row[signature + 1]].tolist()
-        else:
-            structure = profile.structure
+    for signature in range(signatures):
+        profile = profiler(signature, size)
+        numbers, structure = [float(n) for n in _numbers(profile)], profile.structure
+        if structure.estimated:
+            others, other = refused(signature)
+            numbers, structure = (numbers, structure) if other.estimated else (others, other)
         structures.append(structure)
         coefficients += [(number, 0.0, 0.0) for number in numbers]
         first_row.append(len(coefficients))
     table = np.array(coefficients, dtype=np.float64).reshape(-1, 3)
-    return SizeModel(table, tuple(first_row), tuple(structures), (), model.profiler)
+    return SizeModel(table, tuple(first_row), tuple(structures), (), profiler, size)
 
 
 def _numbers(profile: OpProfile) -> list[int]:

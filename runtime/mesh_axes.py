@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -35,6 +36,11 @@ def ranks_along(mesh: Mesh, names: Sequence[str], rank: int) -> tuple[int, ...]:
 
 def all_ranks_along(mesh: Mesh, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """``ranks_along`` for every rank, each group once."""
+    return _groups_along(mesh, tuple(names))
+
+
+@lru_cache(maxsize=256)
+def _groups_along(mesh: Mesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(ranks_along(mesh, names, rank) for rank in mesh.ranks))
 
 
