@@ -2,6 +2,7 @@
 
     python -m benchmarks.verify_matrix [--models gpt2,unet] [--ranks 2,3] [--schedules 1f1b,zb-v] [--smoke]
         [--recompute full|auto]       auto: on workers with so little memory that blocks must be
+    python -m benchmarks.verify_matrix --strategy feature [--models …] [--mesh …] [--patterns …]   feature_matrix.py
 
 One worker pool and one trace per model serve all cases. Prints a row per model and number of ranks, a column per
 schedule: the largest error as a share of what is allowed (1.0 would be the limit), or what went wrong.
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from benchmarks import feature_matrix
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PartitionerError
 from partitioner import Plan, Workload, partition
@@ -113,12 +115,20 @@ def main() -> int:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--models", default=",".join(MODELS))
+    options.add_argument("--strategy", choices=("layer", "feature"), default="layer")
+    options.add_argument("--models", default="", help="all of the strategy's if not given")
     options.add_argument("--ranks", default=",".join(map(str, RANKS)))
     options.add_argument("--schedules", default=",".join(SCHEDULES_SHOWN))
     options.add_argument("--smoke", action="store_true", help="only the subset that `make test` runs")
     options.add_argument("--recompute", choices=("none", "full", "auto"), default="none")
+    options.add_argument("--mesh", default="2,4,2x2")
+    options.add_argument("--patterns", default=",".join(feature_matrix.PINS))
     chosen = options.parse_args()
+    if chosen.strategy == "feature":
+        models = chosen.models.split(",") if chosen.models else list(feature_matrix.MODELS)
+        meshes = list(feature_matrix.meshes_of(chosen.mesh))
+        return feature_matrix.run(models, meshes, chosen.patterns.split(","))
+    chosen.models = chosen.models or ",".join(MODELS)
     schedules = chosen.schedules.split(",")
     started, failures, cases = time.monotonic(), 0, 0
     print(f"{'model':14} ranks  " + "  ".join(f"{name:>12}" for name in schedules), flush=True)

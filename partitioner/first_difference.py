@@ -6,12 +6,14 @@ partition. Otherwise the plan runs again with a note after each op, and the note
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, fx, nn
 
 from partitioner.compare import StepResult, compare
+from partitioner.noted_shards import noted_copies
 from partitioner.plan import Plan
 from partitioner.verify_rank import VerificationTask, run_rank_with_notes
 from passes.double import float64_by_default
@@ -43,10 +45,11 @@ def first_difference(
     noted = replace(task, codes={index: with_notes(code, tensors) for index, code in task.codes.items()})
     per_rank = run(run_rank_with_notes, noted)
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+    copies = noted_copies(plan, per_rank)
     for node in graph.ops:
-        for rank, notes in enumerate(per_rank):
+        for rank, notes in copies(node.name):
             for microbatch, (mine, theirs) in enumerate(
-                zip(notes.get(node.name, ()), own.notes.get(node.name, ()), strict=False)
+                zip(notes, own.notes.get(node.name, ()), strict=False)
             ):
                 if not _close(mine, theirs):
                     stage = stage_of.get(node.name)
@@ -113,6 +116,9 @@ def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
 
 
 def _close(mine: Note, theirs: Note) -> bool:
+    """``mine``: its norm is infinite where that is not known."""
+    if math.isinf(mine[1]) and math.isfinite(theirs[1]):
+        mine = (mine[0], theirs[1])
     scale = max(abs(mine[1]), abs(theirs[1]), 1e-30)
     same = [
         a == b or (a != a and b != b) or abs(a - b) <= RELATIVE * scale * 10

@@ -247,6 +247,13 @@ def _vocabulary(shapes: _Shapes) -> Iterator[tuple[str, Rule]]:
                 yield table.name, Rule(frozenset({Shard(0)}), essential=False)
         elif node.target is aten.cross_entropy_loss.default:
             yield node.name, Rule(local=CLASSES)
+            product = operands(node)[0]
+            while product.target not in _PRODUCTS and len(operands(product)) == 1:
+                product = operands(product)[0]
+            if found := shapes.weight(product):
+                last = Shard(len(_sizes(product)) - 1)
+                yield product.name, Rule(frozenset({last}), operand=found[0], essential=False)
+                yield found[1].name, Rule(_ANY_PART, essential=False)
 
 
 def _sizes(node: fx.Node) -> tuple[int, ...]:

@@ -1,0 +1,140 @@
+"""Every model × mesh × pattern of sharding, verified in float64 on real processes.
+
+    python -m benchmarks.verify_matrix --strategy feature [--models gpt2,unet] [--mesh 2,2x2] [--patterns search,zero3]
+
+"search" is what the search chooses by itself; the others are forced by pins (``PINS``). On two axes a pattern of parameters
+or ops stands beside data parallelism, and ZeRO beside column and row. "n.a.": the mesh does not allow the pattern; why is
+said below the table.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import PartitionerError, UsageError
+from partitioner import Plan, Workload, partition
+from partitioner.api import as_graph
+from partitioner.verify import VerifyReport, verify_plan
+from partitioner.workloads import load_workload
+from passes.graph import OpGraph
+from runtime.launch import WorkerPool
+
+Mesh = tuple[int, ...]
+
+TINY = {"size": "tiny"}
+MODELS: dict[str, tuple[str, dict[str, str]]] = {
+    **{
+        name: (name, TINY)
+        for name in ("gpt2", "llama-8b", "bert", "t5", "vit", "resnet50", "whisper", "mixtral")
+    },
+    "alexnet": ("examples.alexnet:alexnet", {"classes": "16", "width": "0.05", "size": "63"}),
+    "unet": ("examples.unet:unet", {"channels": "8", "depth": "2", "size": "16"}),
+    "lstm_seq2seq": (
+        "examples.lstm_seq2seq:lstm_seq2seq",
+        {"vocabulary": "64", "hidden": "16", "layers": "2", "source_steps": "3", "target_steps": "4"},
+    ),
+    "train_gpt": ("examples/byte_text.py:gpt", {"layers": "2", "width": "32"}),
+}
+"""Where each model comes from, and how it is made small."""
+
+MESHES: tuple[Mesh, ...] = ((2,), (4,), (2, 2))
+
+PINS: dict[str, tuple[str, str]] = {
+    "search": ("", ""),
+    "batch": ("data", "data"),
+    "column/row": ("column_row", "data column_row"),
+    "sequence": ("sequence", "data sequence"),
+    "vocabulary": ("vocabulary", "data vocabulary"),
+    "zero1": ("zero1", "zero1 column_row"),
+    "zero3": ("zero3", "zero3 column_row"),
+}
+"""What each pattern pins every tensor to: on one axis, on two. (ZeRO-2 would cut gradients before the step's end; here
+they are summed whole over micro-batches and cut when they are reduced, so that it is ZeRO-1.)"""
+
+BATCH_SIZE, MICROBATCHES = 8, 2
+
+
+def load(model: str) -> tuple[Workload, OpGraph]:
+    """The model's small variant with real weights, and its trace."""
+    source, settings = MODELS[model]
+    workload = load_workload(source, settings=settings)
+    return workload, as_graph(workload)
+
+
+def make_plan(graph: OpGraph, mesh: Mesh, pattern: str) -> Plan:
+    """The plan that the search makes around the pattern. Raises UsageError where the mesh does not allow it."""
+    words = PINS[pattern][len(mesh) - 1]
+    return partition(
+        graph,
+        ClusterSpec.local(math.prod(mesh)),
+        strategy="feature",
+        mesh=mesh,
+        pins={"*": words} if words else None,
+        batch_size=BATCH_SIZE,
+        microbatches=MICROBATCHES,
+    )
+
+
+def verify_sharded(
+    mesh: Mesh, pattern: str, workload: Workload, graph: OpGraph, pool: WorkerPool
+) -> VerifyReport:
+    """Plan and verify one cell of the table."""
+    return verify_plan(make_plan(graph, mesh, pattern), workload, pool=pool, graph=graph)
+
+
+def run(models: Sequence[str], meshes: Sequence[Mesh], patterns: Sequence[str]) -> int:
+    """Print the table; 1 if a cell is neither verified nor not applicable."""
+    started, cells, reasons = time.monotonic(), [], []
+    print(
+        f"{'model':14} {'mesh':5} " + " ".join(f"{name:>10}" for name in patterns) + "   seconds", flush=True
+    )
+    with WorkerPool(max(map(math.prod, meshes))) as pool:
+        for model in models:
+            workload, graph = load(model)
+            for mesh in meshes:
+                shape, began = "x".join(map(str, mesh)), time.monotonic()
+                print(f"{model:14} {shape:5} ", end="", flush=True)
+                for pattern in patterns:
+                    cell, why = _cell(mesh, pattern, workload, graph, pool)
+                    print(f"{cell:>10} ", end="", flush=True)
+                    cells.append(cell)
+                    reasons += [f"{model} {shape} {pattern}: {why}"] if why else []
+                print(f"{time.monotonic() - began:9.0f}", flush=True)
+    absent = cells.count("n.a.")
+    verified = sum(cell[0].isdigit() for cell in cells)
+    print(*reasons, sep="\n")
+    print(
+        f"{verified} verified, {absent} not applicable, {len(cells) - verified - absent} failed "
+        f"in {time.monotonic() - started:.0f} s"
+    )
+    return 0 if verified + absent == len(cells) else 1
+
+
+def _cell(mesh: Mesh, pattern: str, workload: Workload, graph: OpGraph, pool: WorkerPool) -> tuple[str, str]:
+    """The largest error as a share of what is allowed, or what went wrong and why."""
+    try:
+        plan = make_plan(graph, mesh, pattern)
+    except UsageError as error:
+        return "n.a.", "; ".join(error.because)
+    except PartitionerError as error:
+        print(error.render(), file=sys.stderr, flush=True)
+        return error.kind, error.what
+    try:
+        report = verify_plan(plan, workload, pool=pool, graph=graph)
+    except PartitionerError as error:
+        print(error.render(), file=sys.stderr, flush=True)
+        return error.kind, error.what
+    if not report.passed:
+        print(report, file=sys.stderr, flush=True)
+        return "DIFFERS", f"first {report.first_difference}"
+    return f"{report.worst.severity if report.worst is not None else math.inf:.1e}", ""
+
+
+def meshes_of(text: str) -> Iterator[Mesh]:
+    """ "2,2x2" -> (2,), (2, 2)."""
+    for shape in text.split(","):
+        yield tuple(map(int, shape.split("x")))
