@@ -158,12 +158,12 @@ def plan_code(
     ``run``: the same ops with other data types or numbers among their arguments, to run instead.
     """
     refuse_other_model(plan, graph)
-    graph = run or graph
+    planned, graph = graph, run or graph
     for stage in plan.stages:
         if stage.sharding is not None:
             devices = stage.devices if ranks is None else ranks.ranks(stage.devices)
             placement = stage.sharding.placement(devices, plan.microbatches)
-            refuse_wrong_choices(plan.model.name, graph, placement)
+            refuse_wrong_choices(plan.model.name, planned, placement)
             sharded = shard_graph(graph, placement)
             return PlannedCode(sharded.graph, on_mesh(sharded.graph, sharded.mesh), shardings(sharded))
     return PlannedCode(graph, _segmentation(plan, graph, ranks), {})
