@@ -9,6 +9,7 @@ said below the table.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import time
@@ -22,6 +23,8 @@ from partitioner.verify import VerifyReport, verify_plan
 from partitioner.workloads import load_workload
 from passes.graph import OpGraph
 from runtime.launch import WorkerPool
+
+log = logging.getLogger("partitioner")
 
 Mesh = tuple[int, ...]
 
@@ -116,18 +119,18 @@ def run(models: Sequence[str], meshes: Sequence[Mesh], patterns: Sequence[str]) 
 
 def _cell(mesh: Mesh, pattern: str, workload: Workload, graph: OpGraph, pool: WorkerPool) -> tuple[str, str]:
     """The largest error as a share of what is allowed, or what went wrong and why."""
+    plan = None
     try:
         plan = make_plan(graph, mesh, pattern)
-    except UsageError as error:
-        return "n.a.", "; ".join(error.because)
-    except PartitionerError as error:
-        print(error.render(), file=sys.stderr, flush=True)
-        return error.kind, error.what
-    try:
         report = verify_plan(plan, workload, pool=pool, graph=graph)
     except PartitionerError as error:
+        if plan is None and isinstance(error, UsageError):
+            return "n.a.", "; ".join(error.because)
         print(error.render(), file=sys.stderr, flush=True)
         return error.kind, error.what
+    except Exception as error:
+        log.exception("%s on %s", pattern, mesh)  # the rest of the table is worth having
+        return "crash", f"{type(error).__name__}: {error}"
     if not report.passed:
         print(report, file=sys.stderr, flush=True)
         return "DIFFERS", f"first {report.first_difference}"

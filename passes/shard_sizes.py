@@ -142,7 +142,12 @@ def _unflattened(node: fx.Node, taken: Sequence[Shape], made: Shape) -> list[Dim
 def _repeats(node: fx.Node, taken: Sequence[Shape], made: Shape) -> list[Dim]:
     """Only new dimensions and those of size 1 are sharded by repeating them fewer times."""
     old: list[Dim] = [*(1 for _ in range(len(made) - len(taken[0]))), *taken[0]]
-    return [after / before if before != 1 else after for before, after in zip(old, made, strict=True)]
+    return [_times(after, before) for before, after in zip(old, made, strict=True)]
+
+
+def _times(after: Dim, before: Dim) -> Dim:
+    times = sympy.sympify(after) / sympy.sympify(before)
+    return int(times) if times.is_Integer else times
 
 
 SIZE_ARGUMENTS: Mapping[object, tuple[str, NewSizes]] = {
