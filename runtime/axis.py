@@ -74,13 +74,21 @@ class Axis:
 
     def sum(self, x: Tensor, *, reuse: bool = False) -> Tensor:
         """The sum over the axis. ``reuse``: ``x`` may be written into."""
+        return self.start_sum(x, reuse=reuse)()
+
+    def start_sum(self, x: Tensor, *, reuse: bool = False) -> Callable[[], Tensor]:
+        """Start ``sum``; what waits for it."""
         total = _plain(x)
         if total is x or total.data_ptr() == x.data_ptr():
             total = (
                 x.detach() if reuse and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
             )
-        self.wait(dist.all_reduce(total, group=self.group, async_op=True))
-        return total
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        return lambda: self._waited_for(work, total)
+
+    def _waited_for(self, work: Any, result: Tensor) -> Tensor:
+        self.wait(work)
+        return result
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The parts of all ranks joined along ``dim``."""
@@ -101,10 +109,14 @@ class Axis:
 
     def sum_part(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of the sum over the axis."""
+        return self.start_sum_of_parts(x, dim)()
+
+    def start_sum_of_parts(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        """Start ``sum_part``; what waits for it."""
         parts = self.stacked(x, dim)
         result = parts.new_empty(parts.shape[1:])
-        self.wait(self.start_sum_part(result, parts))
-        return result
+        work = self.start_sum_part(result, parts)
+        return lambda: self._waited_for(work, result)
 
     def stacked(self, x: Tensor, dim: int) -> Tensor:
         """[n, …]: the parts of ``x`` along ``dim``, in the order of the group's ranks."""

@@ -31,6 +31,7 @@ from torch._subclasses import FakeTensor
 from cost_models.errors import InternalError
 from runtime.axis import Axis
 from runtime.fresh import PRODUCTS, multiplies
+from runtime.fused_linear import fuse, linears_behind
 from runtime.local_calls import run_local, with_axes
 
 Way = Callable[[Tensor], Tensor]
@@ -169,16 +170,37 @@ def bridge_function(node: fx.Node, axis: Axis) -> Callable[..., Tensor]:
     return run
 
 
-def bind(module: fx.GraphModule, axes: Mapping[str, Axis]) -> fx.GraphModule:
-    """A copy of ``module`` with the same node names whose bridges and local ops run on ``axes``."""
+def bind(module: fx.GraphModule, axes: Mapping[str, Axis], *, fused: bool = False) -> fx.GraphModule:
+    """A copy of ``module`` whose bridges and local ops run on ``axes``.
+
+    ``fused``: sums in backward travel while linear layers compute (``runtime.fused_linear``); else nodes keep their names.
+    """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, val_map={}))
+    if fused:
+        summing = [node for node in graph.nodes if is_bridge(node) and _sums_gradient(node)]
+        fuse(graph, {node: _with_linears(node, axes[node.kwargs["axis"]]) for node in summing})
     for node in graph.nodes:
         if is_bridge(node):
             node.target = bridge_function(node, axes[node.kwargs["axis"]])
         elif node.target is run_local:
             node.target = with_axes(axes)
     return fx.GraphModule(module, graph)
+
+
+def _sums_gradient(bridge: fx.Node) -> bool:
+    """Whether backward sums and nothing is summed forward."""
+    return bridge.target is sum_gradient or (
+        bridge.target is all_gather and bool(bridge.kwargs.get("partial"))
+    )
+
+
+def _with_linears(bridge: fx.Node, axis: Axis) -> Callable[..., Any]:
+    """``bridge``, one of ``_sums_gradient``, and the linear layers behind it as one function."""
+    if bridge.target is sum_gradient:
+        return linears_behind("sum_gradient", None, given(axis.start_sum, reuse=True))
+    dim: Any = bridge.args[1]
+    return linears_behind("all_gather", given(axis.gather, dim=dim), given(axis.start_sum_of_parts, dim=dim))
 
 
 def axes_of(graph: fx.Graph) -> tuple[str, ...]:

@@ -189,6 +189,39 @@ def test_a_sum_made_in_place(pool: WorkerPool) -> None:
     assert pool.run(write_in_place, world_size=2, timeout_seconds=60) == [(True, True)] * 2
 
 
+def linears_fused(name: str) -> list[tuple[Tensor, ...]]:
+    """The result and all gradients of two linear layers behind a bridge, fused and not."""
+    axis = world_axis()
+    graph = fx.Graph()
+    x, w, b, v = (graph.placeholder(n) for n in "xwbv")
+    args: tuple[Any, ...] = (x,) if name == "sum_gradient" else (x, 1)
+    options = {"axis": "tensor"} | ({} if name == "sum_gradient" else {"parts": axis.size, "partial": True})
+    bridge = graph.call_function(getattr(bridges, name), args, options)
+    first = graph.call_function(torch.ops.aten.linear.default, (bridge, w, b))
+    second = graph.call_function(torch.ops.aten.linear.default, (bridge, v))
+    graph.output((graph.call_function(torch.ops.aten.mul.Tensor, (first, second)),))
+    found = []
+    for fused in (False, True):
+        module = bind(fx.GraphModule(torch.nn.Module(), graph), {"tensor": axis}, fused=fused)
+        assert any("linears_behind" in str(n.target) for n in module.graph.nodes) == fused
+        given = [
+            tensors(axis.index, shape, 3).requires_grad_() for shape in [(2, 4, 4), (6, 4), (6,), (6, 4)]
+        ]
+        (y,) = module(*given)
+        y.backward(tensors(axis.index, tuple(y.shape), 4))
+        found.append((y.detach(), *(t.grad for t in given if t.grad is not None)))
+    return found
+
+
+@pytest.mark.parametrize("name", ["sum_gradient", "all_gather"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_fused_layers_compute_the_same(pool: WorkerPool, world_size: int, name: str) -> None:
+    for plain, fused in pool.run(linears_fused, name, world_size=world_size, timeout_seconds=60):
+        assert len(plain) == len(fused) == 5
+        for one, other in zip(plain, fused, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 def test_an_unbound_bridge_refuses_numbers() -> None:
     with pytest.raises(InternalError, match="not bound"):
         graph_of(CASES["all_reduce"], 2)(torch.zeros(2))

@@ -288,20 +288,19 @@ def count_bytes(task: Task) -> list[tuple[str, str, int]]:
     """In a worker: (kind, axis, bytes of the tensor whole along the axis) of each collective of a step."""
     found: list[tuple[str, str, int]] = []
     kinds = {
-        "sum": "all_reduce",
+        "start_sum": "all_reduce",
         "gather": "all_gather",
-        "sum_part": "reduce_scatter",
+        "start_sum_of_parts": "reduce_scatter",
         "exchange": "all_to_all",
     }
     own = {name: getattr(Axis, name) for name in (*kinds, "all_reduce")}
 
     def counted(name: str) -> Any:
-        def run(self: Axis, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        def run(self: Axis, x: Tensor, *args: Any, **options: Any) -> Any:
             if name != "all_reduce" or args[:1] == ("max",):  # other sums are counted as such
                 parts = self.size if name in ("gather", "exchange") else 1
                 found.append((kinds.get(name, name), self.name, x.numel() * x.itemsize * parts))
-            result: Tensor = own[name](self, x, *args, **options)
-            return result
+            return own[name](self, x, *args, **options)
 
         return run
 

@@ -1,0 +1,120 @@
+"""Linear layers behind a bridge whose backward sums: the sum travels while the layers' own gradients are computed.
+
+    before   y = linear(sum_gradient(x), w, b)         backward   dx ─► dw, db ─► sum of dx
+    after    y = linears_behind_sum_gradient(x, w, b)  backward   dx ─┬───── sum of dx ─────┬►
+                                                                     └─ dw ── db ──────────┘
+
+Megatron-LM's "asynchronous tensor-parallel all-reduce", for any number of layers that read the same bridge (q, k and v),
+and for ``all_gather`` with its reduce-scatter. In PyTorch's own backward a layer's three gradients come out of one node.
+
+Shapes: x [..., in], w [out, in], b [out], y [..., out].
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch.nn import functional as F
+
+Start: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
+"""Starts a sum over ranks, and gives what waits for it. May write into its argument."""
+
+aten = torch.ops.aten
+
+
+class _Linears(torch.autograd.Function):
+    """``parameters``: weight and bias (or None) of each layer in turn."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        there: Callable[[Tensor], Tensor] | None,
+        start: Start,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        ctx.start = start
+        whole = x if there is None else there(x)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(whole, *parameters[::2])
+        return tuple(F.linear(whole, w, b) for w, b in _pairs(parameters))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        rows = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
+        wait = ctx.start(_input_gradient(x, rows, weights)) if needs[0] else None
+        flat = x.reshape(-1, x.shape[-1]).conj()
+        own: list[Tensor | None] = []
+        for g, (w_needs, b_needs) in zip(rows, _pairs(needs[3:]), strict=True):
+            own.append(g.t().mm(flat) if w_needs and g is not None else None)
+            own.append(g.sum(0) if b_needs and g is not None else None)
+        return (None if wait is None else wait(), None, None, *own)
+
+
+def _pairs(items: Any) -> Any:
+    return zip(items[::2], items[1::2], strict=True)
+
+
+def _input_gradient(x: Tensor, rows: list[Tensor | None], weights: list[Tensor]) -> Tensor:
+    """Of all layers together, in memory of its own."""
+    total: Tensor | None = None
+    for g, w in zip(rows, weights, strict=True):
+        if g is not None:
+            total = g.mm(w.conj()) if total is None else total.addmm_(g, w.conj())
+    return torch.zeros_like(x) if total is None else total.view(x.shape)
+
+
+def linears_behind(bridge: str, there: Callable[[Tensor], Tensor] | None, start: Start) -> Callable[..., Any]:
+    """What runs in place of a bridge and the layers behind it. Takes x, then weight and bias of each layer."""
+
+    def run(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        result: tuple[Tensor, ...] = _Linears.apply(x, there, start, *parameters)  # type: ignore[no-untyped-call]
+        return result
+
+    run.__name__ = run.__qualname__ = f"linears_behind_{bridge}"
+    return run
+
+
+def fuse(graph: fx.Graph, runs: Mapping[fx.Node, Callable[..., Any]]) -> None:
+    """Put bridges and the layers behind them into one call each, where ``layers_behind`` finds some. In place."""
+    for bridge, run in runs.items():
+        layers = layers_behind(bridge)
+        at = None if not layers else _place(layers)
+        if at is None:
+            continue
+        parameters = [
+            p for layer in layers for p in (layer.args[1], layer.args[2] if len(layer.args) > 2 else None)
+        ]
+        with graph.inserting_before(at):
+            call = graph.call_function(run, (bridge.args[0], *parameters))
+            results = [graph.call_function(operator.getitem, (call, i)) for i in range(len(layers))]
+        for layer, result in zip(layers, results, strict=True):
+            layer.replace_all_uses_with(result)
+            graph.erase_node(layer)
+        graph.erase_node(bridge)
+
+
+def layers_behind(bridge: fx.Node) -> list[fx.Node]:
+    """The linear layers that read ``bridge``, in order; none if anything else reads it too."""
+    users = list(bridge.users)
+    plain = all(
+        user.target is aten.linear.default and not user.kwargs and bridge not in user.args[1:]
+        for user in users
+    )
+    return sorted(users) if plain else []
+
+
+def _place(layers: list[fx.Node]) -> fx.Node | None:
+    """The layer in whose place all of them can be computed: their parameters are there, and nobody has read a result."""
+    first, last = layers[0], layers[-1]
+    if all(node < first for layer in layers for node in layer.all_input_nodes):
+        return first
+    if all(user > last for layer in layers for user in layer.users):
+        return last
+    return None
