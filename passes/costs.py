@@ -329,7 +329,7 @@ def _assemble(
         _storages=storages,
         signature_of=np.array(table.of, dtype=np.intp),
         _rates=rates,
-        _kinds=tuple(kind_of(signature.exemplar.target) for signature in table.signatures),
+        _kinds=tuple(kind_of(signature.target) for signature in table.signatures),
         _extra=extra_work(graph, table, storages),
         _one_sample=one_sample,
     )

@@ -31,7 +31,7 @@ from cost_models.attention import (
 )
 from cost_models.compute import OpClass, OpWork
 from passes.count_kernels import KernelCounter, KernelCounts
-from passes.signatures import Signature, concrete, concrete_arguments
+from passes.signatures import Signature, called, concrete, concrete_arguments
 from runtime.segment_code import TensorSpec
 
 logger = logging.getLogger("partitioner")
@@ -97,7 +97,7 @@ def profile(
     try:
         return _Run(signature, symbols, device_kind).profile(backend)
     except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        logger.debug("cannot run %s alone (%s); estimating its cost", signature.exemplar.target, error)
+        logger.debug("cannot run %s alone (%s); estimating its cost", signature.target, error)
         return _estimate(signature, symbols)
 
 
@@ -151,12 +151,12 @@ class _Run:
         return tensor.requires_grad_(needs_grad)
 
     def _writes_operands(self) -> bool:
-        target = self._signature.exemplar.target
+        target = self._signature.target
         return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
     def _call(self, operands: Sequence[torch.Tensor]) -> Any:
         args, kwargs = concrete_arguments(self._signature.exemplar, operands, self._symbols)
-        return _on_device(self._signature.exemplar.target, self._device_kind, args)(*args, **kwargs)
+        return _on_device(self._signature.target, self._device_kind, args)(*args, **kwargs)
 
     def _backward(
         self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
@@ -211,7 +211,7 @@ class _Run:
             output.untyped_storage().nbytes() if alias[j] is None and shared[j] == j else 0
             for j, output in enumerate(outputs)
         ]
-        opaque = self._signature.exemplar.target in _OPAQUE
+        opaque = self._signature.target in _OPAQUE
         structure = OpStructure(
             self._counter.op_class, alias, shared, tuple(places), len(own), backend, opaque
         )
@@ -220,13 +220,13 @@ class _Run:
 
 def attention_call(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> AttentionCall | None:
     """The attention that the op computes, or None if it is another op."""
-    node = signature.exemplar
-    if node.target is not aten.scaled_dot_product_attention.default:
+    target, given = called(signature.exemplar)
+    if target is not aten.scaled_dot_product_attention.default:
         return None
     arguments = dict(
-        zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False)
+        zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), given, strict=False)
     )
-    arguments.update(node.kwargs)
+    arguments.update(signature.exemplar.kwargs)
     shapes = [tuple(concrete(size, symbols) for size in o.spec.shape) for o in signature.operands]
     mask = signature.operands[3] if len(signature.operands) > 3 else None
     dropout = arguments.get("dropout_p", 0.0)
@@ -327,7 +327,7 @@ def _one_attention(backend: str | None) -> Any:
 @contextlib.contextmanager
 def _plain_recurrence(signature: Signature) -> Iterator[None]:
     """An LSTM as its cells: the fused kernel hides its arithmetic, and reports a workspace of no bytes."""
-    if signature.exemplar.target not in _OPAQUE:
+    if signature.target not in _OPAQUE:
         yield
         return
     with warnings.catch_warnings():

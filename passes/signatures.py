@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from passes.graph import OpGraph, tensor_specs
+from runtime.local_calls import LEADING, op_called, run_local
 from runtime.segment_code import Dim, TensorSpec
 
 Role: TypeAlias = Literal["none", "input", "weight"]
@@ -53,6 +54,11 @@ class Signature:
     operands: tuple[Operand, ...]
     outputs: tuple[TensorSpec, ...]
     differentiated: bool
+
+    @property
+    def target(self) -> Any:
+        """The op; where ranks run its local form (``runtime.local_calls``), the op that this stands for."""
+        return called(self.exemplar)[0]
 
     @property
     def runs(self) -> bool:
@@ -164,6 +170,13 @@ def _sources(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """The op that a node stands for and its positional arguments: local forms name theirs."""
+    if node.target is run_local:
+        return op_called(str(node.args[1])), node.args[LEADING:]
+    return node.target, node.args
+
+
 def symbolic(size: Any) -> Dim:
     """A size as a number or an expression."""
     if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -216,7 +229,7 @@ def concrete_arguments(
             return [next(supply) if isinstance(item, torch.Tensor) else item for item in value]
         return concrete(symbolic(value), symbols)
 
-    resolved: Any = fx.node.map_arg((node.args, dict(node.kwargs)), resolve)
+    resolved: Any = fx.node.map_arg((called(node)[1], dict(node.kwargs)), resolve)
     args, kwargs = resolved[0], dict(resolved[1])
     if isinstance(kwargs.get("device"), torch.device):
         kwargs["device"] = torch.device("cpu")  # a model traced on meta has its device baked in
