@@ -40,6 +40,8 @@ class Pin:
     """What a node must be like. ``rules``: one per mesh axis, or one for all axes of a pattern. ``firm``: nothing else
     will do."""
 
+    name: str
+    """Of the node, as users know it."""
     glob: str
     text: str
     rules: Rules
@@ -72,7 +74,7 @@ def resolve(graph: OpGraph, pins: Mapping[str, str]) -> dict[str, Pin]:
         for node, pin in made:
             known = found.setdefault(node, pin)
             if known.rules != pin.rules and _rank(known) == _rank(pin):
-                problems.append(f"{node} matches {known.glob!r} ({known.text}) and {glob!r} ({text})")
+                problems.append(f"{pin.name} matches {known.glob!r} ({known.text}) and {glob!r} ({text})")
             elif _rank(pin) < _rank(known):
                 found[node] = pin
     if problems:
@@ -93,6 +95,10 @@ def _names(graph: OpGraph) -> dict[str, list[str]]:
     return names
 
 
+def _known_as(graph: OpGraph, node: str) -> str:
+    return graph.input_of[node].name if node in graph.input_of else node
+
+
 def _pins(
     graph: OpGraph, glob: str, text: str, matched: Sequence[str], parameters: set[str]
 ) -> Iterator[tuple[str, Pin]]:
@@ -101,13 +107,13 @@ def _pins(
         for node in dict.fromkeys(matched):
             rules = tuple(by_node.get(node) for by_node in per_axis)
             if any(rules):
-                yield node, Pin(glob, text, rules, firm=False, pattern=True)
+                yield node, Pin(_known_as(graph, node), glob, text, rules, firm=False, pattern=True)
         return
     rules = parse_layout(text)
     of_state = any(rule.state is not None for rule in rules)
     for node in dict.fromkeys(matched):
         if not of_state or node in parameters:
-            yield node, Pin(glob, text, rules, not text.rstrip().endswith("?"))
+            yield node, Pin(_known_as(graph, node), glob, text, rules, not text.rstrip().endswith("?"))
 
 
 def _patterns(text: str) -> list[str]:
@@ -229,10 +235,10 @@ def broken(units: Sequence[tuple[Unit, UnitNumbers]], pins: Mapping[str, Pin], a
         if pin is None or unit.kind == "output":
             continue
         if not len(numbers.seconds):
-            problems.append(f"{unit.name} cannot be {pin.text} ({pin.glob!r})")
+            problems.append(f"{pin.name} cannot be {pin.text} ({pin.glob!r})")
             continue
         for what, rules in _to_hold(pin, axes):
-            wanted.setdefault((pin.glob, what), unit.name)
+            wanted.setdefault((pin.glob, what), pin.name)
             if _allowed(numbers, rules).all():
                 kept.add((pin.glob, what))
     return problems or [
