@@ -33,7 +33,16 @@ COMMANDS = {
     "verify": ("verify:verify", "Compare a plan with the unpartitioned model.", "PLAN MODEL [OPTIONS]"),
     "run": ("run:run", "Train some steps with a plan.", "PLAN MODEL --steps N [--local] [OPTIONS]"),
     "calibrate": ("calibrate:calibrate", "Measure this machine.", "[OPTIONS]"),
-    "graph": ("graph:graph", "Draw a model's ops or a plan's stages.", "MODEL|PLAN [OPTIONS]"),
+    "graph": (
+        "graph:graph",
+        "Draw a model's ops, a plan's stages, or what a rank runs.",
+        "MODEL|PLAN [--plan PLAN --rank N] [OPTIONS]",
+    ),
+    "explain": (
+        "explain:explain",
+        "Say what else an op or parameter could have been, and what that costs.",
+        "PLAN NAME [--model MODEL] [OPTIONS]",
+    ),
 }
 """Name -> where it lives, what the overview says, how it is called. Imported only when it is called."""
 

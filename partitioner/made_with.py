@@ -23,7 +23,7 @@ _TRACED_WITH = ("example_inputs", "loss_fn", "batch_dims", "dynamic_dims")
 
 @dataclass(frozen=True)
 class MadeWith:
-    """Empty for a plan from a file, or one that was made from a trace."""
+    """Empty for a plan from a file; of one that was made from a trace, the trace alone."""
 
     example_inputs: Any = field(default=None, compare=False, repr=False)
     loss_fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
@@ -50,7 +50,7 @@ class MadeWith:
             loss_fn = model.loss_fn if loss_fn is None else loss_fn
             model = model.model
         if not isinstance(model, nn.Module):
-            return cls()
+            return cls(graph=graph)
         found = weakref.ref(model)
         return cls(example_inputs, loss_fn, batch_dims, dynamic_dims, graph, found, _state_of(model))
 

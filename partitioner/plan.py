@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
     from partitioner.api import ModelOrTrace
     from partitioner.engine import Engine
+    from partitioner.explain import Explanation
+    from partitioner.rank_graph import RankGraph
     from partitioner.verify import VerifyReport
     from runtime.simulate import Simulation
 
@@ -310,6 +312,25 @@ class Plan(Record):
         from partitioner.deployment.deploy_plan import deploy_plan
 
         return deploy_plan(self, model, **self._made_with.completed(model, options))
+
+    def explain(self, name: str, model: ModelOrTrace | None = None, **options: Any) -> Explanation:
+        """What else an op, a parameter or an input could have been, what each would cost, and why it is as it is.
+
+        ``name``: as ``partitioner graph`` and ``model.named_parameters()`` have it. ``model``: to trace again, for a plan
+        from a file; ``options``: example_inputs, loss_fn, batch_dims and dynamic_dims, as :func:`partition` takes them.
+        """
+        from partitioner.explain import explain_plan
+
+        return explain_plan(self, name, model, options)
+
+    def graph(self, model: ModelOrTrace | None = None, *, rank: int = 0, **options: Any) -> RankGraph:
+        """What ``rank`` runs, op by op, with the bridges between its devices and others by name; ``print`` shows it.
+
+        ``model``, ``options``: as for ``explain``.
+        """
+        from partitioner.rank_graph import rank_graph
+
+        return rank_graph(self, model, rank, options)
 
     def to_dict(self) -> Mapping[str, Any]:
         """The plan as plain JSON data."""

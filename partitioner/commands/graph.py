@@ -1,4 +1,4 @@
-"""``partitioner graph``: draw a model's ops or a plan's stages."""
+"""``partitioner graph``: draw a model's ops, a plan's stages, or what one rank runs of a model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from cost_models.errors import UsageError
 from partitioner.api import as_graph
 from partitioner.commands.options import JsonFlag, Settings, Whole, emit, progress, settings
 from partitioner.plan import Plan
-from partitioner.rebuild import refuse_other_model
+from partitioner.plan_model import graph_of
+from partitioner.rank_graph import rank_graph
 from partitioner.report.dot import op_graph, stage_graph, to_dot, to_json
 from partitioner.workloads import load_workload
 
@@ -18,23 +19,26 @@ def graph(
     target: str,
     /,
     *,
-    format: Literal["dot", "json"] = "dot",
+    format: Literal["text", "dot", "json"] | None = None,
     plan: Path | None = None,
+    rank: Whole | None = None,
     seq: Whole | None = None,
     dtype: str | None = None,
     set_: Settings = (),
     json: JsonFlag = False,
 ) -> int:
-    """Draw the ops of a MODEL, or the stages of a PLAN file with devices as clusters.
+    """Draw the ops of a MODEL, the stages of a PLAN file with devices as clusters, or what one rank runs of a MODEL.
 
     Parameters
     ----------
     target
         A model as for `partitioner plan`, or a plan file (*.json).
     format
-        dot (graphviz) or json.
+        dot (graphviz), json, or of a rank text; text of a rank and dot of all else if not given.
     plan
         With a model: the plan whose devices its ops are grouped by.
+    rank
+        With a model and a plan: what this rank runs, bridges to others marked.
     seq
         Sequence length of a bundled or hf: model.
     dtype
@@ -44,8 +48,14 @@ def graph(
     json
         The same as --format json.
     """
+    if format == "text" and rank is None:
+        raise UsageError(
+            "cannot draw this as text",
+            ["text is for what one rank runs"],
+            ["give MODEL, --plan PLAN and --rank N"],
+        )
     if target.endswith(".json") and not target.startswith("hf:"):
-        given = {"--plan": plan, "--seq": seq, "--dtype": dtype, "--set": set_ or None}
+        given = {"--plan": plan, "--rank": rank, "--seq": seq, "--dtype": dtype, "--set": set_ or None}
         extra = [flag for flag, value in given.items() if value is not None]
         if extra:
             raise UsageError(
@@ -54,12 +64,21 @@ def graph(
                 [f"partitioner graph MODEL --plan {target}"],
             )
         dag = stage_graph(Plan.load(target))
-    else:
-        loaded = Plan.load(plan) if plan is not None else None
-        with progress(f"tracing {target}"):
-            traced = as_graph(load_workload(target, settings=settings(set_), seq=seq, dtype=dtype))
-        if loaded is not None:
-            refuse_other_model(loaded, traced)
-        dag = op_graph(traced, loaded)
+        emit(to_dot(dag), to_json(dag), json or format == "json")
+        return 0
+    if rank is not None and plan is None:
+        raise UsageError(
+            f"cannot draw what rank {rank} runs", ["no plan was given"], ["give it: --plan PLAN"]
+        )
+    loaded = Plan.load(plan) if plan is not None else None
+    with progress(f"tracing {target}"):
+        workload = load_workload(target, settings=settings(set_), seq=seq, dtype=dtype)
+        traced = as_graph(workload) if loaded is None else graph_of(loaded, workload, "draw", {})
+    if loaded is not None and rank is not None:
+        own = rank_graph(loaded, traced, rank, {})
+        text = str(own) if format in (None, "text") else to_dot(own.networkx())
+        emit(text, to_json(own.networkx()), json or format == "json")
+        return 0
+    dag = op_graph(traced, loaded)
     emit(to_dot(dag), to_json(dag), json or format == "json")
     return 0

@@ -1,4 +1,4 @@
-"""Placement graphs as DOT and as JSON: a model's ops, or a plan's stages, with devices as clusters."""
+"""Placement graphs as DOT and as JSON: a model's ops, or a plan's stages, with devices as clusters; bridges stand out."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import networkx as nx
 
 from cost_models.units import format_bytes, format_seconds
 from partitioner.modules import shorten
+from partitioner.report.sharding import ranks_text
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan
@@ -29,7 +30,7 @@ def op_graph(graph: OpGraph, plan: Plan | None = None) -> nx.DiGraph[str]:
             label=f"{node.name}\n{node.target}",
             module=str(node.meta.get("module_path", "")),
             source=str(node.meta.get("source", "")),
-            device=None if ranks is None or plan is None else device_name(plan, ranks[0]),
+            device=None if ranks is None or plan is None else device_name(plan, *ranks),
         )
         dag.add_edges_from((s.name, node.name) for s in node.all_input_nodes if s.op == "call_function")
     return dag
@@ -45,7 +46,7 @@ def stage_graph(plan: Plan) -> nx.DiGraph[str]:
             label=f"stage {index}\n{shorten(stage.modules, 60)}\n{seconds}",
             modules=list(stage.modules),
             ops=len(stage.ops),
-            device=device_name(plan, stage.devices[0]),
+            device=device_name(plan, *stage.devices),
         )
     size_bytes: dict[tuple[int, int], int] = defaultdict(int)
     for value in plan.values:
@@ -56,8 +57,10 @@ def stage_graph(plan: Plan) -> nx.DiGraph[str]:
     return dag
 
 
-def device_name(plan: Plan, rank: int) -> str:
-    """ "rank 3 (node1 H100-80GB)"."""
+def device_name(plan: Plan, rank: int, *others: int) -> str:
+    """ "rank 3 (node1 H100-80GB)", "ranks 0-7"."""
+    if others:
+        return f"ranks {ranks_text((rank, *others))}"
     device = plan.cluster.devices[rank]
     return f"rank {rank} ({device.node_name} {device.model})"
 
@@ -92,6 +95,8 @@ def to_dot(dag: nx.DiGraph[str]) -> str:
 
 def _attributes(attributes: Mapping[str, Any]) -> str:
     parts = [f"label={_quote(str(attributes['label']))}"]
+    if attributes.get("bridge"):
+        parts.append("shape=hexagon, style=filled, fillcolor=orange")
     if attributes.get("module"):
         parts.append(f"tooltip={_quote(str(attributes['module']))}")
     return ", ".join(parts)

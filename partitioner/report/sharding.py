@@ -167,7 +167,7 @@ def _layouts(sharding: StageSharding) -> str:
     if not rows:
         return ""
     shown = sorted(sorted(range(len(rows)), key=lambda i: (-_weight(rows[i]), i))[:MOST_ROWS])
-    parent = common_parent([[rows[i].name for i in shown]])
+    parent = _parent([rows[i].name for i in shown])
     title = f"layouts of {parent[:-1]}" if parent else "layouts"
     header = (title, "", "on a device", "stored", "state", "taken", "runs as")
     table = []
@@ -189,6 +189,14 @@ def _layouts(sharding: StageSharding) -> str:
         [header[c] for c in keep],
         [[row[c] for c in keep] for row in table],
         left=(title, "stored", "state", "taken", "runs as"),
+    )
+
+
+def _parent(names: Sequence[str]) -> str:
+    """What most names begin with, unless it is the module of a parameter."""
+    parent = common_parent([names])
+    return (
+        parent if all("." in name.removeprefix(parent) for name in names if name.startswith(parent)) else ""
     )
 
 
