@@ -31,7 +31,7 @@ BUCKET_BYTES = 25 * 2**20
 """About how much is summed at once: as torch's DistributedDataParallel, so that sums overlap each other's copies."""
 
 FIRST_BUCKET_BYTES = 2**20
-"""The first is small, so that the network begins early; as there, too."""
+"""The first is small, so that the network begins early; as there, too. Where a gradient is summed alone, that does it."""
 
 ALONE_BYTES = 2 * 2**20
 """A gradient as large as this is summed by itself. On Gloo, 1 MiB takes as long to copy together as to sum apart."""
@@ -103,10 +103,12 @@ def bucketed_syncs(sharded: Sharded) -> Iterator[tuple[GradientSync, tuple[str, 
 
 def _buckets(graph: OpGraph, parameters: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """In the order in which backward is done with them. Large gradients alone: those are summed where they lie."""
+    ordered = _in_backward_order(graph, parameters)
+    bytes_of = {name: graph.parameters[name].size_bytes for name in ordered}
     bucket: list[str] = []
-    size_bytes, limit = 0, FIRST_BUCKET_BYTES
-    for name in _in_backward_order(graph, parameters):
-        own_bytes = graph.parameters[name].size_bytes
+    size_bytes = 0
+    limit = BUCKET_BYTES if any(size >= ALONE_BYTES for size in bytes_of.values()) else FIRST_BUCKET_BYTES
+    for name, own_bytes in bytes_of.items():
         if own_bytes >= ALONE_BYTES:
             yield (name,)
             continue
