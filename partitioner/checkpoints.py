@@ -1,6 +1,6 @@
 """``engine.state_dict``, ``engine.save`` and ``engine.load``: everything a run needs to go on, under any plan.
 
-    model/NAME             owners: what the optimizer updates; and buffers
+    model/NAME             owners: what the optimizer updates; and buffers; of a sharded one each rank's block
     optimizer/NAME/KEY     the optimizer's state of a parameter
     random/RANK/GENERATOR  torch, cuda, python, numpy
     extra/PATH             tensors in what the user gave
@@ -12,14 +12,13 @@ are tensors and go through ``torch.distributed.checkpoint``; the rest (step, gro
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 
 from cost_models.errors import CheckpointError, PartitionerError, RankFailureError, UsageError
@@ -34,6 +33,7 @@ from runtime.checkpoint_optimizer import (
     restore_optimizer,
     state_targets,
 )
+from runtime.checkpoint_parts import Part, Parts, PartsLoadPlanner, PartsSavePlanner
 from runtime.checkpoint_random import random_states, restore_random_states
 from runtime.checkpoint_storage import TensorReader, TensorWriter
 from runtime.checkpoint_tree import decode, encode, tensor_names
@@ -125,14 +125,20 @@ class Checkpoints:
         self._settle()
         side, root = self._side, Path(directory)
         tensors: dict[str, Tensor] = {}
+        parts: dict[str, Part] = {}
         extra_data: list[Any] = []
 
         def prepare() -> Any:
             mine = self._written_here()
             tensors.update({MODEL_PREFIX + name: self._own(name) for name in mine})
             trained = [name for name in mine if name in self._state.parameters]
-            record, found = optimizer_record(run.optimizer, self._state.parameters, trained)
+            own_parts = self._parts(mine)
+            parts.update({MODEL_PREFIX + name: part for name, part in own_parts.items()})
+            record, found, placed = optimizer_record(
+                run.optimizer, self._state.parameters, trained, own_parts
+            )
             tensors.update(found)
+            parts.update(placed)
             states = random_states(self._device)
             tensors.update({f"random/{side.rank}/{name}": value for name, value in states.items()})
             if side.rank == 0:
@@ -159,7 +165,7 @@ class Checkpoints:
 
             side.agree("saving", copy)
         pending = PendingSave(
-            path, lambda: _write(path, record, tensors, keep, side), asynchronous=asynchronous
+            path, lambda: _write(path, record, tensors, parts, keep, side), asynchronous=asynchronous
         )
         if asynchronous:  # on all ranks alike, however it ends
             self._pending = pending
@@ -172,6 +178,7 @@ class Checkpoints:
         path = side.from_first("loading", lambda: find(Path(directory)))
         found: list[StoredCheckpoint] = []
         targets: dict[str, Tensor] = {}
+        parts: dict[str, Part] = {}
 
         def prepare() -> None:
             checkpoint = read(path)
@@ -179,8 +186,15 @@ class Checkpoints:
             self._refuse_other_model(checkpoint)
             record, index = checkpoint.record, checkpoint.index
             refuse_other_optimizer(record["optimizer"], run.optimizer, self._state.parameters)
-            targets.update({MODEL_PREFIX + name: self._own(name) for name in self._held()})
-            targets.update(state_targets(record["optimizer"], index, run.optimizer, self._state.parameters))
+            held = self._held()
+            own_parts = self._parts(held)
+            targets.update({MODEL_PREFIX + name: self._own(name) for name in held})
+            parts.update({MODEL_PREFIX + name: part for name, part in own_parts.items()})
+            found_state, placed = state_targets(
+                record["optimizer"], index, run.optimizer, self._state.parameters, own_parts
+            )
+            targets.update(found_state)
+            parts.update(placed)
             wanted = [name for name in index if name.startswith(f"random/{side.rank}/")]
             wanted = wanted if record["world_size"] == side.size else []
             for name in (*wanted, *tensor_names(record["extra"])):
@@ -188,7 +202,7 @@ class Checkpoints:
 
         side.agree("loading", prepare)
         (checkpoint,) = found
-        _read(checkpoint, targets, side)
+        _read(checkpoint, targets, parts, side)
 
         def restore() -> None:
             record = checkpoint.record
@@ -199,9 +213,9 @@ class Checkpoints:
                 restore_random_states(states, self._device)
             run.precision.load_state_dict(record["loss_scale"])
             run.step = record["step"]
-            run.precision.publish()
 
         side.agree("loading", restore)
+        run.precision.publish()
         return decode(checkpoint.record["extra"], targets)
 
     def close(self) -> None:
@@ -249,13 +263,32 @@ class Checkpoints:
         return [name for name in self._shapes if self._state.rank in self._state.holders[name]]
 
     def _written_here(self) -> list[str]:
-        """What this rank writes: of its tensors, its share of those that others have as well."""
-        holders = self._state.holders
-        return [
-            name
-            for number, name in enumerate(self._shapes)
-            if holders[name][number % len(holders[name])] == self._state.rank
-        ]
+        """What this rank writes: of its tensors, or blocks of them, its share of those that others have as well."""
+        written = []
+        for number, name in enumerate(self._shapes):
+            holders = self._alike(name)
+            if holders[number % len(holders)] == self._state.rank:
+                written.append(name)
+        return written
+
+    def _alike(self, name: str) -> tuple[int, ...]:
+        """The ranks with the same values under ``name``, this one among them if it has any."""
+        sharding, rank = self._state.shardings.get(name), self._state.rank
+        if sharding is None:
+            return self._state.holders[name]
+        part = sharding.owner_part(rank)
+        return tuple(other for other in sharding.mesh.ranks if sharding.owner_part(other) == part)
+
+    def _parts(self, names: Iterable[str]) -> dict[str, Part]:
+        """Of those that this rank has a block of."""
+        parts = {}
+        for name in names:
+            shape, sharding = self._shapes[name], self._state.shardings.get(name)
+            if sharding is not None:
+                block = sharding.owner_block(shape, self._state.rank)
+                if block.shape != shape:
+                    parts[name] = Part(block.offsets, shape)
+        return parts
 
     def _refuse_other_model(self, checkpoint: StoredCheckpoint) -> None:
         stored = {
@@ -288,11 +321,16 @@ def _stored_shapes(graph: OpGraph) -> dict[str, tuple[int, ...]]:
 
 
 def _write(
-    path: Path, record: Mapping[str, Any], tensors: dict[str, Tensor], keep: int, side: SideGroup
+    path: Path,
+    record: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    parts: Parts,
+    keep: int,
+    side: SideGroup,
 ) -> None:
     """All ranks' tensors, then, on rank 0, what makes them a checkpoint. Collective."""
     writer = TensorWriter(path, side.rank, lambda index: commit(path, record, index, keep))
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = PartsSavePlanner(parts)
     try:
         _together(
             f"saving {path}",
@@ -305,10 +343,10 @@ def _write(
         raise
 
 
-def _read(checkpoint: StoredCheckpoint, targets: dict[str, Tensor], side: SideGroup) -> None:
+def _read(checkpoint: StoredCheckpoint, targets: dict[str, Tensor], parts: Parts, side: SideGroup) -> None:
     """Fill the targets from the files. Collective."""
     reader = TensorReader(checkpoint.path, checkpoint.index)
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = PartsLoadPlanner(parts)
     _together(
         f"loading {checkpoint.path}",
         lambda: dcp.load(targets, storage_reader=reader, planner=planner, process_group=side.group),

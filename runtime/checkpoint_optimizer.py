@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.errors import CheckpointError
+from runtime.checkpoint_parts import Part, Parts
 from runtime.checkpoint_storage import Index
 from runtime.checkpoint_tree import decode, encode, tensor_names, written_out
 
@@ -23,11 +24,17 @@ _KEPT_OF_GROUP = ("params", "param_names")
 
 
 def optimizer_record(
-    optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter], written: Sequence[str]
-) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """This rank's part of the record, with the state of the parameters called ``written``; and its tensors."""
+    optimizer: torch.optim.Optimizer | None,
+    parameters: Mapping[str, nn.Parameter],
+    written: Sequence[str],
+    parts: Parts,
+) -> tuple[dict[str, Any] | None, dict[str, Tensor], dict[str, Part]]:
+    """This rank's share of the record, with the state of the parameters called ``written``; its tensors, and their parts.
+
+    ``parts``: of the parameters. State of a parameter's own shape is a part of what the whole one would have.
+    """
     if optimizer is None:
-        return None, {}
+        return None, {}, {}
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     groups = []
     for number, group in enumerate(optimizer.param_groups):
@@ -36,13 +43,18 @@ def optimizer_record(
         # A learning rate may be a tensor. It goes into the record: every rank needs it.
         data = written_out(data, tensors)
         groups.append({"options": data, "names": [name_of[id(p)] for p in group["params"]]})
-    states, tensors = {}, {}
+    states: dict[str, Any] = {}
+    tensors = {}
+    placed: dict[str, Part] = {}
     for name in written:
         state = optimizer.state.get(parameters[name])
         if state is not None:
             states[name], found = encode(dict(state), f"optimizer/{name}")
             tensors.update(found)
-    return {"class": class_name(optimizer), "groups": groups, "state": states}, tensors
+            if name in parts:
+                own = parameters[name].shape
+                placed.update({key: parts[name] for key, tensor in found.items() if tensor.shape == own})
+    return {"class": class_name(optimizer), "groups": groups, "state": states}, tensors, placed
 
 
 def merged_record(records: Sequence[dict[str, Any] | None], order: Sequence[str]) -> dict[str, Any] | None:
@@ -104,24 +116,29 @@ def state_targets(
     index: Index,
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
-) -> dict[str, Tensor]:
-    """Tensors for this rank's optimizer state, by name in the checkpoint, on the devices they will live on.
+    parts: Parts,
+) -> tuple[dict[str, Tensor], dict[str, Part]]:
+    """Tensors for this rank's optimizer state, by name in the checkpoint, on the devices they will live on; their parts.
 
-    Where the optimizer has such a tensor already it is the target: a state of its size is not held twice.
+    Where the optimizer has such a tensor already it is the target: a state of its size is not held twice. ``parts``: of
+    the parameters.
     """
-    targets = {}
+    targets: dict[str, Tensor] = {}
+    placed: dict[str, Part] = {}
     for name in groups_of(optimizer, parameters):
         _, present = encode(dict(optimizer.state.get(parameters[name], {})), f"optimizer/{name}")
         for tensor in tensor_names(record["state"].get(name)):
-            entry, current = index[tensor], present.get(tensor)
-            device = parameters[name].device if entry.shape else torch.device("cpu")
-            fits = current is not None and (tuple(current.shape), current.dtype) == (entry.shape, entry.dtype)
+            entry, current, shape = index[tensor], present.get(tensor), index[tensor].shape
+            if name in parts and shape == parts[name].shape:
+                placed[tensor], shape = parts[name], tuple(parameters[name].shape)
+            device = parameters[name].device if shape else torch.device("cpu")
+            fits = current is not None and (tuple(current.shape), current.dtype) == (shape, entry.dtype)
             targets[tensor] = (
                 current
                 if fits and current is not None
-                else torch.empty(entry.shape, dtype=entry.dtype, device=device)
+                else torch.empty(shape, dtype=entry.dtype, device=device)
             )
-    return targets
+    return targets, placed
 
 
 def restore_optimizer(

@@ -1,0 +1,250 @@
+"""Engines of plans that shard: training, clipping, state, checkpoints and precision equal the unpartitioned model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cost_models.cluster import ClusterSpec
+from partitioner import Plan, Workload, partition
+from partitioner.api import as_graph
+from partitioner.engine import Engine
+from passes.graph import OpGraph
+from runtime.launch import WorkerPool
+
+WORDS, WIDTH, LENGTH, SAMPLES, MICROBATCHES = 12, 8, 4, 8, 2
+
+
+class Net(nn.Module):
+    """ids (b, 4) -> logits (b, 4, 12). Tied, frozen and unused parameters, a buffer."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.wte, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+        self.gate = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+        self.drop, self.spare = nn.Dropout(dropout), nn.Linear(4, 4)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.wte.weight
+        self.register_buffer("scale", torch.full((WIDTH,), 0.5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.wte(ids)
+        inner = self.drop(self.down(F.gelu(self.up(self.norm(hidden)))))
+        return self.head(hidden + inner * self.gate * self.scale)
+
+
+def loss_fn(output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    labels = batch["labels"]
+    loss = F.cross_entropy(output.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    valid = (labels != -100).to(output.dtype)
+    return loss, {"size": (output.square().mean(-1) * valid).sum() / valid.sum()}
+
+
+def model(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Net:
+    made = Net(dropout)
+    with torch.no_grad():
+        for number, parameter in enumerate(made.parameters()):
+            drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+            parameter.copy_(drawn * 0.5)
+    return made.to(dtype)
+
+
+def batch(samples: int = SAMPLES, seed: int = 0) -> dict[str, Tensor]:
+    """Labels are ignored unevenly."""
+    generator = torch.Generator().manual_seed(seed)
+    made = {
+        name: torch.randint(0, WORDS, (samples, LENGTH), generator=generator) for name in ("ids", "labels")
+    }
+    made["labels"][0, :3] = -100
+    made["labels"][-1, 1] = -100
+    return made
+
+
+def workload(dropout: float = 0.0, dtype: torch.dtype = torch.float64) -> Workload:
+    return Workload(model(dropout, dtype), batch(), loss_fn, "net")
+
+
+PLACED: dict[str, tuple[tuple[int, ...], str]] = {
+    "batch": ((2,), "data"),
+    "column row": ((2,), "column_row"),
+    "vocabulary": ((2,), "vocabulary"),
+    "zero 1": ((2,), "zero1"),
+    "zero 3": ((2,), "zero3"),
+    "batch, column row": ((2, 2), "data column_row"),
+    "zero 1, column row": ((2, 2), "zero1 column_row"),
+    "zero 3, vocabulary": ((2, 2), "zero3 vocabulary"),
+    "zero 1, zero 1": ((2, 2), "zero1 zero1"),
+}
+"""Mesh, and the pattern on each of its axes."""
+SEARCHED = {"searched on 2": 2, "searched on 4": 4}
+
+
+def planned(graph: OpGraph, name: str, **options: Any) -> Plan:
+    size = {"batch_size": SAMPLES, "microbatches": MICROBATCHES, "time_limit_seconds": 30.0, **options}
+    if name in SEARCHED:
+        return partition(graph, ClusterSpec.local(SEARCHED[name]), strategy="feature", **size)
+    if name == "layers":
+        pins = {"wte": 0, "up": 0, "down": 1, "head": 1}
+        return partition(graph, ClusterSpec.local(2), pins=pins, **size)
+    mesh, patterns = PLACED[name]
+    cluster = ClusterSpec.local(math.prod(mesh))
+    return partition(graph, cluster, strategy="feature", mesh=mesh, pins={"*": patterns}, **size)
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, str]:
+    """As JSON, by name; of one trace."""
+    graph = as_graph(workload())
+    return {name: planned(graph, name).model_dump_json() for name in (*PLACED, *SEARCHED, "layers")}
+
+
+_graphs: dict[float, OpGraph] = {}
+
+
+def graph_of(dropout: float) -> OpGraph:
+    """In a worker: the trace, made once."""
+    if dropout not in _graphs:
+        _graphs[dropout] = as_graph(workload(dropout))
+    return _graphs[dropout]
+
+
+def deployed(plan_json: str, dropout: float = 0.0, **options: Any) -> Engine:
+    """In a worker."""
+    plan, made = Plan.from_json(plan_json), workload(dropout)
+    return plan.deploy(made, graph=graph_of(dropout), timeout_seconds=20.0, **options)
+
+
+def on(plans: Mapping[str, str], ranks: int) -> dict[str, str]:
+    """The plans that shard, for so many ranks."""
+    found = {name: text for name, text in plans.items() if Plan.from_json(text).world_size == ranks}
+    return {name: text for name, text in found.items() if name != "layers"}
+
+
+# ----------------------------------------------------------------------------------- training
+
+
+def groups_by_name(named: list[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
+    matrices = [p for name, p in named if name.endswith("weight")]
+    others = [p for name, p in named if not name.endswith("weight")]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0, "lr": 0.02}],
+        lr=0.05,
+    )
+
+
+def momentum(named: list[tuple[str, nn.Parameter]]) -> torch.optim.SGD:
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Course:
+    """A training run: samples of each batch, how it is clipped."""
+
+    make: Callable[..., torch.optim.Optimizer]
+    sizes: tuple[int, ...]
+    max_norm: float
+    norm_type: float
+
+
+COURSES = (Course(groups_by_name, (8, 8, 4, 8), 0.3, 2.0), Course(momentum, (8, 4, 8), 0.05, math.inf))
+
+
+@dataclass
+class Outcome:
+    """What a run shows."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    metrics: list[float] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    without_gradient: set[str] = field(default_factory=set)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """Whole on rank 0, and unpartitioned."""
+
+
+def eager(course: Course) -> Outcome:
+    net, outcome = model(), Outcome()
+    optimizer = course.make([(n, p) for n, p in net.named_parameters() if p.requires_grad])
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
+    for seed, samples in enumerate(course.sizes):
+        data = batch(samples, seed)
+        optimizer.zero_grad()
+        loss, metrics = loss_fn(net(data["ids"]), data)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), course.max_norm, norm_type=course.norm_type)
+        optimizer.step()
+        schedule.step()
+        outcome.losses.append(loss.item())
+        outcome.norms.append(norm.item())
+        outcome.metrics.append(metrics["size"].item())
+        outcome.rates.append(optimizer.param_groups[0]["lr"])
+    outcome.without_gradient = {n for n, p in net.named_parameters() if p.grad is None}
+    outcome.state = {name: tensor.detach() for name, tensor in net.state_dict().items()}
+    return outcome
+
+
+def follow(engine: Engine, course: Course) -> Outcome:
+    """In a worker: whole steps where clipping is by the 2-norm, in parts elsewhere."""
+    outcome = Outcome()
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(engine.optimizer, 5)
+    for seed, samples in enumerate(course.sizes):
+        data = batch(samples, seed)
+        if course.norm_type == 2.0:
+            engine.train_step(data, max_grad_norm=course.max_norm)
+        else:
+            engine.forward_backward(data)
+            engine.clip_grad_norm_(course.max_norm, norm_type=course.norm_type)
+            engine.optimizer.step()
+        schedule.step()
+        info = engine.last_step
+        assert (info.samples, info.tokens, info.step) == (samples, samples * LENGTH, seed + 1)
+        outcome.losses.append(info.loss.item())
+        outcome.norms.append(info.grad_norm.item())
+        outcome.metrics.append(info.metrics["size"].item())
+        outcome.rates.append(engine.optimizer.param_groups[0]["lr"])
+    outcome.without_gradient = {n for n, p in engine.parameters.items() if p.grad is None}
+    outcome.state = engine.state_dict()
+    return outcome
+
+
+def follow_all(plans: Mapping[str, str]) -> dict[str, list[Outcome]]:
+    found: dict[str, list[Outcome]] = {}
+    for name, text in plans.items():
+        for course in COURSES:
+            with deployed(text, optimizer=course.make) as engine:
+                found.setdefault(name, []).append(follow(engine, course))
+    return found
+
+
+def close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_equals_the_whole_model(plans: dict[str, str], ranks: int, pool: WorkerPool) -> None:
+    expected = [eager(course) for course in COURSES]
+    results = pool.run(follow_all, on(plans, ranks), world_size=ranks, timeout_seconds=200.0)
+    for rank, found in enumerate(results):
+        for name in found:
+            for mine, first, whole in zip(found[name], results[0][name], expected, strict=True):
+                assert mine.losses == pytest.approx(whole.losses, rel=1e-10), name
+                assert mine.norms == pytest.approx(whole.norms, rel=1e-10), name
+                assert mine.metrics == pytest.approx(whole.metrics, rel=1e-10), name
+                assert mine.rates == whole.rates
+                assert (mine.losses, mine.norms, mine.metrics) == (first.losses, first.norms, first.metrics)
+                assert (
+                    mine.without_gradient == {"gate", "spare.weight", "spare.bias"} == whole.without_gradient
+                )
+                assert mine.state.keys() == (whole.state.keys() if rank == 0 else set())
+                for key, tensor in mine.state.items():
+                    assert close(tensor, whole.state[key]), (name, key)
