@@ -1,0 +1,1 @@
+"""Cost graphs from files: one reader per format, all into a ``PlacementGraph``."""
