@@ -22,6 +22,7 @@ from cost_models.layout import Mesh, Replicate
 from passes.costs import GraphCosts
 from passes.discover import Discovery
 from passes.feature_bound import FORBIDDEN_SECONDS, WireTable, price, wire_tables
+from passes.feature_codes import DEFERRED, WHOLE, needs_of
 from passes.feature_graph import FeatureGraph, Unit, UnitKind, feature_graph
 from passes.feature_options import Options, StoredChoice
 from passes.feature_problem import FeatureProblem, Setting, UnitNumbers, build_problem, links_of
@@ -245,7 +246,10 @@ def _ways(
     graph = problem.space.graph
     base = _settled(problem, tables, [0] * len(problem.units), frozenset(_open(problem)) - {unit.index})
     best: dict[str, Way] = {}
+    parts = _axes_of_parts(problem, unit, base)
     for k in range(len(problem.units[unit.index].seconds)):
+        if not _is_summed_once(problem.units[unit.index], k, parts):
+            continue
         chosen = [*base[: unit.index], k, *base[unit.index + 1 :]]
         chosen = _settled(problem, tables, chosen, near)
         cost = price(problem, tables, chosen)
@@ -267,6 +271,31 @@ def _ways(
 
 def _open(problem: FeatureProblem) -> list[int]:
     return [u for u, numbers in enumerate(problem.units) if len(numbers.seconds) > 1]
+
+
+def _axes_of_parts(problem: FeatureProblem, unit: Unit, chosen: Sequence[int]) -> frozenset[int]:
+    """Mesh axes along which readers of the unit's tensor leave parts of its gradient."""
+    axes = len(problem.mesh.shape)
+    return frozenset(
+        axis
+        for wire in problem.space.wires
+        if wire.producer == unit.index
+        for u, i in wire.readers
+        for axis, need in enumerate(needs_of(int(problem.units[u].inputs[i][chosen[u]]), axes))
+        if need.partial_gradient
+    )
+
+
+def _is_summed_once(numbers: UnitNumbers, k: int, parts: frozenset[int]) -> bool:
+    """Whether a parameter's gradient is summed at the step's end just where there are parts of it."""
+    if isinstance(numbers.detail, Options) or not numbers.detail:
+        return True
+    ways = numbers.detail[int(numbers.index[k])]
+    return all(
+        (way.code == DEFERRED) == (axis in parts)
+        for axis, way in enumerate(ways)
+        if way.code in (WHOLE, DEFERRED)
+    )
 
 
 def _settled(
