@@ -140,10 +140,10 @@ THEIRS: Mapping[str, type[ColumnRow] | type[DataParallel]] = {"column_row": Colu
 
 @dataclass
 class Turn:
-    """Seconds per step of one alternation, on this rank."""
+    """Of each step of one alternation on this rank: (seconds, seconds of processor time over all threads)."""
 
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
+    ours: list[tuple[float, float]] = field(default_factory=list)
+    theirs: list[tuple[float, float]] = field(default_factory=list)
 
 
 _pairs: dict[str, tuple[Side, Side]] = {}
@@ -169,12 +169,12 @@ def take_turn(case: str, steps: int, ours_first: bool) -> Turn:
     """``steps`` steps of one side, then as many of the other; a barrier before each."""
     turn = Turn()
     sides = list(zip((turn.ours, turn.theirs), _pairs[case], strict=True))
-    for seconds, side in sides if ours_first else sides[::-1]:
+    for measured, side in sides if ours_first else sides[::-1]:
         for _ in range(steps):
             dist.barrier()
-            started = time.perf_counter()
+            started, used = time.perf_counter(), time.process_time()
             side.step()
-            seconds.append(time.perf_counter() - started)
+            measured.append((time.perf_counter() - started, time.process_time() - used))
     return turn
 
 
