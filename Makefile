@@ -30,8 +30,9 @@ lint: setup  ## ruff, strict mypy, the four floors
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit/test_floors.py
 
-verify-all: setup  ## every model x stages x schedule, in float64 on real processes
+verify-all: setup  ## every model x stages x schedule, and x mesh x pattern, in float64 on real processes
 	$(BIN)/python -m benchmarks.verify_matrix
+	$(BIN)/python -m benchmarks.verify_matrix --strategy feature
 
 bench: setup  ## the executor beside torch.distributed.pipelining, DTensor and DDP; the engine beside the executor
 	$(BIN)/python -m benchmarks.executor

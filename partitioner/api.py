@@ -61,7 +61,8 @@ def partition(
     ``strategy``: "layer" (every op on one device), "feature" (every op on all devices, tensors sharded), or "auto": both
     are planned, the faster plan that fits is taken.
     ``pins``: layer: {glob over module paths or op names: stage}; feature: {glob over parameters, inputs, ops or module
-    paths: layout}, such as {"*.up_proj.weight": "S0"}, one placement (R, S0, S1, …, P) per axis of the mesh.
+    paths: layout}, such as {"*.up_proj.weight": "S0"}, one placement (R, S0, S1, …, P) per axis of the mesh, or a pattern:
+    {"*": "zero3"} or {"*": "data column_row"}; all of data zero1 zero3 column_row sequence vocabulary.
     ``mesh``: feature: the shape of the mesh of devices, such as (8, 4), outermost axis first; searched if not given.
     ``min_stages``, ``max_stages``: use so many devices or more, each with a stage at least; so many stages or fewer.
     ``recompute``: whether backward computes the activations of blocks (layers) again: "none", "full" (every block), or

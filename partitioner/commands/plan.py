@@ -90,7 +90,8 @@ def plan(
         none, full or auto: whether backward computes the activations of blocks again; auto: where memory asks for it.
     pin
         layer: GLOB=STAGE over module paths or op names, such as 'layers.0.*=0'. feature: GLOB=LAYOUT over parameters,
-        inputs, ops or module paths, such as '*.up_proj.weight=S0' or 'input_ids=S0,R'. May be repeated.
+        inputs, ops or module paths, such as '*.up_proj.weight=S0' or 'input_ids=S0,R'; or a pattern: '*=zero3',
+        '*=data,column_row' (of data zero1 zero3 column_row sequence vocabulary). May be repeated.
     mesh
         feature: the shape of the mesh of devices, such as 8x4, outermost axis first; searched if not given.
     batch_dims
