@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -207,6 +206,8 @@ def follow(engine: Engine, course: Course) -> Outcome:
             engine.optimizer.step()
         schedule.step()
         info = engine.last_step
+        assert info is not None
+        assert info.grad_norm is not None
         assert (info.samples, info.tokens, info.step) == (samples, samples * LENGTH, seed + 1)
         outcome.losses.append(info.loss.item())
         outcome.norms.append(info.grad_norm.item())
@@ -248,3 +249,65 @@ def test_training_equals_the_whole_model(plans: dict[str, str], ranks: int, pool
                 assert mine.state.keys() == (whole.state.keys() if rank == 0 else set())
                 for key, tensor in mine.state.items():
                     assert close(tensor, whole.state[key]), (name, key)
+
+
+# ----------------------------------------------------------------------------------- checkpoints
+
+
+STEPS, SAVED_AFTER = 4, 2
+SAVED = {2: ("zero 3", "layers"), 4: ("zero 1, column row",)}
+LOADED = {
+    2: ("zero 1", "zero 3", "column row", "layers"),
+    4: ("zero 1, column row", "zero 3, vocabulary", "zero 1, zero 1"),
+}
+
+
+def go_on(engine: Engine, steps: range) -> tuple[list[float], dict[str, Tensor]]:
+    losses = [float(engine.train_step(batch(SAMPLES, step), max_grad_norm=0.5)) for step in steps]
+    return losses, engine.state_dict()
+
+
+def save_all(plans: Mapping[str, str], folder: Path, dropout: float = 0.0) -> dict[str, Any]:
+    """In a worker: a checkpoint of each plan's run, and how it goes on."""
+    found = {}
+    for name, text in plans.items():
+        with deployed(text, dropout, optimizer=groups_by_name) as engine:
+            go_on(engine, range(SAVED_AFTER))
+            engine.save(folder / name, {"from": name}, asynchronous=True)
+            found[name] = go_on(engine, range(SAVED_AFTER, STEPS))
+    return found
+
+
+def load_all(
+    plans: Mapping[str, str], folder: Path, saved: tuple[str, ...], dropout: float = 0.0
+) -> dict[tuple[str, str], Any]:
+    """In a worker: every plan goes on from every checkpoint."""
+    found = {}
+    for name, text in plans.items():
+        other = Workload(Net(dropout).double(), batch(), loss_fn, "net")
+        other.model.load_state_dict({n: torch.ones_like(t) for n, t in other.model.state_dict().items()})
+        plan, options = Plan.from_json(text), {"optimizer": groups_by_name, "timeout_seconds": 20.0}
+        with plan.deploy(other, graph=graph_of(dropout), **options) as engine:
+            for source in saved:
+                assert engine.load(folder / source) == {"from": source}
+                assert engine.step == SAVED_AFTER
+                found[source, name] = go_on(engine, range(SAVED_AFTER, STEPS))
+    return found
+
+
+def test_checkpoints_go_on_under_other_plans(plans: dict[str, str], pool: WorkerPool, tmp_path: Path) -> None:
+    runs: dict[str, Any] = {}
+    for ranks, names in SAVED.items():
+        chosen = {name: plans[name] for name in names}
+        runs |= pool.run(save_all, chosen, tmp_path, world_size=ranks, timeout_seconds=200.0)[0]
+    sources = tuple(runs)
+    for ranks, names in LOADED.items():
+        chosen = {name: plans[name] for name in names}
+        results = pool.run(load_all, chosen, tmp_path, sources, world_size=ranks, timeout_seconds=200.0)
+        for (source, name), (losses, state) in results[0].items():
+            expected, whole = runs[source]
+            assert losses == pytest.approx(expected, rel=1e-9), (source, name)
+            assert all(close(state[key], whole[key]) for key in whole), (source, name)
+            if source == name:
+                assert losses == expected
+                assert all(torch.equal(state[key], whole[key]) for key in whole)
