@@ -5,7 +5,7 @@
     all_gather, reduce_scatter                     (p - 1) / p · n
     all_to_all                                     (p - 1) / p · n / p
 
-Gloo's reduce_scatter is an all_reduce, and sends twice of what is counted here.
+Messages from everybody to everybody (``runtime.gloo_parts``) send as much.
 """
 
 from __future__ import annotations
