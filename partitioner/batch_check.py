@@ -2,7 +2,8 @@
 
 Loaders that shuffle by themselves on each rank are the usual reason: one rank embeds the tokens of some samples, another
 compares the result with the labels of others. What a rank was given of a batch becomes one number per tensor (a hash of
-at most SAMPLED elements), and one small all-reduce finds the largest and smallest of each.
+at most SAMPLED elements), and one small all-reduce finds the largest and smallest of each. Ranks that load parts of a
+batch compare with those that load the same part.
 """
 
 from __future__ import annotations
@@ -24,10 +25,20 @@ _NOT_HERE = -(2**63)
 
 
 class BatchCheck:
-    """Compares ``steps`` batches, then costs nothing. ``names``: the leaves of a user's batch, alike on every rank."""
+    """Compares ``steps`` batches, then costs nothing. ``names``: the leaves of a user's batch, alike on every rank.
 
-    def __init__(self, names: Sequence[str], collectives: Collectives, steps: int) -> None:
+    ``parts``: into how many parts a batch may be loaded.
+    """
+
+    def __init__(self, names: Sequence[str], collectives: Collectives, steps: int, parts: int = 1) -> None:
         self._names, self._collectives, self._steps = tuple(names), collectives, steps
+        self._parts = range(parts) if parts > 1 else range(0)
+        self._what = [
+            "samples",
+            "parts",
+            *self._names,
+            *(f"{name} of part {part}" for part in self._parts for name in self._names),
+        ]
         self._left = 0
         self.rearm()
 
@@ -35,12 +46,20 @@ class BatchCheck:
         """Compare the next batches as if they were the first: something may have changed what is loaded."""
         self._left = self._steps if len(self._collectives.ranks) > 1 else 0
 
-    def __call__(self, leaves: Mapping[str, Tensor], samples: int) -> None:
-        """Collective. Raises UsageError, on every rank, where ``samples`` or a tensor differs between ranks."""
+    def __call__(self, leaves: Mapping[str, Tensor], samples: int, part: int | None = None) -> None:
+        """Collective. Raises UsageError, on every rank, where ``samples`` or a tensor differs between ranks.
+
+        ``part``: the number of the part that ``leaves`` are; None where they are of the whole batch.
+        """
         if self._left <= 0:
             return
         self._left -= 1
-        mine = [samples, *(digest(leaves[name]) if name in leaves else None for name in self._names)]
+        mine: list[int | None] = [samples, None]
+        if leaves:
+            mine[1] = 1 if part is None else len(self._parts)
+        for number in (None, *self._parts):
+            for name in self._names:
+                mine.append(digest(leaves[name]) if number == part and name in leaves else None)
         lanes = [lane for value in mine for lane in _lanes(value)]
         found = self._reduced(lanes, dist.ReduceOp.MAX)
         differing = [
@@ -61,16 +80,15 @@ class BatchCheck:
         because = []
         for at in differing:
             values = {r: table[r * len(mine) + at] for r in ranks if table[r * len(mine) + at] >= 0}
-            if at == 0:
-                because.append(
-                    "samples: " + ", ".join(f"{count} on rank {rank}" for rank, count in values.items())
-                )
+            if at < 2:
+                counts = ", ".join(f"{count} on rank {rank}" for rank, count in values.items())
+                because.append(f"{self._what[at]}: {counts}")
                 continue
             alike: dict[int, list[int]] = {}
             for rank, value in values.items():
                 alike.setdefault(value, []).append(rank)
             groups = "; another on ".join(_named(ranks) for ranks in alike.values())
-            because.append(f"{self._names[at - 1]}: one on {groups}")
+            because.append(f"{self._what[at]}: one on {groups}")
         raise UsageError(
             "ranks were given different batches",
             because,

@@ -24,6 +24,7 @@ from cost_models.errors import UsageError
 from partitioner.data_order import Sampler, epoch_samples
 from partitioner.data_plan import LoaderPlan, agreed, order_fields, order_of, refuse_options
 from partitioner.data_sources import Counted, Indexed, Source, Stream, collate_numbers, reported
+from partitioner.part_batch import DataPlace
 from passes.graph import OpGraph
 from runtime.execute import Executor
 from runtime.side_group import SideGroup
@@ -37,8 +38,7 @@ class Consumer:
     graph: OpGraph
     side: SideGroup
     batch_size: int
-    data_rank: int
-    data_world: int
+    place: DataPlace
 
 
 class EngineDataLoader:
@@ -129,7 +129,8 @@ def make_loader(
         length = None if iterable or dataset is None else epoch_samples(dataset, sampler)
         size = consumer.batch_size if batch_size is None else batch_size
         own_seed = consumer.executor.seed if seed is None else seed
-        return LoaderPlan(length, iterable, size, shuffle, own_seed, drop_last, reads)
+        parts = consumer.place.world > 1 and not everywhere and not iterable
+        return LoaderPlan(length, iterable, size, shuffle, own_seed, drop_last, reads, parts)
 
     plan = agreed(consumer.side.agree("making a data loader", own), consumer.side.rank)
     collate = collate_fn or collate_numbers
@@ -139,8 +140,7 @@ def make_loader(
         stream = Stream(consumer.executor, dataset, plan, {**given, "collate_fn": collate})
         return EngineDataLoader(plan, reported(stream, consumer.executor))
     order = order_of(plan, sampler)
-    place = consumer.data_rank, consumer.data_world
     if not plan.reads:
-        return EngineDataLoader(plan, Counted(order, place, consumer.graph))
-    indexed = Indexed(dataset, order, place, collate, given)
+        return EngineDataLoader(plan, Counted(order, consumer.graph))
+    indexed = Indexed(dataset, order, consumer.place if plan.parts else DataPlace(), collate, given)
     return EngineDataLoader(plan, reported(indexed, consumer.executor))

@@ -2,16 +2,17 @@
 
     samples 0 … 9, batches of 4, shuffled          epoch 0   [4 1 7 5] [0 8 2 9] [6 3]
                                                    epoch 1   [7 0 4 8] [3 1 5 2] [9 6]
-    data rank 0 of 2                               epoch 0   [4 1]     [0 8]     [6]
-    data rank 1 of 2                               epoch 0   [7 5]     [2 9]     [3]
+    in parts (``partitioner.part_batch``), 0 of 2  epoch 0   [4 1]     [0 8]     [6]
+                                           1 of 2  epoch 0   [7 5]     [2 9]     [3]
 
-The order is a function of (seed, epoch) alone, and each batch has a seed of its own, a function of (seed, epoch, number):
-whatever a dataset or a collate function draws at random (augmentation, masked words) is the same on every rank, in
-every worker process, and in a resumed run.
+The order is a function of (seed, epoch) alone, and each batch has a seed of its own, a function of (seed, epoch, number)
+and of the part, where it is one: whatever a dataset or a collate function draws at random (augmentation, masked words) is
+the same on every rank that loads it, in every worker process, and in a resumed run.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
@@ -22,7 +23,6 @@ import numpy as np
 import torch
 
 from cost_models.errors import UsageError
-from runtime.microbatch import microbatch_sizes
 from runtime.random_state import mix
 
 _ORDER, _BATCH = 1, 2
@@ -35,9 +35,20 @@ class Sampler(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
+class Part(Protocol):
+    """Which samples of a batch are loaded: ``partitioner.part_batch.DataPlace``."""
+
+    @property
+    def rank(self) -> int: ...
+    def sizes(self, samples: int) -> Sequence[int]:
+        """None where the batch is loaded whole."""
+
+    def spans(self, samples: int) -> Sequence[tuple[int, int]]: ...
+
+
 @dataclass(frozen=True)
 class Draw:
-    """The samples of one batch (or of a data rank's part of it), and the seed of what is random in them."""
+    """The samples of one batch (or of a part of it), and the seed of what is random in them."""
 
     indices: Sequence[Any]
     seed: int
@@ -59,15 +70,24 @@ class BatchOrder:
         full, rest = divmod(self.length, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
-    def draws(self, epoch: int, first: int = 0, data_rank: int = 0, data_world: int = 1) -> Iterator[Draw]:
-        """The batches of ``epoch`` from number ``first``: the part that ``data_rank`` of ``data_world`` loads."""
+    def samples(self, number: int) -> int:
+        """In batch ``number``."""
+        return min(self.batch_size, self.length - number * self.batch_size)
+
+    def draws(self, epoch: int, first: int = 0, part: Part | None = None) -> Iterator[Draw]:
+        """The batches of ``epoch`` from number ``first``, or a part of each."""
         order = self._order(epoch)
         for number in range(first, len(self)):
-            start = number * self.batch_size
-            samples = min(self.batch_size, self.length - start)
-            sizes = microbatch_sizes(samples, data_world)
-            start += sum(sizes[:data_rank])
-            yield Draw(_taken(order, start, start + sizes[data_rank]), batch_seed(self.seed, epoch, number))
+            start, samples, seed = (
+                number * self.batch_size,
+                self.samples(number),
+                batch_seed(self.seed, epoch, number),
+            )
+            if part is None or not part.sizes(samples):
+                yield Draw(_taken(order, start, start + samples), seed)
+                continue
+            spans = [_taken(order, start + begin, start + end) for begin, end in part.spans(samples)]
+            yield Draw(list(itertools.chain(*spans)), mix(seed, part.rank))
 
     def _order(self, epoch: int) -> Any:
         if self.sampler is not None:

@@ -31,6 +31,8 @@ class LoaderPlan:
     drop_last: bool
     reads: bool
     """Whether this rank loads; the one thing that may differ."""
+    parts: bool = False
+    """Whether ranks load parts of batches, those that they read."""
 
 
 def refuse_options(dataset: Any, options: Mapping[str, Any], sampler: Any, *, shuffle: bool) -> None:
@@ -83,7 +85,7 @@ def _differences(name: str, by_rank: Mapping[int, Any]) -> list[str]:
 
 
 def order_fields(plan: LoaderPlan) -> dict[str, Any]:
-    return {name: value for name, value in asdict(plan).items() if name not in ("reads", "iterable")}
+    return {name: value for name, value in asdict(plan).items() if name not in ("reads", "iterable", "parts")}
 
 
 def order_of(plan: LoaderPlan, sampler: Sampler | None = None) -> BatchOrder:

@@ -13,6 +13,7 @@ from cost_models.errors import UsageError
 from partitioner.absent_batch import AbsentBatch
 from partitioner.data_order import BatchOrder, Draw, batch_seed, drawing
 from partitioner.data_plan import LoaderPlan
+from partitioner.part_batch import DataPlace, PartBatch
 from passes.graph import OpGraph
 from runtime.execute import Executor
 
@@ -41,27 +42,28 @@ def reported(source: Source, executor: Executor) -> Source:
 class Counted:
     """Stand-ins of the right sizes, for a rank that reads nothing."""
 
-    def __init__(self, order: BatchOrder, place: tuple[int, int], graph: OpGraph) -> None:
+    def __init__(self, order: BatchOrder, graph: OpGraph) -> None:
         # Without the real order: it costs memory, and a sampler of the user's may look at the data.
         self._order = BatchOrder(order.length, order.batch_size, drop_last=order.drop_last)
-        self._place, self._graph = place, graph
+        self._graph = graph
 
     def __call__(self, epoch: int, first: int) -> Iterator[AbsentBatch]:
-        for draw in self._order.draws(epoch, first, *self._place):
+        for draw in self._order.draws(epoch, first):
             yield AbsentBatch(len(draw.indices), self._graph)
 
 
 class Indexed:
-    """Batches of a dataset with indices."""
+    """Batches of a dataset with indices, or their parts at ``place``."""
 
     def __init__(
         self,
         dataset: Any,
         order: BatchOrder,
-        place: tuple[int, int],
+        place: DataPlace,
         collate: Callable[[list[Any]], Any],
         options: Mapping[str, Any],
     ) -> None:
+        self._order, self._place = order, place
         self._upcoming = _Upcoming(order, place)
         made: Any = DataLoader  # options are the user's
         self._loader = made(
@@ -74,18 +76,20 @@ class Indexed:
 
     def __call__(self, epoch: int, first: int) -> Iterator[Any]:
         self._upcoming.epoch, self._upcoming.first = epoch, first
-        return iter(self._loader)
+        for number, batch in enumerate(self._loader, first):
+            samples = self._order.samples(number)
+            yield PartBatch(batch, samples, self._place) if self._place.sizes(samples) else batch
 
 
 class _Upcoming:
     """What torch's loader takes for a batch sampler: the draws of one epoch, from one batch on."""
 
-    def __init__(self, order: BatchOrder, place: tuple[int, int]) -> None:
+    def __init__(self, order: BatchOrder, place: DataPlace) -> None:
         self._order, self._place = order, place
         self.epoch = self.first = 0
 
     def __iter__(self) -> Iterator[Draw]:
-        return self._order.draws(self.epoch, self.first, *self._place)
+        return self._order.draws(self.epoch, self.first, self._place)
 
 
 class _Fetching:

@@ -42,12 +42,13 @@ from partitioner.engine_step import (
     tokens_in,
 )
 from partitioner.evaluation import EvalOutput, Evaluator
+from partitioner.part_batch import PartBatch, data_place, given_part, normalized
 from partitioner.plan import Plan
 from partitioner.profile import Profile, profile_steps
 from partitioner.state_keys import StateKeys
 from passes.graph import OpGraph
 from passes.least_samples import least_samples
-from passes.loss_reduction import loss_weights, samples_in, with_normalizers
+from passes.loss_reduction import loss_weights, samples_in
 from passes.token_counts import user_leaves
 from runtime.execute import Executor
 from runtime.gather_outputs import Gather
@@ -97,7 +98,9 @@ class Engine:
         self._least_samples = least_samples(graph)
         self._token_leaf = token_leaf(graph)
         user = user_leaves(graph.batch, graph.token_counts)
-        self._compare_batches = BatchCheck(tuple(user.batch_dims), executor.collectives, check_batches)
+        self._place = data_place(plan, graph, executor)
+        names = tuple(user.batch_dims)
+        self._compare_batches = BatchCheck(names, executor.collectives, check_batches, self.data_world)
         self._evaluator = evaluator
         self._ranks = ranks
         self._checkpoints = Checkpoints(plan.model.name, keys, graph, state, executor.device)
@@ -134,7 +137,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------ training
 
     def train_step(self, batch: Any, max_grad_norm: float | None = None) -> Tensor:
-        """One optimizer step on ``batch`` (the whole batch, on every rank). Returns the loss, on every rank.
+        """One optimizer step on ``batch`` (the whole batch, or what a loader gave). Returns the loss, on every rank.
 
         The loss is a detached float64 tensor of shape (). A batch may be shorter than planned, not longer.
         ``max_grad_norm``: clips as ``clip_grad_norm_`` does. ``last_step`` tells more about it.
@@ -188,22 +191,29 @@ class Engine:
                 self._tell(lambda callback: callback.on_train_start(self))
             needed = self.executor.leaf_names
             leaves = self._reader.leaves(batch, needed)
+            part = batch if isinstance(batch, PartBatch) else None
             samples = samples_in(self._graph, leaves, needed)
-            self._compare_batches({} if isinstance(batch, AbsentBatch) else leaves, samples)
+            samples = samples if part is None else part.samples
+            number = None if part is None else part.place.rank
+            self._compare_batches({} if isinstance(batch, AbsentBatch) else leaves, samples, number)
             multiple = self.executor.batch_spec.multiple
             count = microbatches_for(self.plan, samples, *self._least_samples, multiple)
             sizes = microbatch_sizes(samples, count, multiple)
             weights = loss_weights(self._graph.loss_reduction, sizes)
             scale = seed_scale(weights, samples, self._loss_dtype)
+            spec, place = self._graph.batch, self._place
+            given = None if part is None else given_part(part, leaves, spec, sizes, place)
             sums = self.executor.run_step(
-                with_normalizers(self._graph, leaves, sizes, needed),
+                normalized(self._graph, leaves, sizes, needed, part, self.executor.collectives),
                 len(sizes),
                 weights=weights,
                 gradient_scale=self.precision.gradient_scale * scale,
+                part=given,
             )
         results = share_results(sums, self._metric_names, weights, self.executor.collectives)
         self._skipped = self.precision.after_backward(scale)
-        return results, samples, tokens_in(self._graph.batch, self._token_leaf, leaves, samples)
+        parts = 1 if part is None else part.place.world
+        return results, samples, tokens_in(self._graph.batch, self._token_leaf, leaves, samples, parts)
 
     def _clip(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         if self._skipped:  # what overflowed is dropped already, on all ranks
@@ -239,13 +249,13 @@ class Engine:
 
     @property
     def data_rank(self) -> int:
-        """Which part of each batch this rank's replica takes, of ``data_world``."""
-        return 0
+        """Which part of each batch this rank takes, of ``data_world``; ranks that split tensors take the same one."""
+        return self._place.rank
 
     @property
     def data_world(self) -> int:
-        """Into how many parts a batch is cut for data replicas: 1, as a plan has none."""
-        return 1
+        """Into how many parts every batch is cut; 1 where ranks need all of its samples."""
+        return self._place.world
 
     def dataloader(
         self,
@@ -268,12 +278,14 @@ class Engine:
         dataset and ``collate_fn`` draw at random; the engine's if not given. ``sampler``: indices in an order of their
         own. ``pin_memory``: on GPUs, if not given. ``options``: of torch's DataLoader, such as ``num_workers``.
 
-        A rank whose part of the model reads no input gets an ``AbsentBatch``, unless ``everywhere`` is true; with a
-        ``collate_fn`` that changes how many samples there are, it must be.
+        A rank whose part of the model reads no input gets an ``AbsentBatch``, one that reads part ``data_rank`` of the
+        samples a ``PartBatch``, unless ``everywhere`` is true; with a ``collate_fn`` that changes how many samples there
+        are, or makes something of all samples of a batch, it must be.
         """
-        place = (self.plan.batch_size, self.data_rank, self.data_world)
         return make_loader(
-            Consumer(self.executor, self._graph, self._checkpoints.free_side, *place),
+            Consumer(
+                self.executor, self._graph, self._checkpoints.free_side, self.plan.batch_size, self._place
+            ),
             dataset,
             batch_size=batch_size,
             shuffle=shuffle,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import PlanError
 from partitioner.absent_batch import AbsentBatch, refuse_absent
+from partitioner.part_batch import PartBatch
 from passes.batch import flatten_batch, forward_constants, forward_names
 
 
@@ -23,11 +24,13 @@ class BatchReader:
     def leaves(self, batch: Any, needed: Collection[str]) -> Mapping[str, Tensor]:
         """Every tensor of ``batch`` by leaf name. Raises PlanError where plain values differ from the traced ones.
 
-        It may lack tensors that this rank does not read; ``needed``: those it does.
+        It may lack tensors that this rank does not read; ``needed``: those it does. Of a batch in parts: this rank's.
         """
         if isinstance(batch, AbsentBatch):
             refuse_absent(needed)
             return batch.leaves
+        if isinstance(batch, PartBatch):
+            batch = batch.batch
         leaves = flatten_batch(batch, self._leaf_names)
         self._refuse_other_constants(batch)
         return leaves

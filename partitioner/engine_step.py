@@ -21,6 +21,7 @@ from torch import Tensor
 from cost_models.errors import PlanError
 from partitioner.plan import Plan
 from runtime.collective import Collectives, Pending
+from runtime.microbatch import microbatch_sizes
 from runtime.results import StepSums
 from runtime.segment_code import BatchSpec
 
@@ -73,10 +74,15 @@ def share_results(
     return SharedResults(collectives.all_reduce(vector, "the loss"), metric_names, sum(weights))
 
 
-def tokens_in(spec: BatchSpec, leaf: str | None, leaves: Mapping[str, Tensor], samples: int) -> int | None:
-    """Token ids in a batch of ``samples``, also where this rank was not given ``leaf``, which has them."""
+def tokens_in(
+    spec: BatchSpec, leaf: str | None, leaves: Mapping[str, Tensor], samples: int, parts: int = 1
+) -> int | None:
+    """Token ids in a batch of ``samples``, also where this rank was not given ``leaf``, which has them.
+
+    ``parts``: this rank was given one of so many.
+    """
     if leaf is None or leaf in leaves:
-        return None if leaf is None else leaves[leaf].numel()
+        return None if leaf is None else leaves[leaf].numel() * parts
     if leaf not in spec.leaves:
         return None
     sizes = [
@@ -128,6 +134,32 @@ def microbatches_for(plan: Plan, samples: int, least_samples: int, reason: str, 
             ],
         )
     return min(plan.microbatches, samples // (-(-least_samples // multiple) * multiple))
+
+
+def shared_and_rest(
+    samples: int, planned: tuple[int, int], least: int, multiple: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of the micro-batches that ranks share (multiples of ``multiple``), and of the rest.
+
+    ``planned``: (samples, micro-batches). As many micro-batches as planned, or as many more as the batch is larger, or
+    fewer where it is small. Of the rest, a micro-batch has no more than a rank's part of a shared one.
+    """
+    batch_size, microbatches = planned
+    rest = samples % multiple
+    least_shared = -(-least // multiple) * multiple
+    while rest and rest < least:
+        rest += multiple
+    if samples - rest < least_shared:
+        rest = samples if multiple > 1 else 0
+    shared, largest = samples - rest, microbatch_sizes(batch_size, microbatches, multiple)[0]
+    both: list[tuple[int, ...]] = []
+    for count, smallest, most, step, usual in (
+        (shared, least_shared, largest, multiple, microbatches),
+        (rest, least, max(1, largest // multiple), 1, 1),
+    ):
+        number = min(count // smallest, max(usual, -(-count // most)))
+        both.append(microbatch_sizes(count, number, step) if count else ())
+    return both[0], both[1]
 
 
 def seed_scale(weights: Sequence[float], samples: int, loss_dtype: torch.dtype) -> float:

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from cost_models.errors import UsageError
 from partitioner.engine_checks import refuse_autocast
-from partitioner.engine_step import share_results
+from partitioner.engine_step import share_results, shared_and_rest
 from partitioner.evaluation_graphs import Deployed, EvaluationGraph, EvaluationGraphs
-from passes.loss_reduction import loss_weights, samples_in, with_normalizers
+from partitioner.part_batch import PartBatch, given_part, normalized
+from passes.loss_reduction import loss_weights, samples_in
 from passes.token_counts import valid_tokens
 from runtime.gather_outputs import Gather, gather_outputs, joined, memory_of, refuse_unjoinable, whole_shape
-from runtime.microbatch import cut_at, microbatch_sizes, symbol_sizes
+from runtime.microbatch import Part, cut_at, symbol_sizes
 from runtime.results import StepSums
 
 
@@ -53,8 +54,8 @@ class Evaluator:
         with executor.reported(call=True):
             with executor.needed():
                 made, leaves = self._graphs.for_loss(batch)
-                run = self._run(made, leaves, gather is not None)
-            sums, names = _with_tokens(made, leaves, run.sums)
+                run = self._run(made, batch, leaves, gather is not None)
+            sums, names = _with_tokens(made, batch, leaves, run.sums)
             results = share_results(sums, names, run.weights, executor.collectives)
             outputs = None if gather is None else self._gather(made, leaves, run, gather)
             loss, metrics = results.wait()
@@ -68,7 +69,7 @@ class Evaluator:
         with executor.reported(call=True):
             with executor.needed():
                 made, leaves = self._graphs.without_loss(batch)
-                run = self._run(made, leaves, True)
+                run = self._run(made, batch, leaves, True)
             return self._gather(made, leaves, run, gather)
 
     def _check(self, method: str, gather: object, known: Sequence[object]) -> None:
@@ -79,24 +80,29 @@ class Evaluator:
                 suggestions=[f"gather is one of {', '.join(map(repr, known))}"],
             )
 
-    def _run(self, made: EvaluationGraph, leaves: Mapping[str, Tensor], keep_outputs: bool) -> _Run:
+    def _run(
+        self, made: EvaluationGraph, batch: Any, leaves: Mapping[str, Tensor], keep_outputs: bool
+    ) -> _Run:
         """Every micro-batch of the batch, in rounds."""
         plan, executor, graph = self._deployed.plan, self._deployed.executor, made.graph
         needed = made.leaf_names
+        part = batch if isinstance(batch, PartBatch) else None
         samples = samples_in(graph, leaves, needed)
-        shared, alone = self._sizes(made, samples)
+        shared, alone = self._sizes(made, samples if part is None else part.samples)
         sizes = (*shared, *alone)
+        given = None if part is None else _given_part(made, part, leaves, sizes)
         if keep_outputs:
             refuse_unjoinable(made.places, len(sizes))
         weights = loss_weights(graph.loss_reduction, sizes)
-        filled = with_normalizers(graph, leaves, sizes, needed)
+        filled = normalized(graph, leaves, sizes, needed, part, executor.collectives)
         rounds = [
             *_rounds(range(len(shared)), plan.microbatches),
             *_rounds(range(len(shared), len(sizes)), plan.microbatches),
         ]
         ends = [sum(sizes[: numbers.stop]) for numbers in rounds]
+        parts = 1 if part is None else part.place.world
         pieces = {
-            name: cut_at(filled[name], dim, ends)
+            name: cut_at(filled[name], dim, [end // parts if name in leaves else end for end in ends])
             for name, dim in graph.batch.batch_dims.items()
             if name in filled
         }
@@ -109,12 +115,15 @@ class Evaluator:
                     weights=weights[numbers.start : numbers.stop],
                     loaded=made.load(outputs=keep_outputs, shared=numbers.start < len(shared)),
                     keep_outputs=keep_outputs,
+                    part=None
+                    if given is None
+                    else replace(given, samples=ends[at] - (ends[at - 1] if at else 0)),
                 )
             )
         return _Run(_summed(found), weights, sizes)
 
     def _sizes(self, made: EvaluationGraph, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the micro-batches that ranks may share, and of those that they may not: ``cut_for_evaluation``."""
+        """Of the micro-batches that ranks may share, and of those that they may not: ``shared_and_rest``."""
         plan = self._deployed.plan
         least, reason = made.least_samples
         if samples < least:
@@ -122,7 +131,7 @@ class Evaluator:
                 f"cannot evaluate {plan.model.name} on {samples} samples", [f"{reason} needs {least} at once"]
             )
         planned = plan.batch_size, plan.microbatches
-        return cut_for_evaluation(samples, planned, least, made.multiple)
+        return shared_and_rest(samples, planned, least, made.multiple)
 
     def _gather(
         self, made: EvaluationGraph, leaves: Mapping[str, Tensor], run: _Run, gather: Gather
@@ -158,43 +167,26 @@ _TOKENS = "(valid tokens)"
 """Travels with the metrics."""
 
 
+def _given_part(
+    made: EvaluationGraph, part: PartBatch, leaves: Mapping[str, Tensor], sizes: Sequence[int]
+) -> Part:
+    if made.place is None:
+        raise UsageError("cannot evaluate a part of a batch", ["it was loaded for another engine"])
+    return given_part(part, leaves, made.graph.batch, sizes, made.place)
+
+
 def _with_tokens(
-    made: EvaluationGraph, leaves: Mapping[str, Tensor], sums: StepSums
+    made: EvaluationGraph, batch: Any, leaves: Mapping[str, Tensor], sums: StepSums
 ) -> tuple[StepSums, Sequence[str]]:
     """The batch's valid tokens as one more metric, which ranks that have the labels bring. (sums, names of metrics)"""
     counts = made.graph.token_counts
     if counts is None:
         return sums, made.metric_names
     if counts.made & made.leaf_names:  # it counted them for the loss
-        found = valid_tokens(counts, leaves) * sums.share
+        parts = batch.place.world if isinstance(batch, PartBatch) else 1
+        found = valid_tokens(counts, leaves) * (sums.share * parts)
         sums = replace(sums, metrics={**sums.metrics, _TOKENS: found})
     return sums, (*made.metric_names, _TOKENS)
-
-
-def cut_for_evaluation(
-    samples: int, planned: tuple[int, int], least: int, multiple: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of the micro-batches that ranks share (multiples of ``multiple``), and of the rest.
-
-    ``planned``: (samples, micro-batches). As many micro-batches as planned, or as many more as the batch is larger, or
-    fewer where it is small. Of the rest, a micro-batch has no more than a rank's part of a shared one.
-    """
-    batch_size, microbatches = planned
-    rest = samples % multiple
-    least_shared = -(-least // multiple) * multiple
-    while rest and rest < least:
-        rest += multiple
-    if samples - rest < least_shared:
-        rest = samples if multiple > 1 else 0
-    shared, largest = samples - rest, microbatch_sizes(batch_size, microbatches, multiple)[0]
-    both: list[tuple[int, ...]] = []
-    for count, smallest, most, step, usual in (
-        (shared, least_shared, largest, multiple, microbatches),
-        (rest, least, max(1, largest // multiple), 1, 1),
-    ):
-        number = min(count // smallest, max(usual, -(-count // most)))
-        both.append(microbatch_sizes(count, number, step) if count else ())
-    return both[0], both[1]
 
 
 def _rounds(numbers: range, most: int) -> list[range]:

@@ -35,6 +35,7 @@ from partitioner.evaluation_choice import (
     votes,
 )
 from partitioner.evaluation_sharded import SharedGraph, SharedStage
+from partitioner.part_batch import DataPlace, PartBatch
 from partitioner.plan import Plan
 from passes.batch import flatten_batch, forward_arguments, forward_constants, forward_names
 from passes.evaluation_graph import without_writes
@@ -103,6 +104,11 @@ class EvaluationGraph:
         return self.runs.stage.multiple if isinstance(self.runs, SharedGraph) else 1
 
     @property
+    def place(self) -> DataPlace | None:
+        """Which part of a batch this rank may be given; None where it is the whole."""
+        return self.runs.stage.place if isinstance(self.runs, SharedGraph) else None
+
+    @property
     def leaf_names(self) -> frozenset[str]:
         """The leaves of a batch that this rank cannot do without."""
         return self.runs.leaf_names
@@ -140,6 +146,7 @@ class EvaluationGraphs:
             found = self._find(None, True)
             refuse_absent(found.leaf_names)
             return found, batch.leaves_of(found.wanted.spec)
+        batch = batch.batch if isinstance(batch, PartBatch) else batch
         given = self._given(batch, self._deployed.loss_fn)
         return self._find(given, True), given.leaves
 
@@ -149,7 +156,7 @@ class EvaluationGraphs:
             raise UsageError(
                 "forward needs the batch on every rank", ["this rank did not load it"], [EVERYWHERE]
             )
-        made = self._deployed
+        made, batch = self._deployed, batch.batch if isinstance(batch, PartBatch) else batch
         args, kwargs = forward_arguments(made.model, batch, made.loss_fn is not None)
         given = self._given(kwargs or args, None)
         return self._find(given, False), given.leaves

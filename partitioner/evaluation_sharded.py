@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from cost_models.layout import Replicate, Shard
+from partitioner.part_batch import DataPlace, data_place
 from partitioner.plan import Plan
 from partitioner.plan_sharding import StageSharding
 from passes.evaluation_graph import with_computed_outputs, without_outputs
@@ -22,6 +24,7 @@ from passes.segment import on_mesh
 from passes.shard_graph import shard_graph
 from passes.shard_program import sharded_programs, sharded_segments
 from passes.sharding import FeaturePlacement, Placements
+from passes.token_counts import user_leaves
 from passes.verify_graph import verify_graph
 from runtime.check import check
 from runtime.execute import Executor
@@ -42,6 +45,8 @@ class SharedStage:
     executor: Executor
     state: RankState
     placement: FeaturePlacement
+    place: DataPlace
+    """Which part of a batch this rank may have loaded."""
 
     @classmethod
     def of(
@@ -53,7 +58,7 @@ class SharedStage:
             return None
         devices, sharding = found
         placement = sharding.placement(ranks.ranks(devices), plan.microbatches)
-        return cls(plan, training, ranks, executor, state, placement)
+        return cls(plan, training, ranks, executor, state, placement, data_place(plan, training, executor))
 
     @property
     def multiple(self) -> int:
@@ -141,10 +146,19 @@ class SharedGraph:
         return {name: sharding.leaf for name, sharding in self.stage.state.shardings.items()}
 
     def _arrivals(self) -> Mapping[str, Placements]:
-        """Leaves arrive in parts as in training, where they have the same batch dimension."""
-        spec, now = self.stage.training.batch, self.graph.batch
-        return {
+        """Leaves arrive in parts as in training, also those that training does not read, where all of them do."""
+        spec, now, mesh = self.stage.training.batch, self.graph.batch, self.stage.placement.mesh
+        user = user_leaves(now, self.graph.token_counts).batch_dims
+        found = {
             name: placements
             for name, placements in self.stage.executor.batch_spec.placements.items()
-            if name in now.batch_dims and now.batch_dims[name] == spec.batch_dims[name]
+            if user.get(name, -1) == spec.batch_dims[name]
         }
+        if self.stage.place.world > 1:
+            for name, dim in user.items():
+                if dim is not None:
+                    axes = range(len(mesh.shape))
+                    found[name] = tuple(
+                        Shard(dim) if a in self.stage.place.axes else Replicate() for a in axes
+                    )
+        return found

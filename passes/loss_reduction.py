@@ -157,16 +157,18 @@ def with_normalizers(
     batch: Mapping[str, Tensor],
     microbatches: int | Sequence[int],
     needed: Collection[str] | None = None,
+    numbers: Tensor | None = None,
 ) -> Mapping[str, Tensor]:
     """``batch`` (the whole one) with the leaves that a token mean reads; unchanged where there are none.
 
     ``microbatches``: how many, or the samples of each. ``needed``: leaves that this rank reads (default: all); others
-    are not made.
+    are not made. ``numbers``: what ``token_counts.counted`` says of the whole batch, where ``batch`` is a part of it.
     """
     counts = graph.token_counts
     if counts is None or (needed is not None and not counts.made & set(needed)):
         return batch
-    return filled(counts, graph.batch, batch, _sizes(microbatches, samples_in(graph, batch, needed)))
+    samples = samples_in(graph, batch, needed)
+    return filled(counts, graph.batch, batch, _sizes(microbatches, samples), numbers)
 
 
 def step_batch(graph: OpGraph, leaves: Mapping[str, Tensor], microbatches: int) -> Mapping[str, Tensor]:

@@ -30,7 +30,7 @@ from runtime.failure import FailureMonitor
 from runtime.groups import hang_up
 from runtime.loaded import Loaded, MakeBinder, Replan, Surroundings
 from runtime.mesh_axes import part_of
-from runtime.microbatch import batch_size_of, check_cut, cut, microbatch_sizes
+from runtime.microbatch import Part, batch_size_of, check_cut, cut, cut_part, microbatch_sizes
 from runtime.network_threads import let_compute_go_first
 from runtime.program import Program, Recv, SegmentGraph, Send
 from runtime.random_state import Seeded
@@ -200,12 +200,18 @@ class Executor:
         *,
         weights: Sequence[float] | None = None,
         gradient_scale: float = 1.0,
+        part: Part | None = None,
     ) -> StepSums:
-        """``train_step`` with all that this rank computes. ``gradient_scale`` multiplies gradients, not the loss."""
+        """``train_step`` with all that this rank computes. ``gradient_scale`` multiplies gradients, not the loss.
+
+        ``part``: where this rank was given its part of the batch only.
+        """
         for parameter in self._training.parameters:
             parameter.grad = None
         self._training.sums.clear()
-        binder, shared = self._prepare(self._training, True, batch, microbatches, weights, gradient_scale)
+        binder, shared = self._prepare(
+            self._training, True, batch, microbatches, weights, gradient_scale, part
+        )
         shared.optimizer = optimizer
         self._run(binder, shared)
         for runner in self._training.runners.values():
@@ -221,13 +227,14 @@ class Executor:
         loaded: Loaded,
         weights: Sequence[float] | None = None,
         keep_outputs: bool = True,
+        part: Part | None = None,
     ) -> Evaluation:
         """Forwards without gradients; buffers, gradients and ``step`` stay as they are.
 
         ``loaded``: the graph to run, one of evaluation (batch norm in training mode would write its buffers in place).
-        ``keep_outputs``: whether the result has them, which costs their memory.
+        ``keep_outputs``: whether the result has them, which costs their memory. ``part``: as of ``run_step``.
         """
-        binder, shared = self._prepare(loaded, False, batch, microbatches, weights)
+        binder, shared = self._prepare(loaded, False, batch, microbatches, weights, part=part)
         shared.outputs = [{} for _ in range(microbatches)] if keep_outputs else []
         with torch.no_grad():
             self._run(binder, shared)
@@ -284,13 +291,14 @@ class Executor:
         microbatches: int,
         weights: Sequence[float] | None,
         gradient_scale: float = 1.0,
+        part: Part | None = None,
     ) -> tuple[Binder, Shared]:
         self._refuse_broken()
         spec = loaded.batch_spec
-        batch_size = batch_size_of(batch, spec, loaded.leaf_names)
+        batch_size = batch_size_of(batch, spec, loaded.leaf_names) if part is None else part.samples
         check_cut(batch_size, microbatches, spec.multiple)
+        sizes = microbatch_sizes(batch_size, microbatches, spec.multiple)
         if weights is None:
-            sizes = microbatch_sizes(batch_size, microbatches, spec.multiple)
             weights = [size / batch_size for size in sizes]
         elif len(weights) != microbatches:
             raise UsageError(f"{len(weights)} weights were given for {microbatches} micro-batches")
@@ -298,13 +306,17 @@ class Executor:
         binder, shared = loaded.bound(training, batch_size, microbatches, shapes)
         for name, pieces in shared.pieces.items():
             leaf = batch[name].detach()
-            if name not in spec.placements:
+            given = part is not None and name in part.names
+            if given or name not in spec.placements:
                 leaf = leaf.to(self.device, non_blocking=True)
+            dim = spec.batch_dims[name]
+            if given and dim is not None:
+                own = cut_part(leaf, dim, sizes)
+            else:
+                whole = cut(leaf, dim, microbatches, spec.multiple)
+                own = [self._own_part(name, piece, spec) for piece in whole]
             # A graph traced with contiguous inputs may hold views that other strides do not allow.
-            pieces[:] = [
-                self._own_part(name, piece, spec).contiguous()
-                for piece in cut(leaf, spec.batch_dims[name], microbatches, spec.multiple)
-            ]
+            pieces[:] = [piece.contiguous() for piece in own]
         shared.begin(tuple(weights), gradient_scale, self.step, self._next_run())
         return binder, shared
 

@@ -104,7 +104,7 @@ def gather_outputs(
     for place, shape in zip(places, shapes, strict=True):
         name = place.names[0]
         if place.rank is None:
-            tensor = own[name] if wanted else None
+            tensor = _plain(own[name]) if wanted else None
         else:
             tensor = _moved(place, own.get(name), shape, gather, rank, collectives)
         if wanted and tensor is not None:
@@ -132,7 +132,7 @@ def _moved(
         return None
     if own is None:
         own = torch.empty(shape, dtype=place.spec.dtype, device=collectives.device)
-    plain = own.resolve_conj().resolve_neg().contiguous()  # alike everywhere
+    plain = _plain(own)
     if not math.prod(shape):
         return plain
     numbers = plain.view(-1).view(torch.uint8)
@@ -142,3 +142,8 @@ def _moved(
     else:
         collectives.move(numbers, source, 0, what)
     return plain
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Alike everywhere: what some ranks were sent, others have as a view."""
+    return tensor.resolve_conj().resolve_neg().contiguous()

@@ -8,12 +8,21 @@ Leaves without a batch dimension go whole to every micro-batch.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import sympy
 import torch
 
-from cost_models.errors import UsageError
+from cost_models.errors import InternalError, UsageError
 from runtime.segment_code import BatchSpec, TensorSpec
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank was given of a batch of ``samples`` samples: of the leaves ``names`` its own part of each micro-batch."""
+
+    samples: int
+    names: frozenset[str]
 
 
 def microbatch_sizes(batch_size: int, microbatches: int, multiple: int = 1) -> tuple[int, ...]:
@@ -107,6 +116,16 @@ def cut(tensor: torch.Tensor, dim: int | None, microbatches: int, multiple: int 
         return list(torch.tensor_split(tensor, microbatches, dim))
     sizes = microbatch_sizes(tensor.shape[dim], microbatches, multiple)
     return list(torch.split(tensor, list(sizes), dim))
+
+
+def cut_part(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """A rank's part of a leaf per micro-batch: views. ``sizes``: samples of each as a whole."""
+    parts = sum(sizes) // max(1, tensor.shape[dim])
+    if [size // parts * parts for size in sizes] != list(sizes) or tensor.shape[dim] * parts != sum(sizes):
+        raise InternalError(
+            "cut a part of a batch", [f"{tensor.shape[dim]} samples of micro-batches of {tuple(sizes)}"]
+        )
+    return list(torch.split(tensor, [size // parts for size in sizes], dim))
 
 
 def symbol_sizes(

@@ -19,6 +19,7 @@ from partitioner.data import EngineDataLoader
 from partitioner.data_order import BatchOrder, drawing
 from partitioner.data_plan import LoaderPlan
 from partitioner.data_sources import Indexed, collate_numbers
+from partitioner.part_batch import DataPlace
 
 
 @given(
@@ -28,9 +29,10 @@ from partitioner.data_sources import Indexed, collate_numbers
     drop_last=st.booleans(),
     epoch=st.integers(0, 5),
     world=st.integers(1, 4),
+    microbatches=st.integers(1, 5),
 )
-def test_every_sample_is_in_one_batch_of_an_epoch_and_on_one_data_rank(
-    length: int, batch_size: int, shuffle: bool, drop_last: bool, epoch: int, world: int
+def test_every_sample_is_in_one_batch_of_an_epoch_and_in_one_part_of_it(
+    length: int, batch_size: int, shuffle: bool, drop_last: bool, epoch: int, world: int, microbatches: int
 ) -> None:
     order = BatchOrder(length, batch_size, shuffle, 5, drop_last)
     batches = [list(draw.indices) for draw in order.draws(epoch)]
@@ -40,10 +42,27 @@ def test_every_sample_is_in_one_batch_of_an_epoch_and_on_one_data_rank(
     assert len(set(taken)) == len(taken) == (length // batch_size * batch_size if drop_last else length)
     if not shuffle:
         assert taken == list(range(len(taken)))
-    parts = [[list(draw.indices) for draw in order.draws(epoch, 0, rank, world)] for rank in range(world)]
-    assert [list(chain(*pieces)) for pieces in zip(*parts, strict=True)] == batches
+    places = [DataPlace(r, world, (batch_size * world, microbatches), 1, world) for r in range(world)]
+    parts = [[list(draw.indices) for draw in order.draws(epoch, 0, place)] for place in places]
+    for batch, pieces in zip(batches, zip(*parts, strict=True), strict=True):
+        if len(batch) % world or world == 1:
+            assert all(piece == batch for piece in pieces), "too few to share: everybody loads them"
+        else:
+            assert sum(map(len, pieces)) == len(batch)
+            assert sorted(chain(*pieces)) == sorted(batch)
     middle = len(batches) // 2
     assert list(order.draws(epoch, middle)) == list(order.draws(epoch))[middle:], "any batch at once"
+
+
+def test_a_part_has_its_samples_of_every_micro_batch() -> None:
+    """8 samples in 2 micro-batches, two ranks: 0 1 | 4 5 and 2 3 | 6 7; 4 samples are 2 micro-batches of 2."""
+    order, places = BatchOrder(12, 8), [DataPlace(rank, 2, (8, 2), 1, 2) for rank in range(2)]
+    drawn = [list(order.draws(0, 0, place)) for place in places]
+    assert [[draw.indices for draw in draws] for draws in drawn] == [
+        [[0, 1, 4, 5], [8, 10]],
+        [[2, 3, 6, 7], [9, 11]],
+    ]
+    assert len({draw.seed for draws in drawn for draw in draws}) == 4, "no two parts draw the same"
 
 
 def test_epochs_and_seeds_make_other_orders_and_batches_other_draws() -> None:
@@ -105,8 +124,10 @@ class Noisy:
 def test_worker_processes_draw_what_the_process_itself_draws() -> None:
     """Also from the middle of an epoch, and where workers stay."""
     order = BatchOrder(10, 3, True, 4)
-    alone = Indexed(Noisy(), order, (0, 1), collate_numbers, {})
-    helped = Indexed(Noisy(), order, (0, 1), collate_numbers, {"num_workers": 2, "persistent_workers": True})
+    alone = Indexed(Noisy(), order, DataPlace(), collate_numbers, {})
+    helped = Indexed(
+        Noisy(), order, DataPlace(), collate_numbers, {"num_workers": 2, "persistent_workers": True}
+    )
     for epoch, first in ((0, 0), (1, 2), (0, 3)):
         mine, theirs = list(alone(epoch, first)), list(helped(epoch, first))
         assert len(mine) == len(theirs) == 4 - first
@@ -117,7 +138,7 @@ def test_worker_processes_draw_what_the_process_itself_draws() -> None:
 def test_the_generators_of_the_script_stay_where_they_are() -> None:
     """An epoch that is resumed begins a second loop, and would draw twice."""
     before = torch.get_rng_state(), random.getstate()
-    samples = Indexed(Noisy(), BatchOrder(10, 3, True, 4), (0, 1), collate_numbers, {"generator": None})
+    samples = Indexed(Noisy(), BatchOrder(10, 3, True, 4), DataPlace(), collate_numbers, {"generator": None})
     assert len(list(samples(0, 0))) == 4
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1]
