@@ -139,6 +139,11 @@ def _combined(code: NDArray[np.int64], axes: IntArray) -> IntArray:
     return total
 
 
+def arrivals(batch_dim: int | None) -> tuple[Placement, ...]:
+    """How a leaf may arrive on one axis."""
+    return (Replicate(),) if batch_dim is None else (Replicate(), Shard(batch_dim))
+
+
 @dataclass(frozen=True)
 class StoredChoice:
     """One way to keep a parameter on one axis: stored, where its gradient and optimizer state are, and its code."""

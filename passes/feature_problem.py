@@ -23,7 +23,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.compute import FloatArray, optimizer_seconds
 from cost_models.conversion import AxisLinks, axis_links, local_share, path, steps_seconds
 from cost_models.devices import Device
-from cost_models.layout import Mesh, Partial, Placement, Replicate, Shard
+from cost_models.layout import Mesh, Partial, Placement
 from cost_models.memory import OPTIMIZERS, StateBytes
 from cost_models.precision import ParameterPrecision, Precision
 from passes.costs import example_sizes
@@ -34,6 +34,7 @@ from passes.feature_local import local_cost
 from passes.feature_options import (
     Options,
     StoredChoice,
+    arrivals,
     bytes_of,
     options_of,
     sizes_of,
@@ -380,11 +381,6 @@ def storage_share(storage: str, output_share: FloatArray, work_share: FloatArray
     _, _, number = storage.partition(".")
     share: FloatArray = output_share[:, int(number) if number.isdecimal() else 0]
     return share
-
-
-def arrivals(batch_dim: int | None) -> tuple[Placement, ...]:
-    """How a leaf may arrive on one axis."""
-    return (Replicate(),) if batch_dim is None else (Replicate(), Shard(batch_dim))
 
 
 def undominated(own: UnitNumbers) -> NDArray[np.intp]:
