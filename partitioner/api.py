@@ -93,6 +93,7 @@ def partition(
         time_limit_seconds=time_limit_seconds,
     )
     options.check()
+    options.check_mesh(cluster)
     graph = as_graph(
         model,
         example_inputs=example_inputs,

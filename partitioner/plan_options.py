@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeGuard, get_args
 
+from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.memory import OPTIMIZERS
 from cost_models.precision import Precision
 from passes.compile import Request
+from passes.feature_meshes import MAX_AXES, meshes
+from passes.feature_pins import axes_of_layout
 from passes.graph import OpGraph
 from passes.layer_options import RecomputeMode
 from passes.place_features import FeatureRequest
@@ -47,8 +50,14 @@ class PlanOptions:
         problems = [*self._unknown_words(), *self._wrong_numbers(), *self._of_the_other_strategy()]
         if problems:
             raise UsageError("cannot plan with these options", because=problems)
+        self._check_layouts()
         if self.batch_size is not None:
             self._check_microbatches(self.batch_size)
+
+    def check_mesh(self, cluster: ClusterSpec) -> None:
+        """Refuse a mesh that is not the cluster's devices, before anything is traced for it."""
+        if self.mesh is not None:
+            meshes(cluster, MAX_AXES, self.mesh)
 
     def requests(self, graph: OpGraph, precision: Precision) -> tuple[Request, ...]:
         """One per strategy to plan by."""
@@ -116,7 +125,7 @@ class PlanOptions:
                 yield 'mesh= arranges the devices of strategy "feature"; a layer-wise plan has none'
             for glob, stage in (self.pins or {}).items():
                 if self.strategy == "auto":
-                    yield f"pin {glob!r}: what it fixes depends on the strategy, and that is auto"
+                    yield f'pin {glob!r}: give the strategy as well, "layer" for stages or "feature" for layouts'
                 elif not isinstance(stage, int) or isinstance(stage, bool):
                     yield f"pin {glob!r}: the stage {stage!r} is not a number"
         if self.strategy == "feature":
@@ -132,6 +141,22 @@ class PlanOptions:
             for glob, layout in (self.pins or {}).items():
                 if not isinstance(layout, str):
                     yield f'pin {glob!r}: the layout {layout!r} is not a text such as "S0" or "R S1"'
+
+    def _check_layouts(self) -> None:
+        """Refuse pinned layouts that cannot be read, or name other axes than the mesh has."""
+        layouts = {glob: text for glob, text in (self.pins or {}).items() if isinstance(text, str)}
+        axes = None if self.mesh is None else len(self.mesh)
+        problems = [
+            f"pin {glob!r}: {text!r} names {words} placements, the mesh has {axes} {'axis' if axes == 1 else 'axes'}"
+            for glob, text in layouts.items()
+            if (words := axes_of_layout(text)) is not None and axes not in (None, words)
+        ]
+        if problems:
+            raise UsageError(
+                "cannot plan with these options",
+                problems,
+                ["one placement per mesh axis, the outermost first"],
+            )
 
     def _check_microbatches(self, batch_size: int) -> None:
         """Refuse a number of micro-batches that the batch cannot be cut into."""

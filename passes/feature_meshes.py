@@ -57,12 +57,26 @@ def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
                 yield (first, *rest)
 
 
+def mesh_problems(shape: Sequence[int], world: int) -> Iterator[str]:
+    """What is wrong with a mesh for ``world`` devices."""
+    if not 1 <= len(shape) <= MAX_AXES:
+        yield f"it has {len(shape)} axes, expected 1 to {MAX_AXES}"
+    if math.prod(shape) != world:
+        yield f"it has {math.prod(shape):,} devices, the cluster {world:,}"
+
+
+def _examples(world: int) -> list[str]:
+    """A few meshes of so many devices, as they are written: "64", "8x8", "16x4"."""
+    near = sorted(_factorizations(world, 2), key=lambda shape: abs(shape[0] - shape[1]))[:2]
+    return ["x".join(map(str, shape)) for shape in ((world,), *near)]
+
+
 def _mesh(shape: tuple[int, ...], world: int) -> Mesh:
-    if math.prod(shape) != world or not 1 <= len(shape) <= MAX_AXES or min(shape) < 1:
+    if problems := list(mesh_problems(shape, world)):
         raise UsageError(
             f"cannot use the mesh {'×'.join(map(str, shape)) or 'without axes'}",
-            [f"it has {math.prod(shape)} ranks, the cluster {world}, and 1 to {MAX_AXES} axes are possible"],
-            [f"a product of up to {MAX_AXES} sizes that is {world}"],
+            problems,
+            [f"{', '.join(_examples(world))}; without a mesh, all of them are searched"],
         )
     names = ("all",) if len(shape) == 1 else (NAMES[0], *NAMES[1:-1][: len(shape) - 2], NAMES[-1])
     return Mesh(tuple(range(world)), shape, names)

@@ -168,6 +168,14 @@ def parse_layout(text: str) -> tuple[Rule, ...]:
     return tuple(found)
 
 
+def axes_of_layout(text: str) -> int | None:
+    """How many mesh axes a pin speaks of; None where one pattern is for all. Raises UsageError if it says nothing."""
+    words = _patterns(text)
+    if words:
+        return None if len(words) == 1 else len(words)
+    return len(parse_layout(text))
+
+
 def _placement(text: str | None) -> Placement | None:
     if text is None:
         return None
@@ -235,7 +243,7 @@ def broken(units: Sequence[tuple[Unit, UnitNumbers]], pins: Mapping[str, Pin], a
         if pin is None or unit.kind == "output":
             continue
         if not len(numbers.seconds):
-            problems.append(f"{pin.name} cannot be {pin.text} ({pin.glob!r})")
+            problems.append(f"{pin.name} cannot be {pin.text} ({pin.glob!r}){_why_not(unit, pin, axes)}")
             continue
         for what, rules in _to_hold(pin, axes):
             wanted.setdefault((pin.glob, what), pin.name)
@@ -246,6 +254,19 @@ def broken(units: Sequence[tuple[Unit, UnitNumbers]], pins: Mapping[str, Pin], a
         for (glob, what), name in wanted.items()
         if (glob, what) not in kept
     ]
+
+
+def _why_not(unit: Unit, pin: Pin, axes: int) -> str:
+    """As far as it is plain: another number of axes, or of dimensions, a sum that is stored, sizes."""
+    if len(pin.rules) != axes and not pin.pattern:
+        return f": the mesh has {axes} {'axis' if axes == 1 else 'axes'}"
+    words = _words(pin.text.strip().removesuffix("?"))
+    if unit.kind == "op" or not unit.outputs:
+        return ": no way to run it makes that, or the sizes do not divide"
+    if "P" in words:
+        return ": what is given is whole or split, never a part of a sum"
+    sizes = ", ".join(map(str, unit.outputs[0].shape))
+    return f": its sizes are ({sizes})" if "S" in pin.text else ""
 
 
 def _to_hold(pin: Pin, axes: int) -> Iterator[tuple[str, Rules]]:

@@ -24,15 +24,15 @@ from typing import Literal
 import numpy as np
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import InfeasibleError, TimeLimitError, UsageError
+from cost_models.errors import TimeLimitError, UsageError
 from cost_models.layout import Mesh
 from cost_models.precision import Precision
-from cost_models.units import format_bytes
 from passes.certificate import Certificate, relative_gap
 from passes.costs import GraphCosts
 from passes.discover import Discovery
 from passes.feature_bridges import Bridges
 from passes.feature_evaluate import FeatureCost, evaluate
+from passes.feature_failures import does_not_fit, no_such_microbatches
 from passes.feature_graph import FeatureGraph, Unit, feature_graph
 from passes.feature_meshes import meshes
 from passes.feature_pins import Pin, broken, resolve, restricted
@@ -55,6 +55,8 @@ log = logging.getLogger("partitioner")
 OBJECTIVE = "microbatches * (op seconds + bridge seconds) + parameter seconds, nothing overlapped"
 AGREEMENT = 1e-6
 """How far, relatively, the search's objective and its evaluation on the whole graph may differ."""
+PROVED = 1e-9
+"""A gap that is rounding: nothing is left to search."""
 
 
 @dataclass(frozen=True)
@@ -183,12 +185,7 @@ def _counts(graph: OpGraph, request: FeatureRequest) -> list[int]:
     wanted = range(1, size + 1) if request.microbatches == "auto" else [request.microbatches]
     counts = [m for m in wanted if m >= 1 and size % m == 0 and size // m >= least]
     if not counts:
-        raise UsageError(
-            f"cannot train {graph.model_name} on {size} samples in {request.microbatches} micro-batches",
-            [
-                f"a micro-batch has the same whole number of samples as the others, at least {least} ({reason})"
-            ],
-        )
+        raise no_such_microbatches(graph, size, request.microbatches, least, reason)
     return counts
 
 
@@ -344,7 +341,10 @@ class _Search:
                     for shape, problems in self.broken.items()
                     for problem in problems[:3]
                 ],
-                ["a layout names one placement per mesh axis; give mesh= to fix their number"],
+                [
+                    "a layout names one placement per mesh axis; mesh= fixes their number",
+                    '"S0?" holds where it can',
+                ],
             )
         if any(t.status == "time limit" for t in self.tried):
             return TimeLimitError(
@@ -352,15 +352,7 @@ class _Search:
                 ["some meshes were not searched to the end"],
                 ["more time, or a fixed mesh="],
             )
-        capacity = min(device.memory_bytes for device in self.setting.cluster.devices)
-        needs = (
-            "more than that" if math.isinf(self.least_bytes) else f"at least {format_bytes(self.least_bytes)}"
-        )
-        return InfeasibleError(
-            f"{self.space.graph.model_name} does not fit feature-wise on {self.setting.cluster.name}",
-            [f"a device has {format_bytes(capacity)}, and every sharding needs {needs} of one (proved)"],
-            ["a smaller batch, more devices, an optimizer with less state, or the layer-wise strategy"],
-        )
+        return does_not_fit(self.space.graph, self.setting, self.least_bytes)
 
 
 def _certificate(
@@ -369,7 +361,7 @@ def _certificate(
     """About all meshes and micro-batch counts of the search together."""
     bound = min([cost.seconds, *(t.bound_seconds for t in search.tried if t.status != "infeasible")])
     gap = relative_gap(cost.seconds, bound)
-    optimal = all(t.status != "time limit" for t in search.tried)
+    optimal = gap < PROVED or all(t.status != "time limit" for t in search.tried)
     assert search.best is not None
     problem = search.best[0]
     shapes = dict.fromkeys(t.shape for t in search.tried)

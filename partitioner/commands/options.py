@@ -129,11 +129,11 @@ def settings(pairs: Sequence[str], flag: str = "--set") -> dict[str, str]:
 def pins(pairs: Sequence[str], strategy: str) -> dict[str, int] | dict[str, str]:
     """``["transformer.h.0.*=1"]`` -> ``{"transformer.h.0.*": 1}``; a glob may itself contain ``=``.
 
-    Of strategy "feature": ``["*.up_proj.weight=S0,R"]`` -> ``{"*.up_proj.weight": "S0 R"}``.
+    Of other strategies than "layer": ``["*.up_proj.weight=S0,R"]`` -> ``{"*.up_proj.weight": "S0 R"}``.
     """
     found: dict[str, str] = {}
     problems = []
-    what = "LAYOUT" if strategy == "feature" else "STAGE"
+    what = "STAGE" if strategy == "layer" else "LAYOUT"
     for pair in pairs:
         glob, _, text = pair.rpartition("=")
         text = text.replace(",", " ") if what == "LAYOUT" else str(int(text)) if _is_stage(text) else text
@@ -148,7 +148,7 @@ def pins(pairs: Sequence[str], strategy: str) -> dict[str, int] | dict[str, str]
         raise UsageError(
             "cannot read --pin", problems, [f"write --pin 'module.glob.*={what}', once per glob"]
         )
-    return found if strategy == "feature" else {glob: int(text) for glob, text in found.items()}
+    return found if what == "LAYOUT" else {glob: int(text) for glob, text in found.items()}
 
 
 def _is_stage(text: str) -> bool:

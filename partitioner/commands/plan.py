@@ -134,6 +134,7 @@ def plan(
     wanted.check()
     check_output(output)
     machines = ClusterSpec.parse(cluster)
+    wanted.check_mesh(machines)
     with progress(f"loading {model}"):
         workload = load_workload(model, settings=settings(set_), seq=seq, dtype=dtype)
     with progress(f"tracing {model}"):
@@ -148,7 +149,13 @@ def plan(
     return report(
         TimeLimitError(
             f"the search stopped after {time_limit:g} s with a plan that fits",
-            because=[f"it is within {percent(made.certificate.gap)} of the best its schedule can have"],
+            because=[
+                f"it is within {percent(made.certificate.gap)} of the best "
+                + ("its schedule" if made.strategy == "layer" else "any sharding")
+                + " can have"
+                if made.certificate.gap < 1
+                else "how far it is from the best was not found out in that time"
+            ],
             suggestions=["use the plan as it is, or search on with a larger --time-limit"],
         )
     )

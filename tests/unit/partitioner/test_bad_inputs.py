@@ -131,6 +131,134 @@ CLUSTERS: list[Case] = [
     ),
 ]
 
+SHARD = f"plan NET {GOOD} --strategy feature"
+
+SHARDINGS: list[Case] = [
+    (f"{SHARD} --pin nothing=S0", 2, ("cannot use these pins", "'nothing' matches no parameter, batch leaf")),
+    (f"{SHARD} --pin frist.weight=S0", 2, ("(there is first.weight",)),
+    (
+        f"{SHARD} --pin second.weight=S0",
+        2,
+        (
+            "error[usage]: no mesh allows these pins",
+            "on a mesh of 2: second.weight cannot be S0",
+            "sizes are (3, 8)",
+        ),
+    ),
+    (f"{SHARD} --pin first.weight=S5", 2, ("first.weight cannot be S5", "its sizes are (8, 4)")),
+    (f"{SHARD} --pin first.weight=P", 2, ("whole or split, never a part of a sum",)),
+    (f"{SHARD} --pin first.weight=Q", 2, ("cannot read the layout 'Q'", '"S0" on a mesh of one axis')),
+    (f"{SHARD} --pin first.weight=", 2, ("cannot read the layout ''", "because: it is empty")),
+    (f"{SHARD} --pin first.weight=S0,R", 2, ("cannot be S0 R", "the mesh has 1 axis", "mesh=")),
+    (
+        f"{SHARD} --pin first.weight=S0,R --mesh 2",
+        2,
+        (
+            "pin 'first.weight': 'S0 R' names 2 placements, the mesh has 1 axis",
+            "try: one placement per mesh axis",
+        ),
+    ),
+    (f"{SHARD} --pin first=S0 --pin first=S1", 2, ("'first' is pinned to layout S0 and to layout S1",)),
+    (
+        f"{SHARD} --pin first.weight=S0 --pin first.*=S1",
+        2,
+        ("first.weight", "'first.weight' (S0) and 'first.*' (S1)"),
+    ),
+    (f"{SHARD} --pin first", 2, ("cannot read --pin", "'first' is not GLOB=LAYOUT")),
+    (f"{SHARD} --mesh 3", 2, ("cannot use the mesh 3", "it has 3 devices, the cluster 2", "try: 2")),
+    (
+        "plan NET --cluster dgx-h100:8 --batch-size 8 --strategy feature --mesh 8x4",
+        2,
+        ("cannot use the mesh 8×4", "it has 32 devices, the cluster 64", "try: 64, 8x8, 4x16"),
+    ),
+    (f"{SHARD} --mesh 1x1x1x2", 2, ("it has 4 axes, expected 1 to 3",)),
+    (f"{SHARD} --mesh two", 2, ("cannot read --mesh", "'two' is not sizes such as 8x4")),
+    (
+        f"{SHARD} --microbatches 3",
+        2,
+        (
+            "cannot train Net feature-wise on 8 samples in 3 micro-batches",
+            "because: its micro-batches have equally many samples, and 3 does not divide 8",
+            "try: 1 or 2 or 4 micro-batches",
+        ),
+    ),
+    (
+        f"{SHARD} --schedule gpipe --min-stages 2 --max-stages 2 --recompute full",
+        2,
+        (
+            "error[usage]: cannot plan with these options",
+            "because: schedule='gpipe' is about stages",
+            "because: min_stages=2 is about stages",
+            "because: max_stages=2 is about stages",
+            "because: recompute='full' is about stages",
+        ),
+    ),
+    (f"plan NET {GOOD} --mesh 2", 2, ('mesh= arranges the devices of strategy "feature"',)),
+    (f"plan NET {GOOD} --pin first=S0", 2, ("the stage 'S0' is not a number",)),
+    (
+        f"plan NET {GOOD} --strategy auto --pin first=0 --pin second.weight=S0",
+        2,
+        (
+            'pin \'first\': give the strategy as well, "layer" for stages or "feature" for layouts',
+            "pin 'second.weight': give",
+        ),
+    ),
+    (
+        "plan NET --cluster small.yaml --batch-size 8 --strategy feature",
+        4,
+        (
+            "error[infeasible]: Net does not fit feature-wise on small",
+            "because: rank 0 (H100-80GB) has 1.00 MiB, and every sharding needs",
+            "because: parameters, gradients and adamw state are",
+            "or more devices of this size, or an optimizer with less state",
+            'try: strategy "layer"',
+        ),
+    ),
+    (
+        "plan NET --cluster small.yaml --batch-size 8 --strategy auto",
+        4,
+        (
+            "error[infeasible]: Net fits small by no strategy",
+            "because: layer-wise: ",
+            "because: feature-wise: ",
+        ),
+    ),
+    (
+        "explain PLAN nosuch",
+        2,
+        ("there is no op 'nosuch' to explain", "parameters and modules are known with the model"),
+    ),
+    (
+        "explain PLAN frist --model NET",
+        2,
+        ("there is no op, parameter or module 'frist'", "did you mean first"),
+    ),
+    ("explain missing.json linear", 2, ("error[plan]: cannot read the plan missing.json",)),
+    ("explain PLAN", 2, ("cannot read the command line", "NAME requires an argument")),
+    ("explain sharded.json linear", 2, ("cannot explain linear without the model", "`--model`")),
+    (
+        "explain sharded.json lienar --model NET",
+        2,
+        ("there is no op, parameter or input 'lienar'", "did you mean linear"),
+    ),
+    (
+        "explain sharded.json first --model NET",
+        2,
+        ("'first' is a module of 3 ops and parameters", "explain linear"),
+    ),
+    ("explain sharded.json linear --model NET --set width=10", 2, ("the plan for Net does not fit Net",)),
+    ("explain wrongway.json linear --model NET", 2, ("runs 1 ops in ways that would give other numbers",)),
+    ("verify wrongway.json NET", 2, ("runs 1 ops in ways that would give other numbers",)),
+    ("graph NET --rank 0", 2, ("cannot draw what rank 0 runs", "no plan was given", "--plan PLAN")),
+    (
+        "graph NET --plan sharded.json --rank 2",
+        2,
+        ("there is no graph of rank 2", "the plan uses 2 devices: 0-1"),
+    ),
+    ("graph NET --format text", 2, ("cannot draw this as text", "--rank N")),
+    ("graph PLAN --rank 0", 2, ("cannot draw the plan plan.json with --rank",)),
+]
+
 MODELS: list[Case] = [
     ("gpt5", 2, ("error[usage]: there is no model 'gpt5'", "try: gpt2?", "bundled models: gpt2 llama-1b")),
     ("WORKLOADS", 2, ("there is no model", "bad_workloads.py:FACTORY, naming a function in that file")),
@@ -202,6 +330,7 @@ CASES = [
     *((f"plan NET --cluster {name} --batch-size 8", code, texts) for name, code, texts in CLUSTERS),
     *((f"plan {name} {GOOD}", code, texts) for name, code, texts in MODELS),
     *PLANS,
+    *SHARDINGS,
 ]
 
 
@@ -220,6 +349,10 @@ def files(folder: Path) -> None:
     (folder / "script.py").write_text("import sys; sys.exit('usage: me')")
     plan = partition(net(), ClusterSpec.local(2), batch_size=8).to_dict()
     (folder / "plan.json").write_text(json.dumps(plan))
+    sharded = partition(net(), ClusterSpec.local(2), batch_size=8, strategy="feature").to_dict()
+    (folder / "sharded.json").write_text(json.dumps(sharded))
+    sharded["stages"][0]["sharding"]["choices"]["linear"] = ["S0 S0 R -> S0"]
+    (folder / "wrongway.json").write_text(json.dumps(sharded))
     (folder / "cluster.json").write_text(json.dumps(plan["cluster"]))
     (folder / "future.json").write_text(json.dumps({**plan, "schema_version": 2}))
     (folder / "edited.json").write_text(json.dumps({**plan, "batch_size": 0}))
