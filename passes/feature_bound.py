@@ -70,7 +70,7 @@ class _Edge:
     def collect(self, *, at_producer: bool) -> _End:
         """Move what the edge is sure to cost into the message to one end."""
         end = self.producer if at_producer else self.reader
-        least = self.slack.min(axis=1 if at_producer else 0)
+        least = np.minimum.reduce(self.slack, axis=1 if at_producer else 0)
         self.send(least, at_producer=at_producer)
         return end
 
@@ -266,7 +266,7 @@ class DualBound:
             rest = bound - float(total.min())
             for edge, makes in self.at[unit]:
                 end = edge.producer if makes else edge.reader
-                total = total + edge.slack.min(axis=1 if makes else 0)[end.code]
+                total = total + np.minimum.reduce(edge.slack, axis=1 if makes else 0)[end.code]
                 rest -= float(edge.slack.min())
             found.append(rest + total <= known_seconds)
         return found
