@@ -142,8 +142,11 @@ def run_shards(
     target, args, kwargs = local_op(trial.node, choices, mesh_shape)
     op = trial.call if target is trial.node.target else target
     meeting = Meeting(mesh_shape)
+    checked = target is trial.node.target and _has_meta(trial)
 
     def on_rank(rank: Rank) -> RankResult:
+        if checked:
+            _on_meta(op, trial.node, [shard[rank] for shard in shards], args, kwargs)
         leaves = _leaves([shard[rank] for shard in shards], frozen)
         outputs = _run(_local_call(op, choices, rank, meeting), trial.node, leaves, args, kwargs)
         if not backward:
@@ -159,6 +162,22 @@ def run_shards(
     ranks = list(itertools.product(*map(range, mesh_shape)))
     results = on_all(on_rank, ranks, meeting if any(c.local for c in choices) else None)
     return dict(zip(ranks, results, strict=True))
+
+
+def _has_meta(trial: Trial) -> bool:
+    """Whether the op's shapes can be checked without running it."""
+    try:
+        _on_meta(trial.call, trial.node, trial.values, trial.node.args, trial.node.kwargs)
+    except Exception:  # noqa: BLE001 an unknown op may raise anything
+        return False
+    return True
+
+
+def _on_meta(
+    call: Callable[..., Any], node: fx.Node, values: Sequence[Tensor], args: Any, kwargs: Any
+) -> None:
+    """Raise for shapes that do not fit. Some kernels (``_weight_norm``) do not look, and write beyond what is theirs."""
+    _run(call, node, [torch.empty_like(value, device="meta") for value in values], args, kwargs)
 
 
 def gradient_of(placement: Placement) -> Placement:

@@ -141,6 +141,12 @@ def test_arguments_that_mean_something_else_with_new_sizes_are_not_trusted() -> 
     assert "S1 -> S1 S1 S1" in texts(all_valid_choices(thirds))
 
 
+def test_a_kernel_that_does_not_look_at_shapes_is_not_run_on_what_does_not_fit() -> None:
+    """With a part of one operand and all of the other this one writes beyond its result: the process aborts."""
+    node = node_of(aten._weight_norm.default, torch.randn(6, 6), torch.randn(6, 1))
+    assert texts(all_valid_choices(node)) == {"R R -> R", "R~ P -> P", "S0 S0 -> S0"}
+
+
 def test_the_users_random_numbers_are_left_alone() -> None:
     torch.manual_seed(7)
     wanted = torch.rand(3)
