@@ -46,7 +46,10 @@ def _stages(plan: Plan, world: int) -> Iterator[str]:
             yield f"stages[{index}].devices: there is none"
         elif stage.sharding is None and len(stage.devices) != 1:
             yield f"stages[{index}].devices: a stage without sharding has one device, not {len(stage.devices)}"
+        elif len(set(stage.devices)) < len(stage.devices):
+            yield f"stages[{index}].devices: {list(stage.devices)} names a rank twice"
         elif stage.sharding is not None:
+            yield from _samples(plan, f"stages[{index}].sharding", stage.sharding.samples_multiple)
             yield from contradictions(
                 f"stages[{index}].sharding", stage.sharding, stage.devices, set(stage.ops)
             )
@@ -62,6 +65,15 @@ def _stages(plan: Plan, world: int) -> Iterator[str]:
                 yield f"placements.{op}: {list(placed)}, but stages[{index}].devices is {list(stage.devices)}"
     for op in sorted(set(seen) ^ set(plan.placements)):
         yield f"placements.{op}: is missing" if op in seen else f"placements.{op}: no stage holds this op"
+
+
+def _samples(plan: Plan, where: str, multiple: int) -> Iterator[str]:
+    """Whether the batch can be cut as the stage's devices take it."""
+    if plan.batch_size % (plan.microbatches * multiple):
+        yield (
+            f"{where}.samples_multiple: {plan.batch_size} samples in {plan.microbatches} micro-batches are no "
+            f"multiples of {multiple} each"
+        )
 
 
 def _values(plan: Plan, world: int) -> Iterator[str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
@@ -13,6 +14,7 @@ from cost_models.layout import Mesh
 from partitioner.plan_record import Count, Record, Seconds
 from passes.sharding import Choice, FeaturePlacement
 from passes.sharding_text import choice_text, placements_text, read_choice, read_placements
+from runtime.local_calls import JOINT
 
 MOST_AXES = 3
 
@@ -146,6 +148,9 @@ def contradictions(
         yield f"{where}.axes: {count} axes, expected 1 to {MOST_AXES}"
     elif math.prod(sharding.axes.values()) != len(devices):
         yield f"{where}.axes: {'×'.join(map(str, sharding.axes.values()))} is not {len(devices)} devices"
+    for name in sharding.axes:
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", name):
+            yield f"{where}.axes: {name!r} is no name of an axis, such as inner"
     for op, ways in sharding.choices.items():
         if op not in ops:
             yield f"{where}.choices.{op}: the stage does not run this op"
@@ -155,15 +160,20 @@ def contradictions(
         for name, text in getattr(sharding, field).items():
             if len(text.split()) != count:
                 yield f"{where}.{field}.{name}: {text!r} does not name {count} placements, one per axis"
-    known = set(sharding.axes)
+            elif "P" in text.split():
+                yield f"{where}.{field}.{name}: {text!r}: what is kept or given is whole or split, no part of a sum"
     for index, item in enumerate(sharding.collectives):
-        if not known.issuperset(item.axis.split("+")):
+        if not _are_axes(sharding, item.axis.split(JOINT)):
             yield f"{where}.collectives[{index}].axis: {item.axis!r} is no axis of the mesh"
     for index, summed in enumerate(sharding.sums):
-        if not known.issuperset(summed.axes) or not summed.axes:
+        if not _are_axes(sharding, summed.axes):
             yield f"{where}.sums[{index}].axes: {list(summed.axes)} are no axes of the mesh"
         if len(summed.size_bytes) != len(summed.parameters):
             yield f"{where}.sums[{index}].size_bytes: not one per parameter"
     for index, gather in enumerate(sharding.gathers):
-        if gather.axis not in known:
+        if gather.axis not in sharding.axes:
             yield f"{where}.gathers[{index}].axis: {gather.axis!r} is no axis of the mesh"
+
+
+def _are_axes(sharding: StageSharding, names: Sequence[str]) -> bool:
+    return bool(names) and len(set(names)) == len(names) and sharding.axes.keys() >= set(names)

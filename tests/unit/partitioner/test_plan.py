@@ -17,15 +17,19 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, PlanError
 from cost_models.precision import Precision
 from partitioner.plan import Plan
-from tests.unit.partitioner.made_plans import made_plan
+from tests.unit.partitioner.made_plans import made_plan, made_sharded_plan
 
 PLAN = made_plan(ClusterSpec.parse("A100-40GB:2"))
 DATA: dict[str, Any] = json.loads(PLAN.model_dump_json())
 
 
-def changed(path: str, value: Any) -> str:
+SHARDED = made_sharded_plan(ClusterSpec.parse("A100-40GB:4"), {"outer": 2, "inner": 2}, layers=2)
+SHARDED_DATA: dict[str, Any] = json.loads(SHARDED.model_dump_json())
+
+
+def changed(path: str, value: Any, plan: dict[str, Any] = DATA) -> str:
     """The plan's JSON with one entry replaced: "stages.0.ops"."""
-    data = json.loads(json.dumps(DATA))
+    data = json.loads(json.dumps(plan))
     target = data
     *parents, last = path.split(".")
     for key in parents:
@@ -45,6 +49,8 @@ def test_a_saved_plan_loads_as_the_same_plan(tmp_path: Path) -> None:
         assert loaded == plan
         assert str(loaded) == str(plan)
         assert loaded.diff(plan) == ""
+    SHARDED.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == SHARDED
 
 
 def test_the_file_has_every_documented_field() -> None:
@@ -161,6 +167,75 @@ def test_a_damaged_plan_is_refused_with_the_key(path: str, value: Any, message: 
     assert str(caught.value).startswith("error[plan]: plan.json is")
 
 
+SHARDING = "stages.0.sharding"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("stages.0.sharding", None, "stages: a feature-wise plan has one, with a sharding"),
+        ("strategy", "layer", "stages: a layer-wise plan has none with a sharding"),
+        ("stages.0.devices", [0, 1, 2], "stages[0].sharding.axes: 2×2 is not 3 devices"),
+        ("stages.0.devices", [0, 1, 2, 2], "stages[0].devices: [0, 1, 2, 2] names a rank twice"),
+        ("stages.0.devices", [0, 1, 2, 9], "stages[0].devices: rank 9 is not in the cluster of 4"),
+        ("microbatches", 3, "samples_multiple: 64 samples in 3 micro-batches are no multiples of 2 each"),
+        (
+            f"{SHARDING}.samples_multiple",
+            5,
+            "samples_multiple: 64 samples in 2 micro-batches are no multiples of 5",
+        ),
+        (f"{SHARDING}.samples_multiple", 0, "samples_multiple: input should be greater than or equal to 1"),
+        (f"{SHARDING}.axes", {}, "axes: 0 axes, expected 1 to 3"),
+        (f"{SHARDING}.axes", {"a": 4}, "choices.op0: 2 choices for 1 axes"),
+        (f"{SHARDING}.axes", {"a": 1, "b": 2, "c": 2, "d": 1}, "axes: 4 axes, expected 1 to 3"),
+        (
+            f"{SHARDING}.axes",
+            {"outer": 4, "inner": 0},
+            "axes.inner: input should be greater than or equal to 1",
+        ),
+        (f"{SHARDING}.axes", {"outer": 2, "in+ner": 2}, "axes: 'in+ner' is no name of an axis"),
+        (f"{SHARDING}.choices.op0", ["S0 -> S0"], "choices.op0: 1 choices for 2 axes"),
+        (f"{SHARDING}.choices.op0", ["S0 S0", "R"], "choices.op0[0]: 'S0 S0' is no choice such as"),
+        (
+            f"{SHARDING}.choices.op0",
+            ["Q -> R", "R -> R"],
+            "choices.op0[0]: 'Q' is not R, P, or S and a dimension",
+        ),
+        (f"{SHARDING}.choices.ghost", ["R -> R", "R -> R"], "choices.ghost: the stage does not run this op"),
+        (f"{SHARDING}.stored", {"w": "S0"}, "stored.w: 'S0' does not name 2 placements, one per axis"),
+        (f"{SHARDING}.stored", {"w": "S0 S99"}, "stored.w: 'S99' is not R, P, or S and a dimension"),
+        (f"{SHARDING}.stored", {"w": "P R"}, "stored.w: 'P R': what is kept or given is whole or split"),
+        (f"{SHARDING}.state", {"w": "R R R"}, "state.w: 'R R R' does not name 2 placements"),
+        (f"{SHARDING}.batch", {"ids": "P P"}, "batch.ids: 'P P': what is kept or given is whole or split"),
+        (
+            f"{SHARDING}.collectives.0.axis",
+            "sideways",
+            "collectives[0].axis: 'sideways' is no axis of the mesh",
+        ),
+        (f"{SHARDING}.collectives.0.axis", "inner+inner", "collectives[0].axis: 'inner+inner' is no axis"),
+        (f"{SHARDING}.collectives.0.kind", "broadcast", "collectives[0].kind: input should be 'all_reduce'"),
+        (
+            f"{SHARDING}.collectives.0.sent_bytes",
+            -1.0,
+            "collectives[0].sent_bytes: input should be greater than",
+        ),
+        (f"{SHARDING}.sums.0.axes", [], "sums[0].axes: [] are no axes of the mesh"),
+        (f"{SHARDING}.sums.0.size_bytes", [1], "sums[0].size_bytes: not one per parameter"),
+        (f"{SHARDING}.gathers.0.axis", "up", "gathers[0].axis: 'up' is no axis of the mesh"),
+        (
+            f"{SHARDING}.replicated_matmul_share",
+            1.5,
+            "replicated_matmul_share: input should be less than or equal",
+        ),
+        (f"{SHARDING}.layouts.0.stored", "X", "layouts[0].stored: 'X' is not R, P, or S and a dimension"),
+    ],
+)
+def test_a_damaged_sharding_is_refused_with_the_key(path: str, value: Any, message: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(changed(path, value, SHARDED_DATA), source="plan.json")
+    assert message in str(caught.value)
+
+
 @pytest.mark.parametrize("key", [key for key in DATA if key != "schema_version"])
 def test_a_missing_key_is_named(key: str) -> None:
     text = json.dumps({k: v for k, v in DATA.items() if k != key})
@@ -244,16 +319,18 @@ def test_whatever_stands_at_a_key_the_outcome_is_a_plan_or_a_plan_error(key: str
 def test_whatever_stands_deeper_the_outcome_is_a_plan_that_works_or_an_error_of_ours(
     data: st.DataObject,
 ) -> None:
-    path, target = [], DATA
+    plan = data.draw(st.sampled_from([DATA, SHARDED_DATA]))
+    path: list[str] = []
+    target = plan
     while isinstance(target, dict | list) and target and (not path or data.draw(st.integers(0, 3))):
         key = data.draw(st.sampled_from(sorted(target) if isinstance(target, dict) else range(len(target))))
         path.append(str(key))
         target = target[key]
-    parent = DATA
+    parent = plan
     for key in path[:-1]:
         parent = parent[int(key)] if isinstance(parent, list) else parent[key]
     if isinstance(parent, list):
         path = path[:-1]
     if not path or path == ["schema_version"]:
         return
-    use(changed(".".join(path), data.draw(JSON)))
+    use(changed(".".join(path), data.draw(JSON), plan))
