@@ -98,10 +98,7 @@ def materialize(
             if stored:
                 result[name] = _read(name, stored, known, device, (wider or {}).get(name), block)
             else:
-                value = source.value(name)
-                format_ = torch.preserve_format if block is None else torch.contiguous_format
-                own = value if block is None else block.of(value)
-                result[name] = own.to(device, source.dtype(name, value), copy=True, memory_format=format_)
+                result[name] = source.copied(name, block, device)
         except _NoValueError as error:
             problems.append(str(error))
         source.forget(name)
@@ -171,11 +168,14 @@ class _Source:
         self._initialized: dict[str, nn.Module] = {}
         self._left = Counter(self._owner(name) for name in wanted)
 
-    def dtype(self, name: str, value: Tensor) -> torch.dtype:
-        """The type that the model has ``name`` in; that of ``value`` where there is no model."""
-        canonical = self._known.canonical(name)
+    def copied(self, name: str, block: Block | None, device: torch.device | str) -> Tensor:
+        """The value of ``name``, or a block of it, in memory of its own and in the type that the model has it in."""
+        value, canonical = self.value(name), self._known.canonical(name)
         spec = self._known.parameters.get(canonical) or self._known.buffers.get(canonical)
-        return value.dtype if spec is None else spec.dtype
+        dtype = value.dtype if spec is None else spec.dtype
+        if block is None:
+            return value.to(device, dtype, copy=True)
+        return block.of(value).to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
     def forget(self, name: str) -> None:
         """``name`` has its value: what was made for its submodule goes with the last of them."""
@@ -240,7 +240,7 @@ class _Source:
         if owner not in self._initialized:
             self._initialized[owner] = _initialize(module, self._init_fn, self._seed_of(owner))
         value = _own_tensor(self._initialized[owner], attribute)
-        if value is None or (value.is_floating_point() and value.numel() and bool(value.isnan().all())):
+        if value is None or _is_unset(value):
             raise _NoValueError(f"{name} {', '.join(why)}, and init_fn leaves it unset")
         return value.detach()
 
@@ -322,6 +322,12 @@ def _initialize(module: nn.Module, init_fn: InitFunction, seed: int) -> nn.Modul
         torch.manual_seed(seed)
         init_fn(twin)
     return twin
+
+
+def _is_unset(value: Tensor) -> bool:
+    if not value.is_floating_point() or not value.numel():
+        return False
+    return bool(value[(0,) * value.dim()].isnan()) and bool(value.isnan().all())
 
 
 def _unset(tensor: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from cost_models.errors import ModelError
 from partitioner.hf_models import build
 from passes.init_state import materialize
 from passes.names import state_names
+from runtime.sharding import Block
 from tests.unit.passes.traced_models import small
 
 
@@ -147,3 +150,55 @@ def test_names_that_the_model_does_not_have_are_refused_and_missing_ones_warned_
     assert [record.getMessage() for record in caplog.records] == [
         "state_dict= lacks bias: what the model or init_fn has there is trained on"
     ]
+
+
+def test_blocks_are_cut_out_of_what_the_model_a_state_dict_and_init_fn_have() -> None:
+    blocks = {
+        "0.weight": Block((2, 0), (2, 3)),
+        "1.weight": Block((0, 1), (5, 2)),
+        "1.bias": Block((4,), (1,)),
+    }
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+
+    real = make()
+    for given in (
+        {"model": real},
+        {"model": make(), "state_dict": {n: t.double() for n, t in real.state_dict().items()}},
+    ):
+        found = materialize(every_name(real), blocks=blocks, **given)
+        for name, whole in real.state_dict().items():
+            expected = blocks[name].of(whole) if name in blocks else whole
+            assert torch.equal(found[name], expected)
+            assert found[name].dtype == whole.dtype
+            assert found[name].is_contiguous()
+            assert found[name].untyped_storage().nbytes() == expected.numel() * 4, "no view of the whole"
+    with torch.device("meta"):
+        absent = make()
+
+    def fill(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            nn.init.normal_(parameter)
+
+    whole = materialize(every_name(absent), model=absent, init_fn=fill)
+    parts = materialize(every_name(absent), model=absent, init_fn=fill, blocks=blocks)
+    for name, block in blocks.items():
+        assert torch.equal(parts[name], block.of(whole[name])), "the numbers of the whole"
+
+
+def test_a_drawn_submodule_is_there_for_as_long_as_one_of_its_names_is_asked_for() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    alive: list[weakref.ref[nn.Module]] = []
+    most = 0
+
+    def fill(module: nn.Module) -> None:
+        nonlocal most
+        alive.append(weakref.ref(module))
+        most = max(most, sum(ref() is not None for ref in alive))
+        for parameter in module.parameters(recurse=False):
+            nn.init.ones_(parameter)
+
+    materialize(every_name(model), model=model, init_fn=fill)
+    assert (len(alive), most) == (4, 1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 import zlib
+from io import FileIO
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from cost_models.errors import CheckpointError
 from runtime import safetensors_file
-from runtime.safetensors_file import DTYPES, read_header, write_file
+from runtime.safetensors_file import DTYPES, StoredTensor, read_header, write_file
+from runtime.sharding import Block
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -78,6 +81,49 @@ def test_other_types_strides_and_rows(
     rows = torch.empty(2, 3)
     stored.read_into(rows, first_row=2)
     assert torch.equal(rows, value[2:4])
+
+
+@pytest.mark.parametrize("short_bytes", [0, 10**6])
+@pytest.mark.parametrize("chunk_bytes", [16, 2**20])
+def test_blocks(tmp_path: Path, short_bytes: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block of tensors of four ranks, runs sought one by one or read with the rest of their rows."""
+    monkeypatch.setattr(safetensors_file, "_SHORT_RUN_BYTES", short_bytes)
+    monkeypatch.setattr(safetensors_file, "CHUNK_BYTES", chunk_bytes)
+    made = {
+        "0": torch.tensor(5.0),
+        "1": torch.arange(4.0),
+        "2": torch.randn(4, 6),
+        "3": torch.randn(2, 4, 3),
+        "4": torch.randn(2, 2, 2, 4),
+    }
+    write(tmp_path / "f", made)
+    for name, stored in read_header(tmp_path / "f").items():
+        value = made[name]
+        halves = [[(0, n), (0, n // 2), (n // 2, n - n // 2)] for n in value.shape]
+        for picked in itertools.product(*halves):
+            block = Block(tuple(start for start, _ in picked), tuple(length for _, length in picked))
+            for dtype in (torch.float32, torch.float64):
+                target = torch.full(block.shape, torch.nan, dtype=dtype)
+                stored.read_block(target, block.offsets)
+                assert torch.equal(target, block.of(value).to(dtype)), (name, picked)
+    turned = torch.empty(2, 4).T
+    read_header(tmp_path / "f")["2"].read_block(turned, (0, 3))
+    assert torch.equal(turned, made["2"][:, 3:5])
+
+
+def test_a_block_reads_hardly_more_than_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "f", {"v": torch.randn(8, 4096)})
+    read: list[int] = []
+    fill = safetensors_file._fill
+
+    def counted(file: FileIO, into: memoryview, stored: StoredTensor) -> None:
+        read.append(len(into))
+        fill(file, into, stored)
+
+    stored = read_header(tmp_path / "f")["v"]
+    monkeypatch.setattr(safetensors_file, "_fill", counted)
+    stored.read_block(torch.empty(8, 2048), (0, 2048))
+    assert sum(read) == 8 * 2048 * 4
 
 
 def test_conjugated_numbers_are_stored_as_they_are_read(tmp_path: Path) -> None:
