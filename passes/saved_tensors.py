@@ -32,6 +32,7 @@ from cost_models.attention import (
 from cost_models.compute import OpClass, OpWork
 from passes.count_kernels import KernelCounter, KernelCounts
 from passes.signatures import Signature, called, concrete, concrete_arguments
+from runtime.bridges import is_bridge
 from runtime.segment_code import TensorSpec
 
 logger = logging.getLogger("partitioner")
@@ -129,6 +130,8 @@ class _Run:
                 total, weight = self._backward(outputs, leaves)
             structure, storage_bytes = self._storages(operands, outputs, saved, backend)
             output_bytes = sum(t.numel() * t.dtype.itemsize for t in outputs)
+        if is_bridge(self._signature.exemplar):  # its work is the collective's (``passes.shard_costs``)
+            return OpProfile(structure, OpWork(), output_bytes, storage_bytes)
         work = OpWork(
             forward.flops,
             total.flops - weight.flops,

@@ -6,6 +6,7 @@ Each rule is a function that yields faults; all rules run, and all faults are re
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -327,6 +328,9 @@ def _tied_summed(facts: _Facts) -> Iterator[Fault]:
         if facts.training and len(set(ranks)) > 1
     }
     seen: dict[tuple[int, str, tuple[int, ...]], Place] = {}
+    taking_part: dict[ReduceGradients, set[int]] = defaultdict(set)
+    for (rank, _), reduction in facts.reductions:
+        taking_part[reduction].add(rank)
     for place, reduction in facts.reductions:
         rank, index = place
         if rank not in reduction.ranks:
@@ -340,8 +344,9 @@ def _tied_summed(facts: _Facts) -> Iterator[Fault]:
             seen[rank, parameter, over] = place
         if index < facts.last_backward.get(rank, -1):
             yield Fault(f"{facts.text(place)} sums before {facts.text((rank, facts.last_backward[rank]))}")
+        present = taking_part[reduction]
         for other in reduction.ranks:
-            if not any(p[0] == other and r == reduction for p, r in facts.reductions):
+            if other not in present:
                 yield Fault(f"{facts.text(place)} waits for rank {other}, which does not take part", True)
     for parameter, ranks, _ in sorted(wanted):
         for rank in ranks:
