@@ -344,10 +344,8 @@ def _tied_summed(facts: _Facts) -> Iterator[Fault]:
             seen[rank, parameter, over] = place
         if index < facts.last_backward.get(rank, -1):
             yield Fault(f"{facts.text(place)} sums before {facts.text((rank, facts.last_backward[rank]))}")
-        present = taking_part[reduction]
-        for other in reduction.ranks:
-            if other not in present:
-                yield Fault(f"{facts.text(place)} waits for rank {other}, which does not take part", True)
+        for other in (r for r in reduction.ranks if r not in taking_part[reduction]):
+            yield Fault(f"{facts.text(place)} waits for rank {other}, which does not take part", True)
     for parameter, ranks, _ in sorted(wanted):
         for rank in ranks:
             if (rank, parameter, ranks) not in seen:
