@@ -102,7 +102,9 @@ class _Bridge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
-        return gradient if ctx.back is None else ctx.back(gradient), None, None
+        if ctx.back is None:
+            return gradient, None, None
+        return ctx.back(gradient.to_dense() if gradient.is_sparse else gradient), None, None
 
 
 class Reuse:

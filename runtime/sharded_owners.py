@@ -76,7 +76,8 @@ class ShardedOwners:
             elif leaf.grad is None:
                 owner.grad = None
             else:
-                owner.grad = sharding.part(leaf.grad, self._state.rank).clone(
+                dense = leaf.grad.to_dense() if leaf.grad.is_sparse else leaf.grad
+                owner.grad = sharding.part(dense, self._state.rank).clone(
                     memory_format=torch.contiguous_format
                 )
             leaf.grad = None

@@ -20,6 +20,7 @@ from passes.segment import Segmentation
 from runtime import bridges
 from runtime.launch import WorkerPool
 from runtime.segment_code import SegmentCode
+from tests.distributed import test_odd_models as odd
 from tests.distributed.sharded_models import Gpt, gpt_batch
 
 loaded = cache(load)
@@ -45,6 +46,36 @@ def test_a_real_model_computes_what_it_computed(
     report.raise_if_different()
     assert report.mesh == mesh
     assert report.compared["gradient"] > 10
+
+
+@pytest.mark.parametrize(
+    ("make", "pattern"),
+    [
+        (odd.sparse_embedding_everywhere, "zero1"),
+        (odd.sparse_embedding_everywhere, "zero3"),
+        (odd.shared_batch_norm, "data"),
+        (odd.weight_norm_of_old, "zero3"),
+        (odd.complex_parameter_everywhere, "data"),
+        (odd.a_queue_a_pointer_and_an_average, "column_row"),
+        (odd.one_buffer_in_two_modules, "zero1"),
+    ],
+)
+def test_an_odd_model_computes_what_it_computed(
+    make: Callable[[], Workload], pattern: str, pool: WorkerPool
+) -> None:
+    torch.manual_seed(0)
+    workload = make()
+    plan = partition(
+        workload,
+        ClusterSpec.local(2),
+        batch_size=8,
+        microbatches=2,
+        strategy="feature",
+        mesh=(2,),
+        pins={"*": pattern},
+        optimizer_memory="sgd",
+    )
+    plan.verify(workload, pool=pool).raise_if_different()
 
 
 @cache
