@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError
-from cost_models.units import format_seconds
-from partitioner.describe import describe
+from partitioner.describe import NOT_CONSIDERED, describe
 from partitioner.plan import Alternative, Plan
+from partitioner.report.text import percent
 from passes.compile import Request, compile_graph
 from passes.graph import OpGraph
 from passes.place_features import FeatureRequest
@@ -32,7 +32,7 @@ def best_plan(graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request])
             [way for error in failures.values() for way in error.suggestions],
         )
     best = min(plans, key=lambda plan: plan.prediction.step_seconds)
-    others = [_alternative(plan) for plan in plans if plan is not best]
+    others = [_alternative(plan, best) for plan in plans if plan is not best]
     others += [
         Alternative(
             strategy=f"{name}-wise",
@@ -43,7 +43,9 @@ def best_plan(graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request])
         )
         for name, error in failures.items()
     ]
-    return best.model_copy(update={"alternatives": (*others, *best.alternatives)})
+    return best.model_copy(
+        update={"alternatives": (*others, *best.alternatives), "not_considered": NOT_CONSIDERED["auto"]}
+    )
 
 
 def strategy_of(request: Request) -> str:
@@ -55,12 +57,12 @@ def _plan(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Plan:
     return describe(graph, cluster, request, compile_graph(graph, cluster, request))
 
 
-def _alternative(plan: Plan) -> Alternative:
-    slower = format_seconds(plan.prediction.step_seconds)
+def _alternative(plan: Plan, best: Plan) -> Alternative:
+    slower = plan.prediction.step_seconds / best.prediction.step_seconds - 1
     return Alternative(
         strategy=f"{plan.strategy}-wise, the best found",
         feasible=True,
-        reason=f"simulated: {slower} a step",
+        reason=f"{percent(slower)} slower",
         step_seconds=plan.prediction.step_seconds,
         peak_memory_bytes=max(plan.prediction.peak_memory_bytes.values()),
     )

@@ -28,11 +28,12 @@ from partitioner.plan import (
     TiedParameter,
     Transfer,
 )
-from partitioner.report.text import counted
+from partitioner.report.text import counted, percent
 from passes.baselines import Baseline, data_parallel, one_device
 from passes.check_precision import dominant_dtype, precision_notes
 from passes.compile import Compiled, Request
 from passes.graph import OpGraph
+from passes.place_features import FeatureResult, Tried
 from passes.place_layers import LayerRequest, RunnerUp
 from passes.placed import Placed
 from passes.summarize import state_names_of_segments
@@ -41,6 +42,7 @@ from runtime.program import Backward, BackwardWeight, Forward, Program, SegmentG
 NOT_CONSIDERED = {
     "layer": ("data parallelism", "tensor parallelism", "ZeRO sharding"),
     "feature": ("pipeline stages", "recomputing activations", "overlap of communication with computing"),
+    "auto": ("pipeline stages that are sharded inside", "recomputing activations of shards"),
 }
 """What a strategy does not look at; an expert should hear it from the plan itself."""
 MOST_RUNNER_UPS = 5
@@ -295,7 +297,45 @@ def _alternatives(
         )
         for entry in distinct_runner_ups(compiled.placed.runner_ups)
     ]
+    if isinstance(compiled.placed.search, FeatureResult):
+        others += _other_meshes(compiled.placed.search)
     return tuple(others)
+
+
+def _other_meshes(search: FeatureResult) -> list[Alternative]:
+    """The best of each other mesh and number of micro-batches, as far as the search looked: by its own count of seconds."""
+    chosen = (search.placement.mesh.shape, search.placement.microbatches)
+    own = search.cost.seconds
+    best: dict[tuple[tuple[int, ...], int], Tried] = {}
+    for tried in sorted(search.tried, key=_at_least):
+        best.setdefault((tried.shape, tried.microbatches), tried)
+    best.pop(chosen, None)
+    return [
+        Alternative(
+            strategy=f"mesh {'×'.join(map(str, shape))}, {counted(count, 'micro-batch')}",
+            feasible=tried.status != "infeasible",
+            reason=_why_not(tried, own),
+            step_seconds=None,
+            peak_memory_bytes=None,
+        )
+        for (shape, count), tried in list(best.items())[:MOST_RUNNER_UPS]
+    ]
+
+
+def _at_least(tried: Tried) -> float:
+    """Seconds that its best choice takes, or no less than."""
+    return tried.seconds if math.isfinite(tried.seconds) else tried.bound_seconds
+
+
+def _why_not(tried: Tried, own_seconds: float) -> str:
+    if tried.status == "infeasible":
+        return "does not fit (proved)"
+    slower = max(0.0, _at_least(tried) / own_seconds - 1)
+    if tried.status == "time limit":
+        return "not searched to the end"
+    return (
+        f"{'' if math.isfinite(tried.seconds) else 'at least '}{percent(slower)} slower by the search's count"
+    )
 
 
 def _baseline(baseline: Baseline, where: str) -> Alternative:
