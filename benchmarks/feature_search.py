@@ -2,8 +2,9 @@
 
     python -m benchmarks.feature_search [--models llama-8b …] [--batches 64 …] [--nodes 8] [--seq 8192] [--limit SECONDS]
 
-Every model is traced without weights in a process of its own, so that its peak memory is its own; ``search`` includes the
-mesh shape and the number of micro-batches; CPU seconds beside it tell how busy the machine was. Where a model does not fit, the row says so: that was proved.
+Every model is traced without weights in a process of its own, so that its peak memory is its own. ``search`` includes the
+mesh shape and the number of micro-batches; its CPU seconds beside it tell how busy the machine was. Where a model does not
+fit, the row says so: that was proved.
 """
 
 from __future__ import annotations

@@ -11,12 +11,16 @@ from torch import nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
-from cost_models.layout import Replicate, Shard
+from cost_models.layout import Mesh, Replicate, Shard
 from examples.alexnet import alexnet
 from passes.compile import costs_of
+from passes.costs import example_sizes
+from passes.feature_local import local_cost
 from passes.feature_meshes import meshes
-from passes.graph import OpGraph
+from passes.graph import OpGraph, tensor_specs
 from passes.place_features import FeatureRequest, FeatureResult, place_features
+from passes.shard_rules import choices
+from passes.sharding import operands
 from passes.trace import trace
 from tests.unit.passes.traced_models import small
 
@@ -160,3 +164,20 @@ def test_meshes_follow_the_hierarchy() -> None:
     assert [mesh.shape for mesh in meshes(ClusterSpec.one_node("H100-80GB", 4), 2)] == [(4,), (2, 2)]
     with pytest.raises(UsageError):
         meshes(ClusterSpec.one_node("H100-80GB", 4), 2, (3, 1))
+
+
+def test_collectives_inside_ops_cost_what_they_send() -> None:
+    """A loss over split classes all-reduces one number per sample, then two; a plan that has it agrees with its sum over
+    the whole graph (``place_features`` refuses otherwise)."""
+    graph, machine, mesh = graph_of("gpt2"), cluster(4, 1e6, 1e-3), Mesh((0, 1, 2, 3), (2, 2), ("a", "b"))
+    node = next(n for n in graph.ops if "cross_entropy" in str(n.target))
+    by_class = next(c for c in choices(node) if c.local == "cross_entropy:classes")
+    symbols = {**example_sizes(graph), graph.batch.batch_symbol: 4}
+    seconds, sent = local_cost(node, (by_class, by_class), mesh, symbols, machine, differentiable=True)
+    logits, labels = (tensor_specs(operand)[0] for operand in operands(node)[:2])
+    one_number = labels.concrete(symbols)[0] * logits.dtype.itemsize
+    assert sent == pytest.approx(3 * one_number * 2 * 3 / 4)
+    assert seconds > 2 * 1e-3
+    result = place("gpt2", machine, batch_size=4, mesh=(2, 2), pins={"*": "vocabulary"})
+    assert [c.local for c in result.placement.choices[node.name]] == ["cross_entropy:classes"] * 2
+    assert result.cost.bridge_seconds >= seconds
