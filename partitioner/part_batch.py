@@ -89,7 +89,7 @@ def _axes_of_samples(graph: OpGraph, spec: BatchSpec, read: frozenset[str]) -> t
         return ()
     if any(symbol != spec.batch_symbol for symbol in spec.symbols):
         return ()
-    if counts is not None and counts.made & read and not adds_up(counts):
+    if counts is not None and counts.made & read and not adds_up(counts, graph.batch):
         return ()
     found = {_split(spec, spec.mesh, name) for name in read if name in user.batch_dims}
     return found.pop() if len(found) == 1 else ()

@@ -135,39 +135,66 @@ def counted(
     return torch.cat(numbers)
 
 
-def adds_up(counts: TokenCounts) -> bool:
-    """Whether counts of parts of a batch are, added, those of the whole one: targets are made sample by sample."""
-    if any(normalizer.ignore_index is None for normalizer in counts.normalizers):
+def adds_up(counts: TokenCounts, spec: BatchSpec) -> bool:
+    """Whether counts of parts of a batch are, added, those of the whole one. Conservative.
+
+    Targets must be made sample by sample; a denominator must be a sum of such a thing.
+    """
+    if any(spec.batch_dims[name] != 0 for name in counts.leaves):
         return False
-    calls = [node for node in counts.module.graph.nodes if node.op == "call_function"]
-    return all(_sample_by_sample(node) for node in calls)
+    results = counts.module.graph.output_node().args[0]
+    assert isinstance(results, tuple)
+    sums: set[fx.Node] = set()
+    for normalizer, result in zip(counts.normalizers, results, strict=True):
+        if normalizer.ignore_index is None:
+            sums |= _summed(result)
+            if not sums:
+                return False
+    return all(
+        node in sums or _sample_by_sample(node)
+        for node in counts.module.graph.nodes
+        if node.op == "call_function"
+    )
 
 
-_BY_SAMPLE = frozenset(
+def _summed(result: fx.Node) -> set[fx.Node]:
+    """The sum that a denominator is, with the casts after it; nothing if it is something else."""
+    found = {result}
+    while _name(result) in _CASTS and len(result.all_input_nodes) == 1:
+        result = result.all_input_nodes[0]
+        found.add(result)
+    return found if result.target is torch.ops.aten.sum.default else set()
+
+
+_CASTS = frozenset({"_to_copy", "to", "alias", "clone", "detach"})
+_SHAPES = frozenset(
     {
-        *(
-            "_to_copy",
-            "_unsafe_view",
-            "alias",
-            "clone",
-            "constant_pad_nd",
-            "contiguous",
-            "detach",
-            "empty_like",
-        ),
-        *("flatten", "full_like", "item", "ones_like", "pad", "reshape", "scalar_tensor", "slice", "squeeze"),
-        *("sym_size", "to", "unflatten", "unsqueeze", "view", "zeros_like", "select", "sym_numel"),
+        *("_unsafe_view", "constant_pad_nd", "contiguous", "empty_like", "flatten", "full_like", "ones_like"),
+        *("pad", "reshape", "scalar_tensor", "squeeze", "sym_numel", "sym_size", "unflatten", "unsqueeze"),
+        *("view", "zeros_like"),
     }
 )
 
 
 def _sample_by_sample(node: fx.Node) -> bool:
-    """Conservative: sizes, views, and what is done to each element."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    """Sizes, views, what is done to each element, and parts of samples."""
+    if not isinstance(node.target, torch._ops.OpOverload):
         return True  # arithmetic on sizes
-    name = target._schema.name.split("::")[-1]
-    return torch.Tag.pointwise in target.tags or name in _BY_SAMPLE
+    name = _name(node)
+    if name in ("slice", "select"):
+        dim, start, end = (*node.args[1:], *(None,) * 3)[:3]
+        all_of_it = name == "slice" and not start and isinstance(end, int) and end >= _TO_THE_END
+        return all_of_it or (isinstance(dim, int) and dim > 0)
+    return torch.Tag.pointwise in node.target.tags or name in _CASTS or name in _SHAPES
+
+
+_TO_THE_END = 2**62
+"""What an open end of a slice is traced as."""
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def valid_tokens(counts: TokenCounts, batch: Mapping[str, Tensor]) -> Tensor:

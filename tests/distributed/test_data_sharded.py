@@ -34,7 +34,8 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WORDS)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(self.norm(self.embed(tokens)))))
+        logits: Tensor = self.down(F.gelu(self.up(self.norm(self.embed(tokens)))))
+        return logits
 
 
 def loss_fn(output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -143,7 +144,7 @@ def reference(batches: list[range]) -> tuple[list[tuple[float, float, int, int]]
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     for indices in batches:
         whole = collated(indices)
-        pieces = torch.split(whole["tokens"], _sizes(len(indices)))  # type: ignore[no-untyped-call]
+        pieces = torch.split(whole["tokens"], _sizes(len(indices)))
         output = torch.cat([made(piece) for piece in pieces])
         loss, metrics = loss_fn(output, whole)
         optimizer.zero_grad()

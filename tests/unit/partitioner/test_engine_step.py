@@ -6,14 +6,17 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
 from partitioner.engine_batch import same_constant
 from partitioner.engine_checks import refuse_autocast, refuse_no_grad
-from partitioner.engine_step import microbatches_for, replanned, seed_scale, share_results
+from partitioner.engine_step import microbatches_for, replanned, seed_scale, share_results, shared_and_rest
 from partitioner.rebuild import plan_programs
 from runtime.collective import Pending
+from runtime.microbatch import microbatch_sizes
 from runtime.results import StepSums
 from tests.unit.partitioner.made_plans import made_plan
 
@@ -24,6 +27,41 @@ from tests.unit.partitioner.made_plans import made_plan
 def test_microbatches_of_a_short_batch(samples: int, least: int, expected: int) -> None:
     plan = made_plan(ClusterSpec.local(2), batch_size=8, microbatches=4)
     assert microbatches_for(plan, samples, least, "batch_norm") == expected
+
+
+@pytest.mark.parametrize(
+    ("samples", "least", "expected"), [(16, 1, 4), (10, 1, 4), (6, 1, 3), (2, 1, 1), (10, 3, 2)]
+)
+def test_ranks_that_share_samples_take_a_multiple(samples: int, least: int, expected: int) -> None:
+    plan = made_plan(ClusterSpec.local(2), batch_size=16, microbatches=4)
+    assert microbatches_for(plan, samples, least, "batch_norm", 2) == expected
+    assert shared_and_rest(samples, (16, 4), least, 2) == (microbatch_sizes(samples, expected, 2), ())
+    with pytest.raises(
+        PlanError, match=r"it has 5 samples, and ranks share .* a multiple of 2[\s\S]*drop_last=True"
+    ):
+        microbatches_for(plan, 5, 1, "", 2)
+
+
+@given(
+    samples=st.integers(1, 100),
+    microbatches=st.integers(1, 5),
+    planned=st.integers(1, 5),
+    least=st.integers(1, 5),
+    multiple=st.integers(1, 8),
+)
+def test_every_sample_is_evaluated_in_a_micro_batch_that_fits(
+    samples: int, microbatches: int, planned: int, least: int, multiple: int
+) -> None:
+    """``planned``: multiples in a micro-batch of the plan."""
+    if samples < least:
+        return
+    most = max(planned * multiple, -(-least // multiple) * multiple)
+    shared, rest = shared_and_rest(samples, (microbatches * most, microbatches), least, multiple)
+    assert sum(shared) + sum(rest) == samples
+    assert all(size % multiple == 0 for size in shared)
+    assert all(size >= least for size in (*shared, *rest))
+    assert sum(rest) < max(multiple + least, 2 * least + multiple)
+    assert all(size < most + least + multiple for size in shared)
 
 
 def test_batches_that_do_not_fit_say_why() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from cost_models.errors import ModelError
 from passes.graph import OpGraph
 from passes.loss_reduction import step_weights, with_normalizers
+from passes.token_counts import adds_up, counted
 from passes.trace import trace
 from passes.verify_graph import verify_graph
 from runtime.microbatch import cut
@@ -131,6 +132,27 @@ def test_recombined_micro_batches_are_the_whole_batch(name: str) -> None:
     assert graph.loss_reduction == "token_mean"
     for samples, microbatches in ((5, 1), (5, 2), (7, 3), (4, 4)):
         assert_like_whole_batch(graph, LOSSES[name], batch(samples, seed=samples), microbatches)
+    counts, whole, spec = graph.token_counts, batch(8), graph.batch
+    assert counts is not None
+    assert adds_up(counts, spec) == ("clamped" not in name)
+    if adds_up(counts, spec):  # two ranks, each with a part of two micro-batches
+        parts = [{key: leaf[[*own]] for key, leaf in whole.items()} for own in ((0, 1, 4, 5), (2, 3, 6, 7))]
+        summed = sum(counted(counts, spec, part, (2, 2)) for part in parts)
+        assert torch.equal(torch.as_tensor(summed), counted(counts, spec, whole, (4, 4)))
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda o, b: F.cross_entropy(*flat(o, {"labels": b["labels"].roll(1, 0)})),
+        lambda o, b: F.cross_entropy(*flat(o, {"labels": b["labels"].clamp(max=b["tokens"].max())})),
+        lambda o, b: (by_position(o, b) * b["mask"]).sum() / b["mask"].mean(),
+    ],
+)
+def test_counts_that_look_across_samples_do_not_add_up(loss_fn: Callable[..., Any]) -> None:
+    graph = traced(loss_fn)
+    assert graph.token_counts is not None
+    assert not adds_up(graph.token_counts, graph.batch)
 
 
 @pytest.mark.parametrize("name", ["plain", "smoothed", "weighted", "masked sum"])
