@@ -9,7 +9,7 @@ pays the nets that S touches less those that it holds whole. Let n_e(I) be the n
     S does not touch e   iff   n_e(I) = n_e(J)            S holds e whole   iff   n_e(I) = 0 and n_e(J) = |e|
 
 so with rows one-hot in (e, n_e) what is sent of all pairs is one matrix product: Σ weight - onehot(I) · weighted(J).
-Downsets are taken by size, so that of each step all smaller ones are known. Time: N²·Σ(|e|+1)/2 multiplications, N downsets.
+Downsets are taken by size, so that of each step all smaller ones are known. N downsets take N²·Σ(|e|+1)/2 multiplications.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,7 @@ class Chain:
     finished: bool = True
     """False if time ran out before every downset was looked at."""
     cuts: tuple[int, ...] = ()
-    """Positions of the downsets between devices."""
+    """Downsets between devices."""
 
 
 def multiplications(problem: GroupProblem, downsets: int) -> float:
@@ -117,7 +118,7 @@ class _Chains:
 
     def solve(self) -> Chain:
         bounds = [0, *(np.flatnonzero(np.diff(self.sizes)) + 1).tolist(), len(self.downsets)]
-        for start, stop in zip(bounds[1:-1], bounds[2:], strict=True):
+        for start, stop in pairwise(bounds[1:]):
             for begin in range(start, stop, CHUNK):
                 if time.monotonic() > self.deadline:
                     return Chain(None, math.inf, finished=False)
@@ -210,5 +211,5 @@ class _Chains:
                 homes[g] = device
             at = previous
             a, c = (a - 1, c) if accelerator else (a, c - 1)
-            cuts.append(at)
+            cuts.append(self.downsets[at])
         return tuple(homes), tuple(cuts)

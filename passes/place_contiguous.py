@@ -1,0 +1,142 @@
+"""Place a cost graph contiguously: the forward graph's quotient over devices has no circle.
+
+groups ─► all downsets ─► dynamic program: the optimum
+       └► too many     ─► downsets along good orders ─► dynamic program ─► more downsets near its cuts ─┐
+                                                          └───────────── while it helps ────────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+
+from cost_models.errors import InfeasibleError
+from passes.placement_bound import SetBound, simple_bound
+from passes.placement_chains import Chain, best_chain, multiplications
+from passes.placement_graph import PlacementGraph, evaluate
+from passes.placement_groups import GroupProblem, contiguous_groups, free_groups
+from passes.placement_ideals import Order, all_downsets, linear_orders, prefixes
+from passes.placement_result import Placed, check_feasible, placed
+
+MOST_DOWNSETS = 40_000
+MULTIPLICATIONS_PER_SECOND = 3e9
+"""On one core of a common machine."""
+LISTED_SHARE = 0.5
+"""Of the time limit that the program over all downsets may take."""
+FAMILY = 2500
+"""Downsets of a restricted family."""
+NEAR = 300
+"""Downsets looked at around each cut."""
+SPACE = "placements with an acyclic quotient of the forward graph over devices, equal colours together"
+
+
+def place_contiguous(graph: PlacementGraph, time_limit: float = 60.0, *, prove: bool = True) -> Placed:
+    """Least largest load over contiguous placements. ``prove``: spend time on a bound where the method has none."""
+    started = time.monotonic()
+    deadline = started + time_limit
+    problem = contiguous_groups(graph)
+    check_feasible(graph, problem)
+    listed = _listed(problem, time_limit)
+    chain, method, complete = _search(problem, listed, deadline if not prove else started + 0.6 * time_limit)
+    if chain.homes is None:
+        raise InfeasibleError(
+            "no contiguous placement that fits the accelerators' memory was found",
+            [f"{len(graph.nodes)} nodes on {len(graph.machine.devices)} devices; {method}"],
+            ["use more devices or more memory, or plan without --contiguous"],
+        )
+    placement = problem.of_nodes(chain.homes)
+    value = evaluate(graph, placement).max_load
+    bound = simple_bound(problem).value
+    if complete and problem.lossless:
+        bound = value
+    elif complete and listed is not None:
+        # weights joined their readers: without memory limits that loses nothing, so this is a bound
+        relaxed = best_chain(problem, listed, limit=_above(value), memory_size=math.inf, deadline=deadline)
+        bound = max(bound, min(value, relaxed.value) if relaxed.homes is not None else bound)
+    elif prove:
+        free = free_groups(graph)
+        search = SetBound(free, value)
+        search.know(free.of_groups(placement))
+        bound = search.improve(simple_bound(free), deadline).value
+    return placed(
+        graph,
+        placement,
+        min(bound, value),
+        space=SPACE,
+        method=method,
+        started=started,
+        time_limit=time_limit,
+        contiguous=True,
+    )
+
+
+def _listed(problem: GroupProblem, time_limit: float) -> list[int] | None:
+    """All downsets, where time suffices to look at all pairs of them."""
+    affordable = LISTED_SHARE * time_limit * MULTIPLICATIONS_PER_SECOND
+    most = MOST_DOWNSETS
+    while most > 64 and multiplications(problem, most) > affordable:
+        most = most * 3 // 4
+    return all_downsets(Order(problem), most)
+
+
+def _search(problem: GroupProblem, listed: list[int] | None, deadline: float) -> tuple[Chain, str, bool]:
+    """(best chain, how it was found, whether it is the optimum)."""
+    order = Order(problem)
+    family = _union([prefixes(line) for line in linear_orders(problem, order)], FAMILY)
+    chain = best_chain(problem, family, deadline=math.inf)
+    if listed is not None:
+        full = best_chain(problem, listed, limit=_above(chain.value), deadline=deadline)
+        if full.finished:
+            best = full if full.homes is not None else chain
+            return best, f"dynamic program over all {len(listed):,} downsets of {problem.count} groups", True
+    rounds = 0
+    while time.monotonic() < deadline:
+        wider = _union(
+            [family, *(_near(order, cut, NEAR) for cut in chain.cuts)], FAMILY + NEAR * len(chain.cuts)
+        )
+        found = best_chain(problem, wider, limit=_above(chain.value), deadline=deadline)
+        rounds += 1
+        better = found.homes is not None and found.value < chain.value * (1 - 1e-9)
+        if better:
+            chain = found
+        else:
+            break
+    return (
+        chain,
+        f"dynamic programs over downsets along {len(family):,} cuts, {rounds} times widened near the best",
+        False,
+    )
+
+
+def _above(value: float) -> float:
+    """A limit that admits ``value`` itself."""
+    return value * (1 + 1e-9) if math.isfinite(value) else math.inf
+
+
+def _union(families: Iterable[Iterable[int]], most: int) -> list[int]:
+    """Downsets of all families, of each as many as ``most`` allows; the empty and the full one stay."""
+    members = [list(family) for family in families]
+    found: dict[int, None] = {}
+    share = max(2, most // max(1, len(members)))
+    for family in members:
+        step = max(1, -(-len(family) // share))
+        found.update(dict.fromkeys([*family[::step], family[0], family[-1]]))
+    return list(found)
+
+
+def _near(order: Order, cut: int, most: int) -> list[int]:
+    """Downsets that differ from ``cut`` by the fewest groups, breadth first."""
+    found = {cut: None}
+    waiting = [cut]
+    while waiting and len(found) < most:
+        following: list[int] = []
+        for downset in waiting:
+            steps = [downset | 1 << g for g in order.addable(downset)]
+            steps += [downset & ~(1 << g) for g in order.removable(downset)]
+            for step in steps:
+                if step not in found and len(found) < most:
+                    found[step] = None
+                    following.append(step)
+        waiting = following
+    return list(found)

@@ -1,0 +1,163 @@
+"""Place a cost graph freely, so that the busiest device has least to do: anytime, with a proved bound.
+
+contiguous optimum, random placements ─► annealing ─► pairs of devices divided anew ─┐
+                               ▲                                                     ├─ until both meet
+                               └──── longer ──── bound from what one device can hold ┘   or time is up
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import networkx as nx
+import numpy as np
+
+from cost_models.errors import InfeasibleError
+from passes.place_contiguous import place_contiguous
+from passes.placement_anneal import Chains, Cooling
+from passes.placement_bound import Bound, SetBound, simple_bound
+from passes.placement_graph import PlacementGraph
+from passes.placement_groups import GroupProblem, free_groups
+from passes.placement_recut import fits, group_loads, recut
+from passes.placement_result import PROVED, Placed, check_feasible, placed
+
+FIRST_STEPS = 10_000
+MOST_STEPS = 640_000
+STATE = 2_000_000
+"""Numbers in the state of all chains together."""
+CONTIGUOUS_SHARE = 0.15
+"""Of the time limit, for the placement to start from."""
+QUIET_ROUNDS = 6
+"""Of annealing without a better placement or bound, after which the search ends."""
+SPACE = "all placements with equal colours together"
+
+
+def place_freely(graph: PlacementGraph, time_limit: float = 60.0, *, seed: int = 0) -> Placed:
+    """Least largest load over all placements that fit."""
+    started = time.monotonic()
+    problem = free_groups(graph)
+    check_feasible(graph, problem)
+    search = _Search(graph, problem, started, time_limit, seed)
+    search.run()
+    if search.homes is None:
+        raise InfeasibleError(
+            "no placement that fits the accelerators' memory was found",
+            [
+                f"{len(graph.nodes)} nodes on {len(graph.machine.devices)} devices, {search.rounds} rounds of annealing"
+            ],
+            ["use more devices, more memory or a larger --time-limit"],
+        )
+    return placed(
+        graph,
+        problem.of_nodes(search.homes),
+        min(search.bound.value, search.value),
+        space=SPACE,
+        method=f"annealing ({search.rounds} rounds), integer programs over pairs of devices; bound: {search.bound.method}",
+        started=started,
+        time_limit=time_limit,
+    )
+
+
+class _Search:
+    def __init__(
+        self, graph: PlacementGraph, problem: GroupProblem, started: float, limit: float, seed: int
+    ) -> None:
+        self.graph, self.problem, self.seed = graph, problem, seed
+        self.started, self.limit, self.deadline = started, limit, started + limit
+        self.random = np.random.default_rng(seed)
+        self.homes: tuple[int, ...] | None = None
+        self.value = float("inf")
+        self.bound = simple_bound(problem)
+        self.sets: SetBound | None = None
+        self.rounds = 0
+        devices = len(graph.machine.devices)
+        self.chains = int(np.clip(STATE // max(1, (len(problem.nets) + problem.count) * devices), 8, 64))
+        self.lines = lines(graph, problem)
+
+    @property
+    def proved(self) -> bool:
+        return self.homes is not None and self.value - self.bound.value <= PROVED * self.value
+
+    def run(self) -> None:
+        """Starts, then rounds of annealing and of proving that take equal times."""
+        for homes in self._starts():
+            self._offer(homes)
+        steps, quiet = FIRST_STEPS, 0
+        while not self.proved and time.monotonic() < self.deadline and quiet < QUIET_ROUNDS:
+            value, bound, begun = self.value, self.bound.value, time.monotonic()
+            self._anneal(steps)
+            if self.homes is not None and not self.proved:
+                spent = time.monotonic() - begun
+                self._prove(min(self.deadline, time.monotonic() + max(spent, 0.25)))
+            self.rounds += 1
+            steps = min(2 * steps, MOST_STEPS)
+            quiet = 0 if self.value < value or self.bound.value > bound * (1 + 1e-6) else quiet + 1
+
+    def _starts(self) -> list[tuple[int, ...]]:
+        machine, count = self.problem.machine, self.problem.count
+        starts = [(device,) * count for device in {0, machine.accelerators} if device < len(machine.devices)]
+        try:
+            contiguous = place_contiguous(self.graph, CONTIGUOUS_SHARE * self.limit, prove=False)
+            starts.append(self.problem.of_groups(contiguous.placement))
+        except InfeasibleError:
+            pass  # contiguity is not asked for, and a free placement may fit all the same
+        return starts
+
+    def _offer(self, homes: tuple[int, ...]) -> bool:
+        value = max(group_loads(self.problem, homes))
+        if value < self.value and fits(self.problem, homes):
+            self.homes, self.value = homes, value
+            return True
+        return False
+
+    def _anneal(self, steps: int) -> None:
+        """Even rounds begin anywhere and hot, odd ones at the best and warm."""
+        devices, count = len(self.problem.machine.devices), self.problem.count
+        warm = self.rounds % 2 == 1 and self.homes is not None
+        accelerators = self.problem.machine.accelerators or devices
+        starts = self.random.integers(0, accelerators, (self.chains, count))
+        if self.homes is not None:
+            starts[: self.chains if warm else max(1, self.chains // 4)] = self.homes
+        chains = Chains(self.problem, starts, self.seed + self.rounds, self.lines)
+        cooling = Cooling(steps, first=0.01 if warm else 0.05)
+        found = chains.anneal(cooling, self.deadline)
+        self._offer(found.homes)
+        if self.homes is not None:
+            loads = group_loads(self.problem, self.homes)
+            deadline = min(self.deadline, time.monotonic() + 0.05 * self.limit)
+            self._offer(recut(self.problem, self.homes, loads, deadline))
+            self._sets().know(self.homes)
+            for r in np.argsort(chains.best)[:16].tolist():
+                self._sets().know(chains.best_home[:, r].tolist())
+
+    def _sets(self) -> SetBound:
+        if self.sets is None:
+            self.sets = SetBound(self.problem, self.value)
+        self.sets.value = min(self.sets.value, self.value)
+        return self.sets
+
+    def _prove(self, deadline: float) -> None:
+        found: Bound = self._sets().improve(self.bound, deadline)
+        if found.value > self.bound.value:
+            self.bound = found
+
+
+def lines(graph: PlacementGraph, problem: GroupProblem) -> tuple[list[int], ...]:
+    """Groups along the graph, broad and deep first: what lies together there is moved together."""
+    directed = nx.DiGraph()
+    directed.add_nodes_from(range(len(graph.nodes)))
+    directed.add_edges_from(graph.edges)
+    depth = [0.0] * len(graph.nodes)
+    for number, layer in enumerate(nx.topological_generations(directed)):
+        for v in layer:
+            depth[v] = number
+    for v in range(len(graph.nodes)):
+        if depth[v] == 0 and graph.consumers[v]:  # weights and inputs lie where they are read
+            depth[v] = min(depth[w] for w in graph.consumers[v]) - 0.5
+    deep = {v: i for i, v in enumerate(nx.dfs_postorder_nodes(directed.reverse(copy=False)))}
+    keys: tuple[Sequence[float], ...] = (
+        [min(depth[v] for v in nodes) for nodes in problem.members],
+        [min(deep[v] for v in nodes) for nodes in problem.members],
+    )
+    return tuple(sorted(range(problem.count), key=lambda g, key=key: key[g]) for key in keys)
