@@ -9,10 +9,12 @@ Each line of :func:`compile_graph` is one pass. A request's type says which stra
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError
 from cost_models.layout import Layout
+from cost_models.units import format_bytes
 from passes.bridge import bridges
 from passes.candidates import Candidates
 from passes.cheap import recomputed_ops
@@ -21,7 +23,7 @@ from passes.discover import Discovery
 from passes.graph import OpGraph
 from passes.place_features import FeatureRequest, place_features
 from passes.place_layers import LayerRequest, place_layers
-from passes.placed import Placed
+from passes.placed import Placed, Realized
 from passes.realize_features import SCHEDULE, realize_features
 from passes.shard_graph import shard_graph
 from passes.verify_graph import verify_graph
@@ -31,6 +33,12 @@ from runtime.collector import collector_paused
 log = logging.getLogger("partitioner")
 
 Request = LayerRequest | FeatureRequest
+
+SEARCHES = 4
+"""How often shardings are searched for, each time with less memory, until the simulated step fits as well."""
+
+LEAST_RESERVE = 0.01
+"""The share of a device's memory by which it is lessened at least."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +91,30 @@ def layer_wise(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request:
 
 
 def feature_wise(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FeatureRequest) -> Placed:
-    """Every op on all devices, tensors sharded over a mesh of them."""
+    """Every op on all devices, tensors sharded over a mesh of them, such that the simulated step fits too."""
+    excess = 0.0
+    for _ in range(SEARCHES):
+        placed = _sharded(graph, costs, cluster, request)
+        excess = _excess_bytes(placed.realized, cluster)
+        if excess <= 0:
+            return placed
+        log.info("the simulated step exceeds a device by %s: searching again", format_bytes(int(excess)))
+        least = LEAST_RESERVE * min(device.memory_bytes for device in cluster.devices)
+        request = replace(request, reserved_bytes=request.reserved_bytes + max(excess, least))
+    raise InfeasibleError(
+        f"no sharding of {graph.model_name} was found whose simulated step fits {cluster.name}",
+        [f"the last of {SEARCHES} searches exceeds a device by {format_bytes(int(excess))}"],
+        ["a smaller batch, more devices, an optimizer with less state, or the layer-wise strategy"],
+    )
+
+
+def _excess_bytes(realized: Realized, cluster: ClusterSpec) -> float:
+    """By how much the simulated peak exceeds a device's memory; 0 or less where it fits."""
+    peaks = realized.simulation.peak_bytes
+    return max(peak - device.memory_bytes for peak, device in zip(peaks, cluster.devices, strict=True))
+
+
+def _sharded(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FeatureRequest) -> Placed:
     search = place_features(graph, costs, cluster, request, Discovery.stored())
     sharded = shard_graph(graph, search.placement)
     verify_graph(sharded.graph, after="shard")

@@ -29,7 +29,8 @@ from passes.costs import GraphCosts, example_sizes
 from passes.feature_graph import ValueName, kept_operands, makes_values, value_name
 from passes.feature_local import local_cost
 from passes.feature_options import bytes_of
-from passes.feature_problem import Setting, parameter_costs, storage_share
+from passes.feature_parameters import parameter_costs, sum_bytes
+from passes.feature_problem import Setting, storage_share
 from passes.feature_seconds import byte_shares, local_seconds
 from passes.graph import OpGraph, tensor_specs
 from passes.sharding import FeaturePlacement, Need, Placements, operands
@@ -228,6 +229,7 @@ class _Whole:
         whole = (Replicate(),) * len(shape)
         seconds = held = sent = 0.0
         used = self.needs()
+        together_bytes = sum_bytes(graph, self.setting.precision)
         for given in graph.inputs:
             node = graph.nodes[given.node]
             if not tensor_specs(node) or node.target is operator.getitem:
@@ -245,7 +247,17 @@ class _Whole:
             elements = size // tensor_specs(node)[0].dtype.itemsize
             trained = node.name in graph.needs_grad
             own = parameter_costs(
-                elements, types, trained, stored, state, later, placement.mesh, self.links, self.setting
+                elements,
+                types,
+                trained,
+                stored,
+                state,
+                later,
+                placement.mesh,
+                self.links,
+                self.setting.optimizer,
+                self.setting.devices,
+                together_bytes,
             )
             seconds, held = seconds + own[0], held + own[1]
             if trained:

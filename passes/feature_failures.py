@@ -31,6 +31,10 @@ def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> Infeas
         f"parameters, gradients and {setting.optimizer} state are {format_bytes(state)}: "
         f"{format_bytes(state // world)} a device where all of it is split",
     ]
+    if setting.reserved_bytes:
+        because.append(
+            f"{format_bytes(int(setting.reserved_bytes))} of each device are left for what only simulating a step shows"
+        )
     unequal = {device.memory_bytes for device in devices}
     if len(unequal) > 1:
         because.append(

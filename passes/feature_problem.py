@@ -20,11 +20,10 @@ import sympy
 from numpy.typing import NDArray
 
 from cost_models.cluster import ClusterSpec
-from cost_models.compute import FloatArray, optimizer_seconds
-from cost_models.conversion import AxisLinks, axis_links, local_share, path, steps_seconds
+from cost_models.compute import FloatArray
+from cost_models.conversion import AxisLinks, axis_links
 from cost_models.devices import Device
-from cost_models.layout import Mesh, Partial, Placement
-from cost_models.memory import OPTIMIZERS, StateBytes
+from cost_models.layout import Mesh
 from cost_models.precision import ParameterPrecision, Precision
 from passes.costs import example_sizes
 from passes.feature_bridges import Bridges, BridgeTable
@@ -40,6 +39,7 @@ from passes.feature_options import (
     sizes_of,
     stored_options,
 )
+from passes.feature_parameters import parameter_costs, sum_bytes
 from passes.feature_seconds import byte_shares, local_seconds
 from passes.sharding import Choice
 
@@ -108,6 +108,13 @@ class Setting:
     batch_size: int
     optimizer: str
     precision: Precision
+    reserved_bytes: float = 0.0
+    """Of every device's memory: not to be planned with."""
+
+    @property
+    def capacity_bytes(self) -> float:
+        """Of the smallest device: all have equal parts."""
+        return min(device.memory_bytes for device in self.cluster.devices) - self.reserved_bytes
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
@@ -141,7 +148,7 @@ def build_problem(
         microbatches,
         samples,
         builder.units(),
-        float(min(device.memory_bytes for device in setting.cluster.devices)),
+        setting.capacity_bytes,
         bridges or Bridges(mesh.shape, links),
         symbols,
         setting.optimizer,
@@ -326,52 +333,10 @@ class _Builder:
             tuple(c.code == DEFERRED for c in way),
             self.mesh,
             self.links,
-            self.setting,
+            self.setting.optimizer,
+            self.setting.devices,
+            sum_bytes(self.space.graph, self.setting.precision),
         )
-
-
-def parameter_costs(
-    elements: int,
-    types: ParameterPrecision,
-    trained: bool,
-    stored: tuple[Placement, ...],
-    state: tuple[Placement, ...],
-    deferred: tuple[bool, ...],
-    mesh: Mesh,
-    links: Sequence[AxisLinks],
-    setting: Setting,
-) -> tuple[float, float]:
-    """(seconds per step, bytes) of keeping one parameter so.
-
-    Seconds: the gradient summed over deferred axes into the state's layout, the update of what a rank owns, and the
-    updated parameter gathered into its stored layout. Bytes: the parameter, its gradient as micro-batches are summed in it
-    (in the stored layout), and where the state is split: the owned part, its gradient, and its optimizer state.
-    """
-    held = local_share(stored, mesh.shape) * elements
-    parameter_bytes = held * types.leaf.itemsize
-    if not trained:
-        return 0.0, parameter_bytes
-    owned = local_share(state, mesh.shape) * elements
-    rule = OPTIMIZERS[setting.optimizer]
-    split = stored != state
-    copy = owned * types.owner.itemsize if types.has_copy or split else 0.0
-    gradients = held * types.gradient.itemsize
-    gradients += owned * types.owner.itemsize if split else 0.0
-    if not split:
-        gradients = max(gradients, owned * types.owner.itemsize)
-    optimizer_state = rule.copies * owned * types.owner.itemsize + rule.step_bytes
-    summed: tuple[Placement, ...] = tuple(
-        Partial() if later else place for later, place in zip(deferred, stored, strict=True)
-    )
-    seconds = steps_seconds(path(summed, state, mesh.shape), elements * types.gradient.itemsize, links)
-    seconds += steps_seconds(path(state, stored, mesh.shape), elements * types.leaf.itemsize, links)
-    cast = owned * types.owner.itemsize + held * types.leaf.itemsize if types.has_copy else 0.0
-    cast += owned * (types.gradient.itemsize + types.owner.itemsize) if types.gradient != types.owner else 0.0
-    touched = StateBytes(
-        trained=int(owned * types.owner.itemsize), optimizer_state=int(optimizer_state), cast=int(cast)
-    )
-    slowest = max(optimizer_seconds(touched, device, setting.optimizer, 1) for device in setting.devices)
-    return seconds + slowest, parameter_bytes + copy + gradients + optimizer_state
 
 
 def storage_share(storage: str, output_share: FloatArray, work_share: FloatArray) -> FloatArray:

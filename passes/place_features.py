@@ -71,6 +71,8 @@ class FeatureRequest:
     mesh: tuple[int, ...] | None = None
     max_axes: int = 2
     time_limit_seconds: float | None = 60.0
+    reserved_bytes: float = 0.0
+    """Of every device's memory: not to be planned with."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,9 @@ def place_features(
     pins = resolve(graph, request.pins)
     discovery = discovery or Discovery()
     space = feature_graph(graph, costs, discovery.choices, {node: pin.mark for node, pin in pins.items()})
-    setting = Setting(cluster, request.batch_size, request.optimizer, request.precision)
+    setting = Setting(
+        cluster, request.batch_size, request.optimizer, request.precision, request.reserved_bytes
+    )
     search = _Search(space, setting, pins, deadline)
     counts = _counts(graph, request)
     best = search.run(meshes(cluster, request.max_axes, request.mesh), counts)
@@ -216,7 +220,7 @@ class _Search:
         self, space: FeatureGraph, setting: Setting, pins: Mapping[str, Pin], deadline: float
     ) -> None:
         self.space, self.setting, self.pins, self.deadline = space, setting, pins, deadline
-        self.capacity = float(min(device.memory_bytes for device in setting.cluster.devices))
+        self.capacity = setting.capacity_bytes
         self.tried: list[Tried] = []
         self.best: tuple[FeatureProblem, Solved] | None = None
         self.open: list[tuple[float, int, _Candidate]] = []
