@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from cost_models.errors import UsageError
+from partitioner.optimizer_elements import refuse_whole_tensors
 from partitioner.optimizer_memory import refuse_heavier
 from partitioner.optimizers import make_optimizer
 from partitioner.plan import Plan
@@ -66,6 +67,8 @@ def make_engine_optimizer(
     names = {id(parameter): name for name, parameter in pairs}
     optimizer = _checked(made, names, len({rank for ranks in state.holders.values() for rank in ranks}))
     refuse_heavier(optimizer, plan.optimizer_memory, names, {**state.holders, "": ()}, device)
+    parts = {name for name, sharding in state.shardings.items() if sharding.is_cut}
+    refuse_whole_tensors(optimizer, names, parts, device)
     _drop_stand_ins(optimizer, [p for p in parameters if p.is_meta])
     return optimizer
 

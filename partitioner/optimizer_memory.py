@@ -28,7 +28,7 @@ PROBE_SIZE = 16
 """Rows and columns of the matrix. A matrix, because some optimizers take no vectors."""
 
 
-_FOREIGN_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
+FOREIGN_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
 """What an optimizer that somebody else wrote may raise when it is built again, or has no real model."""
 
 
@@ -36,7 +36,7 @@ def state_ratios(optimizer: torch.optim.Optimizer, device: torch.device) -> list
     """Bytes of state per byte of parameter, for each group; None where the optimizer cannot be tried out."""
     try:
         return [_state_ratio(type(optimizer), group, device) for group in optimizer.param_groups]
-    except _FOREIGN_ERRORS as error:
+    except FOREIGN_ERRORS as error:
         logger.warning(
             "the state of %s cannot be measured (%s): its memory is not checked against the plan",
             type(optimizer).__name__,
@@ -46,15 +46,20 @@ def state_ratios(optimizer: torch.optim.Optimizer, device: torch.device) -> list
 
 
 def _state_ratio(cls: Any, group: Mapping[str, Any], device: torch.device) -> float:
-    taken = inspect.signature(cls).parameters
-    options = {name: value for name, value in group.items() if name in taken and name != "params"}
     dtype = next((parameter.dtype for parameter in group["params"]), torch.float32)
     matrix = nn.Parameter(torch.ones(PROBE_SIZE, PROBE_SIZE, dtype=dtype, device=device))
     matrix.grad = torch.ones_like(matrix)
-    probe = cls([matrix], **{n: v.clone() if isinstance(v, Tensor) else v for n, v in options.items()})
+    probe = cls([matrix], **options_of(cls, group))
     probe.step()
     held = [leaf for leaf in tree_leaves(dict(probe.state)) if isinstance(leaf, Tensor) and leaf.dim() > 0]
     return sum(leaf.numel() * leaf.itemsize for leaf in held) / (matrix.numel() * matrix.itemsize)
+
+
+def options_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's options as the class takes them, tensors among them copied."""
+    taken = inspect.signature(cls).parameters
+    options = {name: value for name, value in group.items() if name in taken and name != "params"}
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
 def refuse_heavier(

@@ -70,6 +70,14 @@ class Sharding:
         ]
         return tuple(sorted(found, key=lambda cut: (cut[0] not in self.summed, cut[0])))
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks train parts of the tensor."""
+        return any(
+            isinstance(owner, Shard) and size > 1
+            for owner, size in zip(self.owner, self.mesh.shape, strict=True)
+        )
+
     def leaf_block(self, shape: Sequence[int], rank: int) -> Block:
         """What ``rank`` stores of a tensor of ``shape``."""
         block = Block((0,) * len(shape), tuple(shape))
