@@ -17,11 +17,15 @@ from collections.abc import Iterator, Sequence
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, UsageError
+from cost_models.layout import Replicate
 from partitioner import Plan, Workload, partition
 from partitioner.api import as_graph
 from partitioner.verify import VerifyReport, verify_plan
 from partitioner.workloads import load_workload
+from passes.feature_options import StoredChoice
+from passes.feature_presets import rules_of
 from passes.graph import OpGraph
+from passes.sharding import Choice
 from runtime.launch import WorkerPool
 
 log = logging.getLogger("partitioner")
@@ -34,7 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, str]]] = {
         name: (name, TINY)
         for name in ("gpt2", "llama-8b", "bert", "t5", "vit", "resnet50", "whisper", "mixtral")
     },
-    "alexnet": ("examples.alexnet:alexnet", {"classes": "16", "width": "0.05", "size": "63"}),
+    "alexnet": ("examples.alexnet:alexnet", {"classes": "16", "width": "0.0625", "size": "63"}),
     "unet": ("examples.unet:unet", {"channels": "8", "depth": "2", "size": "16"}),
     "lstm_seq2seq": (
         "examples.lstm_seq2seq:lstm_seq2seq",
@@ -89,9 +93,33 @@ def verify_sharded(
     return verify_plan(make_plan(graph, mesh, pattern), workload, pool=pool, graph=graph)
 
 
+def held_share(graph: OpGraph, plan: Plan, pattern: str) -> float:
+    """Of the tensors that a pattern speaks of, on all axes: how many are as it says. (The rest does not divide, or no rule
+    of the op allows it.)"""
+    (stage,) = plan.stages
+    assert stage.sharding is not None
+    placement = stage.sharding.placement(stage.devices, plan.microbatches)
+    words = PINS[pattern][len(placement.mesh.shape) - 1].split()
+    whole = (Replicate(),) * len(placement.mesh.shape)
+    held = []
+    for axis in range(len(whole)):
+        for name, rule in rules_of(graph, words[axis % len(words)]).items():
+            given = graph.input_of.get(name)
+            if given is None:
+                held.append(rule.allows(placement.choices[name][axis]))
+            elif given.kind == "batch":
+                held.append(rule.allows(Choice((), (placement.batch.get(given.name, whole)[axis],))))
+            else:
+                stored = placement.stored.get(given.name, whole)
+                state = placement.sharded_state.get(given.name, stored)
+                held.append(rule.allows_stored(StoredChoice(stored[axis], state[axis], 0)))
+    return sum(held) / len(held)
+
+
 def run(models: Sequence[str], meshes: Sequence[Mesh], patterns: Sequence[str]) -> int:
     """Print the table; 1 if a cell is neither verified nor not applicable."""
     started, cells, reasons = time.monotonic(), [], []
+    shares: list[tuple[float, str]] = []
     print(
         f"{'model':14} {'mesh':5} " + " ".join(f"{name:>10}" for name in patterns) + "   seconds", flush=True
     )
@@ -102,7 +130,8 @@ def run(models: Sequence[str], meshes: Sequence[Mesh], patterns: Sequence[str]) 
                 shape, began = "x".join(map(str, mesh)), time.monotonic()
                 print(f"{model:14} {shape:5} ", end="", flush=True)
                 for pattern in patterns:
-                    cell, why = _cell(mesh, pattern, workload, graph, pool)
+                    cell, why, share = _cell(mesh, pattern, workload, graph, pool)
+                    shares += [(share, f"{model} {shape} {pattern}")] if share is not None else []
                     print(f"{cell:>10} ", end="", flush=True)
                     cells.append(cell)
                     reasons += [f"{model} {shape} {pattern}: {why}"] if why else []
@@ -110,6 +139,11 @@ def run(models: Sequence[str], meshes: Sequence[Mesh], patterns: Sequence[str]) 
     absent = cells.count("n.a.")
     verified = sum(cell[0].isdigit() for cell in cells)
     print(*reasons, sep="\n")
+    least = min(shares, key=lambda cell: cell[0], default=(1.0, "-"))
+    mean = sum(share for share, _ in shares) / max(len(shares), 1)
+    print(
+        f"of the tensors that patterns speak of, {mean:.1%} are as they say; fewest, {least[0]:.0%}, in {least[1]}"
+    )
     print(
         f"{verified} verified, {absent} not applicable, {len(cells) - verified - absent} failed "
         f"in {time.monotonic() - started:.0f} s"
@@ -117,24 +151,27 @@ def run(models: Sequence[str], meshes: Sequence[Mesh], patterns: Sequence[str]) 
     return 0 if verified + absent == len(cells) else 1
 
 
-def _cell(mesh: Mesh, pattern: str, workload: Workload, graph: OpGraph, pool: WorkerPool) -> tuple[str, str]:
-    """The largest error as a share of what is allowed, or what went wrong and why."""
+def _cell(
+    mesh: Mesh, pattern: str, workload: Workload, graph: OpGraph, pool: WorkerPool
+) -> tuple[str, str, float | None]:
+    """The largest error as a share of what is allowed, or what went wrong and why; and ``held_share``."""
     plan = None
     try:
         plan = make_plan(graph, mesh, pattern)
         report = verify_plan(plan, workload, pool=pool, graph=graph)
     except PartitionerError as error:
         if plan is None and isinstance(error, UsageError):
-            return "n.a.", "; ".join(error.because)
+            return "n.a.", "; ".join(error.because), None
         print(error.render(), file=sys.stderr, flush=True)
-        return error.kind, error.what
+        return error.kind, error.what, None
     except Exception as error:
         log.exception("%s on %s", pattern, mesh)  # the rest of the table is worth having
-        return "crash", f"{type(error).__name__}: {error}"
+        return "crash", f"{type(error).__name__}: {error}", None
+    share = held_share(graph, plan, pattern) if PINS[pattern][0] else None
     if not report.passed:
         print(report, file=sys.stderr, flush=True)
-        return "DIFFERS", f"first {report.first_difference}"
-    return f"{report.worst.severity if report.worst is not None else math.inf:.1e}", ""
+        return "DIFFERS", f"first {report.first_difference}", share
+    return f"{report.worst.severity if report.worst is not None else math.inf:.1e}", "", share
 
 
 def meshes_of(text: str) -> Iterator[Mesh]:

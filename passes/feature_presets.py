@@ -251,8 +251,8 @@ def _vocabulary(shapes: _Shapes) -> Iterator[tuple[str, Rule]]:
             while product.target not in _PRODUCTS and len(operands(product)) == 1:
                 product = operands(product)[0]
             if found := shapes.weight(product):
-                last = Shard(len(_sizes(product)) - 1)
-                yield product.name, Rule(frozenset({last}), operand=found[0], essential=False)
+                made = Shard(1 if "conv" in str(product.target) else len(_sizes(product)) - 1)
+                yield product.name, Rule(frozenset({made}), operand=found[0], essential=False)
                 yield found[1].name, Rule(_ANY_PART, essential=False)
 
 
