@@ -6,13 +6,12 @@ h.0.mlp.c_fc.weight, h.1.mlp.c_fc.weight, …        ->  h.*.mlp.c_fc.weight  x4
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import fx
 
 from cost_models.layout import Replicate
-from partitioner.modules import runs
+from partitioner.modules import range_of
 from partitioner.plan_sharding import LayoutRow
 from passes.costs import GraphCosts
 from passes.graph import OpGraph
@@ -36,7 +35,7 @@ def layout_rows(graph: OpGraph, sharded: Sharded, costs: GraphCosts) -> tuple[La
         alone = ways.count(pattern) == 1
         stored, state, taken, op, takes, makes = way
         row = LayoutRow(
-            name=pattern if alone and len(entries) > 1 else _range_of([e.name for e in entries]),
+            name=pattern if alone and len(entries) > 1 else range_of([e.name for e in entries]) or pattern,
             count=len(entries),
             size_bytes=sum(entry.size_bytes for entry in entries),
             stored=stored,
@@ -114,11 +113,3 @@ def _reading(
 def _class_of(name: str) -> str:
     """ "h.0.mlp.weight" -> "h.*.mlp.weight"."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
-
-
-def _range_of(names: Sequence[str]) -> str:
-    """Numbers that differ as a range: h.0.w, h.1.w, h.3.w -> h.0-1,3.w."""
-    columns = list(zip(*(name.split(".") for name in names), strict=True))
-    return ".".join(
-        parts[0] if len(set(parts)) == 1 else runs(sorted({int(p) for p in parts})) for parts in columns
-    )

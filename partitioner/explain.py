@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from cost_models.errors import UsageError
 from cost_models.units import format_bytes, format_seconds
-from partitioner.modules import shorten
+from partitioner.modules import range_of, shorten
 from partitioner.plan_model import graph_of
 from partitioner.rebuild import refuse_wrong_choices
 from partitioner.report.sharding import mesh_text
@@ -84,7 +84,7 @@ def _of_shards(plan: Plan, name: str, graph: OpGraph) -> Explanation:
     equals = [other for other in found.equals if other != name]
     facts = {
         "explained": f"{name}, {found.what}",
-        "together": f"with {counted(len(equals), 'equal one')} of other blocks: {shorten(equals, 70)}",
+        "together": f"with {counted(len(equals), 'equal one')} of other blocks: {range_of(equals) or shorten(equals, 70)}",
         "mesh": f"{mesh_text(stage.sharding)}, {counted(plan.microbatches, 'micro-batch')}; everything else as it is",
         "chosen": found.chosen.layout,
         "why": _why(found),

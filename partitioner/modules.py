@@ -85,6 +85,15 @@ def runs(numbers: Sequence[int]) -> str:
     return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
 
 
+def range_of(names: Sequence[str]) -> str:
+    """Names that differ in numbers as one: h.0.w, h.1.w, h.3.w -> h.0-1,3.w; "" where they differ in more."""
+    columns = [set(parts) for parts in zip(*(name.split(".") for name in names), strict=False)]
+    alike = len({name.count(".") for name in names}) == 1
+    if not alike or not all(len(parts) == 1 or all(part.isdigit() for part in parts) for parts in columns):
+        return ""
+    return ".".join(next(iter(c)) if len(c) == 1 else runs([int(part) for part in c]) for c in columns)
+
+
 def shorten(names: Sequence[str], width: int) -> str:
     """All names if they fit into ``width`` characters, else numbered blocks folded into runs, else a count of the rest.
 

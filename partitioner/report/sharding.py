@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 MOST_ROWS = 14
 """Classes of layouts that are shown; the largest, or most of them."""
 WIDEST_NAME = 44
+WIDEST_CALL = 40
 NEARLY_ALL = 0.9995
+SHORTER = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "cross_entropy"}
+"""Names of ops that are as clear when shorter."""
 
 
 def sharding_sections(plan: Plan) -> list[str]:
@@ -235,8 +238,10 @@ def _reads(row: LayoutRow) -> str:
     """ "linear R -> S2"."""
     if not row.op:
         return "not used"
-    text = f"{row.op} {' · '.join(dict.fromkeys(row.takes))}".rstrip()
-    return f"{text} -> {row.makes}" if row.makes else text
+    op = SHORTER.get(row.op, row.op)
+    text = f"{op} {' · '.join(dict.fromkeys(row.takes))}".rstrip()
+    text = f"{text} -> {row.makes}" if row.makes else text
+    return text if len(text) <= WIDEST_CALL else f"{text[: WIDEST_CALL - 1]}…"
 
 
 # --------------------------------------------------------------------------------------------------
