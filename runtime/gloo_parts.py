@@ -1,14 +1,14 @@
 """All-gather and reduce-scatter on Gloo, made of messages: every rank sends every other its part, at once.
 
 torch's Gloo has no reduce-scatter: it adds everything up everywhere and drops the rest, twice the bytes. Its all-gather
-goes round a ring and through a buffer. Seconds of messages over seconds of torch's, medians on two busy cores, by the
-size of the whole tensor:
+goes round a ring and through a buffer. Seconds of messages over seconds of torch's, 20th percentiles on two busy cores, by
+the size of the whole tensor:
 
     2 ranks          1 MB   8 MB   25 MB        4 ranks          1 MB   8 MB   25 MB
-    reduce-scatter   0.42   0.33   0.35         reduce-scatter   0.42   0.44   0.39
-    all-gather       0.68   0.84                all-gather       0.7    0.65
+    reduce-scatter   0.42   0.42   0.41         reduce-scatter   0.42   0.45   0.37
+    all-gather       0.60   0.79                all-gather       0.68   0.66
 
-All-reduces stay Gloo's: two halves of messages take 0.9 to 1.1 of its time.
+All-reduces stay Gloo's: two halves of messages take 0.9 to 1.15 of its time.
 
 Messages of one tag between two ranks arrive in the order in which they were sent, and every rank starts its collectives in
 the same order, so one tag does for all of them.
