@@ -20,11 +20,17 @@ _MOST = 10
 """So many tensors are named."""
 
 
-def refuse_unlike_copies(meeting: Meeting, state: RankState) -> None:
-    """Raise UsageError, on every rank, where copies differ (in what ``digest`` looks at). Collective."""
+def refuse_unlike_copies(meeting: Meeting, state: RankState, seed: int) -> None:
+    """Raise UsageError, on every rank, where copies differ (in what ``digest`` looks at). Collective.
+
+    ``seed``: of dropout. Ranks that run one segment on shards must drop the same of what they all compute.
+    """
     if not any(len(ranks) > 1 for ranks in state.holders.values()):
         return
-    differences = meeting.decide("copies", dict(_digests(state)), unlike_copies)
+    own = dict(_digests(state))
+    if state.shardings:
+        own["deploy(seed=)"] = seed
+    differences = meeting.decide("copies", own, unlike_copies)
     if differences:
         raise UsageError(
             "ranks hold different values of the same tensors",
@@ -33,7 +39,7 @@ def refuse_unlike_copies(meeting: Meeting, state: RankState) -> None:
                 *([f"and {len(differences) - _MOST} more"] if differences[_MOST:] else []),
             ],
             [
-                "seed all ranks alike before the model is made: torch.manual_seed(0)",
+                "seed all ranks alike before the model is made: torch.manual_seed(0); and give one seed= to deploy",
                 "weights= or state_dict= gives every rank the same values",
             ],
         )

@@ -116,7 +116,7 @@ def deploy_plan(
     init_distributed(own_device, timeout_seconds, meeting=meeting)
     with meeting.all_or_none("build", BUILD_SECONDS):
         share = build_share(plan, recipe, ranks, meeting.rank, own_device, graph)
-    refuse_unlike_copies(meeting, share.state)
+    refuse_unlike_copies(meeting, share.state, seed)
     executor = start_executor(share, own_device, timeout_seconds=timeout_seconds, seed=seed, compile=options)
     if options is not None:
         with meeting.all_or_none("compile", COMPILE_SECONDS):

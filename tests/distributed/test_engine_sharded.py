@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cost_models.cluster import ClusterSpec
-from partitioner import Plan, Workload, partition
+from cost_models.errors import UsageError
+from partitioner import Plan, Precision, Workload, deploy, partition
 from partitioner.api import as_graph
+from partitioner.batch_check import digest
+from partitioner.bundled_models import bundled
+from partitioner.callbacks import Callback
 from partitioner.engine import Engine
 from passes.graph import OpGraph
 from runtime.launch import WorkerPool
@@ -39,7 +44,7 @@ class Net(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.wte(ids)
         inner = self.drop(self.down(F.gelu(self.up(self.norm(hidden)))))
-        return self.head(hidden + inner * self.gate * self.scale)
+        return self.head(hidden + inner * self.gate * self.scale.to(inner.dtype))
 
 
 def loss_fn(output: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -311,3 +316,191 @@ def test_checkpoints_go_on_under_other_plans(plans: dict[str, str], pool: Worker
             if source == name:
                 assert losses == expected
                 assert all(torch.equal(state[key], whole[key]) for key in whole)
+
+
+# ----------------------------------------------------------------------------------- dropout
+
+
+def gpt2() -> Workload:
+    """Dropout of 0.1 in embeddings, attention and after each product; all samples alike."""
+    made = bundled("gpt2", size="tiny", dtype="float64", layers=1, seq=8, batch=SAMPLES)
+    alike = {name: leaf[:1].repeat(SAMPLES, 1) for name, leaf in made.example_inputs.items()}
+    return replace(made, example_inputs=alike)
+
+
+def watched(engine: Engine) -> list[Any]:
+    """What this rank computes of each step's loss, as steps run."""
+    run, parts = engine.executor.run_step, []
+
+    def noted(*arguments: Any, **given: Any) -> Any:
+        parts.append(run(*arguments, **given))
+        return parts[-1]
+
+    engine.executor.run_step = noted  # type: ignore[method-assign]
+    return parts
+
+
+def dropped(plan_json: str) -> dict[str, Any]:
+    """In a worker: losses from two equal seeds and another one, this rank's part of a loss, its tensors."""
+    made, found = gpt2(), {}
+    graph = as_graph(made)
+    for name, seed in (("first", 3), ("again", 3), ("other", 4)):
+        options = {"graph": graph, "seed": seed, "timeout_seconds": 20.0, "learning_rate": 1e-2}
+        with Plan.from_json(plan_json).deploy(made, **options) as engine:
+            parts = watched(engine)
+            found[name] = [float(engine.train_step(made.example_inputs)) for _ in range(3)]
+            state = engine.state
+            found["part"] = float(parts[0].loss)
+            found["held"] = {
+                name: (state.shardings[name].leaf_part(state.rank), digest(state.leaves[name]))
+                for name in state.parameters
+            }
+    return found
+
+
+def test_ranks_drop_alike_what_all_compute_and_shards_by_themselves(pool: WorkerPool) -> None:
+    cluster, options = ClusterSpec.local(4), {"strategy": "feature", "mesh": (2, 2), "microbatches": 1}
+    plan = partition(gpt2(), cluster, batch_size=SAMPLES, pins={"*": "data column_row"}, **options)
+    results = pool.run(dropped, plan.model_dump_json(), world_size=4, timeout_seconds=200.0)
+    for result in results:
+        assert len(set(result["first"])) == 3
+        assert result["first"] == result["again"] == results[0]["first"]
+        assert not set(result["first"]) & set(result["other"])
+    copies: dict[tuple[str, tuple[int, ...]], set[int]] = {}
+    for result in results:
+        for name, (part, value) in result["held"].items():
+            copies.setdefault((name, part), set()).add(value)
+    assert all(len(values) == 1 for values in copies.values()), "replicas stay equal, bit for bit"
+    assert len(copies) > len(results[0]["held"]), "some are sharded"
+    halves = [sum(results[rank]["part"] for rank in ranks) for ranks in ((0, 1), (2, 3))]
+    assert halves[0] != pytest.approx(halves[1], rel=1e-6), "equal samples, other masks"
+
+
+# ----------------------------------------------------------------------------------- precision
+
+
+def precise(plans: Mapping[str, str]) -> dict[str, Any]:
+    """In a worker: losses, the state, and the types and shapes of leaves and owners."""
+    found: dict[str, Any] = {}
+    graphs: dict[Precision, OpGraph] = {}
+    for name, text in plans.items():
+        plan, made = Plan.from_json(text), workload(dtype=torch.float32)
+        graph = graphs.setdefault(plan.precision, as_graph(made, precision=plan.precision))
+        with plan.deploy(made, graph=graph, optimizer=groups_by_name, timeout_seconds=20.0) as engine:
+            losses = [float(engine.train_step(batch(SAMPLES, step))) for step in range(STEPS)]
+            leaf, owner = engine.state.leaves["up.weight"].detach(), engine.parameters["up.weight"].detach()
+            part = engine.state.shardings["up.weight"].part(leaf, engine.rank)
+            assert torch.equal(part, owner.to(leaf.dtype)), "published"
+            types = (leaf.dtype, owner.dtype, tuple(leaf.shape), tuple(owner.shape))
+            found[name] = losses, engine.state_dict(), types
+            scale = engine.precision.loss_scale
+            if scale is not None:
+                scale.scale = 2.0**40
+                before = owner.clone()
+                engine.train_step(batch(), max_grad_norm=1.0)
+                info = engine.last_step
+                assert info is not None
+                assert info.skipped
+                assert torch.equal(before, engine.parameters["up.weight"])
+    return found
+
+
+def test_masters_are_sharded_as_their_leaves_are(pool: WorkerPool) -> None:
+    made, texts = workload(dtype=torch.float32), {}
+    mixed, half = Precision(compute=torch.bfloat16), Precision(compute=torch.float16, loss_scale="dynamic")
+    for precision, names in ((mixed, ("batch", "zero 1", "zero 3")), (half, ("zero 1",))):
+        graph = as_graph(made, precision=precision)
+        for name in names:
+            key = name if precision is mixed else f"float16, {name}"
+            texts[key] = planned(graph, name, precision=precision).model_dump_json()
+    results = pool.run(precise, texts, world_size=2, timeout_seconds=200.0)[0]
+    whole, state, _ = results["batch"]
+    bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+    assert results["batch"][2] == (bf16, f32, (16, WIDTH), (16, WIDTH))
+    assert results["zero 1"][2] == (bf16, f32, (16, WIDTH), (8, WIDTH))
+    assert results["zero 3"][2] == (bf16, f32, (8, WIDTH), (8, WIDTH))
+    assert results["float16, zero 1"][2] == (f16, f32, (16, WIDTH), (8, WIDTH))
+    assert results["zero 1"][0] == whole
+    assert all(torch.equal(results["zero 1"][1][name], tensor) for name, tensor in state.items())
+    plain = model(dtype=torch.float32)
+    optimizer = groups_by_name([(n, p) for n, p in plain.named_parameters() if p.requires_grad])
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_fn(plain(batch(SAMPLES, step)["ids"]), batch(SAMPLES, step))[0]
+        loss.backward()
+        optimizer.step()
+        for name, (losses, _, _) in results.items():
+            assert losses[step] == pytest.approx(loss.item(), rel=5e-3), name
+
+
+# ----------------------------------------------------------------------------------- around training
+
+
+class Recorder(Callback):
+    """A callback."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_step_end(self, engine: Engine, info: Any) -> None:
+        self.losses.append(float(info.loss))
+
+
+def around(plans: Mapping[str, str], whole: str) -> dict[str, Any]:
+    """In a worker: losses of plain, compiled and profiled steps; what is refused; a plan made on the spot."""
+    found: dict[str, Any] = {}
+    for name, text in plans.items():
+        with deployed(text, optimizer=groups_by_name, compile={"backend": "eager"}) as engine:
+            compiled = go_on(engine, range(3))[0]
+        recorder = Recorder()
+        with deployed(text, optimizer=groups_by_name, callbacks=[recorder]) as engine:
+            profile = engine.profile([batch(SAMPLES, step) for step in range(3)], max_grad_norm=0.5)
+            assert "rank" in str(profile)
+        found[name] = recorder.losses, compiled
+    refused = {
+        "adafactor": lambda: deployed(plans["zero 3"], optimizer=torch.optim.Adafactor),
+        "seeds": lambda: deployed(plans["zero 3"], seed=dist.get_rank()),
+        "copies": lambda: unlike(plans["zero 1"]),
+    }
+    for name, call in refused.items():
+        try:
+            call()
+        except UsageError as error:
+            found[name] = str(error)
+    with deployed(whole, optimizer=torch.optim.Adafactor) as engine:
+        engine.train_step(batch())
+    options = {"strategy": "feature", "batch_size": SAMPLES, "microbatches": MICROBATCHES}
+    run = {"optimizer": groups_by_name, "timeout_seconds": 20.0, "pins": {"*": "zero3"}}
+    with deploy(workload(), ClusterSpec.local(2), **options, **run) as engine:
+        found["on the spot"] = go_on(engine, range(3))[0], engine.plan.strategy
+    return found
+
+
+def unlike(text: str) -> Engine:
+    """Models that every rank has seeded for itself."""
+    torch.manual_seed(dist.get_rank())
+    other = Workload(Net().double(), batch(), loss_fn, "net")
+    return Plan.from_json(text).deploy(other, graph=graph_of(0.0), timeout_seconds=20.0)
+
+
+def test_what_is_around_training(plans: dict[str, str], pool: WorkerPool) -> None:
+    chosen = {name: plans[name] for name in ("zero 1", "zero 3", "column row")}
+    net = model()
+    optimizer = groups_by_name([(n, p) for n, p in net.named_parameters() if p.requires_grad])
+    expected = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = loss_fn(net(batch(SAMPLES, step)["ids"]), batch(SAMPLES, step))[0]
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        expected.append(loss.item())
+    for result in pool.run(around, chosen, plans["batch"], world_size=2, timeout_seconds=200.0):
+        for name in chosen:
+            plain, compiled = result[name]
+            assert plain == pytest.approx(expected, rel=1e-10), name
+            assert compiled == pytest.approx(expected, rel=1e-10), name
+        assert result["on the spot"] == (pytest.approx(expected, rel=1e-10), "feature")
+        assert "Adafactor cannot train parts of parameters" in result["adafactor"]
+        assert "deploy(seed=): rank 0 has other values than rank 1" in result["seeds"]
+        assert "up.weight, stored: rank 0 has other values than rank 1" in result["copies"]
