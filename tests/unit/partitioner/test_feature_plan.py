@@ -59,7 +59,7 @@ def test_a_zero_plan_counts_what_is_summed_and_what_is_gathered() -> None:
 
 
 def test_sums_over_a_second_axis_are_of_what_the_first_left() -> None:
-    pins = {"*": "data", "ids": "S0 S0", "labels": "S0 S0", "*.up.weight": "R/S0 R"}
+    pins = {"*": "data", "ids": "S0 S0", "labels": "S0 S0", "*.up.weight": "R/S0 R/R"}
     graph = trace(Gpt(), gpt_batch(4))
     cluster = ClusterSpec.parse("A100-40GB:4")
     plan = partition(graph, cluster, batch_size=16, strategy="feature", mesh=(2, 2), pins=pins)
@@ -69,16 +69,13 @@ def test_sums_over_a_second_axis_are_of_what_the_first_left() -> None:
     weights = {"h.0.up.weight", "h.1.up.weight"}
     whole = 16 * 32 * 4
     found = [
-        (item.axes, size)
+        (item.scattered, item.axes, size)
         for item in stage.sharding.sums
         for name, size in zip(item.parameters, item.size_bytes, strict=True)
         if name in weights
     ]
-    assert found == [(("outer",), whole)] * 2 + [(("inner",), whole // 2)] * 2
-    assert [(g.axis, g.size_bytes) for g in stage.sharding.gathers] == [
-        ("outer", 2 * whole),
-        ("inner", whole),
-    ]
+    assert found == [(True, ("outer",), whole)] * 2 + [(False, ("inner",), whole // 2)] * 2
+    assert [(g.axis, g.size_bytes) for g in stage.sharding.gathers] == [("outer", 2 * whole)]
 
 
 @pytest.mark.parametrize("devices", [1, 3, 7])
