@@ -20,7 +20,7 @@ import hashlib
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -30,7 +30,7 @@ from cost_models.errors import ModelError
 from passes.names import StateNames, state_names
 from runtime.sharding import Block
 
-__all__ = ["materialize"]
+__all__ = ["materialize", "values_of"]
 
 logger = logging.getLogger("partitioner")
 
@@ -63,7 +63,12 @@ REBUILD_LIMIT_ELEMENTS = 2**28
 """A submodule with more parameters than this (1 GiB in 32 bits) is not rebuilt for the sake of a buffer."""
 
 
-def materialize(
+def materialize(names: Iterable[str], **sources: Any) -> dict[str, Tensor]:
+    """``values_of`` all at once."""
+    return dict(values_of(names, **sources))
+
+
+def values_of(
     names: Iterable[str],
     *,
     model: nn.Module | None = None,
@@ -74,9 +79,9 @@ def materialize(
     seed: int = 0,
     blocks: Mapping[str, Block] | None = None,
     wider: Mapping[str, torch.dtype] | None = None,
-) -> dict[str, Tensor]:
-    """Real values on ``device`` for the parameters and buffers called ``names``; copies, never the model's
-    own.
+) -> Iterator[tuple[str, Tensor]]:
+    """Real values on ``device`` for the parameters and buffers called ``names``, one by one; copies, never the model's
+    own. What has none is told at the end.
 
     Without a ``state_dict`` entry, ``model`` says shape and dtype and must be given. ``weights``: by canonical name,
     the stored tensor, or several (under each name of a tied one), which must be the same. ``blocks``: of tensors that
@@ -89,16 +94,15 @@ def materialize(
     if model is not None and state_dict:
         _compare_names(state_dict, known, model)
     source = _Source(model, known, dict(state_dict or {}), init_fn, seed, wanted)
-    result: dict[str, Tensor] = {}
     problems: list[str] = []
     for name in wanted:
         block = (blocks or {}).get(name)
         try:
             stored = (weights or {}).get(known.canonical(name))
             if stored:
-                result[name] = _read(name, stored, known, device, (wider or {}).get(name), block)
+                yield name, _read(name, stored, known, device, (wider or {}).get(name), block)
             else:
-                result[name] = source.copied(name, block, device)
+                yield name, source.copied(name, block, device)
         except _NoValueError as error:
             problems.append(str(error))
         source.forget(name)
@@ -113,7 +117,6 @@ def materialize(
                 "build the model with real tensors instead of torch.device('meta')",
             ],
         )
-    return result
 
 
 def _compare_names(state_dict: Mapping[str, Tensor], known: StateNames, model: nn.Module) -> None:

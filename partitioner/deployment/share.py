@@ -22,7 +22,7 @@ from partitioner.weights import weights_of
 from partitioner.workloads import Workload
 from passes.check_precision import check_precision
 from passes.graph import OpGraph
-from passes.init_state import materialize
+from passes.init_state import values_of
 from passes.lower import lower
 from runtime.loaded import Replan
 from runtime.program import Program, SegmentGraph
@@ -107,7 +107,7 @@ def _own_state(
 ) -> RankState:
     model, holders = recipe.workload.model, holders_of(code.graph, code.segmentation, code.shardings)
     mine = [name for name, ranks in holders.items() if rank in ranks]
-    values = materialize(
+    values = values_of(
         mine,
         model=model,
         weights=None if recipe.weights is None else weights_of(recipe.weights, keys, model),

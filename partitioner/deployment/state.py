@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -38,24 +38,31 @@ def rank_state(
     graph: OpGraph,
     rank: int,
     holders: Mapping[str, tuple[int, ...]],
-    values: Mapping[str, Tensor],
+    values: Iterable[tuple[str, Tensor]],
     device: torch.device,
     precision: Precision,
     shardings: Mapping[str, Sharding],
 ) -> RankState:
-    """This rank's tensors. ``values``: copies of its own for every name that it holds; of blocks where it shards."""
+    """This rank's tensors. ``values``: copies of its own for every name that it holds; of blocks where it shards.
+
+    They are taken one by one: what a value becomes, in other types and in part, is less than all values are.
+    """
     leaves: dict[str, Tensor] = {name: constant.to(device) for name, constant in graph.constants.items()}
     parameters: dict[str, nn.Parameter] = {}
-    for name, spec in graph.parameters.items():
-        if name not in values:
+    buffers: dict[str, Tensor] = {}
+    for name, value in values:
+        spec, sharding = graph.parameters.get(name), shardings.get(name)
+        if spec is None:
+            buffers[name] = value
             continue
-        types, sharding = graph.types_of(name, precision), shardings.get(name)
+        types = graph.types_of(name, precision)
         if sharding is None:
-            leaves[name], parameters[name] = leaf_and_owner(values[name], types, spec.requires_grad)
+            leaves[name], parameters[name] = leaf_and_owner(value, types, spec.requires_grad)
         else:
             leaves[name], parameters[name] = sharded_leaf_and_owner(
-                values[name], types, spec.requires_grad, sharding, rank
+                value, types, spec.requires_grad, sharding, rank
             )
-    buffers = {name: values[name] for name in graph.buffers if name in values}
-    own = {name: sharding for name, sharding in shardings.items() if name in values}
+        del value  # the next one is made first
+    held = {**parameters, **buffers}
+    own = {name: sharding for name, sharding in shardings.items() if name in held}
     return RankState(rank, {**leaves, **buffers}, parameters, buffers, holders, own)
