@@ -102,6 +102,24 @@ def test_graph_draws_models_and_plans(plan_file: Path, capsys: Capture) -> None:
     assert {"id", "label", "module", "source", "device"} == set(data["nodes"][0])
 
 
+def test_a_sharded_plan_is_explained_and_its_ranks_drawn(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "sharded.json"
+    out(capsys, "plan", NET, *GOOD, "--strategy", "feature", "--pin", "first.weight=S0", "-o", file)
+    assert "mesh 2 on 2 devices" in out(capsys, "show", file)
+    assert "\n*  R~ S0 S0 -> S1" in out(capsys, "explain", file, "linear", "--model", NET)
+    data = json.loads(out(capsys, "explain", file, "first.weight", "--model", NET, "--json"))
+    assert [way["layout"] for way in data["ways"] if way["chosen"]] == ["stored S0"]
+    text = out(capsys, "graph", NET, "--plan", file, "--rank", "1")
+    assert text.startswith("rank 1 of 2 · Net · mesh 2")
+    marked = [line for line in text.splitlines() if line.startswith("> ")]
+    assert marked
+    drawn = out(capsys, "graph", NET, "--plan", file, "--rank", "1", "--format", "dot")
+    assert drawn.count("fillcolor=orange") == len(marked)
+    nodes = json.loads(out(capsys, "graph", NET, "--plan", file, "--rank", "1", "--json"))["nodes"]
+    assert sum(node["bridge"] for node in nodes) == len(marked)
+    assert "ranks 0-1" in out(capsys, "graph", file)
+
+
 def test_what_a_factory_prints_is_not_data(capfd: Capture) -> None:
     assert run_command(["plan", TALKS, *GOOD, "--json"]) == 0
     captured = capfd.readouterr()
