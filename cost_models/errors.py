@@ -56,6 +56,12 @@ class PlanError(UsageError):
     kind = "plan"
 
 
+class GraphError(UsageError):
+    """A file with a cost graph cannot be read, or is none."""
+
+    kind = "graph"
+
+
 class CheckpointError(UsageError):
     """Weights or a checkpoint cannot be read or written, or belong to another model."""
 

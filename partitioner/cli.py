@@ -19,6 +19,7 @@ from importlib import import_module
 import cyclopts
 
 from cost_models.errors import InternalError, PartitionerError, UsageError
+from partitioner.commands import plan_graph
 from partitioner.commands.options import discard_stdout, progress, report
 
 COMMANDS = {
@@ -72,6 +73,7 @@ for _position, (_name, (_place, _help, _usage)) in enumerate(COMMANDS.items()):
         help_epilogue="",
         sort_key=_position,
     )
+app.command(plan_graph.plan, name=plan_graph.NAME, show=False, usage=plan_graph.USAGE, help_epilogue="")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -87,8 +89,12 @@ def run_command(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     arguments = [argument for argument in arguments if argument != "--debug"]
     try:
-        _import_command(arguments)
-        result = app(arguments, exit_on_error=False, print_error=False)
+        if plan_graph.is_graph_call(arguments):
+            called = [plan_graph.NAME, *arguments[1:]]
+        else:
+            called = arguments
+            _import_command(arguments)
+        result = app(called, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except PartitionerError as error:
@@ -135,7 +141,7 @@ def _import_command(arguments: Sequence[str]) -> None:
 
 def _usage_error(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> UsageError:
     command = arguments[0] if arguments and arguments[0] in COMMANDS else "COMMAND"
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).replace(f'"{plan_graph.NAME}"', '"plan"')
     return UsageError("cannot read the command line", [text], [f"partitioner {command} --help"])
 
 

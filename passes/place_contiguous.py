@@ -17,7 +17,7 @@ from passes.placement_chains import Chain, best_chain, multiplications
 from passes.placement_graph import PlacementGraph, evaluate
 from passes.placement_groups import GroupProblem, contiguous_groups, free_groups
 from passes.placement_ideals import Order, all_downsets, linear_orders, prefixes
-from passes.placement_result import Placed, check_feasible, placed
+from passes.placement_result import PROVED, Placed, check_feasible, placed
 
 MOST_DOWNSETS = 40_000
 MULTIPLICATIONS_PER_SECOND = 3e9
@@ -35,40 +35,63 @@ def place_contiguous(graph: PlacementGraph, time_limit: float = 60.0, *, prove: 
     """Least largest load over contiguous placements. ``prove``: spend time on a bound where the method has none."""
     started = time.monotonic()
     deadline = started + time_limit
-    problem = contiguous_groups(graph)
-    check_feasible(graph, problem)
-    listed = _listed(problem, time_limit)
-    chain, method, complete = _search(problem, listed, deadline if not prove else started + 0.6 * time_limit)
-    if chain.homes is None:
+    until = started + (0.6 if prove else 1.0) * time_limit
+    exact = _Attempt(contiguous_groups(graph), time_limit)
+    check_feasible(graph, exact.problem)
+    attempts = [exact]
+    if exact.listed is None and exact.problem.memory_binds:
+        attempts.insert(0, _Attempt(contiguous_groups(graph, join_sized=True), time_limit))
+    for i, attempt in enumerate(attempts, 1):
+        attempt.search(time.monotonic() + (until - time.monotonic()) * i / len(attempts))
+    best = min(attempts, key=lambda attempt: attempt.chain.value)
+    if best.chain.homes is None:
         raise InfeasibleError(
             "no contiguous placement that fits the accelerators' memory was found",
-            [f"{len(graph.nodes)} nodes on {len(graph.machine.devices)} devices; {method}"],
+            [f"{len(graph.nodes)} nodes on {len(graph.machine.devices)} devices; {best.method}"],
             ["use more devices or more memory, or plan without --contiguous"],
         )
-    placement = problem.of_nodes(chain.homes)
+    placement = best.problem.of_nodes(best.chain.homes)
     value = evaluate(graph, placement).max_load
-    bound = simple_bound(problem).value
-    if complete and problem.lossless:
-        bound = value
-    elif complete and listed is not None:
-        # weights joined their readers: without memory limits that loses nothing, so this is a bound
-        relaxed = best_chain(problem, listed, limit=_above(value), memory_size=math.inf, deadline=deadline)
-        bound = max(bound, min(value, relaxed.value) if relaxed.homes is not None else bound)
-    elif prove:
+    bound = max(attempt.bound(value, deadline) for attempt in attempts)
+    if prove and value - bound > PROVED * value:
         free = free_groups(graph)
         search = SetBound(free, value)
         search.know(free.of_groups(placement))
-        bound = search.improve(simple_bound(free), deadline).value
+        bound = max(bound, search.improve(simple_bound(free), deadline).value)
     return placed(
         graph,
         placement,
         min(bound, value),
         space=SPACE,
-        method=method,
+        method=best.method,
         started=started,
         time_limit=time_limit,
         contiguous=True,
     )
+
+
+class _Attempt:
+    """A search over the downsets of one way to group nodes."""
+
+    def __init__(self, problem: GroupProblem, time_limit: float) -> None:
+        self.problem = problem
+        self.listed = _listed(problem, time_limit)
+        self.chain, self.method, self.complete = Chain(None, math.inf), "", False
+
+    def search(self, deadline: float) -> None:
+        self.chain, self.method, self.complete = _search(self.problem, self.listed, deadline)
+
+    def bound(self, value: float, deadline: float) -> float:
+        """No contiguous placement is below: the optimum, if this is it, or that without limits on memory."""
+        simple = simple_bound(self.problem).value
+        if not self.complete or self.listed is None:
+            return simple
+        if self.problem.lossless:
+            return max(simple, min(value, self.chain.value))
+        # weights joined their readers: without memory limits that loses nothing
+        limit = _above(value)
+        relaxed = best_chain(self.problem, self.listed, limit=limit, memory_size=math.inf, deadline=deadline)
+        return max(simple, min(value, relaxed.value)) if relaxed.homes is not None else simple
 
 
 def _listed(problem: GroupProblem, time_limit: float) -> list[int] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import networkx as nx
 import numpy as np
@@ -21,6 +22,7 @@ from passes.placement_graph import PlacementGraph
 from passes.placement_groups import GroupProblem, free_groups
 from passes.placement_recut import fits, group_loads, recut
 from passes.placement_result import PROVED, Placed, check_feasible, placed
+from passes.placement_tidy import tidied
 
 FIRST_STEPS = 10_000
 MOST_STEPS = 640_000
@@ -48,9 +50,12 @@ def place_freely(graph: PlacementGraph, time_limit: float = 60.0, *, seed: int =
             ],
             ["use more devices, more memory or a larger --time-limit"],
         )
+    homes = tidied(graph, problem, search.homes)
+    if not fits(problem, homes) or max(group_loads(problem, homes)) > search.value:
+        homes = search.homes  # by a rounding error
     return placed(
         graph,
-        problem.of_nodes(search.homes),
+        problem.of_nodes(homes),
         min(search.bound.value, search.value),
         space=SPACE,
         method=f"annealing ({search.rounds} rounds), integer programs over pairs of devices; bound: {search.bound.method}",
@@ -97,11 +102,11 @@ class _Search:
     def _starts(self) -> list[tuple[int, ...]]:
         machine, count = self.problem.machine, self.problem.count
         starts = [(device,) * count for device in {0, machine.accelerators} if device < len(machine.devices)]
-        try:
+        with suppress(
+            InfeasibleError
+        ):  # contiguity is not asked for, and a free placement may fit all the same
             contiguous = place_contiguous(self.graph, CONTIGUOUS_SHARE * self.limit, prove=False)
             starts.append(self.problem.of_groups(contiguous.placement))
-        except InfeasibleError:
-            pass  # contiguity is not asked for, and a free placement may fit all the same
         return starts
 
     def _offer(self, homes: tuple[int, ...]) -> bool:
@@ -145,7 +150,7 @@ class _Search:
 
 def lines(graph: PlacementGraph, problem: GroupProblem) -> tuple[list[int], ...]:
     """Groups along the graph, broad and deep first: what lies together there is moved together."""
-    directed = nx.DiGraph()
+    directed: nx.DiGraph[int] = nx.DiGraph()
     directed.add_nodes_from(range(len(graph.nodes)))
     directed.add_edges_from(graph.edges)
     depth = [0.0] * len(graph.nodes)
@@ -160,4 +165,4 @@ def lines(graph: PlacementGraph, problem: GroupProblem) -> tuple[list[int], ...]
         [min(depth[v] for v in nodes) for nodes in problem.members],
         [min(deep[v] for v in nodes) for nodes in problem.members],
     )
-    return tuple(sorted(range(problem.count), key=lambda g, key=key: key[g]) for key in keys)
+    return tuple(sorted(range(problem.count), key=key.__getitem__) for key in keys)

@@ -1,7 +1,7 @@
 """Simulated annealing of free placements: many chains at once, as arrays.
 
-All chains look at the same move (one group, two that change places, or a stretch of the graph) but each has a target and a coin of its
-own: what a step costs is the price of some twenty array operations, not of chains. Arrays, R chains, K devices, E nets:
+All chains look at the same move (one group, two that change places, or a stretch of the graph) but each has a target
+and a coin of its own: a step costs some twenty array operations, however many chains take it. R chains, K devices, E nets:
 
     home [G, R]   device of every group          held [E, R, K]   groups of a net on a device
     load [R, K]   as in ``placement_graph``, with what exceeds a memory as load      memory [R, K]

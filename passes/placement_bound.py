@@ -95,8 +95,11 @@ class SetBound:
         """Load of an accelerator that holds exactly these groups."""
         inside = set(groups)
         nets = {e for g in groups for e in self.problem.nets_of[g]}
-        sent = [float(self.problem.weight[e]) for e in nets if not inside.issuperset(self.problem.nets[e])]
-        return math.fsum([*self.problem.accelerator_cost[list(groups)].tolist(), *sent])
+        sent: list[float] = [
+            float(self.problem.weight[e]) for e in nets if not inside.issuperset(self.problem.nets[e])
+        ]
+        work: list[float] = self.problem.accelerator_cost[list(groups)].tolist()
+        return float(math.fsum(work + sent))
 
     def _extended(self, groups: tuple[int, ...], measure: FloatArray, target: float) -> tuple[int, ...]:
         """``groups`` and as much more measure as fits under load ``target``, greedily."""
@@ -104,7 +107,8 @@ class SetBound:
         inside = set(groups)
         held = [sum(g in inside for g in pins) for pins in problem.nets]
         load = self.cost(groups)
-        cost, weight = problem.accelerator_cost.tolist(), problem.weight.tolist()
+        cost: list[float] = problem.accelerator_cost.tolist()
+        weight: list[float] = problem.weight.tolist()
 
         def more(g: int) -> float:
             change = cost[g]

@@ -24,7 +24,7 @@ from functools import cached_property
 
 import networkx as nx
 
-from cost_models.errors import PlanError
+from cost_models.errors import GraphError
 
 MOST_DEVICES = 4096
 
@@ -98,12 +98,12 @@ class PlacementGraph:
 
 
 def checked(graph: PlacementGraph, source: str) -> PlacementGraph:
-    """``graph`` itself, or a PlanError that names ``source`` and everything that no file may say."""
+    """``graph`` itself, or a GraphError that names ``source`` and everything that no file may say."""
     problems = [*_number_problems(graph), *_structure_problems(graph)]
     if problems:
         more = len(problems) - 20
         shown = [*problems[:20], *([f"and {more} more problems"] if more > 0 else [])]
-        raise PlanError(f"{source} is no graph that can be placed", shown, ["correct the file"])
+        raise GraphError(f"{source} is no graph that can be placed", shown, ["correct the file"])
     return graph
 
 
@@ -146,7 +146,7 @@ def _structure_problems(graph: PlacementGraph) -> list[str]:
                 f"edge {nodes[source].id} -> {nodes[target].id}: from a backward to a forward node"
             )
     if not problems:
-        directed = nx.DiGraph()
+        directed: nx.DiGraph[int] = nx.DiGraph()
         directed.add_nodes_from(range(len(nodes)))
         directed.add_edges_from(graph.edges)
         if not nx.is_directed_acyclic_graph(directed):

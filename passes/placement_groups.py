@@ -75,18 +75,19 @@ class GroupProblem:
 
 def free_groups(graph: PlacementGraph) -> GroupProblem:
     """Groups of a free placement: colours, and what joins for nothing."""
-    first = _by_colour(graph)
-    problem = _problem(graph, first, _no_order(), lossless=True)
-    while joined := _joins(problem, contiguous=False):
-        problem = _problem(graph, _joined(problem, joined), _no_order(), lossless=True)
+    problem = _problem(graph, _by_colour(graph), (), lossless=True)
+    while joined := _joins(problem, contiguous=False, sized=not problem.memory_binds):
+        problem = _problem(graph, _joined(problem, joined), (), lossless=True)
     return problem
 
 
-def contiguous_groups(graph: PlacementGraph) -> GroupProblem:
+def contiguous_groups(graph: PlacementGraph, *, join_sized: bool = False) -> GroupProblem:
     """Groups of a contiguous placement: colours, circles among them, and what joins for nothing.
 
     Order edges are the forward edges. A backward node whose colour no forward node has would be free of them; it is
     tied as if it had a forward node: backward edges at such a node count in reverse, as in the published method.
+    ``join_sized``: weights join their readers even where memory might want them elsewhere, or they alone could make
+    more downsets than can be listed.
     """
     groups = _by_colour(graph)
     order = _order_edges(graph)
@@ -95,9 +96,11 @@ def contiguous_groups(graph: PlacementGraph) -> GroupProblem:
     circles = [part for part in nx.strongly_connected_components(directed) if len(part) > 1]
     if circles:
         problem = _problem(graph, _joined(problem, circles), order, lossless=True)
-    while joined := _joins(problem, contiguous=True):
-        lossless = problem.lossless and not problem.memory_binds
-        problem = _problem(graph, _joined(problem, joined), order, lossless)
+    sized = join_sized or not problem.memory_binds
+    while joined := _joins(problem, contiguous=True, sized=sized):
+        problem = _problem(
+            graph, _joined(problem, joined), order, lossless=not problem.memory_binds or not join_sized
+        )
     return problem
 
 
@@ -106,10 +109,6 @@ def _by_colour(graph: PlacementGraph) -> list[list[int]]:
     for v, node in enumerate(graph.nodes):
         groups.setdefault(("node", v) if node.colour is None else node.colour, []).append(v)
     return list(groups.values())
-
-
-def _no_order() -> tuple[tuple[int, int], ...]:
-    return ()
 
 
 def _order_edges(graph: PlacementGraph) -> tuple[tuple[int, int], ...]:
@@ -169,12 +168,11 @@ def _joined(problem: GroupProblem, parts: Iterable[Iterable[int]]) -> list[list[
     return list(groups.values())
 
 
-def _joins(problem: GroupProblem, contiguous: bool) -> list[tuple[int, int]]:
-    """Pairs (group that costs nothing, group that it loses nothing by joining), no group in two pairs.
+def _joins(problem: GroupProblem, *, contiguous: bool, sized: bool) -> list[tuple[int, int]]:
+    """Pairs (group that costs nothing, group that it joins), no group in two pairs; ``sized``: also if it has a size.
 
     Moved to a group that all its nets touch, it makes no net touch more devices. Contiguity is kept if that group is
-    its only neighbour in the order. A free placement keeps apart what memory may have to; a contiguous one joins
-    it all the same, or weights alone would make more downsets than can be listed.
+    its only neighbour in the order.
     """
     neighbours: list[set[int]] = [set() for _ in problem.members]
     for g, h in problem.order:
@@ -184,17 +182,17 @@ def _joins(problem: GroupProblem, contiguous: bool) -> list[tuple[int, int]]:
     pairs = []
     for g in range(problem.count):
         costs = problem.accelerator_cost[g] + problem.cpu_cost[g]
-        if g in taken or costs > 0 or (problem.memory_binds and problem.size[g] > 0 and not contiguous):
+        if g in taken or costs > 0 or (problem.size[g] > 0 and not sized):
             continue
-        shared = set(range(problem.count)) if not problem.nets_of[g] else None
-        for e in problem.nets_of[g]:
-            shared = set(problem.nets[e]) if shared is None else shared & set(problem.nets[e])
-        found = (shared or set()) - {g} - taken
-        if neighbours[g]:
-            found = found & neighbours[g] if len(neighbours[g]) == 1 else set()
-        if found:
-            # the largest neighbour: a group without nets may go anywhere, best where it is likely to stay
-            host = min(found, key=lambda h: (h not in neighbours[g], h))
+        if problem.nets_of[g]:
+            hosts = set.intersection(*(set(problem.nets[e]) for e in problem.nets_of[g]))
+        else:
+            hosts = set(range(problem.count)) if not neighbours[g] else neighbours[g]
+        if contiguous and neighbours[g]:
+            hosts = hosts & neighbours[g] if len(neighbours[g]) == 1 else set()
+        hosts = hosts - {g} - taken
+        if hosts:
+            host = min(hosts)
             pairs.append((g, host))
             taken |= {g, host}
     return pairs

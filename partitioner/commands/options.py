@@ -11,13 +11,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from cost_models.errors import PartitionerError, UsageError
-from cost_models.precision import Precision
 from partitioner.report.text import printable
+
+if TYPE_CHECKING:
+    from cost_models.precision import Precision  # imports torch, which takes seconds
 
 SECONDS_BEFORE_PROGRESS = 1.0
 
@@ -166,6 +168,8 @@ def mesh_shape(text: str | None) -> tuple[int, ...] | None:
 
 def read_precision(text: str | None) -> Precision:
     """ "compute=bf16,master=fp32" -> Precision(compute=bfloat16, master=float32)."""
+    from cost_models.precision import Precision
+
     return Precision.from_fields(settings(text.split(","), "--precision") if text else {})
 
 
