@@ -7,6 +7,7 @@ from pathlib import Path
 
 from cost_models.errors import UsageError
 from partitioner.commands.options import JsonFlag, Whole, check_output, emit, progress
+from partitioner.graph_plan import GraphPlan, is_graph_plan
 from partitioner.plan import Plan
 from runtime.timeline import chrome_trace, render
 
@@ -24,7 +25,7 @@ def show(plan: Path, /, *, json: JsonFlag = False) -> int:
     json
         Print one JSON object: the plan.
     """
-    loaded = Plan.load(plan)
+    loaded = GraphPlan.load(plan) if is_graph_plan(plan) else Plan.load(plan)
     emit(str(loaded), loaded.to_dict(), json)
     return 0
 
