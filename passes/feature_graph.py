@@ -20,6 +20,7 @@ from torch import fx
 
 from passes.costs import GraphCosts
 from passes.feature_twins import with_twins
+from passes.feature_written import taking_shared_buffers_whole
 from passes.graph import OpGraph, tensor_specs
 from passes.repeat import op_classes
 from passes.sharding import Choice, operands
@@ -86,6 +87,7 @@ def feature_graph(
 ) -> FeatureGraph:
     """Group ops, placeholders and values; O(ops · operands). ``marks``: nodes with unlike marks are in unlike units."""
     marks = marks or {}
+    choices = taking_shared_buffers_whole(graph, choices)
     unit_of: dict[str, int] = {}
     units: list[Unit] = []
     ops = graph.ops

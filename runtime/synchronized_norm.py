@@ -38,10 +38,10 @@ def batch_norm(
     result, mean, variance = _Normalize.apply(x, weight, bias, eps, samples)  # type: ignore[no-untyped-call]
     if running_mean is not None and running_var is not None:
         count = x.numel() // x.shape[1] * samples.size
-        with torch.no_grad():
-            running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
-            unbiased = variance * (count / (count - 1))
-            running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
+        unbiased = variance * (count / (count - 1))
+        # As the kernel does, behind autograd's back: another norm on the same statistics may have saved them, unread.
+        running_mean.data.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
+        running_var.data.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
     return result  # type: ignore[no-any-return]
 
 
