@@ -30,6 +30,9 @@ class SideGroup:
     def __init__(self, timeout_seconds: float = SIDE_SECONDS) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        # Nobody returns before all are connected: who has nothing to wait for in the group may leave it at once, and
+        # would close connections that others are still making.
+        self._waiting("all ranks to be connected", lambda: dist.barrier(group=self.group))
 
     def close(self) -> None:
         """Leave the group. Where the process group is gone already, so is this one."""

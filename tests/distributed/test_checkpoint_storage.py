@@ -58,6 +58,10 @@ def stored_and_cut_anew(folder: str) -> None:
     for name, stored in stored_pieces(checkpoint.path, checkpoint.index, ["0", "1", "2"]).items():
         target = torch.zeros(5, 7)
         stored.read_into(target)
+        for first, second in ((0, 0), (1, 2), (2, 3)):
+            block = torch.zeros(3, 4)
+            stored.read_block(block, (first, second))
+            assert torch.equal(block, value(int(name))[first : first + 3, second : second + 4])
         assert torch.equal(target, value(int(name)))
     side.close()
 
