@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -14,24 +17,27 @@ from benchmarks.feature_matrix import Mesh, load, make_plan, verify_sharded
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError
 from partitioner import Plan, Workload, partition
+from passes.feature_options import Options
+from passes.feature_result import assemble
 from passes.graph import OpGraph
 from passes.lower import lower
+from passes.place_features import FeatureResult, place_features
 from passes.segment import Segmentation
 from runtime import bridges
 from runtime.launch import WorkerPool
 from runtime.segment_code import SegmentCode
 from tests.distributed import test_odd_models as odd
-from tests.distributed.sharded_models import Gpt, gpt_batch
+from tests.distributed.sharded_models import Conv, Gpt, conv_batch, gpt_batch
 
 loaded = cache(load)
 
 SMOKE: tuple[tuple[str, Mesh, str], ...] = (
-    ("train_gpt", (2,), "vocabulary"),
-    ("train_gpt", (2, 2), "sequence"),
-    ("bert", (2,), "batch"),
-    ("bert", (2, 2), "zero1"),
+    ("bert", (2,), "vocabulary"),
+    ("bert", (2, 2), "sequence"),
+    ("vit", (2,), "batch"),
+    ("vit", (2, 2), "zero1"),
     ("vit", (4,), "zero3"),
-    ("vit", (2, 2), "search"),
+    ("alexnet", (2,), "search"),
     ("alexnet", (2, 2), "column/row"),
 )
 """Every pattern once; dropout in two of the models."""
@@ -78,11 +84,55 @@ def test_an_odd_model_computes_what_it_computed(
     plan.verify(workload, pool=pool).raise_if_different()
 
 
-@cache
-def gpt() -> tuple[Workload, Plan]:
-    """Two blocks, column and row."""
+def gpt() -> Workload:
     torch.manual_seed(0)
-    workload = Workload(Gpt().float(), {k: v[:2] for k, v in gpt_batch(2).items()}, name="gpt")
+    return Workload(Gpt().float(), gpt_batch(2), name="gpt")
+
+
+def conv() -> Workload:
+    torch.manual_seed(0)
+    example = {name: leaf[:2] for name, leaf in conv_batch(2).items()}
+    return Workload(Conv().float(), {"x": example["x"].float(), "y": example["y"]}, name="conv")
+
+
+@pytest.mark.parametrize("make", [gpt, conv, odd.shared_batch_norm], ids=("gpt", "conv", "norm"))
+@pytest.mark.parametrize(("mesh", "seed"), [((2,), 0), ((2, 2), 3)], ids=("2", "2x2"))
+def test_any_placement_computes_what_the_model_computes(
+    make: Callable[[], Workload],
+    mesh: Mesh,
+    seed: int,
+    pool: WorkerPool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every op, parameter and leaf in some way that divides, drawn at random: every kind of bridge between them."""
+    chance = random.Random(seed)
+
+    def placed(*arguments: Any) -> FeatureResult:
+        found = place_features(*arguments)
+        ways = [
+            unit.detail.count if isinstance(unit.detail, Options) else len(unit.detail)
+            for unit in found.problem.units
+        ]
+        drawn = [chance.randrange(count) if count else 0 for count in ways]
+        return replace(found, placement=assemble(found.problem, drawn))
+
+    monkeypatch.setattr("passes.compile.place_features", placed)
+    workload = make()
+    plan = partition(
+        workload,
+        ClusterSpec.local(math.prod(mesh)),
+        batch_size=8,
+        microbatches=2,
+        strategy="feature",
+        mesh=mesh,
+    )
+    plan.verify(workload, pool=pool).raise_if_different()
+
+
+@cache
+def column_row() -> tuple[Workload, Plan]:
+    """Two blocks, column and row."""
+    workload = gpt()
     plan = partition(
         workload,
         ClusterSpec.local(2),
@@ -95,37 +145,43 @@ def gpt() -> tuple[Workload, Plan]:
     return workload, plan
 
 
-def without(monkeypatch: pytest.MonkeyPatch, bridge: Callable[..., object], of: str) -> None:
-    """Ranks run without the bridge of a value."""
+def without(monkeypatch: pytest.MonkeyPatch, bridge: Callable[..., object]) -> list[str]:
+    """Ranks run without the first such bridge. The list will have the name of the op that then reads what is wrong."""
+    reads: list[str] = []
 
     def tampered(graph: OpGraph, segmentation: Segmentation) -> dict[int, SegmentCode]:
         codes = lower(graph, segmentation)
         module = fx.GraphModule(nn.Module(), codes[0].module.graph)
-        (node,) = [n for n in module.graph.nodes if n.target is bridge and n.name.startswith(of)]
+        node = next(n for n in module.graph.nodes if n.target is bridge)
+        users = list(node.users)
+        while users and bridges.is_bridge(users[0]):
+            users = list(users[0].users)
+        reads.append(users[0].name)
         node.replace_all_uses_with(node.args[0])
         module.graph.erase_node(node)
         module.recompile()
         return {**codes, 0: replace(codes[0], module=module)}
 
     monkeypatch.setattr("partitioner.verify.lower", tampered)
+    return reads
 
 
 def test_the_op_after_a_forgotten_sum_is_named(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    workload, plan = gpt()
-    without(monkeypatch, bridges.all_reduce, "linear_3__")  # of the first block's attention
+    workload, plan = column_row()
+    reads = without(monkeypatch, bridges.all_reduce)
     report = plan.verify(workload, pool=pool)
     assert not report.passed
     assert report.first_difference is not None
-    assert report.first_difference.startswith("add_1 (stage 0 on rank 0, micro-batch 0; module h.0")
+    assert report.first_difference.startswith(f"{reads[0]} (stage 0 on rank 0, micro-batch 0; module h.0")
 
 
 def test_a_forgotten_sum_of_gradients_is_said_to_be_in_backward(
     pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workload, plan = gpt()
-    without(monkeypatch, bridges.sum_gradient, "layer_norm_1__")
+    workload, plan = column_row()
+    without(monkeypatch, bridges.sum_gradient)
     report = plan.verify(workload, pool=pool)
-    assert "h.0.norm2.weight" in {d.name for d in report.differences}
+    assert "wpe.weight" in {d.name for d in report.differences}
     assert report.first_difference is not None
     assert "the difference is in backward" in report.first_difference
 
@@ -146,7 +202,7 @@ def test_a_gradient_that_one_rank_lacks_is_found(pool: WorkerPool, monkeypatch: 
 
 
 def test_a_choice_that_no_rule_allows_is_refused(pool: WorkerPool) -> None:
-    workload, plan = gpt()
+    workload, plan = column_row()
     sharding = plan.stages[0].sharding
     assert sharding is not None
     edited = sharding.model_copy(update={"choices": {**sharding.choices, "gelu": ("S2 -> R",)}})
