@@ -2,8 +2,8 @@
 
     python -m benchmarks.device_placement [--limit SECONDS] [--only table|profiles|scaling]
 
-``cpu`` is user CPU time of the search. ``tests.placement_evaluator``, which shares no code with the planner, evaluates every
-value again. The data lies in tests/data, each set with its licence.
+``cpu`` is user CPU time of the search. ``tests.placement_evaluator``, which shares no code with the planner, evaluates
+every value again. The data lies in tests/data, each set with its licence.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def scaling(limit: float) -> str:
     """Random layered graphs: time and gap against size."""
     rows = []
     for size in SIZES:
-        graph = random_graph(size, size, accelerators=8, cpus=1)
+        graph = random_graph(size, size, accelerators=8)
         for search in (place_contiguous, place_freely):
             found, seconds = measured(search, graph, limit)
             kind = search.__name__.removeprefix("place_")

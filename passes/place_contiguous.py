@@ -8,6 +8,7 @@ groups ─► all downsets ─► dynamic program: the optimum
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Iterable
 
@@ -26,8 +27,12 @@ LISTED_SHARE = 0.5
 """Of the time limit that the program over all downsets may take."""
 FAMILY = 2500
 """Downsets of a restricted family."""
-NEAR = 300
+NEAR = 200
 """Downsets looked at around each cut."""
+ORDERS = 4
+"""Random orders through the best cuts, per round."""
+QUIET_ROUNDS = 12
+"""Rounds without a better chain after which the search ends."""
 SPACE = "placements with an acyclic quotient of the forward graph over devices, equal colours together"
 
 
@@ -106,30 +111,40 @@ def _listed(problem: GroupProblem, time_limit: float) -> list[int] | None:
 def _search(problem: GroupProblem, listed: list[int] | None, deadline: float) -> tuple[Chain, str, bool]:
     """(best chain, how it was found, whether it is the optimum)."""
     order = Order(problem)
-    family = _union([prefixes(line) for line in linear_orders(problem, order)], FAMILY)
+    family = _union([prefixes(line) for line in linear_orders(problem, order)], order.full, FAMILY)
     chain = best_chain(problem, family, deadline=math.inf)
     if listed is not None:
         full = best_chain(problem, listed, limit=_above(chain.value), deadline=deadline)
         if full.finished:
             best = full if full.homes is not None else chain
             return best, f"dynamic program over all {len(listed):,} downsets of {problem.count} groups", True
-    rounds = 0
-    while time.monotonic() < deadline:
-        wider = _union(
-            [family, *(_near(order, cut, NEAR) for cut in chain.cuts)], FAMILY + NEAR * len(chain.cuts)
-        )
+    rounds, quiet, dice = 0, 0, random.Random(0)
+    while time.monotonic() < deadline and quiet < QUIET_ROUNDS:
+        through = [prefixes(_through(order, chain.cuts, dice)) for _ in range(ORDERS)]
+        near = [_near(order, cut, NEAR) for cut in chain.cuts]
+        wider = _union([*through, *near, chain.cuts], order.full, FAMILY)
         found = best_chain(problem, wider, limit=_above(chain.value), deadline=deadline)
         rounds += 1
         better = found.homes is not None and found.value < chain.value * (1 - 1e-9)
-        if better:
-            chain = found
-        else:
-            break
+        chain = found if better else chain
+        quiet = 0 if better else quiet + 1
     return (
         chain,
-        f"dynamic programs over downsets along {len(family):,} cuts, {rounds} times widened near the best",
+        f"dynamic programs over {rounds + 1} families of downsets, each near the best cuts before",
         False,
     )
+
+
+def _through(order: Order, cuts: Iterable[int], dice: random.Random) -> list[int]:
+    """A random topological order that fills one cut after the other."""
+    slices = [0] * order.count
+    for cut in cuts:
+        for g in range(order.count):
+            slices[g] += not cut >> g & 1
+    chance = [dice.random() for _ in range(order.count)]
+    if dice.random() < 0.5:  # along the graph rather than anywhere
+        chance = [chance[g] * 8 + order.count - order.before[g].bit_length() for g in range(order.count)]
+    return order.linear(lambda g: (slices[g], chance[g]))
 
 
 def _above(value: float) -> float:
@@ -137,14 +152,13 @@ def _above(value: float) -> float:
     return value * (1 + 1e-9) if math.isfinite(value) else math.inf
 
 
-def _union(families: Iterable[Iterable[int]], most: int) -> list[int]:
-    """Downsets of all families, of each as many as ``most`` allows; the empty and the full one stay."""
+def _union(families: Iterable[Iterable[int]], full: int, most: int) -> list[int]:
+    """Downsets of all families, evenly taken from each where there are too many; the empty and the full one stay."""
     members = [list(family) for family in families]
-    found: dict[int, None] = {}
+    found: dict[int, None] = {0: None, full: None}
     share = max(2, most // max(1, len(members)))
     for family in members:
-        step = max(1, -(-len(family) // share))
-        found.update(dict.fromkeys([*family[::step], family[0], family[-1]]))
+        found.update(dict.fromkeys(family[:: max(1, -(-len(family) // share))]))
     return list(found)
 
 

@@ -26,10 +26,13 @@ from passes.placement_tidy import tidied
 
 FIRST_STEPS = 10_000
 MOST_STEPS = 640_000
-STATE = 2_000_000
-"""Numbers in the state of all chains together."""
-CONTIGUOUS_SHARE = 0.15
+MOST_CHAINS, LEAST_CHAINS = 64, 16
+LARGE = 300
+"""Groups from which on the first round begins at the contiguous placement: from anywhere it takes too long."""
+CONTIGUOUS_SHARE = 0.2
 """Of the time limit, for the placement to start from."""
+ROUND_SHARE = 0.25
+"""Of the time that is left, for a round of annealing at most; of a large graph, twice that."""
 QUIET_ROUNDS = 6
 """Of annealing without a better placement or bound, after which the search ends."""
 SPACE = "all placements with equal colours together"
@@ -76,8 +79,7 @@ class _Search:
         self.bound = simple_bound(problem)
         self.sets: SetBound | None = None
         self.rounds = 0
-        devices = len(graph.machine.devices)
-        self.chains = int(np.clip(STATE // max(1, (len(problem.nets) + problem.count) * devices), 8, 64))
+        self.chains = min(MOST_CHAINS, max(LEAST_CHAINS, MOST_CHAINS * 200 // max(1, problem.count)))
         self.lines = lines(graph, problem)
 
     @property
@@ -88,7 +90,7 @@ class _Search:
         """Starts, then rounds of annealing and of proving that take equal times."""
         for homes in self._starts():
             self._offer(homes)
-        steps, quiet = FIRST_STEPS, 0
+        steps, quiet = max(FIRST_STEPS, 200 * self.problem.count), 0
         while not self.proved and time.monotonic() < self.deadline and quiet < QUIET_ROUNDS:
             value, bound, begun = self.value, self.bound.value, time.monotonic()
             self._anneal(steps)
@@ -117,16 +119,18 @@ class _Search:
         return False
 
     def _anneal(self, steps: int) -> None:
-        """Even rounds begin anywhere and hot, odd ones at the best and warm."""
+        """In turn rounds that begin anywhere and hot, and rounds that begin at the best and warm."""
         devices, count = len(self.problem.machine.devices), self.problem.count
-        warm = self.rounds % 2 == 1 and self.homes is not None
+        large = count > LARGE
+        warm = self.rounds % 2 == (0 if large else 1) and self.homes is not None
         accelerators = self.problem.machine.accelerators or devices
         starts = self.random.integers(0, accelerators, (self.chains, count))
         if self.homes is not None:
             starts[: self.chains if warm else max(1, self.chains // 4)] = self.homes
         chains = Chains(self.problem, starts, self.seed + self.rounds, self.lines)
         cooling = Cooling(steps, first=0.01 if warm else 0.05)
-        found = chains.anneal(cooling, self.deadline)
+        now = time.monotonic()
+        found = chains.anneal(cooling, now + (2 if large else 1) * ROUND_SHARE * (self.deadline - now))
         self._offer(found.homes)
         if self.homes is not None:
             loads = group_loads(self.problem, self.homes)

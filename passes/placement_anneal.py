@@ -159,16 +159,18 @@ class Chains:
         return np.unique(np.concatenate([self.nets_of[g] for g in groups]))
 
     def anneal(self, cooling: Cooling, deadline: float) -> Annealed:
-        """Cool down once; the best placement of all chains."""
+        """Cool down once, until ``deadline`` at most; the best placement of all chains."""
         scale = float(np.median(self._value(self.load, self.memory)))
         count, chains = self.problem.count, self.home.shape[1]
         kinds = self.random.random(cooling.steps)
         picks = self.random.integers(0, count, (cooling.steps, 2))
+        begun = time.monotonic()
         for step in range(cooling.steps):
             if step % 64 == 0:
-                if time.monotonic() > deadline:
+                spent = (time.monotonic() - begun) / max(deadline - begun, 1e-9)
+                if spent >= 1:
                     break
-                share = step / cooling.steps
+                share = max(step / cooling.steps, spent)  # cold when time is up, whatever that takes
                 temperature = scale * cooling.first * (cooling.last / cooling.first) ** share
                 power = cooling.low_power * (cooling.high_power / cooling.low_power) ** share
                 self.energy = self._energy(self.load, self.memory, power)
