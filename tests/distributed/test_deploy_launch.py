@@ -163,7 +163,7 @@ def test_all_differences_of_all_ranks_are_told_to_all(plan: Plan, pool: WorkerPo
 
 def fail_on_rank_1(plan_json: str) -> None:
     if dist.get_rank() == 1:
-        with mock.patch("partitioner.deployment.share.materialize", side_effect=OSError("disk on fire")):
+        with mock.patch("partitioner.deployment.share.values_of", side_effect=OSError("disk on fire")):
             Plan.from_json(plan_json).deploy(workload(), check_hosts=False)
     Plan.from_json(plan_json).deploy(workload(), check_hosts=False)
 
