@@ -205,11 +205,14 @@ def _per_axis(pin: Pin, axes: int) -> Rules | None:
 
 
 def _relaxed(pin: Pin, axes: int) -> Iterator[Rules]:
-    """What is wanted; of one that is not firm then what it wants on some of the axes only, the first axes before others."""
+    """What is wanted, then what it says otherwise; of one that is not firm then what it wants on some of the axes only, the
+    first axes before others."""
     rules = _per_axis(pin, axes)
     if rules is None:
         return
     yield rules
+    if any(rule is not None and rule.otherwise is not None for rule in rules):
+        yield tuple(rule if rule is None else rule.otherwise or rule for rule in rules)
     if not pin.firm:
         for left_out in sorted(range(1, 2**axes - 1), key=lambda mask: (mask.bit_count(), mask)):
             yield tuple(None if left_out >> axes - 1 - axis & 1 else rules[axis] for axis in range(axes))

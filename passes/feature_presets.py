@@ -3,27 +3,24 @@
 data         every op by samples, parameters whole                                           (data parallel)
 zero1        data, with gradients and optimizer state split                                  (ZeRO-1)
 zero3        data, with parameters split too, gathered at every use                          (ZeRO-3, FSDP)
-column_row   ops that read a weight matrix take a part of it, none by samples or positions   (Megatron's tensor parallel)
-sequence     column_row, and what is between those products by positions                     (Megatron's sequence parallel)
+column_row   products by columns, then by rows of their weights; none by samples, positions  (Megatron's tensor parallel)
+sequence     column_row; norms, dropout, residual sums by positions                          (Megatron's sequence parallel)
 vocabulary   embeddings by rows, the loss by classes; none by samples or positions
 
-Told from the graph, not from names: a weight matrix is a parameter of two or more dimensions that a product or convolution
-reads, positions are the dimension after the samples' where tokens are embedded, normalized or multiplied.
+Told from the graph, not from names (``passes.feature_products``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-import sympy
 import torch
-from torch import fx
 
 from cost_models.layout import Partial, Placement, Replicate, Shard
-from passes.feature_graph import makes_values
 from passes.feature_options import StoredChoice
-from passes.graph import OpGraph, tensor_specs
+from passes.feature_products import PRODUCTS, Products, Shapes, embedded, products_of, sizes_of
+from passes.graph import OpGraph
 from passes.shard_rules.indexing import VOCABULARY
 from passes.shard_rules.losses import CLASSES
 from passes.sharding import Choice, operands, short
@@ -41,7 +38,8 @@ class Rule:
 
     ``outputs``: its first output; how a parameter is stored. ``state``: where its gradient and optimizer state are.
     ``operand``: (position, ...) an operand that must be taken in parts. ``local``: its local form.
-    ``essential``: what the pattern is about, not what follows from it.
+    ``essential``: what the pattern is about, not what follows from it. ``otherwise``: what is allowed where
+    nothing of this is.
     """
 
     outputs: Layouts | None = None
@@ -49,6 +47,7 @@ class Rule:
     operand: int | None = None
     local: str = ""
     essential: bool = True
+    otherwise: Rule | None = None
 
     def allows(self, choice: Choice) -> bool:
         """Of an op or a batch leaf."""
@@ -67,6 +66,7 @@ class Rule:
     def __str__(self) -> str:
         parts = [_text(self.outputs), f"/{_text(self.state)}" if self.state is not None else ""]
         parts += [f"<{self.operand}" if self.operand is not None else "", self.local]
+        parts += [f"|{self.otherwise}" if self.otherwise is not None else ""]
         return "".join(parts)
 
 
@@ -83,7 +83,7 @@ def rules_of(graph: OpGraph, preset: str) -> Mapping[str, Rule]:
     """Node -> what ``preset`` fixes of it on an axis; computed once per graph."""
     key = ("preset", preset)
     if key not in graph.memo:
-        makers: dict[str, Callable[[_Shapes], Iterator[tuple[str, Rule]]]] = {
+        makers: dict[str, Callable[[Shapes], Iterator[tuple[str, Rule]]]] = {
             "data": lambda shapes: _by_samples(shapes, _WHOLE),
             "zero1": lambda shapes: _by_samples(shapes, _SPLIT_STATE),
             "zero3": lambda shapes: _by_samples(shapes, _SPLIT),
@@ -91,7 +91,7 @@ def rules_of(graph: OpGraph, preset: str) -> Mapping[str, Rule]:
             "sequence": _sequence,
             "vocabulary": _vocabulary,
         }
-        graph.memo[key] = dict(makers[preset](_Shapes(graph)))
+        graph.memo[key] = dict(makers[preset](Shapes(graph)))
     found = graph.memo[key]
     assert isinstance(found, dict)
     return found
@@ -99,28 +99,11 @@ def rules_of(graph: OpGraph, preset: str) -> Mapping[str, Rule]:
 
 _ANY_PART: Layouts = frozenset(Shard(d) for d in range(8))
 _REPLICATED: Layouts = frozenset({Replicate()})
+_NOT_SAMPLES: Layouts = frozenset({Replicate(), *(Shard(d) for d in range(1, 8))})
 _WHOLE = Rule(_REPLICATED, _REPLICATED, essential=False)
 _SPLIT_STATE = Rule(_REPLICATED, _ANY_PART)
 _SPLIT = Rule(_ANY_PART)
 
-_PRODUCTS = frozenset(
-    {
-        aten.linear.default,
-        aten.addmm.default,
-        aten.mm.default,
-        aten.matmul.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.conv1d.default,
-        aten.conv2d.default,
-        aten.conv3d.default,
-        aten.conv_transpose1d.default,
-        aten.conv_transpose2d.input,
-        aten.convolution.default,
-        aten.einsum.default,
-    }
-)
-_NORMS = frozenset({aten.layer_norm.default, aten.rms_norm.default})
 _MOVES_DIMS = frozenset(
     {
         aten.view.default,
@@ -135,62 +118,7 @@ _MOVES_DIMS = frozenset(
 )
 
 
-class _Shapes:
-    """Which dimensions of a graph's values count samples, and which positions."""
-
-    def __init__(self, graph: OpGraph) -> None:
-        self.graph = graph
-        self.symbol = graph.batch.batch_symbol
-        self.parameters = {given.node for given in graph.inputs if given.kind == "parameter"}
-        self.ops = [node for node in graph.ops if makes_values(node)]
-        spans = [n for n in self.ops if n.target in (*_PRODUCTS, *_NORMS, aten.embedding.default)]
-        shapes = [_sizes(n) for n in spans]
-        self.positions = {
-            shape[1]
-            for node, shape in zip(spans, shapes, strict=True)
-            if len(shape) == 3 and self.samples(node) == (0,) and shape[1]
-        }
-        self.widths = {
-            shape[-1]
-            for node, shape in zip(spans, shapes, strict=True)
-            if node.target not in _PRODUCTS and len(shape) == 3
-        }
-
-    def samples(self, node: fx.Node) -> tuple[int, ...]:
-        """Dimensions of a node's first value that count samples."""
-        shape = tensor_specs(node)[0].shape
-        return tuple(
-            dim
-            for dim, size in enumerate(shape)
-            if isinstance(size, sympy.Basic) and self.symbol in size.free_symbols
-        )
-
-    def rows(self, node: fx.Node) -> set[int]:
-        """Dimensions that count samples or positions."""
-        shape = _sizes(node)
-        found = set(self.samples(node))
-        if not found:
-            return found
-        width = len(shape) - 1 if len(shape) == 3 else None
-        return found | {d for d in range(1, len(shape)) if shape[d] in self.positions and d != width}
-
-    def weight(self, node: fx.Node) -> tuple[int, fx.Node] | None:
-        """(operand, parameter) where an op reads a weight matrix, itself or a view of it."""
-        if node.target not in _PRODUCTS:
-            return None
-        for position, source in enumerate(operands(node)):
-            origin = source
-            while origin.op == "call_function" and len(operands(origin)) == 1 and origin.target in _VIEWS:
-                origin = operands(origin)[0]
-            if origin.name in self.parameters and len(_sizes(origin)) > 1:
-                return position, origin
-        return None
-
-
-_VIEWS = frozenset({aten.t.default, aten.transpose.int, aten.permute.default, aten.view.default})
-
-
-def _by_samples(shapes: _Shapes, parameters: Rule) -> Iterator[tuple[str, Rule]]:
+def _by_samples(shapes: Shapes, parameters: Rule) -> Iterator[tuple[str, Rule]]:
     whole = parameters.outputs == parameters.state == _REPLICATED
     for given in shapes.graph.inputs:
         if given.kind == "parameter":
@@ -203,42 +131,70 @@ def _by_samples(shapes: _Shapes, parameters: Rule) -> Iterator[tuple[str, Rule]]
             yield node.name, Rule(frozenset(Shard(d) for d in dims), essential=False)
 
 
-def _no_rows(shapes: _Shapes) -> Iterator[tuple[str, Rule]]:
-    """Leaves arrive whole, no op by samples or positions."""
+def _no_rows(shapes: Shapes, inside: Collection[str] = ()) -> Iterator[tuple[str, Rule]]:
+    """Leaves arrive whole, no op by samples or positions. ``inside`` blocks not by samples only, where positions may be on
+    the way from parts of a product of q, k and v together to heads; attention by heads."""
     for given in shapes.graph.inputs:
         if given.kind == "batch":
             yield given.node, Rule(_REPLICATED, essential=False)
     for node in shapes.ops:
-        if rows := shapes.rows(node):
-            dims = frozenset(Shard(d) for d in range(len(_sizes(node))) if d not in rows)
-            yield node.name, Rule(_REPLICATED | {Partial()} | dims, essential=False)
+        if not (rows := shapes.rows(node)):
+            continue
+        if node.name in inside and node.target is aten.scaled_dot_product_attention.default:
+            yield node.name, Rule(frozenset({Shard(1)}), essential=False, otherwise=Rule(_NOT_SAMPLES))
+            continue
+        kept = shapes.samples(node) if node.name in inside else rows
+        dims = frozenset(Shard(d) for d in range(len(sizes_of(node))) if d not in kept)
+        yield node.name, Rule(_REPLICATED | {Partial()} | dims, essential=False)
 
 
-def _column_row(shapes: _Shapes) -> Iterator[tuple[str, Rule]]:
-    yield from _no_rows(shapes)
+def _column_row(shapes: Shapes) -> Iterator[tuple[str, Rule]]:
+    products = products_of(shapes)
+    yield from _no_rows(shapes, products.inside)
+    yield from _products(shapes, products)
+
+
+def _products(shapes: Shapes, products: Products) -> Iterator[tuple[str, Rule]]:
+    """Where weights are read: by columns, then by rows; convolutions and products of many matrices one way or the other."""
     for node in shapes.ops:
-        if found := shapes.weight(node):
-            position, parameter = found
-            yield node.name, Rule(operand=position)
-            yield parameter.name, Rule(_ANY_PART, essential=False)
+        if node.name in products.alone or not (found := shapes.weight(node)):
+            continue
+        position, parameter = found
+        in_parts = Rule(operand=position)
+        last: Layouts = frozenset({Shard(len(sizes_of(node)) - 1)})
+        if node.name in products.heads:
+            yield node.name, replace(in_parts, outputs=last, otherwise=Rule(_REPLICATED))
+            continue
+        if node.name in products.rows:
+            yield node.name, replace(in_parts, outputs=frozenset({Partial()}), otherwise=in_parts)
+        elif node.name in products.columns:
+            yield node.name, replace(in_parts, outputs=last, otherwise=in_parts)
+        else:
+            yield node.name, in_parts
+        yield parameter.name, Rule(_ANY_PART, essential=False)
 
 
-def _sequence(shapes: _Shapes) -> Iterator[tuple[str, Rule]]:
-    for name, rule in _column_row(shapes):
-        yield name, Rule(rule.outputs, rule.state, rule.operand, essential=False)
+def _sequence(shapes: Shapes) -> Iterator[tuple[str, Rule]]:
+    """Embeddings and their sums are free: by positions, the gradients of whole tables would have to be summed."""
+    products = products_of(shapes)
+    start = embedded(shapes)
+    for name, rule in (*_no_rows(shapes, products.inside), *_products(shapes, products)):
+        if name not in products.alone | start:
+            yield name, replace(rule, essential=False)
     for node in shapes.ops:
-        shape = _sizes(node)
+        shape = sizes_of(node)
         if (
             len(shape) == 3
             and shapes.samples(node) == (0,)
             and shape[1] in shapes.positions
             and shape[2] in (*shapes.widths, 1)
-            and node.target not in _PRODUCTS | _MOVES_DIMS
+            and node.target not in PRODUCTS | _MOVES_DIMS
+            and node.name not in products.inside | start
         ):
             yield node.name, Rule(frozenset({Shard(1)}))
 
 
-def _vocabulary(shapes: _Shapes) -> Iterator[tuple[str, Rule]]:
+def _vocabulary(shapes: Shapes) -> Iterator[tuple[str, Rule]]:
     yield from _no_rows(shapes)
     for node in shapes.ops:
         if node.target is aten.embedding.default:
@@ -248,17 +204,12 @@ def _vocabulary(shapes: _Shapes) -> Iterator[tuple[str, Rule]]:
         elif node.target is aten.cross_entropy_loss.default:
             yield node.name, Rule(local=CLASSES)
             product = operands(node)[0]
-            while product.target not in _PRODUCTS and len(operands(product)) == 1:
+            while product.target not in PRODUCTS and len(operands(product)) == 1:
                 product = operands(product)[0]
             if found := shapes.weight(product):
-                made = Shard(1 if "conv" in str(product.target) else len(_sizes(product)) - 1)
+                made = Shard(1 if "conv" in str(product.target) else len(sizes_of(product)) - 1)
                 yield product.name, Rule(frozenset({made}), operand=found[0], essential=False)
                 yield found[1].name, Rule(_ANY_PART, essential=False)
-
-
-def _sizes(node: fx.Node) -> tuple[int, ...]:
-    """Of the first value; 0 where a size depends on the batch."""
-    return tuple(0 if isinstance(dim, sympy.Basic) else int(dim) for dim in tensor_specs(node)[0].shape)
 
 
 def _text(layouts: Layouts | None) -> str:

@@ -46,6 +46,7 @@ from passes.feature_problem import (
 )
 from passes.feature_result import OtherLayout, assemble, explain, replicated_share
 from passes.feature_solve import ProblemSearch, Solved
+from passes.feature_ties import with_split_batch
 from passes.graph import OpGraph
 from passes.least_samples import least_samples
 from passes.sharding import FeaturePlacement
@@ -146,7 +147,8 @@ def place_features(
         raise search.failure(request)
     problem, solved = best
     assert solved.options is not None
-    placement = assemble(problem, solved.options)
+    options = with_split_batch(problem, solved.options)
+    placement = assemble(problem, options)
     cost = evaluate(graph, costs, placement, problem.bridges.links, setting)
     _check(cost.seconds, solved)
     log.info("feature search: %d problems in %.2f s", len(search.tried), time.perf_counter() - started)
@@ -155,10 +157,10 @@ def place_features(
         cost,
         _certificate(search, cost, solved, request, time.perf_counter() - started),
         tuple(search.tried),
-        replicated_share(problem, solved.options),
-        _origins(discovery, problem, solved.options),
+        replicated_share(problem, options),
+        _origins(discovery, problem, options),
         problem,
-        solved.options,
+        options,
     )
 
 
