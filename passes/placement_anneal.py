@@ -161,7 +161,7 @@ class Chains:
     def anneal(self, cooling: Cooling, deadline: float) -> Annealed:
         """Cool down once, until ``deadline`` at most; the best placement of all chains."""
         scale = float(np.median(self._value(self.load, self.memory)))
-        count, chains = self.problem.count, self.home.shape[1]
+        count = self.problem.count
         kinds = self.random.random(cooling.steps)
         picks = self.random.integers(0, count, (cooling.steps, 2))
         begun = time.monotonic()
@@ -178,26 +178,51 @@ class Chains:
                     self._go_with_the_winners()
                     self.energy = self._energy(self.load, self.memory, power)
             g, h = picks[step].tolist()
-            if kinds[step] < 0.5 or count == 1:
-                target = self.random.integers(0, self.devices, (1, chains))
-                self.move([g], target, temperature, power)
-            elif kinds[step] < 0.8:
-                if g != h:
-                    self.move([g, h], self.home[[h, g]], temperature, power)
-            else:
-                stretch = self._stretch(g)
-                target = np.repeat(self.random.integers(0, self.devices, (1, chains)), len(stretch), axis=0)
-                self.move(stretch, target, temperature, power)
+            if step % 2 and count > 1:
+                g = self._on_the_busiest(g)
+            self._step(g, h, float(kinds[step]), temperature, power)
         at = int(self.best.argmin())
         return Annealed(tuple(self.best_home[:, at].tolist()), float(self.best[at]))
 
-    def _stretch(self, g: int) -> list[int]:
-        """Some groups around ``g`` on one of the lines; of all lengths up to half of it, short ones more often."""
+    def _step(self, g: int, h: int, kind: float, temperature: float, power: float) -> None:
+        """A move of a kind: to anywhere, to a neighbour, two that change places, a stretch to anywhere or to its end."""
+        chains = self.home.shape[1]
+        if kind < 0.25 or self.problem.count == 1:
+            self.move([g], self.random.integers(0, self.devices, (1, chains)), temperature, power)
+        elif kind < 0.5:
+            self.move([g], self.home[[self._beside(g)]], temperature, power)
+        elif kind < 0.8:
+            if g != h:
+                self.move([g, h], self.home[[h, g]], temperature, power)
+        else:
+            line, start, end = self._stretch(g)
+            if kind < 0.9:
+                target = self.random.integers(0, self.devices, (1, chains))
+            else:
+                target = self.home[[line[start - 1] if start else line[end % len(line)]]]
+            self.move(line[start:end], np.repeat(target, end - start, axis=0), temperature, power)
+
+    def _on_the_busiest(self, otherwise: int) -> int:
+        """Some group on the busiest device of some chain: only such moves can lower the largest load."""
+        chain = int(self.random.integers(0, self.home.shape[1]))
+        groups = np.flatnonzero(self.home[:, chain] == self.load[chain].argmax())
+        return int(groups[int(self.random.integers(0, len(groups)))]) if len(groups) else otherwise
+
+    def _beside(self, g: int) -> int:
+        """Some group that shares a net with ``g``."""
+        nets = self.nets_of[g]
+        if not len(nets):
+            return g
+        pins = self.problem.nets[int(nets[int(self.random.integers(0, len(nets)))])]
+        return pins[int(self.random.integers(0, len(pins)))]
+
+    def _stretch(self, g: int) -> tuple[list[int], int, int]:
+        """(line, start, end): some groups around ``g``; of all lengths up to half a line, short ones more often."""
         which = int(self.random.integers(0, len(self.lines)))
         line, at = self.lines[which], self.position[which][g]
         length = min(len(line), int(2 * max(1.0, len(line) / 4) ** self.random.random()))
         start = min(max(0, at - int(self.random.integers(0, length))), len(line) - length)
-        return line[start : start + length]
+        return line, start, start + length
 
     def _go_with_the_winners(self) -> None:
         ranked = np.argsort(self._value(self.load, self.memory))
