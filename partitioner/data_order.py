@@ -41,7 +41,7 @@ class Part(Protocol):
     @property
     def rank(self) -> int: ...
     def sizes(self, samples: int) -> Sequence[int]:
-        """None where the batch is loaded whole."""
+        """Of its micro-batches; nothing where the batch is loaded whole."""
 
     def spans(self, samples: int) -> Sequence[tuple[int, int]]: ...
 

@@ -138,18 +138,22 @@ def counted(
 def adds_up(counts: TokenCounts, spec: BatchSpec) -> bool:
     """Whether counts of parts of a batch are, added, those of the whole one. Conservative.
 
-    Targets must be made sample by sample; a denominator must be a sum of such a thing.
+    Targets must be made sample by sample; a denominator must be a sum of such a thing, and nothing be made of it.
     """
     if any(spec.batch_dims[name] != 0 for name in counts.leaves):
         return False
-    results = counts.module.graph.output_node().args[0]
+    output = counts.module.graph.output_node()
+    results = output.args[0]
     assert isinstance(results, tuple)
     sums: set[fx.Node] = set()
     for normalizer, result in zip(counts.normalizers, results, strict=True):
         if normalizer.ignore_index is None:
-            sums |= _summed(result)
-            if not sums:
+            found = _summed(result)
+            if not found:
                 return False
+            sums |= found
+    if any(user not in sums and user is not output for node in sums for user in node.users):
+        return False
     return all(
         node in sums or _sample_by_sample(node)
         for node in counts.module.graph.nodes

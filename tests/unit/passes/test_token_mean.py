@@ -141,12 +141,26 @@ def test_recombined_micro_batches_are_the_whole_batch(name: str) -> None:
         assert torch.equal(torch.as_tensor(summed), counted(counts, spec, whole, (4, 4)))
 
 
+def smoothed_by(output: Tensor, batch: Mapping[str, Tensor], count: Tensor) -> Tensor:
+    """Two denominators: a sum, and what is made of it (every part would add its own 1)."""
+    losses = by_position(output, batch)
+    return losses.sum() / (count + 1) + (losses * batch["mask"]).sum() / count
+
+
+def chosen_by(output: Tensor, batch: Mapping[str, Tensor], count: Tensor) -> Tensor:
+    """A sum says as well which targets there are."""
+    labels = torch.where(count > 10, batch["labels"], batch["tokens"])
+    return (by_position(output, batch) * batch["mask"]).sum() / count + plain(output, {"labels": labels})
+
+
 @pytest.mark.parametrize(
     "loss_fn",
     [
         lambda o, b: F.cross_entropy(*flat(o, {"labels": b["labels"].roll(1, 0)})),
         lambda o, b: F.cross_entropy(*flat(o, {"labels": b["labels"].clamp(max=b["tokens"].max())})),
         lambda o, b: (by_position(o, b) * b["mask"]).sum() / b["mask"].mean(),
+        lambda o, b: smoothed_by(o, b, b["mask"].sum()),
+        lambda o, b: chosen_by(o, b, b["mask"].sum()),
     ],
 )
 def test_counts_that_look_across_samples_do_not_add_up(loss_fn: Callable[..., Any]) -> None:
