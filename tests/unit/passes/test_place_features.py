@@ -66,10 +66,10 @@ class Uneven(nn.Module):
         self.down.weight.requires_grad_(False)
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        h = self.down(torch.relu(self.big(x)))
+        h: torch.Tensor = self.down(torch.relu(self.big(x)))
         for layer in self.small:
             h = torch.tanh(layer(h))
-        return ((h - y) ** 2).mean()
+        return torch.nn.functional.mse_loss(h, y)
 
 
 def split(placements: tuple[Any, ...]) -> bool:
