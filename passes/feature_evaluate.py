@@ -6,6 +6,7 @@ edge, and adds up seconds and bytes one at a time. A search's objective must agr
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from passes.costs import GraphCosts, example_sizes
 from passes.feature_graph import ValueName, kept_operands, makes_values, value_name
 from passes.feature_local import local_cost
 from passes.feature_options import bytes_of
-from passes.feature_parameters import parameter_costs, sum_bytes
+from passes.feature_parameters import gathers_of, gradient_sums_of, parameter_costs, sum_bytes
 from passes.feature_problem import Setting, storage_share
 from passes.feature_seconds import byte_shares, local_seconds
 from passes.graph import OpGraph, tensor_specs
@@ -61,20 +62,37 @@ def evaluate(
     setting: Setting,
 ) -> FeatureCost:
     """The surrogate's seconds and bytes of ``placement``; O(ops · operands)."""
-    samples = setting.batch_size // placement.microbatches
-    symbols = {**example_sizes(graph), graph.batch.batch_symbol: samples}
-    whole = _Whole(graph, costs, placement, tuple(links), setting, samples, symbols)
-    op_seconds, saved = whole.ops()
+    whole = _whole(graph, costs, placement, links, setting)
+    seconds_of, saved = whole.ops()
     bridge_seconds, copies, buffer, sent, deferred = whole.bridges()
     inside_seconds, inside_sent = whole.inside_ops()
     parameter_seconds, kept, summed = whole.placeholders(deferred)
     return FeatureCost(
-        op_seconds * placement.microbatches,
+        math.fsum(seconds_of.values()) * placement.microbatches,
         (bridge_seconds + inside_seconds) * placement.microbatches,
         parameter_seconds,
         saved + copies + buffer + kept,
         (sent + inside_sent) * placement.microbatches + summed,
     )
+
+
+def op_seconds(
+    graph: OpGraph, costs: GraphCosts, placement: FeaturePlacement, setting: Setting
+) -> Mapping[str, float]:
+    """Of every op that makes values, in one micro-batch, on its shards; without collectives."""
+    return _whole(graph, costs, placement, (), setting).ops()[0]
+
+
+def _whole(
+    graph: OpGraph,
+    costs: GraphCosts,
+    placement: FeaturePlacement,
+    links: Sequence[AxisLinks],
+    setting: Setting,
+) -> _Whole:
+    samples = setting.batch_size // placement.microbatches
+    symbols = {**example_sizes(graph), graph.batch.batch_symbol: samples}
+    return _Whole(graph, costs, placement, tuple(links), setting, samples, symbols)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,8 +105,8 @@ class _Whole:
     samples: int
     symbols: Mapping[sympy.Symbol, int]
 
-    def ops(self) -> tuple[float, float]:
-        """(seconds of one micro-batch, bytes saved for backward)."""
+    def ops(self) -> tuple[dict[str, float], float]:
+        """(seconds of each op in one micro-batch, bytes saved for backward)."""
         shape = self.placement.mesh.shape
         rows, work, moved, weight = [], [], [], []
         shares: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -126,7 +144,7 @@ class _Whole:
             self.samples,
             self.setting.devices,
         )
-        return float(seconds.sum()), self._saved(shares)
+        return dict(zip(shares, seconds.tolist(), strict=True)), self._saved(shares)
 
     def inside_ops(self) -> tuple[float, float]:
         """(seconds, sent bytes) of one micro-batch, of the collectives that local functions make."""
@@ -180,9 +198,9 @@ class _Whole:
                 flows = source.name in self.graph.needs_grad and node.name in self.graph.needs_grad
                 readers.setdefault(value_name(source), []).append((need, flows))
         for output in self.graph.outputs:
-            node = self.graph.nodes[output.node]
-            flows = output.kind == "loss" and output.node in self.graph.needs_grad
-            readers.setdefault(value_name(node), []).append(((Need(Replicate()),) * axes, flows))
+            if output.kind not in ("loss", "metric"):  # of numbers ranks return their parts
+                value = value_name(self.graph.nodes[output.node])
+                readers.setdefault(value, []).append(((Need(Replicate()),) * axes, False))
         return {
             value: dict.fromkeys((need for need, _ in found), any(flows for _, flows in found))
             for value, found in readers.items()
@@ -258,14 +276,13 @@ class _Whole:
                 self.setting.optimizer,
                 self.setting.devices,
                 together_bytes,
+                self.setting.cluster,
             )
             seconds, held = seconds + own[0], held + own[1]
             if trained:
-                parts = tuple(Partial() if d else p for d, p in zip(later, stored, strict=True))
-                sent += steps_bytes_per_rank(
-                    path(parts, state, shape), elements * types.gradient.itemsize, shape
-                )
-                sent += steps_bytes_per_rank(
-                    path(state, stored, shape), elements * types.leaf.itemsize, shape
-                )
+                mesh = placement.mesh
+                for item in gradient_sums_of(stored, state, later, mesh):
+                    sent += item.sent_bytes(elements * types.gradient.itemsize, mesh)
+                for item in gathers_of(stored, state, mesh):
+                    sent += item.sent_bytes(elements * types.leaf.itemsize, mesh)
         return seconds, held, sent

@@ -179,14 +179,15 @@ def _add_placeholders(
 def _add_outputs(
     graph: OpGraph, readers: Readers, order: Sequence[ValueName], unit_of: dict[str, int], units: list[Unit]
 ) -> None:
-    """What the graph returns is needed whole: a unit with one operand and one way."""
+    """What the graph returns is needed whole: a unit with one operand and one way. Of numbers ranks return their parts."""
     for number, (value, output) in enumerate(zip(order, graph.outputs, strict=True)):
+        if output.kind in ("loss", "metric"):
+            continue
         name = f"output {number}"
         spec = _spec(graph.nodes[output.node])
         units.append(Unit(len(units), "output", (name,), (spec,), ()))
         unit_of[name] = len(units) - 1
-        flows = output.kind == "loss" and output.node in graph.needs_grad
-        readers.setdefault(value, []).append((name, 0, flows))
+        readers.setdefault(value, []).append((name, 0, False))
 
 
 def _wires(

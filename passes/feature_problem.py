@@ -336,6 +336,7 @@ class _Builder:
             self.setting.optimizer,
             self.setting.devices,
             sum_bytes(self.space.graph, self.setting.precision),
+            self.setting.cluster,
         )
 
 

@@ -82,6 +82,8 @@ def byte_shares(
 ) -> tuple[FloatArray, FloatArray]:
     """(forward and input half, weight half) shares of an op's memory traffic. Shares: [options, tensors]."""
     read, made = np.array(operand_bytes, dtype=float), np.array(output_bytes, dtype=float)
+    if target is aten.scaled_dot_product_attention.default and len(read) > 3:
+        read[3] = 0.0  # a mask is little beside the scores, which are split as queries, keys and values are
     whole = max(float(read.sum() + made.sum()), 1.0)
     everything = (operand_share @ read + output_share @ made) / whole
     if target not in LOOKUPS:
