@@ -1,6 +1,6 @@
 """``make docs``: what the documentation takes from the code.
 
-docs/plan.schema.json, docs/cluster.schema.json    the JSON Schemas of the two files
+docs/*.schema.json                                  the JSON Schemas of plans, clusters and cost graphs
 ```console blocks of docs/09-plan-and-cli.md        commands (``$ …``) are run, what they print is put below them
 
 Commands run in one empty folder, in order; a command that ends with another code than the block says (``# exit 4``)
@@ -18,7 +18,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from cost_models.cluster import ClusterSpec
+from partitioner.graph_files.own import OwnGraphFile
+from partitioner.graph_plan import GraphPlan
 from partitioner.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,7 +43,17 @@ def cluster_schema() -> dict[str, Any]:
     return _schema(ClusterSpec, "Cluster")
 
 
-def _schema(model: type[Plan] | type[ClusterSpec], title: str) -> dict[str, Any]:
+def graph_schema() -> dict[str, Any]:
+    """The JSON Schema of a cost graph in our own format."""
+    return _schema(OwnGraphFile, "Cost graph")
+
+
+def graph_plan_schema() -> dict[str, Any]:
+    """The JSON Schema of a cost graph's plan."""
+    return _schema(GraphPlan, "Plan of a cost graph")
+
+
+def _schema(model: type[BaseModel], title: str) -> dict[str, Any]:
     found = _with_short_forms(model.model_json_schema(mode="validation"))
     assert isinstance(found, dict)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found, "title": title}
@@ -58,7 +72,12 @@ def _with_short_forms(schema: Any) -> Any:
 
 def files() -> dict[Path, str]:
     """Every generated file and what it should hold."""
-    schemas = {"plan.schema.json": plan_schema(), "cluster.schema.json": cluster_schema()}
+    schemas = {
+        "plan.schema.json": plan_schema(),
+        "cluster.schema.json": cluster_schema(),
+        "graph.schema.json": graph_schema(),
+        "graph-plan.schema.json": graph_plan_schema(),
+    }
     return {DOCS / name: json.dumps(schema, indent=1) + "\n" for name, schema in schemas.items()}
 
 

@@ -20,6 +20,7 @@ from passes.placement_anneal import Chains, Cooling
 from passes.placement_bound import Bound, SetBound, simple_bound
 from passes.placement_graph import PlacementGraph
 from passes.placement_groups import GroupProblem, free_groups
+from passes.placement_program import MOST_CHOICES, solve_program
 from passes.placement_recut import fits, group_loads, recut
 from passes.placement_result import PROVED, Placed, check_feasible, placed
 from passes.placement_tidy import tidied
@@ -79,6 +80,7 @@ class _Search:
         self.bound = simple_bound(problem)
         self.sets: SetBound | None = None
         self.rounds = 0
+        self.exact = False
         self.chains = min(MOST_CHAINS, max(LEAST_CHAINS, MOST_CHAINS * 200 // max(1, problem.count)))
         self.lines = lines(graph, problem)
 
@@ -97,6 +99,8 @@ class _Search:
             if self.homes is not None and not self.proved:
                 spent = time.monotonic() - begun
                 self._prove(min(self.deadline, time.monotonic() + max(spent, 0.25)))
+                if not self.proved and quiet and not self.exact:
+                    self._solve_whole()
             self.rounds += 1
             steps = min(2 * steps, MOST_STEPS)
             quiet = 0 if self.value < value or self.bound.value > bound * (1 + 1e-6) else quiet + 1
@@ -139,6 +143,18 @@ class _Search:
             self._sets().know(self.homes)
             for r in np.argsort(chains.best)[:16].tolist():
                 self._sets().know(chains.best_home[:, r].tolist())
+
+    def _solve_whole(self) -> None:
+        """One integer program over everything, where that is small."""
+        self.exact = True
+        if self.problem.count * len(self.problem.machine.devices) > MOST_CHOICES:
+            return
+        left = self.deadline - time.monotonic()
+        homes, bound = solve_program(self.problem, self.bound.value, self.value, max(0.1, 0.5 * left))
+        if homes is not None:
+            self._offer(homes)
+        if bound > self.bound.value:
+            self.bound = Bound(bound, "integer program over all devices")
 
     def _sets(self) -> SetBound:
         if self.sets is None:

@@ -218,9 +218,11 @@ class SetBound:
     def _cheapest(
         self, measure: FloatArray, target: float, deadline: float
     ) -> tuple[list[tuple[int, ...]], float]:
-        """Cheap sets with enough measure, and a proved lower bound on the cheapest (never above ``target``...)."""
+        """Cheap sets with enough measure, and what is proved: no placement's largest load is below."""
         k = max(1, self.machine.accelerators)
         share = (1.0 - self._cpu_part(measure, target)) / k * SHRINK
+        if share <= 0:
+            return [], 0.0  # the CPUs might hold it all
         model = OneDevice(self.problem, measure, share, self.scale)
         groups, proved = model.solve(max(0.05, deadline - time.monotonic()))
         proved *= 1 - 1e-9

@@ -27,18 +27,18 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "free"])
 def test_the_search_finds_the_optimum_of_small_graphs(kind: str, contiguous: bool) -> None:
-    for seed in range(6):
+    for seed in range(4):
         graph = random_graph(seed, **KINDS[kind])
         best = best_by_trying_all(graph, contiguous)
         try:
-            found = place_contiguous(graph, 5.0) if contiguous else place_freely(graph, 2.0)
+            found = place_contiguous(graph, 5.0) if contiguous else place_freely(graph, 20.0)
         except InfeasibleError:
             assert math.isinf(best), (kind, seed)
             continue
         check(graph, found, contiguous)
         assert found.bound <= best * (1 + 1e-9), (kind, seed)
-        if not (contiguous and graph.machine.memory_size < math.inf):
-            assert found.value == pytest.approx(best, rel=1e-9), (kind, seed)
+        assert found.value == pytest.approx(best, rel=1e-9), (kind, seed)
+        assert found.status == "optimal", (kind, seed)
 
 
 def check(graph, found: Placed, contiguous: bool) -> None:
@@ -47,5 +47,7 @@ def check(graph, found: Placed, contiguous: bool) -> None:
     assert not contiguous or is_contiguous(graph, placement)
     loads = loads_of(graph, placement)
     assert found.value == pytest.approx(max(loads.values()), rel=1e-12, abs=1e-12)
-    assert list(loads.values()) == pytest.approx(list(evaluate(graph, found.placement).loads), rel=1e-12, abs=1e-12)
+    assert list(loads.values()) == pytest.approx(
+        list(evaluate(graph, found.placement).loads), rel=1e-12, abs=1e-12
+    )
     assert found.bound <= found.value

@@ -1,0 +1,142 @@
+"""``partitioner plan --graph``: the command, the plan that it writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cost_models.errors import PlanError
+from partitioner.cli import run_command
+from partitioner.graph_files.read import read_graph
+from partitioner.graph_plan import GraphCertificate, GraphPlan, plan_graph
+from partitioner.plan import CertificateRecord
+from tests.placement_evaluator import loads_of
+from tests.unit.partitioner.test_graph_files import DATA, ELSEWHERE, PROFILE, changed, written
+
+BERT = DATA / "device-placement" / "LayerGraphs" / "bert24_training.json"
+Capture = pytest.CaptureFixture[str]
+
+
+def test_a_plan_is_written_printed_and_read_again(tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "plan.json"
+    call = ["plan", "--graph", str(BERT), "--strategy", "free", "--contiguous", "-o", str(file)]
+    assert run_command(call) == 0
+    printed = capsys.readouterr().out
+    assert "contiguous placement, for throughput: largest load 41.7458" in printed
+    assert "optimal" in printed
+    plan = GraphPlan.load(file)
+    graph = read_graph(BERT).graph
+    loads = loads_of(graph, plan.placements)
+    assert plan.prediction.loads == pytest.approx(loads)
+    assert plan.prediction.max_load == pytest.approx(max(loads.values()))
+    assert (plan.certificate.gap, plan.certificate.bound_seconds) == (0.0, plan.prediction.max_load)
+    assert plan.graph.fingerprint == graph.fingerprint
+    assert run_command(["show", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == plan.to_dict()
+
+
+def test_json_and_devices_and_latency(capsys: Capture) -> None:
+    call = [
+        "plan",
+        f"--graph={BERT}",
+        "--devices",
+        "2",
+        "--objective",
+        "latency",
+        "--time-limit",
+        "2",
+        "--json",
+    ]
+    assert run_command(call) in (0, 5)
+    plan = json.loads(capsys.readouterr().out)
+    assert set(plan["prediction"]["loads"]) == {"acc0", "acc1", "cpu0"}
+    assert plan["certificate"]["bound_seconds"] <= plan["prediction"]["makespan"]
+    assert plan["prediction"]["makespan"] == plan["certificate"]["objective_seconds"]
+
+
+def test_a_profile_with_a_bandwidth(tmp_path: Path, capsys: Capture) -> None:
+    profile = written(tmp_path, PROFILE)
+    call = ["plan", "--graph", str(profile), "--devices", "2", "--bandwidth", "1e12", "--json"]
+    assert run_command(call) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["prediction"]["max_load"] == pytest.approx(3.003)
+    assert plan["cost_unit"] == "ms"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ("gpt2 --graph GRAPH", 2, "MODEL cannot be given with --graph"),
+        ("--graph GRAPH --cluster local:2", 2, "--cluster cannot be given with --graph"),
+        (
+            "gpt2 --graph GRAPH --cluster local:2 --batch-size 8",
+            2,
+            "MODEL, --cluster, --batch-size cannot be given",
+        ),
+        ("--graph GRAPH --schedule gpipe", 2, "Unknown option: --schedule"),
+        ("--graph GRAPH --strategy layer", 2, "a cost graph cannot be planned by strategy 'layer'"),
+        ("--graph GRAPH --objective speed", 2, "objective 'speed' is not one of: throughput, latency"),
+        ("--graph GRAPH --objective latency --contiguous", 2, "latency has no contiguous search"),
+        ("--graph GRAPH --time-limit 0", 2, "the time limit is 0.0"),
+        ("--graph GRAPH --devices 0", 2, "cannot plan for 0 devices"),
+        ("--graph GRAPH --devices 2.5", 2, "'2.5' is not a whole number"),
+        ("--graph missing.json", 2, "error[graph]: cannot read the graph missing.json"),
+        ("--graph GRAPH -o nowhere/plan.json", 2, "there is no folder nowhere"),
+        ("--graph TIGHT", 4, "share a device and need 12"),
+    ],
+)
+def test_what_is_refused(arguments: str, code: int, says: str, tmp_path: Path, capsys: Capture) -> None:
+    tight = {**changed(ELSEWHERE, "nodes", 0, "size", to=12.0), "maxCPUs": 0}
+    tight["nodes"] = tight["nodes"][:1]
+    tight["edges"] = []
+    (tmp_path / "tight").mkdir()
+    files = {"GRAPH": written(tmp_path, ELSEWHERE), "TIGHT": written(tmp_path / "tight", tight)}
+    call = [str(files.get(word, word)) for word in arguments.split()]
+    assert run_command(["plan", *call]) == code
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.out == ""
+
+
+def test_no_torch_is_imported() -> None:
+    code = (
+        "import sys; from partitioner.cli import run_command\n"
+        f"code = run_command(['plan', '--graph', {str(BERT)!r}, '--contiguous'])\n"
+        "sys.exit(code or 10 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_help_names_the_options_of_graphs(capsys: Capture) -> None:
+    assert run_command(["plan", "--graph", "x", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "plan --graph FILE --strategy free" in text
+    assert "--contiguous" in text
+    assert "--cluster" not in text
+
+
+def test_a_damaged_plan_is_refused(tmp_path: Path) -> None:
+    plan = plan_graph(read_graph(BERT), contiguous=True)
+    file = tmp_path / "plan.json"
+    plan.save(file)
+    assert GraphPlan.load(file) == plan
+    data = plan.to_dict()
+    for change, says in (
+        ({"placements": {**data["placements"], "1": "acc9"}}, "placements.1: there is no device acc9"),
+        ({"placements": {}}, "placements: 0 nodes, the graph has 64"),
+        ({"schema_version": 2}, "plan of another version"),
+        ({"strategy": "layer"}, "strategy: "),
+    ):
+        file.write_text(json.dumps({**data, **change}))
+        with pytest.raises(PlanError) as caught:
+            GraphPlan.load(file)
+        assert says in str(caught.value)
+
+
+def test_the_certificate_has_the_fields_of_every_plan() -> None:
+    assert set(GraphCertificate.model_fields) == set(CertificateRecord.model_fields)
