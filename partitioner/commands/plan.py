@@ -61,6 +61,8 @@ def plan(
 ) -> int:
     """Plan how MODEL trains on a cluster.
 
+    A cost graph instead of a model: partitioner plan --graph FILE --strategy free; see partitioner plan --graph FILE --help.
+
     Parameters
     ----------
     model
