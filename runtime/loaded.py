@@ -93,7 +93,6 @@ class Loaded:
         self._channels = (
             {} if group is None else create_channels(program, group, surroundings.timeout_seconds, shared)
         )
-        codes = {**codes, **{i: self._on_axes(codes[i]) for i in mine if codes[i].mesh is not None}}
         self._codes = codes
         self.result_share = 1.0 / next(
             (
@@ -110,7 +109,7 @@ class Loaded:
         early_sends = {index: EarlySends() for index in mine if early[index]}
         self.runners = {
             index: SegmentRunner(
-                codes[index],
+                codes[index] if codes[index].mesh is None else self._on_axes(codes[index]),
                 state,
                 split_backward=index in split,
                 early=early[index],
