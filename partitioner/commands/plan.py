@@ -61,7 +61,7 @@ def plan(
 ) -> int:
     """Plan how MODEL trains on a cluster.
 
-    A cost graph instead of a model: partitioner plan --graph FILE --strategy free; see partitioner plan --graph FILE --help.
+    A cost graph instead of a model: partitioner plan --graph FILE --strategy free (more: plan --graph FILE --help).
 
     Parameters
     ----------
