@@ -21,7 +21,7 @@ from passes.cheap import recomputed_ops
 from passes.costs import GraphCosts, cost_graph
 from passes.discover import Discovery
 from passes.graph import OpGraph
-from passes.place_features import FeatureRequest, place_features
+from passes.place_features import FeatureRequest, FeatureResult, place_features
 from passes.place_layers import LayerRequest, place_layers
 from passes.placed import Placed, Realized
 from passes.realize_features import SCHEDULE, realize_features
@@ -99,8 +99,11 @@ def feature_wise(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, reques
         if excess <= 0:
             return placed
         log.info("the simulated step exceeds a device by %s: searching again", format_bytes(int(excess)))
-        least = LEAST_RESERVE * min(device.memory_bytes for device in cluster.devices)
-        request = replace(request, reserved_bytes=request.reserved_bytes + max(excess, least))
+        smallest = min(device.memory_bytes for device in cluster.devices)
+        assert isinstance(placed.search, FeatureResult)
+        unseen = smallest + excess - placed.search.cost.memory_bytes  # by the search, of what is simulated
+        more = request.reserved_bytes + LEAST_RESERVE * smallest
+        request = replace(request, reserved_bytes=max(more, unseen))
     raise InfeasibleError(
         f"no sharding of {graph.model_name} was found whose simulated step fits {cluster.name}",
         [f"the last of {SEARCHES} searches exceeds a device by {format_bytes(int(excess))}"],
