@@ -89,16 +89,18 @@ class _Search:
         return self.homes is not None and self.value - self.bound.value <= PROVED * self.value
 
     def run(self) -> None:
-        """Starts, then rounds of annealing and of proving that take equal times."""
+        """Starts, then annealing and proving in turn."""
         for homes in self._starts():
             self._offer(homes)
-        steps, quiet = max(FIRST_STEPS, 200 * self.problem.count), 0
+        steps, quiet = max(FIRST_STEPS, 60 * self.problem.count), 0
         while not self.proved and time.monotonic() < self.deadline and quiet < QUIET_ROUNDS:
             value, bound, begun = self.value, self.bound.value, time.monotonic()
             self._anneal(steps)
             if self.homes is not None and not self.proved:
                 spent = time.monotonic() - begun
-                self._prove(min(self.deadline, time.monotonic() + max(spent, 0.25)))
+                # after a round that found nothing better the value is more likely the optimum
+                longer = 3 if self.value >= value else 1
+                self._prove(min(self.deadline, time.monotonic() + max(longer * spent, 0.5)))
                 if not self.proved and quiet and not self.exact:
                     self._solve_whole()
             self.rounds += 1
@@ -159,6 +161,7 @@ class _Search:
     def _sets(self) -> SetBound:
         if self.sets is None:
             self.sets = SetBound(self.problem, self.value)
+            self.sets.know_stretches(self.lines)
         self.sets.value = min(self.sets.value, self.value)
         return self.sets
 

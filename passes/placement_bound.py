@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from passes.placement_groups import FloatArray, GroupProblem
 
 CLOSE = 1e-7
 """Relative distance of bound and value at which nothing is left to prove."""
+STRETCHES = 100
+"""Of a line at most, to begin with."""
 SHRINK = 1 - 1e-7
 """Solvers' tolerances: a measure of 1/k is asked for a little less strictly."""
 
@@ -76,6 +78,8 @@ class SetBound:
         self.rounds = 0
         self.inner: FloatArray | None = None
         self.inner_bound = 0.0
+        self.failed = math.inf
+        """A target that sets found so far cover fractionally: no measure proves it."""
 
     def know(self, homes: Iterable[int]) -> None:
         """Sets of a placement."""
@@ -85,6 +89,28 @@ class SetBound:
         for home, groups in by_device.items():
             if home < self.machine.accelerators:
                 self._add(tuple(groups))
+
+    def know_stretches(self, lines: Iterable[Sequence[int]]) -> None:
+        """From every place of a line the longest stretch that costs less than ``value``: sets unlike one another."""
+        problem = self.problem
+        cost: list[float] = problem.accelerator_cost.tolist()
+        weight: list[float] = problem.weight.tolist()
+        for line in lines:
+            for start in range(0, len(line), max(1, len(line) // STRETCHES)):
+                held: dict[int, int] = {}
+                work = sent = 0.0
+                longest = start
+                for i in range(start, len(line)):
+                    work += cost[line[i]]
+                    if work >= self.value:
+                        break
+                    for e in problem.nets_of[line[i]]:
+                        held[e] = held.get(e, 0) + 1
+                        sent += weight[e] * ((held[e] == 1) - (held[e] == len(problem.nets[e])))
+                    if work + sent < self.value * (1 - CLOSE):
+                        longest = i + 1
+                if longest > start:
+                    self._add(tuple(sorted(line[start:longest])))
 
     def _add(self, groups: tuple[int, ...]) -> float:
         cost = self.cost(groups)
@@ -140,12 +166,16 @@ class SetBound:
     def improve(self, bound: Bound, deadline: float) -> Bound:
         """The best bound found until ``deadline``."""
         best = bound
-        target = best.value + (self.value - best.value) / 2
-        failed = self.value * (1 + CLOSE)
+        failed = self.failed if self.failed < self.value else self.value * (1 + CLOSE)
+        if failed < self.value:
+            target = (best.value + failed) / 2
+        else:
+            # the first step goes half way, the next to the value itself: most often that is the answer
+            target = best.value + (self.value - best.value) / (1 if self.rounds else 2)
         while best.value < self.value * (1 - CLOSE) and time.monotonic() < deadline:
             measure, room = self._measure(target)
             if room <= 1e-9:
-                failed = min(failed, target)
+                failed = self.failed = min(failed, target)
                 if failed - best.value <= CLOSE * self.value * 100:
                     break
                 target = (best.value + failed) / 2
@@ -162,7 +192,6 @@ class SetBound:
             for groups in found:
                 self._add(groups)
             if proved >= target * (1 - CLOSE / 10):
-                # the first step goes half way, the next to the value itself: most often that is the answer
                 target = self.value if failed > self.value else (best.value + failed) / 2
             elif len(self.sets) == known:
                 if self.inner is None:
