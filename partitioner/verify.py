@@ -35,6 +35,7 @@ from passes.batch import flatten_batch, forward_names
 from passes.double import in_float64, widen_module
 from passes.dropout import random_ops, without_dropout
 from passes.graph import OpGraph
+from passes.least_samples import least_samples
 from passes.loss_reduction import step_batch, step_weights
 from passes.lower import lower
 from passes.wrappers import unwrapped
@@ -153,7 +154,7 @@ def verify_plan(
 
     if graph.loss_reduction != "mean" and (why := why_in_pieces(graph)):
         notes.append(f"compared micro-batch by micro-batch, not with the whole batch: {why}")
-    sizes = _sizes(plan, code.graph.batch.multiple)
+    sizes = _sizes(plan, code.graph.batch.multiple, 2 * least_samples(graph)[0])
     batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
     batch = ignore_unevenly(batch, reference.model, graph)
     leaves = flatten_batch(batch, forward_names(reference.model))
@@ -261,13 +262,14 @@ def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., A
     return Workload(model, example_inputs, loss_fn, type(model).__name__)
 
 
-def _sizes(plan: Plan, multiple: int) -> tuple[int, ...]:
-    """Micro-batch sizes of a small batch that is cut like the plan's: two samples each, uneven if the plan's is.
+def _sizes(plan: Plan, multiple: int, samples: int) -> tuple[int, ...]:
+    """Micro-batch sizes of a small batch that is cut like the plan's: ``samples`` each, uneven if the plan's is.
 
-    Single samples only where the plan has them: some models refuse them. ``multiple``: what ranks that share samples need.
+    Single samples only where the plan has them: some models refuse them. Of two samples batch norm makes 1 and -1, and
+    nothing before it has a gradient but rounding. ``multiple``: what ranks that share samples need.
     """
     units = plan.batch_size // multiple
     uneven = units % plan.microbatches != 0
-    least = 2 if multiple == 1 else 1
+    least = math.ceil(samples / multiple)
     units = min(units, least * plan.microbatches + uneven)
     return microbatch_sizes(units * multiple, plan.microbatches, multiple)
