@@ -7,7 +7,7 @@ from torch import Tensor
 
 from runtime.launch import WorkerPool
 from runtime.reduce import GradientReduction
-from tests.distributed.sharded_models import Mlp, mlp_batch
+from tests.distributed.sharded_models import Gpt, gpt_batch
 from tests.distributed.test_sharded import CASES, SAMPLES, Task, run_task, sharded_of, task_of
 
 
@@ -33,10 +33,12 @@ def copied(task: Task) -> set[str]:
 def test_weights_are_summed_where_they_lie(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of layers that run together with the bridge in front of them (``runtime.fused_linear``)."""
     monkeypatch.setattr("passes.shard_program.ALONE_BYTES", 1)
-    _, mesh, forced = CASES["mlp batch and column row"]
-    model, batch = Mlp().double(), mlp_batch(SAMPLES)
+    _, mesh, forced = CASES["gpt batch and column row"]
+    model, batch = Gpt().double(), gpt_batch(SAMPLES)
     task = task_of(model, batch, sharded_of(model, batch, mesh, forced))
-    weights = {name for name in task.trained if name.endswith("weight")}
-    assert len(weights) > 1
+    weights = {name for name in task.trained if name.startswith("h.") and name.endswith("weight")}
+    weights -= {name for name in weights if "norm" in name}
+    assert {name.split(".")[2] for name in weights} >= {"q", "k", "v", "up", "down"}
     for found in pool.run(copied, task, world_size=4, timeout_seconds=60):
-        assert found == task.trained - weights
+        assert found
+        assert not found & weights
