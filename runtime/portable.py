@@ -6,12 +6,15 @@ not ops. Here a graph travels as the list of its nodes; an ATen op travels as it
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._library.custom_ops import OPDEFS
 from torch.fx.node import map_aggregate
 
 
@@ -24,11 +27,12 @@ class Reference:
 
 @dataclass(frozen=True)
 class AtenOp:
-    """``aten::add.Tensor`` by its parts."""
+    """``aten::add.Tensor`` by its parts. ``module``: what a custom op written in Python is defined in, and its file."""
 
     namespace: str
     name: str
     overload: str
+    module: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,33 @@ def unpack(nodes: tuple[PackedNode, ...]) -> fx.GraphModule:
 def _pack_target(target: Any) -> Any:
     if isinstance(target, torch._ops.OpOverload):
         namespace, name = target._schema.name.split("::")
-        return AtenOp(namespace, name, target._overloadname)
+        return AtenOp(namespace, name, target._overloadname, _defined_in(target._schema.name))
     return target
 
 
 def _unpack_target(target: Any) -> Callable[..., Any] | str:
     if isinstance(target, AtenOp):
+        if target.module[0] and target.module[0] not in sys.modules:
+            _import(*target.module)
         packet = getattr(getattr(torch.ops, target.namespace), target.name)
         overload: Callable[..., Any] = getattr(packet, target.overload)
         return overload
     return target  # type: ignore[no-any-return]
+
+
+def _defined_in(qualified_name: str) -> tuple[str, str]:
+    definition = OPDEFS.get(qualified_name)
+    module = definition._init_fn.__module__ if definition is not None else ""
+    return module, str(getattr(sys.modules.get(module), "__file__", None) or "")
+
+
+def _import(module: str, file: str) -> None:
+    """Import what registers a custom op: by name, or from the file that ``file.py:factory`` named."""
+    if not file or importlib.util.find_spec(module.partition(".")[0]) is not None:
+        importlib.import_module(module)
+        return
+    spec = importlib.util.spec_from_file_location(module, file)
+    assert spec is not None  # a .py file always has a spec and a loader
+    assert spec.loader is not None
+    sys.modules[module] = found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
