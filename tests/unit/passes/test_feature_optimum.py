@@ -1,4 +1,4 @@
-"""The search finds what looking at every combination finds, on hundreds of small random graphs."""
+"""Search and program find what looking at every combination finds where memory is short, on small random graphs."""
 
 from __future__ import annotations
 
@@ -93,15 +93,15 @@ def _thinned(problem: FeatureProblem, seed: int) -> FeatureProblem:
 
 @pytest.mark.parametrize("part", range(4))
 def test_search_and_program_find_the_cheapest_of_all_combinations(part: int) -> None:
-    """60 graphs, on 2 and 4 devices and a mesh of 2 × 2, with memory free and short: 240 cases in all."""
+    """60 graphs in all, on 2 and 4 devices and a mesh of 2 × 2, short of memory. (With memory free:
+    ``test_feature_elimination``.)"""
     short = 0
-    for seed in range(60 * part, 60 * part + 60):
+    for seed in (s for s in range(60 * part, 60 * part + 60) if s % 8 in (3, 6)):
         problem = _thinned(_problem(seed, by_rules=seed % 2 == 0)[0], seed)
         seconds, held = every_cost(problem)
-        # Capacities between the smallest combination and the cheapest, half of the time.
         cheapest = float(held.flat[int(np.argmin(seconds))])
         least = float(held[np.isfinite(seconds)].min())
-        capacity = cheapest * 2 if seed % 4 < 2 else least + (cheapest - least) * 0.5
+        capacity = least + (cheapest - least) * 0.5
         short += capacity < cheapest
         problem = replace(problem, capacity_bytes=capacity)
         best = float(np.where(held <= capacity, seconds, math.inf).min())
