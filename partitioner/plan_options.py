@@ -115,7 +115,9 @@ class PlanOptions:
             yield f"min_stages is {least}, more than max_stages, {most}"
         if not (isinstance(limit, int | float) and 0 < limit < math.inf):
             yield f"the time limit is {limit!r}, expected more than 0 seconds"
-        if self.mesh is not None and not all(_is_count(size, MOST_SAMPLES) for size in self.mesh):
+        if self.mesh is not None and not (
+            isinstance(self.mesh, Sequence) and all(_is_count(n, MOST_SAMPLES) for n in self.mesh)
+        ):
             yield f"the mesh is {self.mesh!r}, expected sizes such as (2, 4)"
 
     def _of_the_other_strategy(self) -> Iterator[str]:

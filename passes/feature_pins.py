@@ -87,6 +87,8 @@ def _names(graph: OpGraph) -> dict[str, list[str]]:
     for given in graph.inputs:
         if given.kind in ("parameter", "batch"):
             names.setdefault(given.name, []).append(given.node)
+    for alias, name in graph.aliases.items():  # a tied parameter goes by any of its names
+        names.setdefault(alias, []).extend(names.get(name, []))
     for node in graph.ops:
         if makes_values(node):
             names.setdefault(node.name, []).append(node.name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 import torch
 
@@ -76,7 +77,8 @@ def refused_word(word: str) -> str:
         return f"{word!r} is a pattern, and stands beside other patterns only"
     if word == "zero2":
         return '\'zero2\': gradients are kept whole until the step\'s end: "zero1" splits what is summed, "zero3" all'
-    return f"{word!r} is not R, P, or S and a dimension, nor R/S and a dimension"
+    near = "".join(f" (did you mean {preset!r}?)" for preset in get_close_matches(word, PRESETS, n=1))
+    return f"{word!r} is not R, P, or S and a dimension, nor R/S and a dimension{near}"
 
 
 def rules_of(graph: OpGraph, preset: str) -> Mapping[str, Rule]:

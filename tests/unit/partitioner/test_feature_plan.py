@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cost_models.cluster import ClusterSpec
+from cost_models.errors import UsageError
 from partitioner import Plan, partition
 from passes.trace import trace
 from runtime.program import ReduceGradients
@@ -112,3 +113,8 @@ def test_what_other_meshes_would_cost_is_told() -> None:
     }
     assert meshes
     assert all("slower by the search's count" in reason for reason in meshes.values())
+
+
+def test_a_mesh_that_is_no_shape_is_refused_in_words() -> None:
+    with pytest.raises(UsageError, match=r"the mesh is 4, expected sizes such as \(2, 4\)"):
+        partition(torch.nn.Identity(), ClusterSpec.local(4), strategy="feature", mesh=4)  # type: ignore[arg-type]

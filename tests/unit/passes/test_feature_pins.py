@@ -79,6 +79,7 @@ def test_layouts_are_read() -> None:
         ({"*": "S0/S1"}, "has its state in the same parts"),
         ({"*": "data S0"}, "'data' is a pattern, and stands beside other patterns only"),
         ({"*": "zero2"}, "zero1"),
+        ({"*": "colum_row"}, "did you mean 'column_row'"),
         ({"ids": "R/S0"}, "matches no parameter"),
         ({"*": "data", "h.*": "zero3"}, "matches '\\*' \\(data\\) and 'h.\\*' \\(zero3\\)"),
         ({"labels": "column_row"}, "nothing that it matches is what 'column_row' is about"),
@@ -105,6 +106,11 @@ def test_a_layout_where_it_can_be_had() -> None:
     with pytest.raises(UsageError, match=r"even\.weight cannot be S0"):
         placed("odd", {"*.weight": "S0"})
     assert placed("odd", {"*.weight": "S1?"}).placement.stored == {"even.weight": (S1,), "odd.weight": (R,)}
+
+
+def test_a_tied_parameter_goes_by_any_of_its_names() -> None:
+    ((alias, name),) = traced("gpt").aliases.items()
+    assert placed("gpt", {alias: "S1"}).placement.stored[name] == (S1,)
 
 
 def test_state_apart_from_what_is_stored() -> None:
