@@ -113,10 +113,8 @@ def patterns(name: str, ranks: int, gigabytes_per_second: float) -> tuple[Featur
     [
         ("llama-8b", 8, 25),
         ("llama-8b", 8, 100),
-        ("llama-8b", 8, 400),
         ("llama-8b", 4, 100),
         ("vit", 4, 100),
-        ("vit", 4, 400),
         ("gpt2", 4, 100),
         ("bert", 8, 1600),
     ],
@@ -134,12 +132,12 @@ def test_small_batch_and_fast_links_give_no_more_traffic_than_megatron(
 
 @pytest.mark.parametrize(
     ("name", "ranks", "gigabytes_per_second"),
-    [("bert", 4, 100), ("bert", 4, 400), ("llama-1b", 8, 100), ("gpt2", 8, 400)],
+    [("bert", 4, 100), ("bert", 4, 400), ("gpt2", 8, 400)],
 )
 def test_more_traffic_than_megatron_only_where_it_saves_time(
     name: str, ranks: int, gigabytes_per_second: float
 ) -> None:
-    """The other cases that were tried (docs/06c-feature-wise.md): a pattern sends less, and takes longer."""
+    """Others are in docs/06c-feature-wise.md: a pattern sends less, and takes longer."""
     plan, textbook = patterns(name, ranks, gigabytes_per_second)
     less = [p for p in textbook if p.communication_bytes < plan.communication_bytes * (1 - SAME)]
     assert less
