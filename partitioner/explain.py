@@ -67,7 +67,8 @@ def explain_plan(plan: Plan, name: str, model: ModelOrTrace | None, options: dic
         if model is not None or plan._made_with.graph is not None:
             graph = graph_of(plan, model, f"explain {name}", options)
         return _of_layers(plan, name, graph)
-    return _of_shards(plan, name, graph_of(plan, model, f"explain {name}", options))
+    graph = graph_of(plan, model, f"explain {name}", options)
+    return _of_shards(plan, graph.aliases.get(name, name), graph)  # a tied parameter goes by any of its names
 
 
 # --------------------------------------------------------------------------------------------------

@@ -148,7 +148,6 @@ def _marks(graph: OpGraph, placement: FeaturePlacement) -> dict[str, str]:
 
 def _unit(space: FeatureGraph, name: str) -> Unit:
     graph = space.graph
-    name = graph.aliases.get(name, name)  # a tied parameter goes by any of its names
     node_of = {given.name: given.node for given in graph.inputs}
     found = space.unit_of.get(name, space.unit_of.get(node_of.get(name, "")))
     unit = None if found is None else space.units[found]

@@ -97,6 +97,15 @@ def test_a_plan_from_a_file_is_explained_with_the_model_and_not_without(plan: Pl
         loaded.explain("linear", Smaller(), example_inputs=BATCH)
 
 
+def test_a_tied_parameter_is_explained_by_any_of_its_names() -> None:
+    model = Mlp()
+    model.tied = model.up  # a module under two names
+    tied = partition(
+        model, ClusterSpec.parse("A100-40GB:2"), strategy="feature", example_inputs=BATCH, pins=COLUMN_ROW
+    )
+    assert tied.explain("tied.weight") == tied.explain("up.weight")
+
+
 def test_reasons(plan: Plan) -> None:
     assert (
         "it was fixed by a pin, or the search ended early: "
