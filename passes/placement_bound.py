@@ -76,7 +76,10 @@ class SetBound:
         self.sets: dict[tuple[int, ...], float] = {}
         """Groups of an accelerator that are known to cost less than ``value``, with their cost."""
         self.rounds = 0
-        self.inner: FloatArray | None = None
+        work = np.where(np.isinf(problem.accelerator_cost), 0.0, problem.accelerator_cost)
+        self.inner: FloatArray | None = work / work.sum() if work.any() else None
+        """The measure of the best bound, to begin with that of work: new measures are tried half way towards it, since the
+        duals of a packing by few sets lie far apart (in-out separation: Ben-Ameur and Neto 2007)."""
         self.inner_bound = 0.0
         self.failed = math.inf
         """A target that sets found so far cover fractionally: no measure proves it."""
@@ -180,7 +183,13 @@ class SetBound:
                     break
                 target = (best.value + failed) / 2
                 continue
-            mixed = measure if self.inner is None else (measure + self.inner) / 2
+            mixed = (
+                measure
+                if self.inner is None
+                else self.inner
+                if not self.rounds
+                else (measure + self.inner) / 2
+            )
             found, proved = self._cheapest(mixed, target, deadline)
             self.rounds += 1
             found = [self._extended(groups, w, target) for groups in found for w in (measure, mixed)] + found

@@ -73,9 +73,14 @@ class GroupProblem:
         return tuple(placement[nodes[0]] for nodes in self.members)
 
 
+def colour_groups(graph: PlacementGraph) -> GroupProblem:
+    """Groups of what has to share a device, and no more."""
+    return _problem(graph, _by_colour(graph), (), lossless=True)
+
+
 def free_groups(graph: PlacementGraph) -> GroupProblem:
-    """Groups of a free placement: colours, and what joins for nothing."""
-    problem = _problem(graph, _by_colour(graph), (), lossless=True)
+    """Groups of a free placement: colours, and what joins for nothing as far as loads go."""
+    problem = colour_groups(graph)
     while joined := _joins(problem, contiguous=False, sized=not problem.memory_binds):
         problem = _problem(graph, _joined(problem, joined), (), lossless=True)
     return problem

@@ -32,7 +32,7 @@ from passes.place_contiguous import place_contiguous
 from passes.place_freely import lines
 from passes.placement_bound import simple_bound
 from passes.placement_graph import PlacementGraph, broken_rules
-from passes.placement_groups import GroupProblem, free_groups
+from passes.placement_groups import GroupProblem, colour_groups
 from passes.placement_recut import fits
 from passes.placement_result import PROVED, Placed, check_feasible
 
@@ -125,14 +125,14 @@ class Scheduler:
 def latency_bound(graph: PlacementGraph) -> float:
     """No placement is done sooner."""
     scheduler = Scheduler(graph)
-    problem = free_groups(graph)
+    problem = colour_groups(graph)
     return max(max(scheduler.way, default=0.0), simple_bound(problem).value)
 
 
 def place_for_latency(graph: PlacementGraph, time_limit: float = 60.0, *, seed: int = 0) -> Placed:
     """Least makespan of one batch over placements that fit."""
     started = time.monotonic()
-    problem = free_groups(graph)
+    problem = colour_groups(graph)
     check_feasible(graph, problem)
     bound = latency_bound(graph)
     search = _Search(graph, problem, started + time_limit, random.Random(seed))
