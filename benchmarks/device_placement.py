@@ -14,12 +14,17 @@ import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from partitioner.graph_files.pipedream import Profile
 from partitioner.graph_files.read import read_graph
 from partitioner.report.text import columns, percent
 from passes.place_contiguous import place_contiguous
 from passes.place_freely import place_freely
+from passes.placement_chains import device_loads
 from passes.placement_graph import PlacementGraph, named
+from passes.placement_groups import contiguous_groups
+from passes.placement_ideals import Order, all_downsets, membership
 from passes.placement_result import Placed
 from tests.placement_evaluator import is_allowed, is_contiguous, loads_of, random_graph
 
@@ -86,6 +91,41 @@ def data_parallel_ms(profile: Profile, devices: int) -> float:
     return (compute + reduce_ms) / devices
 
 
+def replicated_ms(graph: PlacementGraph) -> tuple[float, str]:
+    """(ms per mini-batch, replicas per stage): contiguous stages, each on r devices that take turns with mini-batches.
+
+    A stage costs (load + 2·(r-1)/r·parameter bytes / bandwidth) / r, as ``data_parallel_ms`` counts one stage on all
+    devices; load is that of the placement model. best[n, J] = min over I ⊂ J, r ≤ n of max(best[n-r, I], cost(J∖I, r)):
+    PipeDream's plans, over all downsets instead of one order of layers.
+    """
+    problem = contiguous_groups(graph)
+    listed = all_downsets(Order(problem), 4000)
+    assert listed is not None
+    downsets, loads = device_loads(problem, listed)
+    held = membership(downsets, problem.count) @ problem.size
+    parameters = held[None, :] - held[:, None]
+    devices, count = graph.machine.accelerators, len(downsets)
+    best = np.full((devices + 1, count), math.inf)
+    best[:, 0] = 0.0
+    choice = np.zeros((devices + 1, count, 2), dtype=int)
+    for n in range(1, devices + 1):
+        for r in range(1, n + 1):
+            costs = (loads + 2e3 * (r - 1) / r * parameters / BYTES_PER_SECOND) / r
+            through = np.maximum(best[n - r][:, None], costs)
+            np.fill_diagonal(through, math.inf)
+            found = through.min(axis=0)
+            better = found < best[n]
+            better[0] = False
+            choice[n][better] = np.stack([through.argmin(axis=0), np.full(count, r)], axis=1)[better]
+            best[n][better] = found[better]
+    at, left, stages = count - 1, devices, []
+    while at:
+        at, replicas = choice[left, at].tolist()
+        stages.append(replicas)
+        left -= replicas
+    return float(best[devices, -1]), "-".join(map(str, reversed(stages)))
+
+
 def _totals(profile: Profile) -> tuple[float, float]:
     """(ms, bytes of parameters) of a mini-batch; the data loader's time is not counted."""
     layers = [layer for layer in profile.layers if not layer.what.startswith("Input")]
@@ -108,7 +148,9 @@ def profiles(limit: float) -> str:
             for search in (place_contiguous, place_freely):
                 found, seconds = measured(search, read.graph, limit)
                 cells += [f"{found.value:.1f}", percent(found.gap), f"{seconds:.1f}"]
-            best = min(one, parallel, found.value)
+            replicated, stages = replicated_ms(read.graph)
+            cells += [f"{replicated:.1f}", stages]
+            best = min(one, parallel, found.value, replicated)
             cells.append(f"{one / best:.2f}x")
             rows.append(cells)
     head = (
@@ -122,6 +164,8 @@ def profiles(limit: float) -> str:
         "free",
         "gap",
         "cpu s",
+        "replicated",
+        "stages",
         "best",
     )
     return columns(head, rows, left=("profile",))

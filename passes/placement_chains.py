@@ -61,6 +61,13 @@ def best_chain(
     return _Chains(problem, downsets, limit, memory_size, deadline).solve()
 
 
+def device_loads(problem: GroupProblem, downsets: Sequence[int]) -> tuple[list[int], FloatArray]:
+    """(downsets by size, [N, N] load of an accelerator that holds the second without the first, infinite if it cannot)."""
+    chains = _Chains(problem, downsets, math.inf, None, math.inf)
+    everything = slice(0, len(chains.downsets))
+    return chains.downsets, chains.loads(np.arange(len(chains.downsets)), everything)[0]
+
+
 class _Chains:
     def __init__(
         self,
@@ -140,7 +147,7 @@ class _Chains:
     def _step(self, smaller: int, begin: int, end: int) -> None:
         columns = slice(begin, end)
         rows = self._rows(smaller, columns)
-        on_accelerator, on_cpu = self._loads(rows, columns)
+        on_accelerator, on_cpu = self.loads(rows, columns)
         for a in range(self.accelerators + 1):
             for c in range(self.cpus + 1):
                 best = self.best[a, c, columns]
@@ -159,7 +166,7 @@ class _Chains:
                             best, np.maximum(self.best[a, c - 1, rows][:, None], on_cpu).min(axis=0), out=best
                         )
 
-    def _loads(self, rows: NDArray[np.intp], columns: slice) -> tuple[FloatArray, FloatArray]:
+    def loads(self, rows: NDArray[np.intp], columns: slice) -> tuple[FloatArray, FloatArray]:
         """[rows, columns] the load of a device that holds the difference; infinite where it cannot."""
         contained = np.ones((len(rows), self.right[columns].shape[0]), dtype=bool)
         for w in range(self.words.shape[1]):
@@ -194,7 +201,7 @@ class _Chains:
                 continue
             smaller = int(np.searchsorted(self.sizes, self.sizes[at]))
             rows = self._rows(smaller, slice(at, at + 1))
-            on_accelerator, on_cpu = self._loads(rows, slice(at, at + 1))
+            on_accelerator, on_cpu = self.loads(rows, slice(at, at + 1))
             choices = []
             if a:
                 through = np.maximum(self.best[a - 1, c, rows], on_accelerator[:, 0])
