@@ -30,8 +30,8 @@ MOST_STEPS = 640_000
 MOST_CHAINS, LEAST_CHAINS = 64, 16
 LARGE = 300
 """Groups from which on the first round begins at the contiguous placement: from anywhere it takes too long."""
-CONTIGUOUS_SHARE = 0.2
-"""Of the time limit, for the placement to start from."""
+CONTIGUOUS_SHARE, LARGE_CONTIGUOUS_SHARE = 0.2, 0.5
+"""Of the time limit, for the placement to start from; of a large graph there is little that beats it."""
 ROUND_SHARE = 0.25
 """Of the time that is left, for a round of annealing at most; of a large graph, twice that."""
 QUIET_ROUNDS = 6
@@ -113,7 +113,8 @@ class _Search:
         with suppress(
             InfeasibleError
         ):  # contiguity is not asked for, and a free placement may fit all the same
-            contiguous = place_contiguous(self.graph, CONTIGUOUS_SHARE * self.limit, prove=False)
+            share = LARGE_CONTIGUOUS_SHARE if count > LARGE else CONTIGUOUS_SHARE
+            contiguous = place_contiguous(self.graph, share * self.limit, prove=False)
             starts.append(self.problem.of_groups(contiguous.placement))
         return starts
 
