@@ -39,6 +39,8 @@ class GroupProblem:
     weight: FloatArray
     order: tuple[tuple[int, int], ...]
     """Contiguity: edges between groups that the quotient over devices must not turn into a circle."""
+    costliest: tuple[int, ...]
+    """A node of every group: that which costs most."""
     lossless: bool
     """Whether a placement of nodes that is best within memory can be written as one of groups."""
 
@@ -69,8 +71,8 @@ class GroupProblem:
         return tuple(placement)
 
     def of_groups(self, placement: Sequence[int]) -> tuple[int, ...]:
-        """A device per node -> the device of every group's first node."""
-        return tuple(placement[nodes[0]] for nodes in self.members)
+        """A device per node -> that of every group's costliest node: what costs nothing follows it."""
+        return tuple(placement[v] for v in self.costliest)
 
 
 def colour_groups(graph: PlacementGraph) -> GroupProblem:
@@ -155,6 +157,9 @@ def _problem(
         weight=np.array([math.fsum(costs) for costs in nets.values()]),
         order=tuple(
             sorted({(group_of[u], group_of[v]) for u, v in order if group_of[u] != group_of[v]}),
+        ),
+        costliest=tuple(
+            max(group, key=lambda v: nodes[v].accelerator_cost + nodes[v].cpu_cost) for group in groups
         ),
         lossless=lossless,
     )

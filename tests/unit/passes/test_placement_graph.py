@@ -150,3 +150,12 @@ def test_one_device_and_no_edges_and_no_costs() -> None:
         graph = PlacementGraph(tuple(node(f"n{i}", 0.0) for i in range(count)), (), machine)
         for found in (place_contiguous(graph, 1.0), place_freely(graph, 1.0)):
             assert (found.value, found.bound, found.gap) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_placement_of_nodes_loses_nothing_as_one_of_groups(seed: int) -> None:
+    graph = random_graph(seed, 40, accelerators=3, training=seed % 2 == 0)
+    found = place_contiguous(graph, 5.0, prove=False)
+    problem = free_groups(graph)
+    again = problem.of_nodes(problem.of_groups(found.placement))
+    assert evaluate(graph, again).max_load <= found.value * (1 + 1e-12)
