@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cost_models.errors import ModelError, PartitionerError, UsageError, VerificationError
 from cost_models.precision import Precision
 from partitioner.api import ModelOrTrace, as_graph
-from partitioner.compare import Comparison
+from partitioner.compare import Comparison, StepResult
 from partitioner.first_difference import first_difference
 from partitioner.grow_batch import grow_batch, ignore_unevenly, to_double
 from partitioner.plan import Plan
@@ -30,6 +30,7 @@ from partitioner.rebuild import plan_code, plan_programs, plan_segments, ranks_i
 from partitioner.verify_rank import VerificationTask, run_rank
 from partitioner.verify_ranks import compare_ranks, put_together
 from partitioner.verify_reference import copied_module, reference_step, why_in_pieces
+from partitioner.verify_rounding import in_reverse, rounding_only
 from partitioner.workloads import Workload
 from passes.batch import flatten_batch, forward_names
 from passes.double import in_float64, widen_module
@@ -174,15 +175,23 @@ def verify_plan(
         timeout_seconds=timeout_seconds,
         shardings=code.shardings,
     )
+
+    def step(batch: Any, leaves: Mapping[str, Tensor]) -> StepResult:
+        return reference_step(reference, batch, leaves, graph, sizes, plan.optimizer_memory, LEARNING_RATE)
+
     with _blaming_the_model(plan.model.name):
-        expected = reference_step(
-            reference, batch, leaves, graph, sizes, plan.optimizer_memory, LEARNING_RATE
-        )
+        expected = step(batch, leaves)
         if not math.isfinite(expected.loss):
             raise ArithmeticError(f"its loss is {expected.loss}, and that agrees with nothing")
     with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
         run = partial(workers.run, world_size=plan.world_size, timeout_seconds=timeout_seconds)
         found = compare_ranks(expected, put_together(run(run_rank, task), task), state, LEARNING_RATE)
+        found, rounding = _without_rounding(
+            found,
+            expected,
+            lambda: step(*in_reverse(batch, leaves, graph, len(sizes), reference.model)),
+        )
+        notes += rounding
         differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
         first = first_difference(plan, graph, task, expected, run) if differences else None
     kinds = [c.kind for c in found]
@@ -200,6 +209,21 @@ def verify_plan(
         first_difference=first,
         mesh=next((tuple(s.sharding.axes.values()) for s in plan.stages if s.sharding is not None), ()),
     )
+
+
+def _without_rounding(
+    found: list[Comparison], expected: StepResult, in_other_order: Callable[[], StepResult]
+) -> tuple[list[Comparison], list[str]]:
+    """``found`` without what is rounding of the model itself, and a note that names that."""
+    rounding = rounding_only([c for c in found if not c.agrees], expected, in_other_order, LEARNING_RATE)
+    if not rounding:
+        return found, []
+    names = sorted({c.name for c in rounding})
+    note = (
+        f"{len(names)} parameters have no gradient but rounding ({names[0]}{', …' if len(names) > 1 else ''}): they "
+        "differ by no more than the unpartitioned model does with its samples in another order"
+    )
+    return [c for c in found if c not in rounding], [note]
 
 
 def refuse_without_weights(model: nn.Module) -> None:

@@ -159,6 +159,8 @@ class ProblemSearch:
                 at *= 4
                 continue
             crossing = (small.seconds - cheap.seconds) / (cheap.bytes - small.bytes)
+            if crossing <= 0.0:  # the smaller choice is the faster one: no price of memory tells them apart
+                return
             height = small.seconds + crossing * (small.bytes - self.problem.capacity_bytes)
             if abs(crossing - at) < NEAR * at or height <= self.bound * (1 + NEAR):
                 return
