@@ -142,7 +142,8 @@ def run_shards(
     target, args, kwargs = local_op(trial.node, choices, mesh_shape)
     op = trial.call if target is trial.node.target else target
     meeting = Meeting(mesh_shape)
-    checked = target is trial.node.target and _has_meta(trial)
+    local = any(choice.local for choice in choices)  # what stands for the op then is not the op
+    checked = target is trial.node.target and not local and _has_meta(trial)
 
     def on_rank(rank: Rank) -> RankResult:
         if checked:
@@ -160,7 +161,7 @@ def run_shards(
         return RankResult(tuple(y.detach() for y in outputs), gradients, tuple(x.detach() for x in leaves))
 
     ranks = list(itertools.product(*map(range, mesh_shape)))
-    results = on_all(on_rank, ranks, meeting if any(c.local for c in choices) else None)
+    results = on_all(on_rank, ranks, meeting if local else None)
     return dict(zip(ranks, results, strict=True))
 
 

@@ -162,9 +162,10 @@ def _repeat_interleave(node: fx.Node) -> tuple[Choice, ...]:
     rank = len(operands_shapes(node)[0])
     letters: Letters = [f"d{d}" for d in range(rank)]
     if argument(node, "dim") is None:
-        first = next((d for d, n in enumerate(operands_shapes(node)[0]) if n != 1), 0)
+        first = next((d for d, n in enumerate(operands_shapes(node)[0]) if n != 1), None)
         letters = ["d0" if d == first else None for d in range(rank)]
-        return from_terms(node, [Term(tuple(letters), linear=True)], [Term(("d0",))])
+        flat = "d0" if first is not None else None  # one element is repeated as a whole
+        return from_terms(node, [Term(tuple(letters), linear=True)], [Term((flat,))])
     made = [x if n != 1 else None for x, n in zip(letters, operands_shapes(node)[0], strict=True)]
     return from_terms(node, [Term(tuple(letters), linear=True)], [Term(tuple(made))])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import suppress
 
 import pytest
@@ -14,7 +15,6 @@ from passes.compile import costs_of
 from passes.feature_solve import ProblemSearch
 from passes.place_features import FeatureRequest, place_features
 from passes.trace import trace
-
 
 CASES = (
     ([512, 64, 256, 1024, 512, 512], 3.622e8, 10_538_188, "0.01GB/s", 512),
@@ -30,9 +30,7 @@ class Chain(nn.Module):
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Linear(a, b, bias=False) for a, b in zip(sizes, sizes[1:], strict=False)
-        )
+        self.layers = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
