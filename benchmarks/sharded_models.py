@@ -129,7 +129,7 @@ def task_of(spec: BlockSpec, case: str) -> ShardedTask:
     machine = ClusterSpec.local(RANKS)
     request = FeatureRequest(spec.batch_size, 1, optimizer="none", pins=PINS[case], mesh=(RANKS,))
     placement = place_features(graph, costs_of(graph, machine), machine, request).placement
-    # Pins do not reach gradients: whole on every rank, as on the other side.
+    # The pins leave gradients and their state to the search: here whole on every rank, as on the other side.
     sharded = shard_graph(graph, replace(placement, sharded_state={}))
     verify_graph(sharded.graph, "shard")
     bridges = Counter(node.target.__name__ for node in sharded.graph.module.graph.nodes if is_bridge(node))

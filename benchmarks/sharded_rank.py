@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.sharded_models import COLUMNS, RANKS, ROWS, BlockSpec, ShardedTask
 from runtime.execute import Executor
-from runtime.sharding import Block
 
 TOLERANCE = 1e-4
 """Largest difference of two gradients as a share of the largest entry: float32 sums in another order."""
@@ -51,7 +50,7 @@ class Ours:
     def __init__(self, task: ShardedTask) -> None:
         rank = dist.get_rank()
         self._parameters: dict[str, nn.Parameter] = {
-            name: nn.Parameter(_cut_out(whole, task.shardings[name].leaf_block(whole.shape, rank)).clone())
+            name: nn.Parameter(task.shardings[name].leaf_block(whole.shape, rank).of(whole).clone())
             for name, whole in task.state.items()
         }
         self._batch = task.batch
@@ -182,9 +181,3 @@ def close(case: str) -> None:
     """Forget one case."""
     for side in _pairs.pop(case):
         side.close()
-
-
-def _cut_out(whole: Tensor, block: Block) -> Tensor:
-    for dim, (offset, size) in enumerate(zip(block.offsets, block.shape, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole

@@ -142,19 +142,7 @@ def verify_plan(
     traced, (graph, dropped) = graph, without_dropout(in_float64(graph))
     code = plan_code(plan, traced, ranks, run=graph)
     reference = double_copy(workload)
-    notes = list(graph.notes)
-    if plan.precision != Precision():
-        notes.append(f"verified in float64 throughout; the plan trains with {plan.precision}")
-    if dropped:
-        notes.append(f"dropout switched off in {dropped} ops: two random draws cannot be compared")
-    drawing = random_ops(graph)
-    if drawing:
-        notes.append(
-            f"{len(drawing)} ops draw random numbers ({drawing[0]}, …): they may differ for that reason alone"
-        )
-
-    if graph.loss_reduction != "mean" and (why := why_in_pieces(graph)):
-        notes.append(f"compared micro-batch by micro-batch, not with the whole batch: {why}")
+    notes = _notes(plan, graph, dropped)
     sizes = _sizes(plan, code.graph.batch.multiple, 2 * least_samples(graph)[0])
     batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
     batch = ignore_unevenly(batch, reference.model, graph)
@@ -209,6 +197,23 @@ def verify_plan(
         first_difference=first,
         mesh=next((tuple(s.sharding.axes.values()) for s in plan.stages if s.sharding is not None), ()),
     )
+
+
+def _notes(plan: Plan, graph: OpGraph, dropped: int) -> list[str]:
+    """What is compared otherwise than it will be trained. ``dropped``: ops whose dropout was switched off."""
+    notes = list(graph.notes)
+    if plan.precision != Precision():
+        notes.append(f"verified in float64 throughout; the plan trains with {plan.precision}")
+    if dropped:
+        notes.append(f"dropout switched off in {dropped} ops: two random draws cannot be compared")
+    drawing = random_ops(graph)
+    if drawing:
+        notes.append(
+            f"{len(drawing)} ops draw random numbers ({drawing[0]}, …): they may differ for that reason alone"
+        )
+    if graph.loss_reduction != "mean" and (why := why_in_pieces(graph)):
+        notes.append(f"compared micro-batch by micro-batch, not with the whole batch: {why}")
+    return notes
 
 
 def _without_rounding(

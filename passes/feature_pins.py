@@ -22,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.errors import UsageError
-from cost_models.layout import Partial, Placement, Replicate, Shard
+from cost_models.layout import Shard
 from passes.feature_graph import Unit, makes_values
 from passes.feature_options import Options, StoredChoice
 from passes.feature_presets import PRESETS, Rule, refused_word, rules_of
 from passes.feature_problem import UnitNumbers
 from passes.graph import OpGraph
+from passes.sharding_text import read_placement
 
 Rules = tuple[Rule | None, ...]
 """One per mesh axis; None: anything."""
@@ -150,12 +151,11 @@ def parse_layout(text: str) -> tuple[Rule, ...]:
     found: list[Rule] = []
     for word in words:
         if read := re.fullmatch(_PLACEMENT, word):
-            stored, state = (_placement(part) for part in read.groups())
+            stored = read_placement(read[1])
+            state = None if read[2] is None else read_placement(read[2])
             if state is not None and isinstance(stored, Shard) and state != stored:
                 problems.append(f"{word!r}: what is stored in parts has its state in the same parts")
-            found.append(
-                Rule(outputs=frozenset({stored}), state=None if state is None else frozenset({state}))  # type: ignore[arg-type]
-            )
+            found.append(Rule(frozenset({stored}), state=None if state is None else frozenset({state})))
         else:
             problems.append(refused_word(word))
     if problems:
@@ -176,12 +176,6 @@ def axes_of_layout(text: str) -> int | None:
     if words:
         return None if len(words) == 1 else len(words)
     return len(parse_layout(text))
-
-
-def _placement(text: str | None) -> Placement | None:
-    if text is None:
-        return None
-    return Replicate() if text == "R" else Partial() if text == "P" else Shard(int(text[1:]))
 
 
 # ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from cost_models.errors import InternalError
 from cost_models.layout import Shard
 from passes.node_tools import argument
-from passes.sharding import FeaturePlacement, Placements, operands
+from passes.sharding import FeaturePlacement, Placements
 from runtime.segment_code import Dim
 
 aten = torch.ops.aten
@@ -179,12 +179,6 @@ SIZE_ARGUMENTS: Mapping[object, tuple[str, NewSizes]] = {
 
 COUNTS = ("groups", "num_groups")
 """Arguments that count what a sharded dimension consists of (``Choice.divides``)."""
-
-
-def first_operand(node: fx.Node) -> fx.Node | None:
-    """The tensor that a node reads first."""
-    found = operands(node)
-    return found[0] if found else None
 
 
 def replaced(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any) -> Any:

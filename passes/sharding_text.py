@@ -25,7 +25,7 @@ def placements_text(placements: Placements) -> str:
 
 def read_placements(text: str) -> Placements:
     """The inverse of ``placements_text``. Raises ValueError."""
-    return tuple(map(_placement, text.split()))
+    return tuple(map(read_placement, text.split()))
 
 
 def choice_text(choice: Choice) -> str:
@@ -39,13 +39,14 @@ def read_choice(text: str) -> Choice:
     if found is None:
         raise ValueError(f"{text!r} is no choice such as 'S0 R~ -> S0'")
     needs = tuple(
-        Need(_placement(word.removesuffix("~")), word.endswith("~")) for word in found["inputs"].split()
+        Need(read_placement(word.removesuffix("~")), word.endswith("~")) for word in found["inputs"].split()
     )
     divides = tuple(int(count) for count in (found["divides"] or "").split(",") if count)
     return Choice(needs, read_placements(found["outputs"]), found["local"] or "", divides)
 
 
-def _placement(word: str) -> Placement:
+def read_placement(word: str) -> Placement:
+    """ "S0": of one mesh axis. Raises ValueError."""
     if word in ("R", "P"):
         return Replicate() if word == "R" else Partial()
     if not re.fullmatch(r"S[0-9]", word):

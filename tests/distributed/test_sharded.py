@@ -41,7 +41,7 @@ from runtime.reduce import GradientReduction
 from runtime.segment_code import BatchSpec, SegmentCode
 from runtime.segment_runner import SegmentRunner
 from runtime.sharded_owners import sharded_leaf_and_owner
-from runtime.sharding import Block, Sharding
+from runtime.sharding import Sharding
 from runtime.side_group import SideGroup
 from runtime.step_precision import StepPrecision
 from tests.distributed.sharded_models import (
@@ -129,7 +129,7 @@ def rank_state(task: Task, rank: int) -> RankState:
     owners: dict[str, nn.Parameter] = {}
     for name, whole in task.state.items():
         sharding = task.shardings[name]
-        value = cut_out(whole, sharding.leaf_block(whole.shape, rank)).clone()
+        value = sharding.leaf_block(whole.shape, rank).of(whole).clone()
         leaves[name] = value
         if name in task.trained:
             types = ParameterPrecision.plain(value.dtype)
@@ -137,12 +137,6 @@ def rank_state(task: Task, rank: int) -> RankState:
     buffers = {n: t for n, t in leaves.items() if n not in owners}
     holders = {name: sharding.mesh.ranks for name, sharding in task.shardings.items()}
     return RankState(rank, leaves, owners, buffers, holders, task.shardings)
-
-
-def cut_out(whole: Tensor, block: Block) -> Tensor:
-    for dim, (offset, size) in enumerate(zip(block.offsets, block.shape, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
 
 
 def reference(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -212,10 +206,10 @@ def compare(results: list[dict[str, Any]], task: Task, expected: dict[str, Any])
         assert result["gradients"].keys() == task.trained
         for name, sharding in task.shardings.items():
             whole = expected["state"][name]
-            part = cut_out(whole, sharding.leaf_block(whole.shape, rank))
+            part = sharding.leaf_block(whole.shape, rank).of(whole)
             assert_close(result["leaves"][name], part, name)
             if name in task.trained:
-                part = cut_out(expected["gradients"][name], sharding.owner_block(whole.shape, rank))
+                part = sharding.owner_block(whole.shape, rank).of(expected["gradients"][name])
                 assert_close(result["gradients"][name], part, f"gradient of {name}")
     for name in task.state:
         assert_close(results[0]["gathered"][name], expected["state"][name], f"{name}, gathered")
