@@ -25,6 +25,7 @@ from torch import fx
 
 from cost_models.precision import ParameterPrecision, Precision
 from passes.token_counts import TokenCounts
+from runtime.parts import StatePart
 from runtime.segment_code import BatchSpec, Dim, TensorSpec
 
 PlaceholderKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch"]
@@ -109,6 +110,10 @@ class OpGraph:
     """Under "token_mean": how to fill the batch leaves that no user's batch has."""
     precision: Precision = field(default_factory=Precision)
     """What it was traced in: parameters' placeholders have their ``leaf`` types. ``StateSpec`` has the model's own."""
+    parts: Mapping[str, StatePart] = field(default_factory=dict)
+    """Of which tensor of the model a parameter or buffer is a block, where ops were split (``passes.split_neurons``).
+
+    ``parameters`` and ``buffers`` then have the parts instead of the whole tensor, with their own shapes."""
 
     @property
     def graph(self) -> fx.Graph:

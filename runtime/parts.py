@@ -1,0 +1,27 @@
+"""Blocks of parameters and buffers that ranks hold as tensors of their own, because an op was split into blocks.
+
+    the model                            what ranks hold, a linear layer's neurons split 60/40
+    fc1.weight   [100, 32]               fc1.weight#0 [60, 32]   fc1.weight#1 [40, 32]
+
+Graphs, programs and ranks know the parts only; whatever leaves this process (state dicts, checkpoints, reports) has the
+model's own names and shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.sharding import Block
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """``block`` of the model's tensor called ``whole``. The parts of a tensor do not overlap and leave nothing out."""
+
+    whole: str
+    block: Block
+
+
+def part_name(whole: str, number: int) -> str:
+    """The name of the ``number``-th part of a tensor."""
+    return f"{whole}#{number}"
