@@ -47,7 +47,9 @@ class Mixture(nn.Module):
         weights = weights * (weights >= least)
         weights = weights / weights.sum(-1, keepdim=True)
         columns = weights.chunk(len(self.experts), dim=-1)
-        parts = [expert(x) * column for expert, column in zip(self.experts, columns, strict=True)]
+        parts: list[Tensor] = [
+            expert(x) * column for expert, column in zip(self.experts, columns, strict=True)
+        ]
         return functools.reduce(torch.add, parts)
 
 
