@@ -22,8 +22,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, TimeLimitError
 from partitioner import partition
 from partitioner.bundled_models import bundled
-from passes.compile import costs_of
-from passes.costs import GraphCosts
+from passes.costs import GraphCosts, costs_of
 from passes.graph import OpGraph
 from passes.place_features import FeatureRequest, place_features
 from passes.trace import trace

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cost_models.cluster import ClusterSpec
-from passes.compile import costs_of
+from passes.costs import costs_of
 from passes.lower import lower
 from passes.place_features import FeatureRequest, place_features
 from passes.segment import on_mesh

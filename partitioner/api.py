@@ -18,6 +18,7 @@ from passes.check_precision import check_precision
 from passes.graph import OpGraph
 from passes.layer_options import RecomputeMode
 from passes.loss_reduction import LossReduction, refuse_other_reduction
+from passes.place_free import Objective
 from passes.trace import trace
 from runtime.collector import collector_paused
 
@@ -39,6 +40,8 @@ def partition(
     microbatches: int | Literal["auto"] = "auto",
     pins: Mapping[str, int] | Mapping[str, str] | None = None,
     mesh: Sequence[int] | None = None,
+    objective: Objective | None = None,
+    splits: Mapping[str, Sequence[int]] | None = None,
     recompute: RecomputeMode | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     dynamic_dims: Mapping[str, list[int]] | None = None,
@@ -58,11 +61,16 @@ def partition(
     ``precision``: a :class:`Precision`, the model's own data types if not given. A trace keeps what it was traced in.
     ``loss_reduction``: how micro-batches' losses become the batch's: "mean" (weighted by samples), "sum", or "token_mean"
     (by the whole batch's valid labels); what the loss itself asks for if not given.
-    ``strategy``: "layer" (every op on one device), "feature" (every op on all devices, tensors sharded), or "auto": both
-    are planned, the faster plan that fits is taken.
-    ``pins``: layer: {glob over module paths or op names: stage}; feature: {glob over parameters, inputs, ops or module
-    paths: layout}, such as {"*.up_proj.weight": "S0"}, one placement (R, S0, S1, …, P) per axis of the mesh, or a pattern:
-    {"*": "zero3"} or {"*": "data column_row"}; all of data zero1 zero3 column_row sequence vocabulary.
+    ``strategy``: "layer" (every op on one device, every device one run of the model), "feature" (every op on all devices,
+    tensors sharded), "free" (any op, or any block of an op's neurons, on any device), or "auto": all are planned, the
+    fastest plan that fits is taken.
+    ``objective``: free: "throughput" (of micro-batches, the default), or "latency": of one batch, in one piece.
+    ``splits``: free: {glob over what can be split, or an op's name: sizes of its blocks}, such as {"mlp": (60, 40)};
+    chosen for the devices if not given.
+    ``pins``: layer: {glob over module paths or op names: stage}; free: the same with devices; feature: {glob over
+    parameters, inputs, ops or module paths: layout}, such as {"*.up_proj.weight": "S0"}, one placement (R, S0, S1, …, P)
+    per axis of the mesh, or a pattern: {"*": "zero3"} or {"*": "data column_row"}; all of data zero1 zero3 column_row
+    sequence vocabulary.
     ``mesh``: feature: the shape of the mesh of devices, such as (8, 4), outermost axis first; searched if not given.
     ``min_stages``, ``max_stages``: use so many devices or more, each with a stage at least; so many stages or fewer.
     ``recompute``: whether backward computes the activations of blocks (layers) again: "none", "full" (every block), or
@@ -87,6 +95,8 @@ def partition(
         microbatches=microbatches,
         pins=pins,
         mesh=mesh,
+        objective=objective,
+        splits=splits,
         recompute=recompute,
         min_stages=min_stages,
         max_stages=max_stages,

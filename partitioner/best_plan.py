@@ -12,6 +12,7 @@ from partitioner.report.text import percent
 from passes.compile import Request, compile_graph
 from passes.graph import OpGraph
 from passes.place_features import FeatureRequest
+from passes.place_free import FreeRequest
 
 
 def best_plan(graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]) -> Plan:
@@ -49,7 +50,9 @@ def best_plan(graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request])
 
 
 def strategy_of(request: Request) -> str:
-    """layer or feature."""
+    """layer, feature or free."""
+    if isinstance(request, FreeRequest):
+        return "free"
     return "feature" if isinstance(request, FeatureRequest) else "layer"
 
 

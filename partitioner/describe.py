@@ -23,6 +23,7 @@ from partitioner.plan import (
     Plan,
     Prediction,
     ProofRecord,
+    SplitRecord,
     Stage,
     StageValue,
     TiedParameter,
@@ -42,6 +43,7 @@ from runtime.program import Backward, BackwardWeight, Forward, Program, SegmentG
 NOT_CONSIDERED = {
     "layer": ("data parallelism", "tensor parallelism", "ZeRO sharding"),
     "feature": ("pipeline stages", "recomputing activations", "overlap of communication with computing"),
+    "free": ("data parallelism", "ZeRO sharding", "recomputing activations, but in the layer-wise plan"),
     "auto": ("pipeline stages that are sharded inside", "recomputing activations of shards"),
 }
 """What a strategy does not look at; an expert should hear it from the plan itself."""
@@ -64,7 +66,8 @@ def describe(graph: OpGraph, cluster: ClusterSpec, request: Request, compiled: C
         precision=request.precision,
         loss_reduction=graph.loss_reduction,
         recompute=recompute,
-        stages=_stages(graph, compiled),
+        splits=tuple(SplitRecord(op=s.op, dim=s.dim, sizes=s.sizes) for s in placed.splits),
+        stages=_stages(placed.graph, compiled),
         placements={name: placed.groups[stage] for name, stage in placed.stage_of.items()},
         recomputed=tuple(sorted(placed.recomputed)),
         tied=tuple(

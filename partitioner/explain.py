@@ -18,7 +18,7 @@ from partitioner.plan_model import graph_of
 from partitioner.rebuild import refuse_wrong_choices
 from partitioner.report.sharding import mesh_text
 from partitioner.report.text import columns, counted, labelled, percent, printable
-from passes.compile import costs_of
+from passes.costs import costs_of
 from passes.discover import Discovery
 from passes.feature_explain import Alternatives, Way, alternatives
 from passes.feature_problem import Setting
@@ -62,7 +62,7 @@ class Explanation:
 
 def explain_plan(plan: Plan, name: str, model: ModelOrTrace | None, options: dict[str, Any]) -> Explanation:
     """Of an op, a parameter or an input of the plan's model."""
-    if plan.strategy == "layer":
+    if plan.strategy != "feature":
         graph = None
         if model is not None or plan._made_with.graph is not None:
             graph = graph_of(plan, model, f"explain {name}", options)

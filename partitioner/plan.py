@@ -109,6 +109,14 @@ class Stage(Record):
     in_flight: Count = Field(description="largest number of micro-batches in flight in the simulated step")
 
 
+class SplitRecord(Record):
+    """An op that is run in blocks of its output neurons."""
+
+    op: str
+    dim: int = Field(description="of the op's output")
+    sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(description="elements of each block along it")
+
+
 class StageValue(Record):
     """A tensor that a later stage reads (on the same device or another)."""
 
@@ -209,6 +217,9 @@ class Plan(Record):
     )
     recompute: Literal["none", "full", "auto"] = Field(
         description="whether backward may compute blocks' activations again: auto, where memory asks for it"
+    )
+    splits: tuple[SplitRecord, ...] = Field(
+        default=(), description="ops that are run in blocks of neurons; the rest of the plan names the blocks"
     )
     stages: tuple[Stage, ...]
     placements: dict[str, tuple[Count, ...]] = Field(description="ranks of every placed op")

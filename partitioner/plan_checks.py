@@ -32,8 +32,10 @@ def inconsistencies(plan: Plan) -> Iterator[str]:
         yield f"optimizer_memory: {plan.optimizer_memory!r} is not one of {', '.join(OPTIMIZERS)}"
     if plan.strategy == "feature" and (len(plan.stages) != 1 or plan.stages[0].sharding is None):
         yield "stages: a feature-wise plan has one, with a sharding"
-    if plan.strategy == "layer" and any(stage.sharding is not None for stage in plan.stages):
-        yield "stages: a layer-wise plan has none with a sharding"
+    if plan.strategy in ("layer", "free") and any(stage.sharding is not None for stage in plan.stages):
+        yield f"stages: a plan of strategy {plan.strategy!r} has none with a sharding"
+    if plan.splits and plan.strategy != "free":
+        yield f"splits: a plan of strategy {plan.strategy!r} has none"
     yield from _stages(plan, world)
     yield from _values(plan, world)
     yield from _per_rank(plan, world)

@@ -17,10 +17,12 @@ from passes.feature_pins import axes_of_layout
 from passes.graph import OpGraph
 from passes.layer_options import RecomputeMode
 from passes.place_features import FeatureRequest
+from passes.place_free import FreeRequest, Objective
 from passes.place_layers import LayerRequest
 from runtime.schedules import SCHEDULES
 
-STRATEGIES = ("layer", "feature", "auto")
+STRATEGIES = ("layer", "feature", "free", "auto")
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 MOST_SAMPLES = 1 << 30
 MOST_MICROBATCHES = 1 << 16
@@ -40,6 +42,8 @@ class PlanOptions:
     microbatches: int | Literal["auto"] = "auto"
     pins: Pins | None = None
     mesh: Sequence[int] | None = None
+    objective: Objective | None = None
+    splits: Mapping[str, Sequence[int]] | None = None
     recompute: RecomputeMode | None = None
     min_stages: int | None = None
     max_stages: int | None = None
@@ -55,9 +59,18 @@ class PlanOptions:
             self._check_microbatches(self.batch_size)
 
     def check_mesh(self, cluster: ClusterSpec) -> None:
-        """Refuse a mesh that is not the cluster's devices, before anything is traced for it."""
+        """Refuse a mesh that is not the cluster's devices, and pins to others, before anything is traced for them."""
         if self.mesh is not None:
             meshes(cluster, MAX_AXES, self.mesh)
+        if self.strategy == "free":
+            world = cluster.world_size
+            problems = [
+                f"{glob!r} is pinned to device {rank}; {cluster.name} has devices 0 to {world - 1}"
+                for glob, rank in (self.pins or {}).items()
+                if isinstance(rank, int) and not 0 <= rank < world
+            ]
+            if problems:
+                raise UsageError("cannot use these pins", problems)
 
     def requests(self, graph: OpGraph, precision: Precision) -> tuple[Request, ...]:
         """One per strategy to plan by."""
@@ -84,10 +97,21 @@ class PlanOptions:
             mesh=None if self.mesh is None else tuple(self.mesh),
             time_limit_seconds=self.time_limit_seconds,
         )
+        free = FreeRequest(
+            batch_size=size,
+            microbatches=self.microbatches,
+            objective=self.objective or "throughput",
+            optimizer=self.optimizer_memory,
+            precision=precision,
+            pins=layer.pins,
+            splits={glob: tuple(sizes) for glob, sizes in (self.splits or {}).items()},
+            time_limit_seconds=self.time_limit_seconds,
+        )
         by_strategy: dict[str, tuple[Request, ...]] = {
             "layer": (layer,),
             "feature": (feature,),
-            "auto": (layer, feature),
+            "free": (free,),
+            "auto": (layer, feature, free),
         }
         return by_strategy[self.strategy]
 
@@ -100,6 +124,8 @@ class PlanOptions:
             yield f"optimizer memory {self.optimizer_memory!r} is not one of: {', '.join(OPTIMIZERS)}"
         if self.recompute is not None and self.recompute not in RECOMPUTE_MODES:
             yield f"recompute {self.recompute!r} is not one of: {', '.join(RECOMPUTE_MODES)}"
+        if self.objective is not None and self.objective not in OBJECTIVES:
+            yield f"objective {self.objective!r} is not one of: {', '.join(OBJECTIVES)}"
 
     def _wrong_numbers(self) -> Iterator[str]:
         size, count, limit = self.batch_size, self.microbatches, self.time_limit_seconds
@@ -119,30 +145,48 @@ class PlanOptions:
             isinstance(self.mesh, Sequence) and all(_is_count(n, MOST_SAMPLES) for n in self.mesh)
         ):
             yield f"the mesh is {self.mesh!r}, expected sizes such as (2, 4)"
+        for glob, sizes in (self.splits or {}).items():
+            if isinstance(sizes, str) or not sizes or not all(_is_count(n, MOST_SAMPLES) for n in sizes):
+                yield f"split {glob!r}: {sizes!r} are no sizes such as (60, 40)"
 
     def _of_the_other_strategy(self) -> Iterator[str]:
         """Options that a strategy would silently ignore."""
-        if self.strategy in ("layer", "auto"):
-            if self.strategy == "layer" and self.mesh is not None:
-                yield 'mesh= arranges the devices of strategy "feature"; a layer-wise plan has none'
-            for glob, stage in (self.pins or {}).items():
-                if self.strategy == "auto":
-                    yield f'pin {glob!r}: give the strategy as well, "layer" for stages or "feature" for layouts'
-                elif not isinstance(stage, int) or isinstance(stage, bool):
-                    yield f"pin {glob!r}: the stage {stage!r} is not a number"
-        if self.strategy == "feature":
-            given = {
-                "schedule": None if self.schedule == "auto" else self.schedule,
-                "min_stages": self.min_stages,
-                "max_stages": self.max_stages,
-                "recompute": None if self.recompute in (None, "none") else self.recompute,
-            }
-            for option, value in given.items():
+        strategy = self.strategy
+        if strategy in ("layer", "free") and self.mesh is not None:
+            yield f'mesh= arranges the devices of strategy "feature"; strategy {strategy!r} has none'
+        if strategy in ("layer", "feature"):
+            for option, value in (("objective", self.objective), ("splits", self.splits)):
+                if value:
+                    yield f'{option}={value!r} is for strategy "free"'
+        if strategy in ("feature", "free"):
+            for option, value in self._about_stages().items():
                 if value is not None:
-                    yield f'{option}={value!r} is about stages; a plan of strategy "feature" has one, on all devices'
-            for glob, layout in (self.pins or {}).items():
-                if not isinstance(layout, str):
-                    yield f'pin {glob!r}: the layout {layout!r} is not a text such as "S0" or "R S1"'
+                    yield f"{option}={value!r} is about stages; a plan of strategy {strategy!r} is not made of them"
+        yield from self._wrong_pins()
+
+    def _about_stages(self) -> Mapping[str, object]:
+        """What is given that only layer-wise plans have."""
+        return {
+            "schedule": None if self.schedule == "auto" else self.schedule,
+            "min_stages": self.min_stages,
+            "max_stages": self.max_stages,
+            "recompute": None if self.recompute in (None, "none") else self.recompute,
+        }
+
+    def _wrong_pins(self) -> Iterator[str]:
+        """Pins of another strategy."""
+        for glob, pinned in (self.pins or {}).items():
+            number = isinstance(pinned, int) and not isinstance(pinned, bool)
+            if self.strategy == "auto":
+                yield (
+                    f'pin {glob!r}: give the strategy as well, "layer" for stages, "feature" for layouts or '
+                    '"free" for devices'
+                )
+            elif self.strategy == "feature" and not isinstance(pinned, str):
+                yield f'pin {glob!r}: the layout {pinned!r} is not a text such as "S0" or "R S1"'
+            elif self.strategy in ("layer", "free") and not number:
+                what = "stage" if self.strategy == "layer" else "device"
+                yield f"pin {glob!r}: the {what} {pinned!r} is not a number"
 
     def _check_layouts(self) -> None:
         """Refuse pinned layouts that cannot be read, or name other axes than the mesh has."""

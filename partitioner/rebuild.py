@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from cost_models.errors import PlanError
+from cost_models.errors import PlanError, UsageError
 from partitioner.plan import Plan, Stage
 from passes.blocks import block_of
 from passes.discover import Discovery
@@ -22,6 +22,7 @@ from passes.shard_graph import shard_graph
 from passes.shard_program import shardings
 from passes.sharding import FeaturePlacement
 from passes.sharding_text import choice_text
+from passes.splits import Split
 from passes.step import StepCosts, SumCost, SumKey, programs_for, simulate_step, sum_bytes
 from passes.summarize import TiedGroup
 from runtime.check import check
@@ -96,7 +97,9 @@ def _tied(plan: Plan, ranks: RankMap | None) -> tuple[TiedGroup, ...]:
 def plan_programs(plan: Plan, ranks: RankMap | None = None) -> tuple[Program, ...]:
     """One program per rank, proved free of deadlock before anybody runs or simulates it."""
     segments, tied = plan_segments(plan), plan_tied(plan)
-    programs = programs_for(segments, plan.cluster, plan.schedule, plan.microbatches, tied)
+    programs = programs_for(
+        segments, plan.cluster, plan.schedule, plan.microbatches, tied, state_bytes=_state_bytes(plan)
+    )
     if ranks is not None:
         programs = relabelled_programs(programs, ranks)
         segments, tied = plan_segments(plan, ranks), plan_tied(plan, ranks)
@@ -108,7 +111,7 @@ def simulate_plan(plan: Plan) -> Simulation:
     """One training step of the plan, simulated."""
     ranks = [str(rank) for rank in range(plan.cluster.world_size)]
     step = StepCosts(
-        state_bytes=tuple(plan.state_bytes[rank] for rank in ranks),
+        state_bytes=_state_bytes(plan),
         optimizer_seconds=tuple(plan.optimizer_seconds[rank] for rank in ranks),
         tied_bytes={tied.name: tied.size_bytes for tied in plan.tied},
         sums={key: cost for stage in plan.stages for key, cost in _sum_costs(stage)},
@@ -116,6 +119,11 @@ def simulate_plan(plan: Plan) -> Simulation:
     )
     sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
     return simulate_step(plan_programs(plan), plan_segments(plan), plan.cluster, step, sizes)
+
+
+def _state_bytes(plan: Plan) -> tuple[int, ...]:
+    """By rank of the cluster."""
+    return tuple(plan.state_bytes[str(rank)] for rank in range(plan.cluster.world_size))
 
 
 def _sum_costs(stage: Stage) -> Iterator[tuple[SumKey, SumCost]]:
@@ -158,7 +166,7 @@ def plan_code(
     ``run``: the same ops with other data types or numbers among their arguments, to run instead.
     """
     refuse_other_model(plan, graph)
-    planned, graph = graph, run or graph
+    planned, graph = graph, split_graph(plan, run or graph)
     for stage in plan.stages:
         if stage.sharding is not None:
             devices = stage.devices if ranks is None else ranks.ranks(stage.devices)
@@ -167,6 +175,27 @@ def plan_code(
             sharded = shard_graph(graph, placement)
             return PlannedCode(sharded.graph, on_mesh(sharded.graph, sharded.mesh), shardings(sharded))
     return PlannedCode(graph, _segmentation(plan, graph, ranks), {})
+
+
+def split_graph(plan: Plan, graph: OpGraph) -> OpGraph:
+    """``graph`` with the ops in blocks that the plan runs in blocks; split once per graph and plan."""
+    if not plan.splits:
+        return graph
+    splits = tuple(Split(record.op, record.dim, record.sizes) for record in plan.splits)
+    key = ("split", splits)
+    if key not in graph.memo:
+        from passes.split_neurons import split_neurons
+
+        try:
+            graph.memo[key] = split_neurons(graph, splits)
+        except UsageError as error:
+            raise PlanError(
+                f"the plan for {plan.model.name} splits ops in ways that {graph.model_name} cannot be split",
+                error.because,
+                ["plan this model anew; plans are not meant to be edited"],
+            ) from error
+    found: OpGraph = graph.memo[key]
+    return found
 
 
 def refuse_wrong_choices(model: str, graph: OpGraph, placement: FeaturePlacement) -> None:
@@ -205,8 +234,10 @@ def _segmentation(plan: Plan, graph: OpGraph, ranks: RankMap | None) -> Segmenta
 def refuse_other_model(plan: Plan, graph: OpGraph) -> None:
     """Raise PlanError listing how ``graph`` differs from the model the plan was made for."""
     planned = set(plan.placements) | set(plan.recomputed)
-    traced = {node.name for node in graph.ops}
     differences = []
+    known = graph.fingerprint == plan.model.fingerprint
+    # Another model need not have the ops that are split, so its ops cannot be compared then.
+    traced = {node.name for node in split_graph(plan, graph).ops} if known or not plan.splits else planned
     missing, extra = sorted(planned - traced), sorted(traced - planned)
     if missing:
         differences.append(
@@ -220,7 +251,7 @@ def refuse_other_model(plan: Plan, graph: OpGraph) -> None:
         differences.append(
             f"the loss is traced with loss_reduction={graph.loss_reduction!r}, planned with {plan.loss_reduction!r}"
         )
-    if graph.fingerprint != plan.model.fingerprint:
+    if not known:
         differences.append(
             f"fingerprint {graph.fingerprint[:12]} differs from the plan's {plan.model.fingerprint[:12]} "
             "(ops, shapes, data types and parameter names count)"

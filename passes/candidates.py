@@ -75,7 +75,14 @@ class Candidates:
                 for name in group.parameters
             },
         )
-        programs = programs_for(segments, cluster, candidate.schedule, candidate.microbatches, tied)
+        programs = programs_for(
+            segments,
+            cluster,
+            candidate.schedule,
+            candidate.microbatches,
+            tied,
+            state_bytes=step.state_bytes,
+        )
         simulation = simulate_step(programs, segments, cluster, step, sizes)
         return Realized(segmentation, segments, tied, programs, state, step, simulation)
 

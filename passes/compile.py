@@ -2,6 +2,7 @@
 
     trace ─► costs ─► place ─► bridge ─► segment ─► summarize ─► schedule ─► order ─► check ─► simulate     layer
     trace ─► costs ─► place ─► shard (bridges) ─► one segment ─► summarize ─► order ─► check ─► simulate    feature
+    trace ─► split ─► costs ─► place ─► bridge ─► segment ─► summarize ─► schedule ─► order ─► check ─► simulate  free
 
 Each line of :func:`compile_graph` is one pass. A request's type says which strategy places.
 """
@@ -18,10 +19,12 @@ from cost_models.units import format_bytes
 from passes.bridge import bridges
 from passes.candidates import Candidates
 from passes.cheap import recomputed_ops
-from passes.costs import GraphCosts, cost_graph
+from passes.costs import GraphCosts, costs_of
 from passes.discover import Discovery
+from passes.free_variants import fastest, layer_start, place_variant, variants
 from passes.graph import OpGraph
 from passes.place_features import FeatureRequest, FeatureResult, place_features
+from passes.place_free import FreeRequest
 from passes.place_layers import LayerRequest, place_layers
 from passes.placed import Placed, Realized
 from passes.realize_features import SCHEDULE, realize_features
@@ -32,7 +35,7 @@ from runtime.collector import collector_paused
 
 log = logging.getLogger("partitioner")
 
-Request = LayerRequest | FeatureRequest
+Request = LayerRequest | FeatureRequest | FreeRequest
 
 SEARCHES = 4
 """How often shardings are searched for, each time with less memory, until the simulated step fits as well."""
@@ -57,6 +60,8 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     costs = costs_of(graph, cluster)
     if isinstance(request, FeatureRequest):
         placed = feature_wise(graph, costs, cluster, request)
+    elif isinstance(request, FreeRequest):
+        placed = free(graph, costs, cluster, request)
     else:
         placed = layer_wise(graph, costs, cluster, request)
     realized = placed.realized
@@ -86,8 +91,25 @@ def layer_wise(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request:
         certificate=search.certificate,
         runner_ups=search.runner_ups,
         search=search,
+        graph=graph,
         description=chosen.description,
     )
+
+
+def free(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FreeRequest) -> Placed:
+    """Any op, or block of its neurons, on any device; in simulation never slower than the layer-wise plan."""
+    start = layer_start(graph, request, lambda layers: layer_wise(graph, costs, cluster, layers))
+    found: list[Placed] = []
+    failures: list[InfeasibleError] = []
+    for variant in variants(graph, costs, cluster, request):
+        verify_graph(variant.graph, after="split")
+        try:
+            found.append(place_variant(variant, cluster, request, start))
+        except InfeasibleError as error:
+            failures.append(error)
+    if not found:
+        raise failures[0]
+    return fastest(found, start, cluster)
 
 
 def feature_wise(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FeatureRequest) -> Placed:
@@ -135,16 +157,7 @@ def _sharded(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: F
         certificate=search.certificate,
         runner_ups=(),
         search=search,
+        graph=graph,
         sharded=sharded,
         description=f"mesh {'×'.join(map(str, mesh.shape))}, {search.placement.microbatches} micro-batches",
     )
-
-
-def costs_of(graph: OpGraph, cluster: ClusterSpec) -> GraphCosts:
-    """The graph's costs on devices of the cluster's kind; computed once per graph."""
-    key = ("costs", cluster.devices[0].kind)
-    if key not in graph.memo:
-        graph.memo[key] = cost_graph(graph, device_kind=cluster.devices[0].kind)
-    costs = graph.memo[key]
-    assert isinstance(costs, GraphCosts)
-    return costs

@@ -23,6 +23,7 @@ import numpy as np
 import sympy
 import torch
 
+from cost_models.cluster import ClusterSpec
 from cost_models.compute import (
     ComputeDevice,
     FloatArray,
@@ -307,6 +308,16 @@ def cost_graph(
         return _assemble(graph, table, at_one_size(len(table.signatures), profiler, only_size), None)
     model = fit(len(table.signatures), profiler)
     return _assemble(graph, table, model, _assemble(graph, table, at_one_sample(model), None))
+
+
+def costs_of(graph: OpGraph, cluster: ClusterSpec) -> GraphCosts:
+    """The graph's costs on devices of the cluster's kind; computed once per graph."""
+    key = ("costs", cluster.devices[0].kind)
+    if key not in graph.memo:
+        graph.memo[key] = cost_graph(graph, device_kind=cluster.devices[0].kind)
+    costs = graph.memo[key]
+    assert isinstance(costs, GraphCosts)
+    return costs
 
 
 def _assemble(

@@ -30,7 +30,7 @@ def resolve_pins(
         if stage < 0:
             problems.append(f"{glob!r} is pinned to stage {stage}; stages start at 0")
             continue
-        matched = [op for op in range(len(names)) if _matches(glob, names[op], module_paths[op])]
+        matched = [op for op in range(len(names)) if matches(glob, names[op], module_paths[op])]
         if not matched:
             unmatched.append(glob)
         for op in matched:
@@ -51,7 +51,8 @@ def resolve_pins(
     return {op: pins[glob] for op, glob in by.items()}
 
 
-def _matches(glob: str, name: str, module_path: str) -> bool:
+def matches(glob: str, name: str, module_path: str) -> bool:
+    """Whether a glob means an op: by its name, its module path or that of an enclosing module."""
     if fnmatchcase(name, glob):
         return True
     parts = module_path.split(".") if module_path else []

@@ -9,12 +9,15 @@ from typing import Literal
 from cost_models.memory import StateBytes
 from passes.bridge import Bridge
 from passes.certificate import Certificate
+from passes.graph import OpGraph
 from passes.place_features import FeatureResult
+from passes.place_free import FreeResult
 from passes.place_layers import LayerResult, RunnerUp
 from passes.segment import Segmentation
 from passes.shard_costs import Traffic
 from passes.shard_graph import Sharded
 from passes.shard_sums import GradientSum, UpdateGather
+from passes.splits import Split
 from passes.step import StepCosts
 from passes.summarize import TiedGroup
 from runtime.program import Program, SegmentGraph
@@ -49,10 +52,11 @@ class Placed:
     """The chosen placement, everything made of it, and how it was found.
 
     ``stage_of``: of the model's ops; one that every stage recomputes for itself is not in it. ``groups``: per stage its
-    devices. ``sharded``: how a group runs its stage on shards; None where every stage has one device.
+    devices. ``sharded``: how a group runs its stage on shards; None where every stage has one device. ``graph``: what was
+    placed: the model's, with the ops in ``splits`` split into blocks of neurons.
     """
 
-    strategy: Literal["layer", "feature"]
+    strategy: Literal["layer", "feature", "free"]
     stage_of: Mapping[str, int]
     groups: tuple[tuple[int, ...], ...]
     microbatches: int
@@ -63,6 +67,8 @@ class Placed:
     realized: Realized
     certificate: Certificate
     runner_ups: tuple[RunnerUp, ...]
-    search: LayerResult | FeatureResult
+    search: LayerResult | FeatureResult | FreeResult
+    graph: OpGraph
     sharded: Sharded | None = None
+    splits: tuple[Split, ...] = ()
     description: str = ""

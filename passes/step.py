@@ -45,11 +45,25 @@ class StepCosts:
 
 
 def programs_for(
-    segments: SegmentGraph, cluster: ClusterSpec, schedule: str, microbatches: int, tied: Sequence[TiedGroup]
+    segments: SegmentGraph,
+    cluster: ClusterSpec,
+    schedule: str,
+    microbatches: int,
+    tied: Sequence[TiedGroup],
+    *,
+    state_bytes: Sequence[int] | None = None,
 ) -> tuple[Program, ...]:
-    """One program per rank: the schedule's order of computes, then the one global order of communications."""
+    """One program per rank: the schedule's order of computes, then the one global order of communications.
+
+    ``state_bytes``: what each rank holds throughout. Schedules that can hold fewer micro-batches in flight then keep
+    within the rest of the memory, as far as they know it.
+    """
     seconds = transfer_seconds(cluster)
-    orders = SCHEDULES[schedule].order(segments, microbatches, transfer_seconds=seconds)
+    room: list[int] | None = None
+    if state_bytes is not None:
+        devices = zip(cluster.devices, state_bytes, strict=True)
+        room = [max(0, device.memory_bytes - held) for device, held in devices]
+    orders = SCHEDULES[schedule].order(segments, microbatches, room, transfer_seconds=seconds)
     groups = [group.as_tuple for group in tied]
     return build_programs(segments, orders, microbatches, transfer_seconds=seconds, tied=groups)
 

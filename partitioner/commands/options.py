@@ -131,18 +131,18 @@ def settings(pairs: Sequence[str], flag: str = "--set") -> dict[str, str]:
 def pins(pairs: Sequence[str], strategy: str) -> dict[str, int] | dict[str, str]:
     """``["transformer.h.0.*=1"]`` -> ``{"transformer.h.0.*": 1}``; a glob may itself contain ``=``.
 
-    Of other strategies than "layer": ``["*.up_proj.weight=S0,R"]`` -> ``{"*.up_proj.weight": "S0 R"}``.
+    Of strategy "feature": ``["*.up_proj.weight=S0,R"]`` -> ``{"*.up_proj.weight": "S0 R"}``.
     """
     found: dict[str, str] = {}
     problems = []
-    what = "STAGE" if strategy == "layer" else "LAYOUT"
+    what = {"layer": "STAGE", "free": "DEVICE"}.get(strategy, "LAYOUT")
     for pair in pairs:
         glob, _, text = pair.rpartition("=")
         text = text.replace(",", " ") if what == "LAYOUT" else str(int(text)) if _is_stage(text) else text
         if not glob:
             problems.append(f"{pair!r} is not GLOB={what}")
-        elif what == "STAGE" and not _is_stage(text):
-            problems.append(f"{pair!r}: the stage {text!r} is not a number from 0 up")
+        elif what != "LAYOUT" and not _is_stage(text):
+            problems.append(f"{pair!r}: the {what.lower()} {text!r} is not a number from 0 up")
         elif found.setdefault(glob, text) != text:
             word = what.lower()
             problems.append(f"{glob!r} is pinned to {word} {found[glob]} and to {word} {text}")
@@ -155,6 +155,21 @@ def pins(pairs: Sequence[str], strategy: str) -> dict[str, int] | dict[str, str]
 
 def _is_stage(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 7
+
+
+def block_sizes(pairs: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
+    """``["mlp=60,40"]`` -> ``{"mlp": (60, 40)}``; None where nothing is given."""
+    found: dict[str, tuple[int, ...]] = {}
+    problems = []
+    for pair in pairs:
+        glob, _, text = pair.rpartition("=")
+        if not glob or not re.fullmatch(r"[1-9][0-9]{0,8}(,[1-9][0-9]{0,8})*", text):
+            problems.append(f"{pair!r} is not NAME=SIZE,SIZE")
+        elif found.setdefault(glob, sizes := tuple(map(int, text.split(",")))) != sizes:
+            problems.append(f"{glob!r} is split in two ways")
+    if problems:
+        raise UsageError("cannot read --split", problems, ["write --split 'mlp=60,40', once per name"])
+    return found or None
 
 
 def mesh_shape(text: str | None) -> tuple[int, ...] | None:

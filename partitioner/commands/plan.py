@@ -16,6 +16,7 @@ from partitioner.commands.options import (
     JsonFlag,
     Settings,
     Whole,
+    block_sizes,
     check_output,
     emit,
     mesh_shape,
@@ -31,6 +32,7 @@ from partitioner.report.text import percent
 from partitioner.workloads import load_workload
 from passes.layer_options import RecomputeMode
 from passes.loss_reduction import checked_reduction
+from passes.place_free import Objective
 
 
 def plan(
@@ -50,6 +52,8 @@ def plan(
     recompute: str | None = None,
     pin: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     mesh: str | None = None,
+    objective: str | None = None,
+    split: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     batch_dims: Dims = (),
     dynamic_dims: Dims = (),
     time_limit: float = 60.0,
@@ -73,7 +77,8 @@ def plan(
         Samples per optimizer step.
     strategy
         layer: every op on one device, every device one contiguous run of the model. feature: every op on all devices,
-        tensors sharded. auto: both are planned, the faster plan that fits is taken.
+        tensors sharded. free: any op, or block of its neurons, on any device. auto: all are planned, the fastest plan
+        that fits is taken.
     microbatches
         auto, or into how many pieces the batch is cut.
     schedule
@@ -91,11 +96,16 @@ def plan(
     recompute
         none, full or auto: whether backward computes the activations of blocks again; auto: where memory asks for it.
     pin
-        layer: GLOB=STAGE over module paths or op names, such as 'layers.0.*=0'. feature: GLOB=LAYOUT over parameters,
-        inputs, ops or module paths, such as '*.up_proj.weight=S0' or 'input_ids=S0,R'; or a pattern: '*=zero3',
-        '*=data,column_row' (of data zero1 zero3 column_row sequence vocabulary). May be repeated.
+        layer: GLOB=STAGE over module paths or op names, such as 'layers.0.*=0'; free: GLOB=DEVICE. feature: GLOB=LAYOUT
+        over parameters, inputs, ops or module paths, such as '*.up_proj.weight=S0' or 'input_ids=S0,R'; or a pattern:
+        '*=zero3', '*=data,column_row' (of data zero1 zero3 column_row sequence vocabulary). May be repeated.
     mesh
         feature: the shape of the mesh of devices, such as 8x4, outermost axis first; searched if not given.
+    objective
+        free: throughput (of micro-batches, the default) or latency (of one batch).
+    split
+        free: NAME=SIZE,SIZE: how an op, or what NAME (a glob) can mean in this model, is split into blocks of neurons,
+        such as 'mlp=60,40'; chosen for the devices if not given. May be repeated.
     batch_dims
         NAME=DIM: where the batch is in an input, or NAME=none for an input without one; may be repeated.
     dynamic_dims
@@ -128,6 +138,8 @@ def plan(
         microbatches=count,
         pins=pins(pin, strategy),
         mesh=mesh_shape(mesh),
+        objective=cast("Objective | None", objective),
+        splits=block_sizes(split),
         min_stages=min_stages,
         max_stages=max_stages,
         recompute=cast("RecomputeMode | None", recompute),
@@ -153,7 +165,7 @@ def plan(
             f"the search stopped after {time_limit:g} s with a plan that fits",
             because=[
                 f"it is within {percent(made.certificate.gap)} of the best "
-                + ("its schedule" if made.strategy == "layer" else "any sharding")
+                + {"layer": "its schedule", "free": "any placement"}.get(made.strategy, "any sharding")
                 + " can have"
                 if made.certificate.gap < 1
                 else "how far it is from the best was not found out in that time"

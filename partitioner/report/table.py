@@ -66,7 +66,7 @@ def _heading(plan: Plan) -> str:
             labelled("model", _model_text(plan)),
             labelled(
                 "plan",
-                f"{plan.strategy}-wise, {_shape(plan)} on {devices} of {plan.cluster.name}",
+                f"{_strategy(plan)}, {_shape(plan)} on {devices} of {plan.cluster.name}",
             ),
             labelled("schedule", schedule),
             *precision_line(plan),
@@ -77,6 +77,13 @@ def _heading(plan: Plan) -> str:
             labelled("budgeted", f"{', '.join(assumed)}; {_memory(plan, ranks)}"),
         ]
     )
+
+
+def _strategy(plan: Plan) -> str:
+    """ "layer-wise", "feature-wise"; "free", with how many ops are in blocks."""
+    if plan.strategy != "free":
+        return f"{plan.strategy}-wise"
+    return f"free ({counted(len(plan.splits), 'op')} in blocks of neurons)" if plan.splits else "free"
 
 
 def _is_one_sharded_stage(plan: Plan) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, partition
 from partitioner.rebuild import plan_code, plan_programs, plan_segments
-from passes.compile import costs_of
+from passes.costs import costs_of
 from passes.double import float64_by_default
 from passes.feature_evaluate import evaluate
 from passes.feature_problem import Setting, links_of

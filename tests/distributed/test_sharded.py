@@ -16,7 +16,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Shard
 from cost_models.precision import ParameterPrecision, Precision
-from passes.compile import costs_of
+from passes.costs import costs_of
 from passes.double import float64_by_default
 from passes.graph import OpGraph
 from passes.lower import lower

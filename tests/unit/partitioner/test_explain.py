@@ -15,7 +15,7 @@ from cost_models.errors import PlanError, UsageError
 from partitioner import Plan, partition
 from partitioner.explain import _why
 from partitioner.report.dot import to_dot, to_json
-from passes.compile import costs_of
+from passes.costs import costs_of
 from passes.feature_evaluate import evaluate
 from passes.feature_explain import alternatives
 from passes.feature_problem import Setting, links_of

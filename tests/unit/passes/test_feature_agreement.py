@@ -15,8 +15,7 @@ from cost_models.op_profile import PHASES, Cost, CostCurve, CostLine, OpTimes, P
 from cost_models.rates import MeasuredRates
 from partitioner.api import as_graph
 from partitioner.bundled_models import bundled
-from passes.compile import costs_of
-from passes.costs import cost_graph
+from passes.costs import cost_graph, costs_of
 from passes.feature_evaluate import op_seconds
 from passes.feature_problem import Setting
 from passes.graph import OpGraph

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.layout import Replicate, Shard
-from passes.compile import costs_of
+from passes.costs import costs_of
 from passes.feature_pins import parse_layout
 from passes.graph import OpGraph
 from passes.place_features import FeatureRequest, FeatureResult, place_features

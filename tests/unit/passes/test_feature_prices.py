@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
-from passes.compile import costs_of
+from passes.costs import costs_of
 from passes.feature_solve import ProblemSearch
 from passes.place_features import FeatureRequest, place_features
 from passes.trace import trace

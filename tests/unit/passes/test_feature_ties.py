@@ -11,8 +11,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.layout import Replicate, Shard
 from cost_models.precision import Precision
 from passes import place_features as search
-from passes.compile import costs_of
-from passes.costs import GraphCosts
+from passes.costs import GraphCosts, costs_of
 from passes.feature_evaluate import FeatureCost, evaluate
 from passes.feature_problem import Setting
 from passes.feature_ties import with_split_batch

@@ -13,7 +13,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
 from cost_models.layout import Shard
 from partitioner.bundled_models import bundled
-from passes.compile import costs_of
+from passes.costs import costs_of
 from passes.feature_evaluate import FeatureCost
 from passes.feature_graph import makes_values
 from passes.graph import OpGraph, tensor_specs

@@ -13,8 +13,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
 from cost_models.layout import Mesh, Replicate, Shard
 from examples.alexnet import alexnet
-from passes.compile import costs_of
-from passes.costs import example_sizes
+from passes.costs import costs_of, example_sizes
 from passes.feature_local import local_cost
 from passes.feature_meshes import meshes
 from passes.graph import OpGraph, tensor_specs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from passes.compile import costs_of
+from passes.costs import costs_of
 from passes.feature_graph import feature_graph
 from passes.repeat import group_blocks, op_classes
 from passes.shard_rules import choices

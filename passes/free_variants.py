@@ -1,0 +1,220 @@
+"""What the free search places: the model's graph as it is, and with ops split into blocks of neurons for the devices.
+
+    variants   as it is; what is too large for a device's share split; everything that can be split
+    sizes      in proportion to the devices' speeds, so that unlike devices end together
+
+The layer-wise plan is a feasible start for all of them, and the answer where nothing beats it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, TimeLimitError
+from cost_models.layout import Layout
+from passes.bridge import bridges
+from passes.cheap import recomputed_ops
+from passes.costs import GraphCosts, costs_of
+from passes.free_candidates import SCHEDULE, FreeCandidates
+from passes.graph import OpGraph
+from passes.layer_pins import matches
+from passes.place_free import FreeCandidate, FreeRequest, SimulatedFree, place_free
+from passes.place_layers import LayerRequest, RunnerUp
+from passes.placed import Placed
+from passes.splits import Split
+
+log = logging.getLogger("partitioner")
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A graph to place, with its costs. ``splits``: what was done to the model's own."""
+
+    graph: OpGraph
+    costs: GraphCosts
+    splits: tuple[Split, ...] = ()
+
+
+def variants(
+    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FreeRequest
+) -> Iterator[Variant]:
+    """The graphs to place; one only where the user says how to split."""
+    if request.splits:
+        from passes.free_splits import given_splits
+
+        yield _split(graph, cluster, given_splits(graph, request.splits))
+        return
+    yield Variant(graph, costs)
+    if request.split and cluster.world_size > 1:
+        from passes.free_splits import automatic_splits
+
+        for splits in automatic_splits(graph, costs, cluster, request.batch_size):
+            yield _split(graph, cluster, splits)
+
+
+def _split(graph: OpGraph, cluster: ClusterSpec, splits: tuple[Split, ...]) -> Variant:
+    from passes.split_neurons import split_neurons
+
+    split = split_neurons(graph, splits)
+    log.info("%d ops split into blocks: %d ops instead of %d", len(splits), len(split), len(graph))
+    return Variant(split, costs_of(split, cluster), splits)
+
+
+def layer_start(
+    graph: OpGraph, request: FreeRequest, layer_wise: Callable[[LayerRequest], Placed]
+) -> Placed | None:
+    """The layer-wise plan of the same request; None where there is none, or it breaks a pin."""
+    if request.splits:
+        return None
+    one_batch = request.objective == "latency" and request.microbatches == "auto"
+    layers = LayerRequest(
+        batch_size=request.batch_size,
+        microbatches=1 if one_batch else request.microbatches,
+        optimizer=request.optimizer,
+        precision=request.precision,
+        time_limit_seconds=request.time_limit_seconds,
+    )
+    try:
+        placed = layer_wise(layers)
+    except (InfeasibleError, TimeLimitError) as error:
+        log.info("no layer-wise plan to start from: %s", error.what)
+        return None
+    rank_of = ranks_of(placed)
+    for node in graph.ops:
+        path = str(node.meta.get("module_path", ""))
+        for glob, rank in request.pins.items():
+            if matches(glob, node.name, path) and rank_of.get(node.name, rank) != rank:
+                return None
+    return placed
+
+
+def place_variant(
+    variant: Variant, cluster: ClusterSpec, request: FreeRequest, start: Placed | None
+) -> Placed:
+    """The best placement of a variant, carried through."""
+    graph, costs = variant.graph, variant.costs
+    recomputed = recomputed_ops(graph)
+    candidates = FreeCandidates(graph, costs, cluster, request, recomputed)
+    starts = [] if start is None else [_as_candidate(start, variant, cluster, recomputed)]
+    search = place_free(graph, costs, cluster, request, recomputed, candidates.simulate, starts)
+    chosen = search.best.candidate
+    realized = candidates.realized(chosen)
+    layouts = {name: Layout.on(rank) for name, rank in chosen.rank_of.items()}
+    segmentation = realized.segmentation
+    description = f"{len(segmentation)} segments, {chosen.microbatches} micro-batches"
+    if variant.splits:
+        description += f", {len(variant.splits)} ops split"
+    return Placed(
+        strategy="free",
+        stage_of=segmentation.segment_of,
+        groups=segmentation.ranks,
+        microbatches=chosen.microbatches,
+        schedule=SCHEDULE,
+        recomputed=recomputed,
+        recomputed_blocks=(),
+        bridges=bridges(graph, layouts),
+        realized=realized,
+        certificate=search.certificate,
+        runner_ups=_runner_ups(search.tried, search.best, cluster),
+        search=search,
+        graph=graph,
+        splits=variant.splits,
+        description=description,
+    )
+
+
+def fastest(found: Sequence[Placed], start: Placed | None, cluster: ClusterSpec) -> Placed:
+    """The fastest in simulation of all variants and the layer-wise plan; of equals the one with fewest segments."""
+    best = min(found, key=_seconds, default=None)
+    assert best is not None or start is not None
+    if best is not None and (start is None or _seconds(best) < _seconds(start)):
+        others = [placed for placed in found if placed is not best]
+        return replace(best, runner_ups=(*_others(others, start, best), *best.runner_ups))
+    assert start is not None
+    certificate = replace(start.certificate, space=f"nothing found beats: {start.certificate.space}")
+    return replace(
+        start,
+        strategy="free",
+        certificate=certificate,
+        runner_ups=(*_others(found, None, start), *start.runner_ups),
+    )
+
+
+def ranks_of(placed: Placed) -> dict[str, int]:
+    """The device of each placed op, where stages have one each."""
+    return {name: placed.groups[stage][0] for name, stage in placed.stage_of.items()}
+
+
+def _seconds(placed: Placed) -> float:
+    return placed.realized.simulation.step_seconds
+
+
+def _others(found: Sequence[Placed], start: Placed | None, best: Placed) -> tuple[RunnerUp, ...]:
+    """The other variants' best, and the layer-wise plan."""
+    named = [(placed.description, placed) for placed in found]
+    if start is not None:
+        named.append((f"layer-wise: {start.description}", start))
+    return tuple(
+        RunnerUp(
+            description=description,
+            feasible=True,
+            reason=f"{_seconds(placed) / _seconds(best) - 1:.1%} slower",
+            step_seconds=_seconds(placed),
+            peak_memory_bytes=max(placed.realized.simulation.peak_bytes),
+        )
+        for description, placed in named
+    )
+
+
+def _as_candidate(
+    start: Placed, variant: Variant, cluster: ClusterSpec, recomputed: frozenset[str]
+) -> FreeCandidate:
+    """The layer-wise placement of ``variant``: what was split there goes by the number of its block."""
+    known = ranks_of(start)
+    rank_of: dict[str, int] = {}
+    for node in variant.graph.ops:
+        if node.name in recomputed:
+            continue
+        sources = [rank_of[source.name] for source in node.all_input_nodes if source.name in rank_of]
+        block = block_number(node.name) if node.name not in known else None
+        if node.name in known:
+            rank_of[node.name] = known[node.name]
+        elif block is not None:
+            rank_of[node.name] = block % cluster.world_size
+        else:
+            rank_of[node.name] = sources[-1] if sources else 0
+    return FreeCandidate(rank_of, start.microbatches, "layer-wise" if not variant.splits else "blocks apart")
+
+
+def block_number(name: str) -> int | None:
+    """Of ``linear_b2`` 2; None of an op that is no block."""
+    _, separator, number = name.rpartition("_b")
+    return int(number) if separator and number.isdigit() else None
+
+
+def _runner_ups(
+    tried: Sequence[SimulatedFree], best: SimulatedFree, cluster: ClusterSpec
+) -> tuple[RunnerUp, ...]:
+    """What was simulated and not chosen."""
+    found = []
+    for other in tried:
+        if other is best:
+            continue
+        over = max(
+            peak - device.memory_bytes
+            for peak, device in zip(other.peak_memory_bytes, cluster.devices, strict=True)
+        )
+        slower = other.step_seconds / best.step_seconds - 1 if best.step_seconds > 0 else 0.0
+        found.append(
+            RunnerUp(
+                description=f"{other.candidate.description}, {SCHEDULE}, {other.candidate.microbatches} micro-batches",
+                feasible=over <= 0,
+                reason=f"{slower:.1%} slower" if over <= 0 else f"exceeds a device by {over:,} bytes",
+                step_seconds=other.step_seconds,
+                peak_memory_bytes=max(other.peak_memory_bytes),
+            )
+        )
+    return tuple(found)
