@@ -115,7 +115,7 @@ def graph_of(profile: Profile, devices: int, bytes_per_second: float) -> Placeme
     before: list[list[int]] = [[] for _ in layers]
     for u, v in profile.edges:
         before[v].append(u)
-    learns = _behind_parameters(profile, before)
+    learns = behind_parameters(profile, before)
     inputs = [layer.what.startswith("Input") and not before[v] for v, layer in enumerate(layers)]
     nodes: list[GraphNode] = []
     gradients = [[u for u in sources if learns[u]] for sources in before]
@@ -151,7 +151,7 @@ def graph_of(profile: Profile, devices: int, bytes_per_second: float) -> Placeme
     return PlacementGraph(tuple(nodes), tuple(edges), Machine(devices), "ms", notes)
 
 
-def _behind_parameters(profile: Profile, before: list[list[int]]) -> list[bool]:
+def behind_parameters(profile: Profile, before: list[list[int]]) -> list[bool]:
     """Whether a layer's output has a gradient that anything needs."""
     learns = [layer.parameter_bytes > 0 for layer in profile.layers]
     changed = True

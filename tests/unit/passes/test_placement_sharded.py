@@ -1,0 +1,200 @@
+"""Feature-wise layouts of profiles: the cut against all choices, prices against counted elements, the known choice."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cost_models.communication import (
+    AlphaBeta,
+    all_to_all_seconds,
+    ring_all_gather_seconds,
+    ring_all_reduce_seconds,
+)
+from cost_models.errors import GraphError, InternalError
+from partitioner.graph_files.pipedream import Profile
+from partitioner.graph_files.pipedream_layouts import kind_of, sharded_problem
+from partitioner.graph_files.read import read_graph
+from passes.placement_sharded import Kind, ShardedOp, ShardedProblem, evaluate_layouts, place_sharded
+
+PROFILES = Path(__file__).parents[2] / "data" / "pipedream"
+KINDS: tuple[Kind, ...] = ("neurons", "neurons", "channels", "channels", "samples", "input")
+
+
+def drawn(seed: int) -> ShardedProblem:
+    """A random DAG of at most nine ops; prices that make both layouts worth a thought."""
+    dice = random.Random(seed)
+    count = dice.randint(1, 9)
+    ops = tuple(
+        ShardedOp(
+            f"op{v}",
+            dice.choice((0.0, dice.random())),
+            dice.choice((0.0, dice.random())),
+            dice.choice((0.0, dice.random())),
+            dice.choice((0.0, dice.random(), 8 * dice.random(), 8 * dice.random())),
+            dice.choice(KINDS if v else ("input", "neurons", "channels")),
+            dice.random() < 0.8,
+            dice.choice((None, None, 2, 5, 100)),
+        )
+        for v in range(count)
+    )
+    likely = dice.choice((0.2, 0.5, 0.9))
+    edges = tuple(pair for pair in itertools.combinations(range(count), 2) if dice.random() < likely)
+    return ShardedProblem(ops, edges, dice.choice((1, 2, 3, 4, 16)), dice.choice((0.3, 1.0, 5.0)))
+
+
+def step_seconds(problem: ShardedProblem, by_features: tuple[bool, ...]) -> float:
+    """What a step takes, from bytes alone: shares no code with the pass. Infinite where an op cannot be split."""
+    n, total, moved = problem.devices, 0.0, 0.0
+    for v, op in enumerate(problem.ops):
+        splits = op.kind != "samples" and (op.neurons is None or op.neurons >= n)
+        if by_features[v] and not splits:
+            return math.inf
+        share = 1.0
+        if by_features[v] and op.neurons:
+            share = -(-op.neurons // n) * n / op.neurons
+        total += (op.forward_seconds + op.backward_seconds) * share
+        moved += 0.0 if by_features[v] else 2 * (n - 1) / n * op.parameter_bytes
+        if op.kind == "input":
+            continue
+        readers = {w for u, w in problem.edges if u == v}
+        whole = any(by_features[w] and problem.ops[w].kind == "neurons" for w in readers)
+        forms = {by_features[w] for w in readers} if readers else {False}
+        missing = n - 1 if whole else (n - 1) / n if forms != {by_features[v]} else 0.0
+        moved += missing * op.activation_bytes * (2 if op.has_gradient else 1)
+    return total + moved / problem.bytes_per_second
+
+
+@pytest.mark.parametrize("block", range(4))
+def test_the_cut_is_the_best_of_all_choices(block: int) -> None:
+    mixed = 0
+    for seed in range(100 * block, 100 * block + 100):
+        problem = drawn(seed)
+        found = place_sharded(problem)
+        chosen = tuple(layout == "features" for layout in found.layouts)
+        choices = list(itertools.product((False, True), repeat=len(problem.ops)))
+        best = min(step_seconds(problem, choice) for choice in choices)
+        assert found.step_seconds == pytest.approx(best, rel=1e-9, abs=1e-12)
+        assert found.step_seconds == pytest.approx(step_seconds(problem, chosen), rel=1e-9, abs=1e-12)
+        assert found.bound_seconds == found.step_seconds
+        mixed += len({c for c, op in zip(chosen, problem.ops, strict=True) if op.kind != "input"}) == 2
+    assert mixed > 10
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ties_are_by_samples(seed: int) -> None:
+    """One device: nothing is sent and every layout costs the same."""
+    problem = replace(drawn(seed), devices=1)
+    assert set(place_sharded(problem).layouts) == {"samples"}
+
+
+def test_prices_are_the_elements_that_a_device_needs_and_does_not_hold() -> None:
+    """Counted over the elements of a step's activation [4·3 samples, 8 features] on 4 devices."""
+    n, batch, width = 4, 3, 8
+    everything = set(itertools.product(range(n * batch), range(width)))
+    samples = {e for e in everything if e[0] // batch == 1}
+    features = {e for e in everything if e[1] // (width // n) == 1}
+    op = ShardedOp("u", 0, 0, batch * width, 0, "neurons", has_gradient=False)
+    problem = ShardedProblem((op,), (), n, 1.0)
+    assert problem.exchange_seconds(0) == len(features - samples) == len(samples - features)
+    assert problem.gather_seconds(0) == len(everything - samples) == len(everything - features)
+    learned = replace(problem, ops=(replace(op, has_gradient=True),))
+    assert learned.gather_seconds(0) == 2 * problem.gather_seconds(0)
+
+
+@pytest.mark.parametrize("devices", [2, 4, 16])
+def test_prices_are_those_of_the_collectives(devices: int) -> None:
+    op, link = ShardedOp("u", 1e-3, 2e-3, 6e6, 9e6, "neurons"), AlphaBeta(0.0, 1e9)
+    problem = ShardedProblem((op, replace(op, id="v")), ((0, 1),), devices, 1e9)
+    alike = evaluate_layouts(problem, ("samples", "samples"))
+    assert alike.reduce_seconds == pytest.approx(2 * ring_all_reduce_seconds(9e6, devices, link), rel=1e-12)
+    assert alike.gather_seconds == alike.exchange_seconds == 0
+    gathered = evaluate_layouts(problem, ("samples", "features"))
+    gather = ring_all_gather_seconds(devices * 6e6, devices, link)
+    assert gathered.gather_seconds == pytest.approx(2 * gather, rel=1e-12)
+    back = evaluate_layouts(problem, ("features", "samples"))
+    assert back.exchange_seconds == pytest.approx(2 * all_to_all_seconds(6e6, devices, link), rel=1e-12)
+    assert back.gather_seconds == 0
+    assert gathered.parameter_bytes == back.parameter_bytes == 9e6 * (1 + 1 / devices)
+
+
+def test_a_linear_layer_is_by_features_where_its_outputs_outnumber_the_samples_of_a_step() -> None:
+    """n·B < o, Krizhevsky 2014; a far bigger layer behind it keeps the output's way to the loss out of this."""
+    batch, width = 64, 512
+    for devices in (2, 4, 8, 16):
+        ops = (
+            ShardedOp("before", 0, 0, 4 * batch * width, 0, "samples"),
+            ShardedOp("linear", 0, 0, 0, 4 * width * 511, "neurons"),
+        )
+        found = place_sharded(ShardedProblem(ops, ((0, 1),), devices, 1e9))
+        assert found.layouts[1] == ("features" if devices * batch < 511 else "samples"), devices
+
+
+def profile_of(name: str) -> Profile:
+    profile = read_graph(PROFILES / name / "graph.txt", devices=1).profile
+    assert profile is not None
+    return profile
+
+
+@pytest.mark.parametrize("name", ["alexnet", "vgg16"])
+def test_the_known_choice(name: str) -> None:
+    """Convolutions by samples, fully connected layers by features: "one weird trick"."""
+    profile = profile_of(name)
+    found = place_sharded(sharded_problem(profile, 4, 1e9))
+    for layer, layout in zip(profile.layers, found.layouts, strict=True):
+        if layer.what.startswith(("Conv2d", "Linear")):
+            assert layout == ("samples" if layer.what.startswith("Conv2d") else "features"), layer
+
+
+@pytest.mark.parametrize("name", ["vgg16", "resnet18", "alexnet", "squeezenet1_0"])
+@pytest.mark.parametrize("devices", [1, 4, 16])
+def test_profiles_are_never_slower_than_data_parallelism(name: str, devices: int) -> None:
+    profile = profile_of(name)
+    problem = sharded_problem(profile, devices, 1e9)
+    layers = [layer for layer in profile.layers if layer.what != "Input"]
+    compute = sum(layer.forward_ms + layer.backward_ms for layer in layers) / 1e3
+    reduced = 2 * (devices - 1) / devices * sum(layer.parameter_bytes for layer in layers) / 1e9
+    parallel = evaluate_layouts(problem, ["samples"] * len(problem.ops)).step_seconds
+    assert parallel == pytest.approx(compute + reduced, rel=1e-9)
+    assert place_sharded(problem).step_seconds <= parallel * (1 + 1e-12)
+
+
+def test_prices_of_any_size_are_cut_exactly() -> None:
+    """A price that nobody pays, 10²⁰ times the rest, hides nothing: prices are whole numbers without rounding."""
+    huge = ShardedOp("huge", 1e-9, 0, 1e-3, 1e20, "neurons", has_gradient=False)
+    small = ShardedOp("small", 1e-9, 0, 1e-3, 1e-2, "neurons")
+    problem = ShardedProblem((huge, small), ((0, 1),), 2, 1e9)
+    found = place_sharded(problem)
+    assert found.layouts == ("features", "features")
+    assert found.step_seconds == pytest.approx(2e-9 + 1.5e-12, rel=1e-9)
+    with pytest.raises(GraphError, match="longer than numbers can say"):
+        place_sharded(replace(problem, bytes_per_second=1e-300))
+
+
+def test_names_say_how_a_layer_splits() -> None:
+    assert kind_of("Conv2d(64, 192, kernel_size=(5, 5), stride=(1, 1))") == ("neurons", 192)
+    assert kind_of("Linear(in_features=4096, out_features=1000, bias=True)") == ("neurons", 1000)
+    assert kind_of("BatchNorm2d(64, eps=1e-05, momentum=0.1)") == ("channels", 64)
+    assert kind_of("MaxPool2d(kernel_size=3, stride=2)") == kind_of("View(9216)") == ("channels", None)
+    assert kind_of("Input") == ("input", None)
+    for unknown in ("LSTM(1024, 1024)", "Softmax(dim=1)", "LinearlyOdd(3, 4)", "Adder", "Conv2d"):
+        assert kind_of(unknown) == ("samples", None)
+
+
+def test_every_layer_of_the_profiles_has_a_kind_and_more_devices_than_channels_cannot_split_it() -> None:
+    for name in ("vgg16", "resnet18", "alexnet", "squeezenet1_0"):
+        assert "samples" not in {kind_of(layer.what)[0] for layer in profile_of(name).layers}
+    profile = profile_of("alexnet")
+    problem = sharded_problem(profile, 1001, 1e9)
+    last = [layer.what[:6] == "Linear" and layer.parameter_bytes < 2e7 for layer in profile.layers].index(
+        True
+    )
+    assert not problem.can_split(last)
+    assert place_sharded(problem).layouts[last] == "samples"
+    with pytest.raises(InternalError, match="cannot be split by features"):
+        evaluate_layouts(problem, ["features"] * len(problem.ops))
