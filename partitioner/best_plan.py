@@ -14,6 +14,9 @@ from passes.graph import OpGraph
 from passes.place_features import FeatureRequest
 from passes.place_free import FreeRequest
 
+NAMES = {"layer": "layer-wise", "feature": "feature-wise", "free": "free"}
+"""Strategies in sentences."""
+
 
 def best_plan(graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]) -> Plan:
     """The plan of the fastest strategy. Raises what the only one raises, or InfeasibleError if none fits."""
@@ -25,18 +28,18 @@ def best_plan(graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request])
         try:
             plans.append(_plan(graph, cluster, request))
         except (InfeasibleError, TimeLimitError) as error:
-            failures[strategy_of(request)] = error
+            failures[NAMES[strategy_of(request)]] = error
     if not plans:
         raise InfeasibleError(
             f"{graph.model_name} fits {cluster.name} by no strategy",
-            [f"{name}-wise: {reason}" for name, error in failures.items() for reason in error.because],
+            [f"{name}: {reason}" for name, error in failures.items() for reason in error.because],
             [way for error in failures.values() for way in error.suggestions],
         )
     best = min(plans, key=lambda plan: plan.prediction.step_seconds)
     others = [_alternative(plan, best) for plan in plans if plan is not best]
     others += [
         Alternative(
-            strategy=f"{name}-wise",
+            strategy=name,
             feasible=False,
             reason="; ".join(error.because) or error.what,
             step_seconds=None,
@@ -63,7 +66,7 @@ def _plan(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Plan:
 def _alternative(plan: Plan, best: Plan) -> Alternative:
     slower = plan.prediction.step_seconds / best.prediction.step_seconds - 1
     return Alternative(
-        strategy=f"{plan.strategy}-wise, the best found",
+        strategy=f"{NAMES[plan.strategy]}, the best found",
         feasible=True,
         reason=f"{percent(slower)} slower",
         step_seconds=plan.prediction.step_seconds,

@@ -146,7 +146,7 @@ class PlanOptions:
         ):
             yield f"the mesh is {self.mesh!r}, expected sizes such as (2, 4)"
         for glob, sizes in (self.splits or {}).items():
-            if isinstance(sizes, str) or not sizes or not all(_is_count(n, MOST_SAMPLES) for n in sizes):
+            if not sizes or not all(_is_count(n, MOST_SAMPLES) for n in sizes):
                 yield f"split {glob!r}: {sizes!r} are no sizes such as (60, 40)"
 
     def _of_the_other_strategy(self) -> Iterator[str]:
@@ -155,7 +155,8 @@ class PlanOptions:
         if strategy in ("layer", "free") and self.mesh is not None:
             yield f'mesh= arranges the devices of strategy "feature"; strategy {strategy!r} has none'
         if strategy in ("layer", "feature"):
-            for option, value in (("objective", self.objective), ("splits", self.splits)):
+            given: Mapping[str, object] = {"objective": self.objective, "splits": self.splits}
+            for option, value in given.items():
                 if value:
                     yield f'{option}={value!r} is for strategy "free"'
         if strategy in ("feature", "free"):

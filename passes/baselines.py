@@ -16,11 +16,12 @@ from cost_models.memory import StateBytes
 from passes.costs import GraphCosts
 from passes.graph import OpGraph
 from passes.place_features import FeatureRequest
+from passes.place_free import FreeRequest
 from passes.place_layers import LayerRequest
 from passes.segment import Segmentation
 from passes.summarize import state_of_ranks
 
-Request = LayerRequest | FeatureRequest
+Request = LayerRequest | FeatureRequest | FreeRequest
 
 MAX_DOUBLINGS = 11
 """At most 1,024 micro-batches."""

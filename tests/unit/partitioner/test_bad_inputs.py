@@ -199,7 +199,7 @@ SHARDINGS: list[Case] = [
         f"plan NET {GOOD} --strategy auto --pin first=0 --pin second.weight=S0",
         2,
         (
-            'pin \'first\': give the strategy as well, "layer" for stages or "feature" for layouts',
+            'pin \'first\': give the strategy as well, "layer" for stages, "feature" for layouts or "free" for devices',
             "pin 'second.weight': give",
         ),
     ),
@@ -221,6 +221,7 @@ SHARDINGS: list[Case] = [
             "error[infeasible]: Net fits small by no strategy",
             "because: layer-wise: ",
             "because: feature-wise: ",
+            "because: free: ",
         ),
     ),
     (
