@@ -21,7 +21,7 @@ from passes.candidates import Candidates
 from passes.cheap import recomputed_ops
 from passes.costs import GraphCosts, costs_of
 from passes.discover import Discovery
-from passes.free_variants import fastest, layer_start, place_variant, variants
+from passes.free_variants import TimeBudget, fastest, layer_start, place_variant, variants
 from passes.graph import OpGraph
 from passes.place_features import FeatureRequest, FeatureResult, place_features
 from passes.place_free import FreeRequest
@@ -98,16 +98,20 @@ def layer_wise(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request:
 
 def free(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FreeRequest) -> Placed:
     """Any op, or block of its neurons, on any device; in simulation never slower than the layer-wise plan."""
-    start = layer_start(graph, request, lambda layers: layer_wise(graph, costs, cluster, layers))
+    budget = TimeBudget.of(request)
+    start = layer_start(
+        graph, budget.part(request, 3), lambda layers: layer_wise(graph, costs, cluster, layers)
+    )
     found: list[Placed] = []
     failures: list[InfeasibleError] = []
-    for variant in variants(graph, costs, cluster, request):
+    given = list(variants(graph, costs, cluster, request))
+    for number, variant in enumerate(given):
         verify_graph(variant.graph, after="split")
         try:
-            found.append(place_variant(variant, cluster, request, start))
+            found.append(place_variant(variant, cluster, budget.part(request, len(given) - number), start))
         except InfeasibleError as error:
             failures.append(error)
-    if not found:
+    if not found and start is None:
         raise failures[0]
     return fastest(found, start, cluster)
 

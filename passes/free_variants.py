@@ -9,6 +9,8 @@ The layer-wise plan is a feasible start for all of them, and the answer where no
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +29,26 @@ from passes.placed import Placed
 from passes.splits import Split
 
 log = logging.getLogger("partitioner")
+
+
+@dataclass(frozen=True)
+class TimeBudget:
+    """What is left of a request's time, for one search after the other."""
+
+    deadline: float
+
+    @staticmethod
+    def of(request: FreeRequest) -> TimeBudget:
+        """From now on; without end where the request has no limit."""
+        limit = request.time_limit_seconds
+        return TimeBudget(math.inf if limit is None else time.perf_counter() + limit)
+
+    def part(self, request: FreeRequest, parts: int) -> FreeRequest:
+        """``request`` with one of ``parts`` equal parts of what is left, a second at least."""
+        if math.isinf(self.deadline):
+            return request
+        left = (self.deadline - time.perf_counter()) / parts
+        return replace(request, time_limit_seconds=max(1.0, left))
 
 
 @dataclass(frozen=True, eq=False)
