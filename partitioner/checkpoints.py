@@ -1,6 +1,7 @@
 """``engine.state_dict``, ``engine.save`` and ``engine.load``: everything a run needs to go on, under any plan.
 
-    model/NAME             owners: what the optimizer updates; and buffers; of a sharded one each rank's block
+    model/NAME             owners: what the optimizer updates; and buffers; of a sharded one each rank's block, of one that
+                           is held in parts each part
     optimizer/NAME/KEY     the optimizer's state of a parameter
     random/RANK/GENERATOR  torch, cuda, python, numpy
     extra/PATH             tensors in what the user gave
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -132,8 +134,8 @@ class Checkpoints:
             mine = self._written_here()
             tensors.update({MODEL_PREFIX + name: self._own(name) for name in mine})
             trained = [name for name in mine if name in self._state.parameters]
-            own_parts = self._parts(mine)
-            parts.update({MODEL_PREFIX + name: part for name, part in own_parts.items()})
+            own_parts = self._parts(self._held())
+            parts.update(_of_model(own_parts))
             record, found, placed = optimizer_record(
                 run.optimizer, self._state.parameters, trained, own_parts
             )
@@ -147,7 +149,8 @@ class Checkpoints:
                 tensors.update(found)
             return record
 
-        optimizer = merged_record(side.agree("saving", prepare), list(self._state.holders))
+        names = dict.fromkeys(map(self._state.whole_of, self._state.holders))
+        optimizer = merged_record(side.agree("saving", prepare), list(names))
         path = side.from_first("saving", lambda: begin(root, run.step))
         side.agree("saving", lambda: _refuse_invisible(path))
         record = {
@@ -178,6 +181,7 @@ class Checkpoints:
         path = side.from_first("loading", lambda: find(Path(directory)))
         found: list[StoredCheckpoint] = []
         targets: dict[str, Tensor] = {}
+        own_parts: dict[str, Part] = {}
         parts: dict[str, Part] = {}
 
         def prepare() -> None:
@@ -185,11 +189,11 @@ class Checkpoints:
             found.append(checkpoint)
             self._refuse_other_model(checkpoint)
             record, index = checkpoint.record, checkpoint.index
-            refuse_other_optimizer(record["optimizer"], run.optimizer, self._state.parameters)
             held = self._held()
-            own_parts = self._parts(held)
+            own_parts.update(self._parts(held))
+            refuse_other_optimizer(record["optimizer"], run.optimizer, self._state.parameters, own_parts)
             targets.update({MODEL_PREFIX + name: self._own(name) for name in held})
-            parts.update({MODEL_PREFIX + name: part for name, part in own_parts.items()})
+            parts.update(_of_model(own_parts))
             found_state, placed = state_targets(
                 record["optimizer"], index, run.optimizer, self._state.parameters, own_parts
             )
@@ -206,7 +210,7 @@ class Checkpoints:
 
         def restore() -> None:
             record = checkpoint.record
-            restore_optimizer(record["optimizer"], targets, run.optimizer, self._state.parameters)
+            restore_optimizer(record["optimizer"], targets, run.optimizer, self._state.parameters, own_parts)
             start = f"random/{side.rank}/"
             states = {n.removeprefix(start): t for n, t in targets.items() if n.startswith(start)}
             if states:
@@ -255,17 +259,20 @@ class Checkpoints:
             self._side.agree("the save that was under way", pending.wait)
 
     def _own(self, name: str) -> Tensor:
-        state = self._state
-        return (state.parameters[name] if name in state.parameters else state.buffers[name]).detach()
+        return self._state.own(name).detach()
+
+    def _names(self) -> list[str]:
+        """What ranks have of what a checkpoint holds, the same on every rank."""
+        return [held for name in self._shapes for held in self._state.names_of(name)]
 
     def _held(self) -> list[str]:
-        """What this rank has of what a checkpoint holds."""
-        return [name for name in self._shapes if self._state.rank in self._state.holders[name]]
+        """What this rank has of it."""
+        return [name for name in self._names() if self._state.rank in self._state.holders[name]]
 
     def _written_here(self) -> list[str]:
         """What this rank writes: of its tensors, or blocks of them, its share of those that others have as well."""
         written = []
-        for number, name in enumerate(self._shapes):
+        for number, name in enumerate(self._names()):
             holders = self._alike(name)
             if holders[number % len(holders)] == self._state.rank:
                 written.append(name)
@@ -283,8 +290,11 @@ class Checkpoints:
         """Of those that this rank has a block of."""
         parts = {}
         for name in names:
-            shape, sharding = self._shapes[name], self._state.shardings.get(name)
-            if sharding is not None:
+            whole = self._state.whole_of(name)
+            shape, sharding = self._shapes[whole], self._state.shardings.get(name)
+            if name in self._state.parts:
+                parts[name] = Part(self._state.parts[name].block.offsets, shape, of=whole)
+            elif sharding is not None:
                 block = sharding.owner_block(shape, self._state.rank)
                 if block.shape != shape:
                     parts[name] = Part(block.offsets, shape)
@@ -296,12 +306,12 @@ class Checkpoints:
             for name, entry in checkpoint.index.items()
             if name.startswith(MODEL_PREFIX)
         }
-        problems, held = [], set(self._held())
+        problems, held = [], {self._state.whole_of(name): self._own(name).dtype for name in self._held()}
         for name, shape in self._shapes.items():
             if name in stored and stored[name].shape != shape:
                 problems.append(f"{name} is {stored[name].shape} there, {shape} in the model")
-            elif name in held and name in stored and not converts(stored[name].dtype, self._own(name).dtype):
-                problems.append(f"{name} is {stored[name].dtype} there, {self._own(name).dtype} here")
+            elif name in held and name in stored and not converts(stored[name].dtype, held[name]):
+                problems.append(f"{name} is {stored[name].dtype} there, {held[name]} here")
         problems = problems[:20]
         problems += listed("missing", [name for name in self._shapes if name not in stored])
         problems += listed("not in the model", [name for name in stored if name not in self._shapes])
@@ -311,6 +321,11 @@ class Checkpoints:
                 problems,
                 ["deploy the model that it was saved from"],
             )
+
+
+def _of_model(parts: Parts) -> dict[str, Part]:
+    """``parts`` by what the tensors themselves are called beside their optimizer's state."""
+    return {MODEL_PREFIX + n: replace(p, of=p.of and MODEL_PREFIX + p.of) for n, p in parts.items()}
 
 
 def _stored_shapes(graph: OpGraph) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,8 @@ are dropped from the groups, so that every rank has the same groups in the same 
     rank 1   [middle.weight]                            [middle.bias]
     rank 2   [head.weight]                              []
 
-A scheduler sets options of groups, so it does the same on every rank.
+A scheduler sets options of groups, so it does the same on every rank. Parameters that ranks hold in parts are whole while
+it is made (``partitioner.optimizer_parts``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 from cost_models.errors import UsageError
 from partitioner.optimizer_elements import refuse_whole_tensors
 from partitioner.optimizer_memory import refuse_heavier
+from partitioner.optimizer_parts import put_parts, stand_in
 from partitioner.optimizers import make_optimizer
 from partitioner.plan import Plan
 from passes.graph import OpGraph
@@ -51,11 +53,11 @@ def make_engine_optimizer(
     memory than the plan's ``optimizer_memory``.
     """
     pairs = [
-        (name, state.parameters[name] if name in state.parameters else _stand_in(spec.shape, owner))
+        (name, state.parameters[name] if name in state.parameters else stand_in(spec.shape, owner))
         for name, spec in graph.parameters.items()
         if spec.requires_grad
         for owner in [graph.types_of(name, plan.precision).owner]
-    ] or [("", _stand_in((), torch.float32))]
+    ] or [("", stand_in((), torch.float32))]
     parameters = [parameter for _, parameter in pairs]
     made: object
     if make is None:
@@ -66,10 +68,12 @@ def make_engine_optimizer(
         made = make(pairs, **options)
     names = {id(parameter): name for name, parameter in pairs}
     optimizer = _checked(made, names, len({rank for ranks in state.holders.values() for rank in ranks}))
-    refuse_heavier(optimizer, plan.optimizer_memory, names, {**state.holders, "": ()}, device)
     parts = {name for name, sharding in state.shardings.items() if sharding.is_cut}
+    parts |= {part.whole for part in state.parts.values()}
     refuse_whole_tensors(optimizer, names, parts, device)
-    _drop_stand_ins(optimizer, [p for p in parameters if p.is_meta])
+    names |= put_parts(optimizer, names, state)
+    refuse_heavier(optimizer, plan.optimizer_memory, names, {**state.holders, "": ()}, device)
+    _drop_stand_ins(optimizer, [p for group in optimizer.param_groups for p in group["params"] if p.is_meta])
     return optimizer
 
 
@@ -96,10 +100,6 @@ def refuse_optimizer_options(make: object, options: Mapping[str, Any], learning_
         suggestions.append(f'optimizer_kwargs={{"lr": {learning_rate:g}}}')
     if problems:
         raise UsageError("cannot make this optimizer", problems, suggestions)
-
-
-def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def _checked(made: object, names: Mapping[int, str], ranks: int) -> torch.optim.Optimizer:

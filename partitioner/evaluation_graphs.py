@@ -44,6 +44,7 @@ from passes.graph import OpGraph
 from passes.inference import inference_programs, inference_segments
 from passes.least_samples import least_samples
 from passes.lower import lower
+from passes.read_parts import read_parts
 from passes.reuse_placement import Reused, reuse_placement
 from passes.segment import Segmentation
 from passes.token_counts import user_leaves
@@ -78,6 +79,8 @@ class Deployed:
     """The batch that training was traced with."""
     dynamic_dims: Mapping[str, list[int]] | None
     training: OpGraph
+    run: OpGraph
+    """What ranks run of ``training``: where ops were split, their blocks."""
     ranks: RankMap
     executor: Executor
     state: RankState
@@ -272,11 +275,13 @@ def _traced(deployed: Deployed, given: Given, with_loss: bool) -> OpGraph:
 
 def _placed(deployed: Deployed, graph: OpGraph) -> Reused:
     """The evaluation graph where training is; its segments on the devices of the plan."""
-    training, plan = deployed.training, deployed.plan
+    plan = deployed.plan
+    graph = read_parts(graph, deployed.run.parts)
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     devices = deployed.ranks.device_of_rank
     holders = {name: {devices[rank] for rank in ranks} for name, ranks in deployed.state.holders.items()}
-    reused = reuse_placement(training, stage_of, graph, [stage.devices[0] for stage in plan.stages], holders)
+    places = [stage.devices[0] for stage in plan.stages]
+    reused = reuse_placement(deployed.run, stage_of, graph, places, holders)
     verify_graph(reused.graph, after="reuse_placement")
     return reused
 

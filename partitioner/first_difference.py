@@ -1,7 +1,8 @@
 """After a failed verification: which op was the first to compute something else, and where it ran.
 
 First the unpartitioned *graph* is compared with the eager model: if these differ, the trace is wrong and not the
-partition. Otherwise the plan runs again with a note after each op, and the notes are held against the graph's own.
+partition. Where ops were split into blocks, the graph of blocks is compared as well. Otherwise the plan runs again with a
+note after each op, and the notes are held against the graph's own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from partitioner.compare import StepResult, compare
 from partitioner.noted_shards import noted_copies
 from partitioner.plan import Plan
 from partitioner.verify_rank import VerificationTask, run_rank_with_notes
+from partitioner.verify_ranks import put_together
 from passes.double import float64_by_default
 from passes.graph import OpGraph
 from runtime.microbatch import cut
@@ -27,20 +29,20 @@ RELATIVE = 1e-9
 def first_difference(
     plan: Plan,
     graph: OpGraph,
+    run_graph: OpGraph,
     task: VerificationTask,
     expected: StepResult,
     run: Callable[..., Sequence[Mapping[str, list[Note]]]],
 ) -> str:
-    """One sentence. ``run(function, task)`` runs a function on every rank of the plan."""
+    """One sentence. ``run(function, task)`` runs a function on every rank of the plan; ``run_graph``: what they run."""
     own = unpartitioned(graph, task)
     numbers = replace(expected, parameters={}, buffers={})
-    different = [c for c in compare(numbers, own.result, 0.0) if not c.agrees]
-    if different:
-        worst = max(different, key=lambda c: c.severity)
-        return (
-            f"none of the partition: the traced graph alone differs from the eager model "
-            f"({worst.kind} {worst.name}: {worst.error:.2e}, allowed {worst.allowed:.2e})"
-        )
+    if alone := _worst(numbers, own):
+        return f"none of the partition: the traced graph alone differs from the eager model {alone}"
+    if run_graph.parts:
+        graph, own = run_graph, unpartitioned(run_graph, task)
+        if alone := _worst(numbers, own):
+            return f"none of the placement: the graph in blocks of neurons, on one rank, differs from the model {alone}"
     tensors = frozenset(node.name for node in graph.ops if isinstance(node.meta["val"], Tensor))
     noted = replace(task, codes={index: with_notes(code, tensors) for index, code in task.codes.items()})
     per_rank = run(run_rank_with_notes, noted)
@@ -63,6 +65,15 @@ def first_difference(
     return (
         "no forward op: every op's forward agrees, so the difference is in backward, reduction or optimizer"
     )
+
+
+def _worst(expected: StepResult, own: Unpartitioned) -> str:
+    """The worst difference in brackets; "" where there is none."""
+    different = [c for c in compare(expected, own.result, 0.0) if not c.agrees]
+    if not different:
+        return ""
+    worst = max(different, key=lambda c: c.severity)
+    return f"({worst.kind} {worst.name}: {worst.error:.2e}, allowed {worst.allowed:.2e})"
 
 
 class _Noting(fx.Interpreter):
@@ -90,10 +101,10 @@ class Unpartitioned:
 def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
     """Loss, gradients and notes of the whole graph on the task's micro-batches."""
     state = {
-        name: nn.Parameter(tensor.clone(), name in task.trainable)
+        name: nn.Parameter(task.value(name).clone(), task.whole_of(name) in task.trainable)
         if name in graph.parameters
-        else tensor.clone()
-        for name, tensor in task.state.items()
+        else task.value(name).clone()
+        for name in (*task.state, *graph.parts)
     }
     pieces = {
         n: cut(leaf, graph.batch.batch_dims.get(n), task.microbatches) for n, leaf in task.batch.items()
@@ -112,7 +123,11 @@ def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
                 elif output.kind == "buffer":
                     state[output.name] = value.detach()
     gradients = {n: t.grad for n, t in state.items() if isinstance(t, nn.Parameter) and t.grad is not None}
-    return Unpartitioned(StepResult(total, gradients, {}), notes)
+    result = StepResult(total, gradients, {})
+    if graph.parts:
+        parameters = {n: t for n, t in state.items() if isinstance(t, nn.Parameter)}
+        (result,) = put_together([replace(result, parameters=parameters)], replace(task, shardings={}))
+    return Unpartitioned(replace(result, parameters={}), notes)
 
 
 def _close(mine: Note, theirs: Note) -> bool:

@@ -48,7 +48,7 @@ def refuse_whole_tensors(
         ],
         suggestions=[
             "one that treats every element by itself, such as torch.optim.AdamW",
-            'plan with these parameters whole, and without ZeRO: pins={name: "R/R"}',
+            'plan with these parameters whole: without ZeRO, with pins={name: "R/R"}, or without splitting neurons',
         ],
     )
 

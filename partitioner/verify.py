@@ -162,6 +162,7 @@ def verify_plan(
         learning_rate=LEARNING_RATE,
         timeout_seconds=timeout_seconds,
         shardings=code.shardings,
+        parts=code.graph.parts,
     )
 
     def step(batch: Any, leaves: Mapping[str, Tensor]) -> StepResult:
@@ -181,7 +182,7 @@ def verify_plan(
         )
         notes += rounding
         differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
-        first = first_difference(plan, graph, task, expected, run) if differences else None
+        first = first_difference(plan, graph, code.graph, task, expected, run) if differences else None
     kinds = [c.kind for c in found]
     return VerifyReport(
         model=plan.model.name,

@@ -13,6 +13,7 @@ from partitioner.compare import StepResult
 from partitioner.optimizers import make_optimizer
 from passes.double import float64_by_default
 from runtime.execute import Executor
+from runtime.parts import StatePart
 from runtime.precision import leaf_and_owner
 from runtime.program import Program, SegmentGraph
 from runtime.rank_state import RankState
@@ -41,6 +42,17 @@ class VerificationTask:
     timeout_seconds: float
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
     """Of parameters and buffers of which ranks hold blocks."""
+    parts: Mapping[str, StatePart] = field(default_factory=dict)
+    """Of which tensors in ``state`` those are blocks that are not in it."""
+
+    def whole_of(self, name: str) -> str:
+        """The model's own name of what ranks hold as ``name``."""
+        return self.parts[name].whole if name in self.parts else name
+
+    def value(self, name: str) -> Tensor:
+        """What the model has of what ranks hold as ``name``: a view."""
+        whole = self.state[self.whole_of(name)].detach()
+        return self.parts[name].block.of(whole) if name in self.parts else whole
 
 
 def run_rank(task: VerificationTask) -> StepResult:
@@ -104,12 +116,13 @@ def own_state(codes: Mapping[int, SegmentCode], task: VerificationTask, rank: in
     owners: dict[str, nn.Parameter] = {}
     kinds = {name: kind for code in codes.values() for name, kind in code.held.items()}
     for name, kind in kinds.items():
-        whole, sharding = task.state[name].detach(), task.shardings.get(name)
+        whole, sharding = task.value(name), task.shardings.get(name)
         own = whole if sharding is None else sharding.leaf_block(whole.shape, rank).of(whole)
-        leaves[name] = own.clone(memory_format=torch.contiguous_format if sharding else torch.preserve_format)
+        in_part = sharding is not None or name in task.parts
+        leaves[name] = own.clone(memory_format=torch.contiguous_format if in_part else torch.preserve_format)
         if kind == "parameter":
             types = ParameterPrecision.plain(whole.dtype)
-            trained = name in task.trainable
+            trained = task.whole_of(name) in task.trainable
             if sharding is None:
                 leaves[name], owners[name] = leaf_and_owner(leaves[name], types, trained)
             else:

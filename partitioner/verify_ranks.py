@@ -1,11 +1,13 @@
 """What all ranks of a verification found, held against the unpartitioned step.
 
-Where ranks hold blocks of a tensor, whole tensors are put together of them first. Every copy counts: with blocks A and B,
-A on ranks 0 and 2, B on ranks 1 and 3, there are two whole tensors, of ranks 0 1 and of ranks 2 3.
+Where ranks hold blocks of a tensor (shards, or parts of ops that were split), whole tensors are put together of them first.
+Every copy counts: with blocks A and B, A on ranks 0 and 2, B on ranks 1 and 3, there are two whole tensors, of ranks 0 1
+and of ranks 2 3. An element that nobody has is nan, which agrees with nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -17,17 +19,14 @@ from runtime.sharding import Block, Sharding
 
 
 def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[StepResult]:
-    """One result per copy of the model, where ranks hold blocks; else the ranks' own. Losses of blocks are summed."""
-    if not task.shardings:
+    """One result per copy of the model, where ranks hold blocks; else the ranks' own. Losses of shards are summed."""
+    if not task.shardings and not task.parts:
         return list(results)
     blocks: dict[tuple[str, str], list[tuple[Block, Tensor]]] = {}
     for rank, result in enumerate(results):
-        for kind, name, tensor in _tensors(result):
-            shape, sharding = task.state[name].shape, task.shardings.get(name)
-            block = Block((0,) * len(shape), tuple(shape))
-            if sharding is not None:
-                block = (sharding.owner_block if kind == "gradients" else sharding.leaf_block)(shape, rank)
-            blocks.setdefault((kind, name), []).append((block, tensor))
+        for kind, name, tensor in _tensors(result, task):
+            found = blocks.setdefault((kind, task.whole_of(name)), [])
+            found.append((_block(kind, name, rank, task), tensor))
     copies: list[dict[str, dict[str, Tensor]]] = []
     for (kind, name), found in blocks.items():
         wholes = list(_wholes(found, task.state[name]))
@@ -41,7 +40,7 @@ def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[
             if number == len(copies):
                 copies.append({"gradients": {}, "parameters": {}, "buffers": {}})
             copies[number][kind][name] = whole
-    loss = sum(result.loss for result in results)
+    loss = _loss([result.loss for result in results], task)
     return [StepResult(loss if number == 0 else float("nan"), **copy) for number, copy in enumerate(copies)]
 
 
@@ -72,10 +71,31 @@ def compare_ranks(
     return compare(StepResult(expected.loss, {}, {}), StepResult(loss, {}, {}), learning_rate) + found
 
 
-def _tensors(result: StepResult) -> Iterator[tuple[str, str, Tensor]]:
+def _tensors(result: StepResult, task: VerificationTask) -> Iterator[tuple[str, str, Tensor]]:
     for kind in ("gradients", "parameters", "buffers"):
         for name, tensor in getattr(result, kind).items():
             yield kind, name, tensor
+    for name, part in task.parts.items():  # no gradient is zero, also where other parts have one
+        if name in result.parameters and name not in result.gradients and part.whole in task.trainable:
+            yield "gradients", name, torch.zeros_like(result.parameters[name])
+
+
+def _block(kind: str, name: str, rank: int, task: VerificationTask) -> Block:
+    """What ``rank`` holds as ``name``, of the tensor that the model has."""
+    if name in task.parts:
+        return task.parts[name].block
+    shape, sharding = task.state[name].shape, task.shardings.get(name)
+    if sharding is None:
+        return Block((0,) * len(shape), tuple(shape))
+    return (sharding.owner_block if kind == "gradients" else sharding.leaf_block)(shape, rank)
+
+
+def _loss(losses: Sequence[float], task: VerificationTask) -> float:
+    """Of the batch. Ranks that share a segment have parts of it; else one rank has it, and the others nan."""
+    if task.shardings:
+        return sum(losses)
+    found = [loss for loss in losses if loss == loss]
+    return found[0] if len(found) == 1 else float("nan")
 
 
 def _blocks(found: Sequence[tuple[Block, Tensor]]) -> int:
@@ -96,7 +116,10 @@ def _wholes(found: Sequence[tuple[Block, Tensor]], like: Tensor) -> Iterator[Ten
         holders.setdefault(block, []).append(tensor)
     for number in range(max(map(len, holders.values()))):
         dense = next(iter(holders.values()))[0]
-        whole = torch.full_like(like, float("nan") if dense.is_floating_point() else -1, dtype=dense.dtype)
+        complete = sum(math.prod(block.shape) for block in holders) == like.numel()
+        has_nan = dense.is_floating_point() or dense.is_complex()
+        dtype = dense.dtype if has_nan or complete else torch.float64
+        whole = torch.full_like(like, float("nan") if has_nan or not complete else 0, dtype=dtype)
         for block, tensors in holders.items():
             own = tensors[min(number, len(tensors) - 1)]
             block.of(whole).copy_(own.to_dense() if own.is_sparse else own)

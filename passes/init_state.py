@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError
 from passes.names import StateNames, state_names
+from runtime.parts import StatePart
 from runtime.sharding import Block
 
 __all__ = ["materialize", "values_of"]
@@ -79,6 +80,7 @@ def values_of(
     seed: int = 0,
     blocks: Mapping[str, Block] | None = None,
     wider: Mapping[str, torch.dtype] | None = None,
+    parts: Mapping[str, StatePart] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Real values on ``device`` for the parameters and buffers called ``names``, one by one; copies, never the model's
     own. What has none is told at the end.
@@ -87,25 +89,36 @@ def values_of(
     the stored tensor, or several (under each name of a tied one), which must be the same. ``blocks``: of tensors that
     are wanted in part: these parts; a submodule that ``init_fn`` fills is whole for as long as one of its names is
     asked for. ``wider``: types in which ``weights`` are read instead of the model's own, where they have more digits
-    (master copies).
+    (master copies). ``parts``: names that are no names of the model, and of which of its tensors they are blocks.
     """
     wanted = list(names)
+    places = parts or {}
     known = state_names(model) if model is not None else StateNames({}, {}, {})
     if model is not None and state_dict:
         _compare_names(state_dict, known, model)
-    source = _Source(model, known, dict(state_dict or {}), init_fn, seed, wanted)
+    source = _Source(
+        model,
+        known,
+        dict(state_dict or {}),
+        init_fn,
+        seed,
+        [places[n].whole if n in places else n for n in wanted],
+    )
     problems: list[str] = []
     for name in wanted:
-        block = (blocks or {}).get(name)
+        whole, block = name, (blocks or {}).get(name)
+        if name in places:
+            whole, block = places[name].whole, places[name].block
         try:
-            stored = (weights or {}).get(known.canonical(name))
+            stored = (weights or {}).get(known.canonical(whole))
             if stored:
-                yield name, _read(name, stored, known, device, (wider or {}).get(name), block)
+                yield name, _read(whole, stored, known, device, (wider or {}).get(name), block)
             else:
-                yield name, source.copied(name, block, device)
+                yield name, source.copied(whole, block, device)
         except _NoValueError as error:
-            problems.append(str(error))
-        source.forget(name)
+            if str(error) not in problems:  # parts of one tensor
+                problems.append(str(error))
+        source.forget(whole)
     if problems:
         more = len(problems) - _MOST_NAMED
         raise ModelError(

@@ -5,11 +5,15 @@ torch numbers parameters in the order of the groups, which depends on what a ran
     {"class": "torch.optim.adamw.AdamW",
      "groups": [{"options": {"lr": 0.1, …}, "names": ["embed.weight", …]}],
      "state": {"embed.weight": {"step": {"$tensor": "optimizer/embed.weight/step"}, …}}}
+
+Names are the model's own. Where ranks hold a parameter in parts (``Part.of``), each with a state of its own, what has the
+part's shape is a part of the tensor in the record, and everything else is alike in all parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +35,7 @@ def optimizer_record(
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor], dict[str, Part]]:
     """This rank's share of the record, with the state of the parameters called ``written``; its tensors, and their parts.
 
-    ``parts``: of the parameters. State of a parameter's own shape is a part of what the whole one would have.
+    ``parts``: of all parameters here. State of a parameter's own shape is a part of what the whole one would have.
     """
     if optimizer is None:
         return None, {}, {}
@@ -42,18 +46,21 @@ def optimizer_record(
         data, tensors = encode(options, f"optimizer group {number}")
         # A learning rate may be a tensor. It goes into the record: every rank needs it.
         data = written_out(data, tensors)
-        groups.append({"options": data, "names": [name_of[id(p)] for p in group["params"]]})
+        names = [_whole(name_of[id(p)], parts) for p in group["params"]]
+        groups.append({"options": data, "names": list(dict.fromkeys(names))})
     states: dict[str, Any] = {}
     tensors = {}
     placed: dict[str, Part] = {}
     for name in written:
         state = optimizer.state.get(parameters[name])
         if state is not None:
-            states[name], found = encode(dict(state), f"optimizer/{name}")
-            tensors.update(found)
-            if name in parts:
-                own = parameters[name].shape
-                placed.update({key: parts[name] for key, tensor in found.items() if tensor.shape == own})
+            whole, own = _whole(name, parts), parameters[name].shape
+            states[whole], found = encode(dict(state), f"optimizer/{whole}")
+            for key, tensor in found.items():
+                if name in parts and tensor.shape == own:
+                    placed[_own_key(key, name, parts)] = replace(parts[name], of=key)
+                    key = _own_key(key, name, parts)
+                tensors[key] = tensor
     return {"class": class_name(optimizer), "groups": groups, "state": states}, tensors, placed
 
 
@@ -75,6 +82,7 @@ def refuse_other_optimizer(
     record: Mapping[str, Any] | None,
     optimizer: torch.optim.Optimizer | None,
     parameters: Mapping[str, nn.Parameter],
+    parts: Parts,
 ) -> None:
     """Raise CheckpointError unless the record is of this class, with these parameters in the same groups."""
     if optimizer is None:
@@ -91,9 +99,9 @@ def refuse_other_optimizer(
     saved = {name: number for number, group in enumerate(record["groups"]) for name in group["names"]}
     now = groups_of(optimizer, parameters)
     moved = [
-        f"{name} was in {_group(saved.get(name))}, it is in {_group(now.get(name))}"
+        f"{_whole(name, parts)} was in {_group(saved.get(_whole(name, parts)))}, it is in {_group(now.get(name))}"
         for name in parameters
-        if saved.get(name) != now.get(name)
+        if saved.get(_whole(name, parts)) != now.get(name)
     ]
     if not problems:
         problems += moved[:20]
@@ -126,14 +134,18 @@ def state_targets(
     targets: dict[str, Tensor] = {}
     placed: dict[str, Part] = {}
     for name in groups_of(optimizer, parameters):
-        _, present = encode(dict(optimizer.state.get(parameters[name], {})), f"optimizer/{name}")
-        for tensor in tensor_names(record["state"].get(name)):
+        whole = _whole(name, parts)
+        _, present = encode(dict(optimizer.state.get(parameters[name], {})), f"optimizer/{whole}")
+        for tensor in tensor_names(record["state"].get(whole)):
             entry, current, shape = index[tensor], present.get(tensor), index[tensor].shape
+            key = _own_key(tensor, name, parts)
             if name in parts and shape == parts[name].shape:
-                placed[tensor], shape = parts[name], tuple(parameters[name].shape)
+                placed[key], shape = replace(parts[name], of=tensor), tuple(parameters[name].shape)
+            elif key != tensor:
+                placed[key] = Part((0,) * len(shape), shape, of=tensor)
             device = parameters[name].device if shape else torch.device("cpu")
             fits = current is not None and (tuple(current.shape), current.dtype) == (shape, entry.dtype)
-            targets[tensor] = (
+            targets[key] = (
                 current
                 if fits and current is not None
                 else torch.empty(shape, dtype=entry.dtype, device=device)
@@ -146,6 +158,7 @@ def restore_optimizer(
     tensors: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
+    parts: Parts,
 ) -> None:
     """Continue with the state in ``tensors`` and the hyperparameters of the record."""
     name_of = {id(parameter): name for name, parameter in parameters.items()}
@@ -156,8 +169,10 @@ def restore_optimizer(
         numbers = []
         for parameter in group["params"]:
             name = name_of[id(parameter)]
-            if name in record["state"]:
-                state[number] = decode(record["state"][name], tensors)
+            saved_state = record["state"].get(_whole(name, parts))
+            if saved_state is not None:
+                own = {tensor: tensors[_own_key(tensor, name, parts)] for tensor in tensor_names(saved_state)}
+                state[number] = decode(saved_state, own)
             numbers.append(number)
             number += 1
         kept = {"param_names": group["param_names"]} if "param_names" in group else {}
@@ -169,6 +184,16 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
     """The class, as a checkpoint names it."""
     kind = type(optimizer)
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _whole(name: str, parts: Parts) -> str:
+    """The model's own name of the parameter that a rank has as ``name``."""
+    return parts[name].of or name if name in parts else name
+
+
+def _own_key(tensor: str, name: str, parts: Parts) -> str:
+    """What a rank calls its tensor of the state of its parameter ``name``: parts have tensors of one name each."""
+    return tensor if _whole(name, parts) == name else f"{tensor} of {name}"
 
 
 def _group(number: int | None) -> str:

@@ -2,6 +2,8 @@
 
     model/up.weight (8, 4)     rank 0 hands in (4, 4) at (0, 0)     rank 1 hands in (4, 4) at (4, 0)
 
+A rank may hand in several blocks of one tensor, by names of its own (``Part.of``).
+
 DCP knows blocks that lie anywhere in a tensor (``ChunkStorageMetadata``): it checks that together they are the whole of it,
 and finds, for a block that somebody asks for, those stored ones that it is cut from. How a DTensor lies on a mesh
 says less than ``runtime.sharding`` does, so what ranks hand in are plain tensors, with their places beside them.
@@ -10,7 +12,7 @@ says less than ``runtime.sharding`` does, so what ranks hand in are plain tensor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -36,10 +38,11 @@ from cost_models.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Part:
-    """Where a tensor lies in the one that it is a block of. ``shape``: of that one."""
+    """Where a tensor lies in the one that it is a block of. ``shape``: of that one; ``of``: its name, if another."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
+    of: str = ""
 
 
 Parts = Mapping[str, Part]
@@ -52,15 +55,18 @@ class PartsSavePlanner(DefaultSavePlanner):
     def __init__(self, parts: Parts) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
+        self._written: Mapping[MetadataIndex, object] = {}
 
     def create_local_plan(self) -> SavePlan:
         """What this rank has to write."""
-        self.plan = SavePlan([self._item(name, tensor) for name, tensor in self.state_dict.items()])
+        items = {name: self._item(name, tensor) for name, tensor in self.state_dict.items()}
+        self._written = {item.index: self.state_dict[name] for name, item in items.items()}
+        self.plan = SavePlan(list(items.values()))
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """What is written: a rank has one tensor of a name."""
-        found = self.state_dict[index.fqn]
+        """What is written at ``index``: what a rank hands in has names of its own."""
+        found = self._written[index]
         assert isinstance(found, Tensor)
         return found
 
@@ -68,7 +74,7 @@ class PartsSavePlanner(DefaultSavePlanner):
         part = self._parts.get(name)
         chunk = _chunk(tensor, part)
         return WriteItem(
-            MetadataIndex(name, chunk.offsets),
+            MetadataIndex(_stored_name(name, part), chunk.offsets),
             WriteItemType.TENSOR if part is None else WriteItemType.SHARD,
             tensor_data=TensorWriteData(
                 chunk,
@@ -91,14 +97,17 @@ class PartsLoadPlanner(DefaultLoadPlanner):
         items: list[ReadItem] = []
         problems = []
         for name, tensor in self.state_dict.items():
-            stored, part = self.metadata.state_dict_metadata.get(name), self._parts.get(name)
+            part = self._parts.get(name)
+            source = _stored_name(name, part)
+            stored = self.metadata.state_dict_metadata.get(source)
             shape = tuple(tensor.shape) if part is None else part.shape
             if not isinstance(stored, TensorStorageMetadata):
-                problems.append(f"{name} is not in it")
+                problems.append(f"{source} is not in it")
             elif tuple(stored.size) != shape:
-                problems.append(f"{name} is {tuple(stored.size)} there, {shape} here")
+                problems.append(f"{source} is {tuple(stored.size)} there, {shape} here")
             else:
-                items += create_read_items_for_chunk_list(name, stored, [_chunk(tensor, part)])
+                found = create_read_items_for_chunk_list(source, stored, [_chunk(tensor, part)])
+                items += [replace(i, dest_index=replace(i.dest_index, fqn=name)) for i in found]
         if problems:
             raise CheckpointError("the checkpoint does not have what is asked for", problems[:20])
         return LoadPlan(items)
@@ -108,6 +117,10 @@ class PartsLoadPlanner(DefaultLoadPlanner):
         found = self.state_dict[index.fqn]
         assert isinstance(found, Tensor)
         return found
+
+
+def _stored_name(name: str, part: Part | None) -> str:
+    return name if part is None else part.of or name
 
 
 def _chunk(tensor: Tensor, part: Part | None) -> ChunkStorageMetadata:

@@ -1,13 +1,14 @@
 """The whole model's state on rank 0, tensor by tensor, under the names of ``model.state_dict()``.
 
     StateEntry  key of the state dict → canonical name, stored dtype, full shape
-    Piece       which block of a named tensor a rank has: the whole of it, or of a sharded one what it trains
+    Piece       which block of a named tensor a rank has: the whole of it, a part, or of a sharded one what it trains
 
 Each block comes from the first rank that has it, and they are put together here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cost_models.errors import InternalError
 from runtime.rank_state import RankState
 from runtime.side_group import SideGroup
 
@@ -31,9 +33,10 @@ class StateEntry:
 
 @dataclass(frozen=True)
 class HeldPiece:
-    """The block of a tensor that ``rank`` speaks for: ``shape`` elements from ``offsets`` on."""
+    """The block of a tensor that ``rank`` speaks for, as ``name``: ``shape`` elements from ``offsets`` on."""
 
     rank: int
+    name: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -41,11 +44,19 @@ class HeldPiece:
 def pieces_of(state: RankState, name: str, shape: tuple[int, ...]) -> tuple[HeldPiece, ...]:
     """The blocks that make up the tensor called ``name``, and who has them; the same on every rank."""
     sharding = state.shardings.get(name)
-    if sharding is None:
-        return (HeldPiece(state.holders[name][0], (0,) * len(shape), shape),)
-    speakers = [rank for rank in sharding.mesh.ranks if sharding.speaks(rank)]
-    blocks = [sharding.owner_block(shape, rank) for rank in speakers]
-    return tuple(HeldPiece(r, b.offsets, b.shape) for r, b in zip(speakers, blocks, strict=True))
+    if sharding is not None:
+        speakers = [rank for rank in sharding.mesh.ranks if sharding.speaks(rank)]
+        blocks = [sharding.owner_block(shape, rank) for rank in speakers]
+        return tuple(HeldPiece(r, name, b.offsets, b.shape) for r, b in zip(speakers, blocks, strict=True))
+    names = state.names_of(name)
+    if names == (name,):
+        return (HeldPiece(state.holders[name][0], name, (0,) * len(shape), shape),)
+    found = [
+        HeldPiece(state.holders[n][0], n, b.offsets, b.shape) for n in names for b in [state.parts[n].block]
+    ]
+    if sum(math.prod(piece.shape) for piece in found) != math.prod(shape):
+        raise InternalError(f"the parts of {name} are not the whole of it", [f"{p.name}: {p}" for p in found])
+    return tuple(found)
 
 
 def gather_state(
@@ -81,7 +92,7 @@ def _gathered(entry: StateEntry, state: RankState, side: SideGroup, ahead_bytes:
     full = torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if side.rank == 0 else "meta")
     for piece in pieces:
         if piece.rank == side.rank:
-            own = _own(state, entry.name).detach()
+            own = state.own(piece.name).detach()
             if side.rank == 0:
                 _block(full, piece).copy_(own)
             else:
@@ -99,7 +110,3 @@ def _block(full: Tensor, piece: HeldPiece) -> Tensor:
     for dim, (offset, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
         full = full.narrow(dim, offset, length)
     return full
-
-
-def _own(state: RankState, name: str) -> Tensor:
-    return state.parameters[name] if name in state.parameters else state.buffers[name]

@@ -9,6 +9,8 @@ model's own names and shapes.
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.sharding import Block
@@ -25,3 +27,11 @@ class StatePart:
 def part_name(whole: str, number: int) -> str:
     """The name of the ``number``-th part of a tensor."""
     return f"{whole}#{number}"
+
+
+def names_of_parts(parts: Mapping[str, StatePart]) -> dict[str, tuple[str, ...]]:
+    """The parts of every tensor that is held in parts, by its own name."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, part in parts.items():
+        found[part.whole].append(name)
+    return {whole: tuple(names) for whole, names in found.items()}

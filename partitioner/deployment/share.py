@@ -52,10 +52,12 @@ class Recipe:
 class Share:
     """Everything is in the ranks of the launch. ``programs``: of all ranks; ``codes``: of this rank's segments.
 
-    ``graph``: the model's; ``batch``: how a rank reads batches, which may be in parts (``runtime.segment_code``).
+    ``graph``: the model's; ``run``: what ranks run of it; ``batch``: how a rank reads batches, which may be in parts
+    (``runtime.segment_code``).
     """
 
     graph: OpGraph
+    run: OpGraph
     batch: BatchSpec
     programs: tuple[Program, ...]
     segments: SegmentGraph
@@ -85,7 +87,8 @@ def build_share(
     codes = lower(code.graph, code.segmentation, device=str(device), only=mine)
     check_precision(graph, plan.precision, plan.optimizer_memory)
     keys = StateKeys.of(recipe.workload.model, plan.precision)
-    state = _own_state(recipe, keys, graph, code, rank, device, plan.precision)
+    held = code.graph if code.graph.parts else graph  # a graph of shards has shapes of its own
+    state = _own_state(recipe, keys, held, code, rank, device, plan.precision)
     optimizer = make_engine_optimizer(
         recipe.optimizer, recipe.optimizer_kwargs, plan, graph, state, recipe.learning_rate, device
     )
@@ -93,7 +96,9 @@ def build_share(
     def replan(microbatches: int) -> tuple[Program, ...]:
         return plan_programs(replanned(plan, microbatches), ranks)
 
-    return Share(graph, code.graph.batch, programs, segments, codes, state, optimizer, keys, replan)
+    return Share(
+        graph, code.graph, code.graph.batch, programs, segments, codes, state, optimizer, keys, replan
+    )
 
 
 def _own_state(
@@ -118,6 +123,7 @@ def _own_state(
         blocks=_blocks(graph, code.shardings, rank),
         # A master of what was saved in its type, as of a checkpoint's masters, is not rounded on the way.
         wider={name: graph.types_of(name, precision).owner for name in graph.parameters},
+        parts=graph.parts,
     )
     return rank_state(graph, rank, holders, values, device, precision, code.shardings)
 

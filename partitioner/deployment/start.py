@@ -59,6 +59,7 @@ def make_engine(
         workload.example_inputs,
         recipe.dynamic_dims,
         share.graph,
+        share.run,
         ranks,
         executor,
         share.state,
