@@ -28,6 +28,7 @@ from passes.placement_result import Placed
 SCHEMA_VERSION: Final = 1
 Objective = Literal["throughput", "latency"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+GraphStrategy = Literal["free", "feature"]
 ANEW = "make the plan anew with `partitioner plan --graph FILE --strategy free -o plan.json`"
 Cost = Annotated[float, Field(ge=0)]
 MAX_ROWS = 24
@@ -82,18 +83,23 @@ class GraphCertificate(Record):
 
 
 class GraphPlan(Record):
-    """A placement of a cost graph."""
+    """A placement of a cost graph; of a profile by strategy ``feature``, the layout of every node on all devices."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     kind: Literal["graph"] = "graph"
     partitioner_version: str
     graph: GraphInfo
     machine: MachineInfo
-    strategy: Literal["free"] = "free"
+    strategy: GraphStrategy = "free"
     contiguous: bool = Field(description="whether the quotient of the forward graph had to be acyclic")
     objective: Objective
     cost_unit: str
-    placements: dict[str, str] = Field(description="device of every node: acc0 … or cpu0 …")
+    placements: dict[str, str] = Field(
+        description="device of every node: acc0 … or cpu0 …; empty for strategy feature: all are on every device"
+    )
+    layouts: dict[str, Literal["samples", "features"]] = Field(
+        default={}, description="strategy feature: how every node is spread over all devices"
+    )
     prediction: GraphPrediction
     certificate: GraphCertificate
 
@@ -105,8 +111,12 @@ class GraphPlan(Record):
             for node, d in self.placements.items()
             if d not in devices
         ]
-        if len(self.placements) != self.graph.nodes:
-            lost.append(f"placements: {len(self.placements)} nodes, the graph has {self.graph.nodes}")
+        free = self.strategy == "free"
+        for what, held, there in (("placements", self.placements, free), ("layouts", self.layouts, not free)):
+            expected = self.graph.nodes if there else 0
+            if len(held) != expected:
+                of_nodes = f", the graph has {expected}" if there else f", strategy {self.strategy} has none"
+                lost.append(f"{what}: {len(held)} nodes{of_nodes}")
         if lost:
             raise ValueError("\n".join(lost[:20]))
         return self
@@ -136,9 +146,15 @@ class GraphPlan(Record):
         return _render(self)
 
 
-def check_options(contiguous: bool, objective: str, time_limit_seconds: float) -> None:
+def check_options(
+    contiguous: bool, objective: str, time_limit_seconds: float, strategy: str = "free"
+) -> None:
     """Refuse unknown words, numbers that mean nothing and combinations that no search is for, all at once."""
     problems = []
+    if strategy == "feature" and contiguous:
+        problems.append("by strategy feature every node is on all devices: contiguous means nothing there")
+    if strategy == "feature" and objective == "latency":
+        problems.append("strategy feature is searched for throughput, one mini-batch per device and step")
     if objective not in OBJECTIVES:
         problems.append(f"objective {objective!r} is not one of: {', '.join(OBJECTIVES)}")
     if objective == "latency" and contiguous:
@@ -174,7 +190,7 @@ def _record(read: ReadGraph, found: Placed, contiguous: bool, objective: Objecti
     costs = evaluate(graph, found.placement)
     devices = machine.devices
     return GraphPlan(
-        partitioner_version=_package_version(),
+        partitioner_version=package_version(),
         graph=GraphInfo(
             source=read.source,
             format=read.format,
@@ -213,7 +229,8 @@ def _record(read: ReadGraph, found: Placed, contiguous: bool, objective: Objecti
     )
 
 
-def _package_version() -> str:
+def package_version() -> str:
+    """Of the installed package."""
     try:
         return version("partitioner")
     except PackageNotFoundError:
@@ -221,7 +238,7 @@ def _package_version() -> str:
 
 
 def _render(plan: GraphPlan) -> str:
-    p, c, m = plan.prediction, plan.certificate, plan.machine
+    p, c, m, by_layout = plan.prediction, plan.certificate, plan.machine, plan.strategy == "feature"
     memory = "no memory limit" if m.memory_size is None else f"{m.memory_size:g} of memory each"
     counts = f"{counted(m.accelerators, 'accelerator')} ({memory}), {counted(m.cpus, 'CPU')}"
     unit = "" if plan.cost_unit.startswith("cost unit") else f" {plan.cost_unit}"
@@ -230,17 +247,21 @@ def _render(plan: GraphPlan) -> str:
         labelled("machine", counts),
         labelled(
             "plan",
-            f"{'contiguous' if plan.contiguous else 'free'} placement, for {plan.objective}: "
+            f"feature-wise, for throughput: {p.max_load:g}{unit} per mini-batch, "
+            f"{m.accelerators * p.max_load:g}{unit} per step of {counted(m.accelerators, 'mini-batch')}"
+            if by_layout
+            else f"{'contiguous' if plan.contiguous else 'free'} placement, for {plan.objective}: "
             + (f"makespan {p.makespan:g}{unit}, " if p.makespan is not None else "")
             + f"largest load {p.max_load:g}{unit}",
         ),
         "",
-        _table(plan),
+        _layout_lines(plan) if by_layout else _table(plan),
         "",
         labelled("search", f"{c.solver_status}, in {c.search_seconds:.1f} s, over {c.space}; {c.method}"),
         labelled(
             "bound",
-            f"no such placement has a {c.objective} below {c.bound_seconds:g}{unit}; this one is "
+            f"no such {'choice' if by_layout else 'placement'} has a {c.objective} below "
+            f"{c.bound_seconds:g}{unit}; this one is "
             + ("at it" if c.gap == 0 else f"within {percent(c.gap)} of it"),
         ),
     ]
@@ -257,7 +278,7 @@ def _table(plan: GraphPlan) -> str:
     rows = []
     for device in used[:MAX_ROWS]:
         names = ", ".join(held[device])
-        shown = names if len(names) <= 60 else names[:57] + "…"
+        shown = _shortened(names)
         share = percent(p.loads[device] / p.max_load) if p.max_load else "0%"
         rows.append(
             [device, f"{len(held[device]):,}", f"{p.loads[device]:g}", share, f"{p.memory[device]:g}", shown]
@@ -269,6 +290,25 @@ def _table(plan: GraphPlan) -> str:
     more = [f"{len(used) - MAX_ROWS} more devices"] if len(used) > MAX_ROWS else []
     more += [f"{counted(idle, 'device')} idle"] if idle else []
     return "\n".join([text, *more])
+
+
+def _layout_lines(plan: GraphPlan) -> str:
+    held: dict[str, list[str]] = {"features": [], "samples": []}
+    for node, layout in plan.layouts.items():
+        held[layout].append(node)
+    return "\n".join(
+        labelled(layout, f"{counted(len(nodes), 'node')}: {_first(nodes)}" if nodes else "no nodes")
+        for layout, nodes in held.items()
+    )
+
+
+def _first(nodes: list[str]) -> str:
+    more = f" and {len(nodes) - MAX_ROWS} more" if len(nodes) > MAX_ROWS else ""
+    return ", ".join(nodes[:MAX_ROWS]) + more
+
+
+def _shortened(names: str) -> str:
+    return names if len(names) <= 60 else names[:57] + "…"
 
 
 def is_graph_plan(path: str | os.PathLike[str]) -> bool:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 from cyclopts import Parameter
 
 from cost_models.errors import TimeLimitError, UsageError
 from partitioner.commands.options import JsonFlag, Whole, check_output, emit, progress, report
 from partitioner.graph_files.read import read_graph
-from partitioner.graph_plan import check_options, plan_graph
+from partitioner.graph_plan import GraphStrategy, check_options, plan_graph
+from partitioner.graph_plan_sharded import plan_sharded
 from partitioner.report.text import percent
 
 NAME = "plan-graph"
 """The command's name within the command line; people write ``plan --graph``."""
 USAGE = (
-    "Usage: partitioner plan --graph FILE --strategy free [--contiguous] [--devices N] "
+    "Usage: partitioner plan --graph FILE --strategy free|feature [--contiguous] [--devices N] "
     "[--objective throughput|latency] [OPTIONS]"
 )
 
@@ -51,7 +52,7 @@ def plan(
     graph
         JSON of the device-placement benchmark, a PipeDream graph.txt, or our own JSON.
     strategy
-        free: any node on any device.
+        free: any node on any device. feature: every op on all devices, by samples or by features (PipeDream profiles).
     contiguous
         Ask that devices pass the forward graph on in one direction: its quotient over devices has no circle.
     devices
@@ -75,18 +76,24 @@ def plan(
             [f"{graph} says itself what its nodes cost and which devices there are"],
             [f"leave {'it' if len(excess) == 1 else 'them'} out, or leave out --graph to plan a model"],
         )
-    if strategy != "free":
+    if strategy not in get_args(GraphStrategy):
         raise UsageError(
             f"a cost graph cannot be planned by strategy {strategy!r}",
-            ["it has nodes and costs, but no tensors that could be sharded and no programs"],
-            ["use --strategy free, with --contiguous for one run of the graph per device"],
+            ["it has nodes and costs, but no model whose programs could be made"],
+            [
+                "use --strategy free, with --contiguous for one run of the graph per device",
+                "use --strategy feature for a PipeDream profile",
+            ],
         )
-    check_options(contiguous, objective, time_limit)
+    check_options(contiguous, objective, time_limit, strategy)
     check_output(output)
     with progress(f"reading {graph}"):
         read = read_graph(graph, devices=devices, bytes_per_second=bandwidth)
     with progress("searching"):
-        made = plan_graph(read, contiguous=contiguous, objective=objective, time_limit_seconds=time_limit)
+        if strategy == "feature":
+            made = plan_sharded(read)
+        else:
+            made = plan_graph(read, contiguous=contiguous, objective=objective, time_limit_seconds=time_limit)
     if output is not None:
         made.save(output)
     emit(str(made), made.to_dict(), json)

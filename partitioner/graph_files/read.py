@@ -29,12 +29,13 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class ReadGraph:
-    """``profile``: of a PipeDream file."""
+    """``profile``, ``bytes_per_second`` between devices: of a PipeDream file."""
 
     graph: PlacementGraph
     format: GraphFormat
     source: str
     profile: pipedream.Profile | None = None
+    bytes_per_second: float = pipedream.DEFAULT_BYTES_PER_SECOND
 
 
 def read_graph(
@@ -91,7 +92,7 @@ def _pipedream(text: str, source: str, devices: int | None, bytes_per_second: fl
     if profile is None:
         raise _not_valid(source, problems)
     graph = pipedream.graph_of(profile, devices, bandwidth)
-    return ReadGraph(checked(graph, source), "pipedream", source, profile)
+    return ReadGraph(checked(graph, source), "pipedream", source, profile, bandwidth)
 
 
 def _not_valid(source: str, problems: list[str]) -> GraphError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from partitioner.graph_files.pipedream import Profile
 from partitioner.graph_files.pipedream_layouts import kind_of, sharded_problem
 from partitioner.graph_files.read import read_graph
 from passes.placement_sharded import Kind, ShardedOp, ShardedProblem, evaluate_layouts, place_sharded
+from tests.sharded_evaluator import step_seconds
 
 PROFILES = Path(__file__).parents[2] / "data" / "pipedream"
 KINDS: tuple[Kind, ...] = ("neurons", "neurons", "channels", "channels", "samples", "input")
@@ -46,28 +46,6 @@ def drawn(seed: int) -> ShardedProblem:
     likely = dice.choice((0.2, 0.5, 0.9))
     edges = tuple(pair for pair in itertools.combinations(range(count), 2) if dice.random() < likely)
     return ShardedProblem(ops, edges, dice.choice((1, 2, 3, 4, 16)), dice.choice((0.3, 1.0, 5.0)))
-
-
-def step_seconds(problem: ShardedProblem, by_features: tuple[bool, ...]) -> float:
-    """What a step takes, from bytes alone: shares no code with the pass. Infinite where an op cannot be split."""
-    n, total, moved = problem.devices, 0.0, 0.0
-    for v, op in enumerate(problem.ops):
-        splits = op.kind != "samples" and (op.neurons is None or op.neurons >= n)
-        if by_features[v] and not splits:
-            return math.inf
-        share = 1.0
-        if by_features[v] and op.neurons:
-            share = -(-op.neurons // n) * n / op.neurons
-        total += (op.forward_seconds + op.backward_seconds) * share
-        moved += 0.0 if by_features[v] else 2 * (n - 1) / n * op.parameter_bytes
-        if op.kind == "input":
-            continue
-        readers = {w for u, w in problem.edges if u == v}
-        whole = any(by_features[w] and problem.ops[w].kind == "neurons" for w in readers)
-        forms = {by_features[w] for w in readers} if readers else {False}
-        missing = n - 1 if whole else (n - 1) / n if forms != {by_features[v]} else 0.0
-        moved += missing * op.activation_bytes * (2 if op.has_gradient else 1)
-    return total + moved / problem.bytes_per_second
 
 
 @pytest.mark.parametrize("block", range(4))
