@@ -67,6 +67,7 @@ def _placeholder(new: fx.Graph, whole: fx.Node, part: StatePart) -> fx.Node:
     value = whole.meta["val"]
     with new.inserting_before(whole):
         node = new.placeholder(whole.name)
+    node.target = node.name  # the argument's name, which is another one for each part
     made = fake_call(fake_mode_of(new), torch.empty, (part.block.shape,), {"dtype": value.dtype})
     node.meta = {**whole.meta, "val": made.requires_grad_(value.requires_grad)}
     return node

@@ -1,0 +1,228 @@
+"""Neurons split into blocks on two ranks: whatever enters or leaves is the model's own, by name, shape and value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import UsageError
+from partitioner import Plan, partition
+from partitioner.engine import Engine
+from runtime.launch import WorkerPool
+from tests.hand_split import (
+    MICROBATCHES,
+    SAMPLES,
+    SIZES,
+    batch,
+    hand_plan,
+    known_split,
+    loss_fn,
+    model,
+    traced,
+    workload,
+)
+
+EVEN = (5, 5)
+MAX_NORM = 0.3
+
+
+@pytest.fixture(scope="module")
+def plans() -> dict[str, str]:
+    made = workload()
+    layers = partition(
+        traced(made),
+        ClusterSpec.local(2),
+        batch_size=SAMPLES,
+        microbatches=MICROBATCHES,
+        pins={"fc1": 0, "head": 1},
+    )
+    return {
+        "split": hand_plan(made),
+        "even": hand_plan(made, EVEN, (1, 0)),
+        "layers": layers.model_dump_json(),
+    }
+
+
+def groups(named: list[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
+    """By name and by dimensions, as people do: parts must not show in either."""
+    shapes = {name: tuple(p.shape) for name, p in named}
+    assert shapes == {name: tuple(p.shape) for name, p in model().named_parameters()}
+    by_name = dict(named)
+    decayed = [p for p in by_name.values() if p.dim() > 1]
+    plain = [p for name, p in named if name.endswith("bias") or name.startswith("norm")]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.3}, {"params": plain, "weight_decay": 0.0}], lr=0.05
+    )
+
+
+def deploy(plan_json: str, sizes: tuple[int, ...] = SIZES, seed: int = 0, **options: Any) -> Engine:
+    made = workload(seed)
+    graph = known_split(traced(made), sizes)
+    options = {"optimizer": groups, "timeout_seconds": 20.0, **options}
+    return Plan.from_json(plan_json).deploy(made, graph=graph, **options)
+
+
+@dataclass
+class Course:
+    """What training shows, on rank 0 or unpartitioned."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+def eager(steps: range) -> Course:
+    """The steps of the unpartitioned model, micro-batch by micro-batch: batch norm sees these."""
+    net, found = model(), Course()
+    optimizer = groups(list(net.named_parameters()))
+    for step in steps:
+        data = batch(seed=step)
+        optimizer.zero_grad()
+        pieces = [
+            dict(zip(data, each, strict=True))
+            for each in zip(*(t.split(4) for t in data.values()), strict=True)
+        ]
+        losses = [loss_fn(net(piece["x"]), piece) / MICROBATCHES for piece in pieces]
+        sum(losses[1:], losses[0]).backward()
+        found.norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)))
+        optimizer.step()
+        found.losses.append(float(sum(losses[1:], losses[0]).detach()))
+    found.state = dict(net.state_dict())
+    return found
+
+
+def steps(engine: Engine, numbers: range) -> Course:
+    found = Course()
+    for step in numbers:
+        found.losses.append(float(engine.train_step(batch(seed=step), max_grad_norm=MAX_NORM)))
+        assert engine.last_step is not None
+        norm = engine.last_step.grad_norm
+        assert norm is not None
+        found.norms.append(float(norm))
+    found.state = engine.state_dict()
+    return found
+
+
+def assert_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.allclose(found[name], tensor, rtol=1e-9, atol=1e-12), name
+
+
+# ------------------------------------------------------------------------------------------ training
+
+
+def trained(plan_json: str) -> tuple[dict[str, Tensor], Course, list[Any], list[list[str]]]:
+    with deploy(plan_json) as engine:
+        before = engine.state_dict()
+        found = steps(engine, range(3))
+        evaluations: list[Any] = []
+        for samples in (SAMPLES, 5):
+            data = batch(samples, seed=9)
+            output = engine.eval_step(data, gather="rank0")
+            evaluations.append((output.loss, output.outputs, engine.forward({"x": data["x"]})))
+        names = {id(p): name for name, p in engine.parameters.items()}
+        return (
+            before,
+            found,
+            evaluations,
+            [[names[id(p)] for p in group["params"]] for group in engine.optimizer.param_groups],
+        )
+
+
+def test_training_and_evaluation_are_the_unsplit_models(plans: Any, pool: WorkerPool) -> None:
+    (before, found, evaluations, first), (empty, other, others, second) = pool.run(
+        trained, plans["split"], world_size=2
+    )
+    assert (empty, other.state) == ({}, {})
+    assert first == [
+        ["fc1.weight#0", "fc1.weight#2", "fc2.weight#0", "fc2.weight#2"],
+        ["fc1.bias#0", "fc1.bias#2", "fc2.bias", "norm.weight", "norm.bias"],
+    ]
+    assert second == [["fc1.weight#1", "fc2.weight#1", "head.weight"], ["fc1.bias#1", "head.bias"]]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model().state_dict().items())
+    expected = eager(range(3))
+    assert expected.norms[0] > MAX_NORM, "it clips"
+    assert found.losses == other.losses == pytest.approx(expected.losses, rel=1e-10)
+    assert found.norms == other.norms == pytest.approx(expected.norms, rel=1e-10)
+    assert_alike(found.state, expected.state)
+    net = model()
+    net.load_state_dict(found.state)
+    net.eval()
+    for samples, (loss, outputs, forward), (its_loss, *_) in zip(
+        (SAMPLES, 5), evaluations, others, strict=True
+    ):
+        data = batch(samples, seed=9)
+        output = net(data["x"]).detach()
+        assert float(loss) == float(its_loss) == pytest.approx(loss_fn(output, data).item(), rel=1e-12)
+        assert torch.allclose(next(iter(outputs.values())), output, rtol=1e-12)
+        assert torch.allclose(next(iter(forward.values())), output, rtol=1e-12)
+
+
+# ------------------------------------------------------------------------------------------ checkpoints
+
+
+def saved(plan_json: str, sizes: tuple[int, ...], folder: str) -> Course:
+    with deploy(plan_json, sizes) as engine:
+        found = steps(engine, range(2))
+        engine.save(folder)
+        return found
+
+
+def resumed(plan_json: str, sizes: tuple[int, ...], folder: str) -> tuple[dict[str, Tensor], Course]:
+    """Other values first: all must come from the checkpoint."""
+    with deploy(plan_json, sizes, seed=1) as engine:
+        engine.load(folder)
+        assert engine.step == 2
+        loaded = engine.state_dict()
+        return loaded, steps(engine, range(2, 4))
+
+
+def weighted(plan_json: str, sizes: tuple[int, ...], folder: str) -> dict[str, Tensor]:
+    with deploy(plan_json, sizes, seed=1, weights=folder) as engine:
+        return engine.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("split", "layers"), ("layers", "split"), ("split", "even")],
+)
+def test_a_checkpoint_fits_every_plan(
+    before: str, after: str, plans: Any, pool: WorkerPool, tmp_path: Path
+) -> None:
+    sizes = {"split": SIZES, "even": EVEN, "layers": SIZES}
+    folder = str(tmp_path)
+    found, _ = pool.run(saved, plans[before], sizes[before], folder, world_size=2)
+    (loaded, more), _ = pool.run(resumed, plans[after], sizes[after], folder, world_size=2)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in found.state.items())
+    expected = eager(range(4))
+    assert more.losses == pytest.approx(expected.losses[2:], rel=1e-10)
+    assert more.norms == pytest.approx(expected.norms[2:], rel=1e-10)
+    assert_alike(more.state, expected.state)
+    if after == "even":
+        read, _ = pool.run(weighted, plans[after], sizes[after], folder, world_size=2)
+        assert all(torch.equal(read[name], tensor) for name, tensor in found.state.items())
+
+
+# ------------------------------------------------------------------------------------------ what is refused
+
+
+def refused(plan_json: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        deploy(plan_json, optimizer=torch.optim.Adafactor)
+    return str(caught.value)
+
+
+def test_an_optimizer_of_whole_matrices_is_refused(plans: Any, pool: WorkerPool) -> None:
+    for text in pool.run(refused, plans["split"], world_size=2):
+        assert "Adafactor cannot train parts of parameters" in text
+        assert "fc1.weight, fc1.bias, fc2.weight" in text
+        assert "#" not in text
