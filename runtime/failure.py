@@ -24,6 +24,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -75,7 +76,7 @@ class FailureMonitor:
         """Whether a wait failed: what is reported then stays."""
         self._vain: int | None = None
         """Number of the wait that was ended so."""
-        # A connection of its own: the watching thread must not queue behind other users of the store.
+        # A connection apart: the watching thread must not queue behind other users of the store.
         self._store = None if store is None else dist.PrefixStore(f"partitioner/{name}", _cloned(store))
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name=f"partitioner-watch-{rank}", daemon=True)
@@ -240,8 +241,15 @@ class FailureMonitor:
             return None
 
 
+_clones: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The second connection of each process group's store, for all executors of the group: torch looks up its peer's name
+for every new one, which takes seconds where a name server does not answer."""
+
+
 def _cloned(store: Any) -> Any:
-    try:
-        return store.clone()
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return store
+    if store not in _clones:
+        try:
+            _clones[store] = store.clone()
+        except (RuntimeError, NotImplementedError, AttributeError):
+            return store
+    return _clones[store]
