@@ -188,7 +188,7 @@ def _state_shapes(graph: OpGraph) -> Iterator[str]:
 
 
 def _aliases_known(graph: OpGraph) -> Iterator[str]:
-    canonical = graph.parameters.keys() | graph.buffers.keys()
+    canonical = graph.parameters.keys() | graph.buffers.keys() | {p.whole for p in graph.parts.values()}
     for alias, name in graph.aliases.items():
         if name not in canonical:
             yield f"{alias} stands for {name}, which is no parameter or buffer"
