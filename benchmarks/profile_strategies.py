@@ -2,7 +2,8 @@
 
 All are steady throughput of training. ``one``: one device. ``data``: whole mini-batches on every device, gradients reduced
 in a ring. ``layer``: contiguous stages, a device each. ``free``: any layer anywhere. ``feature``: every layer on all
-devices, by samples or by features. ``hybrid``: contiguous stages, each on devices that take turns. A ratio is that of the
+devices, by samples, by features or by inputs (``split``: layers with parameters by features + by inputs); ``two ways``:
+without inputs. ``hybrid``: contiguous stages, each on devices that take turns. A ratio is that of the
 faster of one device and data parallelism: above 1, the strategy is faster.
 """
 
@@ -19,11 +20,11 @@ from partitioner.graph_files.read import ReadGraph, read_graph
 from partitioner.report.text import columns, percent
 from passes.place_contiguous import place_contiguous
 from passes.place_freely import place_freely
+from passes.place_sharded import place_sharded
 from passes.placement_chains import device_loads
 from passes.placement_graph import PlacementGraph
 from passes.placement_groups import contiguous_groups
 from passes.placement_ideals import Order, all_downsets, membership
-from passes.placement_sharded import place_sharded
 from tests.sharded_evaluator import step_seconds
 
 PROFILES = ("vgg16", "resnet18", "alexnet", "squeezenet1_0")
@@ -83,23 +84,37 @@ def _totals(profile: Profile) -> tuple[float, float]:
     return compute, math.fsum(layer.parameter_bytes for layer in layers)
 
 
-def feature_ms(read: ReadGraph) -> tuple[float, int, float]:
-    """(ms per mini-batch, layers with parameters that are by features, gap); evaluated again."""
+def feature_ms(read: ReadGraph, limit: float, by_inputs: bool) -> tuple[float, str, float]:
+    """(ms per mini-batch, layers with parameters by features + by inputs, gap); evaluated again."""
     assert read.profile is not None
     problem = sharded_problem(read.profile, read.graph.machine.accelerators, read.bytes_per_second)
-    found = place_sharded(problem)
-    features = [layout == "features" for layout in found.layouts]
-    again = step_seconds(problem, features)
+    found = place_sharded(problem, limit, by_inputs=by_inputs)
+    again = step_seconds(problem, found.layouts)
     if not math.isclose(again, found.step_seconds, rel_tol=1e-9):
         raise AssertionError(f"{found.step_seconds} is not what the layouts cost: {again}")
-    split = sum(chosen and op.parameter_bytes > 0 for chosen, op in zip(features, problem.ops, strict=True))
+    layouts = [
+        layout for layout, op in zip(found.layouts, problem.ops, strict=True) if op.parameter_bytes > 0
+    ]
+    split = f"{layouts.count('features')}+{layouts.count('inputs')}"
     return again * 1e3 / problem.devices, split, found.gap
 
 
 def profiles(limit: float) -> str:
     """Every profile on 4 and 16 devices at 1e9 B/s."""
     rows = [_row(name, devices, limit) for name in PROFILES for devices in DEVICES]
-    head = ("profile", "devices", "one", "data", "layer", "free", "feature", "split", "hybrid", "stages")
+    head = (
+        "profile",
+        "devices",
+        "one",
+        "data",
+        "layer",
+        "free",
+        "two ways",
+        "feature",
+        "split",
+        "hybrid",
+        "stages",
+    )
     return columns((*head, "best", "gap"), rows, left=("profile", "best"))
 
 
@@ -109,7 +124,8 @@ def _row(name: str, devices: int, limit: float) -> list[str]:
     assert read.profile is not None
     one, data = _totals(read.profile)[0], data_parallel_ms(read.profile, devices)
     layer, free = (measured(search, read.graph, limit)[0] for search in (place_contiguous, place_freely))
-    feature, split, gap = feature_ms(read)
+    two_ways, _, _ = feature_ms(read, limit, by_inputs=False)
+    feature, split, gap = feature_ms(read, limit, by_inputs=True)
     hybrid, stages = replicated_ms(read.graph)
     found = {"layer": layer.value, "free": free.value, "feature": feature, "hybrid": hybrid}
     plain = min(one, data)
@@ -120,5 +136,5 @@ def _row(name: str, devices: int, limit: float) -> list[str]:
     best = min(found, key=lambda strategy: found[strategy])
     faster = found[best] < plain * (1 - 1e-9)
     cells = [name, str(devices), f"{one:.1f}", f"{data:.1f}", against(layer.value), against(free.value)]
-    cells += [against(feature), str(split), against(hybrid), stages]
+    cells += [against(two_ways), against(feature), split, against(hybrid), stages]
     return [*cells, best if faster else "none is faster", percent(max(layer.gap, free.gap, gap))]

@@ -24,6 +24,7 @@ from passes.place_freely import place_freely
 from passes.placement_graph import evaluate, named
 from passes.placement_latency import place_for_latency
 from passes.placement_result import Placed
+from passes.placement_sharded import Layout
 
 SCHEMA_VERSION: Final = 1
 Objective = Literal["throughput", "latency"]
@@ -97,7 +98,7 @@ class GraphPlan(Record):
     placements: dict[str, str] = Field(
         description="device of every node: acc0 … or cpu0 …; empty for strategy feature: all are on every device"
     )
-    layouts: dict[str, Literal["samples", "features"]] = Field(
+    layouts: dict[str, Layout] = Field(
         default={}, description="strategy feature: how every node is spread over all devices"
     )
     prediction: GraphPrediction
@@ -293,7 +294,7 @@ def _table(plan: GraphPlan) -> str:
 
 
 def _layout_lines(plan: GraphPlan) -> str:
-    held: dict[str, list[str]] = {"features": [], "samples": []}
+    held: dict[str, list[str]] = {"samples": [], "features": [], "inputs": []}
     for node, layout in plan.layouts.items():
         held[layout].append(node)
     return "\n".join(

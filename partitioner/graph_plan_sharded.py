@@ -1,4 +1,4 @@
-"""The feature-wise plan of a PipeDream profile: every op on all devices, each by samples or by features."""
+"""The feature-wise plan of a PipeDream profile: every op on all devices, each by samples, by features or by inputs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from partitioner.graph_plan import (
     MachineInfo,
     package_version,
 )
-from passes.placement_sharded import SPACE, Sharded, place_sharded
+from passes.place_sharded import place_sharded
+from passes.placement_sharded import Sharded
 
 OBJECTIVE = "time per mini-batch"
 LOSS = "the loss is not in the profile: taken to be computed by samples"
 
 
-def plan_sharded(read: ReadGraph) -> GraphPlan:
+def plan_sharded(read: ReadGraph, time_limit_seconds: float = 60.0) -> GraphPlan:
     """Lay out the layers of a profile over all devices; raises UsageError for graphs that are no profiles."""
     if read.profile is None:
         raise UsageError(
@@ -32,7 +33,7 @@ def plan_sharded(read: ReadGraph) -> GraphPlan:
         )
     graph, devices = read.graph, read.graph.machine.devices
     problem = sharded_problem(read.profile, len(devices), read.bytes_per_second)
-    found = place_sharded(problem)
+    found = place_sharded(problem, time_limit_seconds)
     layout_of = {op.id: layout for op, layout in zip(problem.ops, found.layouts, strict=True)}
     value = found.step_seconds * 1e3 / len(devices)
     costs = found.costs
@@ -73,9 +74,9 @@ def _certificate(found: Sharded, value: float) -> GraphCertificate:
         bound_seconds=bound,
         gap=found.gap,
         simulated_lower_bound_seconds=bound,
-        space=SPACE,
+        space=found.space,
         method=found.method,
-        solver_status="optimal",
+        solver_status=found.status,
         search_seconds=found.search_seconds,
     )
 

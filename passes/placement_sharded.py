@@ -1,47 +1,42 @@
-"""Lay out every op of a layer profile over all n devices: by samples or by features. The exact optimum, by a minimum cut.
+"""Lay out every op of a layer profile over all n devices: by samples, by features or by inputs. What that costs.
 
 A step trains n mini-batches, as data parallelism does (with every op by samples it *is* data parallelism). Per op:
 
     samples    a device has one mini-batch and all of the op's parameters, whose gradients are all-reduced once per step
     features   a device has all n mini-batches and 1/n of the op's output neurons with their parameters: nothing to reduce
+    inputs     a device has all n mini-batches of 1/n of the op's input neurons with their parameters; outputs are sums
 
-Either way a device does 1/n of the op's work. What readers need of a producer whose output is ``a`` bytes per mini-batch
-(n·a per step), and the bytes that a device then sends, forward; backward the conjugate moves as many, where the output has
-a gradient:
+Whatever the layout, a device does 1/n of the op's work. Outputs of "samples" are by samples, of "features" by features, of
+"inputs" in either form, once summed. What readers need of a producer whose output is ``a`` bytes per mini-batch (n·a per
+step), and the bytes that a device then sends, forward; backward the conjugate moves as many, where there is a gradient:
 
-    reader                                  needs        producer by samples     producer by features
-    any, by samples                         samples      0                       all-to-all  (n-1)/n·a
-    channel by channel, by features         features     all-to-all (n-1)/n·a    0
-    neurons (linear, conv), by features     whole        all-gather (n-1)·a      all-gather (n-1)·a
+    reader                                   needs        producer by samples     producer by features
+    any, by samples; the loss                samples      0                       all-to-all  (n-1)/n·a
+    channel by channel, by features          features     all-to-all (n-1)/n·a    0
+    neurons (linear, conv), by inputs        features     all-to-all (n-1)/n·a    0
+    neurons, by features                     whole        all-gather (n-1)·a      all-gather (n-1)·a
+
+    producer by inputs: reduce-scatter (n-1)·a into the form its readers need, before the above
 
 Derivation: a device holds a bytes in either form, a/n of them in both, and n·a are everything; it gets what it needs and
-does not hold. Backward of a gather is a reduce-scatter: every device has a part of the sum for all n·a bytes. Once per
-producer, whoever reads: what is whole is in both forms too, and partial gradients are added before they are scattered. Ring
-formulas: ``cost_models.communication`` (Patarasuk, Yuan 2009; Thakur et al. 2005), latency not counted, nothing overlapped.
+does not hold. Backward of a gather is a reduce-scatter, and the reverse: every device has a part of the sum for all n·a
+bytes. Once per producer, whoever reads: what is whole is in both forms too, and partial gradients are added before they are
+scattered. Ring formulas: ``cost_models.communication`` (Patarasuk, Yuan 2009; Thakur et al. 2005), full duplex, latency not
+counted, nothing overlapped.
+
 That fully connected layers gain by features and convolutions by samples is Krizhevsky 2014 ("one weird trick"): a linear op
-of o outputs by features pays 2(n-1)·B·in elements for the 2(n-1)/n·in·o of its gradients, so it gains where n·B < o.
-
-Why a cut is exact. Let x = 1 mean features, c the price of an exchange and g ≥ c that of a gather. A producer u costs
-
-    c·[u and its readers not all alike]              readers that are all channel by channel      a hyperedge (Lawler 1973)
-    (g-c)·[some neurons reader is 1] + c·[u or some reader is 1]        with a reader by neurons: terms max(x), prices ≥ 0
-
-(if u = 1 and a neurons reader is 0, that one needs samples; if it is 1, the whole.) Both are submodular, so an auxiliary
-node each writes them as arcs of a network whose minimum s–t cut is the optimum (Kolmogorov, Zabih 2004). This holds for any
-numbers, since g = n·c: no search is ever needed. The largest flow is the proof that no choice costs less.
+of o outputs by features pays 2(n-1)·B·in elements for the 2(n-1)/n·in·o of its gradients, so it gains where n·B < o. Inputs
+after features are the pairs of Megatron-LM (Shoeybi et al. 2019). The searches are in ``placement_sharded_cut`` and
+``placement_sharded_program``; ``place_sharded`` calls them.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from typing import Literal, TypeAlias
-
-import networkx as nx
 
 from cost_models.communication import (
     AlphaBeta,
@@ -49,16 +44,10 @@ from cost_models.communication import (
     ring_all_gather_seconds,
     ring_all_reduce_seconds,
 )
-from cost_models.errors import GraphError, InternalError
+from cost_models.errors import InternalError
 
-Layout: TypeAlias = Literal["samples", "features"]
+Layout: TypeAlias = Literal["samples", "features", "inputs"]
 Kind: TypeAlias = Literal["neurons", "channels", "samples", "input"]
-Node: TypeAlias = tuple[str, int]
-SAMPLES: Node = ("samples", -1)
-FEATURES: Node = ("features", -1)
-PROVED = 1e-9
-"""Relative distance of value and flow that rounding explains."""
-SPACE = "every op on all devices, by samples or by features"
 
 
 @dataclass(frozen=True)
@@ -67,7 +56,7 @@ class ShardedOp:
 
     ``kind``: "neurons" each output neuron needs the whole input; "channels" each output channel needs the same channel of
     its inputs; "samples" nothing but samples is known to split it; "input" is the data loader, which gives every device
-    what it needs. ``neurons``: how many outputs there are to split, None where unknown: as many as it takes.
+    what it needs. ``neurons``, ``inputs``: how many there are to split, None where unknown: as many as it takes.
     """
 
     id: str
@@ -78,6 +67,7 @@ class ShardedOp:
     kind: Kind
     has_gradient: bool = True
     neurons: int | None = None
+    inputs: int | None = None
 
 
 @dataclass(frozen=True)
@@ -118,17 +108,27 @@ class ShardedProblem:
         return ring_all_reduce_seconds(self.ops[v].parameter_bytes, self.devices, self.link)
 
     def compute_seconds(self, v: int, layout: Layout) -> float:
-        """Of n mini-batches on the busiest device: by features the one with ⌈neurons/n⌉ of the neurons."""
+        """Of n mini-batches on the busiest device: by features or inputs the one with ⌈parts/n⌉ of the parts."""
         op, n = self.ops[v], self.devices
         seconds = op.forward_seconds + op.backward_seconds
-        if layout == "samples" or not op.neurons:
-            return seconds
-        return seconds * (-(-op.neurons // n) * n / op.neurons)
+        parts = self._parts(v, layout)
+        return seconds * (-(-parts // n) * n / parts) if parts else seconds
 
-    def can_split(self, v: int) -> bool:
-        """Whether every device gets a neuron."""
-        op = self.ops[v]
-        return op.kind != "samples" and (op.neurons is None or op.neurons >= self.devices)
+    def can_be(self, v: int, layout: Layout) -> bool:
+        """Whether every device gets a neuron, of an op that is known to split so."""
+        kinds: dict[Layout, tuple[Kind, ...]] = {
+            "features": ("neurons", "channels", "input"),
+            "inputs": ("neurons",),
+        }
+        parts = self._parts(v, layout)
+        return layout == "samples" or (
+            self.ops[v].kind in kinds[layout] and (parts is None or parts >= self.devices)
+        )
+
+    def _parts(self, v: int, layout: Layout) -> int | None:
+        if layout == "samples":
+            return None
+        return self.ops[v].neurons if layout == "features" else self.ops[v].inputs
 
 
 @dataclass(frozen=True)
@@ -138,6 +138,7 @@ class ShardedCosts:
     compute_seconds: float
     reduce_seconds: float
     gather_seconds: float
+    """With the sums of partial outputs and gradients."""
     exchange_seconds: float
     parameter_bytes: float
     """Held by a device."""
@@ -151,12 +152,15 @@ class ShardedCosts:
 
 @dataclass(frozen=True)
 class Sharded:
-    """The best layouts, one per op; seconds are those of a step of n mini-batches. No choice is below ``bound_seconds``."""
+    """Layouts, one per op, and seconds of a step of n mini-batches. No choice of ``space`` is below ``bound_seconds``."""
 
     layouts: tuple[Layout, ...]
     costs: ShardedCosts
     bound_seconds: float
+    space: str
     method: str
+    status: str
+    """ "optimal" or "time limit"."""
     search_seconds: float
 
     @property
@@ -170,108 +174,33 @@ class Sharded:
         return max(0.0, (value - self.bound_seconds) / value) if value > 0 else 0.0
 
 
-@dataclass(frozen=True)
-class _Arc:
-    source: Node
-    target: Node
-    seconds: float
-
-
 def evaluate_layouts(problem: ShardedProblem, layouts: Sequence[Layout]) -> ShardedCosts:
-    """What layouts cost, by the table above. The loss, which no profile has, is computed by samples."""
+    """What layouts cost, by the tables above. The loss, which no profile has, is computed by samples."""
     compute, reduced, gathered, exchanged, held = [], [], [], [], []
     for v, op in enumerate(problem.ops):
-        features = layouts[v] == "features"
-        if features and not problem.can_split(v):
-            raise InternalError(f"{op.id} cannot be split by features", [f"its kind is {op.kind}"])
-        compute.append(problem.compute_seconds(v, layouts[v]))
-        held.append(op.parameter_bytes / (problem.devices if features else 1))
-        if not features:
+        layout = layouts[v]
+        if not problem.can_be(v, layout):
+            raise InternalError(f"{op.id} cannot be split by {layout}", [f"its kind is {op.kind}"])
+        compute.append(problem.compute_seconds(v, layout))
+        held.append(op.parameter_bytes / (1 if layout == "samples" else problem.devices))
+        if layout == "samples":
             reduced.append(problem.reduce_seconds(v))
         if op.kind == "input":
             continue
         needs = {_need(problem, reader, layouts) for reader in problem.readers[v]} or {"samples"}
+        if layout == "inputs":
+            gathered.append(problem.gather_seconds(v))
         if "whole" in needs:
             gathered.append(problem.gather_seconds(v))
-        elif needs != {layouts[v]}:
+        elif len(needs) == 2 or (layout != "inputs" and needs != {layout}):
             exchanged.append(problem.exchange_seconds(v))
     return ShardedCosts(*map(math.fsum, (compute, reduced, gathered, exchanged, held)))
-
-
-def place_sharded(problem: ShardedProblem) -> Sharded:
-    """The layouts whose step is shortest, proved by a flow as large. Where it makes no difference, ops are by samples.
-
-    Floats are fractions of powers of two, so prices become whole numbers without rounding, and the flow is exact.
-    """
-    started = time.monotonic()
-    _check_prices(problem)
-    arcs = _arcs(problem)
-    whole = max((arc.seconds.as_integer_ratio()[1] for arc in arcs if arc.seconds < math.inf), default=1)
-    network: nx.DiGraph[Node] = nx.DiGraph()
-    network.add_nodes_from((SAMPLES, FEATURES))
-    for arc in arcs:
-        if arc.seconds > 0:
-            price = int(Fraction(arc.seconds) * whole) if arc.seconds < math.inf else math.inf
-            network.add_edge(arc.source, arc.target, capacity=price)
-    # of all minimum cuts, networkx gives the one with the smallest sink side
-    flow, (_, by_features) = nx.minimum_cut(network, SAMPLES, FEATURES)
-    layouts: tuple[Layout, ...] = tuple(
-        "features" if ("op", v) in by_features else "samples" for v in range(len(problem.ops))
-    )
-    costs = evaluate_layouts(problem, layouts)
-    value, bound = costs.step_seconds, float(Fraction(int(flow), whole))
-    if abs(value - bound) > PROVED * value:
-        raise InternalError("layouts do not cost what the cut says", [f"{value!r} s and {bound!r} s"])
-    method = f"minimum s–t cut of {len(network)} nodes and {network.number_of_edges()} arcs"
-    return Sharded(layouts, costs, value, method, time.monotonic() - started)
-
-
-def _check_prices(problem: ShardedProblem) -> None:
-    problems = [
-        f"{op.id}: {op.activation_bytes:g} bytes of output, {op.parameter_bytes:g} of parameters"
-        for v, op in enumerate(problem.ops)
-        if not math.isfinite(problem.gather_seconds(v) + problem.reduce_seconds(v))
-    ]
-    if problems:
-        raise GraphError(
-            f"at {problem.bytes_per_second:g} B/s sending takes longer than numbers can say",
-            problems[:5],
-            ["give a larger --bandwidth, or correct the file"],
-        )
-
-
-def _arcs(problem: ShardedProblem) -> list[_Arc]:
-    """Every price as arcs; ``i → j`` is cut, and paid, where i is by samples and j by features."""
-    arcs = []
-    for v, op in enumerate(problem.ops):
-        by_features = problem.compute_seconds(v, "features") if problem.can_split(v) else math.inf
-        by_samples = problem.compute_seconds(v, "samples") + problem.reduce_seconds(v)
-        arcs += [_Arc(SAMPLES, ("op", v), by_features), _Arc(("op", v), FEATURES, by_samples)]
-        if op.kind != "input":
-            arcs += _output_arcs(problem, v)
-    return arcs
-
-
-def _output_arcs(problem: ShardedProblem, u: int) -> list[_Arc]:
-    """What u's readers make it cost. The loss, where there are none, needs samples."""
-    exchange, gather = problem.exchange_seconds(u), problem.gather_seconds(u)
-    readers = problem.readers[u]
-    by_neurons = [v for v in readers if problem.ops[v].kind == "neurons"]
-    some, whole, every = ("some", u), ("whole", u), ("every", u)
-    arcs = [_Arc(some, ("op", v), math.inf) for v in (u, *readers)]  # if any is by features, so is ``some``
-    if by_neurons:
-        arcs += [_Arc(whole, ("op", v), math.inf) for v in by_neurons]
-        return [*arcs, _Arc(SAMPLES, some, exchange), _Arc(SAMPLES, whole, gather - exchange)]
-    if not readers:
-        return [*arcs, _Arc(SAMPLES, some, exchange)]
-    arcs += [_Arc(("op", v), every, math.inf) for v in (u, *readers)]  # if any is by samples, so is ``every``
-    return [*arcs, _Arc(every, some, exchange)]
 
 
 def _need(problem: ShardedProblem, reader: int, layouts: Sequence[Layout]) -> str:
     if layouts[reader] == "features" and problem.ops[reader].kind == "neurons":
         return "whole"
-    return layouts[reader]
+    return "samples" if layouts[reader] == "samples" else "features"
 
 
 def _ways(op: ShardedOp) -> int:

@@ -52,7 +52,7 @@ def plan(
     graph
         JSON of the device-placement benchmark, a PipeDream graph.txt, or our own JSON.
     strategy
-        free: any node on any device. feature: every op on all devices, by samples or by features (PipeDream profiles).
+        free: any node on any device. feature: every op on all devices, by samples, features or inputs (PipeDream profiles).
     contiguous
         Ask that devices pass the forward graph on in one direction: its quotient over devices has no circle.
     devices
@@ -91,7 +91,7 @@ def plan(
         read = read_graph(graph, devices=devices, bytes_per_second=bandwidth)
     with progress("searching"):
         if strategy == "feature":
-            made = plan_sharded(read)
+            made = plan_sharded(read, time_limit)
         else:
             made = plan_graph(read, contiguous=contiguous, objective=objective, time_limit_seconds=time_limit)
     if output is not None:
