@@ -1,79 +1,65 @@
 """The free search: any op on any device.
 
     OpGraph ─► units ─► placements by cuts, moves and integer programs ─► the best simulated as programs
-            ─► the best that fits is the plan, with its certificate
+            ─► moved while the simulated step gets shorter ─► the best that fits is the plan, with its certificate
 
 The layer-wise plan and whatever else is given as a start are candidates too: the plan is never worse than they are.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+import logging
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
 
 from cost_models.cluster import ClusterSpec
-from cost_models.precision import Precision
-from passes.certificate import Certificate
+from passes.certificate import Certificate, relative_gap, simulated_lower_bound
 from passes.costs import GraphCosts
+from passes.free_judge import FreeJudge
+from passes.free_model import FreeModel, read_free_model
+from passes.free_problem import evaluate
+from passes.free_request import accepted_counts, infeasible, resolved_pins, usable_starts
+from passes.free_search import CountSearch
+from passes.free_types import (
+    FreeCandidate,
+    FreeRequest,
+    FreeResult,
+    Objective,
+    SimulatedFree,
+    SimulateFree,
+)
 from passes.graph import OpGraph
-from passes.layer_pins import matches
 
-Objective = Literal["throughput", "latency"]
+__all__ = [
+    "FreeCandidate",
+    "FreeRequest",
+    "FreeResult",
+    "Objective",
+    "SimulateFree",
+    "SimulatedFree",
+    "place_free",
+]
 
+log = logging.getLogger("partitioner")
 
-@dataclass(frozen=True)
-class FreeRequest:
-    """What the user fixed and what is left to the search.
-
-    ``objective``: "throughput" (the busiest device, over the micro-batches of a step) or "latency" (the makespan of one
-    batch, in one micro-batch if their number is left open). ``pins``: glob over module paths or op names -> rank.
-    ``split``: whether ops may be split into blocks of neurons. ``splits``: which are, and into which sizes (glob over
-    families of ``passes.split_families``, or an op's name -> sizes of blocks); then no others.
-    """
-
-    batch_size: int
-    microbatches: int | Literal["auto"] = "auto"
-    objective: Objective = "throughput"
-    optimizer: str = "adamw"
-    precision: Precision = field(default_factory=Precision)
-    pins: Mapping[str, int] = field(default_factory=dict)
-    split: bool = False
-    splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    time_limit_seconds: float | None = None
-    simulations: int = 12
-    """Candidates simulated at most, for each number of micro-batches."""
-
-
-@dataclass(frozen=True, eq=False)
-class FreeCandidate:
-    """A placement. Recomputed ops have no rank."""
-
-    rank_of: Mapping[str, int]
-    microbatches: int
-    description: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class SimulatedFree:
-    """What the simulation of a candidate's programs says. ``peak_memory_bytes``: per rank."""
-
-    candidate: FreeCandidate
-    step_seconds: float
-    peak_memory_bytes: Sequence[int]
-
-
-@dataclass(frozen=True, eq=False)
-class FreeResult:
-    """The chosen candidate and how it was found. ``tried``: everything that was simulated, fastest first."""
-
-    best: SimulatedFree
-    tried: tuple[SimulatedFree, ...]
-    certificate: Certificate
-
-
-SimulateFree = Callable[[FreeCandidate], SimulatedFree]
+DEFAULT_SECONDS = 30.0
+"""Where the request has no limit; small graphs are done long before."""
+FIRST_COUNTS = 6
+"""Numbers of micro-batches that are looked at first, spread over all; then those beside the best."""
+DEEP_COUNTS = 3
+"""Of which placements are searched for in depth."""
+WORTH_DEPTH = 1.25
+"""How much slower than the best another number may be predicted to be searched too."""
+SEARCH_SHARE, SIMULATE_SHARE = 0.5, 0.75
+"""Parts of the time after which searching, and simulating what was found, end; the rest is for climbing."""
+MEMORY_ROUNDS = 4
+ROOM_LEFT = 0.97
+"""How full a further search may make a device, if the estimate is as far off as it was where it overflowed."""
+THROUGHPUT = "busiest device, messages included"
+LATENCY = "makespan of one micro-batch, list schedule"
 
 
 def place_free(
@@ -85,23 +71,171 @@ def place_free(
     simulate: SimulateFree,
     starts: Sequence[FreeCandidate] = (),
 ) -> FreeResult:
-    """Pins on top of the first start; everything else follows its inputs, or lies on the first device."""
-    base = starts[0].rank_of if starts else {}
-    rank_of: dict[str, int] = {}
-    for node in graph.ops:
-        if node.name in recomputed:
-            continue
-        sources = [rank_of[source.name] for source in node.all_input_nodes if source.name in rank_of]
-        path = str(node.meta.get("module_path", ""))
-        pinned = [rank for glob, rank in request.pins.items() if matches(glob, node.name, path)]
-        if node.target is operator.getitem and sources:
-            rank_of[node.name] = sources[0]
-        elif pinned:
-            rank_of[node.name] = pinned[0]
-        else:
-            rank_of[node.name] = base.get(node.name, sources[-1] if sources else 0)
-    count = request.microbatches if request.microbatches != "auto" else 1
-    best = simulate(FreeCandidate(rank_of, count, "pins"))
-    seconds = best.step_seconds
-    certificate = Certificate("simulated step", seconds, 0.0, 1.0, 0.0, "pins", "pins", "stalled", 0.0)
-    return FreeResult(best, (best,), certificate)
+    """Search, simulate the best candidates and their neighbours, return the best that fits.
+
+    ``recomputed``: ops that every segment runs for itself; they have no rank. ``starts`` are simulated first. Raises
+    ``UsageError`` for pins that cannot hold, ``InfeasibleError`` if nothing fits.
+    """
+    started = time.perf_counter()
+    limit = request.time_limit_seconds or DEFAULT_SECONDS
+    counts = accepted_counts(graph, request)
+    pins = resolved_pins(graph, recomputed, request, cluster)
+    work_size = max(1, request.batch_size // counts[-1])
+    model = read_free_model(
+        graph, costs, cluster, recomputed, request.optimizer, request.precision, pins, work_size
+    )
+    judge = FreeJudge(simulate, [device.memory_bytes for device in cluster.devices])
+    first = usable_starts(model, starts, counts)
+    for start in first:
+        judge.candidate(start)
+    searches: list[CountSearch] = []
+    scale = 1.0
+    for number in range(MEMORY_ROUNDS):
+        left = started + limit - time.perf_counter()
+        if number and left < 0.1 * limit and judge.best() is not None:
+            break
+        begun = time.perf_counter()
+        searches = _search(model, request, counts, first, scale, begun + SEARCH_SHARE * left)
+        _simulate(judge, searches, request, begun + SIMULATE_SHARE * left)
+        missed = _missed(judge)
+        if missed is None:
+            break
+        scale *= ROOM_LEFT * _estimated_share(judge, missed)
+        log.info("the fastest placements overflow; searching again with %.0f%% of the memory", 100 * scale)
+    if judge.best() is None:
+        raise infeasible(graph, cluster, request, judge)
+    climbed = judge.climb(started + limit, seed=0)
+    best = judge.best()
+    assert best is not None
+    spent = time.perf_counter() - started
+    log.info("free search: %d simulated, %d while climbing, %.2f s", len(judge.tried), climbed, spent)
+    tried = tuple(sorted(judge.tried, key=lambda s: s.step_seconds))
+    return FreeResult(best, tried, _certificate(model, request, counts, best, searches, spent))
+
+
+def _search(
+    model: FreeModel,
+    request: FreeRequest,
+    counts: Sequence[int],
+    starts: Sequence[FreeCandidate],
+    scale: float,
+    deadline: float,
+) -> list[CountSearch]:
+    """The best numbers of micro-batches, searched in depth; best predicted first."""
+    looked: dict[int, tuple[float, CountSearch]] = {}
+
+    def look(count: int) -> None:
+        if count in looked:
+            return
+        search = CountSearch(model, request.batch_size, count, capacity_scale=scale)
+        for start in starts:
+            search.offer(model.home_of(start.rank_of, search.problem), start.description or "start")
+        looked[count] = search.start(), search
+
+    spread = np.unique(np.linspace(0, len(counts) - 1, FIRST_COUNTS).round().astype(int)).tolist()
+    for count in [*(start.microbatches for start in starts), *(counts[i] for i in spread)]:
+        if looked and time.perf_counter() > deadline:
+            break
+        look(count)
+    for _ in range(2):
+        best_count = min(looked, key=lambda count: looked[count][0])
+        at = counts.index(best_count)
+        for beside in counts[max(0, at - 1) : at + 2]:
+            if time.perf_counter() < deadline:
+                look(beside)
+    ranked = sorted(looked.values(), key=lambda pair: pair[0])
+    worth = [search for seconds, search in ranked if seconds <= WORTH_DEPTH * ranked[0][0]][:DEEP_COUNTS]
+    for number, search in enumerate(worth):
+        now = time.perf_counter()
+        for other in worth[:number]:  # what is good for one number is worth a look for the next
+            for found in other.ranked(request.simulations):
+                search.offer(found.home, found.name)
+        if now < deadline:
+            latency = request.objective == "latency"
+            search.run(now + (deadline - now) / (len(worth) - number), latency=latency)
+    return worth
+
+
+def _simulate(
+    judge: FreeJudge, searches: Sequence[CountSearch], request: FreeRequest, deadline: float
+) -> None:
+    """The best of each number of micro-batches, in the order of their predictions."""
+    chosen = [
+        (search.predict(found.home), number, search, found)
+        for number, search in enumerate(searches)
+        for found in search.ranked(request.simulations)
+    ]
+    for _, _, search, found in sorted(chosen, key=lambda each: each[:2]):
+        late = time.perf_counter() + judge.each_seconds > deadline
+        if late and judge.best() is not None:
+            return
+        judge.placement(search, found.home, found.name)
+
+
+def _missed(judge: FreeJudge) -> SimulatedFree | None:
+    """The placement that overflows least, if one of them is faster than all that fit."""
+    best = judge.best()
+    seconds = math.inf if best is None else best.step_seconds
+    over = [
+        judge.tried[i]
+        for i in judge.homes
+        if judge.overflow_bytes(judge.tried[i]) > 0 and judge.tried[i].step_seconds * 1.01 < seconds
+    ]
+    return min(over, key=judge.overflow_bytes, default=None)
+
+
+def _estimated_share(judge: FreeJudge, missed: SimulatedFree) -> float:
+    """Estimated / simulated bytes, the least of all devices that overflow; below 1."""
+    search, home = next(judge.homes[i] for i in judge.homes if judge.tried[i] is missed)
+    estimated = evaluate(search.problem, home).memory_bytes.tolist()
+    shares = [
+        held / peak
+        for held, peak, room in zip(estimated, missed.peak_memory_bytes, judge.capacity_bytes, strict=True)
+        if peak > room
+    ]
+    return float(min([1.0, *shares]))
+
+
+def _certificate(
+    model: FreeModel,
+    request: FreeRequest,
+    counts: Sequence[int],
+    best: SimulatedFree,
+    searches: Sequence[CountSearch],
+    search_seconds: float,
+) -> Certificate:
+    """About the number of micro-batches that won: the surrogate of the placement, and what none can beat."""
+    m = best.candidate.microbatches
+    search = next((s for s in searches if s.microbatches == m), None)
+    if search is None:
+        search = CountSearch(model, request.batch_size, m)
+    devices = model.cluster.devices
+    lower = min(
+        simulated_lower_bound(model.layers.times(max(1, request.batch_size // count), devices), count)
+        for count in counts
+    )
+    ops = np.arange(len(model.layers.names))
+    home = [best.candidate.rank_of[name] for name in model.layers.names]
+    if request.objective == "latency":
+        objective, name = search.predict(model.home_of(best.candidate.rank_of, search.problem)), LATENCY
+        times = model.layers.times(max(1, request.batch_size // m), devices)
+        bound, method = simulated_lower_bound(times, m), "longest path, work, largest op"
+    else:
+        objective = evaluate(model.problem(ops, request.batch_size, m), home).objective_seconds
+        bound, method, name = search.bound.seconds, search.bound.method, THROUGHPUT
+    bound = min(bound, objective)
+    gap = relative_gap(objective, bound)
+    return Certificate(
+        objective=name,
+        objective_seconds=objective,
+        bound_seconds=bound,
+        gap=gap,
+        simulated_lower_bound_seconds=lower,
+        space=(
+            f"every placement of {search.exact.units} units ({len(ops)} ops; what must share a device is one) on "
+            f"{len(devices)} devices, {m} micro-batches; searched over {search.problem.units} units"
+        ),
+        method=f"{', '.join(dict.fromkeys(search.methods)) or 'starts'}; bound: {method}",
+        solver_status="optimal" if gap <= 1e-6 else "stalled",
+        search_seconds=search_seconds,
+    )

@@ -1,0 +1,132 @@
+"""Placements to begin with: one device, contiguous splits, modules apart, and each task where it ends soonest."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from passes.free_makespan import TaskGraph
+from passes.free_problem import FreeProblem, IntArray
+
+Home = tuple[int, ...]
+MAX_DEPTH = 4
+"""Of module paths, whose modules are placed apart."""
+MAX_GROUPS = 4096
+BISECTIONS = 40
+
+
+def all_starts(
+    problem: FreeProblem, tasks: TaskGraph, unit_of_task: IntArray, modules: Sequence[str]
+) -> list[tuple[Home, str]]:
+    """Distinct placements that obey pins, each with its name."""
+    found: dict[Home, str] = {}
+    named = itertools.chain(
+        one_device(problem),
+        [(earliest_finish(problem, tasks, unit_of_task), "earliest finish")],
+        contiguous(problem),
+        modules_apart(problem, modules),
+    )
+    for home, name in named:
+        found.setdefault(obeying(problem, home), name)
+    return list(found.items())
+
+
+def obeying(problem: FreeProblem, home: Sequence[int]) -> Home:
+    """``home`` with every unit that may not be there on its fastest device that it may be on."""
+    where = np.asarray(home, dtype=np.int64)
+    wrong = ~problem.allowed[where, np.arange(problem.units)]
+    fastest = np.where(problem.allowed, problem.seconds, np.inf).argmin(axis=0)
+    return tuple(np.where(wrong, fastest, where).tolist())
+
+
+def one_device(problem: FreeProblem) -> Iterator[tuple[Home, str]]:
+    """All units on each of the devices."""
+    for d in range(problem.devices):
+        yield (d,) * problem.units, f"all on rank {d}"
+
+
+def contiguous(problem: FreeProblem) -> Iterator[tuple[Home, str]]:
+    """The program's order cut into runs that take equally long, on the fastest devices, in a few orders of them."""
+    speed = problem.seconds.sum(axis=1)
+    fastest = np.argsort(speed, kind="stable").tolist()
+    for used in range(2, problem.devices + 1):
+        chosen = fastest[:used]
+        for order in dict.fromkeys((tuple(sorted(chosen)), tuple(chosen), tuple(chosen[::-1]))):
+            yield split(problem, order), f"{used} contiguous runs"
+
+
+def split(problem: FreeProblem, devices: Sequence[int]) -> Home:
+    """Runs of units on ``devices`` in turn, none longer than the least T for which that works."""
+    low, high = 0.0, float(problem.seconds.max(axis=0).sum())
+    best = _filled(problem, devices, high)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        home = _filled(problem, devices, middle)
+        if home is None:
+            low = middle
+        else:
+            best, high = home, middle
+    assert best is not None
+    return best
+
+
+def _filled(problem: FreeProblem, devices: Sequence[int], most: float) -> Home | None:
+    """Fill device after device up to ``most`` seconds; None if units are left over."""
+    cumulated = np.concatenate([np.zeros((problem.devices, 1)), np.cumsum(problem.seconds, axis=1)], axis=1)
+    home: list[int] = []
+    for d in devices:
+        begin = len(home)
+        end = int(np.searchsorted(cumulated[d], cumulated[d, begin] + most * (1 + 1e-12), side="right")) - 1
+        home += [d] * (max(begin, end) - begin)
+    return tuple(home) if len(home) == problem.units else None
+
+
+def modules_apart(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[Home, str]]:
+    """Modules of each depth of the paths on devices of their own, the largest first where it ends soonest."""
+    for depth in range(1, MAX_DEPTH + 1):
+        groups: dict[str, list[int]] = defaultdict(list)
+        for unit, path in enumerate(modules):
+            groups[".".join(path.split(".")[:depth])].append(unit)
+        if not 1 < len(groups) < MAX_GROUPS:
+            continue
+        load = np.zeros(problem.devices)
+        home = [0] * problem.units
+        size = {path: problem.seconds[:, units].sum(axis=1) for path, units in groups.items()}
+        for path in sorted(groups, key=lambda p: -float(size[p].min())):
+            d = int((load + size[path]).argmin())
+            load[d] += size[path][d]
+            for unit in groups[path]:
+                home[unit] = d
+        yield tuple(home), f"modules of depth {depth} apart"
+
+
+def earliest_finish(problem: FreeProblem, tasks: TaskGraph, unit_of_task: IntArray) -> Home:
+    """Each task, in the order of the longest way to the end, on the device where its forward ends soonest.
+
+    HEFT (Topcuoglu, Hariri, Wu 2002), without insertion; a task of a unit that lies somewhere goes there.
+    """
+    devices, unit_of = problem.devices, unit_of_task.tolist()
+    home = [-1] * problem.units
+    free = [0.0] * devices
+    ended = [0.0] * len(tasks)
+    seconds, sent = tasks.forward.tolist(), tasks.sent_bytes.tolist()
+    latency, per_byte = tasks.latency.tolist(), tasks.seconds_per_byte.tolist()
+    for task in sorted(range(len(tasks)), key=lambda t: (-tasks.urgency[t], t)):
+        unit = unit_of[task]
+        choices = [home[unit]] if home[unit] >= 0 else np.flatnonzero(problem.allowed[:, unit]).tolist()
+        best, best_end = choices[0], float("inf")
+        for d in choices:
+            begin = free[d]
+            for producer in tasks.producers[task]:
+                other = home[unit_of[producer]]
+                arrives = ended[producer] + latency[other][d] + sent[producer] * per_byte[other][d]
+                begin = max(begin, arrives)
+            end = begin + seconds[d][task]
+            if end < best_end:
+                best, best_end = d, end
+        home[unit] = best
+        free[best] = ended[task] = best_end
+    return tuple(home)
