@@ -26,6 +26,10 @@ from passes.placement_sharded import Layout, Sharded, ShardedProblem, evaluate_l
 
 PROVED = 1e-7
 """The solver's tolerance, as elsewhere."""
+FAR = 0.5
+"""Of the value that a program was scaled to: what is found below it is the start of another program."""
+ABSOLUTE = 1e-6
+"""The solver's tolerance in scaled units, of 100 for the value known."""
 LAYOUTS: tuple[Layout, ...] = ("samples", "features", "inputs")
 SPACE = "every op on all devices, by samples, by features or by inputs"
 
@@ -33,13 +37,19 @@ SPACE = "every op on all devices, by samples, by features or by inputs"
 def improve_layouts(problem: ShardedProblem, start: Sharded, time_limit: float) -> Sharded:
     """The best layouts of three kinds, or the best that were found; ``start`` where nothing is better than it."""
     started = time.monotonic()
-    model = _Program(problem, start.step_seconds)
-    layouts, bound = model.solve(time_limit)
+    deadline = started + time_limit
     best, costs = start.layouts, start.costs
-    if layouts is not None:
-        found = evaluate_layouts(problem, layouts)
-        if found.step_seconds < costs.step_seconds * (1 - 1e-12):
-            best, costs = layouts, found
+    while True:
+        known = costs.step_seconds
+        model = _Program(problem, known)
+        layouts, bound = model.solve(max(0.0, deadline - time.monotonic()))
+        if layouts is not None:
+            found = evaluate_layouts(problem, layouts)
+            if found.step_seconds < known:
+                best, costs = layouts, found
+        # the solver's tolerances are those of what was known: far below it, it has not looked closely
+        if not 0 < costs.step_seconds < FAR * known or time.monotonic() >= deadline:
+            break
     value = costs.step_seconds
     proved = value - bound <= PROVED * value
     size = f"integer program of {len(model.lp.variables()):,} variables (HiGHS)"
@@ -119,10 +129,12 @@ class _Program:
 
     def solve(self, seconds: float) -> tuple[tuple[Layout, ...] | None, float]:
         """(layouts, if any were found; seconds that no choice is below)."""
-        # without presolve, as for every bound here: bounds are taken from the solver, so it must not have cut off anything
-        self.lp.solve(pulp.HiGHS(msg=False, presolve="off", threads=1, timeLimit=seconds, gapRel=1e-9))
-        bound = float(self.lp.solverModel.getInfo().mip_dual_bound) / self.scale
-        bound = max(0.0, bound * (1 - 1e-9)) if math.isfinite(bound) else 0.0
+        # without presolve, as for every bound of placements: it has been seen to cut off solutions
+        self.lp.solve(
+            pulp.HiGHS(msg=False, presolve="off", threads=1, timeLimit=seconds, gapRel=1e-9, gapAbs=0.0)
+        )
+        bound = (float(self.lp.solverModel.getInfo().mip_dual_bound) - 2 * ABSOLUTE) / self.scale
+        bound = max(0.0, bound) if math.isfinite(bound) else 0.0
         if self.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
             return None, bound
         return tuple(max(row, key=lambda k: row[k].value() or 0.0) for row in self.x), bound

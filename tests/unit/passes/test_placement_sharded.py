@@ -80,6 +80,26 @@ def test_the_program_is_the_best_of_all_choices_with_inputs(block: int) -> None:
     assert better > 5
 
 
+def test_a_start_that_is_far_off_does_not_blur_the_program() -> None:
+    """Sums that differ by 10¹² and more: what is scaled to the cut's value must not hide what is far below it."""
+    for seed in range(1300, 1400):
+        problem, dice = drawn(seed, most=5), random.Random(seed)
+        ops = tuple(
+            replace(
+                op,
+                activation_bytes=op.activation_bytes * 10 ** dice.randint(-8, 8),
+                parameter_bytes=op.parameter_bytes * 10 ** dice.randint(-8, 8),
+            )
+            for op in problem.ops
+        )
+        problem = replace(problem, ops=ops)
+        found = place_sharded(problem)
+        choices = itertools.product(("samples", "features", "inputs"), repeat=len(ops))
+        best = min(step_seconds(problem, choice) for choice in choices)
+        assert best * (1 - 1e-12) <= found.step_seconds <= best * (1 + 1e-7)
+        assert found.status == "optimal"
+
+
 def test_what_the_planner_says_is_what_the_evaluator_says_of_any_layouts() -> None:
     for seed in range(200):
         problem, dice = drawn(seed), random.Random(seed)
