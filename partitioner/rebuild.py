@@ -22,7 +22,7 @@ from passes.shard_graph import shard_graph
 from passes.shard_program import shardings
 from passes.sharding import FeaturePlacement
 from passes.sharding_text import choice_text
-from passes.splits import Split
+from passes.split_neurons import Split, split_neurons
 from passes.step import StepCosts, SumCost, SumKey, programs_for, simulate_step, sum_bytes
 from passes.summarize import TiedGroup
 from runtime.check import check
@@ -184,8 +184,6 @@ def split_graph(plan: Plan, graph: OpGraph) -> OpGraph:
     splits = tuple(Split(record.op, record.dim, record.sizes) for record in plan.splits)
     key = ("split", splits)
     if key not in graph.memo:
-        from passes.split_neurons import split_neurons
-
         try:
             graph.memo[key] = split_neurons(graph, splits)
         except UsageError as error:

@@ -17,7 +17,7 @@ from cost_models.errors import UsageError
 from passes.costs import GraphCosts
 from passes.graph import OpGraph
 from passes.split_families import Family, families
-from passes.splits import Split
+from passes.split_neurons import Split
 
 MOST_DEVICES = 16
 """A model is split by itself into at most so many blocks."""

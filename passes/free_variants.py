@@ -26,7 +26,7 @@ from passes.layer_pins import matches
 from passes.place_free import FreeCandidate, FreeRequest, SimulatedFree, place_free
 from passes.place_layers import LayerRequest, RunnerUp
 from passes.placed import Placed
-from passes.splits import Split
+from passes.split_neurons import Split, split_neurons
 
 log = logging.getLogger("partitioner")
 
@@ -78,8 +78,6 @@ def variants(
 
 
 def _split(graph: OpGraph, cluster: ClusterSpec, splits: tuple[Split, ...]) -> Variant:
-    from passes.split_neurons import split_neurons
-
     split = split_neurons(graph, splits)
     log.info("%d ops split into blocks: %d ops instead of %d", len(splits), len(split), len(graph))
     return Variant(split, costs_of(split, cluster), splits)

@@ -17,7 +17,7 @@ from passes.segment import Segmentation
 from passes.shard_costs import Traffic
 from passes.shard_graph import Sharded
 from passes.shard_sums import GradientSum, UpdateGather
-from passes.splits import Split
+from passes.split_neurons import Split
 from passes.step import StepCosts
 from passes.summarize import TiedGroup
 from runtime.program import Program, SegmentGraph
