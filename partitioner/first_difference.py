@@ -22,6 +22,7 @@ from passes.double import float64_by_default
 from passes.graph import OpGraph
 from runtime.microbatch import cut
 from runtime.record import Note, summarized, with_notes
+from runtime.segment_code import SegmentCode
 
 RELATIVE = 1e-9
 
@@ -44,8 +45,7 @@ def first_difference(
         if alone := _worst(numbers, own):
             return f"none of the placement: the graph in blocks of neurons, on one rank, differs from the model {alone}"
     tensors = frozenset(node.name for node in graph.ops if isinstance(node.meta["val"], Tensor))
-    noted = replace(task, codes={index: with_notes(code, tensors) for index, code in task.codes.items()})
-    per_rank = run(run_rank_with_notes, noted)
+    per_rank = run(run_rank_with_notes, replace(task, codes=_noted(task, tensors)))
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     copies = noted_copies(plan, per_rank)
     for node in graph.ops:
@@ -65,6 +65,17 @@ def first_difference(
     return (
         "no forward op: every op's forward agrees, so the difference is in backward, reduction or optimizer"
     )
+
+
+def _noted(task: VerificationTask, tensors: frozenset[str]) -> dict[int, SegmentCode]:
+    """Segments with notes. What several segments of one rank compute for themselves is noted in the first of them."""
+    codes: dict[int, SegmentCode] = {}
+    seen: dict[tuple[int, ...], set[str]] = {}
+    for index, code in sorted(task.codes.items()):
+        before = seen.setdefault(task.segments.segments[index].ranks, set())
+        codes[index] = with_notes(code, tensors - before)
+        before.update(node.name for node in code.module.graph.nodes if node.op == "call_function")
+    return codes
 
 
 def _worst(expected: StepResult, own: Unpartitioned) -> str:

@@ -45,6 +45,6 @@ def with_notes(code: SegmentCode, tensors: frozenset[str]) -> SegmentCode:
     environment: dict[fx.Node, fx.Node] = {}
     for node in code.module.graph.nodes:
         environment[node] = graph.node_copy(node, environment.__getitem__)
-        if node.name in tensors:
+        if node.op == "call_function" and node.name in tensors:
             graph.call_function(note, (node.name, environment[node]))
     return replace(code, module=fx.GraphModule(torch.nn.Module(), graph), recomputed=())
