@@ -44,9 +44,10 @@ from passes.graph import OpGraph
 from passes.inference import inference_programs, inference_segments
 from passes.least_samples import least_samples
 from passes.lower import lower
-from passes.read_parts import read_parts
 from passes.reuse_placement import Reused, reuse_placement
+from passes.reuse_splits import reuse_splits
 from passes.segment import Segmentation
+from passes.split_neurons import Split
 from passes.token_counts import user_leaves
 from passes.trace import trace
 from passes.verify_graph import verify_graph
@@ -276,7 +277,8 @@ def _traced(deployed: Deployed, given: Given, with_loss: bool) -> OpGraph:
 def _placed(deployed: Deployed, graph: OpGraph) -> Reused:
     """The evaluation graph where training is; its segments on the devices of the plan."""
     plan = deployed.plan
-    graph = read_parts(graph, deployed.run.parts)
+    splits = [Split(record.op, record.dim, record.sizes) for record in plan.splits]
+    graph = reuse_splits(graph, deployed.training, deployed.run, splits)
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     devices = deployed.ranks.device_of_rank
     holders = {name: {devices[rank] for rank in ranks} for name, ranks in deployed.state.holders.items()}

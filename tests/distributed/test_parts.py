@@ -16,15 +16,13 @@ from cost_models.errors import UsageError
 from partitioner import Plan, partition
 from partitioner.engine import Engine
 from runtime.launch import WorkerPool
-from tests.hand_split import (
+from tests.split_model import (
     MICROBATCHES,
     SAMPLES,
-    SIZES,
     batch,
-    hand_plan,
-    known_split,
     loss_fn,
     model,
+    split_plan,
     traced,
     workload,
 )
@@ -44,8 +42,8 @@ def plans() -> dict[str, str]:
         pins={"fc1": 0, "head": 1},
     )
     return {
-        "split": hand_plan(made),
-        "even": hand_plan(made, EVEN, (1, 0)),
+        "split": split_plan(made),
+        "even": split_plan(made, EVEN, (1, 0)),
         "layers": layers.model_dump_json(),
     }
 
@@ -62,11 +60,9 @@ def groups(named: list[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
     )
 
 
-def deploy(plan_json: str, sizes: tuple[int, ...] = SIZES, seed: int = 0, **options: Any) -> Engine:
-    made = workload(seed)
-    graph = known_split(traced(made), sizes)
+def deploy(plan_json: str, seed: int = 0, **options: Any) -> Engine:
     options = {"optimizer": groups, "timeout_seconds": 20.0, **options}
-    return Plan.from_json(plan_json).deploy(made, graph=graph, **options)
+    return Plan.from_json(plan_json).deploy(workload(seed), **options)
 
 
 @dataclass
@@ -170,24 +166,24 @@ def test_training_and_evaluation_are_the_unsplit_models(plans: Any, pool: Worker
 # ------------------------------------------------------------------------------------------ checkpoints
 
 
-def saved(plan_json: str, sizes: tuple[int, ...], folder: str) -> Course:
-    with deploy(plan_json, sizes) as engine:
+def saved(plan_json: str, folder: str) -> Course:
+    with deploy(plan_json) as engine:
         found = steps(engine, range(2))
         engine.save(folder)
         return found
 
 
-def resumed(plan_json: str, sizes: tuple[int, ...], folder: str) -> tuple[dict[str, Tensor], Course]:
+def resumed(plan_json: str, folder: str) -> tuple[dict[str, Tensor], Course]:
     """Other values first: all must come from the checkpoint."""
-    with deploy(plan_json, sizes, seed=1) as engine:
+    with deploy(plan_json, seed=1) as engine:
         engine.load(folder)
         assert engine.step == 2
         loaded = engine.state_dict()
         return loaded, steps(engine, range(2, 4))
 
 
-def weighted(plan_json: str, sizes: tuple[int, ...], folder: str) -> dict[str, Tensor]:
-    with deploy(plan_json, sizes, seed=1, weights=folder) as engine:
+def weighted(plan_json: str, folder: str) -> dict[str, Tensor]:
+    with deploy(plan_json, seed=1, weights=folder) as engine:
         return engine.state_dict()
 
 
@@ -198,17 +194,16 @@ def weighted(plan_json: str, sizes: tuple[int, ...], folder: str) -> dict[str, T
 def test_a_checkpoint_fits_every_plan(
     before: str, after: str, plans: Any, pool: WorkerPool, tmp_path: Path
 ) -> None:
-    sizes = {"split": SIZES, "even": EVEN, "layers": SIZES}
     folder = str(tmp_path)
-    found, _ = pool.run(saved, plans[before], sizes[before], folder, world_size=2)
-    (loaded, more), _ = pool.run(resumed, plans[after], sizes[after], folder, world_size=2)
+    found, _ = pool.run(saved, plans[before], folder, world_size=2)
+    (loaded, more), _ = pool.run(resumed, plans[after], folder, world_size=2)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in found.state.items())
     expected = eager(range(4))
     assert more.losses == pytest.approx(expected.losses[2:], rel=1e-10)
     assert more.norms == pytest.approx(expected.norms[2:], rel=1e-10)
     assert_alike(more.state, expected.state)
     if after == "even":
-        read, _ = pool.run(weighted, plans[after], sizes[after], folder, world_size=2)
+        read, _ = pool.run(weighted, plans[after], folder, world_size=2)
         assert all(torch.equal(read[name], tensor) for name, tensor in found.state.items())
 
 

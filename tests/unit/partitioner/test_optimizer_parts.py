@@ -17,7 +17,8 @@ from runtime.gather_state import pieces_of
 from runtime.parts import StatePart
 from runtime.rank_state import RankState
 from runtime.sharding import Block
-from tests.hand_split import SIZES, model, split_pair, traced, workload
+from tests.split_model import SIZES, model, traced, workload
+from tests.split_model import split as split_graph
 from tests.unit.partitioner.made_plans import made_plan
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def graph() -> OpGraph:
 
 @pytest.fixture(scope="module")
 def split(graph: OpGraph) -> OpGraph:
-    return split_pair(graph)
+    return split_graph(graph)
 
 
 @pytest.fixture(scope="module")

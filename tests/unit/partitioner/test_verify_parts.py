@@ -16,7 +16,8 @@ from passes.segment import Segmentation
 from runtime.parts import StatePart
 from runtime.program import SegmentGraph
 from runtime.sharding import Block
-from tests.hand_split import SIZES, model, split_pair, traced, workload
+from tests.split_model import SIZES, model, traced, workload
+from tests.split_model import split as split_graph
 
 NAN = float("nan")
 PARTS = {
@@ -146,7 +147,7 @@ def test_two_losses_or_none_agree_with_nothing() -> None:
 
 def test_a_rank_starts_with_copies_of_its_blocks() -> None:
     made = workload()
-    split = split_pair(traced(made))
+    split = split_graph(traced(made))
     values = {**dict(made.model.named_parameters()), **dict(made.model.named_buffers())}
     task = replace(TASK, state=values, parts=split.parts, trainable=frozenset({"fc1.weight"}))
     everything = Segmentation({node.name: 0 for node in split.ops}, ((0,),), frozenset())

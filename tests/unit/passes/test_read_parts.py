@@ -15,7 +15,8 @@ from passes.trace import trace
 from passes.verify_graph import verify_graph
 from runtime.parts import StatePart
 from runtime.sharding import Block
-from tests.hand_split import batch, model, split_pair, traced, workload
+from tests.split_model import batch, model, traced, workload
+from tests.split_model import split as split_graph
 
 Cut = list[tuple[tuple[int, ...], tuple[int, ...]]]
 ROWS: Cut = [((0, 0), (1, 4)), ((1, 0), (2, 4)), ((3, 0), (1, 4))]
@@ -92,7 +93,7 @@ def test_blocks_that_no_line_separates_are_refused() -> None:
 def test_parts_travel_to_whoever_reads_them() -> None:
     """The layer runs where its first block is trained; no rank holds all of its weight."""
     made = workload()
-    split = split_pair(traced(made))
+    split = split_graph(traced(made))
     whole = without_writes(trace(made.model, (batch()["x"],), training=False))
     read = read_parts(whole, split.parts)
     rank_of = {node.name: int("_b1" in node.name) for node in split.ops}

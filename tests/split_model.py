@@ -1,0 +1,103 @@
+"""A model whose neurons are split into blocks, and a plan of it by hand: what tests of parts stand on.
+
+linear(x, fc1.weight, fc1.bias) -> tanh -> linear(·, fc2.weight, fc2.bias)
+
+linear(x, fc1.weight#0, fc1.bias#0) -> tanh -> linear(·, fc2.weight#0, fc2.bias) ─┐
+linear(x, fc1.weight#1, fc1.bias#1) -> tanh -> linear(·, fc2.weight#1) ───────────┴─ add
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cost_models.cluster import ClusterSpec
+from partitioner import Workload
+from partitioner.describe import describe
+from passes.compile import Compiled
+from passes.costs import costs_of
+from passes.free_variants import Variant, place_variant
+from passes.graph import OpGraph
+from passes.place_free import FreeRequest
+from passes.split_neurons import Split, split_neurons
+from passes.trace import trace
+from runtime.check import check
+
+WIDTH, HIDDEN, CLASSES, SAMPLES, MICROBATCHES = 6, 10, 4, 8, 2
+SIZES = (3, 5, 2)
+RANK_OF_BLOCK = (0, 1, 0)
+"""Rank 0 holds two parts of each tensor."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        return self.head(normed + self.fc2(torch.tanh(self.fc1(normed))))
+
+
+def loss_fn(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(output, batch["label"])
+
+
+def batch(samples: int = SAMPLES, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "x": torch.randn(samples, WIDTH, generator=generator, dtype=torch.float64),
+        "label": torch.randint(0, CLASSES, (samples,), generator=generator),
+    }
+
+
+def model(seed: int = 0) -> Net:
+    made = Net().double()
+    with torch.no_grad():
+        for number, parameter in enumerate(made.parameters()):
+            generator = torch.Generator().manual_seed(100 * seed + number)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.5)
+    return made
+
+
+def workload(seed: int = 0) -> Workload:
+    return Workload(model(seed), batch(), loss_fn, "net")
+
+
+def traced(made: Workload) -> OpGraph:
+    return trace(made.model, made.example_inputs, loss_fn=made.loss_fn, name=made.name)
+
+
+def split_of(graph: OpGraph, sizes: Sequence[int] = SIZES) -> tuple[Split, ...]:
+    """The neurons of the first linear layer."""
+    first = next(node for node in graph.ops if node.target is torch.ops.aten.linear.default)
+    return (Split(first.name, -1, tuple(sizes)),)
+
+
+def split(graph: OpGraph, sizes: Sequence[int] = SIZES) -> OpGraph:
+    """``graph`` with the first two linear layers in blocks."""
+    return split_neurons(graph, split_of(graph, sizes))
+
+
+def split_plan(
+    made: Workload,
+    sizes: Sequence[int] = SIZES,
+    rank_of_block: Sequence[int] = RANK_OF_BLOCK,
+    ranks: int = 2,
+) -> str:
+    """A plan with block i on ``rank_of_block[i]``, the sums and what is before them on rank 0, the rest on rank 1."""
+    graph, cluster = traced(made), ClusterSpec.local(ranks)
+    pins = {f"*_b{number}": rank for number, rank in enumerate(rank_of_block)}
+    request = FreeRequest(
+        batch_size=SAMPLES, microbatches=MICROBATCHES, pins={**pins, "*_sum*": 0, "head": ranks - 1}
+    )
+    blocks = split(graph, sizes)
+    variant = Variant(blocks, costs_of(blocks, cluster), split_of(graph, sizes))
+    placed = place_variant(variant, cluster, request, None)
+    sums = [group.as_tuple for group in placed.realized.tied]
+    proof = check(placed.realized.programs, placed.realized.segments, placed.microbatches, tied=sums)
+    compiled = Compiled(variant.costs, placed, proof)
+    return describe(graph, cluster, request, compiled).model_dump_json()
