@@ -37,7 +37,8 @@ class Pusher:
     def __init__(self, graph: OpGraph, values: Values) -> None:
         self.graph, self.values = graph, values
         self.written: dict[str, set[str]] = {}
-        self.of_state = _computed_from_state(graph)
+        self.read_whole: set[fx.Node] = set()
+        self.of_state = computed_from(graph, ("parameter", "buffer", "constant"))
         values.pull = self._pull
 
     def made(self, node: fx.Node, dim: int, sizes: tuple[int, ...]) -> Made | None:
@@ -72,6 +73,8 @@ class Pusher:
         if going_on:
             best = max(going_on, key=lambda found: self._covered(found[0]))  # the first of equals
             return None if self._better_whole(best[0]) else self._blocks(*best)
+        for _, source, _ in sources:
+            self.read_whole.update(mere_forms(source, self.of_state))
         if sources[0][0] == 0 and (found := self._windows_from(node, sources[0][2])) is not None:
             return found
         return self._sum(*ways[0]) if ways else None
@@ -90,8 +93,8 @@ class Pusher:
     def _better_whole(self, way: Way) -> bool:
         """Whether slicing what is whole costs more than the blocks save.
 
-        An elementwise op joins blocks with a whole value that is larger, or as large when the blocks have been put
-        together for another reader already (a residual beside its norm).
+        An elementwise op joins blocks with a whole value that is larger, or as large when another reader has summed over
+        the blocks or put them together already (a residual beside its norm).
         """
         target: Any = way.node.target
         if torch.Tag.pointwise not in target.tags:
@@ -100,7 +103,8 @@ class Pusher:
         for source in operands(way.node):
             elements = math.prod(shape(source.meta["val"]))
             if isinstance(self.values.made[source], Blocks):
-                assembled |= self.values.has_whole(source) and elements >= blocked
+                read = source in self.read_whole or self.values.has_whole(source)
+                assembled |= read and elements >= blocked
                 blocked = max(blocked, elements)
             elif source.name not in self.of_state:
                 whole = max(whole, elements)
@@ -212,14 +216,22 @@ def _ways(node: fx.Node, position: int, made: Blocks) -> Iterator[tuple[Way, Seq
         yield way, made.ranges
 
 
-def _computed_from_state(graph: OpGraph) -> frozenset[str]:
-    """Names of parameters, buffers and constants and of all that is computed from them alone, the same every time."""
-    found = {i.node for i in graph.inputs if i.kind != "batch"}
+def computed_from(graph: OpGraph, kinds: Sequence[str]) -> frozenset[str]:
+    """Names of inputs of these kinds and of all that is computed from them alone, the same every time."""
+    found = {i.node for i in graph.inputs if i.kind in kinds}
     for node in graph.ops:
         sources = node.all_input_nodes
         if sources and not draws_random_numbers(node) and all(source.name in found for source in sources):
             found.add(node.name)
     return frozenset(found)
+
+
+def mere_forms(node: fx.Node, of_state: frozenset[str]) -> Iterator[fx.Node]:
+    """A value, what it is a mere form of (a cast, a power: no other value enters), and so on."""
+    sources = [node]
+    while len(sources) == 1:
+        yield sources[0]
+        sources = [source for source in operands(sources[0]) if source.name not in of_state]
 
 
 def _fits(node: fx.Node, made: fx.Node, dims: tuple[int, ...]) -> bool:

@@ -25,7 +25,7 @@ from passes.shard_rules.local import explicit
 from passes.shard_rules.reductions import MEAN
 from passes.shard_rules.shapes import plain, tensors_of
 from passes.shard_sizes import COUNTS, SIZE_ARGUMENTS, replaced
-from passes.sharding import Choice, operands
+from passes.sharding import Choice, Need, operands
 from passes.split_values import Range, Values, reshaping
 
 aten = torch.ops.aten
@@ -69,6 +69,14 @@ class Way:
     def dims(self) -> tuple[int, ...]:
         """The blocked dimension of each result."""
         return tuple(p.dim for p in self.choice.outputs if isinstance(p, Shard))
+
+    def cuts(self, need: Need, dim: int) -> bool:
+        """Whether an operand that needs to be so is cut along ``dim``."""
+        return need.placement == Shard(dim)
+
+    def counts(self) -> tuple[int, ...]:
+        """Counts of groups that are cut as well."""
+        return self.choice.divides
 
     def allows(self, boundaries: Sequence[int]) -> bool:
         """Whether every dimension that is cut has elements at these boundaries (counts of groups too)."""

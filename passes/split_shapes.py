@@ -20,7 +20,7 @@ from passes.split_values import Blocks, Bundles, Made, Pieces, Values, ranges_of
 
 aten = torch.ops.aten
 
-_PARTING = (
+PARTING = (
     aten.split.Tensor,
     aten.split.sizes,
     aten.split_with_sizes.default,
@@ -44,7 +44,7 @@ def chosen(values: Values, node: fx.Node) -> Made | None:
     dim = argument(node, "dim", 0)
     if not isinstance(dim, int) or dim % tensors_of(source)[0].dim() != blocks.dim:
         return None
-    if node.target in _PARTING:
+    if node.target in PARTING:
         sizes = tuple(int(tensor.shape[blocks.dim]) for tensor in tensors_of(node))
         return Pieces(source, blocks.dim, ranges_of(sizes)) if all(sizes) and read_by_result(node) else None
     length = int(tensors_of(source)[0].shape[blocks.dim])
