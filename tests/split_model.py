@@ -1,9 +1,11 @@
 """A model whose neurons are split into blocks, and a plan of it by hand: what tests of parts stand on.
 
-linear(x, fc1.weight, fc1.bias) -> tanh -> linear(·, fc2.weight, fc2.bias)
+linear(x, fc1.weight) -> batch norm (norm.weight, …) -> tanh -> linear(·, fc2.weight, fc2.bias)
 
-linear(x, fc1.weight#0, fc1.bias#0) -> tanh -> linear(·, fc2.weight#0, fc2.bias) ─┐
-linear(x, fc1.weight#1, fc1.bias#1) -> tanh -> linear(·, fc2.weight#1) ───────────┴─ add
+linear(x, fc1.weight#0) -> batch norm (norm.weight#0, …) -> tanh -> linear(·, fc2.weight#0, fc2.bias) ─┐
+linear(x, fc1.weight#1) -> batch norm (norm.weight#1, …) -> tanh -> linear(·, fc2.weight#1) ───────────┴─ add
+
+Buffers that training writes have parts as well.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ RANK_OF_BLOCK = (0, 1, 0)
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fc1, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.norm, self.head = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.fc1, self.norm = nn.Linear(WIDTH, HIDDEN, bias=False), nn.BatchNorm1d(HIDDEN)
+        self.fc2, self.head = nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        normed = self.norm(x)
-        return self.head(normed + self.fc2(torch.tanh(self.fc1(normed))))
+        output: Tensor = self.head(x + self.fc2(torch.tanh(self.norm(self.fc1(x)))))
+        return output
 
 
 def loss_fn(output: Tensor, batch: Mapping[str, Tensor]) -> Tensor:

@@ -141,9 +141,9 @@ def test_training_and_evaluation_are_the_unsplit_models(plans: Any, pool: Worker
     assert (empty, other.state) == ({}, {})
     assert first == [
         ["fc1.weight#0", "fc1.weight#2", "fc2.weight#0", "fc2.weight#2"],
-        ["fc1.bias#0", "fc1.bias#2", "fc2.bias", "norm.weight", "norm.bias"],
+        ["norm.weight#0", "norm.weight#2", "norm.bias#0", "norm.bias#2", "fc2.bias"],
     ]
-    assert second == [["fc1.weight#1", "fc2.weight#1", "head.weight"], ["fc1.bias#1", "head.bias"]]
+    assert second == [["fc1.weight#1", "fc2.weight#1", "head.weight"], ["norm.weight#1", "norm.bias#1", "head.bias"]]
     assert all(torch.equal(before[name], tensor) for name, tensor in model().state_dict().items())
     expected = eager(range(3))
     assert expected.norms[0] > MAX_NORM, "it clips"
@@ -219,5 +219,5 @@ def refused(plan_json: str) -> str:
 def test_an_optimizer_of_whole_matrices_is_refused(plans: Any, pool: WorkerPool) -> None:
     for text in pool.run(refused, plans["split"], world_size=2):
         assert "Adafactor cannot train parts of parameters" in text
-        assert "fc1.weight, fc1.bias, fc2.weight" in text
+        assert "fc1.weight, norm.weight, norm.bias, fc2.weight" in text
         assert "#" not in text

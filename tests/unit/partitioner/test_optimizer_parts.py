@@ -129,7 +129,7 @@ def test_one_with_state_from_the_start_that_cannot_be_made_for_a_part(
 
 
 def test_memory_counts_each_ranks_parts(graph: OpGraph, split: OpGraph) -> None:
-    """fc1.weight, fc1.bias and fc2.weight have 6 + 1 + 6 numbers a neuron; rank 0 has 5 neurons of 8 bytes each."""
+    """fc1.weight and fc2.weight have 6 numbers a neuron each; rank 0 has 5 neurons of 8-byte numbers."""
     sgd = made_plan(ClusterSpec.local(2), optimizer_memory="momentum")
 
     def heavy(named: NamedParameters) -> torch.optim.Optimizer:
@@ -142,7 +142,7 @@ def test_memory_counts_each_ranks_parts(graph: OpGraph, split: OpGraph) -> None:
             make_engine_optimizer(heavy, {}, sgd, graph, state_of(rank, split), 0.1, CPU)
         said.add(str(caught.value))
     (text,) = said
-    assert f"({2 * 13 * 5 * 8} bytes) of state" in text.replace(",", "")
+    assert f"({2 * 12 * 5 * 8} bytes) of state" in text.replace(",", "")
 
 
 def test_a_state_dict_of_parts_that_are_not_the_whole_is_an_error(split: OpGraph) -> None:
