@@ -36,9 +36,20 @@ def inconsistencies(plan: Plan) -> Iterator[str]:
         yield f"stages: a plan of strategy {plan.strategy!r} has none with a sharding"
     if plan.splits and plan.strategy != "free":
         yield f"splits: a plan of strategy {plan.strategy!r} has none"
+    yield from _splits(plan)
     yield from _stages(plan, world)
     yield from _values(plan, world)
     yield from _per_rank(plan, world)
+
+
+def _splits(plan: Plan) -> Iterator[str]:
+    seen: dict[str, int] = {}
+    for index, record in enumerate(plan.splits):
+        if not record.sizes:
+            yield f"splits[{index}].sizes: there is none"
+        if record.op in seen:
+            yield f"splits[{index}].op: {record.op!r} is split by splits[{seen[record.op]}] as well"
+        seen.setdefault(record.op, index)
 
 
 def _stages(plan: Plan, world: int) -> Iterator[str]:
