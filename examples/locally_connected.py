@@ -2,8 +2,8 @@
 
     partitioner plan examples/locally_connected.py:locally_connected --cluster local:4 --strategy free --batch-size 32
 
-Each output location sees a small window of the layer below, with weights of its own. Cut into stripes over machines,
-only locations at the border of a stripe read from the neighbour: traffic grows with the border, not with the area.
+Each output location sees a small window of the layer below, with weights of its own. With columns cut into stripes over
+machines, only locations at the border of a stripe read from the neighbour: traffic grows with the border, not the area.
 
 Shapes: a tuple (images (batch, 3, size, size), labels (batch,)). Windows do not reach over the border, so every layer
 is ``window - 1`` rows and columns smaller than the one below.
@@ -32,9 +32,12 @@ class LocallyConnected(nn.Module):
         self.bias = nn.Parameter(torch.zeros(outputs, side, side))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, inputs, size, size) -> (batch, outputs, size - window + 1, the same)."""
-        windows = x.unfold(2, self.window, 1).unfold(3, self.window, 1)
-        return torch.relu(torch.einsum("bcijuv,ijocuv->boij", windows, self.weight) + self.bias)
+        """(batch, inputs, size, size) -> (batch, outputs, size - window + 1, the same).
+
+        Columns are unfolded first: blocks of columns then exchange columns, not rows of windows.
+        """
+        windows = x.unfold(3, self.window, 1).unfold(2, self.window, 1)
+        return torch.relu(torch.einsum("bcijvu,ijocuv->boij", windows, self.weight) + self.bias)
 
 
 class LocallyConnectedNet(nn.Module):

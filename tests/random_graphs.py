@@ -7,7 +7,8 @@ ops, products of two values, a frozen branch, a boolean mask used late, a value 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -38,7 +39,8 @@ class RandomModel:
         for piece in torch.split(x, sizes):
             arguments = [piece if i.kind == "batch" else parameters[i.name] for i in self.graph.inputs]
             (loss,) = self.graph.module(*arguments)
-            (loss * (piece.shape[0] / x.shape[0])).backward()
+            if loss.requires_grad:  # not where everything is detached on its way
+                (loss * (piece.shape[0] / x.shape[0])).backward()
             total += float(loss.detach()) * piece.shape[0] / x.shape[0]
         return total, {n: p.grad for n, p in parameters.items() if p.grad is not None}
 
@@ -105,6 +107,54 @@ def random_model(seed: int, ops: int = 14) -> RandomModel:
         model_name=f"random{seed}",
         fingerprint=str(seed),
     )
+    return RandomModel(made, state)
+
+
+def forest(models: Sequence[RandomModel]) -> RandomModel:
+    """Models side by side in one graph, on the same batch; its loss is the sum of theirs.
+
+    Names get the model's number: ``m3_w0``, ``m3_tanh_1``.
+    """
+    graph = fx.Graph()
+    copies: list[dict[fx.Node, fx.Node]] = [{} for _ in models]
+    x: fx.Node | None = None
+    for number, model in enumerate(models):
+        for node in (node for node in model.graph.graph.nodes if node.op == "placeholder"):
+            if node.name != "x":
+                copies[number][node] = _placeholder(graph, f"m{number}_{node.name}", node.meta["val"])
+    for copied, model in zip(copies, models, strict=True):
+        old = model.graph.nodes["x"]
+        x = x or _placeholder(graph, "x", old.meta["val"])
+        copied[old] = x
+    losses = []
+    for number, (copied, model) in enumerate(zip(copies, models, strict=True)):
+        for node in model.graph.ops:
+            arguments = fx.map_arg(node.args, copied.__getitem__)
+            copy = graph.create_node("call_function", node.target, arguments, name=f"m{number}_{node.name}")
+            copy.meta = dict(node.meta)
+            copied[node] = copy
+        losses.append(copied[model.graph.nodes[model.graph.loss or ""]])
+    total = losses[0]
+    for loss in losses[1:]:
+        value = total.meta
+        total = graph.call_function(aten.add.Tensor, (total, loss))
+        total.meta = dict(value)
+    graph.output((total,))
+    first = models[0].graph
+    specs = {
+        f"m{number}_{name}": replace(spec, name=f"m{number}_{name}")
+        for number, model in enumerate(models)
+        for name, spec in model.graph.parameters.items()
+    }
+    made = replace(
+        first,
+        module=fx.GraphModule(nn.Module(), graph),
+        inputs=(*(GraphInput(n, "parameter", n) for n in specs), GraphInput("x", "batch", "x")),
+        outputs=(GraphOutput(total.name, "loss", "loss"),),
+        parameters=specs,
+        model_name="forest",
+    )
+    state = {f"m{k}_{n}": t for k, model in enumerate(models) for n, t in model.state.items()}
     return RandomModel(made, state)
 
 

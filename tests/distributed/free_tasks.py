@@ -1,0 +1,74 @@
+"""From a placement given by hand to what workers run: segments by reach, the list schedule, programs proved, code lowered.
+
+Below the public face, so that any placement of any graph can be tried, one with split ops included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from partitioner.compare import Comparison, StepResult
+from partitioner.verify_rank import VerificationTask, run_rank
+from partitioner.verify_ranks import compare_ranks, put_together
+from passes.cheap import recomputed_ops
+from passes.graph import OpGraph
+from passes.lower import lower
+from passes.segment import by_reach
+from runtime.check import check
+from runtime.microbatch import microbatch_sizes
+from runtime.order import build_programs
+from runtime.schedules import SCHEDULES
+from tests.random_graphs import RandomModel
+from tests.unit.passes.test_segment import summary
+
+
+def free_task(
+    graph: OpGraph,
+    rank_of: Mapping[str, int],
+    state: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    *,
+    ranks: int,
+    microbatches: int,
+) -> VerificationTask:
+    """One step without an optimizer. ``state``: whole tensors by the model's names. Raises if it could deadlock."""
+    recomputed = recomputed_ops(graph)
+    segmentation = by_reach(graph, {name: (rank,) for name, rank in rank_of.items()}, recomputed)
+    segments, tied = summary(RandomModel(graph, {}), segmentation, ranks)
+    sums = [group.as_tuple for group in tied]
+    orders = SCHEDULES["list"].order(segments, microbatches)
+    programs = build_programs(segments, orders, microbatches, transfer_seconds=lambda *_: 1e-3, tied=sums)
+    check(programs, segments, microbatches, tied=sums)
+    whole = {name: part.whole for name, part in graph.parts.items()}
+    samples = next(batch[name].shape[dim] for name, dim in graph.batch.batch_dims.items() if dim is not None)
+    return VerificationTask(
+        programs=programs,
+        codes=lower(graph, segmentation),
+        segments=segments,
+        batch_spec=graph.batch,
+        batch=batch,
+        state=state,
+        trainable=frozenset(whole.get(n, n) for n, spec in graph.parameters.items() if spec.requires_grad),
+        microbatches=microbatches,
+        weights=tuple(size / samples for size in microbatch_sizes(samples, microbatches)),
+        optimizer="none",
+        learning_rate=0.0,
+        timeout_seconds=60.0,
+        parts=graph.parts,
+    )
+
+
+def run_tasks(tasks: Sequence[VerificationTask]) -> list[StepResult]:
+    """In a worker: one step of each, one after another."""
+    return [run_rank(task) for task in tasks]
+
+
+def differences(
+    task: VerificationTask, loss: float, gradients: Mapping[str, Tensor], results: Sequence[StepResult]
+) -> list[Comparison]:
+    """Where ranks found another loss, gradient or parameter, each copy by itself; parts of a tensor make one copy."""
+    expected = StepResult(loss, gradients, task.state)
+    found = compare_ranks(expected, put_together(results, task), task.state, 0.0)
+    return [c for c in found if not c.agrees]
