@@ -78,7 +78,7 @@ def _randomly_split(graph: OpGraph, seed: int) -> OpGraph:
 def _unpartitioned(number: int, trees: list[RandomModel]) -> tuple[float, dict[str, Tensor]]:
     """The sum of the losses, and all gradients."""
     sizes = list(microbatch_sizes(SAMPLES, _microbatches(number)))
-    total, gradients = 0.0, {}
+    total, gradients = 0.0, dict[str, Tensor]()
     for tree, model in enumerate(trees):
         loss, found = model.loss_and_gradients(sizes, _samples(number))
         total += loss
