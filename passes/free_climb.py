@@ -1,4 +1,4 @@
-"""Hill climbing on any measure of placements: units at borders, stretches behind them and whole modules change device."""
+"""Local search on any measure of placements: units at borders, stretches behind them and whole modules change device."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from passes.free_moves import borders
 from passes.free_problem import FreeProblem
 from passes.free_starts import Home
+
+SLACK = 0.02
+"""By how much a neighbour may be worse at first, relatively."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,21 +96,28 @@ def climb(
     quiet: int,
     seed: int,
     deadline: float,
+    slack: float = SLACK,
 ) -> Home:
-    """First improvement, until ``tries`` neighbours were measured or ``quiet`` in a row were no better."""
+    """The best of ``tries`` neighbours in a row; ends early after ``quiet`` of them without a new best.
+
+    Threshold accepting (Dueck, Scheuer 1990): a neighbour that is worse by a share of at most ``slack``, less and less
+    towards the end, is gone on from too.
+    """
     draw = random.Random(seed)
-    value, silent = measure(home), 0
+    value = best = measure(home)
+    best_home, silent = home, 0
     neighbours = around.draw(home, draw)
-    for _ in range(tries):
+    for step in range(tries):
         if silent >= quiet or time.perf_counter() > deadline:
             break
         other = next(neighbours, None)
         if other is None:
             break
         found = measure(other)
-        if found < value * (1 - 1e-9):
-            home, value, silent = other, found, 0
+        silent += 1
+        if found < best * (1 - 1e-9):
+            best, best_home, silent = found, other, 0
+        if found <= value * (1 + slack * (1 - step / tries)):
+            home, value = other, found
             neighbours = around.draw(home, draw)
-        else:
-            silent += 1
-    return home
+    return best_home

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import itertools
 import random
 import time
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from passes.free_search import CountSearch
 from passes.free_starts import Home
 from passes.free_types import FreeCandidate, SimulatedFree, SimulateFree
 
-log = logging.getLogger("partitioner")
-
 PREDICTED_PER_SIMULATION = 6
 """Neighbours predicted for each that is simulated, while climbing."""
-CLIMB_QUIET = 16
-"""Simulated neighbours in a row without a better one, after which climbing ends."""
+SLACK = 0.01
+"""By how much a neighbour may be slower and still be gone on from, relatively; less with every one that is no better."""
+QUIET_SECONDS, LEAST_QUIET, MOST_QUIET = 2.0, 16, 120
+"""Simulations in a row without a better one, after which climbing ends: as many as take this long."""
 
 
 @dataclass
@@ -31,6 +31,7 @@ class FreeJudge:
     homes: dict[int, tuple[CountSearch, Home]] = field(default_factory=dict)
     """By position in ``tried``."""
     _known: dict[object, SimulatedFree] = field(default_factory=dict)
+    _seen: set[object] = field(default_factory=set)
     _spent_seconds: float = 0.0
 
     def candidate(self, candidate: FreeCandidate) -> SimulatedFree:
@@ -43,8 +44,13 @@ class FreeJudge:
             self.tried.append(self._known[key])
         return self._known[key]
 
+    def seen(self, search: CountSearch, home: Home) -> bool:
+        """Whether a placement that costs the same was simulated."""
+        return (search.microbatches, search.predict.signature(home)) in self._seen
+
     def placement(self, search: CountSearch, home: Home, name: str) -> SimulatedFree:
         """A placement of the search's units."""
+        self._seen.add((search.microbatches, search.predict.signature(home)))
         ranks = search.model.ranks(home)
         known = len(self.tried)
         simulated = self.candidate(FreeCandidate(ranks, search.microbatches, name))
@@ -70,29 +76,35 @@ class FreeJudge:
         return min(fitting, key=lambda s: s.step_seconds, default=None)
 
     def climb(self, deadline: float, seed: int) -> int:
-        """Move units of the best placement while its simulated step gets shorter; how many were simulated."""
-        count, silent = 0, 0
+        """Move units of the best placement while its simulated step gets shorter; how many were simulated.
+
+        Threshold accepting, as ``passes.free_climb``. Of several neighbours the best predicted is simulated.
+        """
+        quiet = max(LEAST_QUIET, min(MOST_QUIET, int(QUIET_SECONDS / max(self.each_seconds, 1e-6))))
         draw = random.Random(seed)
-        while silent < CLIMB_QUIET and time.perf_counter() + self.each_seconds < deadline:
-            best = self.best()
-            at = next(
-                (self.homes[i] for i, s in enumerate(self.tried) if s is best and i in self.homes), None
-            )
-            if best is None or at is None:
-                return count
-            search, home = at
-            around = Neighbourhood(search.problem, search.model.module_of_unit).draw(home, draw)
-            drawn: list[Home] = []
-            for _ in range(PREDICTED_PER_SIMULATION):
-                other = next(around, None)
-                if other is not None:
-                    drawn.append(other)
-                if time.perf_counter() > deadline:
-                    break
+        fitting = [i for i in self.homes if self.overflow_bytes(self.tried[i]) <= 0]
+        if not fitting:
+            return 0
+        first = min(fitting, key=lambda i: self.tried[i].step_seconds)
+        search, home = self.homes[first]
+        seconds = self.tried[first].step_seconds
+        around = Neighbourhood(search.problem, search.model.module_of_unit)
+        count, silent = 0, 0
+        while silent < quiet and time.perf_counter() + self.each_seconds < deadline:
+            silent += 1
+            drawn = list(itertools.islice(around.draw(home, draw), PREDICTED_PER_SIMULATION))
+            unknown = [other for other in drawn if not self.seen(search, other)]
             if not drawn:
-                return count
-            known = len(self.tried)
-            self.placement(search, min(drawn, key=search.predict), "moved in simulation")
-            count += len(self.tried) - known
-            silent = 0 if self.best() is not best else silent + 1
+                break
+            if not unknown:
+                continue
+            other = min(unknown, key=search.predict)
+            simulated = self.placement(search, other, "moved in simulation")
+            count += 1
+            if self.overflow_bytes(simulated) > 0:
+                continue
+            if self.best() is simulated:
+                silent = 0
+            if simulated.step_seconds <= seconds * (1 + SLACK * (1 - silent / quiet)):
+                home, seconds = other, simulated.step_seconds
         return count

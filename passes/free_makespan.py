@@ -1,13 +1,12 @@
-"""How long one micro-batch takes on a placement: a list schedule of tasks, forward and backward.
+"""How long a micro-batch, or a few of them, take on a placement: a list schedule of tasks, forward and backward.
 
     task      ops that run as one, without interruption; tasks form a DAG
     forward   a task starts when its device is free and what it reads has arrived
     backward  after its own forward and the backwards of all its readers that carry a gradient
     message   value and gradient once per device; messages between a pair of devices wait for each other
 
-Of what is ready on a device the one with the longest way to the end runs first, backward before forward at equal length.
-The step of m micro-batches is about  makespan + (m - 1) · the busiest device's seconds per micro-batch:  the first
-micro-batch alone, then one per period.
+Of what is ready on a device backwards come before forwards, then older micro-batches, then the longest way to the end: the
+rules of the list scheduler (``runtime.schedules.list_scheduler``), without its limits of micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -62,6 +61,15 @@ class TaskGraph:
         )
 
     @cached_property
+    def gradient_producers(self) -> tuple[tuple[int, ...], ...]:
+        """Producers that each task sends a gradient back to."""
+        passing = self.passes_gradient.tolist()
+        return tuple(
+            tuple(p for p in producers if passing[p]) if passing[v] else ()
+            for v, producers in enumerate(self.producers)
+        )
+
+    @cached_property
     def urgency(self) -> list[float]:
         """[2T] the longest way to the end from the start of each forward, then of each backward, nothing sent."""
         count = len(self)
@@ -70,8 +78,7 @@ class TaskGraph:
         longest_back = [0.0] * count
         for task in range(count):  # backward runs from readers to producers
             longest_back[task] = backward[task] + max(
-                (longest_back[p] for p in self.producers[task] if task in self.gradient_readers[p]),
-                default=0.0,
+                (longest_back[p] for p in self.gradient_producers[task]), default=0.0
             )
         for task in reversed(range(count)):
             after = max((way[r] for r in self.readers[task]), default=0.0)
@@ -91,36 +98,40 @@ class TaskGraph:
         return forward + [1 + len(r) for r in self.gradient_readers]
 
 
-def makespan(tasks: TaskGraph, home: IntArray | list[int]) -> float:
-    """Seconds of one micro-batch, forward and backward, with task t on device ``home[t]``. O((T + edges) log T)."""
-    return Clock(tasks, [int(h) for h in home]).run()
+def makespan(tasks: TaskGraph, home: IntArray | list[int], microbatches: int = 1) -> float:
+    """Seconds of a few micro-batches, forward and backward, with task t on device ``home[t]``.
+
+    O(m · (T + edges) · log).
+    """
+    return Clock(tasks, [int(h) for h in home], microbatches).run()
 
 
 class Clock:
-    """One playing of the tasks."""
+    """One playing of the tasks. Instruction i of micro-batch b is number b · 2T + i: forwards, then backwards."""
 
-    def __init__(self, tasks: TaskGraph, home: list[int]) -> None:
+    def __init__(self, tasks: TaskGraph, home: list[int], microbatches: int) -> None:
         self.tasks, self.home = tasks, home
         devices = tasks.forward.shape[0]
         self.seconds, self.latency, self.per_byte = tasks._lists
-        self.waiting = tasks._waiting.copy()
+        self.waiting = tasks._waiting * microbatches
         self.arrival = [0.0] * len(self.waiting)
         self.link_free = [[0.0] * devices for _ in range(devices)]
-        self.ready: list[list[tuple[float, int]]] = [[] for _ in range(devices)]
-        self.free = [0.0] * devices
+        self.ready: list[list[tuple[int, float, int]]] = [[] for _ in range(devices)]
         self.events: list[tuple[float, int, int]] = []
-        """(when, 0: something arrives for, 1: this ends, instruction)"""
+        """(when, 0: this ends, 1: this is ready, instruction)"""
         self.sent = tasks.sent_bytes.tolist()
         self.gradient = tasks.gradient_bytes.tolist()
         self.count = len(tasks)
-        self.gradients: dict[tuple[int, int], tuple[int, float]] = {}
+        self.left: dict[tuple[int, int, int], int] = {}
+        """(micro-batch, producer, device) -> readers there that still owe their part of its gradient"""
 
     def run(self) -> float:
         """The end of the last instruction."""
-        end, events, waiting = 0.0, self.events, self.waiting
-        busy = [False] * len(self.free)
-        for instruction, count in enumerate(waiting):
-            if count == 0:
+        end, events, count = 0.0, self.events, self.count
+        devices = len(self.ready)
+        busy = [False] * devices
+        for instruction, waits in enumerate(self.waiting):
+            if waits == 0:
                 heapq.heappush(events, (0.0, 1, instruction))
         urgency = self.tasks.urgency
         while events:
@@ -128,50 +139,52 @@ class Clock:
             touched: set[int] = set()
             while events and events[0][0] <= now:
                 _, kind, instruction = heapq.heappop(events)
-                device = self.home[instruction % self.count]
+                step = instruction % (2 * count)
+                device = self.home[step % count]
                 touched.add(device)
                 if kind == 0:
                     busy[device] = False
                     end = now
                     self._ended(instruction, now)
                 else:
-                    heapq.heappush(self.ready[device], (-urgency[instruction], instruction))
+                    # backwards first, older micro-batches first, then the longest way
+                    order = instruction // (2 * count) + (len(self.waiting) if step < count else 0)
+                    heapq.heappush(self.ready[device], (order, -urgency[step], instruction))
             for device in touched:
                 if not busy[device] and self.ready[device]:
-                    _, instruction = heapq.heappop(self.ready[device])
+                    _, _, instruction = heapq.heappop(self.ready[device])
                     busy[device] = True
-                    done = now + self.seconds[device][instruction]
+                    done = now + self.seconds[device][instruction % (2 * count)]
                     heapq.heappush(events, (done, 0, instruction))
         return end
 
     def _ended(self, instruction: int, now: float) -> None:
         tasks, count = self.tasks, self.count
-        if instruction < count:
+        microbatch, step = divmod(instruction, 2 * count)
+        first = microbatch * 2 * count
+        if step < count:
             self._arrives(instruction + count, now)
-            home = self.home[instruction]
+            home = self.home[step]
             arrivals = {home: now}
-            for reader in tasks.readers[instruction]:
+            for reader in tasks.readers[step]:
                 target = self.home[reader]
                 if target not in arrivals:
-                    arrivals[target] = self._send(home, target, self.sent[instruction], now)
-                self._arrives(reader, arrivals[target])
+                    arrivals[target] = self._send(home, target, self.sent[step], now)
+                self._arrives(first + reader, arrivals[target])
             return
-        task = instruction - count
-        for producer in tasks.producers[task]:
-            if task not in tasks.gradient_readers[producer]:
-                continue
-            home, target = self.home[task], self.home[producer]
-            if home == target:
-                self._arrives(producer + count, now)
-                continue
-            # one gradient per device: it leaves when the device's last reader has made its part
-            key = (producer, home)
-            left, _ = self.gradients.get(key, (self._readers_on(producer, home), 0.0))
-            self.gradients[key] = (left - 1, now)
-            if left > 1:
-                self._arrives(producer + count, now)
-            else:
-                self._arrives(producer + count, self._send(home, target, self.gradient[producer], now))
+        task = step - count
+        home = self.home[task]
+        for producer in tasks.gradient_producers[task]:
+            target = self.home[producer]
+            arrives = now
+            if home != target:
+                # one gradient per device: it leaves when the device's last reader has made its part
+                key = microbatch, producer, home
+                left = self.left.get(key) or self._readers_on(producer, home)
+                self.left[key] = left - 1
+                if left == 1:
+                    arrives = self._send(home, target, self.gradient[producer], now)
+            self._arrives(first + producer + count, arrives)
 
     def _readers_on(self, producer: int, device: int) -> int:
         return sum(self.home[reader] == device for reader in self.tasks.gradient_readers[producer])
@@ -180,8 +193,9 @@ class Clock:
         """When a message arrives; the pair's messages in both directions share one queue."""
         a, b = (source, target) if source < target else (target, source)
         begin = max(now, self.link_free[a][b])
-        self.link_free[a][b] = begin + size_bytes * self.per_byte[source][target]
-        return self.link_free[a][b] + self.latency[source][target]
+        took = self.latency[source][target] + size_bytes * self.per_byte[source][target]
+        self.link_free[a][b] = begin + took
+        return begin + took
 
     def _arrives(self, instruction: int, when: float) -> None:
         self.waiting[instruction] -= 1

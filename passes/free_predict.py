@@ -1,6 +1,10 @@
 """What a placement's step will take, without its programs: ranks candidates for the simulation.
 
-    predicted = makespan of one micro-batch + (m - 1)/m · period     with the busiest device's seconds per step as period
+    predicted = makespan of q micro-batches + (m - q)/m · period + the optimizer's step
+
+with the busiest device's seconds of all micro-batches as period.
+
+q is up to three, fewer for large graphs: filling and draining are then mostly over, and the rest is one per period.
 
 Messages beside computation cost a device little where links are fast, and all their time where they wait for each other:
 the period is the busiest device's with messages counted as ``MESSAGE_SHARE`` of their seconds, or its messages alone.
@@ -10,14 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from passes.free_makespan import TaskGraph, makespan
-from passes.free_problem import FreeProblem, IntArray, Loads, evaluate, overflow_bytes
+from passes.free_problem import FloatArray, FreeProblem, IntArray, evaluate, overflow_bytes
 
-MESSAGE_SHARE = 0.3
+MESSAGE_SHARE = 0.5
 """Of messages' seconds that a device is kept from computing (empirically: between none and all)."""
+MOST_PLAYED, PLAYED_TASKS = 3, 1200
+"""Micro-batches that are played: three of 400 tasks, one of 1,200."""
 
 
 @dataclass(eq=False)
@@ -30,6 +37,17 @@ class Predictor:
     microbatches: int
     _known: dict[tuple[int, ...], float] = field(default_factory=dict)
 
+    @cached_property
+    def _task_seconds(self) -> FloatArray:
+        """[K, T]"""
+        return np.asarray(self.tasks.forward + self.tasks.backward)
+
+    def signature(self, home: Sequence[int]) -> tuple[float, ...]:
+        """Equal for placements that differ in what costs nothing, or in the names of like devices, only."""
+        loads = evaluate(self.problem, home)
+        numbers = (self(home), *sorted(loads.seconds.tolist()), float(loads.memory_bytes.max()))
+        return tuple(float(f"{number:.9g}") for number in numbers)
+
     def __call__(self, home: Sequence[int]) -> float:
         """Predicted seconds of a step; much more than any if it does not fit or breaks pins."""
         key = tuple(home)
@@ -39,15 +57,25 @@ class Predictor:
 
     def _predict(self, home: tuple[int, ...]) -> float:
         loads = evaluate(self.problem, home)
-        alone = makespan(self.tasks, np.asarray(home)[self.unit_of_task])
-        seconds = alone + (1 - 1 / self.microbatches) * period_seconds(loads)
+        played = min(self.microbatches, max(1, min(MOST_PLAYED, PLAYED_TASKS // len(self.tasks))))
+        where = np.asarray(home)[self.unit_of_task]
+        seconds = makespan(self.tasks, where, played)
+        busy: FloatArray = (
+            1.0
+            * self.microbatches
+            * np.bincount(
+                where, weights=self._task_seconds[where, np.arange(len(where))], minlength=len(loads.seconds)
+            )
+        )
+        once = loads.seconds - loads.message_seconds - busy  # the optimizer's step, sums of ties
+        seconds += (1 - played / self.microbatches) * period_seconds(busy, loads.message_seconds)
+        seconds += float(once.max())
         over = overflow_bytes(self.problem, loads.memory_bytes)
         if over > 0:
             seconds *= 10.0 + over / float(self.problem.capacity_bytes.max())
         return seconds
 
 
-def period_seconds(loads: Loads) -> float:
-    """Of a step: the busiest device's computing and part of its messages, or its messages alone."""
-    computing = loads.seconds - loads.message_seconds
-    return float(np.maximum(computing + MESSAGE_SHARE * loads.message_seconds, loads.message_seconds).max())
+def period_seconds(busy: FloatArray, messages: FloatArray) -> float:
+    """Of a step: the busiest device's computing and part of its messages, or its messages alone. [K] seconds each."""
+    return float(np.maximum(busy + MESSAGE_SHARE * messages, messages).max())

@@ -42,8 +42,10 @@ LEADERS = 3
 FREED_UNITS = 48
 """Units that one neighbourhood leaves open."""
 QUIET_NEIGHBOURHOODS = 4
-CLIMB_TRIES, CLIMB_QUIET = 400, 120
-PROGRAM_SECONDS = 6.0
+CLIMB_LEADERS = 2
+CLIMB_WORK, MOST_TRIES, LEAST_TRIES = 150_000, 1200, 100
+"""Tasks that are played while climbing from one placement, as tries; a quarter of them without success ends it."""
+PROGRAM_SECONDS = 4.0
 
 
 @dataclass
@@ -253,15 +255,17 @@ class CountSearch:
     def _climb(self, deadline: float) -> None:
         """On the predicted step, from the best few by prediction."""
         around = Neighbourhood(self.problem, self.model.module_of_unit)
-        leaders = heapq.nsmallest(2, self.found.values(), key=lambda f: self.predict(f.home))
+        work = len(self.tasks) * min(3, self.microbatches)
+        tries = max(LEAST_TRIES, min(MOST_TRIES, CLIMB_WORK // work))
+        leaders = heapq.nsmallest(CLIMB_LEADERS, self.found.values(), key=lambda f: self.predict(f.home))
         for number, leader in enumerate(leaders):
             now = time.perf_counter()
             home = climb(
                 self.predict,
                 leader.home,
                 around,
-                tries=CLIMB_TRIES,
-                quiet=CLIMB_QUIET,
+                tries=tries,
+                quiet=tries // 4,
                 seed=self.seed + number,
                 deadline=now + (deadline - now) / (len(leaders) - number),
             )

@@ -45,8 +45,8 @@ __all__ = [
 
 log = logging.getLogger("partitioner")
 
-DEFAULT_SECONDS = 30.0
-"""Where the request has no limit; small graphs are done long before."""
+LEAST_SECONDS, MOST_SECONDS, CHOICES_PER_SECOND = 8.0, 40.0, 50
+"""Where the request has no limit: more for more ops times devices. Small graphs are done before."""
 FIRST_COUNTS = 6
 """Numbers of micro-batches that are looked at first, spread over all; then those beside the best."""
 DEEP_COUNTS = 3
@@ -77,7 +77,8 @@ def place_free(
     ``UsageError`` for pins that cannot hold, ``InfeasibleError`` if nothing fits.
     """
     started = time.perf_counter()
-    limit = request.time_limit_seconds or DEFAULT_SECONDS
+    choices = len(graph) * len(cluster.devices)
+    limit = request.time_limit_seconds or min(MOST_SECONDS, LEAST_SECONDS + choices / CHOICES_PER_SECOND)
     counts = accepted_counts(graph, request)
     pins = resolved_pins(graph, recomputed, request, cluster)
     work_size = max(1, request.batch_size // counts[-1])
@@ -169,7 +170,8 @@ def _simulate(
         late = time.perf_counter() + judge.each_seconds > deadline
         if late and judge.best() is not None:
             return
-        judge.placement(search, found.home, found.name)
+        if not judge.seen(search, found.home):
+            judge.placement(search, found.home, found.name)
 
 
 def _missed(judge: FreeJudge) -> SimulatedFree | None:
