@@ -20,11 +20,14 @@ from runtime.segment_code import Dim
 
 
 class FakeValues:
-    """What ops make of fake operands. Keys: the target, its operands' shapes, strides and types, its other arguments."""
+    """What ops make of fake operands. Keys: the target, its operands' shapes, strides and types, its other arguments.
 
-    def __init__(self, mode: FakeTensorMode | None) -> None:
+    ``made``: values by these keys that were made before, in the same mode; new ones are put there.
+    """
+
+    def __init__(self, mode: FakeTensorMode | None, made: dict[Hashable, Any] | None = None) -> None:
         self._mode = mode
-        self._made: dict[Hashable, Any] = {}
+        self._made: dict[Hashable, Any] = {} if made is None else made
         self._keys: dict[fx.Node, Hashable] = {}
 
     def of(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

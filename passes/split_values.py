@@ -80,7 +80,7 @@ class Values:
     def __init__(self, old: OpGraph, unparted: frozenset[str] = frozenset()) -> None:
         self.unparted = unparted
         self.new = fx.Graph()
-        self.fake = FakeValues(fake_mode_of(old.graph))
+        self.fake = FakeValues(fake_mode_of(old.graph), old.memo.setdefault("fake values", {}))
         self.made: dict[fx.Node, Made] = {}
         self.pull: Callable[[fx.Node, int, Range], fx.Node | None] = lambda node, dim, span: None
         self.requests: dict[fx.Node, dict[Key, fx.Node]] = {}

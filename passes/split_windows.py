@@ -105,10 +105,17 @@ def window_from(node: fx.Node, source_dim: int) -> Window | None:
 
 
 def proportional(window: Window, boundaries: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of blocks of outputs, cut where the operand's ``boundaries`` (0 first, its length last) are in proportion."""
+    """Sizes of blocks of outputs, cut where the operand's ``boundaries`` (0 first, its length last) are in proportion.
+
+    A mere border goes to the first and the last block.
+    """
     rows = int(window.node.meta["val"].shape[window.dim]) // window.per_row
     length = boundaries[-1]
-    cuts = sorted({(boundary * rows + length // 2) // length for boundary in boundaries} | {0, rows})
+    if window.extent == window.stride == 1:
+        inner = {boundary + window.padding for boundary in boundaries[1:-1]}
+    else:
+        inner = {(boundary * rows + length // 2) // length for boundary in boundaries}
+    cuts = sorted({cut for cut in inner if 0 < cut < rows} | {0, rows})
     return tuple((high - low) * window.per_row for low, high in pairwise(cuts))
 
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from passes.batch import flatten_batch, forward_names
-from passes.double import in_float64
+from passes.double import in_float64, widen_module
 from passes.graph import OpGraph
 from passes.loss_reduction import with_normalizers
 from passes.split_neurons import Split, split_neurons
 from passes.trace import trace
 from passes.verify_graph import verify_graph
+from tests.unit.passes.traced_models import to_double
 
 RELATIVE = 1e-12
 ABSOLUTE = 1e-15
@@ -42,8 +43,9 @@ def outcome(graph: OpGraph, state: Mapping[str, Tensor], leaves: Mapping[str, Te
     sources = {"parameter": held, "buffer": held, "constant": graph.constants, "batch": leaves}
     torch.manual_seed(0)
     results = graph.module(*[sources[i.kind][i.name] for i in graph.inputs])
-    if graph.loss is not None:
-        results[[o.kind for o in graph.outputs].index("loss")].backward()
+    kinds = [output.kind for output in graph.outputs]
+    if "loss" in kinds and (loss := results[kinds.index("loss")]).requires_grad:
+        loss.backward()
     outputs: dict[str, Tensor] = {}
     for output, result in zip(graph.outputs, results, strict=True):
         if output.kind == "buffer":
@@ -104,8 +106,12 @@ def assert_same(expected: Outcome, found: Outcome) -> None:
             assert difference <= allowed, f"{name}: {difference} > {allowed}"
 
 
-def traced(model: nn.Module, batch: Any, loss_fn: Any = None) -> tuple[OpGraph, dict[str, Tensor], dict[str, Tensor]]:
+def traced(
+    model: nn.Module, batch: Any, loss_fn: Any = None
+) -> tuple[OpGraph, dict[str, Tensor], dict[str, Tensor]]:
     """A model's graph in float64 throughout, its state by name, and the leaves of a batch."""
+    widen_module(model)
+    batch = to_double(batch)
     graph = in_float64(trace(model, batch, loss_fn=loss_fn))
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     leaves = with_normalizers(graph, flatten_batch(batch, forward_names(model)), 1)
