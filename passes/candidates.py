@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from cost_models.cluster import ClusterSpec
-from cost_models.compute import optimizer_seconds
 from passes.costs import GraphCosts
 from passes.graph import OpGraph
 from passes.place_layers import LayerCandidate, LayerRequest, SimulatedCandidate
 from passes.placed import Realized
+from passes.realize_segments import realize_segments
 from passes.segment import Segmentation, by_stage
-from passes.step import StepCosts, programs_for, simulate_step, transfer_seconds
-from passes.summarize import (
-    gradient_bytes,
-    segment_graph,
-    state_of_ranks,
-    tied_groups,
-    trained_tensors,
-)
+from passes.step import transfer_seconds
+from passes.summarize import segment_graph
 from runtime.microbatch import microbatch_sizes
 from runtime.order import quick_makespan
 from runtime.program import SegmentGraph
@@ -58,33 +52,19 @@ class Candidates:
 
     def realize(self, candidate: LayerCandidate) -> Realized:
         """Carry a placement through segments, schedule, order and simulation."""
-        graph, cluster, request = self._graph, self._cluster, self._request
-        segmentation, segments, sizes = self._segments(candidate)
-        tied = tied_groups(graph, segmentation)
-        state = state_of_ranks(graph, segmentation, cluster.world_size, request.optimizer, request.precision)
-        tensors = trained_tensors(graph, segmentation, cluster.world_size)
-        step = StepCosts(
-            state_bytes=tuple(held.total for held in state),
-            optimizer_seconds=tuple(
-                optimizer_seconds(held, device, request.optimizer, count)
-                for held, device, count in zip(state, cluster.devices, tensors, strict=True)
-            ),
-            tied_bytes={
-                name: gradient_bytes(graph, name, request.precision)
-                for group in tied
-                for name in group.parameters
-            },
-        )
-        programs = programs_for(
+        request = self._request
+        segmentation, segments, _ = self._segments(candidate)
+        return realize_segments(
+            self._graph,
+            segmentation,
             segments,
-            cluster,
+            self._cluster,
             candidate.schedule,
-            candidate.microbatches,
-            tied,
-            state_bytes=step.state_bytes,
+            batch_size=request.batch_size,
+            microbatches=candidate.microbatches,
+            optimizer=request.optimizer,
+            precision=request.precision,
         )
-        simulation = simulate_step(programs, segments, cluster, step, sizes)
-        return Realized(segmentation, segments, tied, programs, state, step, simulation)
 
     def lower_bound_seconds(self, candidate: LayerCandidate) -> float:
         """What ``realize`` cannot simulate below: no shared links, no queues, no optimizer. 20 times as fast.

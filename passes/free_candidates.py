@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from cost_models.cluster import ClusterSpec
-from cost_models.compute import optimizer_seconds
 from passes.costs import GraphCosts
+from passes.free_types import FreeCandidate, FreeRequest, SimulatedFree
 from passes.graph import OpGraph
-from passes.place_free import FreeCandidate, FreeRequest, SimulatedFree
 from passes.placed import Realized
+from passes.realize_segments import realize_segments
 from passes.segment import Segmentation, by_reach, merge
-from passes.step import StepCosts, programs_for, simulate_step, transfer_seconds
-from passes.summarize import (
-    gradient_bytes,
-    segment_graph,
-    state_of_ranks,
-    tied_groups,
-    trained_tensors,
-)
+from passes.step import transfer_seconds
+from passes.summarize import segment_graph
 from runtime.microbatch import microbatch_sizes
 from runtime.order import quick_makespan
 from runtime.program import SegmentGraph
 from runtime.schedules import SCHEDULES
 
-SCHEDULE = "list"
+LISTS = ("list", "list-split")
 """Free placements revisit devices and branch: no pipeline's order is made for them."""
-
+BOTH_SECONDS = 0.05
+"""As long as a simulation takes less, candidates are simulated under both; then under the one that won more often."""
 MERGE_SECONDS = 5.0
 """How long segments of the chosen placement are merged at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scheduled:
+    """A candidate under one schedule."""
+
+    schedule: str
+    realized: Realized
+
+    @property
+    def seconds(self) -> float:
+        """Of the simulated step."""
+        return self.realized.simulation.step_seconds
 
 
 class FreeCandidates:
@@ -45,57 +55,67 @@ class FreeCandidates:
     ) -> None:
         self._graph, self._costs, self._cluster, self._request = graph, costs, cluster, request
         self._recomputed = recomputed
-        self._best: tuple[FreeCandidate, Realized] | None = None
+        self._best: tuple[FreeCandidate, Scheduled] | None = None
+        self._won: Counter[str] = Counter()
+        self._slow = False
 
     def simulate(self, candidate: FreeCandidate) -> SimulatedFree:
-        """Step time and peak memory of a candidate."""
-        realized = self.realize(candidate, self.segmentation(candidate.rank_of))
-        simulation = realized.simulation
-        best = self._best[1].simulation.step_seconds if self._best is not None else float("inf")
-        if simulation.step_seconds < best and fits(realized, self._cluster):
-            self._best = candidate, realized
-        return SimulatedFree(candidate, simulation.step_seconds, simulation.peak_bytes)
+        """Step time and peak memory of a candidate, under the better schedule."""
+        segmentation = self.segmentation(candidate.rank_of)
+        names = LISTS if not self._slow else (max(LISTS, key=lambda name: self._won[name]),)
+        started = time.perf_counter()
+        found = [self.schedule(candidate, segmentation, name) for name in names]
+        self._slow |= time.perf_counter() - started > BOTH_SECONDS * len(names)
+        best = min(found, key=self._rank)
+        if len(found) > 1:
+            self._won[best.schedule] += 1
+        if self._fits(best) and (self._best is None or best.seconds < self._best[1].seconds):
+            self._best = candidate, best
+        return SimulatedFree(candidate, best.seconds, best.realized.simulation.peak_bytes)
 
-    def realized(self, candidate: FreeCandidate) -> Realized:
-        """What ``candidate`` became, with fewer segments where that is not slower."""
+    def realized(self, candidate: FreeCandidate) -> Scheduled:
+        """What ``candidate`` became, with fewer segments where that is not slower, under the best schedule."""
+        segmentation = self.segmentation(candidate.rank_of)
+        found = [self.schedule(candidate, segmentation, name) for name in LISTS]
         if self._best is not None and self._best[0] is candidate:
-            plain = self._best[1]
-        else:
-            plain = self.realize(candidate, self.segmentation(candidate.rank_of))
-        merged = self.realize(candidate, self._merged(candidate, plain.segmentation))
-        better = merged.simulation.step_seconds <= plain.simulation.step_seconds * (1 + 1e-12)
-        return merged if better and fits(merged, self._cluster) >= fits(plain, self._cluster) else plain
+            found.append(self._best[1])
+        best = min(found, key=self._rank)
+        merged = self._merged(candidate, best)
+        # Of equals the one with fewer segments: each is a call and, between devices, a wait.
+        return min((merged, best), key=self._rank)
 
     def segmentation(self, rank_of: Mapping[str, int]) -> Segmentation:
         """The segments of a placement."""
         return by_reach(self._graph, {name: (rank,) for name, rank in rank_of.items()}, self._recomputed)
 
-    def realize(self, candidate: FreeCandidate, segmentation: Segmentation) -> Realized:
-        """Carry segments through schedule, order and simulation."""
-        graph, cluster, request = self._graph, self._cluster, self._request
-        segments, sizes = self._segments(candidate, segmentation)
-        tied = tied_groups(graph, segmentation)
-        state = state_of_ranks(graph, segmentation, cluster.world_size, request.optimizer, request.precision)
-        tensors = trained_tensors(graph, segmentation, cluster.world_size)
-        step = StepCosts(
-            state_bytes=tuple(held.total for held in state),
-            optimizer_seconds=tuple(
-                optimizer_seconds(held, device, request.optimizer, count)
-                for held, device, count in zip(state, cluster.devices, tensors, strict=True)
-            ),
-            tied_bytes={
-                name: gradient_bytes(graph, name, request.precision)
-                for group in tied
-                for name in group.parameters
-            },
+    def schedule(self, candidate: FreeCandidate, segmentation: Segmentation, schedule: str) -> Scheduled:
+        """A candidate's segments under one schedule."""
+        request = self._request
+        realized = realize_segments(
+            self._graph,
+            segmentation,
+            self._segments(candidate, segmentation, schedule),
+            self._cluster,
+            schedule,
+            batch_size=request.batch_size,
+            microbatches=candidate.microbatches,
+            optimizer=request.optimizer,
+            precision=request.precision,
         )
-        programs = programs_for(
-            segments, cluster, SCHEDULE, candidate.microbatches, tied, state_bytes=step.state_bytes
-        )
-        simulation = simulate_step(programs, segments, cluster, step, sizes)
-        return Realized(segmentation, segments, tied, programs, state, step, simulation)
+        return Scheduled(schedule, realized)
 
-    def _merged(self, candidate: FreeCandidate, segmentation: Segmentation) -> Segmentation:
+    def _rank(self, found: Scheduled) -> tuple[bool, float]:
+        """What fits comes first, then what is faster."""
+        return not self._fits(found), found.seconds
+
+    def _fits(self, found: Scheduled) -> bool:
+        """Whether every device has the memory that its part of the simulated step needs."""
+        peaks = found.realized.simulation.peak_bytes
+        return all(
+            peak <= device.memory_bytes for peak, device in zip(peaks, self._cluster.devices, strict=True)
+        )
+
+    def _merged(self, candidate: FreeCandidate, found: Scheduled) -> Scheduled:
         """Fewer segments, by the makespan of the list schedule; what is tried last may be left as it is."""
         seconds = transfer_seconds(self._cluster)
         deadline = time.perf_counter() + MERGE_SECONDS
@@ -103,21 +123,22 @@ class FreeCandidates:
         def makespan(trial: Segmentation) -> float:
             if time.perf_counter() > deadline:
                 return float("inf")
-            segments, _ = self._segments(candidate, trial)
-            orders = SCHEDULES[SCHEDULE].order(segments, candidate.microbatches, transfer_seconds=seconds)
-            return quick_makespan(segments, orders, candidate.microbatches, seconds)
+            segments = self._segments(candidate, trial, found.schedule)
+            order = SCHEDULES[found.schedule].order(
+                segments, candidate.microbatches, transfer_seconds=seconds
+            )
+            return quick_makespan(segments, order, candidate.microbatches, seconds)
 
-        return merge(self._graph, segmentation, makespan)
+        merged = merge(self._graph, found.realized.segmentation, makespan)
+        return self.schedule(candidate, merged, found.schedule)
 
-    def _segments(
-        self, candidate: FreeCandidate, segmentation: Segmentation
-    ) -> tuple[SegmentGraph, tuple[int, ...]]:
-        sizes = microbatch_sizes(self._request.batch_size, candidate.microbatches)
-        segments = segment_graph(self._graph, self._costs, segmentation, self._cluster, sizes[0])
-        return segments, sizes
-
-
-def fits(realized: Realized, cluster: ClusterSpec) -> bool:
-    """Whether every device has the memory that its part of the simulated step needs."""
-    peaks = realized.simulation.peak_bytes
-    return all(peak <= device.memory_bytes for peak, device in zip(peaks, cluster.devices, strict=True))
+    def _segments(self, candidate: FreeCandidate, segmentation: Segmentation, schedule: str) -> SegmentGraph:
+        largest = microbatch_sizes(self._request.batch_size, candidate.microbatches)[0]
+        return segment_graph(
+            self._graph,
+            self._costs,
+            segmentation,
+            self._cluster,
+            largest,
+            deferring=SCHEDULES[schedule].splits_backward,
+        )

@@ -28,7 +28,7 @@ class FreeRequest:
     optimizer: str = "adamw"
     precision: Precision = field(default_factory=Precision)
     pins: Mapping[str, int] = field(default_factory=dict)
-    split: bool = False
+    split: bool = True
     splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     time_limit_seconds: float | None = None
     simulations: int = 12

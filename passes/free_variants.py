@@ -20,7 +20,7 @@ from cost_models.layout import Layout
 from passes.bridge import bridges
 from passes.cheap import recomputed_ops
 from passes.costs import GraphCosts, costs_of
-from passes.free_candidates import SCHEDULE, FreeCandidates
+from passes.free_candidates import FreeCandidates
 from passes.graph import OpGraph
 from passes.layer_pins import matches
 from passes.place_free import FreeCandidate, FreeRequest, SimulatedFree, place_free
@@ -121,7 +121,8 @@ def place_variant(
     starts = [] if start is None else [_as_candidate(start, variant, cluster, recomputed)]
     search = place_free(graph, costs, cluster, request, recomputed, candidates.simulate, starts)
     chosen = search.best.candidate
-    realized = candidates.realized(chosen)
+    scheduled = candidates.realized(chosen)
+    realized = scheduled.realized
     layouts = {name: Layout.on(rank) for name, rank in chosen.rank_of.items()}
     segmentation = realized.segmentation
     description = f"{len(segmentation)} segments, {chosen.microbatches} micro-batches"
@@ -132,7 +133,7 @@ def place_variant(
         stage_of=segmentation.segment_of,
         groups=segmentation.ranks,
         microbatches=chosen.microbatches,
-        schedule=SCHEDULE,
+        schedule=scheduled.schedule,
         recomputed=recomputed,
         recomputed_blocks=(),
         bridges=bridges(graph, layouts),
@@ -230,7 +231,7 @@ def _runner_ups(
         slower = other.step_seconds / best.step_seconds - 1 if best.step_seconds > 0 else 0.0
         found.append(
             RunnerUp(
-                description=f"{other.candidate.description}, {SCHEDULE}, {other.candidate.microbatches} micro-batches",
+                description=f"{other.candidate.description}, list, {other.candidate.microbatches} micro-batches",
                 feasible=over <= 0,
                 reason=f"{slower:.1%} slower" if over <= 0 else f"exceeds a device by {over:,} bytes",
                 step_seconds=other.step_seconds,

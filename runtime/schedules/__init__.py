@@ -98,6 +98,13 @@ _ALL: tuple[Schedule, ...] = (
         splits_backward=False,
         chunks=None,
     ),
+    ListSchedule(
+        name="list-split",
+        title="List scheduler with backward in halves: weight gradients fill the gaps",
+        source="Graham 1969; limits by Little 1961; halves by Qi et al. 2024, arXiv 2401.10241",
+        splits_backward=True,
+        chunks=None,
+    ),
 )
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType({schedule.name: schedule for schedule in _ALL})

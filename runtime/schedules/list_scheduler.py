@@ -23,10 +23,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from runtime.program import (
-    Backward,
     Compute,
     ComputeOrder,
-    Forward,
     Segment,
     SegmentCost,
     SegmentGraph,
@@ -35,7 +33,7 @@ from runtime.program import (
 from runtime.schedules.held import Kind, Step
 from runtime.schedules.list_clock import play
 from runtime.schedules.list_work import Mode, Work, work_of
-from runtime.schedules.schedule import Schedule, TransferSeconds
+from runtime.schedules.schedule import INSTRUCTION, Schedule, TransferSeconds
 
 WORTH_TWICE_THE_MEMORY = 0.01
 """The part of the step that twice the micro-batches in flight must save to be chosen."""
@@ -105,7 +103,15 @@ def inference_order(
 
 @dataclass(frozen=True)
 class ListSchedule(Schedule):
-    """The list scheduler with its default limits, or twice those where that pays, within the memory given."""
+    """The list scheduler with its default limits, or twice those where that pays, within the memory given.
+
+    Backwards are whole, or in halves: then weight halves fill what would be gaps.
+    """
+
+    @property
+    def mode(self) -> Mode:
+        """How backwards run."""
+        return "split" if self.splits_backward else "whole"
 
     def check(self, stages: int, ranks: int, microbatches: int) -> str | None:
         if min(stages, ranks, microbatches) < 1:
@@ -123,7 +129,7 @@ class ListSchedule(Schedule):
         memory_bytes: Sequence[int] | None = None,
         transfer_seconds: TransferSeconds | None = None,
     ) -> ComputeOrder:
-        work = work_of(graph, transfer_seconds, "whole", False)
+        work = work_of(graph, transfer_seconds, self.mode, False)
         alone = _alone(graph, work)
         once = alone.limits(microbatches)
         twice = tuple(min(microbatches, 2 * limit) for limit in once)
@@ -153,7 +159,7 @@ def _chain_steps(
         tuple(Value(f"v{s}", s, (s + 1,), 0, True) for s in range(stages - 1)),
         ranks,
     )
-    kinds: dict[type[Compute], Kind] = {Forward: "F", Backward: "B"}
+    kinds: dict[type[Compute], Kind] = {made: kind for kind, made in INSTRUCTION.items()}
     return tuple(
         tuple((kinds[type(i)], i.segment // ranks, i.microbatch) for i in instructions)
         for instructions in schedule.order(chain, microbatches)
