@@ -55,18 +55,17 @@ class Predictor:
             self._known[key] = self._predict(key)
         return self._known[key]
 
+    def knows(self, home: tuple[int, ...]) -> bool:
+        """Whether the placement was predicted before."""
+        return home in self._known
+
     def _predict(self, home: tuple[int, ...]) -> float:
         loads = evaluate(self.problem, home)
         played = min(self.microbatches, max(1, min(MOST_PLAYED, PLAYED_TASKS // len(self.tasks))))
         where = np.asarray(home)[self.unit_of_task]
         seconds = makespan(self.tasks, where, played)
-        busy: FloatArray = (
-            1.0
-            * self.microbatches
-            * np.bincount(
-                where, weights=self._task_seconds[where, np.arange(len(where))], minlength=len(loads.seconds)
-            )
-        )
+        each = self._task_seconds[where, np.arange(len(where))] * self.microbatches
+        busy = np.bincount(where, weights=each, minlength=len(loads.seconds)).astype(np.float64)
         once = loads.seconds - loads.message_seconds - busy  # the optimizer's step, sums of ties
         seconds += (1 - played / self.microbatches) * period_seconds(busy, loads.message_seconds)
         seconds += float(once.max())

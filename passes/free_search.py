@@ -10,6 +10,7 @@ Everything that was found is kept: placements that are best for the busiest devi
 from __future__ import annotations
 
 import heapq
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -42,6 +43,8 @@ LEADERS = 3
 FREED_UNITS = 48
 """Units that one neighbourhood leaves open."""
 QUIET_NEIGHBOURHOODS = 4
+MANY_TASKS, FEW, FIRST = 1000, 4, 2
+"""From so many tasks on, placements are not predicted by the dozen."""
 CLIMB_LEADERS = 2
 CLIMB_WORK, MOST_TRIES, LEAST_TRIES = 150_000, 1200, 100
 """Tasks that are played while climbing from one placement, as tries; a quarter of them without success ends it."""
@@ -98,7 +101,7 @@ class CountSearch:
             self.problem, self.tasks, self.model.unit_of_task, self.model.module_of_unit
         ):
             self.offer(home, name)
-        return min(self.predict(home) for home in self.found)
+        return min(self.predict(found.home) for found in self._promising(FEW))
 
     def best(self) -> Found:
         """By the surrogate; placements that fit come first."""
@@ -106,13 +109,24 @@ class CountSearch:
 
     def ranked(self, count: int) -> list[Found]:
         """Best first, in turn by prediction and by the surrogate."""
-        by_prediction = heapq.nsmallest(count, self.found.values(), key=lambda f: self.predict(f.home))
+        promising = self._promising(max(FEW, 2 * count))
+        by_prediction = heapq.nsmallest(count, promising, key=lambda f: self.predict(f.home))
         by_load = heapq.nsmallest(count, self.found.values(), key=lambda f: (not f.fits, f.objective_seconds))
         chosen: dict[Home, Found] = {}
-        for pair in zip(by_prediction, by_load, strict=True):
+        for pair in itertools.zip_longest(by_prediction, by_load):
             for each in pair:
-                chosen.setdefault(each.home, each)
+                if each is not None:
+                    chosen.setdefault(each.home, each)
         return list(chosen.values())[:count]
+
+    def _promising(self, count: int) -> list[Found]:
+        """What is worth predicting: everything, or of a large graph the best by the surrogate and what was offered first."""
+        if len(self.tasks) <= MANY_TASKS:
+            return list(self.found.values())
+        known = [found for found in self.found.values() if self.predict.knows(found.home)]
+        first = list(self.found.values())[:FIRST]
+        best = heapq.nsmallest(count, self.found.values(), key=lambda f: (not f.fits, f.objective_seconds))
+        return list({found.home: found for found in (*known, *first, *best)}.values())
 
     def run(self, deadline: float, *, latency: bool = False) -> None:
         """Improve until nothing helps or the time is over."""
@@ -257,7 +271,8 @@ class CountSearch:
         around = Neighbourhood(self.problem, self.model.module_of_unit)
         work = len(self.tasks) * min(3, self.microbatches)
         tries = max(LEAST_TRIES, min(MOST_TRIES, CLIMB_WORK // work))
-        leaders = heapq.nsmallest(CLIMB_LEADERS, self.found.values(), key=lambda f: self.predict(f.home))
+        promising = self._promising(FEW)
+        leaders = heapq.nsmallest(CLIMB_LEADERS, promising, key=lambda f: self.predict(f.home))
         for number, leader in enumerate(leaders):
             now = time.perf_counter()
             home = climb(

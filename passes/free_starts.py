@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from passes.free_makespan import TaskGraph
-from passes.free_problem import FreeProblem, IntArray
+from passes.free_problem import FloatArray, FreeProblem, IntArray
 
 Home = tuple[int, ...]
 MAX_DEPTH = 4
@@ -26,7 +26,7 @@ def all_starts(
     named = itertools.chain(
         one_device(problem),
         [(earliest_finish(problem, tasks, unit_of_task), "earliest finish")],
-        contiguous(problem),
+        contiguous(problem, modules),
         modules_apart(problem, modules),
     )
     for home, name in named:
@@ -48,40 +48,49 @@ def one_device(problem: FreeProblem) -> Iterator[tuple[Home, str]]:
         yield (d,) * problem.units, f"all on rank {d}"
 
 
-def contiguous(problem: FreeProblem) -> Iterator[tuple[Home, str]]:
-    """The program's order cut into runs that take equally long, on the fastest devices, in a few orders of them."""
+def contiguous(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[Home, str]]:
+    """Runs that take equally long, of the program's order and of the modules', on the fastest devices."""
     speed = problem.seconds.sum(axis=1)
     fastest = np.argsort(speed, kind="stable").tolist()
+    first: dict[str, int] = {}
+    for path in modules:
+        first.setdefault(path, len(first))
+    by_module = np.array(sorted(range(problem.units), key=lambda u: (first[modules[u]], u)), dtype=np.int64)
     for used in range(2, problem.devices + 1):
         chosen = fastest[:used]
         for order in dict.fromkeys((tuple(sorted(chosen)), tuple(chosen), tuple(chosen[::-1]))):
-            yield split(problem, order), f"{used} contiguous runs"
+            yield split(problem, order, np.arange(problem.units)), f"{used} contiguous runs"
+            yield split(problem, order, by_module), f"{used} runs of modules"
 
 
-def split(problem: FreeProblem, devices: Sequence[int]) -> Home:
-    """Runs of units on ``devices`` in turn, none longer than the least T for which that works."""
+def split(problem: FreeProblem, devices: Sequence[int], line: IntArray) -> Home:
+    """Runs of the units in the order of ``line`` on ``devices`` in turn, none longer than the least T that will do."""
+    cumulated = np.concatenate(
+        [np.zeros((problem.devices, 1)), np.cumsum(problem.seconds[:, line], axis=1)], axis=1
+    )
     low, high = 0.0, float(problem.seconds.max(axis=0).sum())
-    best = _filled(problem, devices, high)
+    best = _filled(cumulated, devices, high)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        home = _filled(problem, devices, middle)
-        if home is None:
+        found = _filled(cumulated, devices, middle)
+        if found is None:
             low = middle
         else:
-            best, high = home, middle
+            best, high = found, middle
     assert best is not None
-    return best
+    home = np.empty(problem.units, dtype=np.int64)
+    home[line] = best
+    return tuple(home.tolist())
 
 
-def _filled(problem: FreeProblem, devices: Sequence[int], most: float) -> Home | None:
-    """Fill device after device up to ``most`` seconds; None if units are left over."""
-    cumulated = np.concatenate([np.zeros((problem.devices, 1)), np.cumsum(problem.seconds, axis=1)], axis=1)
+def _filled(cumulated: FloatArray, devices: Sequence[int], most: float) -> list[int] | None:
+    """Fill device after device up to ``most`` seconds; None if units are left over. ``cumulated``: [K, n + 1] seconds."""
     home: list[int] = []
     for d in devices:
         begin = len(home)
         end = int(np.searchsorted(cumulated[d], cumulated[d, begin] + most * (1 + 1e-12), side="right")) - 1
         home += [d] * (max(begin, end) - begin)
-    return tuple(home) if len(home) == problem.units else None
+    return home if len(home) == cumulated.shape[1] - 1 else None
 
 
 def modules_apart(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[Home, str]]:

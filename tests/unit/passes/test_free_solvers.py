@@ -36,7 +36,7 @@ def sample(seed: int) -> FreeProblem:
 
 def anywhere(problem: FreeProblem) -> list[int]:
     """Each unit on the first device that it may be on."""
-    return problem.allowed.argmax(axis=0).tolist()
+    return [int(d) for d in problem.allowed.argmax(axis=0)]
 
 
 def test_loads_by_hand() -> None:
