@@ -111,9 +111,7 @@ class Pusher:
         return whole > blocked or (whole == blocked and assembled)
 
     def _may_write(self, node: fx.Node) -> bool:
-        return not writes_statistics(node) or all(
-            isinstance(buffer, fx.Node) and self.values.is_state(buffer) for buffer in node.args[3:5]
-        )
+        return not writes_statistics(node) or all(map(self.values.is_state, _buffers(node)))
 
     # ------------------------------------------------------------------------------------------------------
     # Making
@@ -129,9 +127,7 @@ class Pusher:
         if nodes is None:
             return None
         if writes_statistics(node):
-            self.written[node.name] = {
-                buffer.name for buffer in node.args[3:5] if isinstance(buffer, fx.Node)
-            }
+            self.written[node.name] = {buffer.name for buffer in _buffers(node)}
         sizes = tuple(end - begin for begin, end in spans)
         made = tuple(way.sizes(sizes, result) for result in range(len(way.dims())))
         return Bundles(nodes, way.dims(), made) if several else Blocks(way.dims()[0], nodes, made[0])
@@ -217,13 +213,22 @@ def _ways(node: fx.Node, position: int, made: Blocks) -> Iterator[tuple[Way, Seq
 
 
 def computed_from(graph: OpGraph, kinds: Sequence[str]) -> frozenset[str]:
-    """Names of inputs of these kinds and of all that is computed from them alone, the same every time."""
+    """Names of inputs of these kinds and of all that is computed from them alone, the same every time.
+
+    Not from running statistics that a batch norm writes in place: what they are depends on when they are read.
+    """
     found = {i.node for i in graph.inputs if i.kind in kinds}
+    found -= {source.name for node in graph.ops if writes_statistics(node) for source in _buffers(node)}
     for node in graph.ops:
         sources = node.all_input_nodes
         if sources and not draws_random_numbers(node) and all(source.name in found for source in sources):
             found.add(node.name)
     return frozenset(found)
+
+
+def _buffers(node: fx.Node) -> Iterator[fx.Node]:
+    """What a batch norm writes."""
+    return (source for source in node.args[3:5] if isinstance(source, fx.Node))
 
 
 def mere_forms(node: fx.Node, of_state: frozenset[str]) -> Iterator[fx.Node]:

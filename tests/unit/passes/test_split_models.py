@@ -135,7 +135,7 @@ def _random_splits(graph: OpGraph, seed: int) -> list[Split]:
     return list(splits.values())
 
 
-@pytest.mark.parametrize("name", [*MODELS, "locally connected"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-8b", "alexnet", "lstm"])
 def test_random_ops_of_real_models(name: str) -> None:
     graph, state, leaves = _traced(name)
     for seed in range(3):
@@ -143,7 +143,7 @@ def test_random_ops_of_real_models(name: str) -> None:
         check(graph, splits, state, leaves)
 
 
-@pytest.mark.parametrize("start", range(0, 30, 10))
+@pytest.mark.parametrize("start", range(0, 20, 10))
 def test_random_graphs(start: int) -> None:
     for seed in range(start, start + 10):
         model = random_model(seed, ops=8 + seed % 12)

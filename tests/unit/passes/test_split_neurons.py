@@ -302,6 +302,20 @@ def test_a_buffer_that_is_also_read_whole_is_written_whole() -> None:
     assert [node.target for node in made.ops].count(aten.batch_norm.default) == 1
 
 
+def test_statistics_are_read_when_they_were_read() -> None:
+    """Before the batch norm writes them, though only ranges of what was computed from them are wanted after it."""
+
+    class Before(Statistics):
+        def forward(self, x: Tensor) -> Tensor:
+            early = self.norm.running_mean * 3 + 1
+            h = self.norm(self.fc(x))
+            loss: Tensor = self.last(h * early).pow(2).mean() + self.mean.sum()
+            return loss
+
+    graph, state, leaves = traced(Before(), {"x": torch.randn(5, 4)})
+    check(graph, [Split("linear", 1, (4, 2))], state, leaves)
+
+
 def test_an_op_without_a_rule_is_read_whole() -> None:
     class Sorted(nn.Module):
         def __init__(self) -> None:
