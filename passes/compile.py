@@ -21,7 +21,7 @@ from passes.candidates import Candidates
 from passes.cheap import recomputed_ops
 from passes.costs import GraphCosts, costs_of
 from passes.discover import Discovery
-from passes.free_variants import TimeBudget, fastest, layer_start, place_variant, variants
+from passes.free_variants import Attempt, TimeBudget, fastest, layer_start, place_variant, variants
 from passes.graph import OpGraph
 from passes.place_features import FeatureRequest, FeatureResult, place_features
 from passes.place_free import FreeRequest
@@ -102,7 +102,7 @@ def free(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FreeR
     start = layer_start(
         graph, budget.part(request, 3), lambda layers: layer_wise(graph, costs, cluster, layers)
     )
-    found: list[Placed] = []
+    found: list[Attempt] = []
     failures: list[InfeasibleError] = []
     given = list(variants(graph, costs, cluster, request))
     for number, variant in enumerate(given):

@@ -74,15 +74,16 @@ class FreeCandidates:
         return SimulatedFree(candidate, best.seconds, best.realized.simulation.peak_bytes)
 
     def realized(self, candidate: FreeCandidate) -> Scheduled:
-        """What ``candidate`` became, with fewer segments where that is not slower, under the best schedule."""
+        """What ``candidate`` became, under the best schedule."""
         segmentation = self.segmentation(candidate.rank_of)
         found = [self.schedule(candidate, segmentation, name) for name in LISTS]
         if self._best is not None and self._best[0] is candidate:
             found.append(self._best[1])
-        best = min(found, key=self._rank)
-        merged = self._merged(candidate, best)
-        # Of equals the one with fewer segments: each is a call and, between devices, a wait.
-        return min((merged, best), key=self._rank)
+        return min(found, key=self._rank)
+
+    def merged(self, candidate: FreeCandidate, found: Scheduled) -> Scheduled:
+        """``found`` with fewer segments where that is not slower: each is a call and, between devices, a wait."""
+        return min((self._merged(candidate, found), found), key=self._rank)
 
     def segmentation(self, rank_of: Mapping[str, int]) -> Segmentation:
         """The segments of a placement."""
@@ -116,20 +117,17 @@ class FreeCandidates:
         )
 
     def _merged(self, candidate: FreeCandidate, found: Scheduled) -> Scheduled:
-        """Fewer segments, by the makespan of the list schedule; what is tried last may be left as it is."""
+        """Fewer segments, by the makespan of the list schedule."""
         seconds = transfer_seconds(self._cluster)
-        deadline = time.perf_counter() + MERGE_SECONDS
 
         def makespan(trial: Segmentation) -> float:
-            if time.perf_counter() > deadline:
-                return float("inf")
             segments = self._segments(candidate, trial, found.schedule)
             order = SCHEDULES[found.schedule].order(
                 segments, candidate.microbatches, transfer_seconds=seconds
             )
             return quick_makespan(segments, order, candidate.microbatches, seconds)
 
-        merged = merge(self._graph, found.realized.segmentation, makespan)
+        merged = merge(self._graph, found.realized.segmentation, makespan, seconds=MERGE_SECONDS)
         return self.schedule(candidate, merged, found.schedule)
 
     def _segments(self, candidate: FreeCandidate, segmentation: Segmentation, schedule: str) -> SegmentGraph:

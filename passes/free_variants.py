@@ -20,10 +20,11 @@ from cost_models.layout import Layout
 from passes.bridge import bridges
 from passes.cheap import recomputed_ops
 from passes.costs import GraphCosts, costs_of
-from passes.free_candidates import FreeCandidates
+from passes.free_candidates import FreeCandidates, Scheduled
+from passes.free_splits import automatic_splits, given_splits
 from passes.graph import OpGraph
 from passes.layer_pins import matches
-from passes.place_free import FreeCandidate, FreeRequest, SimulatedFree, place_free
+from passes.place_free import FreeCandidate, FreeRequest, FreeResult, SimulatedFree, place_free
 from passes.place_layers import LayerRequest, RunnerUp
 from passes.placed import Placed
 from passes.split_neurons import Split, split_neurons
@@ -65,14 +66,10 @@ def variants(
 ) -> Iterator[Variant]:
     """The graphs to place; one only where the user says how to split."""
     if request.splits:
-        from passes.free_splits import given_splits
-
         yield _split(graph, cluster, given_splits(graph, request.splits))
         return
     yield Variant(graph, costs)
     if request.split and cluster.world_size > 1:
-        from passes.free_splits import automatic_splits
-
         for splits in automatic_splits(graph, costs, cluster, request.batch_size):
             yield _split(graph, cluster, splits)
 
@@ -111,30 +108,64 @@ def layer_start(
     return placed
 
 
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """The best placement of a variant, with its segments as they are."""
+
+    variant: Variant
+    candidates: FreeCandidates
+    search: FreeResult
+    scheduled: Scheduled
+
+    @property
+    def description(self) -> str:
+        """For comparisons."""
+        count, splits = self.search.best.candidate.microbatches, self.variant.splits
+        text = f"{len(self.scheduled.realized.segmentation)} segments, {count} micro-batches"
+        return f"{text}, {len(splits)} ops split" if splits else text
+
+
 def place_variant(
     variant: Variant, cluster: ClusterSpec, request: FreeRequest, start: Placed | None
-) -> Placed:
-    """The best placement of a variant, carried through."""
+) -> Attempt:
+    """The best placement of a variant, simulated."""
     graph, costs = variant.graph, variant.costs
     recomputed = recomputed_ops(graph)
     candidates = FreeCandidates(graph, costs, cluster, request, recomputed)
     starts = [] if start is None else [_as_candidate(start, variant, cluster, recomputed)]
     search = place_free(graph, costs, cluster, request, recomputed, candidates.simulate, starts)
+    return Attempt(variant, candidates, search, candidates.realized(search.best.candidate))
+
+
+def fastest(found: Sequence[Attempt], start: Placed | None, cluster: ClusterSpec) -> Placed:
+    """The fastest in simulation of all variants, its segments merged; the layer-wise plan where that is as fast."""
+    best = min(found, key=lambda attempt: attempt.scheduled.seconds, default=None)
+    if best is not None:
+        chosen = best.search.best.candidate
+        best = replace(best, scheduled=best.candidates.merged(chosen, best.scheduled))
+        if start is None or best.scheduled.seconds < _seconds(start):
+            placed = _placed(best, cluster)
+            others = [attempt for attempt in found if attempt.variant is not best.variant]
+            return replace(
+                placed, runner_ups=(*_others(others, start, best.scheduled.seconds), *placed.runner_ups)
+            )
+    assert start is not None
+    certificate = replace(start.certificate, space=f"nothing found beats: {start.certificate.space}")
+    runner_ups = (*_others(found, None, _seconds(start)), *start.runner_ups)
+    return replace(start, strategy="free", certificate=certificate, runner_ups=runner_ups)
+
+
+def _placed(attempt: Attempt, cluster: ClusterSpec) -> Placed:
+    graph, search, realized = attempt.variant.graph, attempt.search, attempt.scheduled.realized
     chosen = search.best.candidate
-    scheduled = candidates.realized(chosen)
-    realized = scheduled.realized
     layouts = {name: Layout.on(rank) for name, rank in chosen.rank_of.items()}
-    segmentation = realized.segmentation
-    description = f"{len(segmentation)} segments, {chosen.microbatches} micro-batches"
-    if variant.splits:
-        description += f", {len(variant.splits)} ops split"
     return Placed(
         strategy="free",
-        stage_of=segmentation.segment_of,
-        groups=segmentation.ranks,
+        stage_of=realized.segmentation.segment_of,
+        groups=realized.segmentation.ranks,
         microbatches=chosen.microbatches,
-        schedule=scheduled.schedule,
-        recomputed=recomputed,
+        schedule=attempt.scheduled.schedule,
+        recomputed=realized.segmentation.recomputed,
         recomputed_blocks=(),
         bridges=bridges(graph, layouts),
         realized=realized,
@@ -142,25 +173,8 @@ def place_variant(
         runner_ups=_runner_ups(search.tried, search.best, cluster),
         search=search,
         graph=graph,
-        splits=variant.splits,
-        description=description,
-    )
-
-
-def fastest(found: Sequence[Placed], start: Placed | None, cluster: ClusterSpec) -> Placed:
-    """The fastest in simulation of all variants and the layer-wise plan; of equals the one with fewest segments."""
-    best = min(found, key=_seconds, default=None)
-    assert best is not None or start is not None
-    if best is not None and (start is None or _seconds(best) < _seconds(start)):
-        others = [placed for placed in found if placed is not best]
-        return replace(best, runner_ups=(*_others(others, start, best), *best.runner_ups))
-    assert start is not None
-    certificate = replace(start.certificate, space=f"nothing found beats: {start.certificate.space}")
-    return replace(
-        start,
-        strategy="free",
-        certificate=certificate,
-        runner_ups=(*_others(found, None, start), *start.runner_ups),
+        splits=attempt.variant.splits,
+        description=attempt.description,
     )
 
 
@@ -173,20 +187,20 @@ def _seconds(placed: Placed) -> float:
     return placed.realized.simulation.step_seconds
 
 
-def _others(found: Sequence[Placed], start: Placed | None, best: Placed) -> tuple[RunnerUp, ...]:
+def _others(found: Sequence[Attempt], start: Placed | None, best_seconds: float) -> tuple[RunnerUp, ...]:
     """The other variants' best, and the layer-wise plan."""
-    named = [(placed.description, placed) for placed in found]
+    named = [(attempt.description, attempt.scheduled.realized) for attempt in found]
     if start is not None:
-        named.append((f"layer-wise: {start.description}", start))
+        named.append((f"layer-wise: {start.description}", start.realized))
     return tuple(
         RunnerUp(
             description=description,
             feasible=True,
-            reason=f"{_seconds(placed) / _seconds(best) - 1:.1%} slower",
-            step_seconds=_seconds(placed),
-            peak_memory_bytes=max(placed.realized.simulation.peak_bytes),
+            reason=f"{realized.simulation.step_seconds / best_seconds - 1:.1%} slower",
+            step_seconds=realized.simulation.step_seconds,
+            peak_memory_bytes=max(realized.simulation.peak_bytes),
         )
-        for description, placed in named
+        for description, realized in named
     )
 
 

@@ -10,6 +10,8 @@ other way round, so it would be both an ancestor and a descendant of the same op
 
 from __future__ import annotations
 
+import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -118,17 +120,24 @@ def by_reach(
 
 
 def merge(
-    graph: OpGraph, segmentation: Segmentation, makespan: Callable[[Segmentation], float], *, limit: int = 200
+    graph: OpGraph,
+    segmentation: Segmentation,
+    makespan: Callable[[Segmentation], float],
+    *,
+    limit: int = 200,
+    seconds: float = math.inf,
 ) -> Segmentation:
     """Merge pairs of one device group while the segments stay acyclic and ``makespan`` does not rise.
 
-    Greedy over pairs joined by an edge first, then over neighbours in topological order; at most ``limit`` trials.
+    Greedy over pairs joined by an edge first, then over neighbours in topological order; at most ``limit`` trials, and
+    none begun after ``seconds``.
     """
+    deadline = time.perf_counter() + seconds
     best, best_seconds = segmentation, makespan(segmentation)
     trials = 0
     refused: set[tuple[frozenset[str], frozenset[str]]] = set()
     progress = True
-    while progress and trials < limit:
+    while progress and trials < limit and time.perf_counter() < deadline:
         progress = False
         for a, b in _mergeable(graph, best):
             members = _members(best)
@@ -142,8 +151,8 @@ def merge(
                 best, best_seconds, progress = merged, min(seconds, best_seconds), True
                 break
             refused.add(pair)
-            if trials >= limit:
-                break
+            if trials >= limit or time.perf_counter() > deadline:
+                return best
     return best
 
 

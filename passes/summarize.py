@@ -58,7 +58,9 @@ def segment_graph(
     crossing = crossing_values(graph, segmentation)
     has_backward = _segments_with_backward(graph, segmentation, crossing)
     received: list[int] = [0] * len(segmentation)
+    sent_by: list[list[str]] = [[] for _ in segmentation.ranks]
     for name, consumers in crossing.items():
+        sent_by[segmentation.segment_of[name]].append(name)
         for consumer in consumers:
             received[consumer] += int(output_bytes[name])
     segments = []
@@ -66,7 +68,7 @@ def segment_graph(
         indices = ops_of[index]
         device = cluster.devices[ranks[0]]
         seconds = costs.segment_seconds(indices, microbatch_size, device)
-        sent = [name for name in crossing if segmentation.segment_of[name] == index]
+        sent = sent_by[index]
         regions = [[index_of[name] for name in names] for names in segmentation.regions_of(index)]
         held = costs.held_bytes(indices, microbatch_size, outputs=sent, regions=regions)
         # The simulator charges values between segments on their own, from the moment they are sent or received.
