@@ -7,19 +7,26 @@ run side by side, unlike devices end together.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from cost_models.cluster import ClusterSpec
+from examples.alexnet import two_towers
 from examples.locally_connected import LAYERS, locally_connected
+from examples.lstm_seq2seq import lstm_seq2seq
+from examples.mlp import mlp
+from examples.moe import moe
 from partitioner import Plan, partition
 from partitioner.api import as_graph
+from partitioner.rebuild import plan_code
 from partitioner.verify import double_copy
 from partitioner.workloads import Workload
 from passes.double import float64_by_default
 from passes.graph import OpGraph
 from runtime.launch import WorkerPool
+from runtime.program import Forward
 from tests.distributed.free_tasks import count_sent, plan_task
 
 
@@ -49,8 +56,18 @@ def traced(workload: Workload) -> tuple[Workload, OpGraph]:
         return double, as_graph(double)
 
 
-def planned(graph: OpGraph, cluster: ClusterSpec, pins: Mapping[str, int], **options: Any) -> Plan:
-    return partition(graph, cluster, strategy="free", pins=pins, time_limit_seconds=5.0, **options)
+def planned(
+    graph: OpGraph,
+    cluster: ClusterSpec,
+    pins: Mapping[str, int],
+    splits: Mapping[str, tuple[int, ...]] | None = None,
+    **options: Any,
+) -> Plan:
+    """With ops as they are, but for ``splits``."""
+    if splits is None:  # the first linear layer in one block: nothing is split then, by itself neither
+        linear = graph.nodes["linear"]
+        splits = {linear.name: (int(linear.meta["val"].shape[-1]),)}
+    return partition(graph, cluster, strategy="free", pins=pins, splits=splits, **options)
 
 
 def devices_of(plan: Plan) -> dict[str, int]:
@@ -97,8 +114,93 @@ def test_only_edges_that_cross_between_stripes_carry_traffic(pool: WorkerPool) -
 
 def _widths(plan: Plan, graph: OpGraph) -> list[int]:
     """Columns of the last layer's stripes: its weight's parts."""
-    from partitioner.rebuild import plan_code
-
     parts = plan_code(plan, graph).graph.parts.values()
     blocks = [part.block for part in parts if part.whole == f"layers.{LAYERS - 1}.weight"]
     return [block.shape[1] for block in sorted(blocks, key=lambda block: block.offsets)]
+
+
+def test_an_lstm_with_a_layer_per_device_is_a_wavefront(pool: WorkerPool) -> None:
+    """What a device receives and sends decides its segments: one per time step, and step t of a layer runs beside step
+    t + 1 of the layer below."""
+    layers, steps = 3, 3
+    net, graph = traced(lstm_seq2seq(24, 8, layers, source_steps=steps, target_steps=steps, batch=2))
+    pins = {f"{side}.cells.{layer}": layer for side in ("encoder", "decoder") for layer in range(layers)}
+    pins |= {"source_embedding": 0, "target_embedding": 0, "project": 3, "cross_entropy_loss": 3}
+    plan = planned(graph, machine(1, 1, 1, 1), pins, batch_size=2, microbatches=1)
+    plan.verify(net, pool=pool, graph=graph).raise_if_different()
+    runs = _forwards(plan)
+    cells = [
+        [runs[op.name] for op in graph.ops if op.meta["module_path"].endswith(f"cells.{layer}.of_input")]
+        for layer in range(layers)
+    ]
+    assert [len(set(spans)) for spans in cells] == [2 * steps] * layers, "a segment per step"
+    for below, here in pairwise(cells):
+        for step in range(2 * steps - 1):
+            (begin, end), (begin_below, end_below) = here[step], below[step + 1]
+            assert max(begin, begin_below) < min(end, end_below), f"step {step} beside the next one below"
+
+
+def _forwards(plan: Plan) -> dict[str, tuple[float, float]]:
+    """Op -> (start, end) of its segment's forward of the first micro-batch, in simulated seconds."""
+    return {
+        op: (span.start_seconds, span.end_seconds)
+        for spans in plan.simulate().timeline
+        for span in spans
+        if isinstance(span.instruction, Forward) and span.instruction.microbatch == 0
+        for op in plan.stages[span.instruction.segment].ops
+    }
+
+
+def test_two_towers_on_two_devices_meet_where_they_were_made_to(pool: WorkerPool) -> None:
+    """Convolution 3 reads both towers: one value each way. The dense layers, on two further devices, read both."""
+    net, graph = traced(two_towers(classes=5, width=0.04, size=63, dropout=0.0))
+    pins = {f"{half}.{tower}": tower for half in ("lower", "upper") for tower in range(2)}
+    pins |= {"cat_2": 2, "flatten": 2, "classifier.[0-2]": 2, "classifier.[3-6]": 3, "cross_entropy_loss": 3}
+    plan = planned(graph, machine(1, 1, 1, 1), pins, batch_size=4, microbatches=2)
+    plan.verify(net, pool=pool, graph=graph).raise_if_different()
+    between = [(t.source, t.target) for t in plan.transfers if {t.source, t.target} == {0, 1}]
+    assert sorted(between) == [(0, 1), (1, 0)]
+    spans = _forwards(plan)
+    convolutions = [n.name for n in graph.ops if n.meta["module_path"] in ("lower.0.0", "lower.1.0")]
+    (begin, end), (begin_other, end_other) = (spans[name] for name in convolutions)
+    assert max(begin, begin_other) < min(end, end_other), "side by side"
+
+
+def test_experts_on_devices_of_their_own(pool: WorkerPool) -> None:
+    """Every expert gets the norm's output and its column of the gate, and gives one output back."""
+    experts = 4
+    net, graph = traced(moe(16, width=8, heads=2, hidden=24, blocks=2, experts=experts, seq=4))
+    pins = {f"blocks.*.mixture.experts.{expert}": expert for expert in range(experts)}
+    parts = ("attention_norm", "query", "key", "value", "out", "mixture_norm", "mixture.gate")
+    rest = ["embedding", "norm", "project", *(f"blocks.*.{part}" for part in parts)]
+    plan = planned(graph, machine(1, 1, 1, 1), pins | dict.fromkeys(rest, 0), batch_size=4, microbatches=2)
+    plan.verify(net, pool=pool, graph=graph).raise_if_different()
+    at = devices_of(plan)
+    ups = [n.name for n in graph.ops if n.meta["module_path"].endswith(".up")]
+    assert [at[name] for name in ups] == [0, 1, 2, 3] * 2
+    spans = _forwards(plan)
+    first = [spans[name] for name in ups[:experts]]
+    assert max(begin for begin, _ in first) < min(end for _, end in first), "all at the same time"
+
+
+def test_neurons_split_sixty_to_forty_for_unlike_devices(pool: WorkerPool) -> None:
+    """A device that is 1.5 times as fast has 60 of 100 neurons of each pair: both work for as long."""
+    net, graph = traced(mlp(inputs=32, hidden=100, pairs=2, classes=4, batch=8))
+    pins = {"*_b0": 0, "*_b1": 1, "*_sum": 0, "add*": 0, "classify": 0, "cross_entropy_loss": 0}
+    plan = planned(
+        graph,
+        machine(1.5, 1.0),
+        pins,
+        splits={"linear": (60, 40), "linear_2": (60, 40)},
+        batch_size=8,
+        microbatches=2,
+    )
+    plan.verify(net, pool=pool, graph=graph).raise_if_different()
+    shapes = {name: part.block.shape for name, part in plan_code(plan, graph).graph.parts.items()}
+    assert shapes["pairs.0.up.weight#0"] == (60, 32)
+    assert shapes["pairs.0.up.weight#1"] == (40, 32)
+    assert shapes["pairs.1.down.weight#0"] == (32, 60)
+    seconds = {stage.devices[0]: 0.0 for stage in plan.stages}
+    for stage in plan.stages:
+        seconds[stage.devices[0]] += stage.forward_seconds
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.06)  # rank 0 has the small classifier besides
