@@ -7,16 +7,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.executor_models import ModelSpec
+from benchmarks.plan_tasks import plan_task
 from cost_models.cluster import ClusterSpec
 from partitioner.api import as_graph, partition
 from partitioner.plan import Plan
-from partitioner.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
-from partitioner.verify import model_state
 from partitioner.verify_rank import VerificationTask, own_state
-from passes.batch import flatten_batch, forward_names
 from passes.graph import OpGraph
-from passes.loss_reduction import step_batch, step_weights
-from passes.lower import lower
 from runtime.execute import Executor
 
 RANKS = 2
@@ -43,23 +39,7 @@ def trace_of(spec: ModelSpec) -> OpGraph:
 
 def task_of(spec: ModelSpec, graph: OpGraph, plan: Plan) -> VerificationTask:
     """What the workers need to run ``plan``."""
-    workload = spec.workload()
-    leaves = flatten_batch(workload.example_inputs, forward_names(workload.model))
-    ranks = ranks_in_order(plan)
-    return VerificationTask(
-        programs=plan_programs(plan, ranks),
-        codes=lower(graph, plan_code(plan, graph, ranks).segmentation),
-        segments=plan_segments(plan, ranks),
-        batch_spec=graph.batch,
-        batch=step_batch(graph, leaves, plan.microbatches),
-        state=model_state(workload.model, graph),
-        trainable=frozenset(name for name, p in graph.parameters.items() if p.requires_grad),
-        microbatches=plan.microbatches,
-        weights=step_weights(graph, leaves, plan.microbatches),
-        optimizer="none",
-        learning_rate=0.0,
-        timeout_seconds=60.0,
-    )
+    return plan_task(plan, spec.workload(), graph)
 
 
 class Ours:

@@ -1,4 +1,4 @@
-"""From a placement to what workers run, below the public face: any placement of any graph, and single steps of a plan."""
+"""From a placement given by hand to what workers run, below the public face: any placement of any graph."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from partitioner.compare import Comparison, StepResult
-from partitioner.plan import Plan
-from partitioner.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
-from partitioner.verify import model_state
 from partitioner.verify_rank import VerificationTask, build_rank, run_rank
 from partitioner.verify_ranks import compare_ranks, put_together
-from partitioner.workloads import Workload
-from passes.batch import flatten_batch, forward_names
 from passes.cheap import recomputed_ops
 from passes.graph import OpGraph
-from passes.loss_reduction import step_batch, step_weights
 from passes.lower import lower
 from passes.segment import by_reach
 from runtime.check import check
@@ -69,28 +63,6 @@ def free_task(
 def run_tasks(tasks: Sequence[VerificationTask]) -> list[StepResult]:
     """In a worker: one step of each, one after another."""
     return [run_rank(task) for task in tasks]
-
-
-def plan_task(plan: Plan, workload: Workload, graph: OpGraph) -> VerificationTask:
-    """One step of ``plan`` on the workload's own batch, without an optimizer."""
-    ranks = ranks_in_order(plan)
-    code = plan_code(plan, graph, ranks)
-    leaves = flatten_batch(workload.example_inputs, forward_names(workload.model))
-    return VerificationTask(
-        programs=plan_programs(plan, ranks),
-        codes=lower(code.graph, code.segmentation),
-        segments=plan_segments(plan, ranks),
-        batch_spec=code.graph.batch,
-        batch=step_batch(graph, leaves, plan.microbatches),
-        state=model_state(workload.model, graph),
-        trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
-        microbatches=plan.microbatches,
-        weights=step_weights(graph, leaves, plan.microbatches),
-        optimizer="none",
-        learning_rate=0.0,
-        timeout_seconds=60.0,
-        parts=code.graph.parts,
-    )
 
 
 def count_sent(task: VerificationTask) -> dict[tuple[int, int], int]:

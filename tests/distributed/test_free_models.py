@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.plan_tasks import plan_task
 from cost_models.cluster import ClusterSpec
 from examples.alexnet import two_towers
 from examples.locally_connected import LAYERS, locally_connected
@@ -27,7 +28,7 @@ from passes.double import float64_by_default
 from passes.graph import OpGraph
 from runtime.launch import WorkerPool
 from runtime.program import Forward
-from tests.distributed.free_tasks import count_sent, plan_task
+from tests.distributed.free_tasks import count_sent
 
 
 def machine(*speeds: float) -> ClusterSpec:

@@ -1,0 +1,36 @@
+"""What workers need to run steps of a plan, without an optimizer, on a workload's own batch."""
+
+from __future__ import annotations
+
+from partitioner.plan import Plan
+from partitioner.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
+from partitioner.verify import model_state
+from partitioner.verify_rank import VerificationTask
+from partitioner.workloads import Workload
+from passes.batch import flatten_batch, forward_names
+from passes.graph import OpGraph
+from passes.loss_reduction import step_batch, step_weights
+from passes.lower import lower
+
+
+def plan_task(plan: Plan, workload: Workload, graph: OpGraph) -> VerificationTask:
+    """One step of ``plan`` for ``graph``, the workload's trace."""
+    ranks = ranks_in_order(plan)
+    code = plan_code(plan, graph, ranks)
+    leaves = flatten_batch(workload.example_inputs, forward_names(workload.model))
+    return VerificationTask(
+        programs=plan_programs(plan, ranks),
+        codes=lower(code.graph, code.segmentation),
+        segments=plan_segments(plan, ranks),
+        batch_spec=code.graph.batch,
+        batch=step_batch(graph, leaves, plan.microbatches),
+        state=model_state(workload.model, graph),
+        trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
+        microbatches=plan.microbatches,
+        weights=step_weights(graph, leaves, plan.microbatches),
+        optimizer="none",
+        learning_rate=0.0,
+        timeout_seconds=60.0,
+        shardings=code.shardings,
+        parts=code.graph.parts,
+    )
