@@ -16,16 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
-from partitioner import Workload
-from partitioner.describe import describe
-from passes.compile import Compiled
-from passes.costs import costs_of
-from passes.free_variants import Variant, place_variant
+from partitioner import Workload, partition
 from passes.graph import OpGraph
-from passes.place_free import FreeRequest
 from passes.split_neurons import Split, split_neurons
 from passes.trace import trace
-from runtime.check import check
 
 WIDTH, HIDDEN, CLASSES, SAMPLES, MICROBATCHES = 6, 10, 4, 8, 2
 SIZES = (3, 5, 2)
@@ -85,21 +79,17 @@ def split(graph: OpGraph, sizes: Sequence[int] = SIZES) -> OpGraph:
 
 
 def split_plan(
-    made: Workload,
-    sizes: Sequence[int] = SIZES,
-    rank_of_block: Sequence[int] = RANK_OF_BLOCK,
-    ranks: int = 2,
+    made: Workload, sizes: Sequence[int] = SIZES, rank_of_block: Sequence[int] = RANK_OF_BLOCK
 ) -> str:
-    """A plan with block i on ``rank_of_block[i]``, the sums and what is before them on rank 0, the rest on rank 1."""
-    graph, cluster = traced(made), ClusterSpec.local(ranks)
-    pins = {f"*_b{number}": rank for number, rank in enumerate(rank_of_block)}
-    request = FreeRequest(
-        batch_size=SAMPLES, microbatches=MICROBATCHES, pins={**pins, "*_sum*": 0, "head": ranks - 1}
-    )
-    blocks = split(graph, sizes)
-    variant = Variant(blocks, costs_of(blocks, cluster), split_of(graph, sizes))
-    placed = place_variant(variant, cluster, request, None)
-    sums = [group.as_tuple for group in placed.realized.tied]
-    proof = check(placed.realized.programs, placed.realized.segments, placed.microbatches, tied=sums)
-    compiled = Compiled(variant.costs, placed, proof)
-    return describe(graph, cluster, request, compiled).model_dump_json()
+    """A plan with block i on ``rank_of_block[i]``, sums on rank 0, the head on rank 1."""
+    graph = traced(made)
+    blocks = {f"*_b{number}": rank for number, rank in enumerate(rank_of_block)}
+    return partition(
+        graph,
+        ClusterSpec.local(2),
+        batch_size=SAMPLES,
+        microbatches=MICROBATCHES,
+        strategy="free",
+        splits={split.op: split.sizes for split in split_of(graph, sizes)},
+        pins={**blocks, "*_sum*": 0, "head": 1},
+    ).model_dump_json()
