@@ -3,10 +3,11 @@
     task      ops that run as one, without interruption; tasks form a DAG
     forward   a task starts when its device is free and what it reads has arrived
     backward  after its own forward and the backwards of all its readers that carry a gradient
+    weight    the half of backward that makes parameters' gradients: after the backward, when nothing else is to do
     message   value and gradient once per device; messages between a pair of devices wait for each other
 
-Of what is ready on a device backwards come before forwards, then older micro-batches, then the longest way to the end: the
-rules of the list scheduler (``runtime.schedules.list_scheduler``), without its limits of micro-batches in flight.
+Of what is ready on a device backwards come before forwards, then older micro-batches, then the longest way to the end:
+the rules of the list scheduler that splits backwards (``runtime.schedules.list_scheduler``), without its limits of micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ import numpy as np
 
 from passes.free_problem import BoolArray, FloatArray, IntArray
 
+RANKS = (1, 0, 2)
+"""Of forwards, backwards and weight halves, where several are ready."""
+
 
 @dataclass(frozen=True, eq=False)
 class TaskGraph:
@@ -28,7 +32,9 @@ class TaskGraph:
     forward: FloatArray
     """[K, T] seconds"""
     backward: FloatArray
-    """[K, T] seconds, 0 where there is none"""
+    """[K, T] seconds of the half that others wait for, 0 where there is none"""
+    weight: FloatArray
+    """[K, T] seconds of the half that nobody waits for"""
     sent_bytes: FloatArray
     """[T] of the values that leave the task"""
     gradient_bytes: FloatArray
@@ -71,10 +77,10 @@ class TaskGraph:
 
     @cached_property
     def urgency(self) -> list[float]:
-        """[2T] the longest way to the end from the start of each forward, then of each backward, nothing sent."""
+        """[3T] the longest way to the end from the start of each forward, backward, weight half; nothing sent."""
         count = len(self)
         forward, backward = self.forward.mean(axis=0).tolist(), self.backward.mean(axis=0).tolist()
-        way = [0.0] * (2 * count)
+        way = [0.0] * (3 * count)
         longest_back = [0.0] * count
         for task in range(count):  # backward runs from readers to producers
             longest_back[task] = backward[task] + max(
@@ -88,14 +94,14 @@ class TaskGraph:
 
     @cached_property
     def _lists(self) -> tuple[list[list[float]], ...]:
-        both = np.concatenate([self.forward, self.backward], axis=1)
-        return both.tolist(), self.latency.tolist(), self.seconds_per_byte.tolist()
+        each = np.concatenate([self.forward, self.backward, self.weight], axis=1)
+        return each.tolist(), self.latency.tolist(), self.seconds_per_byte.tolist()
 
     @cached_property
     def _waiting(self) -> list[int]:
-        """[2T] what each instruction waits for: producers; own forward and readers' backwards."""
+        """[3T] what each instruction waits for: producers; own forward and readers' backwards; own backward."""
         forward = [len(p) for p in self.producers]
-        return forward + [1 + len(r) for r in self.gradient_readers]
+        return forward + [1 + len(r) for r in self.gradient_readers] + [1] * len(forward)
 
 
 def makespan(tasks: TaskGraph, home: IntArray | list[int], microbatches: int = 1) -> float:
@@ -107,7 +113,7 @@ def makespan(tasks: TaskGraph, home: IntArray | list[int], microbatches: int = 1
 
 
 class Clock:
-    """One playing of the tasks. Instruction i of micro-batch b is number b · 2T + i: forwards, then backwards."""
+    """One playing of the tasks. Instruction i of micro-batch b is number b · 3T + i: forwards, backwards, weight halves."""
 
     def __init__(self, tasks: TaskGraph, home: list[int], microbatches: int) -> None:
         self.tasks, self.home = tasks, home
@@ -115,6 +121,7 @@ class Clock:
         self.seconds, self.latency, self.per_byte = tasks._lists
         self.waiting = tasks._waiting * microbatches
         self.arrival = [0.0] * len(self.waiting)
+        self.has_weight = (tasks.weight > 0).any(axis=0).tolist()
         self.link_free = [[0.0] * devices for _ in range(devices)]
         self.ready: list[list[tuple[int, float, int]]] = [[] for _ in range(devices)]
         self.events: list[tuple[float, int, int]] = []
@@ -139,7 +146,7 @@ class Clock:
             touched: set[int] = set()
             while events and events[0][0] <= now:
                 _, kind, instruction = heapq.heappop(events)
-                step = instruction % (2 * count)
+                step = instruction % (3 * count)
                 device = self.home[step % count]
                 touched.add(device)
                 if kind == 0:
@@ -147,21 +154,24 @@ class Clock:
                     end = now
                     self._ended(instruction, now)
                 else:
-                    # backwards first, older micro-batches first, then the longest way
-                    order = instruction // (2 * count) + (len(self.waiting) if step < count else 0)
+                    # backwards, forwards, weight halves; older micro-batches first, then the longest way
+                    rank = RANKS[int(step // count)]
+                    order = instruction // (3 * count) + rank * len(self.waiting)
                     heapq.heappush(self.ready[device], (order, -urgency[step], instruction))
             for device in touched:
                 if not busy[device] and self.ready[device]:
                     _, _, instruction = heapq.heappop(self.ready[device])
                     busy[device] = True
-                    done = now + self.seconds[device][instruction % (2 * count)]
+                    done = now + self.seconds[device][instruction % (3 * count)]
                     heapq.heappush(events, (done, 0, instruction))
         return end
 
     def _ended(self, instruction: int, now: float) -> None:
         tasks, count = self.tasks, self.count
-        microbatch, step = divmod(instruction, 2 * count)
-        first = microbatch * 2 * count
+        microbatch, step = divmod(instruction, 3 * count)
+        first = microbatch * 3 * count
+        if step >= 2 * count:
+            return
         if step < count:
             self._arrives(instruction + count, now)
             home = self.home[step]
@@ -174,6 +184,8 @@ class Clock:
             return
         task = step - count
         home = self.home[task]
+        if self.has_weight[task]:
+            self._arrives(instruction + count, now)
         for producer in tasks.gradient_producers[task]:
             target = self.home[producer]
             arrives = now

@@ -79,26 +79,26 @@ class FreeModel:
         ranks = [rank_of.get(name, 0) for name in self.layers.names]
         return majority(problem, ranks, self.unit_of, self.work)
 
-    def seconds(self, size: int) -> tuple[FloatArray, FloatArray]:
-        """[K, n] forward and backward of one micro-batch; equal devices are computed once."""
+    def seconds(self, size: int) -> FloatArray:
+        """[3, K, n] forward, input half and weight half of one micro-batch."""
         key = ("seconds", size)
         if key not in self._cache:
             rows, passes = self.layers.rows, self.layers.differentiable
-            forward, backward = [], []
-            for device in self.cluster.devices:
-                speed = self.layers.costs.seconds(size, device)
-                forward.append(np.asarray(speed.forward)[rows])
-                back = np.asarray(speed.backward_input + speed.backward_weight)[rows]
-                backward.append(np.where(passes, back, 0.0))
-            self._cache[key] = np.stack([np.stack(forward), np.stack(backward)])
-        return self._cache[key][0], self._cache[key][1]
+            each = [self.layers.costs.seconds(size, device) for device in self.cluster.devices]
+            self._cache[key] = np.stack(
+                [
+                    np.stack([np.asarray(s.forward)[rows] for s in each]),
+                    np.stack([np.where(passes, np.asarray(s.backward_input)[rows], 0.0) for s in each]),
+                    np.stack([np.where(passes, np.asarray(s.backward_weight)[rows], 0.0) for s in each]),
+                ]
+            )
+        return self._cache[key]
 
     def problem(self, unit_of: IntArray, batch_size: int, microbatches: int, held: int = 1) -> FreeProblem:
         """The problem over the units ``unit_of`` [n], ``held`` micro-batches at once in memory."""
         size = -(-batch_size // microbatches)
         count = int(unit_of.max()) + 1
-        forward, backward = self.seconds(size)
-        seconds = microbatches * _over_units(forward + backward, unit_of, count)
+        seconds = microbatches * _over_units(self.seconds(size).sum(axis=0), unit_of, count)
         out = self.layers.output_bytes(size)
         nets, net_of, ops = self._nets(unit_of)
         carries = 1.0 + self.layers.differentiable[ops].astype(np.float64)
@@ -126,7 +126,7 @@ class FreeModel:
         """The tasks of one micro-batch, for makespans."""
         size = -(-batch_size // microbatches)
         count = len(self.unit_of_task)
-        forward, backward = self.seconds(size)
+        forward, backward, weight = self.seconds(size)
         task_of = self.task_of.tolist()
         readers: list[set[int]] = [set() for _ in range(count)]
         leaving = np.zeros(len(task_of), dtype=bool)
@@ -142,6 +142,7 @@ class FreeModel:
             readers=tuple(tuple(sorted(each)) for each in readers),
             forward=_over_units(forward, self.task_of, count),
             backward=_over_units(backward, self.task_of, count),
+            weight=_over_units(weight, self.task_of, count),
             sent_bytes=_sums(self.task_of, out, count),
             gradient_bytes=_sums(self.task_of, out * self.layers.differentiable, count),
             passes_gradient=passes,

@@ -40,7 +40,7 @@ class Predictor:
     @cached_property
     def _task_seconds(self) -> FloatArray:
         """[K, T]"""
-        return np.asarray(self.tasks.forward + self.tasks.backward)
+        return np.asarray(self.tasks.forward + self.tasks.backward + self.tasks.weight)
 
     def signature(self, home: Sequence[int]) -> tuple[float, ...]:
         """Equal for placements that differ in what costs nothing, or in the names of like devices, only."""

@@ -120,7 +120,7 @@ class CountSearch:
         return list(chosen.values())[:count]
 
     def _promising(self, count: int) -> list[Found]:
-        """What is worth predicting: everything, or of a large graph the best by the surrogate and what was offered first."""
+        """What is worth predicting: everything, or of a large graph the best by the surrogate and the first offered."""
         if len(self.tasks) <= MANY_TASKS:
             return list(self.found.values())
         known = [found for found in self.found.values() if self.predict.knows(found.home)]
