@@ -71,7 +71,14 @@ def variants(
     yield Variant(graph, costs)
     if request.split and cluster.world_size > 1:
         for splits in automatic_splits(graph, costs, cluster, request.batch_size):
-            yield _split(graph, cluster, splits)
+            variant = _split(graph, cluster, splits)
+            if all(_means_something(glob, variant.graph) for glob in request.pins):
+                yield variant
+
+
+def _means_something(glob: str, graph: OpGraph) -> bool:
+    """Whether an op is pinned by ``glob``: one that is split has other names."""
+    return any(matches(glob, node.name, str(node.meta.get("module_path", ""))) for node in graph.ops)
 
 
 def _split(graph: OpGraph, cluster: ClusterSpec, splits: tuple[Split, ...]) -> Variant:
