@@ -15,7 +15,12 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from partitioner import Plan, partition
 from partitioner.engine import Engine
+from partitioner.verify import verify_plan
+from passes.graph import OpGraph
+from passes.lower import lower
+from passes.segment import Segmentation
 from runtime.launch import WorkerPool
+from runtime.segment_code import SegmentCode
 from tests.split_model import (
     MICROBATCHES,
     SAMPLES,
@@ -143,7 +148,10 @@ def test_training_and_evaluation_are_the_unsplit_models(plans: Any, pool: Worker
         ["fc1.weight#0", "fc1.weight#2", "fc2.weight#0", "fc2.weight#2"],
         ["norm.weight#0", "norm.weight#2", "norm.bias#0", "norm.bias#2", "fc2.bias"],
     ]
-    assert second == [["fc1.weight#1", "fc2.weight#1", "head.weight"], ["norm.weight#1", "norm.bias#1", "head.bias"]]
+    assert second == [
+        ["fc1.weight#1", "fc2.weight#1", "head.weight"],
+        ["norm.weight#1", "norm.bias#1", "head.bias"],
+    ]
     assert all(torch.equal(before[name], tensor) for name, tensor in model().state_dict().items())
     expected = eager(range(3))
     assert expected.norms[0] > MAX_NORM, "it clips"
@@ -205,6 +213,35 @@ def test_a_checkpoint_fits_every_plan(
     if after == "even":
         read, _ = pool.run(weighted, plans[after], folder, world_size=2)
         assert all(torch.equal(read[name], tensor) for name, tensor in found.state.items())
+
+
+# ------------------------------------------------------------------------------------------ verification
+
+
+def test_verify_compares_whole_tensors_and_names_the_block_that_differs(
+    plans: Any, pool: WorkerPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, made = Plan.from_json(plans["split"]), workload()
+    report = verify_plan(plan, made, pool=pool)
+    report.raise_if_different()
+    net = model()
+    assert report.compared["parameter"] == len(list(net.parameters()))
+    assert report.compared["buffer"] == len(list(net.buffers()))
+
+    def wrong(graph: OpGraph, segmentation: Segmentation) -> dict[int, SegmentCode]:
+        codes = lower(graph, segmentation)
+        for code in codes.values():
+            for node in code.module.graph.nodes:
+                if node.op == "call_function" and node.name == "tanh_b1":
+                    node.target = torch.ops.aten.sigmoid.default
+            code.module.recompile()
+        return codes
+
+    monkeypatch.setattr("partitioner.verify.lower", wrong)
+    first = verify_plan(plan, made, pool=pool).first_difference
+    assert first is not None
+    assert first.startswith("tanh_b1 (stage ")
+    assert "on rank 1, micro-batch 0" in first
 
 
 # ------------------------------------------------------------------------------------------ what is refused
