@@ -60,7 +60,10 @@ from runtime.step_precision import StepPrecision
 
 
 class Engine:
-    """One rank of a running plan. ``parameters`` holds only what this rank owns, by the model's own names."""
+    """One rank of a running plan. ``parameters`` holds only what this rank owns, by the model's own names.
+
+    Where the plan runs ops in blocks of neurons, it holds parts of tensors: "fc1.weight#0" (``runtime.parts``).
+    """
 
     def __init__(
         self,
