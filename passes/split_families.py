@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -21,8 +21,10 @@ from torch import fx
 
 from cost_models.errors import UsageError
 from passes.graph import OpGraph, tensor_specs
+from passes.node_tools import argument
+from passes.sharding import operands
 from passes.split_neurons import Split
-from passes.split_strands import Seed, Strand, Strands, is_convolution, is_stacked
+from passes.split_strands import Seed, Strand, Strands, is_convolution
 
 aten = torch.ops.aten
 
@@ -31,9 +33,11 @@ aten = torch.ops.aten
 class Family:
     """Units that may go to different devices.
 
-    ``kind``: "neurons", "heads", "channels", "experts" or "units" (of a recurrent cell). ``ops``: the seeds.
+    ``kind``: "neurons", "heads", "channels", "experts", "units" (of a recurrent cell) or "locations" (of a locally
+    connected layer). ``ops``: the seeds.
     ``flops``: forward, of one example batch, of everything that is split with them: the seeds, what follows in blocks, and
-    the ops that sum over the units. ``cuts``: per seed its dimension, and the elements of one unit in each segment of it.
+    the ops that sum over the units (but for those that are seeds of another family).
+    ``cuts``: per seed its dimension, and the elements of one unit in each segment of it.
     """
 
     name: str
@@ -73,7 +77,8 @@ def families(graph: OpGraph) -> tuple[Family, ...]:
     }
     kept |= {s: seeds for s, seeds in found.items() if s not in kept and _is_last(graph, strands, s, seeds)}
     names = _names(kept)
-    return tuple(_family(graph, names[strand], strand, seeds) for strand, seeds in kept.items())
+    makers = {seed.node for seeds in kept.values() for seed in seeds}
+    return tuple(_family(graph, names[strand], strand, seeds, makers) for strand, seeds in kept.items())
 
 
 def _is_last(graph: OpGraph, strands: Strands, strand: Strand, seeds: Sequence[Seed]) -> bool:
@@ -93,14 +98,17 @@ def _is_last(graph: OpGraph, strands: Strands, strand: Strand, seeds: Sequence[S
     return True
 
 
-def _family(graph: OpGraph, name: str, strand: Strand, seeds: Sequence[Seed]) -> Family:
+def _family(
+    graph: OpGraph, name: str, strand: Strand, seeds: Sequence[Seed], makers: Collection[fx.Node]
+) -> Family:
     units = math.gcd(*strand.lengths)
     cuts = []
     for seed in seeds:
         size = int(seed.node.meta["val"].shape[seed.dim])
         shares = [share for share, _ in seed.strand.leaves()]
         cuts.append((seed.dim, tuple(int((end - begin) * size) // units for begin, end in shares)))
-    ops = dict.fromkeys([*(seed.node for seed in seeds), *strand.ops, *strand.ends])
+    ends = (end for end in strand.ends if end not in makers)
+    ops = dict.fromkeys([*(seed.node for seed in seeds), *strand.ops, *ends])
     return Family(
         name,
         units,
@@ -115,34 +123,35 @@ def _kind(strand: Strand, seeds: Sequence[Seed], cuts: Sequence[tuple[int, tuple
     targets = {node.target for node in strand.ops}
     if targets & {aten.scaled_dot_product_attention.default, aten.softmax.int, aten._softmax.default}:
         return "heads"
-    if any(is_convolution(seed.node) for seed in seeds):
-        return "channels"
-    if any(is_stacked(seed.node) for seed in seeds):
-        return "experts"
+    kinds = {seed.kind for seed in seeds} - {"neurons"}
+    if kinds:
+        return min(kinds)
     gates = {aten.sigmoid.default, aten.tanh.default} <= targets
     return "units" if gates and all(len(segments) > 1 for _, segments in cuts) else "neurons"
 
 
 def _names(found: Mapping[Strand, Sequence[Seed]]) -> dict[Strand, str]:
-    """The module that has all of a family's ops; the first seed's own where several families would be called so."""
-    common = {
-        strand: _common(
-            [_module(n) for n in dict.fromkeys([*(s.node for s in seeds), *strand.ops, *strand.ends])]
-        )
-        for strand, seeds in found.items()
-    }
-    counts = Counter(common.values())
-    own = {
-        strand: name
-        if name and counts[name] == 1
-        else _module(found[strand][0].node) or found[strand][0].node.name
-        for strand, name in common.items()
-    }
-    counts = Counter(own.values())
+    """The module that has all of a family's ops and no other family's; else the first seed's own."""
+    homes = {strand: [_module(seed.node) for seed in seeds] for strand, seeds in found.items()}
+    names: dict[Strand, str] = {}
+    for strand, seeds in found.items():
+        name = _common([*homes[strand], *map(_module, strand.ops), *map(_module, strand.ends)])
+        others = (home for other, given in homes.items() if other is not strand for home in given)
+        alone = name and not any(f"{home}.".startswith(f"{name}.") for home in others)
+        names[strand] = name if alone else _first(seeds)
+    counts = Counter(names.values())
     return {
         strand: name if counts[name] == 1 else f"{name}:{found[strand][0].node.name}"
-        for strand, name in own.items()
+        for strand, name in names.items()
     }
+
+
+def _first(seeds: Sequence[Seed]) -> str:
+    """The first seed's module, or the one around it where that has other seeds too (a cell of several layers)."""
+    name = _module(seeds[0].node) or seeds[0].node.name
+    around = name.rpartition(".")[0]
+    others = {_module(seed.node) for seed in seeds} - {name}
+    return around if around and any(other.startswith(f"{around}.") for other in others) else name
 
 
 def _module(node: fx.Node) -> str:
@@ -166,7 +175,7 @@ def flops(graph: OpGraph, node: fx.Node) -> float:
 
 def _terms(node: fx.Node, numbers: Mapping[Any, int]) -> Iterator[float]:
     """How many products are summed for each output."""
-    sources = [spec.concrete(numbers) for source in node.all_input_nodes for spec in tensor_specs(source)]
+    sources = [spec.concrete(numbers) for source in operands(node) for spec in tensor_specs(source)]
     if node.target is aten.scaled_dot_product_attention.default:
         yield sources[1][-2] * (1 + sources[0][-1] / sources[2][-1])
     elif node.target in (aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default):
@@ -175,3 +184,11 @@ def _terms(node: fx.Node, numbers: Mapping[Any, int]) -> Iterator[float]:
         yield sources[1][-1]
     elif is_convolution(node):
         yield math.prod(sources[1][1:])
+    elif node.target is aten.einsum.default:
+        left, _, right = str(argument(node, "equation")).replace(" ", "").partition("->")
+        lengths = dict(
+            pair
+            for text, sizes in zip(left.split(","), sources, strict=True)
+            for pair in zip(text, sizes, strict=False)
+        )
+        yield math.prod(size for letter, size in lengths.items() if letter not in right)

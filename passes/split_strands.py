@@ -93,6 +93,7 @@ class Seed:
 
     node: fx.Node
     dim: int
+    kind: str
     strand: Strand
 
 
@@ -124,16 +125,17 @@ class Strands:
     # Beginnings
 
     def _begin(self, node: fx.Node) -> None:
-        dim = neuron_dim(node, self.of_state)
-        if dim is None:
+        found = neurons(node, self.of_state)
+        if found is None:
             return
+        dim, kind = found
         size = tensors_of(node)[0].shape[dim]
         if isinstance(size, int) and size > 1:
             strand = Strand({size}, [node])
             if (groups := argument(node, "groups", 1)) != 1:
                 strand.lengths.add(groups)
             self.of[node] = (dim, strand)
-            self.seeds.append(Seed(node, dim, strand))
+            self.seeds.append(Seed(node, dim, kind, strand))
 
     # ------------------------------------------------------------------------------------------------------
     # On through the graph
@@ -244,30 +246,53 @@ _CONVOLUTIONS = frozenset(
         aten.conv1d.padding,
         aten.conv2d.padding,
         aten.conv3d.padding,
+        aten.conv_transpose1d.default,
+        aten.conv_transpose2d.input,
+        aten.conv_transpose3d.input,
         aten.convolution.default,
     }
 )
-_STACKED = frozenset({aten.bmm.default, aten.baddbmm.default})
+_PRODUCTS = frozenset({aten.bmm.default, aten.baddbmm.default, aten.matmul.default})
 
 
-def neuron_dim(node: fx.Node, of_state: frozenset[str]) -> int | None:
-    """The dimension of an op's output neurons, channels or experts; None where it has no weights that make them."""
+def neurons(node: fx.Node, of_state: frozenset[str]) -> tuple[int, str] | None:
+    """The dimension of what an op's weights make, and what that is; None for ops without weights.
+
+    "neurons" of a linear layer, "channels" of a convolution, "experts" of stacked weights, "locations" where each of
+    several dimensions has weights of its own.
+    """
     weights = [source for source in operands(node) if source.name in of_state]
     if not weights or not makes_tensors(node):
         return None
     rank: int = tensors_of(node)[0].dim()
     if node.target in _LINEAR:
-        return rank - 1
+        return rank - 1, "neurons"
     if node.target in _CONVOLUTIONS:
-        return rank - int(weights[0].meta["val"].dim() - 2) - 1
-    return 0 if node.target in _STACKED else None
+        return rank - int(weights[0].meta["val"].dim() - 2) - 1, "channels"
+    if node.target is aten.einsum.default:
+        return _einsum(node, of_state)
+    if node.target not in _PRODUCTS or operands(node)[-1].name not in of_state:
+        return None
+    stacked = operands(node)[-1].meta["val"].dim()
+    return (rank - stacked, "experts") if stacked > 2 else (rank - 1, "neurons") if stacked == 2 else None
+
+
+def _einsum(node: fx.Node, of_state: frozenset[str]) -> tuple[int, str] | None:
+    """Letters that weights share with inputs count experts or locations; what only weights have are neurons."""
+    equation = str(argument(node, "equation")).replace(" ", "")
+    left, _, made = equation.partition("->")
+    if not made or "." in equation:
+        return None
+    terms = list(zip(left.split(","), operands(node), strict=True))
+    of_weights = {x for text, source in terms if source.name in of_state for x in text if x in made}
+    of_inputs = {x for text, source in terms if source.name not in of_state for x in text}
+    shared = [dim for dim, x in enumerate(made) if x in of_weights & of_inputs]
+    own = [dim for dim, x in enumerate(made) if x in of_weights - of_inputs]
+    if shared:
+        return shared[-1], "experts" if len(shared) == 1 else "locations"
+    return (own[-1], "neurons") if own else None
 
 
 def is_convolution(node: fx.Node) -> bool:
     """Whether its neurons are channels."""
     return node.target in _CONVOLUTIONS
-
-
-def is_stacked(node: fx.Node) -> bool:
-    """Whether its first dimension counts experts."""
-    return node.target in _STACKED

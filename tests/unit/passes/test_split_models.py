@@ -53,7 +53,7 @@ MODELS = {
     "llama-8b": {("model.layers.0.self_attn", "heads", 2), ("model.layers.0.mlp", "neurons", 64)},
     "resnet50": {("resnet.encoder.stages.0.layers.0.layer.0.convolution", "channels", 4)},
     "alexnet": {("features.3", "channels", 15), ("classifier.4", "neurons", 245), ("classifier.6", "neurons", 5)},
-    "lstm": {("encoder.cells.0.of_input", "units", 5), ("project", "neurons", 12)},
+    "lstm": {("encoder.cells.0", "units", 5), ("project", "neurons", 12)},
 }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def test_a_family_tells_what_it_can_be_split_into() -> None:
 def test_gates_stay_together() -> None:
     """All steps of a cell, in encoder and decoder; its weights are cut into the same parts by each of them."""
     graph, state, leaves = _traced("lstm")
-    cell = _found("lstm")["encoder.cells.0.of_input"]
+    cell = _found("lstm")["encoder.cells.0"]
     assert len(cell.ops) == 8
     made = check(graph, cell.splits((3, 2)), state, leaves)
     parts = {name for name in made.parts if name.startswith("encoder.cells.0.")}
