@@ -7,7 +7,8 @@
     message   value and gradient once per device; messages between a pair of devices wait for each other
 
 Of what is ready on a device backwards come before forwards, then older micro-batches, then the longest way to the end:
-the rules of the list scheduler that splits backwards (``runtime.schedules.list_scheduler``), without its limits of micro-batches in flight.
+the rules of the list scheduler that splits backwards (``runtime.schedules.list_scheduler``), without its limits of
+micro-batches in flight.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class Clock:
         self.seconds, self.latency, self.per_byte = tasks._lists
         self.waiting = tasks._waiting * microbatches
         self.arrival = [0.0] * len(self.waiting)
-        self.has_weight = (tasks.weight > 0).any(axis=0).tolist()
+        self.has_weight = [seconds > 0 for seconds in tasks.weight.max(axis=0).tolist()]
         self.link_free = [[0.0] * devices for _ in range(devices)]
         self.ready: list[list[tuple[int, float, int]]] = [[] for _ in range(devices)]
         self.events: list[tuple[float, int, int]] = []

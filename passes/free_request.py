@@ -55,7 +55,9 @@ def resolved_pins(
         raise UsageError("cannot use these pins", beyond, ["a rank of the cluster for each module"])
     paths = [str(node.meta.get("module_path", "")) for node in placed]
     together = [[index[name] for name in sorted(group) if name in index] for group in colocated(graph)]
-    return resolve_pins(request.pins, [node.name for node in placed], paths, [()] * len(placed), together)
+    return resolve_pins(
+        request.pins, [node.name for node in placed], paths, [()] * len(placed), together, place="rank"
+    )
 
 
 def usable_starts(

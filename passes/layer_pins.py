@@ -17,8 +17,11 @@ def resolve_pins(
     module_paths: Sequence[str],
     readers: Sequence[Sequence[int]],
     together: Sequence[Sequence[int]] = (),
+    place: str = "stage",
 ) -> dict[int, int]:
-    """Op index -> stage. A glob matches an op by its name, its module path or that of any enclosing module.
+    """Op index -> stage, or the rank that ops are pinned to where ``place`` says so.
+
+    A glob matches an op by its name, its module path or that of any enclosing module.
 
     Raises ``UsageError`` naming both globs where two disagree about an op, about ops that must stay
     together, or about the order of ops; and for a glob that matches nothing.
@@ -28,7 +31,7 @@ def resolve_pins(
     unmatched: list[str] = []
     for glob, stage in pins.items():
         if stage < 0:
-            problems.append(f"{glob!r} is pinned to stage {stage}; stages start at 0")
+            problems.append(f"{glob!r} is pinned to {place} {stage}; {place}s start at 0")
             continue
         matched = [op for op in range(len(names)) if matches(glob, names[op], module_paths[op])]
         if not matched:
@@ -37,16 +40,18 @@ def resolve_pins(
             other = by.setdefault(op, glob)
             if pins[other] != stage:
                 problems.append(
-                    f"{names[op]} matches {other!r} (stage {pins[other]}) and {glob!r} (stage {stage})"
+                    f"{names[op]} matches {other!r} ({place} {pins[other]}) and {glob!r} ({place} {stage})"
                 )
-    problems += _split_groups(pins, by, names, together)
+    problems += _split_groups(pins, by, names, together, place)
     problems += _wrong_order(pins, by, names, readers)
     problems += [f"{glob!r} matches no module path and no op" for glob in unmatched]
     if problems:
         unique = list(dict.fromkeys(problems))
         more = [f"… and {len(unique) - MAX_REPORTED} more"] if len(unique) > MAX_REPORTED else []
         raise UsageError(
-            "cannot use these pins", [*unique[:MAX_REPORTED], *more], _suggestions(unmatched, module_paths)
+            "cannot use these pins",
+            [*unique[:MAX_REPORTED], *more],
+            _suggestions(unmatched, module_paths, place),
         )
     return {op: pins[glob] for op, glob in by.items()}
 
@@ -60,7 +65,11 @@ def matches(glob: str, name: str, module_path: str) -> bool:
 
 
 def _split_groups(
-    pins: Mapping[str, int], by: Mapping[int, str], names: Sequence[str], together: Sequence[Sequence[int]]
+    pins: Mapping[str, int],
+    by: Mapping[int, str],
+    names: Sequence[str],
+    together: Sequence[Sequence[int]],
+    place: str,
 ) -> list[str]:
     problems = []
     for group in together:
@@ -69,8 +78,8 @@ def _split_groups(
             a, b = by[pinned[0]], by[op]
             if pins[a] != pins[b]:
                 problems.append(
-                    f"{names[pinned[0]]} ({a!r}, stage {pins[a]}) and {names[op]} ({b!r}, stage {pins[b]}) "
-                    "share a buffer or a tuple and must be in one stage"
+                    f"{names[pinned[0]]} ({a!r}, {place} {pins[a]}) and {names[op]} ({b!r}, {place} {pins[b]}) "
+                    f"share a buffer or a tuple and must be in one {place}"
                 )
     return problems
 
@@ -101,11 +110,12 @@ def _wrong_order(
     return list(problems.values())
 
 
-def _suggestions(unmatched: Sequence[str], module_paths: Sequence[str]) -> list[str]:
+def _suggestions(unmatched: Sequence[str], module_paths: Sequence[str], place: str) -> list[str]:
     paths = sorted({path for path in module_paths if path})
     hints = []
     for glob in unmatched:
         close = get_close_matches(glob.rstrip("*."), paths, n=3, cutoff=0.4) or paths[:3]
         if close:
             hints.append(f"for {glob!r}: {', '.join(close)}")
-    return [*hints, "give each module to one stage, in the order in which data flows"]
+    order = ", in the order in which data flows" if place == "stage" else ""
+    return [*hints, f"give each module to one {place}{order}"]
