@@ -24,34 +24,34 @@ from passes.place_free import Objective
 from runtime.launch import WorkerPool
 
 CLUSTERS = ("gpu-4", "gpu-2", "cpu-4", "cpu-2")
-BATCH = 16
 WON = 0.995
 """A ratio below this is a win, not rounding."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """``tiny``: settings of the variant that is verified; ``branchy``: planned for latency as well."""
+    """``tiny``: settings of the variant that is verified; ``branchy``: planned for latency as well; ``batch``: samples."""
 
     source: str
     settings: dict[str, str] = field(default_factory=dict)
     tiny: dict[str, str] = field(default_factory=lambda: {"size": "tiny"})
     branchy: bool = False
+    batch: int = 16
 
+
+TINY_ALEXNET = {"classes": "16", "width": "0.0625", "size": "63"}
 
 MODELS: dict[str, Model] = {
     "gpt2": Model("gpt2", {"seq": "256"}),
     "llama-1b": Model("llama-1b", {"seq": "512"}),
     "bert": Model("bert", {"seq": "256"}),
     "t5": Model("t5", {"seq": "128"}, branchy=True),
-    "vit": Model("vit"),
-    "resnet50": Model("resnet50"),
+    "vit": Model("vit", batch=32),
+    "resnet50": Model("resnet50", batch=64),
     "whisper": Model("whisper", {"seq": "64"}, branchy=True),
     "mixtral": Model("mixtral", {"seq": "256", "layers": "4"}),
-    "alexnet": Model("examples.alexnet:alexnet", {}, {"classes": "16", "width": "0.0625", "size": "63"}),
-    "two_towers": Model(
-        "examples.alexnet:two_towers", {}, {"classes": "16", "width": "0.0625", "size": "63"}, branchy=True
-    ),
+    "alexnet": Model("examples.alexnet:alexnet", {}, TINY_ALEXNET, batch=128),
+    "two_towers": Model("examples.alexnet:two_towers", {}, TINY_ALEXNET, branchy=True, batch=128),
     "unet": Model(
         "examples.unet:unet", {"size": "128"}, {"channels": "8", "depth": "2", "size": "16"}, branchy=True
     ),
@@ -60,17 +60,24 @@ MODELS: dict[str, Model] = {
         {},
         {"vocabulary": "64", "hidden": "16", "layers": "2", "source_steps": "3", "target_steps": "4"},
         branchy=True,
+        batch=64,
     ),
-    "moe": Model("examples.moe:moe", {}, {"vocabulary": "64", "width": "16", "hidden": "32"}, branchy=True),
+    "moe": Model(
+        "examples.moe:moe", {}, {"vocabulary": "64", "width": "16", "hidden": "32"}, branchy=True, batch=32
+    ),
     "locally_connected": Model(
-        "examples.locally_connected:locally_connected", {}, {"channels": "4", "size": "22"}, branchy=True
+        "examples.locally_connected:locally_connected",
+        {},
+        {"channels": "4", "size": "22"},
+        branchy=True,
+        batch=256,
     ),
-    "mlp": Model("examples.mlp:mlp", {}, {"inputs": "16", "hidden": "40"}),
-    "byte_gpt": Model("examples/byte_text.py:gpt", {}, {"layers": "2", "width": "32"}),
+    "mlp": Model("examples.mlp:mlp", {}, {"inputs": "16", "hidden": "40"}, batch=1024),
+    "byte_gpt": Model("examples/byte_text.py:gpt", {}, {"layers": "2", "width": "32"}, batch=64),
 }
 HEAD = (
     *("model", "ops", "cluster", "objective", "layer-wise ms", "free ms", "free/layer"),
-    *("segments", "micro", "splits", "gap", "to bound", "layer s", "free s", ""),
+    *("devices", "segments", "micro", "splits", "gap", "to bound", "layer s", "free s", ""),
 )
 
 
@@ -88,9 +95,18 @@ class Row:
     """Of planning, tracing and costs apart."""
 
     @property
+    def layer_step_seconds(self) -> float:
+        """Of the layer-wise plan or of one device alone, which is layer-wise as well; infinite where nothing fits."""
+        if self.layer is None:
+            return math.inf
+        alone = (other for other in self.layer.alternatives if other.strategy == "one device")
+        known = [other.step_seconds for other in alone if other.feasible and other.step_seconds is not None]
+        return min([self.layer.prediction.step_seconds, *known])
+
+    @property
     def ratio(self) -> float:
         """Free step over layer-wise step."""
-        return self.free.prediction.step_seconds / self.layer.prediction.step_seconds if self.layer else 0.0
+        return self.free.prediction.step_seconds / self.layer_step_seconds
 
     def problems(self) -> Iterator[str]:
         """What must not be."""
@@ -113,9 +129,10 @@ class Row:
             f"{plan.model.ops:,}",
             self.cluster,
             self.objective,
-            f"{self.layer.prediction.step_seconds * 1e3:.4g}" if self.layer else "none fits",
+            f"{self.layer_step_seconds * 1e3:.4g}" if self.layer else "none fits",
             f"{step * 1e3:.4g}",
             f"{self.ratio:.3f}" if self.layer else "-",
+            str(len(plan.used_devices)),
             str(len(plan.stages)),
             str(plan.microbatches),
             str(len(plan.splits)),
@@ -142,7 +159,7 @@ def compared(graph: OpGraph, model: str, cluster: ClusterSpec, objective: Object
         layer = partition(
             graph,
             cluster,
-            batch_size=BATCH,
+            batch_size=MODELS[model].batch,
             microbatches=1 if objective == "latency" else "auto",
             time_limit_seconds=limit,
         )
@@ -150,7 +167,12 @@ def compared(graph: OpGraph, model: str, cluster: ClusterSpec, objective: Object
         print(error.render(), file=sys.stderr)
     between = time.perf_counter()
     free = partition(
-        graph, cluster, strategy="free", objective=objective, batch_size=BATCH, time_limit_seconds=limit
+        graph,
+        cluster,
+        strategy="free",
+        objective=objective,
+        batch_size=MODELS[model].batch,
+        time_limit_seconds=limit,
     )
     ended = time.perf_counter()
     return Row(model, cluster.name, objective, layer, free, between - began, ended - between)

@@ -11,6 +11,7 @@ other way round, so it would be both an ancestor and a descendant of the same op
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -115,6 +116,9 @@ def by_reach(
     for node in placed:
         group = group_of[node.name]
         key = (group, ancestors[node.name] & received[group], descendants[node.name] & sent[group])
+        source = node.all_input_nodes[0].name if node.target is operator.getitem else None
+        if source is not None and group_of.get(source) == group:
+            key = key_of[source]  # a tuple is taken apart where it was made: only tensors travel
         key_of[node.name] = key
     return _numbered(graph, key_of, {key: key[0] for key in key_of.values()}, recomputed)
 

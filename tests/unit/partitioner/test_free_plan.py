@@ -113,6 +113,37 @@ def test_pins_that_cannot_hold_are_refused(pins: dict[str, Any], words: str) -> 
     assert words in str(caught.value)
 
 
+class Pieces(nn.Module):
+    """One product taken into three pieces, each with its own reader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 12)
+        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        p, q, r = self.first(x).chunk(3, dim=-1)
+        loss: Tensor = (self.a(p) + self.b(q) * self.c(r)).square().mean()
+        return loss
+
+
+def test_a_tuple_is_taken_apart_where_it_was_made() -> None:
+    """Its pieces go to different devices, so that by what they reach they would be segments of their own."""
+    graph = trace(Pieces(), (torch.randn(4, 8),))
+    plan = partition(
+        graph,
+        ClusterSpec.parse("A100-40GB:3"),
+        strategy="free",
+        batch_size=8,
+        pins={"first": 0, "a": 1, "b": 2, "c": 0},
+        time_limit_seconds=0.5,
+    )
+    same(plan)
+    apart = next(stage.ops for stage in plan.stages if "chunk" in stage.ops)
+    assert {"getitem", "getitem_1", "getitem_2"} <= set(apart)
+    assert "send(%getitem)" in str(plan.graph(rank=0))
+
+
 # ------------------------------------------------------------------------------------------ objective, comparison
 
 
