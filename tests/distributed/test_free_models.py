@@ -110,6 +110,7 @@ def test_only_edges_that_cross_between_stripes_carry_traffic(pool: WorkerPool) -
         for pair in ((rank, 0), (0, rank)):
             expected[pair] = expected.get(pair, 0) + outputs
     assert sent == expected
+    assert plan.tied == (), "and nothing is summed over machines"
     assert plan.simulate().pair_bytes == pytest.approx(expected, rel=1e-12)
 
 
@@ -185,7 +186,7 @@ def test_experts_on_devices_of_their_own(pool: WorkerPool) -> None:
 
 
 def test_neurons_split_sixty_to_forty_for_unlike_devices(pool: WorkerPool) -> None:
-    """A device that is 1.5 times as fast has 60 of 100 neurons of each pair: both work for as long."""
+    """A device that is 1.5 times as fast has 60 of 100 neurons of each pair: both work for as long. Found as well."""
     net, graph = traced(mlp(inputs=32, hidden=100, pairs=2, classes=4, batch=8))
     pins = {"*_b0": 0, "*_b1": 1, "*_sum": 0, "add*": 0, "classify": 0, "cross_entropy_loss": 0}
     plan = planned(
@@ -205,3 +206,11 @@ def test_neurons_split_sixty_to_forty_for_unlike_devices(pool: WorkerPool) -> No
     for stage in plan.stages:
         seconds[stage.devices[0]] += stage.forward_seconds
     assert seconds[0] == pytest.approx(seconds[1], rel=0.06)  # rank 0 has the small classifier besides
+    found = partition(graph, machine(1.5, 1.0), strategy="free", batch_size=8, microbatches=2)
+    assert {(split.op, split.sizes) for split in found.splits} >= {
+        ("linear", (60, 40)),
+        ("linear_2", (60, 40)),
+    }
+    layers = partition(graph, machine(1.5, 1.0), batch_size=8, microbatches=2)
+    assert found.prediction.step_seconds < 0.9 * layers.prediction.step_seconds
+    found.verify(net, pool=pool, graph=graph).raise_if_different()
