@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
-from partitioner import Plan, partition
+from partitioner import Plan, Workload, partition
 from partitioner.engine import Engine
 from partitioner.verify import verify_plan
 from passes.graph import OpGraph
@@ -204,6 +204,8 @@ def test_a_checkpoint_fits_every_plan(
 ) -> None:
     folder = str(tmp_path)
     found, _ = pool.run(saved, plans[before], folder, world_size=2)
+    (index,) = tmp_path.glob("*/checkpoint.json")
+    assert "#" not in index.read_text(), "stored by the model's own names"
     (loaded, more), _ = pool.run(resumed, plans[after], folder, world_size=2)
     assert all(torch.equal(loaded[name], tensor) for name, tensor in found.state.items())
     expected = eager(range(4))
@@ -213,6 +215,76 @@ def test_a_checkpoint_fits_every_plan(
     if after == "even":
         read, _ = pool.run(weighted, plans[after], folder, world_size=2)
         assert all(torch.equal(read[name], tensor) for name, tensor in found.state.items())
+
+
+# ------------------------------------------------------------------------------------------ tied parts
+
+
+class Twice(nn.Module):
+    """``fc`` is read twice, its first half on rank 0, then on rank 1: both ranks hold both parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.frozen, self.out = nn.Linear(4, 6), nn.Linear(6, 5), nn.Linear(5, 2)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.fc(x)) + torch.tanh(self.fc(2 * x))
+        output: Tensor = self.out(torch.tanh(self.frozen(hidden)))
+        return output
+
+
+def twice() -> Workload:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    return Workload(Twice().double(), x, lambda output, _: output.square().mean(), "twice")
+
+
+def trained_twice(plan_json: str, folder: str) -> tuple[list[float], dict[str, Tensor], Mapping[str, Any]]:
+    options = {"optimizer": torch.optim.AdamW, "optimizer_kwargs": {"lr": 0.1}, "timeout_seconds": 20.0}
+    x, numbers = twice().example_inputs, []
+    for seed in (0, 1):  # the second engine starts with other values, and loads
+        made = twice()
+        if seed:
+            for parameter in made.model.parameters():
+                nn.init.ones_(parameter)
+        with Plan.from_json(plan_json).deploy(made, **options) as engine:
+            if seed:
+                engine.load(folder)
+            for _ in range(2):
+                numbers.append(float(engine.train_step(x, max_grad_norm=0.05)))
+                assert engine.last_step is not None
+                numbers.append(float(engine.last_step.grad_norm or 0.0))
+            engine.save(folder, asynchronous=True).wait()
+            state, holders = engine.state_dict(), engine.state.holders
+    return numbers, state, holders
+
+
+def test_parts_that_two_ranks_hold_are_summed_once_and_stored_once(pool: WorkerPool, tmp_path: Path) -> None:
+    made = twice()
+    plan = partition(
+        made,
+        ClusterSpec.local(2),
+        microbatches=2,
+        strategy="free",
+        splits={"linear": (4, 2), "linear_1": (4, 2), "linear_2": (1, 4)},
+        pins={"linear_b0": 0, "linear_b1": 1, "linear_1_b0": 1, "linear_1_b1": 0, "out": 1},
+    )
+    verify_plan(plan, made, pool=pool).raise_if_different()
+    (numbers, state, holders), _ = pool.run(
+        trained_twice, plan.model_dump_json(), str(tmp_path), world_size=2
+    )
+    assert holders["fc.weight#0"] == holders["fc.weight#1"] == (0, 1)
+    net, expected = made.model, []
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = net(made.example_inputs).square().mean()
+        loss.backward()
+        expected += [loss.item(), float(nn.utils.clip_grad_norm_(net.parameters(), 0.05))]
+        optimizer.step()
+    assert numbers == pytest.approx(expected, rel=1e-10)
+    assert_alike(state, net.state_dict())
 
 
 # ------------------------------------------------------------------------------------------ verification
