@@ -134,10 +134,13 @@ class CountSearch:
             return
         now = time.perf_counter()
         self._cuts(now + 0.2 * (deadline - now))
-        if not latency or self.microbatches > 1:
+        if latency and self.microbatches == 1:  # the busiest device is no measure, but what is balanced is a start
+            self._multilevel(now + 0.3 * (deadline - now))
+            self._climb(deadline, 2 * CLIMB_LEADERS)
+        else:
             self._multilevel(now + 0.55 * (deadline - now))
             self._neighbourhoods(now + 0.75 * (deadline - now))
-        self._climb(deadline)
+            self._climb(deadline, CLIMB_LEADERS)
 
     def _cuts(self, deadline: float) -> None:
         if self.problem.devices != 2:
@@ -266,13 +269,13 @@ class CountSearch:
                     queue.append(v)
         return list(free)
 
-    def _climb(self, deadline: float) -> None:
+    def _climb(self, deadline: float, count: int) -> None:
         """On the predicted step, from the best few by prediction."""
         around = Neighbourhood(self.problem, self.model.module_of_unit)
         work = len(self.tasks) * min(3, self.microbatches)
         tries = max(LEAST_TRIES, min(MOST_TRIES, CLIMB_WORK // work))
         promising = self._promising(FEW)
-        leaders = heapq.nsmallest(CLIMB_LEADERS, promising, key=lambda f: self.predict(f.home))
+        leaders = heapq.nsmallest(count, promising, key=lambda f: self.predict(f.home))
         for number, leader in enumerate(leaders):
             now = time.perf_counter()
             home = climb(
