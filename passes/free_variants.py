@@ -18,6 +18,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, TimeLimitError
 from cost_models.layout import Layout
 from passes.bridge import bridges
+from passes.certificate import Certificate, relative_gap
 from passes.cheap import recomputed_ops
 from passes.costs import GraphCosts, costs_of
 from passes.free_candidates import FreeCandidates, Scheduled
@@ -157,9 +158,30 @@ def fastest(found: Sequence[Attempt], start: Placed | None, cluster: ClusterSpec
                 placed, runner_ups=(*_others(others, start, best.scheduled.seconds), *placed.runner_ups)
             )
     assert start is not None
-    certificate = replace(start.certificate, space=f"nothing found beats: {start.certificate.space}")
     runner_ups = (*_others(found, None, _seconds(start)), *start.runner_ups)
+    certificate = _unbeaten(start, found)
     return replace(start, strategy="free", certificate=certificate, runner_ups=runner_ups)
+
+
+def _unbeaten(start: Placed, found: Sequence[Attempt]) -> Certificate:
+    """Of the layer-wise plan among all placements: its own is about contiguous ones only."""
+    whole = next((attempt.search.certificate for attempt in found if not attempt.variant.splits), None)
+    if whole is None:
+        return replace(start.certificate, space=f"nothing found beats: {start.certificate.space}")
+    seconds = _seconds(start)
+    bound = min(whole.simulated_lower_bound_seconds, seconds)
+    gap = relative_gap(seconds, bound)
+    return replace(
+        whole,
+        objective="simulated step",
+        objective_seconds=seconds,
+        bound_seconds=bound,
+        gap=gap,
+        space=f"the layer-wise plan, unbeaten: {whole.space}",
+        method=f"layer-wise: {start.certificate.method}; bound: work, longest path, largest op",
+        solver_status="optimal" if gap <= 1e-6 else "stalled",
+        search_seconds=start.certificate.search_seconds + whole.search_seconds,
+    )
 
 
 def _placed(attempt: Attempt, cluster: ClusterSpec) -> Placed:
