@@ -99,9 +99,8 @@ def layer_wise(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request:
 def free(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FreeRequest) -> Placed:
     """Any op, or block of its neurons, on any device; in simulation never slower than the layer-wise plan."""
     budget = TimeBudget.of(request)
-    start = layer_start(
-        graph, budget.part(request, 3), lambda layers: layer_wise(graph, costs, cluster, layers)
-    )
+    # With all of the time, as layer-wise planning would have it: with less, the plan may be worse than layer-wise.
+    start = layer_start(graph, request, lambda layers: layer_wise(graph, costs, cluster, layers))
     found: list[Attempt] = []
     failures: list[InfeasibleError] = []
     given = list(variants(graph, costs, cluster, request))
