@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from cost_models.errors import InternalError
 from passes.fake_values import FakeValues
 from passes.graph import OpGraph
 from passes.node_tools import fake_mode_of, origin
@@ -121,7 +122,27 @@ class Values:
             copy.meta = dict(node.meta)
             return copy
         # What was put together may lie in memory in another order than what the op was traced with.
+        if target is aten.as_strided.default:
+            args = (self._contiguous(node), *args[1:])
         return self.emit(node.name, reshaping(target), args, kwargs, node)
+
+    def _contiguous(self, node: fx.Node) -> fx.Node:
+        """The operand of an op that reads memory, as it lay there when it was traced."""
+        source: Any = node.args[0]
+        value = source.meta["val"]
+        if value.storage_offset() != 0 or not value.is_contiguous():
+            raise InternalError(
+                f"split: {node.name} ({node.target}) reads the memory of {source.name}",
+                ["that is not in one piece, and its producers are split"],
+                ["split other ops"],
+            )
+        return self.emit(
+            self.fresh(f"{source.name}_copy"),
+            aten.clone.default,
+            (self.whole(source),),
+            {"memory_format": torch.contiguous_format},
+            source,
+        )
 
     # ------------------------------------------------------------------------------------------------------
     # Reading values

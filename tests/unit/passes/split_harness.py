@@ -107,12 +107,12 @@ def assert_same(expected: Outcome, found: Outcome) -> None:
 
 
 def traced(
-    model: nn.Module, batch: Any, loss_fn: Any = None
+    model: nn.Module, batch: Any, loss_fn: Any = None, training: bool = True
 ) -> tuple[OpGraph, dict[str, Tensor], dict[str, Tensor]]:
     """A model's graph in float64 throughout, its state by name, and the leaves of a batch."""
     widen_module(model)
     batch = to_double(batch)
-    graph = in_float64(trace(model, batch, loss_fn=loss_fn))
+    graph = in_float64(trace(model, batch, loss_fn=loss_fn, training=training))
     state = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
     leaves = with_normalizers(graph, flatten_batch(batch, forward_names(model)), 1)
     return graph, state, dict(leaves)

@@ -302,6 +302,27 @@ def test_a_buffer_that_is_also_read_whole_is_written_whole() -> None:
     assert [node.target for node in made.ops].count(aten.batch_norm.default) == 1
 
 
+class Outputs(nn.Module):
+    """Returns a value in blocks, one that is a block of it, one that is a parameter, and one whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.norm(self.fc(x))
+        return h, h[:, :4], self.fc.bias * 2, self.last(h)
+
+
+def test_outputs_are_whole() -> None:
+    graph, state, leaves = traced(Outputs(), {"x": torch.randn(5, 4)}, training=False)
+    made = check(graph, [Split("linear", 1, (4, 2))], state, leaves)
+    assert [output.name for output in made.outputs] == [output.name for output in graph.outputs]
+    assert made.outputs[0].node == "batch_norm_whole"
+    assert "norm.running_mean#1" in made.buffers
+    assert "fc.bias" in made.parameters  # returned: read whole
+
+
 def test_statistics_are_read_when_they_were_read() -> None:
     """Before the batch norm writes them, though only ranges of what was computed from them are wanted after it."""
 
@@ -330,6 +351,25 @@ def test_an_op_without_a_rule_is_read_whole() -> None:
     graph, state, leaves = traced(Sorted(), {"x": torch.randn(3, 4)})
     made = check(graph, [Split("linear", 1, (1, 3, 2))], state, leaves)
     assert ops(made, aten.cat.default) == ["linear_whole"]  # once, for all three
+
+
+def test_memory_is_read_as_it_lay() -> None:
+    """Blocks of a transposed value do not lie as the whole did; diagonals are read by strides."""
+
+    class Strided(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.fc(x).transpose(0, 1)
+            g = torch.cat([h, h * 2], 0).mean(1)
+            loss: Tensor = g.as_strided((3, 2), (4, 1)).pow(2).sum() + h.reshape(-1).cumsum(0).mean()
+            return loss
+
+    graph, state, leaves = traced(Strided(), {"x": torch.randn(3, 4)})
+    made = check(graph, [Split("linear", 1, (4, 2))], state, leaves)
+    assert "transpose_whole" in made.nodes
 
 
 def test_names_do_not_clash() -> None:
