@@ -159,7 +159,9 @@ def _nodes(
             does, bridge = f"{given.kind} {given.name}", given.kind == "value"
             if bridge:
                 source = producer[given.name]
-                does, note = "receive", f"from stage {source}{_of(plan, source)}"
+                bridge = plan.stages[source].devices != stage.devices
+                note = f"from stage {source}{_of(plan, source)}" if bridge else f"of stage {source}"
+                does = "receive" if bridge else "kept"
         elif node.target is operator.getitem:
             does = f"%{node.args[0]}[{node.args[1]}]"
         else:
@@ -171,7 +173,8 @@ def _nodes(
         found.append(
             RankNode(node.name, does, shape, note, str(node.meta.get("module_path", "")), reads, bridge)
         )
-        for consumer in sent.get(node.name, ()):
+        away = [c for c in sent.get(node.name, ()) if plan.stages[c].devices != stage.devices]
+        for consumer in away:
             note = f"to stage {consumer}{_of(plan, consumer)}"
             name = f"{node.name}__send_{consumer}"
             found.append(RankNode(name, f"send(%{node.name})", shape, note, "", (node.name,), True))
