@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 
 from benchmarks.free_scaling import Figures
 
-WIDTH, HEIGHT = 430, 330
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 46
-"""Pixels of a panel, and of its margins."""
+WIDTH, HEIGHT = 430, 410
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 34, 142
+"""Pixels of a panel, and of its margins; what the lines are stands below."""
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 """Distinct for colour-blind readers (Okabe and Ito)."""
 
@@ -110,7 +110,7 @@ def _panel(
         x = across.at(value)
         _add(image, "line", x1=x, x2=x, y1=up.start, y2=up.end, stroke="#dddddd")
         _text(image, x, up.start + 16, f"{value:,.0f}")
-    _text(image, (across.start + across.end) / 2, HEIGHT - 10, "ops")
+    _text(image, (across.start + across.end) / 2, up.start + 32, "ops")
     for one in series:
         points = [(across.at(x), up.at(y)) for x, y in one.points]
         line = _add(
@@ -126,7 +126,7 @@ def _panel(
         for x, y in points:
             _add(image, "circle", cx=f"{x:.1f}", cy=f"{y:.1f}", r=3, fill=one.color)
     for row, one in enumerate(series):
-        y = TOP + 12 + 15 * row
+        y = up.start + 52 + 15 * row
         key = _add(
             image, "line", x1=across.start + 8, x2=across.start + 34, y1=y - 4, y2=y - 4, stroke=one.color
         )

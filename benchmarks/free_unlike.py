@@ -24,6 +24,8 @@ from passes.place_free import Objective
 from runtime.launch import WorkerPool
 
 CLUSTERS = ("gpu-4", "gpu-2", "cpu-4", "cpu-2")
+VERIFY_LIMIT = 6.0
+"""Seconds to search for the plans of tiny variants."""
 WON = 0.995
 """A ratio below this is a win, not rounding."""
 
@@ -182,7 +184,9 @@ def verified(model: str, objective: Objective, devices: int, pool: WorkerPool) -
     """The tiny variant, planned freely for slow devices so that it is divided, run in float64 and compared."""
     workload, graph = load(model, tiny=True)
     cluster = clusters()[f"slow-{devices}"]
-    plan = partition(graph, cluster, strategy="free", objective=objective, batch_size=8)
+    plan = partition(
+        graph, cluster, strategy="free", objective=objective, batch_size=8, time_limit_seconds=VERIFY_LIMIT
+    )
     report = plan.verify(workload, pool=pool, graph=graph)
     what = f"{plan.world_size} ranks, {len(plan.stages)} segments, {len(plan.splits)} ops split"
     worst = (
