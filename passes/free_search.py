@@ -134,7 +134,9 @@ class CountSearch:
             return
         now = time.perf_counter()
         self._cuts(now + 0.2 * (deadline - now))
-        if latency and self.microbatches == 1:  # the busiest device is no measure, but what is balanced is a start
+        if (
+            latency and self.microbatches == 1
+        ):  # the busiest device is no measure, but what is balanced is a start
             self._multilevel(now + 0.3 * (deadline - now))
             self._climb(deadline, 2 * CLIMB_LEADERS)
         else:

@@ -15,6 +15,8 @@ Home = tuple[int, ...]
 MAX_DEPTH = 4
 """Of module paths, whose modules are placed apart."""
 MAX_GROUPS = 4096
+MAX_RUN_COUNTS = 6
+"""Numbers of runs that are tried, from two to one for each device."""
 BISECTIONS = 40
 
 
@@ -43,9 +45,13 @@ def obeying(problem: FreeProblem, home: Sequence[int]) -> Home:
 
 
 def one_device(problem: FreeProblem) -> Iterator[tuple[Home, str]]:
-    """All units on each of the devices."""
-    for d in range(problem.devices):
-        yield (d,) * problem.units, f"all on rank {d}"
+    """All units on each of the devices, of those that are as fast and as large on the first."""
+    seen: set[tuple[float, float]] = set()
+    for d, seconds in enumerate(problem.seconds.sum(axis=1).tolist()):
+        kind = seconds, float(problem.capacity_bytes[d])
+        if kind not in seen:
+            yield (d,) * problem.units, f"all on rank {d}"
+        seen.add(kind)
 
 
 def contiguous(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[Home, str]]:
@@ -56,7 +62,8 @@ def contiguous(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[H
     for path in modules:
         first.setdefault(path, len(first))
     by_module = np.array(sorted(range(problem.units), key=lambda u: (first[modules[u]], u)), dtype=np.int64)
-    for used in range(2, problem.devices + 1):
+    numbers = np.unique(np.linspace(2, problem.devices, MAX_RUN_COUNTS).round().astype(int))
+    for used in numbers.tolist() if problem.devices > 1 else []:
         chosen = fastest[:used]
         for order in dict.fromkeys((tuple(sorted(chosen)), tuple(chosen), tuple(chosen[::-1]))):
             yield split(problem, order, np.arange(problem.units)), f"{used} contiguous runs"

@@ -12,11 +12,12 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from cost_models.cluster import ClusterSpec
-from passes.certificate import Certificate, relative_gap, simulated_lower_bound
+from passes.certificate import Certificate, OpTimes, relative_gap, simulated_lower_bound
 from passes.costs import GraphCosts
 from passes.free_judge import FreeJudge
 from passes.free_model import FreeModel, read_free_model
@@ -198,6 +199,21 @@ def _estimated_share(judge: FreeJudge, missed: SimulatedFree) -> float:
     return float(min([1.0, *shares]))
 
 
+def _times(model: FreeModel, batch_size: int, microbatches: int) -> OpTimes:
+    """Of the smallest micro-batch, as the simulation has it: the largest one's, in proportion to their samples."""
+    smallest, largest = batch_size // microbatches, -(-batch_size // microbatches)
+    times = model.layers.times(largest, model.cluster.devices)
+    if smallest == largest:
+        return times
+    share = smallest / largest
+    return replace(
+        times,
+        forward=share * times.forward,
+        backward_input=share * times.backward_input,
+        backward_weight=share * times.backward_weight,
+    )
+
+
 def _certificate(
     model: FreeModel,
     request: FreeRequest,
@@ -212,16 +228,13 @@ def _certificate(
     if search is None:
         search = CountSearch(model, request.batch_size, m)
     devices = model.cluster.devices
-    lower = min(
-        simulated_lower_bound(model.layers.times(max(1, request.batch_size // count), devices), count)
-        for count in counts
-    )
+    lower = min(simulated_lower_bound(_times(model, request.batch_size, count), count) for count in counts)
     ops = np.arange(len(model.layers.names))
     home = [best.candidate.rank_of[name] for name in model.layers.names]
     if request.objective == "latency":
         objective, name = search.predict(model.home_of(best.candidate.rank_of, search.problem)), LATENCY
-        times = model.layers.times(max(1, request.batch_size // m), devices)
-        bound, method = simulated_lower_bound(times, m), "longest path, work, largest op"
+        bound = simulated_lower_bound(_times(model, request.batch_size, m), m)
+        method = "longest path, work, largest op"
     else:
         objective = evaluate(model.problem(ops, request.batch_size, m), home).objective_seconds
         bound, method, name = search.bound.seconds, search.bound.method, THROUGHPUT
