@@ -12,8 +12,11 @@ import pytest
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
 from passes.cheap import recomputed_ops
+from passes.costs import costs_of
+from passes.free_candidates import FreeCandidates
 from passes.graph import OpGraph
 from passes.place_free import FreeCandidate, FreeRequest, FreeResult, SimulatedFree, place_free
+from tests.random_graphs import random_model
 from tests.unit.passes.layer_toys import ToyCosts, toy_graph
 
 
@@ -219,3 +222,21 @@ def test_one_device_is_no_search() -> None:
     result, simulator = place(toy_graph(3), (1.0,))
     assert len(simulator.seen) == 1
     assert result.certificate.gap == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", [3, 11, 58])
+def test_random_models_carried_through(seed: int) -> None:
+    """Real programs, simulated: what is promised about every answer, micro-batches of unlike sizes included."""
+    graph = random_model(seed, ops=12).graph
+    cluster = ClusterSpec.parse("A100-40GB:3") if seed % 2 else ClusterSpec.local(2, memory="1GiB")
+    costs, recomputed = costs_of(graph, cluster), recomputed_ops(graph)
+    request = FreeRequest(batch_size=7, microbatches=3, time_limit_seconds=0.5, split=False)
+    candidates = FreeCandidates(graph, costs, cluster, request, recomputed)
+    start = everything_on(graph, 0, microbatches=3)
+    result = place_free(graph, costs, cluster, request, recomputed, candidates.simulate, [start])
+    certificate = result.certificate
+    assert result.best.step_seconds <= candidates.simulate(start).step_seconds
+    assert certificate.bound_seconds <= certificate.objective_seconds
+    for tried in result.tried:
+        assert tried.step_seconds >= certificate.simulated_lower_bound_seconds * (1 - 1e-9)
+        assert set(tried.candidate.rank_of) == set(start.rank_of)
