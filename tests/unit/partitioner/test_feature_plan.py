@@ -96,13 +96,17 @@ def test_unequal_devices_are_planned_by_the_slowest_and_that_is_said() -> None:
     assert "pace        all devices have equal parts, so the slowest of" in str(plan)
 
 
-def test_auto_takes_the_faster_and_names_the_other() -> None:
+def test_auto_takes_the_fastest_and_names_the_others() -> None:
     plan = partition(GRAPH, ClusterSpec.parse("A100-40GB:2"), batch_size=8, strategy="auto")
-    other = plan.alternatives[0]
-    assert other.strategy == f"{'layer' if plan.strategy == 'feature' else 'feature'}-wise, the best found"
-    assert other.step_seconds is not None
-    assert other.step_seconds >= plan.prediction.step_seconds
-    assert other.reason.endswith("slower")
+    names = {"layer": "layer-wise", "feature": "feature-wise", "free": "free"}
+    others = plan.alternatives[:2]
+    assert {other.strategy for other in others} == {
+        f"{name}, the best found" for strategy, name in names.items() if strategy != plan.strategy
+    }
+    for other in others:
+        assert other.step_seconds is not None
+        assert other.step_seconds >= plan.prediction.step_seconds
+        assert other.reason.endswith("slower")
     assert "tensor parallelism" not in str(plan)
 
 
