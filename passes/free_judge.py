@@ -13,6 +13,8 @@ from passes.free_search import CountSearch
 from passes.free_starts import Home
 from passes.free_types import FreeCandidate, SimulatedFree, SimulateFree
 
+MOVED = "moved in simulation"
+"""What candidates of the climb are called."""
 PREDICTED_PER_SIMULATION = 6
 """Neighbours predicted for each that is simulated, while climbing."""
 SLACK = 0.01
@@ -99,7 +101,7 @@ class FreeJudge:
             if not unknown:
                 continue
             other = min(unknown, key=search.predict)
-            simulated = self.placement(search, other, "moved in simulation")
+            simulated = self.placement(search, other, MOVED)
             count += 1
             if self.overflow_bytes(simulated) > 0:
                 continue

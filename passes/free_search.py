@@ -214,7 +214,7 @@ class CountSearch:
         known = self.bound.seconds if exact and self.lossless else 0.0
         found = solve_program(problem, home, value, bound_seconds=known, limit_seconds=seconds)
         self.methods.append("integer program")
-        if exact and self.lossless:
+        if exact and self.lossless and self.capacity_scale == 1:
             self._raise_bound(Bound(found.bound_seconds, "integer program over all units"))
         return found.home
 

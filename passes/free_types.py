@@ -55,7 +55,10 @@ class SimulatedFree:
 
 @dataclass(frozen=True, eq=False)
 class FreeResult:
-    """The chosen candidate and how it was found. ``tried``: everything that was simulated, fastest first."""
+    """The chosen candidate and how it was found. ``tried``: what was simulated, fastest first.
+
+    Of the neighbours of good placements, only the one that was chosen.
+    """
 
     best: SimulatedFree
     tried: tuple[SimulatedFree, ...]

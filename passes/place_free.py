@@ -19,7 +19,7 @@ import numpy as np
 from cost_models.cluster import ClusterSpec
 from passes.certificate import Certificate, OpTimes, relative_gap, simulated_lower_bound
 from passes.costs import GraphCosts
-from passes.free_judge import FreeJudge
+from passes.free_judge import MOVED, FreeJudge
 from passes.free_model import FreeModel, read_free_model
 from passes.free_problem import evaluate
 from passes.free_request import accepted_counts, infeasible, resolved_pins, usable_starts
@@ -111,7 +111,8 @@ def place_free(
     assert best is not None
     spent = time.perf_counter() - started
     log.info("free search: %d simulated, %d while climbing, %.2f s", len(judge.tried), climbed, spent)
-    tried = tuple(sorted(judge.tried, key=lambda s: s.step_seconds))
+    told = [s for s in judge.tried if s is best or s.candidate.description != MOVED]
+    tried = tuple(sorted(told, key=lambda s: s.step_seconds))
     return FreeResult(best, tried, _certificate(model, request, counts, best, searches, spent))
 
 
@@ -239,6 +240,7 @@ def _certificate(
         objective = evaluate(model.problem(ops, request.batch_size, m), home).objective_seconds
         bound, method, name = search.bound.seconds, search.bound.method, THROUGHPUT
     bound = min(bound, objective)
+    fitting = " whose memory is estimated to fit" if method.startswith("integer program") else ""
     gap = relative_gap(objective, bound)
     return Certificate(
         objective=name,
@@ -247,8 +249,8 @@ def _certificate(
         gap=gap,
         simulated_lower_bound_seconds=lower,
         space=(
-            f"every placement of {search.exact.units} units ({len(ops)} ops; what must share a device is one) on "
-            f"{len(devices)} devices, {m} micro-batches; searched over {search.problem.units} units"
+            f"every placement{fitting} of {search.exact.units} units ({len(ops)} ops; what must share a device is one) "
+            f"on {len(devices)} devices, {m} micro-batches; searched over {search.problem.units} units"
         ),
         method=f"{', '.join(dict.fromkeys(search.methods)) or 'starts'}; bound: {method}",
         solver_status="optimal" if gap <= 1e-6 else "stalled",
