@@ -29,8 +29,8 @@ from passes.free_problem import FloatArray, FreeProblem, IntArray, Net
 from passes.graph import OpGraph
 from passes.layer_model import LayerModel, read_model
 
-MAX_TASKS = 1000
-"""Tasks that ops are merged into, roughly: a makespan is played in some ten milliseconds."""
+MAX_TASKS = 5000
+"""Tasks that ops are merged into, roughly: a makespan of so many is played in a fifth of a second."""
 
 
 @dataclass(frozen=True)
