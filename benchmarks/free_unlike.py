@@ -101,7 +101,11 @@ class Row:
         """Of the layer-wise plan or of one device alone, which is layer-wise as well; infinite where nothing fits."""
         if self.layer is None:
             return math.inf
-        alone = (other for other in self.layer.alternatives if other.strategy == "one device")
+        # For latency the batch is in one piece; one device may need more of them to fit.
+        fits = "fits" if self.objective == "throughput" else "fits in 1 micro-batch"
+        alone = (
+            o for o in self.layer.alternatives if o.strategy == "one device" and o.reason.startswith(fits)
+        )
         known = [other.step_seconds for other in alone if other.feasible and other.step_seconds is not None]
         return min([self.layer.prediction.step_seconds, *known])
 
@@ -125,7 +129,13 @@ class Row:
         """As ``HEAD`` says."""
         plan, step = self.free, self.free.prediction.step_seconds
         floor = plan.certificate.simulated_lower_bound_seconds
-        won = "won" if self.ratio < WON else "is layer-wise" if plan.schedule != "list" else ""
+        won = (
+            "won"
+            if self.ratio < WON
+            else "is layer-wise"
+            if plan.certificate.method.startswith("layer-wise")
+            else ""
+        )
         return [
             self.model,
             f"{plan.model.ops:,}",

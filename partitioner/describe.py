@@ -34,6 +34,7 @@ from passes.baselines import Baseline, data_parallel, one_device
 from passes.check_precision import dominant_dtype, precision_notes
 from passes.compile import Compiled, Request
 from passes.graph import OpGraph
+from passes.layer_options import RecomputeMode
 from passes.place_features import FeatureResult, Tried
 from passes.place_layers import LayerRequest, RunnerUp
 from passes.placed import Placed
@@ -53,7 +54,9 @@ MOST_RUNNER_UPS = 5
 def describe(graph: OpGraph, cluster: ClusterSpec, request: Request, compiled: Compiled) -> Plan:
     """The plan of a compile."""
     placed, realized = compiled.placed, compiled.placed.realized
-    recompute = request.recompute if isinstance(request, LayerRequest) else "none"
+    # A free plan that is the layer-wise one may compute blocks again; it was not asked for anything else.
+    anew: RecomputeMode = "auto" if any(placed.recomputed_blocks) else "none"
+    recompute = request.recompute if isinstance(request, LayerRequest) else anew
     return Plan(
         partitioner_version=package_version(),
         model=_model(graph),
