@@ -89,7 +89,7 @@ def random_model(seed: int, ops: int = 14) -> RandomModel:
     graph.output((loss,))
     generator = torch.Generator().manual_seed(seed)
     state = {n: torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64) / 2 for n in specs}
-    symbol = x_value.shape[0].node.expr  # type: ignore[union-attr]
+    symbol = x_value.shape[0].node.expr  # type: ignore[attr-defined]
     assert isinstance(symbol, sympy.Symbol)
     inputs = (*(GraphInput(n, "parameter", n) for n in specs), GraphInput("x", "batch", "x"))
     made = OpGraph(
