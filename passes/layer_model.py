@@ -119,6 +119,19 @@ class LayerModel:
             self.loss,
         )
 
+    def smallest_times(self, batch_size: int, microbatches: int, devices: Sequence[Device]) -> OpTimes:
+        """Of the smallest micro-batch, as the simulation has it: the largest one's, in proportion to their samples."""
+        share = smallest_share(batch_size, microbatches)
+        times = self.times(-(-batch_size // microbatches), devices)
+        return OpTimes(
+            times.readers,
+            share * times.forward,
+            share * times.backward_input,
+            share * times.backward_weight,
+            times.differentiable,
+            times.loss,
+        )
+
     def storage_sizes(self, size: int) -> FloatArray:
         """[storages] bytes per micro-batch of ``size`` samples."""
         sizes = self.costs.storage_bytes(size)
@@ -361,3 +374,8 @@ def spaces(model: LayerModel, work: FloatArray, pins: Mapping[int, int], size: i
             )
         break
     return found
+
+
+def smallest_share(batch_size: int, microbatches: int) -> float:
+    """Samples of the smallest micro-batch over those of the largest; 1 where they are equal."""
+    return (batch_size // microbatches) / -(-batch_size // microbatches)

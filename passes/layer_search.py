@@ -13,7 +13,7 @@ import numpy as np
 from cost_models.devices import Device
 from passes.certificate import simulated_lower_bound
 from passes.layer_dp import DpResult, solve_dp
-from passes.layer_model import LayerModel, Space
+from passes.layer_model import LayerModel, Space, smallest_share
 from passes.layer_options import (
     Cluster,
     DevicePlan,
@@ -229,23 +229,24 @@ class LayerSearch:
         devices = [self.table.representatives[row] for row in self.table.row_of]
         bounds = {}
         for m in {option.microbatches for option in self.options}:
-            bounds[m] = simulated_lower_bound(self.model.times(self.batch_size // m, devices), m)
+            bounds[m] = simulated_lower_bound(self.model.smallest_times(self.batch_size, m, devices), m)
         return min(bounds.values())
 
 
 def busiest_seconds(search: LayerSearch, solved: Solved) -> float:
     """Compute seconds of the busiest rank in one step: no simulation of the candidate is below it.
 
-    Counted at the smallest micro-batch, because the last ones may be smaller.
+    Counted at the smallest micro-batch, because the last ones may be smaller; in proportion to the largest one's, as
+    simulated.
     """
     m = solved.option.microbatches
-    size = search.batch_size // m
+    size = solved.option.size(search.batch_size)
     stages = np.array(solved.split.stage_of)[solved.space.unit_of]
     busy = np.zeros(len(search.cluster.devices))
     for stage, rank in enumerate(solved.ranks):
         device = search.table.representatives[search.table.row_of[rank]]
         busy[rank] += float(search.op_seconds(size, device)[stages == stage].sum())
-    return m * float(busy.max())
+    return m * smallest_share(search.batch_size, m) * float(busy.max())
 
 
 def device_overflow(problem: LayerProblem, split: Split) -> float:

@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -201,18 +200,7 @@ def _estimated_share(judge: FreeJudge, missed: SimulatedFree) -> float:
 
 
 def _times(model: FreeModel, batch_size: int, microbatches: int) -> OpTimes:
-    """Of the smallest micro-batch, as the simulation has it: the largest one's, in proportion to their samples."""
-    smallest, largest = batch_size // microbatches, -(-batch_size // microbatches)
-    times = model.layers.times(largest, model.cluster.devices)
-    if smallest == largest:
-        return times
-    share = smallest / largest
-    return replace(
-        times,
-        forward=share * times.forward,
-        backward_input=share * times.backward_input,
-        backward_weight=share * times.backward_weight,
-    )
+    return model.layers.smallest_times(batch_size, microbatches, model.cluster.devices)
 
 
 def _certificate(
