@@ -65,8 +65,8 @@ def partition(
     tensors sharded), "free" (any op, or any block of an op's neurons, on any device), or "auto": all are planned, the
     fastest plan that fits is taken.
     ``objective``: free: "throughput" (of micro-batches, the default), or "latency": of one batch, in one piece.
-    ``splits``: free: {glob over what can be split, or an op's name: sizes of its blocks}, such as {"mlp": (60, 40)};
-    chosen for the devices if not given.
+    ``splits``: free: {glob over what can be split, or an op's name: sizes of its blocks}, such as {"mlp": (60, 40)} or, for
+    dimension 2 of an op's output, {"conv2d:2": (7, 7)}; {} for none; chosen for the devices if not given.
     ``pins``: layer: {glob over module paths or op names: stage}; free: the same with devices; feature: {glob over
     parameters, inputs, ops or module paths: layout}, such as {"*.up_proj.weight": "S0"}, one placement (R, S0, S1, …, P)
     per axis of the mesh, or a pattern: {"*": "zero3"} or {"*": "data column_row"}; all of data zero1 zero3 column_row

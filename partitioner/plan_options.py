@@ -104,6 +104,7 @@ class PlanOptions:
             optimizer=self.optimizer_memory,
             precision=precision,
             pins=layer.pins,
+            split=self.splits is None,
             splits={glob: tuple(sizes) for glob, sizes in (self.splits or {}).items()},
             time_limit_seconds=self.time_limit_seconds,
         )
@@ -157,7 +158,7 @@ class PlanOptions:
         if strategy in ("layer", "feature"):
             given: Mapping[str, object] = {"objective": self.objective, "splits": self.splits}
             for option, value in given.items():
-                if value:
+                if value is not None:
                     yield f'{option}={value!r} is for strategy "free"'
         if strategy in ("feature", "free"):
             for option, value in self._about_stages().items():

@@ -6,6 +6,7 @@ automatic   devices of speeds 3 and 1            75 and 25 of 100 neurons: unlik
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -32,7 +33,10 @@ OPS_PER_BLOCK = 12
 
 
 def given_splits(graph: OpGraph, wanted: Mapping[str, Sequence[int]]) -> tuple[Split, ...]:
-    """``wanted``: glob over families' names, or an op's name -> sizes of blocks. Raises UsageError with every problem."""
+    """``wanted``: glob over families' names, or an op's name (``conv2d:2`` for its dimension 2) -> sizes of blocks.
+
+    Raises UsageError with every problem.
+    """
     known = families(graph)
     found: list[Split] = []
     problems: list[str] = []
@@ -45,8 +49,12 @@ def given_splits(graph: OpGraph, wanted: Mapping[str, Sequence[int]]) -> tuple[S
                 )
             else:
                 found += family.splits(sizes)
-        if not matched and glob in graph.nodes and graph.nodes[glob].op == "call_function":
-            found.append(Split(glob, -1, tuple(sizes)))
+        op, _, dim = glob.rpartition(":") if ":" in glob else (glob, "", "-1")
+        is_op = (
+            op in graph.nodes and graph.nodes[op].op == "call_function" and bool(re.fullmatch(r"-?\d+", dim))
+        )
+        if not matched and is_op:
+            found.append(Split(op, int(dim), tuple(sizes)))
         elif not matched:
             problems.append(f"{glob!r} is no op, and matches nothing that can be split{_close(glob, known)}")
     if problems:

@@ -158,7 +158,9 @@ def _is_stage(text: str) -> bool:
 
 
 def block_sizes(pairs: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
-    """``["mlp=60,40"]`` -> ``{"mlp": (60, 40)}``; None where nothing is given."""
+    """``["mlp=60,40"]`` -> ``{"mlp": (60, 40)}``; ``["none"]`` -> ``{}``; None where nothing is given."""
+    if list(pairs) == ["none"]:
+        return {}
     found: dict[str, tuple[int, ...]] = {}
     problems = []
     for pair in pairs:

@@ -105,7 +105,8 @@ def plan(
         free: throughput (of micro-batches, the default) or latency (of one batch).
     split
         free: NAME=SIZE,SIZE: how an op, or what NAME (a glob) can mean in this model, is split into blocks of neurons,
-        such as 'mlp=60,40'; chosen for the devices if not given. May be repeated.
+        such as 'mlp=60,40', or 'conv2d:2=7,7' for dimension 2 of an op's output; 'none' for nothing; chosen for the
+        devices if not given. May be repeated.
     batch_dims
         NAME=DIM: where the batch is in an input, or NAME=none for an input without one; may be repeated.
     dynamic_dims
