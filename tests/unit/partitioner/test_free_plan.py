@@ -203,6 +203,15 @@ def test_an_op_is_split_by_its_name_as_well() -> None:
     same(plan)
 
 
+def test_a_dimension_of_an_op_is_split_by_its_number() -> None:
+    plan = made(splits={"linear:1": (4, 12)})
+    assert [(s.op, s.dim, s.sizes) for s in plan.splits] == [("linear", 1, (4, 12))]
+
+
+def test_nothing_is_split_where_nothing_shall_be() -> None:
+    assert made(splits={}).splits == ()
+
+
 def test_blocks_fit_where_the_whole_does_not() -> None:
     """A layer of 300 x 300 with AdamW takes 1.4 MiB; no device has more than 1 MiB."""
     graph = trace(
