@@ -56,7 +56,7 @@ def partition(
     ``example_inputs``: one batch as the model is called with (a tensor, tuple or mapping); its values do not matter.
     ``batch_size``: samples per optimizer step; the example's own batch size if not given.
     ``microbatches``: how many pieces the batch is cut into (this *is* gradient accumulation), or "auto".
-    ``schedule``: "auto" or one of gpipe 1f1b interleaved zb-h1 zb-h2 zb-v list.
+    ``schedule``: "auto" or one of gpipe 1f1b interleaved zb-h1 zb-h2 zb-v list list-split.
     ``optimizer_memory``: whose state is budgeted: none sgd momentum adam adamw amsgrad.
     ``precision``: a :class:`Precision`, the model's own data types if not given. A trace keeps what it was traced in.
     ``loss_reduction``: how micro-batches' losses become the batch's: "mean" (weighted by samples), "sum", or "token_mean"

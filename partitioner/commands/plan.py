@@ -82,7 +82,7 @@ def plan(
     microbatches
         auto, or into how many pieces the batch is cut.
     schedule
-        auto, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v or list.
+        auto, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, list or list-split.
     optimizer_memory
         Whose state is budgeted: none, sgd, momentum, adam, adamw or amsgrad.
     precision

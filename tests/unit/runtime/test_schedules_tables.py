@@ -138,3 +138,16 @@ def test_an_order_that_cannot_run_has_no_table() -> None:
 
 def test_an_empty_order() -> None:
     assert table(((), ())) == "time\nrank 0\nrank 1"
+
+
+def test_weight_halves_fill_the_gaps_of_a_device_that_is_revisited() -> None:
+    """0 on rank 0 feeds 1 and 2 on ranks 1 and 2, both feed 3 on rank 0 again."""
+    graph = graph_of([(0,), (1,), (2,), (0,)], [(0, 1), (0, 2), (1, 3), (2, 3)])
+    assert table(SCHEDULES["list-split"].order(graph, 3), graph) == picture(
+        """
+        time      0   1   2   3   4   5   6   7   8   9  10  11  12  13  14  15  16  17
+        rank 0  0F0 0F1 3F0 3I0 3W0 0I0 0W0 3F1 3I1 0F2 0I1 3W1 3F2 3I2 0W1 0I2 3W2 0W2
+        rank 1    . 1F0   .   . 1I0 1W0 1F1   .   . 1I1 1W1 1F2   .   . 1I2 1W2   .   .
+        rank 2    . 2F0   .   . 2I0 2W0 2F1   .   . 2I1 2W1 2F2   .   . 2I2 2W2   .   .
+        """
+    )
