@@ -32,13 +32,14 @@ def free_task(
     *,
     ranks: int,
     microbatches: int,
+    schedule: str = "list",
 ) -> VerificationTask:
     """One step without an optimizer. ``state``: whole tensors by the model's names. Raises if it could deadlock."""
     recomputed = recomputed_ops(graph)
     segmentation = by_reach(graph, {name: (rank,) for name, rank in rank_of.items()}, recomputed)
     segments, tied = summary(RandomModel(graph, {}), segmentation, ranks)
     sums = [group.as_tuple for group in tied]
-    orders = SCHEDULES["list"].order(segments, microbatches)
+    orders = SCHEDULES[schedule].order(segments, microbatches)
     programs = build_programs(segments, orders, microbatches, transfer_seconds=lambda *_: 1e-3, tied=sums)
     check(programs, segments, microbatches, tied=sums)
     whole = {name: part.whole for name, part in graph.parts.items()}

@@ -59,7 +59,15 @@ def _task(number: int, model: RandomModel) -> VerificationTask:
     groups = random_placement(graph, recomputed_ops(graph), RANKS, number)
     rank_of = {name: rank for name, (rank,) in groups.items()}
     batch = {"x": _samples(number)}
-    return free_task(graph, rank_of, model.state, batch, ranks=RANKS, microbatches=_microbatches(number))
+    return free_task(
+        graph,
+        rank_of,
+        model.state,
+        batch,
+        ranks=RANKS,
+        microbatches=_microbatches(number),
+        schedule=("list", "list-split")[number // 2 % 2],
+    )
 
 
 def _randomly_split(graph: OpGraph, seed: int) -> OpGraph:
