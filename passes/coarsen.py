@@ -131,6 +131,14 @@ def clusters(ops: OpArrays, max_units: int = 32) -> tuple[int, ...]:
     return graph.numbering()
 
 
+def united(readers: tuple[tuple[int, ...], ...], together: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Unit of each op, numbered in a topological order: a group in ``together`` and all between its ops is one."""
+    nothing = np.zeros(len(readers))
+    graph = _Contraction(OpArrays(readers, nothing, nothing))
+    graph.unite(together)
+    return graph.numbering()
+
+
 class _Contraction:
     """A DAG under contraction: representatives with their producers, consumers, work and pin."""
 
@@ -158,8 +166,10 @@ class _Contraction:
         """Merge each group with everything on a path between its members."""
         for group in groups:
             members = {self.find(u) for u in group}
-            down, up = self._reach(members, self.below), self._reach(members, self.above)
-            first, *rest = sorted((down & up) | members)
+            first, *rest = sorted(members)
+            if any(self.above[u] - {first} for u in rest):  # else nothing can lie between
+                down, up = self._reach(members, self.below), self._reach(members, self.above)
+                first, *rest = sorted((down & up) | members)
             for other in rest:
                 self._merge(first, other)
 

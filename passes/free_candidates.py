@@ -11,6 +11,7 @@ from cost_models.cluster import ClusterSpec
 from passes.costs import GraphCosts
 from passes.free_types import FreeCandidate, FreeRequest, SimulatedFree
 from passes.graph import OpGraph
+from passes.mutable import owning_units
 from passes.placed import Realized
 from passes.realize_segments import realize_segments
 from passes.segment import Segmentation, by_reach, merge
@@ -55,6 +56,7 @@ class FreeCandidates:
     ) -> None:
         self._graph, self._costs, self._cluster, self._request = graph, costs, cluster, request
         self._recomputed = recomputed
+        self._unit_of = owning_units(graph, recomputed)
         self._best: tuple[FreeCandidate, Scheduled] | None = None
         self._won: Counter[str] = Counter()
         self._slow = False
@@ -87,7 +89,8 @@ class FreeCandidates:
 
     def segmentation(self, rank_of: Mapping[str, int]) -> Segmentation:
         """The segments of a placement."""
-        return by_reach(self._graph, {name: (rank,) for name, rank in rank_of.items()}, self._recomputed)
+        groups = {name: (rank,) for name, rank in rank_of.items()}
+        return by_reach(self._graph, groups, self._recomputed, self._unit_of)
 
     def schedule(self, candidate: FreeCandidate, segmentation: Segmentation, schedule: str) -> Scheduled:
         """A candidate's segments under one schedule."""

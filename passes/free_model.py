@@ -4,7 +4,7 @@
         ─► tasks        (ops that always run one after another, merged: a DAG) ─► units of the search
 
 Units hold together: projections with their tuple, users of a buffer that is written, ops that read one parameter by
-repeated calls of one module (an unrolled cell: its weights lie in one place), and what pins name alike. A tie across
+repeated calls of one module (an unrolled cell: its weights lie in one place) unless pins part them. A tie across
 modules (an embedding and the head that reads it) may lie apart: copies and the sum of their gradients are charged.
 """
 
@@ -28,6 +28,7 @@ from passes.free_makespan import TaskGraph
 from passes.free_problem import FloatArray, FreeProblem, IntArray, Net
 from passes.graph import OpGraph
 from passes.layer_model import LayerModel, read_model
+from passes.mutable import owning_groups
 
 MAX_TASKS = 5000
 """Tasks that ops are merged into, roughly: a makespan of so many is played in a fifth of a second."""
@@ -53,6 +54,8 @@ class FreeModel:
     states: tuple[State, ...]
     pins: Mapping[int, int]
     """Op to rank."""
+    together: tuple[tuple[int, ...], ...]
+    """Ops that must share a segment, with all between them."""
     exact_unit_of: IntArray
     task_of: IntArray
     """[n] numbered in a topological order"""
@@ -233,15 +236,17 @@ def read_free_model(
     if recomputed.intersection(layers.names) or len(recomputed) + len(layers.names) != len(graph.ops):
         raise InternalError("free search: the ops without a rank are not those of passes.cheap")
     states = _states(graph, layers, optimizer, precision)
-    together = [*layers.together, *repeated_calls(graph, layers, states, pins)]
-    exact = _numbered(len(layers.names), together)
+    together = owning_groups(graph, recomputed)
+    alike = [*together, *repeated_calls(graph, layers, states)]
+    exact = _numbered(len(layers.names), alike, pins)
     work = layers.seconds(work_size, cluster.devices[0])
     crossing = layers.output_bytes(work_size) * (1.0 + layers.differentiable)
     tasks = np.array(
-        clusters(OpArrays(layers.readers, work, crossing, layers.together, pins), MAX_TASKS), dtype=np.int64
+        clusters(OpArrays(layers.readers, work, crossing, together, pins), MAX_TASKS), dtype=np.int64
     )
     count = int(tasks.max()) + 1
-    unit_of_task = _numbered(count, [sorted({int(tasks[op]) for op in group}) for group in together])
+    pinned = {int(tasks[op]): rank for op, rank in pins.items()}
+    unit_of_task = _numbered(count, [sorted({int(tasks[op]) for op in group}) for group in alike], pinned)
     heaviest: dict[int, int] = {}
     for op, unit in enumerate(unit_of_task[tasks].tolist()):
         if unit not in heaviest or work[op] > work[heaviest[unit]]:
@@ -249,13 +254,11 @@ def read_free_model(
     paths = [str(graph.nodes[name].meta.get("module_path", "")) for name in layers.names]
     modules = tuple(paths[heaviest[unit]] for unit in range(int(unit_of_task.max()) + 1))
     return FreeModel(
-        layers, cluster, optimizer, states, dict(pins), exact, tasks, unit_of_task, modules, work
+        layers, cluster, optimizer, states, dict(pins), together, exact, tasks, unit_of_task, modules, work
     )
 
 
-def repeated_calls(
-    graph: OpGraph, layers: LayerModel, states: Sequence[State], pins: Mapping[int, int]
-) -> list[tuple[int, ...]]:
+def repeated_calls(graph: OpGraph, layers: LayerModel, states: Sequence[State]) -> list[tuple[int, ...]]:
     """Ops of one module that read the same parameter: calls of it at several places of the program."""
     groups = []
     for state in states:
@@ -263,7 +266,7 @@ def repeated_calls(
         for op in state.ops:
             by_path[str(graph.nodes[layers.names[op]].meta.get("module_path", ""))].append(op)
         for ops in by_path.values():
-            if len(ops) > 1 and len({pins[op] for op in ops if op in pins}) < 2:
+            if len(ops) > 1:
                 groups.append(tuple(ops))
     return groups
 
@@ -293,9 +296,12 @@ def _states(graph: OpGraph, layers: LayerModel, optimizer: str, precision: Preci
     return tuple(found)
 
 
-def _numbered(count: int, groups: Sequence[Sequence[int]]) -> IntArray:
-    """[count] number of each item's group after uniting groups that share a member, by first members."""
-    parent = list(range(count))
+def _numbered(count: int, groups: Sequence[Sequence[int]], pins: Mapping[int, int]) -> IntArray:
+    """[count] number of each item's group after uniting groups that share a member, by first members.
+
+    What is pinned to different ranks, itself or by what it was united with, stays apart.
+    """
+    parent, pin_of = list(range(count)), dict(pins)
 
     def find(item: int) -> int:
         while parent[item] != item:
@@ -306,7 +312,10 @@ def _numbered(count: int, groups: Sequence[Sequence[int]]) -> IntArray:
     for first, *rest in groups:
         for other in rest:
             a, b = sorted((find(first), find(other)))
-            parent[b] = a
+            if a != b and pin_of.get(a, pin_of.get(b)) == pin_of.get(b, pin_of.get(a)):
+                parent[b] = a
+                if b in pin_of:
+                    pin_of[a] = pin_of[b]
     number: dict[int, int] = {}
     return np.array([number.setdefault(find(item), len(number)) for item in range(count)], dtype=np.int64)
 

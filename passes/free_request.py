@@ -14,7 +14,7 @@ from passes.graph import OpGraph
 from passes.layer_options import microbatch_counts
 from passes.layer_pins import resolve_pins
 from passes.least_samples import least_samples
-from passes.mutable import colocated
+from passes.mutable import owning_groups
 
 
 def accepted_counts(graph: OpGraph, request: FreeRequest) -> list[int]:
@@ -45,7 +45,6 @@ def resolved_pins(
 ) -> dict[int, int]:
     """Placed op -> rank. Raises UsageError with every conflict; here, ops may be pinned in any order."""
     placed = [node for node in graph.ops if node.name not in recomputed]
-    index = {node.name: i for i, node in enumerate(placed)}
     beyond = [
         f"{glob!r} is pinned to rank {rank}; the cluster has ranks 0 to {cluster.world_size - 1}"
         for glob, rank in request.pins.items()
@@ -54,7 +53,7 @@ def resolved_pins(
     if beyond:
         raise UsageError("cannot use these pins", beyond, ["a rank of the cluster for each module"])
     paths = [str(node.meta.get("module_path", "")) for node in placed]
-    together = [[index[name] for name in sorted(group) if name in index] for group in colocated(graph)]
+    together = owning_groups(graph, recomputed)
     return resolve_pins(
         request.pins, [node.name for node in placed], paths, [()] * len(placed), together, place="rank"
     )
@@ -73,7 +72,7 @@ def _legal(model: FreeModel, rank_of: Mapping[str, int]) -> bool:
         return False
     if any(rank_of[names[op]] != rank for op, rank in model.pins.items()):
         return False
-    return all(len({rank_of[names[op]] for op in group}) == 1 for group in model.layers.together)
+    return all(len({rank_of[names[op]] for op in group}) == 1 for group in model.together)
 
 
 def infeasible(

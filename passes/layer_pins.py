@@ -79,7 +79,7 @@ def _split_groups(
             if pins[a] != pins[b]:
                 problems.append(
                     f"{names[pinned[0]]} ({a!r}, {place} {pins[a]}) and {names[op]} ({b!r}, {place} {pins[b]}) "
-                    f"share a buffer or a tuple and must be in one {place}"
+                    f"share a buffer or a tuple, or lie between ops that do, and must be in one {place}"
                 )
     return problems
 

@@ -1,6 +1,7 @@
 """Buffers that the model writes, and the ops that must therefore stay together.
 
-A buffer has one owning segment: everything that reads or writes it runs there, once per micro-batch and in order.
+A buffer has one owning segment: everything that reads or writes it runs there, once per micro-batch and in order. What
+lies between these ops runs there as well: elsewhere, it would part the segment.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import defaultdict
 
 import torch
 
+from passes.coarsen import united
 from passes.graph import OpGraph
 
 _BATCH_NORMS = (
@@ -53,6 +55,23 @@ def colocated(graph: OpGraph) -> tuple[frozenset[str], ...]:
             users[output.name].add(output.node)
     groups += [group for group in users.values() if len(group) > 1]
     return _merge(groups)
+
+
+def owning_units(graph: OpGraph, recomputed: frozenset[str]) -> dict[str, int]:
+    """Unit of each placed op, numbered in a topological order: a ``colocated`` group, with all between its ops, is one."""
+    placed = [node for node in graph.ops if node.name not in recomputed]
+    index = {node.name: i for i, node in enumerate(placed)}
+    readers = tuple(tuple(sorted(index[u.name] for u in node.users if u.name in index)) for node in placed)
+    groups = [sorted(index[name] for name in group if name in index) for group in colocated(graph)]
+    return dict(zip(index, united(readers, [group for group in groups if group]), strict=True))
+
+
+def owning_groups(graph: OpGraph, recomputed: frozenset[str]) -> tuple[tuple[int, ...], ...]:
+    """The units of several ops, by the numbers of the placed ops in the graph's order."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for op, unit in enumerate(owning_units(graph, recomputed).values()):
+        found[unit].append(op)
+    return tuple(tuple(ops) for ops in found.values() if len(ops) > 1)
 
 
 def _merge(groups: list[set[str]]) -> tuple[frozenset[str], ...]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
+from torch import fx
 
 from cost_models.errors import InternalError
 from cost_models.layout import Mesh
@@ -82,9 +83,15 @@ def by_stage(
 
 
 def by_reach(
-    graph: OpGraph, group_of: Mapping[str, tuple[int, ...]], recomputed: frozenset[str]
+    graph: OpGraph,
+    group_of: Mapping[str, tuple[int, ...]],
+    recomputed: frozenset[str],
+    unit_of: Mapping[str, int] | None = None,
 ) -> Segmentation:
-    """Segments of a free placement: equal device group, equal received ancestors, equal sent descendants."""
+    """Segments of a free placement: equal device group, equal received ancestors, equal sent descendants.
+
+    ``unit_of``: ops of one unit are never parted (``passes.mutable.owning_units``); None: every op is one by itself.
+    """
     crossing = [
         node.name
         for node in graph.ops
@@ -99,28 +106,47 @@ def by_reach(
         for user in graph.nodes[name].users:
             if user.name in group_of and group_of[user.name] != group_of[name]:
                 received[group_of[user.name]] |= bit[name]
-    placed = [node for node in graph.ops if node.name in group_of]
+    units = _units(graph, group_of, unit_of)
     ancestors: dict[str, int] = {}
-    for node in placed:
+    for members in units:
         mask = 0
-        for source in node.all_input_nodes:
+        for source in (source for node in members for source in node.all_input_nodes):
             mask |= ancestors.get(source.name, 0) | bit.get(source.name, 0)
-        ancestors[node.name] = mask
+        ancestors |= dict.fromkeys((node.name for node in members), mask)
     descendants: dict[str, int] = {}
-    for node in reversed(placed):
-        mask = bit.get(node.name, 0)
-        for user in node.users:
-            mask |= descendants.get(user.name, 0)
-        descendants[node.name] = mask
+    for members in reversed(units):
+        mask = 0
+        for node in members:
+            mask |= bit.get(node.name, 0)
+            for user in node.users:
+                mask |= descendants.get(user.name, 0)
+        descendants |= dict.fromkeys((node.name for node in members), mask)
     key_of: dict[str, tuple[tuple[int, ...], int, int]] = {}
-    for node in placed:
+    for node in (node for members in units for node in members):
         group = group_of[node.name]
         key = (group, ancestors[node.name] & received[group], descendants[node.name] & sent[group])
-        source = node.all_input_nodes[0].name if node.target is operator.getitem else None
-        if source is not None and group_of.get(source) == group:
-            key = key_of[source]  # a tuple is taken apart where it was made: only tensors travel
+        tuple_op = node.all_input_nodes[0].name if node.target is operator.getitem else None
+        if tuple_op is not None and group_of.get(tuple_op) == group:
+            key = key_of[tuple_op]  # a tuple is taken apart where it was made: only tensors travel
         key_of[node.name] = key
     return _numbered(graph, key_of, {key: key[0] for key in key_of.values()}, recomputed)
+
+
+def _units(
+    graph: OpGraph, group_of: Mapping[str, tuple[int, ...]], unit_of: Mapping[str, int] | None
+) -> list[list[fx.Node]]:
+    """Placed ops by unit, in a topological order. Raises InternalError where a unit is on several devices."""
+    placed = [node for node in graph.ops if node.name in group_of]
+    if unit_of is None:
+        return [[node] for node in placed]
+    units: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in placed:
+        units[unit_of[node.name]].append(node)
+    apart = [nodes for nodes in units.values() if len({group_of[node.name] for node in nodes}) > 1]
+    if apart:
+        names = [", ".join(node.name for node in nodes[:5]) for nodes in apart[:5]]
+        raise InternalError("segment: ops that share a written buffer are on several devices", names)
+    return [units[number] for number in sorted(units)]
 
 
 def merge(
