@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from partitioner.api import ModelOrTrace
     from partitioner.engine import Engine
-    from partitioner.explain import Explanation
+    from partitioner.explanation import Explanation
     from partitioner.rank_graph import RankGraph
     from partitioner.verify import VerifyReport
     from runtime.simulate import Simulation

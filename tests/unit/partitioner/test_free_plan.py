@@ -271,6 +271,25 @@ def test_an_op_and_a_parameter_are_explained(pinned: Plan) -> None:
         pinned.explain("mull")
 
 
+def test_other_devices_are_simulated_with_everything_else_as_it_is(pinned: Plan, split: Plan) -> None:
+    explained = pinned.explain("mul")
+    own = next(way for way in explained.ways if way.chosen)
+    (other,) = [way for way in explained.ways if not way.chosen]
+    assert own.layout.startswith("rank 1")
+    assert own.step_seconds == pinned.prediction.step_seconds
+    moved = made(pins={"left": 0, "right": 1, "head": 0, "mul": 0, **_rest(pinned)})
+    assert other.step_seconds >= moved.prediction.step_seconds  # whose segments were merged
+    assert other.layout in explained.why
+    blocks = split.explain("left.weight")
+    assert {way.layout[:6] for way in blocks.ways} == {"rank 0", "rank 1", "ranks "}
+
+
+def _rest(plan: Plan) -> dict[str, int]:
+    """Where everything else is."""
+    fixed = {"mul"} | {op for stage in plan.stages for op in stage.ops if op.startswith("linear")}
+    return {op: ranks[0] for op, ranks in plan.placements.items() if op not in fixed}
+
+
 def test_what_a_rank_runs_and_sends(pinned: Plan, split: Plan) -> None:
     text = str(pinned.graph(rank=1))
     assert "send(%mul)" in text
