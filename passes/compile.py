@@ -21,7 +21,8 @@ from passes.candidates import Candidates
 from passes.cheap import recomputed_ops
 from passes.costs import GraphCosts, costs_of
 from passes.discover import Discovery
-from passes.free_variants import Attempt, TimeBudget, fastest, layer_start, place_variant, variants
+from passes.free_rounds import place_rounds
+from passes.free_variants import TimeBudget, layer_start
 from passes.graph import OpGraph
 from passes.place_features import FeatureRequest, FeatureResult, place_features
 from passes.place_free import FreeRequest
@@ -101,18 +102,7 @@ def free(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FreeR
     budget = TimeBudget.of(request)
     # With all of the time, as layer-wise planning would have it: with less, the plan may be worse than layer-wise.
     start = layer_start(graph, request, lambda layers: layer_wise(graph, costs, cluster, layers))
-    found: list[Attempt] = []
-    failures: list[InfeasibleError] = []
-    given = list(variants(graph, costs, cluster, request))
-    for number, variant in enumerate(given):
-        verify_graph(variant.graph, after="split")
-        try:
-            found.append(place_variant(variant, cluster, budget.part(request, len(given) - number), start))
-        except InfeasibleError as error:
-            failures.append(error)
-    if not found and start is None:
-        raise failures[0]
-    return fastest(found, start, cluster)
+    return place_rounds(graph, costs, cluster, request, start, budget)
 
 
 def feature_wise(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FeatureRequest) -> Placed:

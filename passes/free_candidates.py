@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -26,8 +27,12 @@ LISTS = ("list", "list-split")
 """Free placements revisit devices and branch: no pipeline's order is made for them."""
 BOTH_SECONDS = 0.05
 """As long as a simulation takes less, candidates are simulated under both; then under the one that won more often."""
+LONG = 20_000
+"""Instructions of a step; longer ones are simulated under one schedule from the first on."""
 MERGE_SECONDS = 5.0
 """How long segments of the chosen placement are merged at most."""
+MERGE_TIMES = 3.0
+"""Simulations' time that must be left to begin merging: a few trials, and the simulation of what becomes of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +65,17 @@ class FreeCandidates:
         self._best: tuple[FreeCandidate, Scheduled] | None = None
         self._won: Counter[str] = Counter()
         self._slow = False
+        self._each_seconds = 0.0
 
     def simulate(self, candidate: FreeCandidate) -> SimulatedFree:
         """Step time and peak memory of a candidate, under the better schedule."""
         segmentation = self.segmentation(candidate.rank_of)
+        self._slow |= 3 * len(segmentation) * candidate.microbatches > LONG
         names = LISTS if not self._slow else (max(LISTS, key=lambda name: self._won[name]),)
         started = time.perf_counter()
         found = [self.schedule(candidate, segmentation, name) for name in names]
-        self._slow |= time.perf_counter() - started > BOTH_SECONDS * len(names)
+        self._each_seconds = (time.perf_counter() - started) / len(names)
+        self._slow |= self._each_seconds > BOTH_SECONDS
         best = min(found, key=self._rank)
         if len(found) > 1:
             self._won[best.schedule] += 1
@@ -75,17 +83,22 @@ class FreeCandidates:
             self._best = candidate, best
         return SimulatedFree(candidate, best.seconds, best.realized.simulation.peak_bytes)
 
-    def realized(self, candidate: FreeCandidate) -> Scheduled:
-        """What ``candidate`` became, under the best schedule."""
-        segmentation = self.segmentation(candidate.rank_of)
-        found = [self.schedule(candidate, segmentation, name) for name in LISTS]
-        if self._best is not None and self._best[0] is candidate:
-            found.append(self._best[1])
-        return min(found, key=self._rank)
+    def realized(self, candidate: FreeCandidate, left_seconds: float = math.inf) -> Scheduled:
+        """What ``candidate`` became, under the best schedule; what was simulated is not simulated again."""
+        known = [self._best[1]] if self._best is not None and self._best[0] is candidate else []
+        if known and (not self._slow or left_seconds < MERGE_TIMES * self._each_seconds):
+            return known[0]
+        segmentation = known[0].realized.segmentation if known else self.segmentation(candidate.rank_of)
+        done = {each.schedule for each in known}
+        known += [self.schedule(candidate, segmentation, name) for name in LISTS if name not in done]
+        return min(known, key=self._rank)
 
-    def merged(self, candidate: FreeCandidate, found: Scheduled) -> Scheduled:
+    def merged(self, candidate: FreeCandidate, found: Scheduled, left_seconds: float = math.inf) -> Scheduled:
         """``found`` with fewer segments where that is not slower: each is a call and, between devices, a wait."""
-        return min((self._merged(candidate, found), found), key=self._rank)
+        if left_seconds < MERGE_TIMES * self._each_seconds:
+            return found
+        seconds = min(MERGE_SECONDS, max(0.0, left_seconds - self._each_seconds))
+        return min((self._merged(candidate, found, seconds), found), key=self._rank)
 
     def segmentation(self, rank_of: Mapping[str, int]) -> Segmentation:
         """The segments of a placement."""
@@ -119,7 +132,7 @@ class FreeCandidates:
             peak <= device.memory_bytes for peak, device in zip(peaks, self._cluster.devices, strict=True)
         )
 
-    def _merged(self, candidate: FreeCandidate, found: Scheduled) -> Scheduled:
+    def _merged(self, candidate: FreeCandidate, found: Scheduled, limit_seconds: float) -> Scheduled:
         """Fewer segments, by the makespan of the list schedule."""
         seconds = transfer_seconds(self._cluster)
 
@@ -130,7 +143,9 @@ class FreeCandidates:
             )
             return quick_makespan(segments, order, candidate.microbatches, seconds)
 
-        merged = merge(self._graph, found.realized.segmentation, makespan, seconds=MERGE_SECONDS)
+        merged = merge(self._graph, found.realized.segmentation, makespan, seconds=limit_seconds)
+        if len(merged) == len(found.realized.segmentation):
+            return found
         return self.schedule(candidate, merged, found.schedule)
 
     def _segments(self, candidate: FreeCandidate, segmentation: Segmentation, schedule: str) -> SegmentGraph:

@@ -7,7 +7,7 @@ automatic   devices of speeds 3 and 1            75 and 25 of 100 neurons: unlik
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -72,42 +72,27 @@ def _close(glob: str, known: Sequence[Family]) -> str:
     return f" (close: {', '.join(close)})" if close else ""
 
 
-def automatic_splits(
-    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, batch_size: int
-) -> Iterator[tuple[Split, ...]]:
-    """What is too large for a device's fair share; then everything worth it, if that is more."""
+def automatic_families(
+    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec
+) -> tuple[tuple[Family, ...], ...]:
+    """What is too large for a device's fair share; and everything worth it, if that is more.
+
+    None where the graph would have too many ops, or there are too many devices.
+    """
     count = cluster.world_size
-    if count > MOST_DEVICES:
-        return
-    known = families(graph)
-    work = sum(family.flops for family in known)
-    table = costs.at(batch_size)
-    work = max(work, float(np.sum(table.forward_flops)))
-    shares = speeds(costs, cluster, batch_size)
-    large = [family for family in known if family.flops > LARGE * work / count]
-    worth = [family for family in known if family.flops > WORTH * work]
-    given: list[list[Family]] = [large]
-    if len(graph) + len(worth) * count * OPS_PER_BLOCK <= MOST_OPS and len(worth) > len(large):
-        given.append(worth)
-    for chosen in given:
-        splits = tuple(
-            split
-            for family in chosen
-            if family.units > 1
-            for split in family.splits(proportional(family.units, shares))
-        )
-        if splits:
-            yield splits
-
-
-def speeds(costs: GraphCosts, cluster: ClusterSpec, batch_size: int) -> tuple[float, ...]:
-    """Steps of the whole model per second, by rank."""
-    everything = np.arange(len(costs.ops))
-    seconds = []
-    for device in cluster.devices:
-        found = costs.segment_seconds(everything, batch_size, device)
-        seconds.append(found.forward + found.backward_input + found.backward_weight)
-    return tuple(1.0 / max(each, 1e-30) for each in seconds)
+    if not 1 < count <= MOST_DEVICES or len(graph) > MOST_OPS:
+        return ()
+    known = [family for family in families(graph) if family.units > 1]
+    table = costs.at(graph.example_batch_size)  # as families' FLOPs are counted
+    work = max(sum(family.flops for family in known), float(np.sum(table.forward_flops)))
+    large = tuple(family for family in known if family.flops > LARGE * work / count)
+    worth = tuple(family for family in known if family.flops > WORTH * work)
+    return tuple(
+        chosen
+        for chosen in dict.fromkeys((large, worth))
+        if chosen
+        and len(graph) + sum(len(family.ops) for family in chosen) * count * OPS_PER_BLOCK <= MOST_OPS
+    )
 
 
 def proportional(units: int, shares: Sequence[float]) -> tuple[int, ...]:

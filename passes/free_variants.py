@@ -1,7 +1,6 @@
-"""What the free search places: the model's graph as it is, and with ops split into blocks of neurons for the devices.
+"""What the free search places: the model's graph as it is, or with ops split into blocks of neurons for the devices.
 
-    variants   as it is; what is too large for a device's share split; everything that can be split
-    sizes      in proportion to the devices' speeds, so that unlike devices end together
+Which are made, and when, is for ``passes.free_rounds`` to say.
 
 The layer-wise plan is a feasible start for all of them, and the answer where nothing beats it.
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
@@ -20,9 +19,9 @@ from cost_models.layout import Layout
 from passes.bridge import bridges
 from passes.certificate import Certificate, relative_gap
 from passes.cheap import recomputed_ops
-from passes.costs import GraphCosts, costs_of
+from passes.costs import GraphCosts, cost_graph, costs_of
 from passes.free_candidates import FreeCandidates, Scheduled
-from passes.free_splits import automatic_splits, given_splits
+from passes.free_shapes import Shape
 from passes.graph import OpGraph
 from passes.layer_pins import matches
 from passes.place_free import FreeCandidate, FreeRequest, FreeResult, SimulatedFree, place_free
@@ -45,47 +44,47 @@ class TimeBudget:
         limit = request.time_limit_seconds
         return TimeBudget(math.inf if limit is None else time.perf_counter() + limit)
 
-    def part(self, request: FreeRequest, parts: int) -> FreeRequest:
-        """``request`` with one of ``parts`` equal parts of what is left, a second at least."""
-        if math.isinf(self.deadline):
+    @property
+    def limited(self) -> bool:
+        """Whether there is an end."""
+        return not math.isinf(self.deadline)
+
+    @property
+    def left_seconds(self) -> float:
+        """Until the end; 0 after it."""
+        return max(0.0, self.deadline - time.perf_counter())
+
+    def part(self, request: FreeRequest, share: float) -> FreeRequest:
+        """``request`` with a share of what is left, half a second at least."""
+        if not self.limited:
             return request
-        left = (self.deadline - time.perf_counter()) / parts
-        return replace(request, time_limit_seconds=max(1.0, left))
+        return replace(request, time_limit_seconds=max(0.5, share * self.left_seconds))
 
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A graph to place, with its costs. ``splits``: what was done to the model's own."""
+    """A graph to place, with its costs. ``splits``: what was done to the model's own; ``shape``: where the search chose."""
 
     graph: OpGraph
     costs: GraphCosts
     splits: tuple[Split, ...] = ()
+    shape: Shape | None = None
 
 
-def variants(
-    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FreeRequest
-) -> Iterator[Variant]:
-    """The graphs to place; one only where the user says how to split."""
-    if request.splits:
-        yield _split(graph, cluster, given_splits(graph, request.splits))
-        return
-    yield Variant(graph, costs)
-    if request.split and cluster.world_size > 1:
-        for splits in automatic_splits(graph, costs, cluster, request.batch_size):
-            variant = _split(graph, cluster, splits)
-            if all(_means_something(glob, variant.graph) for glob in request.pins):
-                yield variant
-
-
-def _means_something(glob: str, graph: OpGraph) -> bool:
+def means_something(glob: str, graph: OpGraph) -> bool:
     """Whether an op is pinned by ``glob``: one that is split has other names."""
     return any(matches(glob, node.name, str(node.meta.get("module_path", ""))) for node in graph.ops)
 
 
-def _split(graph: OpGraph, cluster: ClusterSpec, splits: tuple[Split, ...]) -> Variant:
+def split_variant(
+    graph: OpGraph, cluster: ClusterSpec, splits: tuple[Split, ...], size: int | None = None
+) -> Variant:
+    """``size``: the only samples of a micro-batch that will be asked about, in a fifth of the time of all."""
     split = split_neurons(graph, splits)
     log.info("%d ops split into blocks: %d ops instead of %d", len(splits), len(split), len(graph))
-    return Variant(split, costs_of(split, cluster), splits)
+    if size is None:
+        return Variant(split, costs_of(split, cluster), splits)
+    return Variant(split, cost_graph(split, device_kind=cluster.devices[0].kind, only_size=size), splits)
 
 
 def layer_start(
@@ -134,23 +133,32 @@ class Attempt:
 
 
 def place_variant(
-    variant: Variant, cluster: ClusterSpec, request: FreeRequest, start: Placed | None
+    variant: Variant,
+    cluster: ClusterSpec,
+    request: FreeRequest,
+    start: Placed | None,
+    before: Sequence[FreeCandidate],
+    budget: TimeBudget,
 ) -> Attempt:
-    """The best placement of a variant, simulated."""
+    """The best placement of a variant, simulated. ``before``: placements of other variants to begin with too."""
     graph, costs = variant.graph, variant.costs
     recomputed = recomputed_ops(graph)
     candidates = FreeCandidates(graph, costs, cluster, request, recomputed)
-    starts = [] if start is None else [_as_candidate(start, variant, cluster, recomputed)]
+    starts = list(_starts(variant, cluster, recomputed, start, before))
     search = place_free(graph, costs, cluster, request, recomputed, candidates.simulate, starts)
-    return Attempt(variant, candidates, search, candidates.realized(search.best.candidate))
+    scheduled = candidates.realized(search.best.candidate, budget.left_seconds)
+    return Attempt(variant, candidates, search, scheduled)
 
 
-def fastest(found: Sequence[Attempt], start: Placed | None, cluster: ClusterSpec) -> Placed:
+def fastest(
+    found: Sequence[Attempt], start: Placed | None, cluster: ClusterSpec, budget: TimeBudget
+) -> Placed:
     """The fastest in simulation of all variants, its segments merged; the layer-wise plan where that is as fast."""
     best = min(found, key=lambda attempt: attempt.scheduled.seconds, default=None)
     if best is not None:
         chosen = best.search.best.candidate
-        best = replace(best, scheduled=best.candidates.merged(chosen, best.scheduled))
+        merged = best.candidates.merged(chosen, best.scheduled, budget.left_seconds)
+        best = replace(best, scheduled=merged)
         if start is None or best.scheduled.seconds < _seconds(start):
             placed = _placed(best, cluster)
             others = [attempt for attempt in found if attempt.variant is not best.variant]
@@ -233,13 +241,38 @@ def _others(found: Sequence[Attempt], start: Placed | None, best_seconds: float)
     )
 
 
-def _as_candidate(
-    start: Placed, variant: Variant, cluster: ClusterSpec, recomputed: frozenset[str]
-) -> FreeCandidate:
-    """The layer-wise placement of ``variant``: what was split there goes by the number of its block."""
-    known = ranks_of(start)
+def _starts(
+    variant: Variant,
+    cluster: ClusterSpec,
+    recomputed: frozenset[str],
+    start: Placed | None,
+    before: Sequence[FreeCandidate],
+) -> Iterator[FreeCandidate]:
+    """The layer-wise placement and those of other variants, with blocks apart; blocks apart, all else on the fastest."""
+    shape = variant.shape
+    ranks = tuple(range(cluster.world_size)) if shape is None else shape.ranks
+    m = None if shape is None else shape.microbatches
+    word = "blocks apart" if variant.splits else "layer-wise"
+    if start is not None:
+        known = ranks_of(start)
+        yield FreeCandidate(
+            _with_blocks(variant.graph, recomputed, known, ranks), m or start.microbatches, word
+        )
+    for candidate in before:
+        placed = _with_blocks(variant.graph, recomputed, candidate.rank_of, ranks)
+        yield FreeCandidate(placed, m or candidate.microbatches, f"{candidate.description}, {word}")
+    if shape is not None:
+        together = {node.name: ranks[0] for node in variant.graph.ops if block_number(node.name) is None}
+        placed = _with_blocks(variant.graph, recomputed, together, ranks)
+        yield FreeCandidate(placed, shape.microbatches, word)
+
+
+def _with_blocks(
+    graph: OpGraph, recomputed: frozenset[str], known: Mapping[str, int], ranks: Sequence[int]
+) -> dict[str, int]:
+    """``known`` where it says; block k on ``ranks[k]``, and what else is new with what it reads."""
     rank_of: dict[str, int] = {}
-    for node in variant.graph.ops:
+    for node in graph.ops:
         if node.name in recomputed:
             continue
         sources = [rank_of[source.name] for source in node.all_input_nodes if source.name in rank_of]
@@ -247,10 +280,10 @@ def _as_candidate(
         if node.name in known:
             rank_of[node.name] = known[node.name]
         elif block is not None:
-            rank_of[node.name] = block % cluster.world_size
+            rank_of[node.name] = ranks[block % len(ranks)]
         else:
-            rank_of[node.name] = sources[-1] if sources else 0
-    return FreeCandidate(rank_of, start.microbatches, "layer-wise" if not variant.splits else "blocks apart")
+            rank_of[node.name] = sources[-1] if sources else ranks[0]
+    return rank_of
 
 
 def block_number(name: str) -> int | None:

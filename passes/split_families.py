@@ -37,7 +37,8 @@ class Family:
     connected layer). ``ops``: the seeds.
     ``flops``: forward, of one example batch, of everything that is split with them: the seeds, what follows in blocks, and
     the ops that sum over the units (but for those that are seeds of another family).
-    ``cuts``: per seed its dimension, and the elements of one unit in each segment of it.
+    ``cuts``: per seed its dimension, and the elements of one unit in each segment of it. ``members``: all that ``flops``
+    counts. ``ends``: ops that sum over the units, those that are seeds of another family too.
     """
 
     name: str
@@ -46,6 +47,8 @@ class Family:
     ops: tuple[str, ...]
     flops: float
     cuts: tuple[tuple[int, tuple[int, ...]], ...]
+    members: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
 
     def splits(self, sizes: Sequence[int]) -> tuple[Split, ...]:
         """What to give to ``split_neurons`` for blocks of ``sizes`` units."""
@@ -116,6 +119,8 @@ def _family(
         tuple(seed.node.name for seed in seeds),
         sum(flops(graph, node) for node in ops),
         tuple(cuts),
+        tuple(node.name for node in ops),
+        tuple(dict.fromkeys(end.name for end in strand.ends)),
     )
 
 
