@@ -26,7 +26,7 @@ def explain(
     dynamic_dims: Dims = (),
     json: JsonFlag = False,
 ) -> int:
-    """Say which other layouts an op, parameter or input could have had, what each would cost, and why it has this one.
+    """Say which other layouts or devices an op, parameter or input could have, what each costs, and why it has its own.
 
     Parameters
     ----------
@@ -35,7 +35,8 @@ def explain(
     name
         An op as `partitioner graph MODEL` shows it, a parameter of the model, or an input.
     model
-        The plan's model, as for `partitioner plan`. Feature-wise plans need it; layer-wise ones for parameters and modules.
+        The plan's model, as for `partitioner plan`. Feature-wise plans need it; others for parameters, modules and other
+        devices.
     seq
         Sequence length of a bundled or hf: model.
     dtype
