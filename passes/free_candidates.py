@@ -28,7 +28,7 @@ LISTS = ("list", "list-split")
 BOTH_SECONDS = 0.05
 """As long as a simulation takes less, candidates are simulated under both; then under the one that won more often."""
 LONG = 20_000
-"""Instructions of a step; longer ones are simulated under one schedule from the first on."""
+"""Instructions of a step; longer ones are simulated under one schedule from the first on, with backwards in halves."""
 MERGE_SECONDS = 5.0
 """How long segments of the chosen placement are merged at most."""
 MERGE_TIMES = 3.0
@@ -71,7 +71,7 @@ class FreeCandidates:
         """Step time and peak memory of a candidate, under the better schedule."""
         segmentation = self.segmentation(candidate.rank_of)
         self._slow |= 3 * len(segmentation) * candidate.microbatches > LONG
-        names = LISTS if not self._slow else (max(LISTS, key=lambda name: self._won[name]),)
+        names = LISTS if not self._slow else (max(reversed(LISTS), key=lambda name: self._won[name]),)
         started = time.perf_counter()
         found = [self.schedule(candidate, segmentation, name) for name in names]
         self._each_seconds = (time.perf_counter() - started) / len(names)

@@ -89,14 +89,12 @@ class _Rounds:
     making_per_op: float = MAKING_PER_OP
 
     def run(self) -> None:
-        """The graph as it is, then shapes, then the better shape with other sizes."""
-        chosen = automatic_families(self.graph, self.costs, self.cluster) if self.request.split else ()
-        self.attempt(Variant(self.graph, self.costs), WHOLE_SHARE if chosen else 1.0)
-        if not chosen:
-            return
-        counts = accepted_counts(self.graph, self.request)
-        ranked = shapes(self.graph, self.costs, self.cluster, self.request, counts, chosen)
-        worth = [shape for shape in ranked if shape.seconds < PROMISING * self.best_seconds]
+        """The graph as it is, then shapes, each with other sizes too."""
+        ranked = self.ranked()
+        known = self.best_seconds
+        may_win = [shape for shape in ranked if shape.seconds < PROMISING * known]
+        self.attempt(Variant(self.graph, self.costs), WHOLE_SHARE if may_win else 1.0)
+        worth = [shape for shape in may_win if shape.seconds < PROMISING * self.best_seconds]
         if ranked:
             text = "%d of %d shapes of blocks may win: %.4g s estimated, %.4g s known"
             log.info(text, len(worth), len(ranked), ranked[0].seconds, self.best_seconds)
@@ -114,6 +112,16 @@ class _Rounds:
                 found = (
                     other if other is not None and other.scheduled.seconds < found.scheduled.seconds else None
                 )
+
+    def ranked(self) -> list[Shape]:
+        """All shapes, best estimated first; none where nothing is to be split."""
+        if not self.request.split:
+            return []
+        chosen = automatic_families(self.graph, self.costs, self.cluster)
+        if not chosen:
+            return []
+        counts = accepted_counts(self.graph, self.request)
+        return shapes(self.graph, self.costs, self.cluster, self.request, counts, chosen)
 
     @property
     def best_seconds(self) -> float:

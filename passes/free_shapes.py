@@ -98,7 +98,7 @@ def shapes(
         for m in (counts[i] for i in numbers.tolist()):
             seconds = family_seconds(graph, costs, cluster, request, m, families)
             for shape in _of_one_count(families, m, seconds):
-                key = shape.families, shape.sizes
+                key = shape.families, shape.sizes, shape.ranks
                 if key not in found or shape.seconds < found[key].seconds:
                     found[key] = shape
     return sorted(found.values(), key=lambda shape: shape.seconds)

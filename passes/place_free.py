@@ -55,6 +55,8 @@ WORTH_DEPTH = 1.25
 """How much slower than the best another number may be predicted to be searched too."""
 SEARCH_SHARE, SIMULATE_SHARE = 0.5, 0.75
 """Parts of the time after which searching, and simulating what was found, end; the rest is for climbing."""
+SIMULATIONS_LEFT = 2.5
+"""As many are left time for when the search ends, where one is long."""
 MEMORY_ROUNDS = 4
 ROOM_LEFT = 0.97
 """How full a further search may make a device, if the estimate is as far off as it was where it overflowed."""
@@ -96,8 +98,9 @@ def place_free(
         if number and left < 0.1 * limit and judge.best() is not None:
             break
         begun = time.perf_counter()
-        searches = _search(model, request, counts, first, scale, begun + SEARCH_SHARE * left)
-        _simulate(judge, searches, request, begun + SIMULATE_SHARE * left)
+        room = max(0.1 * left, left - SIMULATIONS_LEFT * judge.each_seconds)
+        searches = _search(model, request, counts, first, scale, begun + min(SEARCH_SHARE * left, room))
+        _simulate(judge, searches, request, begun + SIMULATE_SHARE * left, started + limit)
         missed = _missed(judge)
         if missed is None:
             break
@@ -159,16 +162,16 @@ def _search(
 
 
 def _simulate(
-    judge: FreeJudge, searches: Sequence[CountSearch], request: FreeRequest, deadline: float
+    judge: FreeJudge, searches: Sequence[CountSearch], request: FreeRequest, deadline: float, end: float
 ) -> None:
-    """The best of each number of micro-batches, in the order of their predictions."""
+    """The best of each number of micro-batches, in the order of their predictions; the first up to the very ``end``."""
     chosen = [
         (search.predict(found.home), number, search, found)
         for number, search in enumerate(searches)
         for found in search.ranked(request.simulations)
     ]
     for _, _, search, found in sorted(chosen, key=lambda each: each[:2]):
-        late = time.perf_counter() + judge.each_seconds > deadline
+        late = time.perf_counter() + judge.each_seconds > (deadline if judge.homes else end)
         if late and judge.best() is not None:
             return
         if not judge.seen(search, found.home):
