@@ -146,8 +146,17 @@ class PlanOptions:
             isinstance(self.mesh, Sequence) and all(_is_count(n, MOST_SAMPLES) for n in self.mesh)
         ):
             yield f"the mesh is {self.mesh!r}, expected sizes such as (2, 4)"
-        for glob, sizes in (self.splits or {}).items():
-            if not sizes or not all(_is_count(n, MOST_SAMPLES) for n in sizes):
+        yield from self._wrong_splits()
+
+    def _wrong_splits(self) -> Iterator[str]:
+        given: object = self.splits
+        if given is not None and not isinstance(given, Mapping):
+            yield f'splits is {given!r}, expected sizes by name such as {{"mlp": (60, 40)}}'
+            return
+        for glob, sizes in (given or {}).items():
+            if not isinstance(glob, str):
+                yield f"split {glob!r}: expected the name of an op, or of what can be split"
+            if not (isinstance(sizes, Sequence) and sizes and all(_is_count(n, MOST_SAMPLES) for n in sizes)):
                 yield f"split {glob!r}: {sizes!r} are no sizes such as (60, 40)"
 
     def _of_the_other_strategy(self) -> Iterator[str]:

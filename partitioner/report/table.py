@@ -250,7 +250,7 @@ def _evidence(plan: Plan) -> str:
         labelled("search", f"{quality}, over {c.space}"),
         labelled(
             "bound",
-            f"no plan of this kind simulates below {format_seconds(floor)}; this one takes "
+            f"no {_kind(plan)} simulates below {format_seconds(floor)}; this one takes "
             f"{p.step_seconds / floor:.2f}x that"
             if floor > 0
             else "none",
@@ -265,6 +265,14 @@ def _evidence(plan: Plan) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def _kind(plan: Plan) -> str:
+    """What the bound on the simulated step is about: of a free plan, not about other blocks of neurons."""
+    if plan.strategy != "free":
+        return "plan of this kind"
+    blocks = f"these blocks in {counted(plan.microbatches, 'micro-batch')}" if plan.splits else "whole ops"
+    return f"placement of {blocks}"
 
 
 def _alternatives(plan: Plan) -> str:

@@ -239,10 +239,13 @@ def test_blocks_fit_where_the_whole_does_not() -> None:
         ({"left": ()}, "split 'left': () are no sizes such as (60, 40)"),
         ({"left": (16, 0)}, "split 'left': (16, 0) are no sizes such as (60, 40)"),
         ({"left": (8.0, 8.0)}, "split 'left': (8.0, 8.0) are no sizes such as (60, 40)"),
+        ({"left": 16}, "split 'left': 16 are no sizes such as (60, 40)"),
+        ({0: (8, 8)}, "split 0: expected the name of an op"),
+        ([("left", (8, 8))], "expected sizes by name such as {"),
         ({"mean": (1, 1)}, "mean"),
     ],
 )
-def test_splits_that_cannot_be_are_refused(splits: dict[str, Any], words: str) -> None:
+def test_splits_that_cannot_be_are_refused(splits: Any, words: str) -> None:
     with pytest.raises(UsageError) as caught:
         made(splits=splits)
     assert words in str(caught.value)
