@@ -176,9 +176,9 @@ def merge(
                 continue
             trials += 1
             merged = _merged(graph, best, a, b)
-            seconds = makespan(merged) if merged is not None else float("inf")
-            if merged is not None and seconds <= best_seconds * (1 + 1e-12):
-                best, best_seconds, progress = merged, min(seconds, best_seconds), True
+            merged_seconds = makespan(merged) if merged is not None else math.inf
+            if merged is not None and merged_seconds <= best_seconds * (1 + 1e-12):
+                best, best_seconds, progress = merged, min(merged_seconds, best_seconds), True
                 break
             refused.add(pair)
             if trials >= limit or time.perf_counter() > deadline:
@@ -206,14 +206,15 @@ def _members(segmentation: Segmentation) -> list[frozenset[str]]:
 
 def _mergeable(graph: OpGraph, segmentation: Segmentation) -> list[tuple[int, int]]:
     ranks = segmentation.ranks
-    joined = sorted((a, b) for a, b in segment_edges(graph, segmentation.segment_of) if ranks[a] == ranks[b])
+    edges = segment_edges(graph, segmentation.segment_of)
     last: dict[tuple[int, ...], int] = {}
     neighbours: list[tuple[int, int]] = []
     for index, group in enumerate(ranks):
         if group in last:
             neighbours.append((last[group], index))
         last[group] = index
-    return joined + [pair for pair in neighbours if pair not in joined]
+    joined = sorted((a, b) for a, b in edges if ranks[a] == ranks[b])
+    return joined + [pair for pair in neighbours if pair not in edges]
 
 
 def _merged(graph: OpGraph, segmentation: Segmentation, a: int, b: int) -> Segmentation | None:
