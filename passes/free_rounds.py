@@ -53,7 +53,7 @@ LEAST_CHANGE = 0.01
 """Of a family: blocks that would change by less are left."""
 MAKING_PER_OP = 1.5e-3
 """Seconds that splitting and costs take for each op of the graph that is made, before one was made (empirically)."""
-LEAST_SECONDS = 1.0
+LEAST_SECONDS = 0.3
 """A search of a shape is not worth less."""
 
 
