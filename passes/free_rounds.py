@@ -39,8 +39,8 @@ from passes.verify_graph import verify_graph
 
 log = logging.getLogger("partitioner")
 
-WHOLE_SHARE = 0.55
-"""Of the time after the layer-wise plan: for the graph as it is, where shapes may come after it."""
+WHOLE_SHARE, ALONE_SHARE = 0.55, 0.93
+"""Of the time after the layer-wise plan: for the graph as it is, where shapes may come after it, or nothing but merging."""
 MOST_SHAPES, FEW_SHAPES, MOST_CUTS = 6, 2, 2
 """Shapes in the time that is left, or where there is no limit; how often each is cut again."""
 SHAPE_SHARE = 0.35
@@ -68,7 +68,7 @@ def place_rounds(
     """The fastest of everything. Raises InfeasibleError where nothing fits."""
     rounds = _Rounds(graph, costs, cluster, request, start, budget)
     if request.splits:
-        rounds.attempt(split_variant(graph, cluster, given_splits(graph, request.splits)), 1.0)
+        rounds.attempt(split_variant(graph, cluster, given_splits(graph, request.splits)), ALONE_SHARE)
     else:
         rounds.run()
     if not rounds.found and start is None:
@@ -93,7 +93,7 @@ class _Rounds:
         ranked = self.ranked()
         known = self.best_seconds
         may_win = [shape for shape in ranked if shape.seconds < PROMISING * known]
-        self.attempt(Variant(self.graph, self.costs), WHOLE_SHARE if may_win else 1.0)
+        self.attempt(Variant(self.graph, self.costs), WHOLE_SHARE if may_win else ALONE_SHARE)
         worth = [shape for shape in may_win if shape.seconds < PROMISING * self.best_seconds]
         if ranked:
             text = "%d of %d shapes of blocks may win: %.4g s estimated, %.4g s known"
