@@ -56,12 +56,12 @@ def split_neurons(graph: OpGraph, splits: Sequence[Split]) -> OpGraph:
         if not rewriting.refused:
             return made
         if rewriting.refused <= kept:
-            raise InternalError("split: a written buffer cannot be kept whole", sorted(rewriting.refused))
+            raise InternalError("split: what must stay whole is cut again", sorted(rewriting.refused))
         kept |= rewriting.refused
 
 
 class _Rewriting:
-    """One run of the pass. ``refused``: ops and buffers that must stay whole, found at the end of it."""
+    """One run of the pass. ``refused``: ops, parameters and buffers that must stay whole, found at the end of it."""
 
     def __init__(
         self, graph: OpGraph, seeds: Mapping[str, tuple[int, tuple[int, ...]]], kept: frozenset[str]
@@ -88,13 +88,15 @@ class _Rewriting:
             return self.old
         returned = self.values.new.output_node().args[0]
         assert isinstance(returned, list | tuple)
-        return replace(
+        made = replace(
             with_parts(self.old, parts),
             module=new_module(self.old.module, self.values.new),
             outputs=tuple(
                 replace(output, node=node.name) for output, node in zip(outputs, returned, strict=True)
             ),
         )
+        self._refuse_lost_gradients(made, {whole.name: len(cut) for whole, cut in parts.items()})
+        return made
 
     def _op(self, node: fx.Node) -> None:
         values = self.values
@@ -156,6 +158,14 @@ class _Rewriting:
                 self.refused.add(output.name)
             elif not in_parts and given[output.name] in parted:
                 self.refused.add(given[output.name])
+
+    def _refuse_lost_gradients(self, made: OpGraph, counts: Mapping[str, int]) -> None:
+        """Parts train where the whole does: where it has zeros for a gradient, weight decay and momentum still move it."""
+        for node, count in counts.items():
+            name = self.old.input_of[node].name
+            parts = {part_name(name, number) for number in range(count)}
+            if name in self.old.trained and not parts <= made.trained:
+                self.refused.add(node)
 
 
 def _refuse_bad(graph: OpGraph, splits: Sequence[Split]) -> None:
