@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from cost_models.errors import PlanError, UsageError
 from partitioner.plan import Plan, Stage
+from partitioner.rebuild_checks import refuse_wrong_stages
 from passes.blocks import block_of
 from passes.discover import Discovery
 from passes.graph import OpGraph
@@ -174,6 +175,7 @@ def plan_code(
             refuse_wrong_choices(plan.model.name, planned, placement)
             sharded = shard_graph(graph, placement)
             return PlannedCode(sharded.graph, on_mesh(sharded.graph, sharded.mesh), shardings(sharded))
+    refuse_wrong_stages(plan, split_graph(plan, planned))
     return PlannedCode(graph, _segmentation(plan, graph, ranks), {})
 
 
