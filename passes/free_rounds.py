@@ -137,10 +137,8 @@ class _Rounds:
         blocks = sum(
             len(family.ops) * len(sizes) for family, sizes in zip(shape.families, shape.sizes, strict=True)
         )
-        if (
-            self.budget.left_seconds * share
-            < self.making_per_op * (len(self.graph) + 4 * blocks) + LEAST_SECONDS
-        ):
+        making = self.making_per_op * (len(self.graph) + 4 * blocks)
+        if self.budget.left_seconds < 1.5 * making + LEAST_SECONDS / share:
             return None
         began = time.perf_counter()
         alone = self.request.batch_size % shape.microbatches == 0
