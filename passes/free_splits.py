@@ -18,7 +18,7 @@ from cost_models.errors import UsageError
 from passes.costs import GraphCosts
 from passes.graph import OpGraph
 from passes.split_families import Family, families
-from passes.split_neurons import Split
+from passes.split_neurons import Split, split_neurons
 
 MOST_DEVICES = 16
 """A model is split by itself into at most so many blocks."""
@@ -49,12 +49,9 @@ def given_splits(graph: OpGraph, wanted: Mapping[str, Sequence[int]]) -> tuple[S
                 )
             else:
                 found += family.splits(sizes)
-        op, _, dim = glob.rpartition(":") if ":" in glob else (glob, "", "-1")
-        is_op = (
-            op in graph.nodes and graph.nodes[op].op == "call_function" and bool(re.fullmatch(r"-?\d+", dim))
-        )
-        if not matched and is_op:
-            found.append(Split(op, int(dim), tuple(sizes)))
+        named = None if matched else _named_op(graph, known, glob)
+        if named is not None:
+            found.append(Split(*named, tuple(sizes)))
         elif not matched:
             problems.append(f"{glob!r} is no op, and matches nothing that can be split{_close(glob, known)}")
     if problems:
@@ -64,7 +61,37 @@ def given_splits(graph: OpGraph, wanted: Mapping[str, Sequence[int]]) -> tuple[S
             problems,
             [f"one of: {names}{', …' if len(known) > 6 else ''}" if known else "a model with linear layers"],
         )
-    return tuple(found)
+    split = tuple(each for each in found if len(each.sizes) > 1)
+    _refuse_what_stays_whole(graph, split)
+    return split
+
+
+def _refuse_what_stays_whole(graph: OpGraph, splits: Sequence[Split]) -> None:
+    """Ops that cannot run in blocks along the dimension that was named."""
+    made = split_neurons(graph, splits).nodes
+    whole = [split for split in splits if f"{split.op}_b0" not in made]
+    if whole:
+        raise UsageError(
+            "cannot split as asked",
+            [f"{split.op} cannot run in blocks of its dimension {split.dim}" for split in whole],
+            [
+                "another dimension (OP:DIM), or the layer before it: blocks are pushed on through what can take them"
+            ],
+        )
+
+
+def _named_op(graph: OpGraph, known: Sequence[Family], name: str) -> tuple[str, int] | None:
+    """The op that ``linear`` or ``conv2d:2`` means, and its dimension: that of its neurons where none is named."""
+    op, _, dim = name.rpartition(":") if ":" in name else (name, "", "")
+    node = graph.nodes.get(op)
+    if node is None or node.op != "call_function" or not re.fullmatch(r"-?\d+|", dim):
+        return None
+    if dim:
+        return op, int(dim)
+    dims = [
+        cut[0] for family in known for seed, cut in zip(family.ops, family.cuts, strict=True) if seed == op
+    ]
+    return op, dims[0] if dims else (1 if "conv" in str(node.target) else -1)
 
 
 def _close(glob: str, known: Sequence[Family]) -> str:

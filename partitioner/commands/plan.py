@@ -96,16 +96,16 @@ def plan(
     recompute
         none, full or auto: whether backward computes the activations of blocks again; auto: where memory asks for it.
     pin
-        layer: GLOB=STAGE over module paths or op names, such as 'layers.0.*=0'; free: GLOB=DEVICE. feature: GLOB=LAYOUT
-        over parameters, inputs, ops or module paths, such as '*.up_proj.weight=S0' or 'input_ids=S0,R'; or a pattern:
-        '*=zero3', '*=data,column_row' (of data zero1 zero3 column_row sequence vocabulary). May be repeated.
+        layer: GLOB=STAGE over module paths or op names, such as `layers.0.*=0`; free: GLOB=DEVICE. feature: GLOB=LAYOUT
+        over parameters, inputs, ops or module paths, such as `*.up_proj.weight=S0` or `input_ids=S0,R`; or a pattern:
+        `*=zero3`, `*=data,column_row` (of data zero1 zero3 column_row sequence vocabulary). May be repeated.
     mesh
         feature: the shape of the mesh of devices, such as 8x4, outermost axis first; searched if not given.
     objective
         free: throughput (of micro-batches, the default) or latency (of one batch).
     split
         free: NAME=SIZE,SIZE: how an op, or what NAME (a glob) can mean in this model, is split into blocks of neurons,
-        such as 'mlp=60,40', or 'conv2d:2=7,7' for dimension 2 of an op's output; 'none' for nothing; chosen for the
+        such as `mlp=60,40`, or `conv2d:2=7,7` for dimension 2 of an op's output; `none` for nothing; chosen for the
         devices if not given. May be repeated.
     batch_dims
         NAME=DIM: where the batch is in an input, or NAME=none for an input without one; may be repeated.

@@ -32,6 +32,7 @@ def diff_plans(old: Plan, new: Plan) -> str:
             ("recompute", _recompute(old), _recompute(new)),
             ("stages", len(old.stages), len(new.stages)),
             ("mesh", _mesh(old), _mesh(new)),
+            ("ops in blocks", _blocks(old), _blocks(new)),
             ("inputs", _inputs(old), _inputs(new)),
         )
         if before != after
@@ -53,6 +54,12 @@ def _recompute(plan: Plan) -> str:
     """ "auto, 3 blocks"."""
     count = sum(len(stage.recomputed_blocks) for stage in plan.stages)
     return f"{plan.recompute}, {counted(count, 'block')}"
+
+
+def _blocks(plan: Plan) -> str:
+    """ "linear 60+40, linear_2 60+40"."""
+    blocks = [f"{split.op} {'+'.join(map(str, split.sizes))}" for split in plan.splits]
+    return shorten(blocks, 70) if blocks else "none"
 
 
 def _sharding(plan: Plan) -> StageSharding | None:

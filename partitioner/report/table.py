@@ -24,6 +24,10 @@ NARROWEST = 16
 """Characters that the column of modules has at least."""
 
 
+MOST_BLOCKS = 4
+"""Kinds of blocks that are listed."""
+
+
 def render_plan(plan: Plan) -> str:
     """The text of ``print(plan)``."""
     sections = [_heading(plan), _stage_table(plan), *sharding_sections(plan)]
@@ -71,6 +75,7 @@ def _heading(plan: Plan) -> str:
             labelled("schedule", schedule),
             *precision_line(plan),
             *recompute_line(plan),
+            *blocks_line(plan),
             *_reduction_line(plan),
             labelled("predicted", f"{', '.join(rates)} (from {p.confidence})"),
             labelled("sent", sent if ways else "nothing"),
@@ -131,6 +136,19 @@ def recompute_line(plan: Plan) -> list[str]:
             "recompute", f"{counted(len(blocks), 'block')} {where} run forward again in backward: {names}"
         )
     ]
+
+
+def blocks_line(plan: Plan) -> list[str]:
+    """Which ops run in blocks of which sizes, alike ones together, and on which ranks the blocks lie."""
+    alike: dict[str, list[str]] = {}
+    for split in plan.splits:
+        ranks = [plan.placements.get(f"{split.op}_b{number}", ()) for number in range(len(split.sizes))]
+        where = ", ".join(str(rank[0]) if rank else "-" for rank in ranks)
+        sizes = " + ".join(map(str, split.sizes))
+        alike.setdefault(f"{sizes} on {'rank' if len(ranks) == 1 else 'ranks'} {where}", []).append(split.op)
+    texts = [f"{shorten(compress(ops), 40)}: {blocks}" for blocks, ops in alike.items()]
+    more = [f"… and {len(texts) - MOST_BLOCKS} more kinds"] if len(texts) > MOST_BLOCKS else []
+    return [labelled("in blocks", "; ".join([*texts[:MOST_BLOCKS], *more]))] if texts else []
 
 
 def _rate(per_second: float) -> str:
