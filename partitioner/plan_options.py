@@ -51,7 +51,9 @@ class PlanOptions:
 
     def check(self) -> None:
         """Refuse unknown words and numbers that mean nothing, all at once."""
-        problems = [*self._unknown_words(), *self._wrong_numbers(), *self._of_the_other_strategy()]
+        keys = [*self._wrong_keys()]
+        problems = [*self._unknown_words(), *self._wrong_numbers(), *keys]
+        problems += [] if keys else self._of_the_other_strategy()
         if problems:
             raise UsageError("cannot plan with these options", because=problems)
         self._check_layouts()
@@ -159,6 +161,13 @@ class PlanOptions:
             if not (isinstance(sizes, Sequence) and sizes and all(_is_count(n, MOST_SAMPLES) for n in sizes)):
                 yield f"split {glob!r}: {sizes!r} are no sizes such as (60, 40)"
 
+    def _wrong_keys(self) -> Iterator[str]:
+        pins: object = self.pins
+        if pins is not None and not isinstance(pins, Mapping):
+            yield f'pins is {pins!r}, expected places by name such as {{"layers.0.*": 0}}'
+        elif pins:
+            yield from (f"pin {glob!r}: expected a text" for glob in pins if not isinstance(glob, str))
+
     def _of_the_other_strategy(self) -> Iterator[str]:
         """Options that a strategy would silently ignore."""
         strategy = self.strategy
@@ -172,7 +181,7 @@ class PlanOptions:
         if strategy in ("feature", "free"):
             for option, value in self._about_stages().items():
                 if value is not None:
-                    yield f"{option}={value!r} is about stages; a plan of strategy {strategy!r} is not made of them"
+                    yield f"{option}={value!r} is about stages of a pipeline; strategy {strategy!r} has its own way"
         yield from self._wrong_pins()
 
     def _about_stages(self) -> Mapping[str, object]:

@@ -454,6 +454,8 @@ MISUSES: list[tuple[dict[str, Any], str]] = [
     ({"microbatches": 5}, "cannot cut a batch of 4 into 5 micro-batches"),
     ({"pins": {"first": "0"}}, "pin 'first': the stage '0' is not a number"),
     ({"pins": {"first": -1}}, "stages start at 0"),
+    ({"pins": [1]}, "pins is [1], expected places by name"),
+    ({"pins": {1: 0}}, "pin 1: expected a text"),
     ({"time_limit_seconds": float("inf")}, "the time limit is inf"),
     ({"strategy": "auto", "schedule": "none"}, "schedule 'none' is not one of"),
     ({"batch_dims": {"z": 0}}, "z"),
