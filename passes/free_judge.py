@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from passes.free_climb import Neighbourhood
-from passes.free_search import CountSearch
+from passes.free_search import EXACT_CHOICES, CountSearch
 from passes.free_starts import Home
 from passes.free_types import FreeCandidate, SimulatedFree, SimulateFree
 
@@ -19,6 +19,10 @@ PREDICTED_PER_SIMULATION = 6
 """Neighbours predicted for each that is simulated, while climbing."""
 SLACK = 0.01
 """By how much a neighbour may be slower and still be gone on from, relatively; less with every one that is no better."""
+CLIMBED = 3
+"""Placements of a large problem that are climbed from, one after the other."""
+PATIENCE = 0.4
+"""Of the time left, without a better one: then the next is climbed from."""
 QUIET_SECONDS, LEAST_QUIET, MOST_QUIET = 2.0, 16, 120
 """Simulations in a row without a better one, after which climbing ends: as many as take this long."""
 
@@ -80,16 +84,38 @@ class FreeJudge:
     def climb(self, deadline: float, seed: int) -> int:
         """Move units of the best placement while its simulated step gets shorter; how many were simulated.
 
-        Threshold accepting, as ``passes.free_climb``. Of several neighbours the best predicted is simulated.
+        Of a large problem then of others that were found, and of the best again, while there is time: which moves are
+        drawn decides much.
         """
-        quiet = max(LEAST_QUIET, min(MOST_QUIET, int(QUIET_SECONDS / max(self.each_seconds, 1e-6))))
-        draw = random.Random(seed)
         fitting = [i for i in self.homes if self.overflow_bytes(self.tried[i]) <= 0]
         if not fitting:
             return 0
-        first = min(fitting, key=lambda i: self.tried[i].step_seconds)
+        ranked = sorted(fitting, key=lambda i: self.tried[i].step_seconds)
+        problem = self.homes[ranked[0]][0].problem
+        if problem.units * problem.devices <= EXACT_CHOICES:
+            return self._climb_from(ranked[0], deadline, seed)
+        unlike: dict[str, int] = {}
+        for i in ranked:
+            unlike.setdefault(self.tried[i].candidate.description, i)
+        count = 0
+        for number, first in enumerate(list(unlike.values())[:CLIMBED]):
+            patience = PATIENCE * (deadline - time.perf_counter())
+            count += self._climb_from(first, deadline, seed + number, patience)
+        best = min(
+            (i for i in self.homes if self.overflow_bytes(self.tried[i]) <= 0),
+            key=lambda i: self.tried[i].step_seconds,
+        )
+        return count + self._climb_from(best, deadline, seed + CLIMBED)
+
+    def _climb_from(
+        self, first: int, deadline: float, seed: int, quiet_seconds: float = QUIET_SECONDS
+    ) -> int:
+        """Threshold accepting, as ``passes.free_climb``. Of several neighbours the best predicted is simulated."""
+        patience = max(QUIET_SECONDS, quiet_seconds)
+        quiet = max(LEAST_QUIET, min(MOST_QUIET, int(patience / max(self.each_seconds, 1e-6))))
+        draw = random.Random(seed)
         search, home = self.homes[first]
-        seconds = self.tried[first].step_seconds
+        seconds = least = self.tried[first].step_seconds
         around = Neighbourhood(search.problem, search.model.module_of_unit)
         count, silent = 0, 0
         while silent < quiet and time.perf_counter() + self.each_seconds < deadline:
@@ -105,8 +131,8 @@ class FreeJudge:
             count += 1
             if self.overflow_bytes(simulated) > 0:
                 continue
-            if self.best() is simulated:
-                silent = 0
+            if simulated.step_seconds < least:
+                least, silent = simulated.step_seconds, 0
             if simulated.step_seconds <= seconds * (1 + SLACK * (1 - silent / quiet)):
                 home, seconds = other, simulated.step_seconds
         return count
