@@ -103,6 +103,8 @@ class _Rounds:
             first.setdefault((shape.families, shape.ranks), shape)
         most = MOST_SHAPES if self.budget.limited else FEW_SHAPES
         for shape in list(first.values())[:most]:
+            if shape.seconds >= PROMISING * self.best_seconds:
+                break
             found = self.shape(shape, SHAPE_SHARE)
             for _ in range(MOST_CUTS):
                 if found is None or found.scheduled.seconds > CUT_AGAIN * self.best_seconds:
