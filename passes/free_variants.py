@@ -307,7 +307,7 @@ def _runner_ups(
         slower = other.step_seconds / best.step_seconds - 1 if best.step_seconds > 0 else 0.0
         found.append(
             RunnerUp(
-                description=f"{other.candidate.description}, list, {other.candidate.microbatches} micro-batches",
+                description=f"{other.candidate.description}, {other.candidate.microbatches} micro-batches",
                 feasible=over <= 0,
                 reason=f"{slower:.1%} slower" if over <= 0 else f"exceeds a device by {over:,} bytes",
                 step_seconds=other.step_seconds,

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -60,6 +61,10 @@ SIMULATIONS_LEFT = 2.5
 MEMORY_ROUNDS = 4
 ROOM_LEFT = 0.97
 """How full a further search may make a device, if the estimate is as far off as it was where it overflowed."""
+PROVED = 1e-6
+"""The gap below which nothing is left to prove."""
+LATE = 0.98
+"""Of the time limit: a search that took so much of it was ended by it."""
 THROUGHPUT = "busiest device, messages included"
 LATENCY = "makespan of one micro-batch, list schedule"
 
@@ -115,7 +120,10 @@ def place_free(
     log.info("free search: %d simulated, %d while climbing, %.2f s", len(judge.tried), climbed, spent)
     told = [s for s in judge.tried if s is best or s.candidate.description != MOVED]
     tried = tuple(sorted(told, key=lambda s: s.step_seconds))
-    return FreeResult(best, tried, _certificate(model, request, counts, best, searches, spent))
+    certificate = _certificate(model, request, counts, best, searches, spent)
+    if certificate.gap > PROVED and spent > LATE * limit:
+        certificate = replace(certificate, solver_status="time limit")
+    return FreeResult(best, tried, certificate)
 
 
 def _search(
@@ -230,8 +238,10 @@ def _certificate(
     else:
         objective = evaluate(model.problem(ops, request.batch_size, m), home).objective_seconds
         bound, method, name = search.bound.seconds, search.bound.method, THROUGHPUT
-    bound = min(bound, objective)
     fitting = " whose memory is estimated to fit" if method.startswith("integer program") else ""
+    if bound > objective * (1 + PROVED) and not fitting:
+        log.warning("the bound by %s, %.6g s, is above what was found, %.6g s", method, bound, objective)
+    bound = min(bound, objective)
     gap = relative_gap(objective, bound)
     return Certificate(
         objective=name,
@@ -244,6 +254,6 @@ def _certificate(
             f"on {len(devices)} devices, {m} micro-batches; searched over {search.problem.units} units"
         ),
         method=f"{', '.join(dict.fromkeys(search.methods)) or 'starts'}; bound: {method}",
-        solver_status="optimal" if gap <= 1e-6 else "stalled",
+        solver_status="optimal" if gap <= PROVED else "stalled",
         search_seconds=search_seconds,
     )
