@@ -95,6 +95,7 @@ def test_only_edges_that_cross_between_stripes_carry_traffic(pool: WorkerPool) -
         splits={"einsum": (6, 6, 6, 6)},
         batch_size=BATCH,
         microbatches=2,
+        time_limit_seconds=2.0,  # pins leave little to search
     )
     report = plan.verify(net, pool=pool, graph=graph)
     report.raise_if_different()
