@@ -29,6 +29,7 @@ from passes.free_problem import FloatArray, FreeProblem, IntArray, Net
 from passes.graph import OpGraph
 from passes.layer_model import LayerModel, read_model
 from passes.mutable import owning_groups
+from passes.state_reads import state_reads
 
 MAX_TASKS = 5000
 """Tasks that ops are merged into, roughly: a makespan of so many is played in a fifth of a second."""
@@ -274,18 +275,10 @@ def repeated_calls(graph: OpGraph, layers: LayerModel, states: Sequence[State]) 
 def _states(graph: OpGraph, layers: LayerModel, optimizer: str, precision: Precision) -> tuple[State, ...]:
     index = {name: op for op, name in enumerate(layers.names)}
     users: dict[str, set[int]] = defaultdict(set)
-    through: dict[str, set[str]] = {}  # what each recomputed op reads: its readers' devices need it too
-    for node in graph.ops:
-        own: set[str] = set()
-        for source in node.all_input_nodes:
-            placeholder = graph.input_of.get(source.name)
-            if placeholder is not None and placeholder.kind in ("parameter", "buffer"):
-                own.add(placeholder.name)
-            own |= through.get(source.name, set())
-        if node.name not in index:
-            through[node.name] = own
-        for name in own if node.name in index else ():
-            users[name].add(index[node.name])
+    skipped = {node.name for node in graph.ops}.difference(index)
+    for op, names in state_reads(graph, skipped).items():
+        for name in names:
+            users[name].add(index[op])
     found = []
     for name, ops in users.items():
         spec = graph.parameters.get(name) or graph.buffers[name]

@@ -31,6 +31,7 @@ from passes.layer_blocks import Blocks, touches
 from passes.layer_problem import Crossing, FloatArray, LayerStructure, Touch
 from passes.layer_table import Geometry
 from passes.mutable import colocated
+from passes.state_reads import state_reads
 
 IntArray: TypeAlias = NDArray[np.int64]
 T = TypeVar("T")
@@ -212,19 +213,9 @@ def _states(
     graph: OpGraph, skipped: Collection[str], index: Mapping[str, int], optimizer: str, precision: Precision
 ) -> tuple[tuple[float, Touch], ...]:
     users: dict[str, set[int]] = defaultdict(set)
-    through: dict[str, set[str]] = {}  # what each recomputed op reads: its readers' stages need it too
-    for node in graph.ops:
-        own: set[str] = set()
-        for source in node.all_input_nodes:
-            placeholder = graph.input_of.get(source.name)
-            if placeholder is not None and placeholder.kind in ("parameter", "buffer"):
-                own.add(placeholder.name)
-            own |= through.get(source.name, set())
-        if node.name in skipped:
-            through[node.name] = own
-        else:
-            for name in own:
-                users[name].add(index[node.name])
+    for op, names in state_reads(graph, skipped).items():
+        for name in names:
+            users[name].add(index[op])
     states = []
     for name, ops in users.items():
         spec = graph.parameters.get(name) or graph.buffers[name]

@@ -39,10 +39,8 @@ _WITHOUT_SUMMAND = {
 }
 """The product alone, for the blocks after the first: what is added is added once."""
 
-_OPTIONAL_BIAS = frozenset(
+CONVOLUTIONS = frozenset(
     {
-        aten.linear.default,
-        aten.bilinear.default,
         aten.conv1d.default,
         aten.conv2d.default,
         aten.conv3d.default,
@@ -55,6 +53,7 @@ _OPTIONAL_BIAS = frozenset(
         aten.convolution.default,
     }
 )
+_OPTIONAL_BIAS = CONVOLUTIONS | {aten.linear.default, aten.bilinear.default}
 
 
 @dataclass(frozen=True)

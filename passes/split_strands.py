@@ -27,7 +27,7 @@ from passes.shard_rules import makes_tensors
 from passes.shard_rules.shapes import shape, tensors_of
 from passes.sharding import operands
 from passes.split_push import computed_from, mere_forms
-from passes.split_rules import Way, reads_any_part, ways_to_read
+from passes.split_rules import CONVOLUTIONS, Way, reads_any_part, ways_to_read
 from passes.split_shapes import PARTING, read_by_result
 from passes.split_values import ranges_of
 
@@ -238,20 +238,6 @@ class Strands:
 
 
 _LINEAR = frozenset({aten.linear.default, aten.addmm.default, aten.mm.default, aten.embedding.default})
-_CONVOLUTIONS = frozenset(
-    {
-        aten.conv1d.default,
-        aten.conv2d.default,
-        aten.conv3d.default,
-        aten.conv1d.padding,
-        aten.conv2d.padding,
-        aten.conv3d.padding,
-        aten.conv_transpose1d.default,
-        aten.conv_transpose2d.input,
-        aten.conv_transpose3d.input,
-        aten.convolution.default,
-    }
-)
 _PRODUCTS = frozenset({aten.bmm.default, aten.baddbmm.default, aten.matmul.default})
 
 
@@ -267,7 +253,7 @@ def neurons(node: fx.Node, of_state: frozenset[str]) -> tuple[int, str] | None:
     rank: int = tensors_of(node)[0].dim()
     if node.target in _LINEAR:
         return rank - 1, "neurons"
-    if node.target in _CONVOLUTIONS:
+    if node.target in CONVOLUTIONS:
         return rank - int(weights[0].meta["val"].dim() - 2) - 1, "channels"
     if node.target is aten.einsum.default:
         return _einsum(node, of_state)
@@ -295,4 +281,4 @@ def _einsum(node: fx.Node, of_state: frozenset[str]) -> tuple[int, str] | None:
 
 def is_convolution(node: fx.Node) -> bool:
     """Whether its neurons are channels."""
-    return node.target in _CONVOLUTIONS
+    return node.target in CONVOLUTIONS

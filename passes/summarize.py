@@ -20,6 +20,7 @@ from passes.graph import OpGraph
 from passes.lower import crossing_values
 from passes.recompute_costs import computed_again, transient_bytes
 from passes.segment import Segmentation
+from passes.state_reads import state_reads
 from runtime.program import Segment, SegmentCost, SegmentGraph, Value
 
 
@@ -128,18 +129,9 @@ def _segments_with_backward(
 def state_names_of_segments(graph: OpGraph, segmentation: Segmentation) -> tuple[frozenset[str], ...]:
     """Canonical names of the parameters and buffers that each segment reads or writes."""
     names: list[set[str]] = [set() for _ in segmentation.ranks]
-    through: dict[str, set[str]] = {}
-    for node in graph.ops:
-        own: set[str] = set()
-        for source in node.all_input_nodes:
-            placeholder = graph.input_of.get(source.name)
-            if placeholder is not None and placeholder.kind in ("parameter", "buffer"):
-                own.add(placeholder.name)
-            own |= through.get(source.name, set())
-        if node.name in segmentation.recomputed:
-            through[node.name] = own
-        elif node.name in segmentation.segment_of:
-            names[segmentation.segment_of[node.name]] |= own
+    for op, own in state_reads(graph, segmentation.recomputed).items():
+        if op in segmentation.segment_of:
+            names[segmentation.segment_of[op]] |= own
     for output in graph.outputs:
         if output.kind == "buffer" and output.node in segmentation.segment_of:
             names[segmentation.segment_of[output.node]].add(output.name)
