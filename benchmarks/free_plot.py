@@ -71,7 +71,7 @@ def write_plot(found: Sequence[Figures], path: Path) -> None:
         "step above its lower bound": lambda f: 100 * f.to_bound,
     }
     _panel(image, 0, "planning", "seconds", _series(found, seconds), (0.1, 1000.0))
-    _panel(image, WIDTH, "quality", "percent", _series(found, shares), (0.01, 100.0))
+    _panel(image, WIDTH, "quality", "percent", _series(found, shares), (1.0, 100.0))
     ElementTree.indent(image)
     path.write_text(ElementTree.tostring(image, encoding="unicode") + "\n", encoding="utf-8")
 
