@@ -141,9 +141,7 @@ def alexnet(
 ) -> Workload:
     """``size`` (pixels per side) at least 63."""
     torch.manual_seed(seed)
-    model = AlexNet(classes, width, size, dropout)
-    example = (torch.randn(batch, 3, size, size), torch.randint(classes, (batch,)))
-    return Workload(model, example, label_loss, name="alexnet")
+    return _workload(AlexNet(classes, width, size, dropout), classes, size, batch, "alexnet")
 
 
 def two_towers(
@@ -156,6 +154,9 @@ def two_towers(
 ) -> Workload:
     """``size`` (pixels per side) at least 63."""
     torch.manual_seed(seed)
-    model = TwoTowers(classes, width, size, dropout)
+    return _workload(TwoTowers(classes, width, size, dropout), classes, size, batch, "alexnet_two_towers")
+
+
+def _workload(model: nn.Module, classes: int, size: int, batch: int, name: str) -> Workload:
     example = (torch.randn(batch, 3, size, size), torch.randint(classes, (batch,)))
-    return Workload(model, example, label_loss, name="alexnet_two_towers")
+    return Workload(model, example, label_loss, name=name)

@@ -64,7 +64,8 @@ def partition(
     ``strategy``: "layer" (every op on one device, every device one run of the model), "feature" (every op on all devices,
     tensors sharded), "free" (any op, or any block of an op's neurons, on any device), or "auto": all are planned, the
     fastest plan that fits is taken.
-    ``objective``: free: "throughput" (of micro-batches, the default), or "latency": of one batch, in one piece.
+    ``objective``: free: "throughput" (of micro-batches, the default), or "latency": of one batch, in one piece unless
+    ``microbatches`` says otherwise.
     ``splits``: free: {glob over what can be split, or an op's name: sizes of its blocks}, such as {"mlp": (60, 40)} or, for
     dimension 2 of an op's output, {"conv2d:2": (7, 7)}; {} for none; chosen for the devices if not given.
     ``pins``: layer: {glob over module paths or op names: stage}; free: the same with devices; feature: {glob over

@@ -186,20 +186,26 @@ def plan_graph(
     return _record(read, found, contiguous, "latency" if objective == "latency" else "throughput")
 
 
+def graph_info(read: ReadGraph, *notes: str) -> GraphInfo:
+    """Which graph a plan is for. ``notes``: beside the graph's own."""
+    graph = read.graph
+    return GraphInfo(
+        source=read.source,
+        format=read.format,
+        fingerprint=graph.fingerprint,
+        nodes=len(graph.nodes),
+        edges=len(graph.edges),
+        notes=(*graph.notes, *notes),
+    )
+
+
 def _record(read: ReadGraph, found: Placed, contiguous: bool, objective: Objective) -> GraphPlan:
     graph, machine = read.graph, read.graph.machine
     costs = evaluate(graph, found.placement)
     devices = machine.devices
     return GraphPlan(
         partitioner_version=package_version(),
-        graph=GraphInfo(
-            source=read.source,
-            format=read.format,
-            fingerprint=graph.fingerprint,
-            nodes=len(graph.nodes),
-            edges=len(graph.edges),
-            notes=graph.notes,
-        ),
+        graph=graph_info(read),
         machine=MachineInfo(
             accelerators=machine.accelerators,
             cpus=machine.cpus,

@@ -10,10 +10,10 @@ from partitioner.graph_files.pipedream_layouts import kind_of, sharded_problem
 from partitioner.graph_files.read import ReadGraph
 from partitioner.graph_plan import (
     GraphCertificate,
-    GraphInfo,
     GraphPlan,
     GraphPrediction,
     MachineInfo,
+    graph_info,
     package_version,
 )
 from passes.place_sharded import place_sharded
@@ -40,14 +40,7 @@ def plan_sharded(read: ReadGraph, time_limit_seconds: float = 60.0) -> GraphPlan
     sent = math.fsum((costs.reduce_seconds, costs.gather_seconds, costs.exchange_seconds))
     return GraphPlan(
         partitioner_version=package_version(),
-        graph=GraphInfo(
-            source=read.source,
-            format=read.format,
-            fingerprint=graph.fingerprint,
-            nodes=len(graph.nodes),
-            edges=len(graph.edges),
-            notes=(*graph.notes, LOSS, *_unknown(read.profile)),
-        ),
+        graph=graph_info(read, LOSS, *_unknown(read.profile)),
         machine=MachineInfo(accelerators=len(devices), cpus=0, memory_size=None),
         strategy="feature",
         contiguous=False,

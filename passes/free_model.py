@@ -29,7 +29,7 @@ from passes.free_problem import FloatArray, FreeProblem, IntArray, Net
 from passes.graph import OpGraph
 from passes.layer_model import LayerModel, read_model
 from passes.mutable import owning_groups
-from passes.state_reads import state_reads
+from passes.state_reads import state_readers
 
 MAX_TASKS = 5000
 """Tasks that ops are merged into, roughly: a makespan of so many is played in a fifth of a second."""
@@ -274,13 +274,8 @@ def repeated_calls(graph: OpGraph, layers: LayerModel, states: Sequence[State]) 
 
 def _states(graph: OpGraph, layers: LayerModel, optimizer: str, precision: Precision) -> tuple[State, ...]:
     index = {name: op for op, name in enumerate(layers.names)}
-    users: dict[str, set[int]] = defaultdict(set)
-    skipped = {node.name for node in graph.ops}.difference(index)
-    for op, names in state_reads(graph, skipped).items():
-        for name in names:
-            users[name].add(index[op])
     found = []
-    for name, ops in users.items():
+    for name, ops in state_readers(graph, index).items():
         spec = graph.parameters.get(name) or graph.buffers[name]
         types = graph.types_of(name, precision)
         held = state_bytes([(spec.elements, types, name in graph.trained)], optimizer)

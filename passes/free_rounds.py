@@ -20,6 +20,7 @@ import numpy as np
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
 from passes.costs import GraphCosts
+from passes.free_outcome import fastest
 from passes.free_request import accepted_counts
 from passes.free_shapes import Shape, equalized, family_seconds, shapes
 from passes.free_splits import automatic_families, given_splits, proportional
@@ -28,7 +29,6 @@ from passes.free_variants import (
     Attempt,
     TimeBudget,
     Variant,
-    fastest,
     means_something,
     place_variant,
     split_variant,

@@ -10,7 +10,7 @@ cross.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, TypeAlias, TypeVar
@@ -31,7 +31,7 @@ from passes.layer_blocks import Blocks, touches
 from passes.layer_problem import Crossing, FloatArray, LayerStructure, Touch
 from passes.layer_table import Geometry
 from passes.mutable import colocated
-from passes.state_reads import state_reads
+from passes.state_reads import state_readers
 
 IntArray: TypeAlias = NDArray[np.int64]
 T = TypeVar("T")
@@ -167,7 +167,7 @@ def read_model(graph: OpGraph, costs: Costs, optimizer: str, precision: Precisio
         storages=_storages(costs, rows, readers),
         deferred=_deferred(costs, rows),
         parameterized=np.array([u for u, row in enumerate(rows) if costs.weight_half[row]], dtype=np.int64),
-        states=_states(graph, skipped, index, optimizer, precision),
+        states=_states(graph, index, optimizer, precision),
         together=tuple(
             tuple(sorted(index[name] for name in group if name in index))
             for group in colocated(graph)
@@ -210,14 +210,10 @@ def _deferred(costs: Costs, rows: IntArray) -> tuple[tuple[str, Touch], ...]:
 
 
 def _states(
-    graph: OpGraph, skipped: Collection[str], index: Mapping[str, int], optimizer: str, precision: Precision
+    graph: OpGraph, index: Mapping[str, int], optimizer: str, precision: Precision
 ) -> tuple[tuple[float, Touch], ...]:
-    users: dict[str, set[int]] = defaultdict(set)
-    for op, names in state_reads(graph, skipped).items():
-        for name in names:
-            users[name].add(index[op])
     states = []
-    for name, ops in users.items():
+    for name, ops in state_readers(graph, index).items():
         spec = graph.parameters.get(name) or graph.buffers[name]
         count = spec.elements, graph.types_of(name, precision), name in graph.trained
         states.append((float(state_bytes([count], optimizer).total), Touch(tuple(sorted(ops)))))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Mapping
 
 from passes.graph import OpGraph
 
@@ -20,3 +21,13 @@ def state_reads(graph: OpGraph, recomputed: Collection[str]) -> dict[str, set[st
             own |= through.get(source.name, set())
         (through if node.name in recomputed else reads)[node.name] = own
     return reads
+
+
+def state_readers(graph: OpGraph, index: Mapping[str, int]) -> dict[str, set[int]]:
+    """The placed ops, by their numbers in ``index``, that need each parameter and buffer; all others are recomputed."""
+    readers: dict[str, set[int]] = defaultdict(set)
+    recomputed = {node.name for node in graph.ops}.difference(index)
+    for op, names in state_reads(graph, recomputed).items():
+        for name in names:
+            readers[name].add(index[op])
+    return readers
