@@ -27,8 +27,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
-from partitioner.engine import Engine
-from runtime.launch import WorkerPool
+from partitioner.engine.engine import Engine
+from runtime.ranks.launch import WorkerPool
 
 RANKS, BATCH, SEQ = 2, 2, 64
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.device_placement [--limit SECONDS] [--only table|profiles|scaling]
 
-``cpu`` is user CPU time of the search. ``tests.placement_evaluator`` and ``tests.sharded_evaluator``, which share no code
-with the planner, evaluate every value again. The data lies in tests/data, each set with its licence.
+``cpu`` is user CPU time of the search. ``placement_evaluator`` and ``sharded_evaluator`` of ``tests.support``, which share
+no code with the planner, evaluate every value again. The data lies in tests/data, each set with its licence.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 from benchmarks.placement_measured import DATA, measured
 from benchmarks.profile_strategies import profiles
-from partitioner.graph_files.read import read_graph
+from partitioner.cost_graphs.read import read_graph
 from partitioner.report.text import columns, percent
-from passes.place_contiguous import place_contiguous
-from passes.place_freely import place_freely
-from passes.placement_result import Placed
-from tests.placement_evaluator import random_graph
+from passes.search.cost_graph.contiguous import place_contiguous
+from passes.search.cost_graph.free import place_freely
+from passes.search.cost_graph.result import Placed
+from tests.support.placement_evaluator import random_graph
 
 KNOWN = {
     "LayerGraphs/bert24_inference": (17.7899, 17.7147),

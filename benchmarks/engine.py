@@ -27,11 +27,11 @@ from benchmarks.bootstrap import median_ratio
 from benchmarks.executor import TRAINING
 from benchmarks.executor_models import ModelSpec
 from benchmarks.executor_ours import RANKS, plan_of, trace_of
-from partitioner.engine import Engine
+from partitioner.engine.engine import Engine
 from partitioner.plan import Plan
-from passes.batch import flatten_batch, forward_names
-from passes.loss_reduction import step_weights
-from runtime.launch import WorkerPool
+from passes.trace.batch import flatten_batch, forward_names
+from passes.trace.loss.reduction import step_weights
+from runtime.ranks.launch import WorkerPool
 
 TARGET = 1.02
 SIDES = ("engine", "engine, clipping", "executor")

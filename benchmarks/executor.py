@@ -26,7 +26,7 @@ from benchmarks.bootstrap import Ratio, median_ratio
 from benchmarks.executor_models import ModelSpec
 from benchmarks.executor_ours import RANKS, plan_of, task_of, trace_of
 from benchmarks.executor_rank import TOLERANCE, close, prepare, take_turn, time_whole_model
-from runtime.launch import WorkerPool
+from runtime.ranks.launch import WorkerPool
 from runtime.schedules import SCHEDULES
 
 STAGES = {"1f1b": 2, "gpipe": 2, "interleaved": 4, "zb-v": 4}

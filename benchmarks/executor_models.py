@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from partitioner.workloads import Workload
+from partitioner.models.workload import Workload
 
 POSITIONS, WIDTH, HEADS, BLOCKS = 128, 512, 8, 8
 FLOAT_BYTES = 4

@@ -11,9 +11,9 @@ from benchmarks.plan_tasks import plan_task
 from cost_models.cluster import ClusterSpec
 from partitioner.api import as_graph, partition
 from partitioner.plan import Plan
-from partitioner.verify_rank import VerificationTask, own_state
-from passes.graph import OpGraph
-from runtime.execute import Executor
+from partitioner.verify.rank import VerificationTask, own_state
+from passes.graph.graph import OpGraph
+from runtime.execute.execute import Executor
 
 RANKS = 2
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from benchmarks.executor_models import ModelSpec
 from benchmarks.executor_ours import Ours
 from benchmarks.executor_theirs import Theirs
-from partitioner.verify_rank import VerificationTask
+from partitioner.verify.rank import VerificationTask
 
 TOLERANCE = 1e-4
 """Largest difference of two gradients as a share of the largest entry: float32 sums in another order."""

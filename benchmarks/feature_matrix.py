@@ -20,13 +20,13 @@ from cost_models.errors import PartitionerError, UsageError
 from cost_models.layout import Replicate
 from partitioner import Plan, Workload, partition
 from partitioner.api import as_graph
-from partitioner.verify import VerifyReport, verify_plan
-from partitioner.workloads import load_workload
-from passes.feature_options import StoredChoice
-from passes.feature_presets import rules_of
-from passes.graph import OpGraph
-from passes.sharding import Choice
-from runtime.launch import WorkerPool
+from partitioner.models.workload import load_workload
+from partitioner.verify.verify import VerifyReport, verify_plan
+from passes.graph.graph import OpGraph
+from passes.search.feature.options import StoredChoice
+from passes.search.feature.presets import rules_of
+from passes.shard.words import Choice
+from runtime.ranks.launch import WorkerPool
 
 log = logging.getLogger("partitioner")
 

@@ -21,11 +21,11 @@ from typing import Any
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, TimeLimitError
 from partitioner import partition
-from partitioner.bundled_models import bundled
-from passes.costs import GraphCosts, costs_of
-from passes.graph import OpGraph
-from passes.place_features import FeatureRequest, place_features
-from passes.trace import trace
+from partitioner.models.bundled import bundled
+from passes.costs.costs import GraphCosts, costs_of
+from passes.graph.graph import OpGraph
+from passes.search.feature.place import FeatureRequest, place_features
+from passes.trace.trace import trace
 
 MODELS = {"llama-8b": (64, 256, 512), "llama-70b": (64, 256), "llama-405b": (64, 256)}
 """And samples per step."""

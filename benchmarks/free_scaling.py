@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from benchmarks.free_clusters import clusters
 from partitioner import Workload, partition
 from partitioner.api import as_graph
+from partitioner.models.workload import load_workload
 from partitioner.report.text import columns, percent
-from partitioner.workloads import load_workload
-from passes.costs import costs_of
-from passes.graph import OpGraph
+from passes.costs.costs import costs_of
+from passes.graph.graph import OpGraph
 
 SIZES = (100, 300, 1000, 3000, 10_000)
 KINDS = ("transformer", "branchy")

@@ -17,11 +17,11 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
 from partitioner import Plan, Workload, partition
 from partitioner.api import as_graph
+from partitioner.models.workload import load_workload
 from partitioner.report.text import columns, percent
-from partitioner.workloads import load_workload
-from passes.graph import OpGraph
-from passes.place_free import Objective
-from runtime.launch import WorkerPool
+from passes.graph.graph import OpGraph
+from passes.search.free.place import Objective
+from runtime.ranks.launch import WorkerPool
 
 CLUSTERS = ("gpu-4", "gpu-2", "cpu-4", "cpu-2")
 VERIFY_LIMIT = 6.0

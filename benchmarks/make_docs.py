@@ -21,8 +21,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from cost_models.cluster import ClusterSpec
-from partitioner.graph_files.own import OwnGraphFile
-from partitioner.graph_plan import GraphPlan
+from partitioner.cost_graphs.own import OwnGraphFile
+from partitioner.cost_graphs.plan import GraphPlan
 from partitioner.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]

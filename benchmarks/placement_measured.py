@@ -7,10 +7,10 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from passes.place_contiguous import place_contiguous
-from passes.placement_graph import PlacementGraph, named
-from passes.placement_result import Placed
-from tests.placement_evaluator import is_allowed, is_contiguous, loads_of
+from passes.search.cost_graph.contiguous import place_contiguous
+from passes.search.cost_graph.graph import PlacementGraph, named
+from passes.search.cost_graph.result import Placed
+from tests.support.placement_evaluator import is_allowed, is_contiguous, loads_of
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 

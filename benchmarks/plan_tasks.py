@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from partitioner.models.workload import Workload
 from partitioner.plan import Plan
-from partitioner.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
-from partitioner.verify import model_state
-from partitioner.verify_rank import VerificationTask
-from partitioner.workloads import Workload
-from passes.batch import flatten_batch, forward_names
-from passes.graph import OpGraph
-from passes.loss_reduction import step_batch, step_weights
-from passes.lower import lower
+from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
+from partitioner.verify.rank import VerificationTask
+from partitioner.verify.verify import model_state
+from passes.graph.graph import OpGraph
+from passes.lower.lower import lower
+from passes.trace.batch import flatten_batch, forward_names
+from passes.trace.loss.reduction import step_batch, step_weights
 
 
 def plan_task(plan: Plan, workload: Workload, graph: OpGraph) -> VerificationTask:

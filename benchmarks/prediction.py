@@ -5,7 +5,8 @@
 Every plan runs for real: Gloo processes, one thread each, the executor on the plan's own programs. Plans take turns, so
 that a drifting machine drifts for all of them. A step's time is the slowest rank's from a barrier on. Steps are taken in
 moments when no other program runs, and thrown away if others then took more than a small share of the processors; the
-table says how many were, and what the load was. Peak memory is from a step of its own under ``runtime.alive.AliveBytes``.
+table says how many were, and what the load was. Peak memory is from a step of its own under
+``tests.support.alive.AliveBytes``.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from benchmarks.prediction_rank import (
 from cost_models.calibration import VARIABLE, calibrate
 from cost_models.cluster import ClusterSpec
 from partitioner.plan import Plan
-from partitioner.rebuild import simulate_plan
-from passes.count_cases import count_case
-from runtime.launch import WorkerPool
+from partitioner.record.rebuild import simulate_plan
+from passes.costs.cases import count_case
+from runtime.ranks.launch import WorkerPool
 
 FOREIGN_SHARE = 0.10
 """A step counts as undisturbed if other programs used less than this share of the processors during it."""

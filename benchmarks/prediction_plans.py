@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from examples.unet import unet
 from partitioner.api import as_graph, partition
-from partitioner.grow_batch import grow_batch
-from partitioner.hf_models import example_batch
+from partitioner.models.hugging_face import example_batch
+from partitioner.models.workload import Workload
 from partitioner.plan import Plan
-from partitioner.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
-from partitioner.verify import model_state
-from partitioner.verify_rank import VerificationTask
-from partitioner.workloads import Workload
-from passes.batch import flatten_batch, forward_names
-from passes.graph import OpGraph
-from passes.layer_options import RecomputeMode
-from passes.loss_reduction import step_batch, step_weights
-from passes.lower import lower
+from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
+from partitioner.verify.grow_batch import grow_batch
+from partitioner.verify.rank import VerificationTask
+from partitioner.verify.verify import model_state
+from passes.graph.graph import OpGraph
+from passes.lower.lower import lower
+from passes.search.layer.options import RecomputeMode
+from passes.trace.batch import flatten_batch, forward_names
+from passes.trace.loss.reduction import step_batch, step_weights
 
 
 @dataclass(frozen=True)

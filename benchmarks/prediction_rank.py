@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from partitioner.verify_rank import VerificationTask, build_rank
-from runtime.alive import AliveBytes
-from runtime.execute import Executor
-from runtime.rank_state import RankState
+from partitioner.verify.rank import VerificationTask, build_rank
+from runtime.execute.execute import Executor
+from runtime.state.rank_state import RankState
+from tests.support.alive import AliveBytes
 
 _ready: dict[int, tuple[VerificationTask, Executor, RankState, Any]] = {}
 """Plans by number, kept between calls of a pool's worker."""

@@ -14,18 +14,18 @@ import math
 import numpy as np
 
 from benchmarks.placement_measured import DATA, measured
-from partitioner.graph_files.pipedream import Profile
-from partitioner.graph_files.pipedream_layouts import sharded_problem
-from partitioner.graph_files.read import ReadGraph, read_graph
+from partitioner.cost_graphs.pipedream import Profile
+from partitioner.cost_graphs.pipedream_layouts import sharded_problem
+from partitioner.cost_graphs.read import ReadGraph, read_graph
 from partitioner.report.text import columns, percent
-from passes.place_contiguous import place_contiguous
-from passes.place_freely import place_freely
-from passes.place_sharded import place_sharded
-from passes.placement_chains import device_loads
-from passes.placement_graph import PlacementGraph
-from passes.placement_groups import contiguous_groups
-from passes.placement_ideals import Order, all_downsets, membership
-from tests.sharded_evaluator import step_seconds
+from passes.search.cost_graph.chains import device_loads
+from passes.search.cost_graph.contiguous import place_contiguous
+from passes.search.cost_graph.downsets import Order, all_downsets, membership
+from passes.search.cost_graph.free import place_freely
+from passes.search.cost_graph.graph import PlacementGraph
+from passes.search.cost_graph.groups import contiguous_groups
+from passes.search.cost_graph.place_layouts import place_sharded
+from tests.support.sharded_evaluator import step_seconds
 
 PROFILES = ("vgg16", "resnet18", "alexnet", "squeezenet1_0")
 DEVICES = (4, 16)

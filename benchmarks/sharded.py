@@ -28,7 +28,7 @@ import torch
 from benchmarks.bootstrap import Ratio, median_ratio
 from benchmarks.sharded_models import RANKS, BlockSpec, task_of
 from benchmarks.sharded_rank import TOLERANCE, close, prepare, take_turn
-from runtime.launch import WorkerPool
+from runtime.ranks.launch import WorkerPool
 
 TARGETS = {"column_row": 0.95, "data": 1.02}
 THEIR_NAMES = {"column_row": "parallelize_module", "data": "DistributedDataParallel"}

@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cost_models.cluster import ClusterSpec
-from passes.costs import costs_of
-from passes.lower import lower
-from passes.place_features import FeatureRequest, place_features
-from passes.segment import on_mesh
-from passes.shard_graph import shard_graph
-from passes.shard_program import gradient_sums, sharded_programs, sharded_segments, shardings
-from passes.trace import trace
-from passes.verify_graph import verify_graph
-from runtime.bridges import is_bridge
-from runtime.check import check
-from runtime.program import Program, SegmentCost, SegmentGraph
-from runtime.segment_code import BatchSpec, SegmentCode
-from runtime.sharding import Sharding
+from passes.costs.costs import costs_of
+from passes.graph.verify import verify_graph
+from passes.lower.lower import lower
+from passes.lower.segment import on_mesh
+from passes.search.feature.place import FeatureRequest, place_features
+from passes.shard.program import gradient_sums, sharded_programs, sharded_segments, shardings
+from passes.shard.shard import shard_graph
+from passes.trace.trace import trace
+from runtime.check.check import check
+from runtime.mesh.sharding import Sharding
+from runtime.ops.bridges import is_bridge
+from runtime.program.program import Program, SegmentCost, SegmentGraph
+from runtime.segment.code import BatchSpec, SegmentCode
 
 RANKS = 2
 COLUMNS, ROWS = ("qkv", "up"), ("out", "down")

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.sharded_models import COLUMNS, RANKS, ROWS, BlockSpec, ShardedTask
-from runtime.execute import Executor
+from runtime.execute.execute import Executor
 
 TOLERANCE = 1e-4
 """Largest difference of two gradients as a share of the largest entry: float32 sums in another order."""

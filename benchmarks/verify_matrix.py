@@ -24,11 +24,11 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PartitionerError
 from partitioner import Plan, Workload, partition
 from partitioner.api import as_graph
-from partitioner.verify import VerifyReport, verify_plan
-from partitioner.workloads import load_workload
-from passes.graph import OpGraph
-from passes.layer_options import RecomputeMode
-from runtime.launch import WorkerPool
+from partitioner.models.workload import load_workload
+from partitioner.verify.verify import VerifyReport, verify_plan
+from passes.graph.graph import OpGraph
+from passes.search.layer.options import RecomputeMode
+from runtime.ranks.launch import WorkerPool
 from runtime.schedules import SCHEDULES
 
 MODELS = ("gpt2", "llama-1b", "bert", "t5", "vit", "resnet50", "whisper", "mixtral", "unet", "lstm_seq2seq")

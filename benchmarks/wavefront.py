@@ -25,9 +25,9 @@ from cost_models.cluster import ClusterSpec
 from examples.lstm_seq2seq import lstm_seq2seq
 from partitioner import Plan, Workload, partition
 from partitioner.api import as_graph
-from passes.graph import OpGraph
-from runtime.launch import WorkerPool
-from runtime.timeline import render
+from passes.graph.graph import OpGraph
+from runtime.ranks.launch import WorkerPool
+from runtime.simulate.timeline import render
 
 VOCABULARY = 64
 """Small, so that the layers are what takes time, and not the projection above them."""

@@ -1,6 +1,6 @@
 """Self-calibration of local CPU workers: measured once in seconds, kept as JSON, used by ``ClusterSpec.local``.
 
-    calibration = calibrate(workers=2, count=passes.count_cases.count_case)
+    calibration = calibrate(workers=2, count=passes.costs.cases.count_case)
     calibration.save(cache_path())
     ClusterSpec.local(2).provenance   # "calibration of 2026-01-31T… with 2 workers (/home/…/calibration.json)"
 
@@ -177,7 +177,7 @@ class Calibration:
 def calibrate(workers: int, count: Callable[[OpCase], CaseWork]) -> Calibration:
     """Measure this machine with ``workers`` processes at once; takes seconds.
 
-    ``count`` counts a case's FLOPs and bytes as the cost model of whole models does (``passes.count_cases``).
+    ``count`` counts a case's FLOPs and bytes as the cost model of whole models does (``passes.costs.cases``).
     """
     if not 1 <= workers <= 64:
         raise UsageError(f"cannot calibrate with {workers} workers", ["expected 1 to 64"])

@@ -4,7 +4,7 @@
                                                 backward  all-gather axis 1 dim 1 · slice axis 0 dim 0
 
 The forward steps take the value from how it was produced to how it is needed, the backward steps its gradient from how
-the consumer leaves it to how the producer expects it (the table in ``passes.sharding``); both are the same search.
+the consumer leaves it to how the producer expects it (the table in ``passes.shard.words``); both are the same search.
 
 S(d) on several axes nests, the first axis outermost. The blocks of an inner axis lie inside those of an outer one, so an
 axis goes into or out of S(d) only while no later axis is S(d): such a later axis is gathered first and sliced again
@@ -39,7 +39,7 @@ COLLECTIVES: frozenset[Kind] = frozenset({"all_reduce", "all_gather", "reduce_sc
 
 
 class NeedLike(Protocol):
-    """``passes.sharding.Need``."""
+    """``passes.shard.words.Need``."""
 
     @property
     def placement(self) -> Placement: ...

@@ -1,7 +1,7 @@
 """What lives on a device as long as training does: parameters, gradients, optimizer state.
 
 What is budgeted is what runs, in the data types of ``cost_models.precision``. What autograd saves for backward is counted
-per op in ``passes.costs``.
+per op in ``passes.costs.costs``.
 """
 
 from __future__ import annotations

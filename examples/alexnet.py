@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partitioner.workloads import Workload
+from partitioner.models.workload import Workload
 
 
 class AlexNet(nn.Module):

@@ -11,9 +11,9 @@ import time
 from cost_models.calibration import cache_path, calibrate, stored_calibration
 from examples.byte_text import batches, gpt
 from partitioner import ClusterSpec, Plan, partition
-from passes.count_cases import count_case
-from runtime.launch import WorkerPool
-from runtime.timeline import render
+from passes.costs.cases import count_case
+from runtime.ranks.launch import WorkerPool
+from runtime.simulate.timeline import render
 
 WORKERS = 2
 BATCH = 32

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from partitioner.workloads import Workload
+from partitioner.models.workload import Workload
 
 State: TypeAlias = tuple[Tensor, Tensor]
 """Hidden and cell state, (batch, hidden) each."""

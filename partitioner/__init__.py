@@ -35,41 +35,41 @@ if TYPE_CHECKING:
     )
     from cost_models.precision import Precision
     from partitioner.api import partition
-    from partitioner.callbacks import Callback
-    from partitioner.deployment.together import deploy
-    from partitioner.loggers import CsvLogger, LineLogger, TensorBoardLogger
+    from partitioner.deploy import deploy
+    from partitioner.engine.callbacks import Callback
+    from partitioner.engine.loggers import CsvLogger, LineLogger, TensorBoardLogger
+    from partitioner.models.workload import Workload
     from partitioner.plan import Plan
-    from partitioner.verify import VerifyReport
-    from partitioner.workloads import Workload
-    from passes.graph import OpGraph
-    from passes.trace import trace
-    from runtime.checkpoint_directory import is_checkpoint
+    from partitioner.verify.verify import VerifyReport
+    from passes.graph.graph import OpGraph
+    from passes.trace.trace import trace
+    from runtime.checkpoint.directory import is_checkpoint
 
 _EXPORTS = {
     "CheckpointError": "cost_models.errors",
-    "Callback": "partitioner.callbacks",
+    "Callback": "partitioner.engine.callbacks",
     "ClusterError": "cost_models.errors",
     "ClusterSpec": "cost_models.cluster",
-    "CsvLogger": "partitioner.loggers",
+    "CsvLogger": "partitioner.engine.loggers",
     "InfeasibleError": "cost_models.errors",
-    "LineLogger": "partitioner.loggers",
+    "LineLogger": "partitioner.engine.loggers",
     "ModelError": "cost_models.errors",
-    "OpGraph": "passes.graph",
+    "OpGraph": "passes.graph.graph",
     "PartitionerError": "cost_models.errors",
     "Plan": "partitioner.plan",
     "PlanError": "cost_models.errors",
     "Precision": "cost_models.precision",
     "RankFailureError": "cost_models.errors",
-    "TensorBoardLogger": "partitioner.loggers",
+    "TensorBoardLogger": "partitioner.engine.loggers",
     "TimeLimitError": "cost_models.errors",
     "UsageError": "cost_models.errors",
     "VerificationError": "cost_models.errors",
-    "VerifyReport": "partitioner.verify",
-    "Workload": "partitioner.workloads",
-    "deploy": "partitioner.deployment.together",
-    "is_checkpoint": "runtime.checkpoint_directory",
+    "VerifyReport": "partitioner.verify.verify",
+    "Workload": "partitioner.models.workload",
+    "deploy": "partitioner.deploy",
+    "is_checkpoint": "runtime.checkpoint.directory",
     "partition": "partitioner.api",
-    "trace": "passes.trace",
+    "trace": "passes.trace.trace",
 }
 
 __all__ = [

@@ -10,16 +10,16 @@ import torch
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.precision import Precision
-from partitioner.made_with import MadeWith
+from partitioner.models.made_with import MadeWith
+from partitioner.models.workload import Workload
 from partitioner.plan import Plan
-from partitioner.plan_options import PlanOptions
-from partitioner.workloads import Workload
-from passes.check_precision import check_precision
-from passes.graph import OpGraph
-from passes.layer_options import RecomputeMode
-from passes.loss_reduction import LossReduction, refuse_other_reduction
-from passes.place_free import Objective
-from passes.trace import trace
+from partitioner.planning.options import PlanOptions
+from passes.graph.graph import OpGraph
+from passes.search.free.place import Objective
+from passes.search.layer.options import RecomputeMode
+from passes.trace.loss.reduction import LossReduction, refuse_other_reduction
+from passes.trace.precision import check_precision
+from passes.trace.trace import trace
 from runtime.collector import collector_paused
 
 ModelOrTrace: TypeAlias = torch.nn.Module | OpGraph | Workload
@@ -124,7 +124,7 @@ def partition(
     precision = graph.precision if precision is None else Precision.checked(precision)
     check_precision(graph, precision, optimizer_memory)
     requests = options.requests(graph, precision)
-    from partitioner.best_plan import best_plan
+    from partitioner.planning.best import best_plan
 
     with collector_paused():  # describing reads a million small objects that compiling made
         plan = best_plan(graph, cluster, requests)

@@ -21,21 +21,21 @@ from pydantic import (
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
 from cost_models.precision import DTYPE_FIELDS, NAMES, Precision
-from partitioner.made_with import MadeWith
-from partitioner.plan_checks import inconsistencies
-from partitioner.plan_file import ANEW, MOST_PROBLEMS, read_json, read_text, validation_problems, write_text
-from partitioner.plan_record import Count, Record, Seconds
-from partitioner.plan_sharding import StageSharding
+from partitioner.models.made_with import MadeWith
+from partitioner.record.base import Count, Record, Seconds
+from partitioner.record.checks import inconsistencies
+from partitioner.record.file import ANEW, MOST_PROBLEMS, read_json, read_text, validation_problems, write_text
+from partitioner.record.sharding import StageSharding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from partitioner.api import ModelOrTrace
-    from partitioner.engine import Engine
-    from partitioner.explanation import Explanation
-    from partitioner.rank_graph import RankGraph
-    from partitioner.verify import VerifyReport
-    from runtime.simulate import Simulation
+    from partitioner.engine.engine import Engine
+    from partitioner.explain.explanation import Explanation
+    from partitioner.explain.rank_graph import RankGraph
+    from partitioner.verify.verify import VerifyReport
+    from runtime.simulate.simulate import Simulation
 
 SCHEMA_VERSION: Final = 1
 
@@ -302,7 +302,7 @@ class Plan(Record):
 
     def simulate(self) -> Simulation:
         """Rebuild the plan's programs, prove them again, and simulate one training step. Needs no model."""
-        from partitioner.rebuild import simulate_plan
+        from partitioner.record.rebuild import simulate_plan
 
         return simulate_plan(self)
 
@@ -311,7 +311,7 @@ class Plan(Record):
 
         Example inputs, loss and open sizes are those that the plan was made with, if that was in this process.
         """
-        from partitioner.verify import verify_plan
+        from partitioner.verify.verify import verify_plan
 
         return verify_plan(self, model, **self._made_with.completed(model, options))
 
@@ -320,7 +320,7 @@ class Plan(Record):
 
         Example inputs, loss and open sizes are those that the plan was made with, if that was in this process.
         """
-        from partitioner.deployment.deploy_plan import deploy_plan
+        from partitioner.deployment.deploy import deploy_plan
 
         return deploy_plan(self, model, **self._made_with.completed(model, options))
 
@@ -330,7 +330,7 @@ class Plan(Record):
         ``name``: as ``partitioner graph`` and ``model.named_parameters()`` have it. ``model``: to trace again, for a plan
         from a file; ``options``: example_inputs, loss_fn, batch_dims and dynamic_dims, as :func:`partition` takes them.
         """
-        from partitioner.explain import explain_plan
+        from partitioner.explain.explain import explain_plan
 
         return explain_plan(self, name, model, options)
 
@@ -339,7 +339,7 @@ class Plan(Record):
 
         ``model``, ``options``: as for ``explain``.
         """
-        from partitioner.rank_graph import rank_graph
+        from partitioner.explain.rank_graph import rank_graph
 
         return rank_graph(self, model, rank, options)
 

@@ -16,22 +16,22 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
 from cost_models.layout import Layout
 from cost_models.units import format_bytes
-from passes.bridge import bridges
-from passes.candidates import Candidates
-from passes.cheap import recomputed_ops
-from passes.costs import GraphCosts, costs_of
-from passes.discover import Discovery
-from passes.free_rounds import place_rounds
-from passes.free_variants import TimeBudget, layer_start
-from passes.graph import OpGraph
-from passes.place_features import FeatureRequest, FeatureResult, place_features
-from passes.place_free import FreeRequest
-from passes.place_layers import LayerRequest, place_layers
-from passes.placed import Placed, Realized
-from passes.realize_features import SCHEDULE, realize_features
-from passes.shard_graph import shard_graph
-from passes.verify_graph import verify_graph
-from runtime.check import Proof, check
+from passes.costs.costs import GraphCosts, costs_of
+from passes.graph.graph import OpGraph
+from passes.graph.recomputed import recomputed_ops
+from passes.graph.verify import verify_graph
+from passes.lower.bridge import bridges
+from passes.lower.realize_features import SCHEDULE, realize_features
+from passes.search.candidates import Candidates
+from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
+from passes.search.free.place import FreeRequest
+from passes.search.free.rounds import place_rounds
+from passes.search.free.variants import TimeBudget, layer_start
+from passes.search.layer.place import LayerRequest, place_layers
+from passes.search.placed import Placed, Realized
+from passes.shard.discover import Discovery
+from passes.shard.shard import shard_graph
+from runtime.check.check import Proof, check
 from runtime.collector import collector_paused
 
 log = logging.getLogger("partitioner")

@@ -11,7 +11,7 @@ from cost_models import host
 from cost_models.calibration import cache_path
 from cost_models.calibration import calibrate as measure
 from partitioner.commands.options import JsonFlag, Whole, emit, progress
-from passes.count_cases import count_case
+from passes.costs.cases import count_case
 
 
 def calibrate(

@@ -7,10 +7,10 @@ from typing import Any
 
 from partitioner.commands import options
 from partitioner.commands.options import Dims, JsonFlag, Settings, Whole, emit, progress, settings
-from partitioner.explain import explain_plan
+from partitioner.explain.explain import explain_plan
+from partitioner.explain.graph_of_plan import graph_of
+from partitioner.models.workload import load_workload
 from partitioner.plan import Plan
-from partitioner.plan_model import graph_of
-from partitioner.workloads import load_workload
 
 
 def explain(

@@ -8,11 +8,11 @@ from typing import Literal
 from cost_models.errors import UsageError
 from partitioner.api import as_graph
 from partitioner.commands.options import JsonFlag, Settings, Whole, emit, progress, settings
+from partitioner.explain.graph_of_plan import graph_of
+from partitioner.explain.rank_graph import rank_graph
+from partitioner.models.workload import load_workload
 from partitioner.plan import Plan
-from partitioner.plan_model import graph_of
-from partitioner.rank_graph import rank_graph
 from partitioner.report.dot import op_graph, stage_graph, to_dot, to_json
-from partitioner.workloads import load_workload
 
 
 def graph(

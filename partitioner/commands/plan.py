@@ -27,12 +27,12 @@ from partitioner.commands.options import (
     report,
     settings,
 )
-from partitioner.plan_options import PlanOptions
+from partitioner.models.workload import load_workload
+from partitioner.planning.options import PlanOptions
 from partitioner.report.text import percent
-from partitioner.workloads import load_workload
-from passes.layer_options import RecomputeMode
-from passes.loss_reduction import checked_reduction
-from passes.place_free import Objective
+from passes.search.free.place import Objective
+from passes.search.layer.options import RecomputeMode
+from passes.trace.loss.reduction import checked_reduction
 
 
 def plan(

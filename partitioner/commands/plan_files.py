@@ -7,9 +7,9 @@ from pathlib import Path
 
 from cost_models.errors import UsageError
 from partitioner.commands.options import JsonFlag, Whole, check_output, emit, progress
-from partitioner.graph_plan import GraphPlan, is_graph_plan
+from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
 from partitioner.plan import Plan
-from runtime.timeline import chrome_trace, render
+from runtime.simulate.timeline import chrome_trace, render
 
 NARROWEST, WIDEST = 10, 10_000
 """Columns of a timeline."""

@@ -11,9 +11,9 @@ from cyclopts import Parameter
 
 from cost_models.errors import TimeLimitError, UsageError
 from partitioner.commands.options import JsonFlag, Whole, check_output, emit, progress, report
-from partitioner.graph_files.read import read_graph
-from partitioner.graph_plan import GraphStrategy, check_options, plan_graph
-from partitioner.graph_plan_sharded import plan_sharded
+from partitioner.cost_graphs.plan import GraphStrategy, check_options, plan_graph
+from partitioner.cost_graphs.plan_layouts import plan_sharded
+from partitioner.cost_graphs.read import read_graph
 from partitioner.report.text import percent
 
 NAME = "plan-graph"

@@ -15,11 +15,11 @@ from cost_models.errors import ModelError, PartitionerError, UsageError
 from cost_models.units import format_seconds
 from partitioner.commands import options
 from partitioner.commands.options import Dims, JsonFlag, Settings, Whole, emit, progress, settings
-from partitioner.grow_batch import grow_batch
+from partitioner.models.workload import load_workload
 from partitioner.plan import Plan
 from partitioner.report.text import counted
-from partitioner.workloads import load_workload
-from runtime.launch import spawn_local
+from partitioner.verify.grow_batch import grow_batch
+from runtime.ranks.launch import spawn_local
 
 MOST_STEPS = 1_000_000
 MOST_SECONDS = 24 * 3600.0

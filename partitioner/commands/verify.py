@@ -9,10 +9,10 @@ from typing import Any
 from cost_models.errors import UsageError
 from partitioner.commands import options
 from partitioner.commands.options import Dims, JsonFlag, Settings, Whole, emit, progress, settings
+from partitioner.models.workload import load_workload
 from partitioner.plan import Plan
 from partitioner.report.text import counted
-from partitioner.verify import verify_plan
-from partitioner.workloads import load_workload
+from partitioner.verify.verify import verify_plan
 
 
 def verify(

@@ -10,8 +10,8 @@ from torch import nn
 from partitioner.deployment.compare import ranks_or_differences, refusal
 from partitioner.deployment.facts import RankFacts, choose_device, own_facts
 from partitioner.plan import Plan
-from runtime.meeting import Meeting
-from runtime.relabel import RankMap
+from runtime.program.relabel import RankMap
+from runtime.ranks.meeting import Meeting
 
 
 def agree_on_ranks(

@@ -11,10 +11,10 @@ from cost_models.units import format_bytes
 from partitioner.deployment.facts import RankFacts
 from partitioner.deployment.ranks import ranks_by_host
 from partitioner.plan import Plan
-from partitioner.rebuild import ranks_in_order
+from partitioner.record.rebuild import ranks_in_order
 from partitioner.report.launch import launch_of
 from partitioner.report.text import counted
-from runtime.relabel import RankMap
+from runtime.program.relabel import RankMap
 
 
 def ranks_or_differences(

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from cost_models.errors import UsageError
-from partitioner.batch_check import digest
-from runtime.meeting import Meeting
-from runtime.rank_state import RankState
+from partitioner.batches.batch_check import digest
+from runtime.ranks.meeting import Meeting
+from runtime.state.rank_state import RankState
 
 _MOST = 10
 """So many tensors are named."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from partitioner.plan import Plan
 from partitioner.report.text import counted
-from runtime.relabel import RankMap
+from runtime.program.relabel import RankMap
 
 _HERE = ("localhost", "::1")
 

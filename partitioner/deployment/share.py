@@ -12,24 +12,24 @@ from torch import Tensor, nn
 
 from cost_models.precision import Precision
 from partitioner.api import as_graph
+from partitioner.batches.step import replanned
 from partitioner.deployment.state import holders_of, rank_state
-from partitioner.engine_optimizer import make_engine_optimizer
-from partitioner.engine_step import replanned
+from partitioner.engine.optimizer import make_engine_optimizer
+from partitioner.engine.state_keys import StateKeys
+from partitioner.engine.weights import weights_of
+from partitioner.models.workload import Workload
 from partitioner.plan import Plan
-from partitioner.rebuild import PlannedCode, plan_code, plan_programs, plan_segments
-from partitioner.state_keys import StateKeys
-from partitioner.weights import weights_of
-from partitioner.workloads import Workload
-from passes.check_precision import check_precision
-from passes.graph import OpGraph
-from passes.init_state import values_of
-from passes.lower import lower
-from runtime.loaded import Replan
-from runtime.program import Program, SegmentGraph
-from runtime.rank_state import RankState
-from runtime.relabel import RankMap
-from runtime.segment_code import BatchSpec, SegmentCode
-from runtime.sharding import Block, Sharding
+from partitioner.record.rebuild import PlannedCode, plan_code, plan_programs, plan_segments
+from passes.graph.graph import OpGraph
+from passes.lower.lower import lower
+from passes.trace.init_state import values_of
+from passes.trace.precision import check_precision
+from runtime.execute.loaded import Replan
+from runtime.mesh.sharding import Block, Sharding
+from runtime.program.program import Program, SegmentGraph
+from runtime.program.relabel import RankMap
+from runtime.segment.code import BatchSpec, SegmentCode
+from runtime.state.rank_state import RankState
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Share:
     """Everything is in the ranks of the launch. ``programs``: of all ranks; ``codes``: of this rank's segments.
 
     ``graph``: the model's; ``run``: what ranks run of it; ``batch``: how a rank reads batches, which may be in parts
-    (``runtime.segment_code``).
+    (``runtime.segment.code``).
     """
 
     graph: OpGraph

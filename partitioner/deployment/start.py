@@ -6,16 +6,16 @@ from collections.abc import Iterable
 
 import torch
 
-from partitioner.callbacks import Callback
+from partitioner.batches.reader import BatchReader
 from partitioner.deployment.share import Recipe, Share
-from partitioner.engine import Engine
-from partitioner.engine_batch import BatchReader
-from partitioner.evaluation import Evaluator
-from partitioner.evaluation_graphs import Deployed
+from partitioner.engine.callbacks import Callback
+from partitioner.engine.engine import Engine
+from partitioner.evaluation.evaluation import Evaluator
+from partitioner.evaluation.graphs import Deployed
 from partitioner.plan import Plan
-from runtime.compiled import CompileOptions
-from runtime.execute import Executor
-from runtime.relabel import RankMap
+from runtime.execute.execute import Executor
+from runtime.program.relabel import RankMap
+from runtime.segment.compiled import CompileOptions
 
 
 def start_executor(

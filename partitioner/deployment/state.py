@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.precision import Precision
-from passes.graph import OpGraph
-from passes.segment import Segmentation
-from passes.summarize import state_names_of_segments
-from runtime.precision import leaf_and_owner
-from runtime.rank_state import RankState
-from runtime.sharded_owners import sharded_leaf_and_owner
-from runtime.sharding import Sharding
+from passes.graph.graph import OpGraph
+from passes.lower.segment import Segmentation
+from passes.lower.summarize import state_names_of_segments
+from runtime.mesh.sharding import Sharding
+from runtime.state.precision import leaf_and_owner
+from runtime.state.rank_state import RankState
+from runtime.state.sharded_owners import sharded_leaf_and_owner
 
 
 def holders_of(

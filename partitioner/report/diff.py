@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cost_models.units import format_bytes, format_seconds
-from partitioner.modules import shorten
+from partitioner.report.modules import shorten
 from partitioner.report.sharding import mesh_text
 from partitioner.report.text import counted
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan
-    from partitioner.plan_sharding import StageSharding
+    from partitioner.record.sharding import StageSharding
 
 
 def diff_plans(old: Plan, new: Plan) -> str:

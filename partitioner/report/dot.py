@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import networkx as nx
 
 from cost_models.units import format_bytes, format_seconds
-from partitioner.modules import shorten
+from partitioner.report.modules import shorten
 from partitioner.report.sharding import ranks_text
 
 if TYPE_CHECKING:
     from partitioner.plan import Plan
-    from passes.graph import OpGraph
+    from passes.graph.graph import OpGraph
 
 
 def op_graph(graph: OpGraph, plan: Plan | None = None) -> nx.DiGraph[str]:

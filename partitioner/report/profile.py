@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from cost_models.units import format_bytes, format_seconds
 from partitioner.report.text import columns, counted, labelled, percent, printable
-from runtime.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
+from runtime.program.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
 
 if TYPE_CHECKING:
-    from partitioner.profile import Profile
+    from partitioner.engine.profile import Profile
 
 _KINDS: tuple[tuple[str, type[Compute]], ...] = (
     ("forward", Forward),

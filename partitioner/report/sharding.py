@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from cost_models.conversion import AxisLinks, Kind, group_links
 from cost_models.units import format_bytes, format_seconds
-from partitioner.modules import common_parent, runs, shorten
+from partitioner.report.modules import common_parent, runs, shorten
 from partitioner.report.text import columns, counted, labelled, percent
-from passes.step import sum_bytes
-from runtime.local_calls import JOINT
-from runtime.mesh_axes import all_ranks_along
+from passes.lower.step import sum_bytes
+from runtime.mesh.ranks_along import all_ranks_along
+from runtime.ops.local_calls import JOINT
 
 if TYPE_CHECKING:
     from cost_models.layout import Mesh
     from partitioner.plan import Plan, Stage
-    from partitioner.plan_sharding import LayoutRow, StageSharding
+    from partitioner.record.sharding import LayoutRow, StageSharding
 
 MOST_ROWS = 14
 """Classes of layouts that are shown; the largest, or most of them."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cost_models.precision import NAMES, WORDS, ParameterPrecision
 from cost_models.units import format_bytes, format_seconds
-from partitioner.modules import common_parent, compress, shorten
+from partitioner.report.modules import common_parent, compress, shorten
 from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
 from partitioner.report.text import WIDTH, columns, counted, labelled, percent, printable
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
-from runtime.program import Backward, BackwardInput, ComputeOrder, Forward, SegmentGraph
+from runtime.program.program import Backward, BackwardInput, ComputeOrder, Forward, SegmentGraph
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 Step: TypeAlias = tuple[Kind, int, int]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 from cost_models.errors import InternalError, UsageError
-from runtime.program import ComputeOrder, SegmentGraph
+from runtime.program.program import ComputeOrder, SegmentGraph
 from runtime.schedules.list_work import Work
 from runtime.schedules.schedule import INSTRUCTION
 

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from runtime.program import (
+from runtime.program.program import (
     Compute,
     ComputeOrder,
     Segment,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from cost_models.errors import UsageError
-from runtime.program import Segment, SegmentGraph
+from runtime.program.program import Segment, SegmentGraph
 from runtime.schedules.held import Kind
 from runtime.schedules.schedule import TransferSeconds
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from cost_models.errors import UsageError
-from runtime.program import (
+from runtime.program.program import (
     Backward,
     BackwardInput,
     BackwardWeight,

@@ -17,7 +17,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cost_models.errors import DeadlockError
-from runtime.program import BackwardInput, BackwardWeight, Compute, ComputeOrder, Forward, SegmentGraph
+from runtime.program.program import (
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    ComputeOrder,
+    Forward,
+    SegmentGraph,
+)
 
 UNIT_TIMES: Mapping[str, int] = {"F": 1, "B": 1, "I": 1, "W": 1}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from runtime.launch import WorkerPool
+from runtime.ranks.launch import WorkerPool
 
 
 @pytest.fixture(scope="session")

@@ -9,19 +9,19 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from partitioner.compare import Comparison, StepResult
-from partitioner.verify_rank import VerificationTask, build_rank, run_rank
-from partitioner.verify_ranks import compare_ranks, put_together
-from passes.cheap import recomputed_ops
-from passes.graph import OpGraph
-from passes.lower import lower
-from passes.segment import by_reach
-from runtime.check import check
-from runtime.microbatch import microbatch_sizes
-from runtime.order import build_programs
+from partitioner.verify.compare import Comparison, StepResult
+from partitioner.verify.rank import VerificationTask, build_rank, run_rank
+from partitioner.verify.ranks import compare_ranks, put_together
+from passes.graph.graph import OpGraph
+from passes.graph.recomputed import recomputed_ops
+from passes.lower.lower import lower
+from passes.lower.segment import by_reach
+from runtime.check.check import check
+from runtime.program.order import build_programs
 from runtime.schedules import SCHEDULES
-from tests.random_graphs import RandomModel
-from tests.unit.passes.test_segment import summary
+from runtime.segment.microbatch import microbatch_sizes
+from tests.support.random_graphs import RandomModel
+from tests.unit.passes.lower.test_segment import summary
 
 
 def free_task(

@@ -19,8 +19,8 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from runtime.order import build_programs
-from runtime.program import (
+from runtime.program.order import build_programs
+from runtime.program.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -33,7 +33,7 @@ from runtime.program import (
     Value,
 )
 from runtime.schedules import SCHEDULES
-from runtime.segment_code import BatchSpec, SegmentCode, SegmentInput, SegmentOutput, TensorSpec
+from runtime.segment.code import BatchSpec, SegmentCode, SegmentInput, SegmentOutput, TensorSpec
 
 aten = torch.ops.aten
 B = sympy.Symbol("b", positive=True, integer=True)

@@ -16,10 +16,10 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from cost_models.layout import Mesh, Partial, Placement, Replicate, Shard
-from passes.graph import OpGraph
-from passes.shard_rules import choices
-from passes.shard_rules.shapes import shape, tensors_of
-from passes.sharding import Choice, FeaturePlacement, operands
+from passes.graph.graph import OpGraph
+from passes.shard.rules import choices
+from passes.shard.rules.shapes import shape, tensors_of
+from passes.shard.words import Choice, FeaturePlacement, operands
 
 R, P = Replicate(), Partial()
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from cost_models.errors import InternalError
-from runtime import bridges
-from runtime.axis import Axis
-from runtime.bridges import bind
-from runtime.launch import WorkerPool
-from runtime.portable import pack, unpack
+from runtime.mesh.axis import Axis
+from runtime.ops import bridges
+from runtime.ops.bridges import bind
+from runtime.ranks.launch import WorkerPool
+from runtime.segment.portable import pack, unpack
 
 SHAPE = (8, 4, 12)  # every dimension divides by 2 and by 4
 Case = tuple[str, tuple[int, ...], bool]
@@ -230,4 +230,4 @@ def test_an_unbound_bridge_refuses_numbers() -> None:
 
 def test_prints_by_name() -> None:
     text = str(graph_of(CASES["all_to_all_0_1"], 2).graph)
-    assert "runtime.bridges.all_to_all](args = (%x, 0, 1), kwargs = {axis: tensor, parts: 2})" in text
+    assert "runtime.ops.bridges.all_to_all](args = (%x, 0, 1), kwargs = {axis: tensor, parts: 2})" in text

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, partition
-from partitioner.callbacks import Callback
-from partitioner.engine import Engine
-from partitioner.engine_step import StepInfo
-from partitioner.evaluation import EvalOutput
-from partitioner.loggers import CsvLogger, LineLogger
-from runtime.launch import WorkerPool
+from partitioner.batches.step import StepInfo
+from partitioner.engine.callbacks import Callback
+from partitioner.engine.engine import Engine
+from partitioner.engine.loggers import CsvLogger, LineLogger
+from partitioner.evaluation.evaluation import EvalOutput
+from runtime.ranks.launch import WorkerPool
 from tests.distributed import engine_model as net
 
 

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import CheckpointError, PartitionerError, RankFailureError
 from partitioner import Plan, Workload, partition
-from partitioner.engine import Engine
-from runtime import checkpoint_directory, checkpoint_storage
-from runtime.launch import WorkerPool
+from partitioner.engine.engine import Engine
+from runtime.checkpoint import directory as checkpoint_directory
+from runtime.checkpoint import storage as checkpoint_storage
+from runtime.ranks.launch import WorkerPool
 
 STEPS, SAVED_AFTER = 5, 3
 

@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from runtime import gather_state
-from runtime.checkpoint_directory import begin, commit, read
-from runtime.checkpoint_storage import TensorReader, TensorWriter, stored_pieces
-from runtime.gather_state import HeldPiece, StateEntry
-from runtime.launch import WorkerPool
-from runtime.rank_state import RankState
-from runtime.side_group import SideGroup
+from runtime.checkpoint.directory import begin, commit, read
+from runtime.checkpoint.storage import TensorReader, TensorWriter, stored_pieces
+from runtime.ranks.launch import WorkerPool
+from runtime.ranks.side_group import SideGroup
+from runtime.state import gather as gather_state
+from runtime.state.gather import HeldPiece, StateEntry
+from runtime.state.rank_state import RankState
 
 PLACEMENTS: list[Placement] = [Shard(0), Shard(1), Replicate()]
 

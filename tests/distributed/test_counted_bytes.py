@@ -13,17 +13,17 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, partition
-from partitioner.rebuild import plan_code, plan_programs, plan_segments
-from passes.costs import costs_of
-from passes.double import float64_by_default
-from passes.feature_evaluate import evaluate
-from passes.feature_problem import Setting, links_of
-from passes.graph import OpGraph
-from passes.lower import lower
-from passes.trace import trace
-from runtime.axis import Axis
-from runtime.launch import WorkerPool
-from runtime.reduce import GradientReduction
+from partitioner.record.rebuild import plan_code, plan_programs, plan_segments
+from passes.costs.costs import costs_of
+from passes.evaluate.float64 import float64_by_default
+from passes.graph.graph import OpGraph
+from passes.lower.lower import lower
+from passes.search.feature.evaluate import evaluate
+from passes.search.feature.problem import Setting, links_of
+from passes.trace.trace import trace
+from runtime.execute.reduce import GradientReduction
+from runtime.mesh.axis import Axis
+from runtime.ranks.launch import WorkerPool
 from tests.distributed.sharded_models import Gpt, Mlp, gpt_batch, mlp_batch
 from tests.distributed.test_sharded import MICROBATCHES, SAMPLES, STEPS, Task, run_task
 

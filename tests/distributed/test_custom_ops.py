@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from partitioner.workloads import load_workload
-from runtime.launch import spawn_local
-from runtime.portable import PackedNode, pack, unpack
+from partitioner.models.workload import load_workload
+from runtime.ranks.launch import spawn_local
+from runtime.segment.portable import PackedNode, pack, unpack
 
 MODEL = """
 import torch

@@ -17,9 +17,9 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, PlanError, UsageError
 from partitioner import Plan, Workload, partition
 from partitioner.api import as_graph
-from partitioner.part_batch import PartBatch
-from passes.graph import OpGraph
-from runtime.launch import WorkerPool
+from partitioner.batches.part_batch import PartBatch
+from passes.graph.graph import OpGraph
+from runtime.ranks.launch import WorkerPool
 
 WORDS, WIDTH, LENGTH, SAMPLES, MICROBATCHES = 12, 8, 4, 8, 2
 ROWS = 22

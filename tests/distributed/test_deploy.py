@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, api, partition
-from runtime.launch import WorkerError, WorkerPool
+from runtime.ranks.launch import WorkerError, WorkerPool
 
 STEPS = 3
 

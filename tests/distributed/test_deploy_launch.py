@@ -19,8 +19,8 @@ from partitioner import Plan, Workload, deploy, partition
 from partitioner.deployment import facts as deployment_facts
 from partitioner.deployment import ranks as deployment_ranks
 from partitioner.deployment.facts import plan_digest
-from partitioner.engine import Engine
-from runtime.launch import WorkerPool
+from partitioner.engine.engine import Engine
+from runtime.ranks.launch import WorkerPool
 from tests.distributed.test_deploy import STEPS, batch, expected, workload
 
 PINS = {"embed": 0, "middle": 1, "head": 2}

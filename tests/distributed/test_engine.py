@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, RankFailureError
 from partitioner import Plan, Workload, partition, trace
-from partitioner.engine import Engine
-from runtime.launch import WorkerPool
+from partitioner.engine.engine import Engine
+from runtime.ranks.launch import WorkerPool
 from tests.distributed import engine_model as net
 from tests.distributed.engine_model import Course, Outcome
 

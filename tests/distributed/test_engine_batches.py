@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
-from runtime.launch import WorkerPool
+from runtime.ranks.launch import WorkerPool
 
 
 class Net(nn.Module):

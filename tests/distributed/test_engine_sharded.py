@@ -18,12 +18,12 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from partitioner import Plan, Precision, Workload, deploy, partition
 from partitioner.api import as_graph
-from partitioner.batch_check import digest
-from partitioner.bundled_models import bundled
-from partitioner.callbacks import Callback
-from partitioner.engine import Engine
-from passes.graph import OpGraph
-from runtime.launch import WorkerPool
+from partitioner.batches.batch_check import digest
+from partitioner.engine.callbacks import Callback
+from partitioner.engine.engine import Engine
+from partitioner.models.bundled import bundled
+from passes.graph.graph import OpGraph
+from runtime.ranks.launch import WorkerPool
 
 WORDS, WIDTH, LENGTH, SAMPLES, MICROBATCHES = 12, 8, 4, 8, 2
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
-from partitioner import Plan, Workload, evaluation_graphs, partition
-from partitioner.absent_batch import AbsentBatch
-from passes.batch import flatten_batch
-from passes.graph import OpGraph
-from passes.trace import trace
-from runtime.launch import WorkerError, WorkerPool
+from partitioner import Plan, Workload, partition
+from partitioner.batches.absent_batch import AbsentBatch
+from partitioner.evaluation import graphs as evaluation_graphs
+from passes.graph.graph import OpGraph
+from passes.trace.batch import flatten_batch
+from passes.trace.trace import trace
+from runtime.ranks.launch import WorkerError, WorkerPool
 
 WIDTH, SAMPLES, MICROBATCHES = 6, 8, 4
 PINS = {"first": 0, "norm": 0, "second": 1, "third": 2, "last": 3}

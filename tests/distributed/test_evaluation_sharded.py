@@ -14,10 +14,10 @@ from torch import Tensor
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
 from partitioner.api import as_graph
-from partitioner.engine_step import shared_and_rest
-from passes.batch import flatten_batch
-from passes.graph import OpGraph
-from runtime.launch import WorkerPool
+from partitioner.batches.step import shared_and_rest
+from passes.graph.graph import OpGraph
+from passes.trace.batch import flatten_batch
+from runtime.ranks.launch import WorkerPool
 from tests.distributed import test_evaluation as layers
 from tests.distributed.test_evaluation import MICROBATCHES, SAMPLES, batch, loss_fn, workload
 

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from cost_models.errors import UsageError
-from runtime.check import check
-from runtime.execute import Executor
-from runtime.launch import WorkerPool
-from runtime.network_threads import network_threads
-from runtime.order import build_programs
-from runtime.program import Backward, Forward, Program, Segment, SegmentCost, SegmentGraph, Value
+from runtime.check.check import check
+from runtime.execute.execute import Executor
+from runtime.program.order import build_programs
+from runtime.program.program import Backward, Forward, Program, Segment, SegmentCost, SegmentGraph, Value
+from runtime.ranks.launch import WorkerPool
+from runtime.ranks.network_threads import network_threads
 from runtime.schedules import SCHEDULES
-from runtime.segment_code import BatchSpec, SegmentCode, SegmentInput, SegmentOutput, TensorSpec
+from runtime.segment.code import BatchSpec, SegmentCode, SegmentInput, SegmentOutput, TensorSpec
 from tests.distributed import hand_model as hand
 
 aten = torch.ops.aten

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from cost_models.errors import RankFailureError
-from runtime.execute import Executor
-from runtime.launch import WorkerError, WorkerPool, spawn_local
+from runtime.execute.execute import Executor
+from runtime.ranks.launch import WorkerError, WorkerPool, spawn_local
 from tests.distributed import hand_model as hand
 
 RANKS = (0, 0, 1, 2)  # a chain of three ranks, so that rank 0 waits on rank 2 only through rank 1

@@ -21,13 +21,13 @@ from examples.mlp import mlp
 from examples.moe import moe
 from partitioner import Plan, partition
 from partitioner.api import as_graph
-from partitioner.rebuild import plan_code
-from partitioner.verify import double_copy
-from partitioner.workloads import Workload
-from passes.double import float64_by_default
-from passes.graph import OpGraph
-from runtime.launch import WorkerPool
-from runtime.program import Forward
+from partitioner.models.workload import Workload
+from partitioner.record.rebuild import plan_code
+from partitioner.verify.verify import double_copy
+from passes.evaluate.float64 import float64_by_default
+from passes.graph.graph import OpGraph
+from runtime.program.program import Forward
+from runtime.ranks.launch import WorkerPool
 from tests.distributed.free_tasks import count_sent
 
 

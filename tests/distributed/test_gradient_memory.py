@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from torch import Tensor
 
-from runtime.launch import WorkerPool
-from runtime.reduce import GradientReduction
+from runtime.execute.reduce import GradientReduction
+from runtime.ranks.launch import WorkerPool
 from tests.distributed.sharded_models import Gpt, gpt_batch
 from tests.distributed.test_sharded import CASES, SAMPLES, Task, run_task, sharded_of, task_of
 
@@ -31,8 +31,8 @@ def copied(task: Task) -> set[str]:
 
 
 def test_weights_are_summed_where_they_lie(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of layers that run together with the bridge in front of them (``runtime.fused_linear``)."""
-    monkeypatch.setattr("passes.shard_program.ALONE_BYTES", 1)
+    """Also those of layers that run together with the bridge in front of them (``runtime.ops.fused_linear``)."""
+    monkeypatch.setattr("passes.shard.program.ALONE_BYTES", 1)
     _, mesh, forced = CASES["gpt batch and column row"]
     model, batch = Gpt().double(), gpt_batch(SAMPLES)
     task = task_of(model, batch, sharded_of(model, batch, mesh, forced))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cost_models.errors import UsageError
-from runtime.launch import WorkerError, WorkerPool, init_distributed, spawn_local
+from runtime.ranks.launch import WorkerError, WorkerPool, init_distributed, spawn_local
 
 
 def test_outside_torchrun_it_says_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_script_without_a_guard_can_start_workers(tmp_path: Path) -> None:
     done = run_script(
         tmp_path / "plain.py",
         "import operator\n"
-        "from runtime.launch import WorkerPool\n"
+        "from runtime.ranks.launch import WorkerPool\n"
         "print('script runs')\n"
         "with WorkerPool(2) as pool:\n"
         "    print(pool.run(operator.add, 2, 3))\n"
@@ -77,7 +77,7 @@ def test_a_script_without_a_guard_can_start_workers(tmp_path: Path) -> None:
 
 GUARDED = """
 import operator
-from runtime.launch import WorkerPool
+from runtime.ranks.launch import WorkerPool
 
 class Pair:
     def __init__(self, a, b): self.a, self.b = a, b

@@ -7,9 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from runtime.axis import Axis
-from runtime.launch import WorkerPool
-from runtime.local_ops import LOCAL
+from runtime.mesh.axis import Axis
+from runtime.ops.local import LOCAL
+from runtime.ranks.launch import WorkerPool
 
 aten = torch.ops.aten
 RANKS = 2

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
 from partitioner import Plan, Workload, partition
-from partitioner.bundled_models import bundled
-from passes.trace import trace
-from runtime.launch import WorkerPool
+from partitioner.models.bundled import bundled
+from passes.trace.trace import trace
+from runtime.ranks.launch import WorkerPool
 
 LEARNING_RATE = 0.5
 IGNORED = -100

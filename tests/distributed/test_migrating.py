@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from partitioner import ClusterSpec, Plan
-from runtime.launch import WorkerPool
+from runtime.ranks.launch import WorkerPool
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "migrating.md").read_text()

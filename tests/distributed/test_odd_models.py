@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from cost_models.cluster import ClusterSpec
 from partitioner import ModelError, Workload, partition, trace
-from partitioner.verify import verify_plan
-from passes.cheap import recomputed_ops
-from passes.graph import OpGraph
-from passes.mutable import colocated
-from runtime.launch import WorkerPool
+from partitioner.verify.verify import verify_plan
+from passes.graph.graph import OpGraph
+from passes.graph.recomputed import recomputed_ops
+from passes.graph.state import colocated
+from runtime.ranks.launch import WorkerPool
 
 RANKS = 3
 

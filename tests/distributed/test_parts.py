@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from partitioner import Plan, Workload, partition
-from partitioner.engine import Engine
-from partitioner.verify import verify_plan
-from passes.graph import OpGraph
-from passes.lower import lower
-from passes.segment import Segmentation
-from runtime.launch import WorkerPool
-from runtime.segment_code import SegmentCode
-from tests.split_model import (
+from partitioner.engine.engine import Engine
+from partitioner.verify.verify import verify_plan
+from passes.graph.graph import OpGraph
+from passes.lower.lower import lower
+from passes.lower.segment import Segmentation
+from runtime.ranks.launch import WorkerPool
+from runtime.segment.code import SegmentCode
+from tests.support.split_model import (
     MICROBATCHES,
     SAMPLES,
     batch,
@@ -309,7 +309,7 @@ def test_verify_compares_whole_tensors_and_names_the_block_that_differs(
             code.module.recompile()
         return codes
 
-    monkeypatch.setattr("partitioner.verify.lower", wrong)
+    monkeypatch.setattr("partitioner.verify.verify.lower", wrong)
     first = verify_plan(plan, made, pool=pool).first_difference
     assert first is not None
     assert first.startswith("tanh_b1 (stage ")

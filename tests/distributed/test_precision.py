@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Precision, Workload, partition
-from partitioner.engine import Engine
-from runtime.launch import WorkerPool
-from runtime.microbatch import microbatch_sizes
+from partitioner.engine.engine import Engine
+from runtime.ranks.launch import WorkerPool
+from runtime.segment.microbatch import microbatch_sizes
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 STEPS = 4

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from partitioner import Plan, partition
-from partitioner.engine import Engine
-from partitioner.profile import Profile
-from runtime.clock_offset import clock_offset
-from runtime.launch import WorkerPool
-from runtime.program import Forward
-from runtime.side_group import SideGroup
+from partitioner.engine.engine import Engine
+from partitioner.engine.profile import Profile
+from runtime.program.program import Forward
+from runtime.ranks.clock_offset import clock_offset
+from runtime.ranks.launch import WorkerPool
+from runtime.ranks.side_group import SideGroup
 from tests.distributed import engine_model as net
 
 

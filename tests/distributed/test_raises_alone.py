@@ -14,8 +14,8 @@ import torch.distributed as dist
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, RankFailureError, UsageError
 from partitioner import Plan, partition
-from partitioner.engine import Engine
-from runtime.launch import WorkerPool
+from partitioner.engine.engine import Engine
+from runtime.ranks.launch import WorkerPool
 from tests.distributed import engine_model as net
 
 LIMIT_SECONDS = 30.0

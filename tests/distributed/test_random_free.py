@@ -12,16 +12,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from partitioner.compare import StepResult
-from partitioner.verify_rank import VerificationTask
-from passes.cheap import recomputed_ops
-from passes.graph import OpGraph
-from passes.split_neurons import Split, split_neurons
-from passes.verify_graph import verify_graph
-from runtime.launch import WorkerPool
-from runtime.microbatch import microbatch_sizes
+from partitioner.verify.compare import StepResult
+from partitioner.verify.rank import VerificationTask
+from passes.graph.graph import OpGraph
+from passes.graph.recomputed import recomputed_ops
+from passes.graph.verify import verify_graph
+from passes.split.split import Split, split_neurons
+from runtime.ranks.launch import WorkerPool
+from runtime.segment.microbatch import microbatch_sizes
 from tests.distributed.free_tasks import differences, free_task, run_tasks
-from tests.random_graphs import WIDTH, RandomModel, forest, random_model, random_placement
+from tests.support.random_graphs import WIDTH, RandomModel, forest, random_model, random_placement
 
 MODELS, TOGETHER, RANKS, SAMPLES = 100, 10, 4, 7
 SIZES = [(1, 3), (3, 1), (2, 2), (1, 1, 2), (1, 2, 1), (1, 1, 1, 1)]

@@ -12,13 +12,13 @@ from benchmarks.verify_matrix import Case, load, verify_case
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
 from partitioner.api import as_graph
-from partitioner.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
-from partitioner.verify import model_state
-from partitioner.verify_rank import VerificationTask, run_rank
-from passes.batch import flatten_batch, forward_names
-from passes.graph import OpGraph
-from passes.lower import lower
-from runtime.launch import WorkerPool
+from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
+from partitioner.verify.rank import VerificationTask, run_rank
+from partitioner.verify.verify import model_state
+from passes.graph.graph import OpGraph
+from passes.lower.lower import lower
+from passes.trace.batch import flatten_batch, forward_names
+from runtime.ranks.launch import WorkerPool
 
 CASES = (
     Case("gpt2", 2, "zb-h1", "auto"),

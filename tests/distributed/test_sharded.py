@@ -16,34 +16,34 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Shard
 from cost_models.precision import ParameterPrecision, Precision
-from passes.costs import costs_of
-from passes.double import float64_by_default
-from passes.graph import OpGraph
-from passes.lower import lower
-from passes.place_features import FeatureRequest, place_features
-from passes.segment import on_mesh
-from passes.shard_costs import traffic
-from passes.shard_graph import Sharded, shard_graph
-from passes.shard_program import gradient_sums, sharded_programs, sharded_segments, shardings
-from passes.trace import trace
-from passes.verify_graph import verify_graph
-from runtime import sharded_owners
-from runtime.axis import Axis
-from runtime.bridges import is_bridge
-from runtime.check import check
-from runtime.execute import Executor
-from runtime.gather_state import StateEntry, gather_state
-from runtime.gradient_norm import clip_, global_norm, gradients_of
-from runtime.launch import WorkerPool
-from runtime.program import Program, ReduceGradients, SegmentCost, SegmentGraph
-from runtime.rank_state import RankState
-from runtime.reduce import GradientReduction
-from runtime.segment_code import BatchSpec, SegmentCode
-from runtime.segment_runner import SegmentRunner
-from runtime.sharded_owners import sharded_leaf_and_owner
-from runtime.sharding import Sharding
-from runtime.side_group import SideGroup
-from runtime.step_precision import StepPrecision
+from passes.costs.costs import costs_of
+from passes.evaluate.float64 import float64_by_default
+from passes.graph.graph import OpGraph
+from passes.graph.verify import verify_graph
+from passes.lower.lower import lower
+from passes.lower.segment import on_mesh
+from passes.search.feature.place import FeatureRequest, place_features
+from passes.shard.program import gradient_sums, sharded_programs, sharded_segments, shardings
+from passes.shard.shard import Sharded, shard_graph
+from passes.shard.traffic import traffic
+from passes.trace.trace import trace
+from runtime.check.check import check
+from runtime.execute.execute import Executor
+from runtime.execute.gradient_norm import clip_, global_norm, gradients_of
+from runtime.execute.reduce import GradientReduction
+from runtime.mesh.axis import Axis
+from runtime.mesh.sharding import Sharding
+from runtime.ops.bridges import is_bridge
+from runtime.program.program import Program, ReduceGradients, SegmentCost, SegmentGraph
+from runtime.ranks.launch import WorkerPool
+from runtime.ranks.side_group import SideGroup
+from runtime.segment.code import BatchSpec, SegmentCode
+from runtime.segment.runner import SegmentRunner
+from runtime.state import sharded_owners
+from runtime.state.gather import StateEntry, gather_state
+from runtime.state.rank_state import RankState
+from runtime.state.sharded_owners import sharded_leaf_and_owner
+from runtime.state.step_precision import StepPrecision
 from tests.distributed.sharded_models import (
     BATCH,
     CHANNELS,
@@ -346,8 +346,8 @@ def when_sums_start(task: Task) -> tuple[list[str], int]:
 
 
 def test_gradients_are_summed_while_backward_runs(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("passes.shard_program.FIRST_BUCKET_BYTES", 1024)
-    monkeypatch.setattr("passes.shard_program.BUCKET_BYTES", 4096)
+    monkeypatch.setattr("passes.shard.program.FIRST_BUCKET_BYTES", 1024)
+    monkeypatch.setattr("passes.shard.program.BUCKET_BYTES", 4096)
     model, batch = Gpt().double(), gpt_batch(SAMPLES)
     task = task_of(model, batch, sharded_of(model, batch, TWO, (BATCH,)))
     results = pool.run(when_sums_start, task, world_size=2, timeout_seconds=60)
@@ -360,7 +360,7 @@ def test_gradients_are_summed_while_backward_runs(pool: WorkerPool, monkeypatch:
 
 
 def test_gradients_that_are_summed_alone(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("passes.shard_program.ALONE_BYTES", 1)
+    monkeypatch.setattr("passes.shard.program.ALONE_BYTES", 1)
     torch.manual_seed(0)
     model, batch = Gpt().double(), gpt_batch(SAMPLES)
     sharded = sharded_of(model, batch, TWO, (BATCH,))

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from cost_models.errors import RankFailureError
 from cost_models.layout import Mesh
 from cost_models.precision import Precision
-from passes.double import float64_by_default
-from runtime.execute import Executor
-from runtime.launch import WorkerPool
-from runtime.step_precision import StepPrecision
+from passes.evaluate.float64 import float64_by_default
+from runtime.execute.execute import Executor
+from runtime.ranks.launch import WorkerPool
+from runtime.state.step_precision import StepPrecision
 from tests.distributed.sharded_models import COLUMN_ROW, ZERO1, Mlp, mlp_batch
 from tests.distributed.test_sharded import (
     FOUR,

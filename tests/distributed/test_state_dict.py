@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import Precision
 from partitioner import Plan, Workload, partition
-from runtime.launch import WorkerError, WorkerPool
+from runtime.ranks.launch import WorkerError, WorkerPool
 
 
 class Net(nn.Module):

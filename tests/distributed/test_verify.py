@@ -12,11 +12,11 @@ from torch import fx, nn
 from benchmarks.verify_matrix import SMOKE, Case, load, verify_case
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, VerificationError, Workload, partition
-from passes.graph import OpGraph
-from passes.lower import lower
-from passes.segment import Segmentation
-from runtime.launch import WorkerPool
-from runtime.segment_code import SegmentCode
+from passes.graph.graph import OpGraph
+from passes.lower.lower import lower
+from passes.lower.segment import Segmentation
+from runtime.ranks.launch import WorkerPool
+from runtime.segment.code import SegmentCode
 
 
 @pytest.mark.parametrize("case", SMOKE, ids=lambda case: f"{case.model}-{case.ranks}-{case.schedule}")
@@ -124,7 +124,7 @@ def test_the_first_op_that_differs_is_named(pool: WorkerPool, monkeypatch: pytes
         module.recompile()
         return {**codes, 1: replace(codes[1], module=module)}
 
-    monkeypatch.setattr("partitioner.verify.lower", tampered)
+    monkeypatch.setattr("partitioner.verify.verify.lower", tampered)
     report = plan.verify(workload, pool=pool)
     assert not report.passed
     assert report.first_difference is not None
@@ -141,7 +141,7 @@ def test_a_fault_in_backward_only_is_said_to_be_one(
     plan = planned(workload, {"embed": 0, "head": 1}, 2, "1f1b")
     forgotten = plan.model_copy(update={"tied": ()})
     for guard in ("check", "refuse_wrong_stages"):  # these would refuse it
-        monkeypatch.setattr(f"partitioner.rebuild.{guard}", lambda *_, **__: None)
+        monkeypatch.setattr(f"partitioner.record.rebuild.{guard}", lambda *_, **__: None)
     report = forgotten.verify(workload, pool=pool)
     assert {d.name for d in report.differences} == {"embed.weight"}
     assert report.first_difference is not None

@@ -17,15 +17,15 @@ from benchmarks.feature_matrix import Mesh, load, make_plan, verify_sharded
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError
 from partitioner import Plan, Workload, partition
-from passes.feature_options import Options
-from passes.feature_result import assemble
-from passes.graph import OpGraph
-from passes.lower import lower
-from passes.place_features import FeatureResult, place_features
-from passes.segment import Segmentation
-from runtime import bridges
-from runtime.launch import WorkerPool
-from runtime.segment_code import SegmentCode
+from passes.graph.graph import OpGraph
+from passes.lower.lower import lower
+from passes.lower.segment import Segmentation
+from passes.search.feature.options import Options
+from passes.search.feature.place import FeatureResult, place_features
+from passes.search.feature.result import assemble
+from runtime.ops import bridges
+from runtime.ranks.launch import WorkerPool
+from runtime.segment.code import SegmentCode
 from tests.distributed import test_odd_models as odd
 from tests.distributed.sharded_models import Conv, Gpt, conv_batch, gpt_batch
 
@@ -162,7 +162,7 @@ def without(monkeypatch: pytest.MonkeyPatch, bridge: Callable[..., object]) -> l
         module.recompile()
         return {**codes, 0: replace(codes[0], module=module)}
 
-    monkeypatch.setattr("partitioner.verify.lower", tampered)
+    monkeypatch.setattr("partitioner.verify.verify.lower", tampered)
     return reads
 
 
@@ -195,7 +195,9 @@ def test_a_gradient_that_one_rank_lacks_is_found(pool: WorkerPool, monkeypatch: 
     assert set(sharding.state.values()) == {"S0"}
     forgotten = sharding.model_copy(update={"sums": sharding.sums[1:]})
     stages = (plan.stages[0].model_copy(update={"sharding": forgotten}),)
-    monkeypatch.setattr("partitioner.rebuild.check", lambda *_, **__: None)  # the checker would refuse it
+    monkeypatch.setattr(
+        "partitioner.record.rebuild.check", lambda *_, **__: None
+    )  # the checker would refuse it
     report = plan.model_copy(update={"stages": stages}).verify(workload, pool=pool)
     lost = {name for name in sharding.sums[0].parameters if "key.bias" not in name}  # whose gradient is zero
     assert {d.name for d in report.differences} == lost

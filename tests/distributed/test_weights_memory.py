@@ -11,7 +11,7 @@ from torch import nn
 
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
-from runtime.launch import spawn_local
+from runtime.ranks.launch import spawn_local
 
 LAYERS, NARROW = 6, 8
 WIDE = {torch.float32: 2944, torch.bfloat16: 4096}

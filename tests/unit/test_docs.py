@@ -13,8 +13,8 @@ import yaml
 from benchmarks.make_docs import DOCS, cluster_schema, files, plan_schema
 from cost_models.cluster import ClusterSpec
 from partitioner import partition
-from tests.unit.partitioner.bad_workloads import net
-from tests.unit.partitioner.made_plans import made_plan
+from tests.support.bad_workloads import net
+from tests.support.made_plans import made_plan
 
 CLUSTERS = sorted((DOCS / "clusters").glob("*.yaml"))
 

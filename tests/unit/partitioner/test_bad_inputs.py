@@ -18,9 +18,10 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, UsageError
 from partitioner import Workload, partition
 from partitioner.cli import run_command
-from tests.unit.partitioner.bad_workloads import Net, NoLoss, batch, net
+from tests.support import bad_workloads
+from tests.support.bad_workloads import Net, NoLoss, batch, net
 
-WORKLOADS = Path(__file__).with_name("bad_workloads.py")
+WORKLOADS = Path(bad_workloads.__file__)
 GOOD = "--cluster local:2 --batch-size 8"
 
 Case = tuple[str, int, tuple[str, ...]]

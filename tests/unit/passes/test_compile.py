@@ -6,11 +6,11 @@ import pytest
 
 from cost_models.cluster import ClusterSpec
 from passes import compile as compiler
-from passes.candidates import Candidates, Realized
-from passes.cheap import recomputed_ops
-from passes.place_layers import LayerCandidate, LayerRequest
-from runtime.microbatch import microbatch_sizes
-from tests.unit.passes.traced_models import small_gpt2
+from passes.graph.recomputed import recomputed_ops
+from passes.search.candidates import Candidates, Realized
+from passes.search.layer.place import LayerCandidate, LayerRequest
+from runtime.segment.microbatch import microbatch_sizes
+from tests.support.traced_models import small_gpt2
 
 
 def test_the_best_candidate_is_realized_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,134 @@
+"""Which samples are in which batch: the same on every rank, every epoch another order, any batch at once.
+
+    samples 0 … 9, batches of 4, shuffled          epoch 0   [4 1 7 5] [0 8 2 9] [6 3]
+                                                   epoch 1   [7 0 4 8] [3 1 5 2] [9 6]
+    in parts (``partitioner.batches.part_batch``), 0 of 2  epoch 0   [4 1]     [0 8]     [6]
+                                           1 of 2  epoch 0   [7 5]     [2 9]     [3]
+
+The order is a function of (seed, epoch) alone, and each batch has a seed of its own, a function of (seed, epoch, number)
+and of the part, where it is one: whatever a dataset or a collate function draws at random (augmentation, masked words) is
+the same on every rank that loads it, in every worker process, and in a resumed run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from cost_models.errors import UsageError
+from runtime.ops.random import mix
+
+_ORDER, _BATCH = 1, 2
+"""What a seed is for."""
+
+
+class Sampler(Protocol):
+    """Yields the indices of an epoch."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+class Part(Protocol):
+    """Which samples of a batch are loaded: ``partitioner.batches.part_batch.DataPlace``."""
+
+    @property
+    def rank(self) -> int: ...
+    def sizes(self, samples: int) -> Sequence[int]:
+        """Of its micro-batches; nothing where the batch is loaded whole."""
+
+    def spans(self, samples: int) -> Sequence[tuple[int, int]]: ...
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The samples of one batch (or of a part of it), and the seed of what is random in them."""
+
+    indices: Sequence[Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class BatchOrder:
+    """The batches of every epoch. ``length``: samples in the dataset; with ``sampler``, as many as it yields."""
+
+    length: int
+    batch_size: int
+    shuffle: bool = False
+    seed: int = 0
+    drop_last: bool = False
+    sampler: Sampler | None = None
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        full, rest = divmod(self.length, self.batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def samples(self, number: int) -> int:
+        """In batch ``number``."""
+        return min(self.batch_size, self.length - number * self.batch_size)
+
+    def draws(self, epoch: int, first: int = 0, part: Part | None = None) -> Iterator[Draw]:
+        """The batches of ``epoch`` from number ``first``, or a part of each."""
+        order = self._order(epoch)
+        for number in range(first, len(self)):
+            start, samples, seed = (
+                number * self.batch_size,
+                self.samples(number),
+                batch_seed(self.seed, epoch, number),
+            )
+            if part is None or not part.sizes(samples):
+                yield Draw(_taken(order, start, start + samples), seed)
+                continue
+            spans = [_taken(order, start + begin, start + end) for begin, end in part.spans(samples)]
+            yield Draw(list(itertools.chain(*spans)), mix(seed, part.rank))
+
+    def _order(self, epoch: int) -> Any:
+        if self.sampler is not None:
+            if hasattr(self.sampler, "set_epoch"):
+                self.sampler.set_epoch(epoch)
+            with drawing(mix(self.seed, epoch, _ORDER)):
+                order = list(self.sampler)
+            if len(order) != self.length:
+                raise UsageError(f"the sampler yielded {len(order)} indices, its length is {self.length}")
+            return order
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(mix(self.seed, epoch, _ORDER))
+            return torch.randperm(self.length, generator=generator)
+        return range(self.length)
+
+
+def _taken(order: Any, start: int, end: int) -> Sequence[Any]:
+    taken = order[start:end]
+    return taken.tolist() if isinstance(taken, torch.Tensor) else list(taken)
+
+
+def batch_seed(seed: int, epoch: int, number: int) -> int:
+    """The seed of what is drawn at random while batch ``number`` of ``epoch`` is made."""
+    return mix(seed, epoch, _BATCH, number)
+
+
+def epoch_samples(dataset: Sized, sampler: Any) -> int:
+    """Samples in an epoch."""
+    return len(dataset if sampler is None else sampler)
+
+
+@contextmanager
+def drawing(seed: int) -> Iterator[None]:
+    """Random numbers of torch (on the CPU), Python and numpy come from ``seed``; afterwards they are as before."""
+    before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before[0])
+        random.setstate(before[1])
+        np.random.set_state(before[2])

@@ -1,0 +1,199 @@
+"""Batches in parts: a rank that reads some samples of every micro-batch loads those only.
+
+    plan: 8 samples in 2 micro-batches, mesh 2 ("data") × 2 ("tensor")
+
+    batch [s0 s1 s2 s3 | s4 s5 s6 s7]       ranks 0 1, part 0 of 2    [s0 s1 | s4 s5]
+                                            ranks 2 3, part 1 of 2    [s2 s3 | s6 s7]
+
+So it is where all inputs arrive split by samples along the same axes. Where one arrives whole, has no batch dimension (a
+count of the whole batch, perhaps) or an open length (that a batch is padded to), every rank loads the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from cost_models.errors import UsageError
+from cost_models.layout import Mesh, Shard
+from partitioner.batches.step import shared_and_rest
+from partitioner.plan import Plan
+from passes.graph.graph import OpGraph
+from passes.graph.least_samples import least_samples
+from passes.graph.token_counts import adds_up, counted, user_leaves
+from passes.trace.loss.reduction import with_normalizers
+from runtime.execute.execute import Executor
+from runtime.mesh.sharding import coordinates
+from runtime.ranks.collective import Collectives
+from runtime.segment.code import BatchSpec
+from runtime.segment.microbatch import Part
+
+
+@dataclass(frozen=True)
+class DataPlace:
+    """Which part of every batch a rank takes: number ``rank`` of ``world``; all of it where ``world`` is 1.
+
+    ``planned``: (samples, micro-batches) of the plan. ``least``: samples that a micro-batch needs; ``multiple``: of how
+    many it has a multiple. ``axes``: of the mesh, those along which samples are split.
+    """
+
+    rank: int = 0
+    world: int = 1
+    planned: tuple[int, int] = (1, 1)
+    least: int = 1
+    multiple: int = 1
+    axes: tuple[int, ...] = ()
+    speaks: bool = True
+    """Whether this rank is the first of those with the same part."""
+
+    def sizes(self, samples: int) -> tuple[int, ...]:
+        """Of the micro-batches of a batch that is loaded in parts; () for one that cannot be."""
+        if self.world == 1:
+            return ()
+        shared, rest = shared_and_rest(samples, self.planned, self.least, self.multiple)
+        return () if rest else shared
+
+    def spans(self, samples: int) -> list[tuple[int, int]]:
+        """The samples of a batch that this rank loads, as (first, end)."""
+        found, start = [], 0
+        for size in self.sizes(samples):
+            part = size // self.world
+            found.append((start + self.rank * part, start + (self.rank + 1) * part))
+            start += size
+        return found or [(0, samples)]
+
+
+def data_place(plan: Plan, graph: OpGraph, executor: Executor) -> DataPlace:
+    """The part of this rank, where it reads its samples only. The same axes on every rank. ``graph``: of training."""
+    planned, least = (plan.batch_size, plan.microbatches), least_samples(graph)[0]
+    spec = executor.batch_spec
+    axes = _axes_of_samples(graph, spec, executor.leaf_names)
+    if spec.mesh is None or not axes:
+        return DataPlace(planned=planned, least=least)
+    place, index, world = coordinates(spec.mesh, executor.program.rank), 0, 1
+    for axis in axes:
+        index = index * spec.mesh.shape[axis] + place[axis]
+        world *= spec.mesh.shape[axis]
+    speaks = all(at == 0 for axis, at in enumerate(place) if axis not in axes)
+    return DataPlace(index, world, planned, least, spec.multiple, axes, speaks)
+
+
+def _axes_of_samples(graph: OpGraph, spec: BatchSpec, read: frozenset[str]) -> tuple[int, ...]:
+    """Axes along which every leaf that is read is split by samples; none where that is not all there is to say."""
+    counts, user = graph.token_counts, user_leaves(graph.batch, graph.token_counts)
+    if spec.mesh is None or any(dim is None for dim in user.batch_dims.values()):
+        return ()
+    if any(symbol != spec.batch_symbol for symbol in spec.symbols):
+        return ()
+    if counts is not None and counts.made & read and not adds_up(counts, graph.batch):
+        return ()
+    found = {_split(spec, spec.mesh, name) for name in read if name in user.batch_dims}
+    return found.pop() if len(found) == 1 else ()
+
+
+def _split(spec: BatchSpec, mesh: Mesh, name: str) -> tuple[int, ...]:
+    return tuple(
+        axis
+        for axis, placement in enumerate(spec.placements.get(name, ()))
+        if isinstance(placement, Shard) and placement.dim == spec.batch_dims[name] and mesh.shape[axis] > 1
+    )
+
+
+class PartBatch:
+    """``batch``: this rank's part of a batch of ``samples`` samples. ``train_step`` and ``eval_step`` take it."""
+
+    def __init__(self, batch: Any, samples: int, place: DataPlace) -> None:
+        self.batch, self.samples, self.place = batch, samples, place
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of each micro-batch."""
+        return self.place.sizes(self.samples)
+
+    @property
+    def own_samples(self) -> int:
+        """How many this rank has."""
+        return self.samples // self.place.world
+
+    def to(self, *args: Any, **options: Any) -> PartBatch:
+        """With the tensors of ``batch`` moved, where it knows how to, or is a mapping of tensors."""
+        if isinstance(self.batch, Mapping):
+            moved: Any = {
+                name: value.to(*args, **options) if isinstance(value, Tensor) else value
+                for name, value in self.batch.items()
+            }
+        else:
+            moved = self.batch.to(*args, **options)
+        return PartBatch(moved, self.samples, self.place)
+
+    def __repr__(self) -> str:
+        place = self.place
+        return f"PartBatch(part {place.rank} of {place.world} of {self.samples} samples)"
+
+    def __getitem__(self, key: object) -> NoReturn:
+        raise UsageError(f"this rank loaded a part of the batch, which has no {key!r} as a whole", (), _TRY)
+
+    def __iter__(self) -> NoReturn:
+        raise UsageError("this rank loaded a part of the batch", (), _TRY)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"this rank loaded a part of the batch, which has no {name!r}: {_TRY[0]}; {_TRY[1]}"
+        )
+
+
+_TRY = [
+    "its attribute batch is that part",
+    "engine.dataloader(..., everywhere=True) loads every batch as a whole on every rank",
+]
+
+
+def given_part(
+    part: PartBatch, leaves: Mapping[str, Tensor], spec: BatchSpec, sizes: Sequence[int], place: DataPlace
+) -> Part:
+    """How the executor reads ``leaves``, the tensors of ``part``. ``sizes``: what micro-batches are to be.
+
+    ``spec``: of the graph that reads them. Raises UsageError where they are not the samples that this rank should have,
+    which is at ``place``.
+    """
+    wrong = [] if part.place == place else ["it was loaded for another engine"]
+    wrong += [
+        f"{name} has {leaf.shape[dim]} samples in dimension {dim}"
+        for name, leaf in leaves.items()
+        if (dim := spec.batch_dims.get(name)) is not None and leaf.shape[dim] != part.own_samples
+    ]
+    wrong += [f"{name} has no batch dimension" for name in leaves if spec.batch_dims.get(name, 0) is None]
+    if tuple(sizes) != part.sizes:
+        wrong.append(f"it has micro-batches of {part.sizes} samples, expected {tuple(sizes)}")
+    if wrong:
+        raise UsageError(
+            f"this rank's part of a batch of {part.samples} samples is not {part.own_samples} samples",
+            wrong,
+            _TRY[1:],
+        )
+    return Part(part.samples, frozenset(leaves))
+
+
+def normalized(
+    graph: OpGraph,
+    leaves: Mapping[str, Tensor],
+    sizes: Sequence[int],
+    needed: Collection[str],
+    part: PartBatch | None,
+    collectives: Collectives,
+) -> Mapping[str, Tensor]:
+    """``leaves`` with those that a token mean reads. Of a part of a batch: what it divides by is summed over parts.
+
+    Collective where ``part`` is given.
+    """
+    counts = graph.token_counts
+    if part is None or counts is None or not counts.made & set(needed):
+        return with_normalizers(graph, leaves, sizes, needed)
+    own = counted(counts, graph.batch, leaves, [size // part.place.world for size in sizes])
+    own = (own if part.place.speaks else torch.zeros_like(own)).to(collectives.device)
+    numbers = collectives.all_reduce(own, "the valid tokens of the batch").wait()
+    return with_normalizers(graph, leaves, sizes, needed, numbers)

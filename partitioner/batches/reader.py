@@ -1,0 +1,75 @@
+"""From the batch a user has to the tensors that a plan takes, and what in it must stay as it was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from cost_models.errors import PlanError
+from partitioner.batches.absent_batch import AbsentBatch, refuse_absent
+from partitioner.batches.part_batch import PartBatch
+from passes.trace.batch import flatten_batch, forward_constants, forward_names
+
+
+class BatchReader:
+    """Reads batches for one model. ``example``: the batch it was traced with, for its plain values."""
+
+    def __init__(self, model_name: str, model: nn.Module, example: Any, *, has_loss_fn: bool) -> None:
+        self._model_name, self._model, self._has_loss_fn = model_name, model, has_loss_fn
+        self._leaf_names = forward_names(model)
+        self._constants = self._constants_of(example)
+
+    def leaves(self, batch: Any, needed: Collection[str]) -> Mapping[str, Tensor]:
+        """Every tensor of ``batch`` by leaf name. Raises PlanError where plain values differ from the traced ones.
+
+        It may lack tensors that this rank does not read; ``needed``: those it does. Of a batch in parts: this rank's.
+        """
+        if isinstance(batch, AbsentBatch):
+            refuse_absent(needed)
+            return batch.leaves
+        if isinstance(batch, PartBatch):
+            batch = batch.batch
+        leaves = flatten_batch(batch, self._leaf_names)
+        self._refuse_other_constants(batch)
+        return leaves
+
+    def _constants_of(self, batch: Any) -> Mapping[str, object]:
+        return forward_constants(self._model, batch, self._has_loss_fn, partial=True)
+
+    def _refuse_other_constants(self, batch: Any) -> None:
+        """Raise PlanError where a number (or word, or None) that forward gets is not the one that was traced."""
+        if not self._constants:
+            return
+        given = self._constants_of(batch)
+        changed = [
+            f"{name} is {given[name]!r}, traced with {traced!r}"
+            if name in given
+            else f"{name} is a tensor or not given, traced with {traced!r}"
+            for name, traced in self._constants.items()
+            if name not in given or not same_constant(given[name], traced)
+        ]
+        if changed:
+            raise PlanError(
+                f"this batch does not fit the plan for {self._model_name}",
+                because=changed,
+                suggestions=[
+                    "make it a tensor, if it changes from step to step",
+                    "plan again with this value",
+                ],
+            )
+
+
+def same_constant(a: object, b: object) -> bool:
+    """Whether a trace with ``a`` is a trace with ``b``: equal and of one kind (1, 1.0 and True compute other types).
+
+    nan is itself here.
+    """
+    if _kind(a) is not _kind(b):
+        return False
+    return a == b or (a != a and b != b)
+
+
+def _kind(value: object) -> type | None:
+    return next((kind for kind in (bool, int, float, complex, str) if isinstance(value, kind)), None)

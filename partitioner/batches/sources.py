@@ -1,0 +1,188 @@
+"""Where an epoch's batches come from: torch's DataLoader over samples with indices, or over a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from numbers import Number
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from cost_models.errors import UsageError
+from partitioner.batches.absent_batch import AbsentBatch
+from partitioner.batches.agreement import LoaderPlan
+from partitioner.batches.order import BatchOrder, Draw, batch_seed, drawing
+from partitioner.batches.part_batch import DataPlace, PartBatch
+from passes.graph.graph import OpGraph
+from runtime.execute.execute import Executor
+
+Source = Callable[[int, int], Iterator[Any]]
+"""(epoch, number of a batch) -> the batches of that epoch from that one on."""
+
+_END: Any = object()
+
+
+def reported(source: Source, executor: Executor) -> Source:
+    """``source``; what loading raises on one rank is told to the others, who wait for it in the next step."""
+
+    def batches(epoch: int, first: int) -> Iterator[Any]:
+        with executor.reported():
+            found = source(epoch, first)
+        while True:
+            with executor.reported():
+                batch = next(found, _END)
+            if batch is _END:
+                return
+            yield batch
+
+    return batches
+
+
+class Counted:
+    """Stand-ins of the right sizes, for a rank that reads nothing."""
+
+    def __init__(self, order: BatchOrder, graph: OpGraph) -> None:
+        # Without the real order: it costs memory, and a sampler of the user's may look at the data.
+        self._order = BatchOrder(order.length, order.batch_size, drop_last=order.drop_last)
+        self._graph = graph
+
+    def __call__(self, epoch: int, first: int) -> Iterator[AbsentBatch]:
+        for draw in self._order.draws(epoch, first):
+            yield AbsentBatch(len(draw.indices), self._graph)
+
+
+class Indexed:
+    """Batches of a dataset with indices, or their parts at ``place``."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        order: BatchOrder,
+        place: DataPlace,
+        collate: Callable[[list[Any]], Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._order, self._place = order, place
+        self._upcoming = _Upcoming(order, place)
+        made: Any = DataLoader  # options are the user's
+        self._loader = made(
+            _Fetching(dataset, collate),
+            batch_sampler=self._upcoming,
+            collate_fn=_unchanged,
+            # Of workers' seeds: those of the script's own generator would move it on, and more often if resumed.
+            **{**options, "generator": torch.Generator()},
+        )
+
+    def __call__(self, epoch: int, first: int) -> Iterator[Any]:
+        self._upcoming.epoch, self._upcoming.first = epoch, first
+        for number, batch in enumerate(self._loader, first):
+            samples = self._order.samples(number)
+            yield PartBatch(batch, samples, self._place) if self._place.sizes(samples) else batch
+
+
+class _Upcoming:
+    """What torch's loader takes for a batch sampler: the draws of one epoch, from one batch on."""
+
+    def __init__(self, order: BatchOrder, place: DataPlace) -> None:
+        self._order, self._place = order, place
+        self.epoch = self.first = 0
+
+    def __iter__(self) -> Iterator[Draw]:
+        return self._order.draws(self.epoch, self.first, self._place)
+
+
+class _Fetching:
+    """What torch's loader takes for a dataset: one draw becomes one collated batch, random numbers included."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __getitems__(self, draw: Draw) -> Any:
+        with drawing(draw.seed):
+            if callable(getattr(self._dataset, "__getitems__", None)):
+                samples = self._dataset.__getitems__(draw.indices)
+            else:
+                samples = [self._dataset[index] for index in draw.indices]
+            return self._collate(samples)
+
+
+class Stream:
+    """Batches of an iterable dataset, which every rank goes through; all end together or all raise."""
+
+    def __init__(
+        self, executor: Executor, dataset: Any, plan: LoaderPlan, options: Mapping[str, Any]
+    ) -> None:
+        self._executor, self._plan = executor, plan
+        self._generator = torch.Generator()
+        self._dataset = dataset
+        made: Any = DataLoader
+        self._loader = made(
+            dataset,
+            batch_size=plan.batch_size,
+            drop_last=plan.drop_last,
+            generator=self._generator,
+            **options,
+        )
+
+    def __call__(self, epoch: int, first: int) -> Iterator[Any]:
+        seed = self._plan.seed
+        self._generator.manual_seed(batch_seed(seed, epoch, -1))  # of worker processes
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(epoch)
+        with drawing(batch_seed(seed, epoch, -1)):
+            batches = iter(self._loader)
+        number = 0
+        while True:
+            with drawing(batch_seed(seed, epoch, number)):
+                batch = next(batches, _END)
+            self._refuse_other_end(number, batch is _END)
+            if batch is _END:
+                return
+            if number >= first:  # before: replayed, a stream cannot jump
+                yield batch
+            number += 1
+
+    def _refuse_other_end(self, number: int, ended: bool) -> None:
+        """Raise UsageError on every rank where some ranks have a batch and others have none."""
+        collectives = self._executor.collectives
+        if len(collectives.ranks) < 2:
+            return
+        mine = torch.zeros(len(collectives.ranks), device=collectives.device)
+        mine[self._executor.program.rank] = float(ended)
+        over = collectives.all_reduce(mine, f"batch {number} of the data").wait().tolist()
+        if 0 < sum(over) < len(over):
+            raise UsageError(
+                "the dataset has more batches on some ranks than on others",
+                [
+                    f"rank {rank} {'has no batch' if none else 'has a batch'} {number}"
+                    for rank, none in enumerate(over)
+                ],
+                ["give the same data on every rank: the engine takes the whole batch everywhere"],
+            )
+
+
+def collate_numbers(samples: list[Any]) -> Any:
+    """torch's ``default_collate``, which would turn a sample's list of numbers inside out: here it is a tensor.
+
+    [{"tokens": [1, 2, 3]}, {"tokens": [4, 5, 6]}]  ->  {"tokens": tensor of shape (2, 3)}
+    """
+    return default_collate([_tensors_of(sample) for sample in samples])
+
+
+def _tensors_of(sample: Any) -> Any:
+    if isinstance(sample, Mapping):
+        return {key: _as_tensor(value) for key, value in sample.items()}
+    return sample
+
+
+def _as_tensor(value: Any) -> Any:
+    """A list (of lists) of numbers as a tensor; anything else as it is."""
+    inner = value
+    while isinstance(inner, list) and inner:
+        inner = inner[0]
+    return torch.tensor(value) if inner is not value and isinstance(inner, Number) else value
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,182 @@
+"""One training step as numbers: into how many micro-batches it is cut, and what every rank learns of it.
+
+Loss and metrics of a batch are Σ weight · (that of a micro-batch). Some ranks compute a result, some do not, some
+compute the same one (shards) or their part of it (replicas), so each rank brings a pair, all pairs are summed over the
+ranks in one small all-reduce, and
+
+    result = Σ weight · result of a micro-batch   ·   (Σ weights of the batch) / (Σ weights that were brought)
+
+where the factor is exactly 1 when each micro-batch's result was brought once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cost_models.errors import PlanError
+from partitioner.plan import Plan
+from runtime.execute.results import StepSums
+from runtime.ranks.collective import Collectives, Pending
+from runtime.segment.code import BatchSpec
+from runtime.segment.microbatch import microbatch_sizes
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What a training step did, the same on every rank; ``engine.last_step``. Tensors are of shape (), float64."""
+
+    loss: Tensor
+    grad_norm: Tensor | None
+    """Before clipping; None where gradients were not clipped, infinite where they overflowed (``skipped``)."""
+    metrics: Mapping[str, Tensor]
+    samples: int
+    tokens: int | None
+    """Token ids in the batch, padding included; None if the model has no embedding of token ids."""
+    seconds: float
+    """Of this rank, from the call to its return."""
+    step: int
+    """Number of the step, from 1."""
+    skipped: bool = False
+    """Whether gradients overflowed under the loss scale and were dropped on all ranks: nothing was updated."""
+
+
+@dataclass(frozen=True)
+class SharedResults:
+    """Loss and metrics of a batch on their way to every rank."""
+
+    _pending: Pending
+    _names: Sequence[str]
+    _weight: float
+
+    def wait(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """(loss, metrics), float64 tensors of shape (). On a GPU nobody waits but the stream."""
+        pairs = self._pending.wait().view(-1, 2)
+        loss, *metrics = (pairs[:, 0] * (self._weight / pairs[:, 1])).unbind()
+        return loss, dict(zip(self._names, metrics, strict=True))
+
+
+def share_results(
+    sums: StepSums, metric_names: Sequence[str], weights: Sequence[float], collectives: Collectives
+) -> SharedResults:
+    """Start to sum what every rank brings. Collective. ``weights``: of the whole batch's micro-batches."""
+    brought: list[Tensor | None] = [sums.loss, *(sums.metrics.get(name) for name in metric_names)]
+    own = sum(sums.weights) * sums.share
+    pairs = [number for result in brought for number in (0.0, 0.0 if result is None else own)]
+    vector = torch.tensor(pairs, dtype=torch.float64).to(collectives.device, non_blocking=True)
+    for at, result in enumerate(brought):
+        if result is not None:
+            vector[2 * at] = result
+    return SharedResults(collectives.all_reduce(vector, "the loss"), metric_names, sum(weights))
+
+
+def tokens_in(
+    spec: BatchSpec, leaf: str | None, leaves: Mapping[str, Tensor], samples: int, parts: int = 1
+) -> int | None:
+    """Token ids in a batch of ``samples``, also where this rank was not given ``leaf``, which has them.
+
+    ``parts``: this rank was given one of so many.
+    """
+    if leaf is None or leaf in leaves:
+        return None if leaf is None else leaves[leaf].numel() * parts
+    if leaf not in spec.leaves:
+        return None
+    sizes = [
+        samples if dim == spec.batch_dims[leaf] else size for dim, size in enumerate(spec.leaves[leaf].shape)
+    ]
+    known = [size for size in sizes if isinstance(size, int)]
+    return math.prod(known) if len(known) == len(sizes) else None
+
+
+def microbatches_for(plan: Plan, samples: int, least_samples: int, reason: str, multiple: int = 1) -> int:
+    """Into how many micro-batches a batch of ``samples`` is cut: the plan's number, or as many as it is enough for.
+
+        plan: 8 samples, 4 micro-batches      samples 8 -> 2 2 2 2    5 -> 2 1 1 1    3 -> 1 1 1
+        two ranks share each, 16 in 4                 16 -> 4 4 4 4   10 -> 4 2 2 2   6 -> 2 2 2    5 is refused
+
+    A function of the batch alone, so all ranks decide alike. ``least_samples``: what a micro-batch needs, for
+    ``reason``. ``multiple``: of how many samples a micro-batch has a multiple. Raises PlanError for more samples than were
+    planned: their memory was not; and for what cannot be cut so.
+    """
+    title = f"this batch does not fit the plan for {plan.model.name}"
+    if samples > plan.batch_size:
+        raise PlanError(
+            title,
+            because=[
+                f"it has {samples} samples, the plan is made for {plan.batch_size} a step, "
+                "and memory for more was not planned"
+            ],
+            suggestions=[
+                f"give batches of at most {plan.batch_size}",
+                f"plan again with batch_size={samples}",
+            ],
+        )
+    if samples < least_samples:
+        raise PlanError(
+            title,
+            because=[f"it has {samples} samples, and {reason or 'a step'} needs {least_samples}"],
+            suggestions=["drop the last batch: drop_last=True"],
+        )
+    if samples % multiple:
+        raise PlanError(
+            title,
+            because=[
+                f"it has {samples} samples, and ranks share the samples of a micro-batch: it has a multiple of {multiple}"
+            ],
+            suggestions=[
+                "drop the last batch: drop_last=True",
+                f"give batches of multiples of {multiple} samples",
+                "plan with inputs that are not split: pins={name of an input: 'R'} for each of them",
+            ],
+        )
+    return min(plan.microbatches, samples // (-(-least_samples // multiple) * multiple))
+
+
+def shared_and_rest(
+    samples: int, planned: tuple[int, int], least: int, multiple: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes of the micro-batches that ranks share (multiples of ``multiple``), and of the rest.
+
+    ``planned``: (samples, micro-batches). As many micro-batches as planned, or as many more as the batch is larger, or
+    fewer where it is small. Of the rest, a micro-batch has no more than a rank's part of a shared one.
+    """
+    batch_size, microbatches = planned
+    rest = samples % multiple
+    least_shared = -(-least // multiple) * multiple
+    while rest and rest < least:
+        rest += multiple
+    if samples - rest < least_shared:
+        rest = samples if multiple > 1 else 0
+    shared, largest = samples - rest, microbatch_sizes(batch_size, microbatches, multiple)[0]
+    both: list[tuple[int, ...]] = []
+    for count, smallest, most, step, usual in (
+        (shared, least_shared, largest, multiple, microbatches),
+        (rest, least, max(1, largest // multiple), 1, 1),
+    ):
+        number = min(count // smallest, max(usual, -(-count // most)))
+        both.append(microbatch_sizes(count, number, step) if count else ())
+    return both[0], both[1]
+
+
+def seed_scale(weights: Sequence[float], samples: int, loss_dtype: torch.dtype) -> float:
+    """Makes a loss's weights exact in its type: gradients are computed times this, and divided by it in float32.
+
+        6 samples, 3 micro-batches: 1/3 is 0.334 in bfloat16, and 1/3 · 6/8 = 0.25 is itself
+
+    1 where they are exact already. With it they are small integers over a power of two.
+    """
+    if loss_dtype.itemsize >= 4:
+        return 1.0
+    exact = torch.tensor(weights, dtype=torch.float64)
+    if torch.equal(exact.to(loss_dtype).double(), exact):
+        return 1.0
+    return samples / 2.0 ** math.ceil(math.log2(samples))
+
+
+def replanned(plan: Plan, microbatches: int) -> Plan:
+    """The same plan for fewer micro-batches; for its programs only, its predictions are of the whole batch."""
+    return plan.model_copy(update={"microbatches": microbatches})

@@ -1,0 +1,327 @@
+"""The plan of a cost graph that is no traced model: which node goes where, what that costs, how sure that is.
+
+Data only, as :class:`partitioner.plan.Plan`: JSON, safe to load from anyone. It holds no programs: there is nothing to run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_args
+
+from pydantic import Field, ValidationError, model_validator
+
+from cost_models.errors import PlanError, UsageError
+from partitioner.cost_graphs.read import GraphFormat, ReadGraph
+from partitioner.record.base import Count, Record, Seconds
+from partitioner.record.file import read_json, read_text, validation_problems, write_text
+from partitioner.report.text import columns, counted, labelled, percent, printable
+from passes.search.cost_graph.contiguous import place_contiguous
+from passes.search.cost_graph.free import place_freely
+from passes.search.cost_graph.graph import evaluate, named
+from passes.search.cost_graph.latency import place_for_latency
+from passes.search.cost_graph.layouts import Layout
+from passes.search.cost_graph.result import Placed
+
+SCHEMA_VERSION: Final = 1
+Objective = Literal["throughput", "latency"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+GraphStrategy = Literal["free", "feature"]
+ANEW = "make the plan anew with `partitioner plan --graph FILE --strategy free -o plan.json`"
+Cost = Annotated[float, Field(ge=0)]
+MAX_ROWS = 24
+
+
+class GraphInfo(Record):
+    """Which graph the plan is for. ``fingerprint`` covers nodes, costs and edges."""
+
+    source: str
+    format: GraphFormat
+    fingerprint: str
+    nodes: Count
+    edges: Count
+    notes: tuple[str, ...] = ()
+
+
+class MachineInfo(Record):
+    """What the graph was placed on."""
+
+    accelerators: Count
+    cpus: Count
+    memory_size: Cost | None = Field(description="of each accelerator; null: no limit")
+
+
+class GraphPrediction(Record):
+    """What the placement costs, in ``cost_unit``; loads and memory by device."""
+
+    max_load: Cost = Field(description="of the busiest device: the objective of throughput")
+    makespan: Cost | None = Field(description="of one batch: the objective of latency; null if not asked for")
+    loads: dict[str, Cost]
+    memory: dict[str, Cost]
+    transfers: Cost = Field(description="part of all loads that is sending and receiving")
+
+
+class GraphCertificate(Record):
+    """How good the placement is known to be; the names are those of every plan's certificate.
+
+    What is called seconds is in the plan's ``cost_unit``, but for ``search_seconds``.
+    """
+
+    objective: str
+    objective_seconds: Cost = Field(description="in cost_unit")
+    bound_seconds: Cost = Field(description="in cost_unit: no placement of the space is below")
+    gap: float = Field(description="(objective - bound) / objective; 0: proved optimal")
+    simulated_lower_bound_seconds: Cost = Field(
+        description="in cost_unit: the bound, as nothing is simulated"
+    )
+    space: str
+    method: str
+    solver_status: str
+    search_seconds: Seconds
+
+
+class GraphPlan(Record):
+    """A placement of a cost graph; of a profile by strategy ``feature``, the layout of every node on all devices."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    kind: Literal["graph"] = "graph"
+    partitioner_version: str
+    graph: GraphInfo
+    machine: MachineInfo
+    strategy: GraphStrategy = "free"
+    contiguous: bool = Field(description="whether the quotient of the forward graph had to be acyclic")
+    objective: Objective
+    cost_unit: str
+    placements: dict[str, str] = Field(
+        description="device of every node: acc0 … or cpu0 …; empty for strategy feature: all are on every device"
+    )
+    layouts: dict[str, Layout] = Field(
+        default={}, description="strategy feature: how every node is spread over all devices"
+    )
+    prediction: GraphPrediction
+    certificate: GraphCertificate
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GraphPlan:
+        devices = set(self.prediction.loads)
+        lost = [
+            f"placements.{node}: there is no device {d}"
+            for node, d in self.placements.items()
+            if d not in devices
+        ]
+        free = self.strategy == "free"
+        for what, held, there in (("placements", self.placements, free), ("layouts", self.layouts, not free)):
+            expected = self.graph.nodes if there else 0
+            if len(held) != expected:
+                of_nodes = f", the graph has {expected}" if there else f", strategy {self.strategy} has none"
+                lost.append(f"{what}: {len(held)} nodes{of_nodes}")
+        if lost:
+            raise ValueError("\n".join(lost[:20]))
+        return self
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON. Atomic: a crash leaves the previous file, never half of a new one."""
+        write_text(Path(path), self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> GraphPlan:
+        """Read a plan file; safe with files from anyone. Raises PlanError with every problem found."""
+        text, source = read_text(path), str(path)
+        read_json(text, source, SCHEMA_VERSION)
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise PlanError(
+                f"{source} is not a valid plan of a graph", validation_problems(error), [ANEW]
+            ) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON data."""
+        data: dict[str, Any] = json.loads(self.model_dump_json())
+        return data
+
+    def __str__(self) -> str:
+        return _render(self)
+
+
+def check_options(
+    contiguous: bool, objective: str, time_limit_seconds: float, strategy: str = "free"
+) -> None:
+    """Refuse unknown words, numbers that mean nothing and combinations that no search is for, all at once."""
+    problems = []
+    if strategy == "feature" and contiguous:
+        problems.append("by strategy feature every node is on all devices: contiguous means nothing there")
+    if strategy == "feature" and objective == "latency":
+        problems.append("strategy feature is searched for throughput, one mini-batch per device and step")
+    if objective not in OBJECTIVES:
+        problems.append(f"objective {objective!r} is not one of: {', '.join(OBJECTIVES)}")
+    if objective == "latency" and contiguous:
+        problems.append("contiguous placements are searched for throughput; latency has no contiguous search")
+    if not 0 < time_limit_seconds < math.inf:
+        problems.append(f"the time limit is {time_limit_seconds!r}, expected more than 0 seconds")
+    if problems:
+        raise UsageError("cannot plan the graph with these options", problems)
+
+
+def plan_graph(
+    read: ReadGraph,
+    *,
+    contiguous: bool = False,
+    objective: str = "throughput",
+    time_limit_seconds: float = 60.0,
+) -> GraphPlan:
+    """Place a cost graph and write down what was found."""
+    check_options(contiguous, objective, time_limit_seconds)
+    graph = read.graph
+    found: Placed
+    if objective == "latency":
+        found = place_for_latency(graph, time_limit_seconds)
+    elif contiguous:
+        found = place_contiguous(graph, time_limit_seconds)
+    else:
+        found = place_freely(graph, time_limit_seconds)
+    return _record(read, found, contiguous, "latency" if objective == "latency" else "throughput")
+
+
+def graph_info(read: ReadGraph, *notes: str) -> GraphInfo:
+    """Which graph a plan is for. ``notes``: beside the graph's own."""
+    graph = read.graph
+    return GraphInfo(
+        source=read.source,
+        format=read.format,
+        fingerprint=graph.fingerprint,
+        nodes=len(graph.nodes),
+        edges=len(graph.edges),
+        notes=(*graph.notes, *notes),
+    )
+
+
+def _record(read: ReadGraph, found: Placed, contiguous: bool, objective: Objective) -> GraphPlan:
+    graph, machine = read.graph, read.graph.machine
+    costs = evaluate(graph, found.placement)
+    devices = machine.devices
+    return GraphPlan(
+        partitioner_version=package_version(),
+        graph=graph_info(read),
+        machine=MachineInfo(
+            accelerators=machine.accelerators,
+            cpus=machine.cpus,
+            memory_size=machine.memory_size if math.isfinite(machine.memory_size) else None,
+        ),
+        contiguous=contiguous,
+        objective=objective,
+        cost_unit=graph.unit,
+        placements=dict(named(graph, found.placement)),
+        prediction=GraphPrediction(
+            max_load=costs.max_load,
+            makespan=found.value if objective == "latency" else None,
+            loads=dict(zip(devices, costs.loads, strict=True)),
+            memory=dict(zip(devices, costs.memory, strict=True)),
+            transfers=costs.transfers,
+        ),
+        certificate=GraphCertificate(
+            objective=found.objective,
+            objective_seconds=found.value,
+            bound_seconds=found.bound,
+            gap=found.gap,
+            simulated_lower_bound_seconds=found.bound,
+            space=found.space,
+            method=found.method,
+            solver_status=found.status,
+            search_seconds=found.seconds,
+        ),
+    )
+
+
+def package_version() -> str:
+    """Of the installed package."""
+    try:
+        return version("partitioner")
+    except PackageNotFoundError:
+        return "source"
+
+
+def _render(plan: GraphPlan) -> str:
+    p, c, m, by_layout = plan.prediction, plan.certificate, plan.machine, plan.strategy == "feature"
+    memory = "no memory limit" if m.memory_size is None else f"{m.memory_size:g} of memory each"
+    counts = f"{counted(m.accelerators, 'accelerator')} ({memory}), {counted(m.cpus, 'CPU')}"
+    unit = "" if plan.cost_unit.startswith("cost unit") else f" {plan.cost_unit}"
+    lines = [
+        labelled("graph", f"{plan.graph.source}: {plan.graph.nodes:,} nodes, {plan.graph.edges:,} edges"),
+        labelled("machine", counts),
+        labelled(
+            "plan",
+            f"feature-wise, for throughput: {p.max_load:g}{unit} per mini-batch, "
+            f"{m.accelerators * p.max_load:g}{unit} per step of {counted(m.accelerators, 'mini-batch')}"
+            if by_layout
+            else f"{'contiguous' if plan.contiguous else 'free'} placement, for {plan.objective}: "
+            + (f"makespan {p.makespan:g}{unit}, " if p.makespan is not None else "")
+            + f"largest load {p.max_load:g}{unit}",
+        ),
+        "",
+        _layout_lines(plan) if by_layout else _table(plan),
+        "",
+        labelled("search", f"{c.solver_status}, in {c.search_seconds:.1f} s, over {c.space}; {c.method}"),
+        labelled(
+            "bound",
+            f"no such {'choice' if by_layout else 'placement'} has a {c.objective} below "
+            f"{c.bound_seconds:g}{unit}; this one is "
+            + ("at it" if c.gap == 0 else f"within {percent(c.gap)} of it"),
+        ),
+    ]
+    lines += [labelled("note", note) for note in plan.graph.notes]
+    return printable("\n".join(lines))
+
+
+def _table(plan: GraphPlan) -> str:
+    p = plan.prediction
+    held: dict[str, list[str]] = {device: [] for device in p.loads}
+    for node, device in plan.placements.items():
+        held[device].append(node)
+    used = [device for device in p.loads if held[device]]
+    rows = []
+    for device in used[:MAX_ROWS]:
+        names = ", ".join(held[device])
+        shown = _shortened(names)
+        share = percent(p.loads[device] / p.max_load) if p.max_load else "0%"
+        rows.append(
+            [device, f"{len(held[device]):,}", f"{p.loads[device]:g}", share, f"{p.memory[device]:g}", shown]
+        )
+    text = columns(
+        ("device", "nodes", "load", "of largest", "memory", "which"), rows, left=("device", "which")
+    )
+    idle = len(p.loads) - len(used)
+    more = [f"{len(used) - MAX_ROWS} more devices"] if len(used) > MAX_ROWS else []
+    more += [f"{counted(idle, 'device')} idle"] if idle else []
+    return "\n".join([text, *more])
+
+
+def _layout_lines(plan: GraphPlan) -> str:
+    held: dict[str, list[str]] = {"samples": [], "features": [], "inputs": []}
+    for node, layout in plan.layouts.items():
+        held[layout].append(node)
+    return "\n".join(
+        labelled(layout, f"{counted(len(nodes), 'node')}: {_first(nodes)}" if nodes else "no nodes")
+        for layout, nodes in held.items()
+    )
+
+
+def _first(nodes: list[str]) -> str:
+    more = f" and {len(nodes) - MAX_ROWS} more" if len(nodes) > MAX_ROWS else ""
+    return ", ".join(nodes[:MAX_ROWS]) + more
+
+
+def _shortened(names: str) -> str:
+    return names if len(names) <= 60 else names[:57] + "…"
+
+
+def is_graph_plan(path: str | os.PathLike[str]) -> bool:
+    """Whether a file says that it is a plan of a cost graph; whether it is a valid one is not looked at."""
+    try:
+        data = json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and data.get("kind") == "graph"

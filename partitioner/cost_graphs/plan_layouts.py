@@ -1,0 +1,83 @@
+"""The feature-wise plan of a PipeDream profile: every op on all devices, each by samples, by features or by inputs."""
+
+from __future__ import annotations
+
+import math
+
+from cost_models.errors import UsageError
+from partitioner.cost_graphs.pipedream import Profile
+from partitioner.cost_graphs.pipedream_layouts import kind_of, sharded_problem
+from partitioner.cost_graphs.plan import (
+    GraphCertificate,
+    GraphPlan,
+    GraphPrediction,
+    MachineInfo,
+    graph_info,
+    package_version,
+)
+from partitioner.cost_graphs.read import ReadGraph
+from passes.search.cost_graph.layouts import Sharded
+from passes.search.cost_graph.place_layouts import place_sharded
+
+OBJECTIVE = "time per mini-batch"
+LOSS = "the loss is not in the profile: taken to be computed by samples"
+
+
+def plan_sharded(read: ReadGraph, time_limit_seconds: float = 60.0) -> GraphPlan:
+    """Lay out the layers of a profile over all devices; raises UsageError for graphs that are no profiles."""
+    if read.profile is None:
+        raise UsageError(
+            f"{read.source} cannot be planned by strategy 'feature'",
+            ["it says what its nodes cost, but not how many bytes their parameters have: only profiles do"],
+            ["use --strategy free, or give a PipeDream graph.txt"],
+        )
+    graph, devices = read.graph, read.graph.machine.devices
+    problem = sharded_problem(read.profile, len(devices), read.bytes_per_second)
+    found = place_sharded(problem, time_limit_seconds)
+    layout_of = {op.id: layout for op, layout in zip(problem.ops, found.layouts, strict=True)}
+    value = found.step_seconds * 1e3 / len(devices)
+    costs = found.costs
+    sent = math.fsum((costs.reduce_seconds, costs.gather_seconds, costs.exchange_seconds))
+    return GraphPlan(
+        partitioner_version=package_version(),
+        graph=graph_info(read, LOSS, *_unknown(read.profile)),
+        machine=MachineInfo(accelerators=len(devices), cpus=0, memory_size=None),
+        strategy="feature",
+        contiguous=False,
+        objective="throughput",
+        cost_unit=graph.unit,
+        layouts={node.id: layout_of[node.colour or node.id] for node in graph.nodes},
+        placements={},
+        prediction=GraphPrediction(
+            max_load=value,
+            makespan=None,
+            loads=dict.fromkeys(devices, value),
+            memory=dict.fromkeys(devices, costs.parameter_bytes),
+            transfers=sent * 1e3,
+        ),
+        certificate=_certificate(found, value),
+    )
+
+
+def _certificate(found: Sharded, value: float) -> GraphCertificate:
+    bound = value * (1 - found.gap)
+    return GraphCertificate(
+        objective=OBJECTIVE,
+        objective_seconds=value,
+        bound_seconds=bound,
+        gap=found.gap,
+        simulated_lower_bound_seconds=bound,
+        space=found.space,
+        method=found.method,
+        solver_status=found.status,
+        search_seconds=found.search_seconds,
+    )
+
+
+def _unknown(profile: Profile) -> tuple[str, ...]:
+    """A word on layers that nothing but samples is known to split."""
+    names = dict.fromkeys(
+        layer.what.partition("(")[0] for layer in profile.layers if kind_of(layer.what)[0] == "samples"
+    )
+    shown = ", ".join(list(names)[:6])
+    return (f"by samples, as how else to split them is not known: {shown}",) if names else ()

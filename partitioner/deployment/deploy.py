@@ -1,0 +1,142 @@
+"""``plan.deploy(model)``: this rank's share of a plan, ready to train. Called on every rank under torchrun.
+
+meet         every rank says what it is; rank 0 compares that with the plan: who plays which device, or a refusal
+join         the process group, unless there is one
+build        this rank's share: programs, code, tensors, optimizer; a rank that cannot ends the others
+compile      its segments, where asked for
+run          the executor over it, in an ``Engine``
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cost_models.errors import UsageError
+from partitioner.api import ModelOrTrace
+from partitioner.deployment.agree import agree_on_ranks
+from partitioner.deployment.copies import refuse_unlike_copies
+from partitioner.deployment.first_rank_logs import log_on_first_rank
+from partitioner.deployment.share import Recipe, build_share
+from partitioner.deployment.start import make_engine, start_executor
+from partitioner.engine.callbacks import Callback
+from partitioner.engine.engine import Engine
+from partitioner.engine.optimizer import refuse_optimizer_options
+from partitioner.models.workload import Workload
+from partitioner.plan import Plan
+from passes.graph.graph import OpGraph
+from passes.trace.wrappers import unwrapped
+from runtime.ranks.launch import init_distributed
+from runtime.ranks.meeting import Meeting
+from runtime.segment.compiled import CompileOptions, compile_options
+from runtime.segment.microbatch import microbatch_sizes
+
+logger = logging.getLogger("partitioner")
+
+LEARNING_RATE = 1e-3
+BUILD_SECONDS = 1800.0
+COMPILE_SECONDS = 3600.0
+"""How long ranks wait for the slowest one to read its weights, and to compile."""
+
+
+def deploy_plan(
+    plan: Plan,
+    model: ModelOrTrace,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    dynamic_dims: Mapping[str, list[int]] | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+    optimizer_kwargs: Mapping[str, Any] | None = None,
+    learning_rate: float | None = None,
+    weights: str | Path | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    init_fn: Callable[[nn.Module], None] | None = None,
+    seed: int = 0,
+    device: str | torch.device | None = None,
+    timeout_seconds: float = 30.0,
+    compile: bool | CompileOptions = False,
+    check_memory: bool = True,
+    check_hosts: bool = True,
+    check_batches: int = 2,
+    callbacks: Iterable[Callback] = (),
+    graph: OpGraph | None = None,
+) -> Engine:
+    """Build this rank's executor. Collective: every rank of the plan calls it. ``model`` itself is never changed.
+
+    What the plan was made for
+        ``model``: the module or Workload, real or on the meta device. ``example_inputs``, ``loss_fn``, ``batch_dims``,
+        ``dynamic_dims``: as :func:`partition` was given them; other open sizes make another model. ``graph``: the
+        model's training trace where it is at hand; else it is traced here.
+    Weights
+        Each rank materializes only its own parameters: from ``weights``, a safetensors file, a directory of them or a
+        checkpoint, of which it reads its own bytes only; from ``state_dict``; from the real ``model``; or from a meta
+        model with ``init_fn(module)``. ``seed``: of what ``init_fn`` draws, and of dropout.
+    Training
+        ``optimizer``: a torch.optim class, with ``optimizer_kwargs``; the plan's own kind with ``learning_rate`` (1e-3)
+        if not given.
+    Running
+        ``compile``: True, or options of ``torch.compile``, compiles each segment before this returns.
+    Launch
+        ``device``: GPU number LOCAL_RANK where the plan has GPUs, else the CPU, if not given. ``timeout_seconds``: how
+        long a rank waits for another before it ends with an error that names it. ``check_memory``: refuse where less
+        memory is free than the plan predicts. ``check_hosts``: where the cluster's nodes name their hosts, the
+        processes there play these nodes' devices; without it rank r plays the r-th used device, wherever it runs.
+    Watching
+        ``check_batches``: how many of the first batches are compared between ranks. ``callbacks``: what is told of steps
+        (``partitioner.engine.callbacks``), such as a ``CsvLogger``.
+
+    Raises PlanError on every rank, with every difference between the plan and the processes that run.
+    """
+    refuse_optimizer_options(optimizer, optimizer_kwargs or {}, learning_rate)
+    workload, options = workload_of(model, example_inputs, loss_fn), compile_options(compile)
+    recipe = Recipe(
+        workload,
+        batch_dims=batch_dims,
+        dynamic_dims=dynamic_dims,
+        optimizer=optimizer,
+        optimizer_kwargs=dict(optimizer_kwargs or {}),
+        learning_rate=LEARNING_RATE if learning_rate is None else learning_rate,
+        weights=weights,
+        state_dict=state_dict,
+        init_fn=init_fn,
+        seed=seed,
+    )
+    meeting = Meeting.join()
+    log_on_first_rank(meeting.rank)
+    own_device, ranks = agree_on_ranks(
+        meeting, plan, workload.model, device, check_memory=check_memory, check_hosts=check_hosts
+    )
+    init_distributed(own_device, timeout_seconds, meeting=meeting)
+    with meeting.all_or_none("build", BUILD_SECONDS):
+        share = build_share(plan, recipe, ranks, meeting.rank, own_device, graph)
+    refuse_unlike_copies(meeting, share.state, seed)
+    executor = start_executor(share, own_device, timeout_seconds=timeout_seconds, seed=seed, compile=options)
+    if options is not None:
+        with meeting.all_or_none("compile", COMPILE_SECONDS):
+            sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
+            executor.warm_up(share.graph.example_shapes, sizes)
+    return make_engine(plan, recipe, ranks, share, executor, check_batches=check_batches, callbacks=callbacks)
+
+
+def workload_of(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:
+    """What is deployed: the module without its compiler's wrapper, and what was given or else the workload brings."""
+    given = model if isinstance(model, Workload) else None
+    module = model if given is None else given.model
+    if not isinstance(module, nn.Module):
+        raise UsageError(
+            "cannot deploy a trace", because=["weights are needed"], suggestions=["give the model itself"]
+        )
+    module, note = unwrapped(module)
+    if note is not None:
+        logger.info("%s", note)
+    if given is not None:
+        example_inputs = given.example_inputs if example_inputs is None else example_inputs
+        loss_fn = loss_fn or given.loss_fn
+    return Workload(module, example_inputs, loss_fn, "" if given is None else given.name)

@@ -1,0 +1,394 @@
+"""``engine.state_dict``, ``engine.save`` and ``engine.load``: everything a run needs to go on, under any plan.
+
+    model/NAME             owners: what the optimizer updates; and buffers; of a sharded one each rank's block, of one that
+                           is held in parts each part
+    optimizer/NAME/KEY     the optimizer's state of a parameter
+    random/RANK/GENERATOR  torch, cuda, python, numpy
+    extra/PATH             tensors in what the user gave
+
+are tensors and go through ``torch.distributed.checkpoint``; the rest (step, groups and their options, loss scale,
+``extra``) is JSON. Names are the model's own, so the plan, the strategy and the number of ranks may change in between.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from cost_models.errors import CheckpointError, PartitionerError, RankFailureError, UsageError
+from partitioner.engine.state_keys import StateKeys
+from partitioner.engine.weights import MODEL_PREFIX, converts, listed
+from passes.graph.graph import OpGraph
+from runtime.checkpoint.directory import StoredCheckpoint, begin, commit, find, is_checkpoint, read, remove
+from runtime.checkpoint.optimizer import (
+    merged_record,
+    optimizer_record,
+    refuse_other_optimizer,
+    restore_optimizer,
+    state_targets,
+)
+from runtime.checkpoint.parts import Part, Parts, PartsLoadPlanner, PartsSavePlanner
+from runtime.checkpoint.random import random_states, restore_random_states
+from runtime.checkpoint.storage import TensorReader, TensorWriter
+from runtime.checkpoint.tree import decode, encode, tensor_names
+from runtime.ranks.side_group import SideGroup, raise_together
+from runtime.state.gather import gather_state
+from runtime.state.rank_state import RankState
+from runtime.state.step_precision import StepPrecision
+
+
+class Run(Protocol):
+    """The parts of an engine that change while it trains, beside its tensors."""
+
+    optimizer: torch.optim.Optimizer
+    step: int
+
+    precision: StepPrecision
+
+
+class PendingSave:
+    """A save that may still be writing."""
+
+    def __init__(self, path: Path, write: Callable[[], None], *, asynchronous: bool) -> None:
+        self.path = path
+        self._write = write
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if asynchronous:
+            self._thread = threading.Thread(target=self._run, name="partitioner-save")
+            self._thread.start()
+        else:
+            write()
+
+    def done(self) -> bool:
+        """Whether nothing is being written any more."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """The checkpoint, once every rank has written it. Raises what went wrong on any of them."""
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.path
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, `wait` raises it
+            self._error = error
+
+
+class Checkpoints:
+    """The state of one rank of one engine, as files and as a state dict. Methods are collective."""
+
+    def __init__(
+        self,
+        model_name: str,
+        keys: StateKeys,
+        graph: OpGraph,
+        state: RankState,
+        device: torch.device,
+    ) -> None:
+        self._model_name, self._keys, self._shapes = model_name, keys, _stored_shapes(graph)
+        self._state, self._device = state, device
+        self._made_side: SideGroup | None = None
+        self._pending: PendingSave | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """``model.state_dict()`` on rank 0's CPU, an empty dict elsewhere."""
+        self._settle()
+        if self._keys.strange:
+            raise UsageError(
+                "the model's state dict cannot be gathered",
+                [
+                    f"{key} is made by a hook of the model, out of what is not known"
+                    for key in self._keys.strange
+                ],
+            )
+        keys = self._keys
+        return gather_state(keys.order, keys.entries, keys.others, self._state, self._side)
+
+    def save(
+        self, run: Run, directory: str | Path, extra: Any, *, asynchronous: bool, keep: int
+    ) -> PendingSave:
+        """Write a checkpoint; see ``Engine.save``."""
+        if keep < 1:
+            raise UsageError(f"cannot keep {keep} checkpoints", suggestions=["keep=1 or more"])
+        self._settle()
+        side, root = self._side, Path(directory)
+        tensors: dict[str, Tensor] = {}
+        parts: dict[str, Part] = {}
+        extra_data: list[Any] = []
+
+        def prepare() -> Any:
+            mine = self._written_here()
+            tensors.update({MODEL_PREFIX + name: self._own(name) for name in mine})
+            trained = [name for name in mine if name in self._state.parameters]
+            own_parts = self._parts(self._held())
+            parts.update(_of_model(own_parts))
+            record, found, placed = optimizer_record(
+                run.optimizer, self._state.parameters, trained, own_parts
+            )
+            tensors.update(found)
+            parts.update(placed)
+            states = random_states(self._device)
+            tensors.update({f"random/{side.rank}/{name}": value for name, value in states.items()})
+            if side.rank == 0:
+                data, found = encode(extra, "extra")
+                extra_data.append(data)
+                tensors.update(found)
+            return record
+
+        names = dict.fromkeys(map(self._state.whole_of, self._state.holders))
+        optimizer = merged_record(side.agree("saving", prepare), list(names))
+        path = side.from_first("saving", lambda: begin(root, run.step))
+        side.agree("saving", lambda: _refuse_invisible(path))
+        record = {
+            "model": self._model_name,
+            "step": run.step,
+            "world_size": side.size,
+            "optimizer": optimizer,
+            "loss_scale": run.precision.state_dict(),
+            "extra": extra_data[0] if extra_data else None,
+        }
+        if asynchronous:
+
+            def copy() -> None:
+                tensors.update({n: tensor.detach().to("cpu", copy=True) for n, tensor in tensors.items()})
+
+            side.agree("saving", copy)
+        pending = PendingSave(
+            path, lambda: _write(path, record, tensors, parts, keep, side), asynchronous=asynchronous
+        )
+        if asynchronous:  # on all ranks alike, however it ends
+            self._pending = pending
+        return pending
+
+    def load(self, run: Run, directory: str | Path) -> Any:
+        """Go on from a checkpoint; see ``Engine.load``."""
+        self._settle()
+        side = self._side
+        path = side.from_first("loading", lambda: find(Path(directory)))
+        found: list[StoredCheckpoint] = []
+        targets: dict[str, Tensor] = {}
+        own_parts: dict[str, Part] = {}
+        parts: dict[str, Part] = {}
+
+        def prepare() -> None:
+            checkpoint = read(path)
+            found.append(checkpoint)
+            self._refuse_other_model(checkpoint)
+            record, index = checkpoint.record, checkpoint.index
+            held = self._held()
+            own_parts.update(self._parts(held))
+            refuse_other_optimizer(record["optimizer"], run.optimizer, self._state.parameters, own_parts)
+            targets.update({MODEL_PREFIX + name: self._own(name) for name in held})
+            parts.update(_of_model(own_parts))
+            found_state, placed = state_targets(
+                record["optimizer"], index, run.optimizer, self._state.parameters, own_parts
+            )
+            targets.update(found_state)
+            parts.update(placed)
+            wanted = [name for name in index if name.startswith(f"random/{side.rank}/")]
+            wanted = wanted if record["world_size"] == side.size else []
+            for name in (*wanted, *tensor_names(record["extra"])):
+                targets[name] = torch.empty(index[name].shape, dtype=index[name].dtype)
+
+        side.agree("loading", prepare)
+        (checkpoint,) = found
+        _read(checkpoint, targets, parts, side)
+
+        def restore() -> None:
+            record = checkpoint.record
+            restore_optimizer(record["optimizer"], targets, run.optimizer, self._state.parameters, own_parts)
+            start = f"random/{side.rank}/"
+            states = {n.removeprefix(start): t for n, t in targets.items() if n.startswith(start)}
+            if states:
+                restore_random_states(states, self._device)
+            run.precision.load_state_dict(record["loss_scale"])
+            run.step = record["step"]
+
+        side.agree("loading", restore)
+        run.precision.publish()
+        return decode(checkpoint.record["extra"], targets)
+
+    def close(self) -> None:
+        """Wait for what is being written. Not collective: a rank may be the only one that ends."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            try:
+                pending.wait()
+            finally:
+                self._close_side()
+        self._close_side()
+
+    def _close_side(self) -> None:
+        if self._made_side is not None:
+            self._made_side.close()
+            self._made_side = None
+
+    @property
+    def free_side(self) -> SideGroup:
+        """The group beside the one that trains, once no save is using it. Collective."""
+        self._settle()
+        return self._side
+
+    @property
+    def _side(self) -> SideGroup:
+        if self._made_side is None:
+            self._made_side = SideGroup()
+        return self._made_side
+
+    def _settle(self) -> None:
+        """Wait for the save that is under way: two would meet in one group's queue.
+
+        What it ended with on one rank, such as lost news of the others, is raised on all: none goes on alone.
+        """
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._side.agree("the save that was under way", pending.wait)
+
+    def _own(self, name: str) -> Tensor:
+        return self._state.own(name).detach()
+
+    def _names(self) -> list[str]:
+        """What ranks have of what a checkpoint holds, the same on every rank."""
+        return [held for name in self._shapes for held in self._state.names_of(name)]
+
+    def _held(self) -> list[str]:
+        """What this rank has of it."""
+        return [name for name in self._names() if self._state.rank in self._state.holders[name]]
+
+    def _written_here(self) -> list[str]:
+        """What this rank writes: of its tensors, or blocks of them, its share of those that others have as well."""
+        written = []
+        for number, name in enumerate(self._names()):
+            holders = self._alike(name)
+            if holders[number % len(holders)] == self._state.rank:
+                written.append(name)
+        return written
+
+    def _alike(self, name: str) -> tuple[int, ...]:
+        """The ranks with the same values under ``name``, this one among them if it has any."""
+        sharding, rank = self._state.shardings.get(name), self._state.rank
+        if sharding is None:
+            return self._state.holders[name]
+        part = sharding.owner_part(rank)
+        return tuple(other for other in sharding.mesh.ranks if sharding.owner_part(other) == part)
+
+    def _parts(self, names: Iterable[str]) -> dict[str, Part]:
+        """Of those that this rank has a block of."""
+        parts = {}
+        for name in names:
+            whole = self._state.whole_of(name)
+            shape, sharding = self._shapes[whole], self._state.shardings.get(name)
+            if name in self._state.parts:
+                parts[name] = Part(self._state.parts[name].block.offsets, shape, of=whole)
+            elif sharding is not None:
+                block = sharding.owner_block(shape, self._state.rank)
+                if block.shape != shape:
+                    parts[name] = Part(block.offsets, shape)
+        return parts
+
+    def _refuse_other_model(self, checkpoint: StoredCheckpoint) -> None:
+        stored = {
+            name.removeprefix(MODEL_PREFIX): entry
+            for name, entry in checkpoint.index.items()
+            if name.startswith(MODEL_PREFIX)
+        }
+        problems, held = [], {self._state.whole_of(name): self._own(name).dtype for name in self._held()}
+        for name, shape in self._shapes.items():
+            if name in stored and stored[name].shape != shape:
+                problems.append(f"{name} is {stored[name].shape} there, {shape} in the model")
+            elif name in held and name in stored and not converts(stored[name].dtype, held[name]):
+                problems.append(f"{name} is {stored[name].dtype} there, {held[name]} here")
+        problems = problems[:20]
+        problems += listed("missing", [name for name in self._shapes if name not in stored])
+        problems += listed("not in the model", [name for name in stored if name not in self._shapes])
+        if problems:
+            raise CheckpointError(
+                f"the checkpoint {checkpoint.path} of {checkpoint.record['model']} is not of {self._model_name}",
+                problems,
+                ["deploy the model that it was saved from"],
+            )
+
+
+def _of_model(parts: Parts) -> dict[str, Part]:
+    """``parts`` by what the tensors themselves are called beside their optimizer's state."""
+    return {MODEL_PREFIX + n: replace(p, of=p.of and MODEL_PREFIX + p.of) for n, p in parts.items()}
+
+
+def _stored_shapes(graph: OpGraph) -> dict[str, tuple[int, ...]]:
+    """What a checkpoint of this model holds, by canonical name: also buffers of no state dict that training writes."""
+    written = {output.name for output in graph.outputs if output.kind == "buffer"}
+    buffers = {name: s for name, s in graph.buffers.items() if s.persistent or name in written}
+    return {name: spec.shape for name, spec in (*graph.parameters.items(), *buffers.items())}
+
+
+def _write(
+    path: Path,
+    record: Mapping[str, Any],
+    tensors: dict[str, Tensor],
+    parts: Parts,
+    keep: int,
+    side: SideGroup,
+) -> None:
+    """All ranks' tensors, then, on rank 0, what makes them a checkpoint. Collective."""
+    writer = TensorWriter(path, side.rank, lambda index: commit(path, record, index, keep))
+    planner = PartsSavePlanner(parts)
+    try:
+        _together(
+            f"saving {path}",
+            lambda: dcp.save(tensors, storage_writer=writer, planner=planner, process_group=side.group),
+        )
+    except PartitionerError:
+        # Where only the news of success was lost, the checkpoint is whole.
+        if side.rank == 0 and path.is_dir() and not is_checkpoint(path):
+            remove(path)
+        raise
+
+
+def _read(checkpoint: StoredCheckpoint, targets: dict[str, Tensor], parts: Parts, side: SideGroup) -> None:
+    """Fill the targets from the files. Collective."""
+    reader = TensorReader(checkpoint.path, checkpoint.index)
+    planner = PartsLoadPlanner(parts)
+    _together(
+        f"loading {checkpoint.path}",
+        lambda: dcp.load(targets, storage_reader=reader, planner=planner, process_group=side.group),
+    )
+
+
+def _together(doing: str, function: Callable[[], Any]) -> None:
+    """Run a function of DCP's, which hands every rank the errors of all."""
+    try:
+        function()
+    except CheckpointException as error:
+        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+        raise_together(
+            doing, {r: f if isinstance(f, PartitionerError) else repr(f) for r, f in failures.items()}
+        )
+    except RuntimeError as error:
+        raise RankFailureError(
+            f"a rank failed or hangs while {doing}",
+            [str(error).strip().splitlines()[0] if str(error) else type(error).__name__],
+            ["read the logs of the other ranks", "restart all ranks from the last checkpoint"],
+        ) from error
+
+
+def _refuse_invisible(path: Path) -> None:
+    if not path.is_dir():
+        raise CheckpointError(
+            f"{path} is not there",
+            ["rank 0 made it, this rank does not see it"],
+            ["save to a disk that all ranks share"],
+        )

@@ -1,0 +1,149 @@
+"""One optimizer over a model whose parameters are elsewhere, mostly.
+
+Whatever makes it sees all of the model's trainable parameters, in the model's order, on every rank: this rank's own,
+and stand-ins of the right shape and type without memory (on the meta device) for the others. Afterwards stand-ins
+are dropped from the groups, so that every rank has the same groups in the same order, some of them empty:
+
+    made     [embed.weight  middle.weight  head.weight] [embed.bias  middle.bias]       embed is ours
+    rank 0   [embed.weight]                             [embed.bias]
+    rank 1   [middle.weight]                            [middle.bias]
+    rank 2   [head.weight]                              []
+
+A scheduler sets options of groups, so it does the same on every rank. Parameters that ranks hold in parts are whole while
+it is made (``partitioner.engine.optimizer_parts``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from cost_models.errors import UsageError
+from partitioner.engine.optimizer_elements import refuse_whole_tensors
+from partitioner.engine.optimizer_memory import refuse_heavier
+from partitioner.engine.optimizer_parts import put_parts, stand_in
+from partitioner.engine.optimizers import make_optimizer
+from partitioner.plan import Plan
+from passes.graph.graph import OpGraph
+from runtime.state.rank_state import RankState
+
+NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
+WHOLE_MODEL = ("prodigy", "dadapt", "dog", "ldog", "dowg", "mechanize")
+"""Beginnings of the names of optimizers that estimate one learning rate from all parameters together."""
+
+MakeEngineOptimizer: TypeAlias = Callable[..., torch.optim.Optimizer]
+"""A class, called with parameters and the given options; or a function of all (name, parameter) pairs."""
+
+
+def make_engine_optimizer(
+    make: MakeEngineOptimizer | None,
+    options: Mapping[str, Any],
+    plan: Plan,
+    graph: OpGraph,
+    state: RankState,
+    learning_rate: float,
+    device: torch.device,
+) -> torch.optim.Optimizer:
+    """The optimizer of this rank's trainable parameters, with the groups of the whole model's.
+
+    Where ``make`` is None it is the plan's own kind, with ``learning_rate``. Raises PlanError where it needs more
+    memory than the plan's ``optimizer_memory``.
+    """
+    pairs = [
+        (name, state.parameters[name] if name in state.parameters else stand_in(spec.shape, owner))
+        for name, spec in graph.parameters.items()
+        if spec.requires_grad
+        for owner in [graph.types_of(name, plan.precision).owner]
+    ] or [("", stand_in((), torch.float32))]
+    parameters = [parameter for _, parameter in pairs]
+    made: object
+    if make is None:
+        made = make_optimizer(plan.optimizer_memory, parameters, learning_rate)
+    elif isinstance(make, type):
+        made = make(parameters, **options)
+    else:
+        made = make(pairs, **options)
+    names = {id(parameter): name for name, parameter in pairs}
+    optimizer = _checked(made, names, len({rank for ranks in state.holders.values() for rank in ranks}))
+    parts = {name for name, sharding in state.shardings.items() if sharding.is_cut}
+    parts |= {part.whole for part in state.parts.values()}
+    refuse_whole_tensors(optimizer, names, parts, device)
+    names |= put_parts(optimizer, names, state)
+    refuse_heavier(optimizer, plan.optimizer_memory, names, {**state.holders, "": ()}, device)
+    _drop_stand_ins(optimizer, [p for group in optimizer.param_groups for p in group["params"] if p.is_meta])
+    return optimizer
+
+
+def refuse_optimizer_options(make: object, options: Mapping[str, Any], learning_rate: float | None) -> None:
+    """Raise UsageError for what is no way to make an optimizer, and for options that nothing would read."""
+    problems, suggestions = [], []
+    if make is not None and not callable(make):
+        found = f"the text {make!r}" if isinstance(make, str) else f"{type(make).__name__}, already made"
+        problems.append(
+            f"optimizer= is {found}: a class, or a function of all (name, parameter) pairs is expected"
+        )
+        suggestions.append(
+            'optimizer=torch.optim.AdamW, optimizer_kwargs={"lr": 3e-4}: each rank makes its own, of its parameters'
+        )
+    if make is None and options:
+        problems.append(
+            f"optimizer_kwargs= has {', '.join(options)}, and there is no optimizer= to take them"
+        )
+        suggestions.append("optimizer=torch.optim.AdamW")
+    if make is not None and learning_rate is not None:
+        problems.append(
+            "learning_rate= is of the plan's own kind of optimizer; with optimizer= nothing reads it"
+        )
+        suggestions.append(f'optimizer_kwargs={{"lr": {learning_rate:g}}}')
+    if problems:
+        raise UsageError("cannot make this optimizer", problems, suggestions)
+
+
+def _checked(made: object, names: Mapping[int, str], ranks: int) -> torch.optim.Optimizer:
+    """``made`` if it can run in parts, on every rank's own parameters. ``ranks``: how many have some."""
+    if not isinstance(made, torch.optim.Optimizer):
+        raise UsageError(
+            "optimizer= does not make an optimizer",
+            because=[f"it returned {type(made).__name__}, not a torch.optim.Optimizer"],
+            suggestions=["give a class, or a function of the list of (name, parameter) that returns one"],
+        )
+    problems = []
+    if isinstance(made, torch.optim.LBFGS):
+        problems.append("LBFGS calls the model itself, and multiplies gradients of all parameters together")
+    kinds = [kind.__name__ for kind in type(made).__mro__ if kind.__name__.lower().startswith(WHOLE_MODEL)]
+    if kinds and ranks > 1:
+        problems.append(
+            f"{kinds[0]} estimates its step size from all parameters together, and each rank has its own only"
+        )
+    strangers = sum(id(p) not in names for group in made.param_groups for p in group["params"])
+    if strangers:
+        problems.append(
+            f"{strangers} of its parameters are not among those it was given; "
+            "the engine's parameters are copies, the model's own are not trained"
+        )
+    if problems:
+        raise UsageError(
+            f"{type(made).__name__} cannot train a partitioned model",
+            because=problems,
+            suggestions=[
+                "one that treats each parameter by itself, such as torch.optim.AdamW"
+                if not strangers
+                else "build it from the (name, parameter) pairs that the function gets"
+            ],
+        )
+    return made
+
+
+def _drop_stand_ins(optimizer: torch.optim.Optimizer, stand_ins: Collection[nn.Parameter]) -> None:
+    """Leave only this rank's parameters in the groups and in the state."""
+    dropped = {id(parameter) for parameter in stand_ins}
+    for group in optimizer.param_groups:
+        kept = [at for at, parameter in enumerate(group["params"]) if id(parameter) not in dropped]
+        for key in ("params", "param_names"):
+            if key in group:
+                group[key] = [group[key][at] for at in kept]
+    for parameter in stand_ins:
+        optimizer.state.pop(parameter, None)

@@ -1,0 +1,219 @@
+"""``engine.profile(batches)``: what training steps cost, instruction by instruction, beside what the plan predicted.
+
+profile = engine.profile(batches)           trains on them, measured; the same on every rank
+print(profile)                              where each rank's time goes, measured and predicted
+print(profile.timeline())                   both timelines, one under the other
+profile.save("trace.json")                  both, for https://ui.perfetto.dev
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cost_models.errors import UsageError
+from partitioner.batches.step import StepInfo
+from partitioner.engine.step_log import model_flops_utilization
+from partitioner.plan import Plan
+from partitioner.record.file import write_text
+from partitioner.record.rebuild import simulate_plan
+from runtime.execute.execute import Executor
+from runtime.measure.instrument import Mark, Recorder
+from runtime.measure.measured_step import (
+    RankTimes,
+    StepRecord,
+    measured_step,
+    measured_times,
+    simulated_times,
+)
+from runtime.program.program import Compute
+from runtime.program.relabel import RankMap
+from runtime.ranks.clock_offset import ClockOffset, clock_offset, system_name
+from runtime.ranks.side_group import SideGroup
+from runtime.simulate.simulate import Simulation
+from runtime.simulate.timeline import chrome_trace, render
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast. ``mfu``: model FLOPs utilisation; None where the plan does not know the model's FLOPs."""
+
+    samples_per_second: float
+    tokens_per_second: float | None
+    mfu: float | None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured steps of an engine, and the plan's prediction. Sequences are per rank."""
+
+    model: str
+    step_seconds: tuple[float, ...]
+    """Of every step: the slowest rank's ``train_step``. Ranks do not begin at one moment, so all of them together, as in
+    ``measured``, may take longer."""
+    shown: int
+    """Which of them the rest is of: the median of the full batches, without the first step."""
+    samples: int
+    """In that step."""
+    rates: Rates
+    predicted_rates: Rates
+    measured: Simulation
+    """That step, as a simulation would tell it; its memory is not measured."""
+    predicted: Simulation
+    """The simulated step of a full batch."""
+    times: tuple[RankTimes, ...]
+    predicted_times: tuple[RankTimes, ...]
+    clock_error_seconds: float
+    """How far ranks' times may be shifted against each other: 0 on one machine."""
+
+    def __str__(self) -> str:
+        from partitioner.report.profile import render_profile
+
+        return render_profile(self)
+
+    def timeline(self, width: int = 80) -> str:
+        """The measured step over the predicted one, drawn to one scale of time."""
+        longest = max(self.measured.step_seconds, self.predicted.step_seconds)
+        pictures = []
+        for label, step in (("measured", self.measured), ("predicted", self.predicted)):
+            columns = max(1, round(width * step.step_seconds / longest))
+            pictures.append(f"{label}: {render(step, columns)}")
+        return "\n".join(pictures)
+
+    def save(self, path: str | Path) -> None:
+        """Write both timelines as a Chrome trace: processes "rank N measured" and "rank N predicted"."""
+        measured = chrome_trace(self.measured, "measured")
+        predicted = chrome_trace(self.predicted, "predicted", first=len(self.times))
+        events = [*measured["traceEvents"], *predicted["traceEvents"]]
+        write_text(Path(path), json.dumps({**measured, "traceEvents": events}))
+
+    def mean_seconds(self, kind: type[Compute], segment: int) -> tuple[float, float]:
+        """(measured, predicted) mean over the micro-batches of one segment's computes of this kind."""
+        return _mean(self.measured, kind, segment), _mean(self.predicted, kind, segment)
+
+
+def profile_steps(
+    train_step: Callable[[Any], StepInfo],
+    batches: Iterable[Any],
+    steps: int | None,
+    plan: Plan,
+    ranks: RankMap,
+    executor: Executor,
+    optimizer: torch.optim.Optimizer,
+    side: SideGroup,
+) -> Profile:
+    """Train on ``batches`` (on the first ``steps`` of them) and measure. Collective; the same profile on every rank."""
+    recorder = Recorder(executor.device)
+    records: list[StepRecord] = []
+    infos: list[StepInfo] = []
+    with executor.binding_with(recorder.bind), _marked(optimizer, recorder) as marks:
+        for batch in islice(batches, steps):
+            marks.clear()
+            started = time.perf_counter()
+            infos.append(train_step(batch))
+            if executor.device.type == "cuda":
+                torch.cuda.synchronize(executor.device)
+            ended = time.perf_counter()
+            seconds = recorder.clock.seconds(marks)
+            span = (seconds[0], seconds[-1]) if seconds else None
+            records.append(StepRecord(started, ended, span, recorder.take()))
+    if not records:
+        raise UsageError("there is nothing to profile", ["no batch was given"])
+    own = [record.end_seconds - record.start_seconds for record in records]
+    durations = tuple(max(ranks) for ranks in zip(*side.agree("profiling", lambda: own), strict=True))
+    shown = _typical(durations, [info.samples == plan.batch_size for info in infos])
+    offsets: list[ClockOffset] = side.agree("profiling", _constant(clock_offset(side, system_name())))
+    of_ranks: list[StepRecord] = side.agree("profiling", lambda: records[shown])
+    measured = measured_step(of_ranks, [offset.seconds for offset in offsets])
+    predicted = of_launch(simulate_plan(plan), ranks)
+    return Profile(
+        model=plan.model.name,
+        step_seconds=durations,
+        shown=shown,
+        samples=infos[shown].samples,
+        rates=_rates(plan, infos[shown], durations[shown]),
+        predicted_rates=Rates(
+            plan.prediction.samples_per_second, plan.prediction.tokens_per_second, plan.prediction.mfu
+        ),
+        measured=measured,
+        predicted=predicted,
+        times=tuple(measured_times(record) for record in of_ranks),
+        predicted_times=tuple(simulated_times(predicted, rank) for rank in range(len(of_ranks))),
+        clock_error_seconds=max(offset.error_seconds for offset in offsets),
+    )
+
+
+def of_launch(simulation: Simulation, ranks: RankMap) -> Simulation:
+    """A simulation of a plan's devices, told of the ranks that play them."""
+    devices, rank_of = ranks.device_of_rank, ranks.rank_of_device
+    return replace(
+        simulation,
+        timeline=tuple(simulation.timeline[device] for device in devices),
+        busy_seconds=tuple(simulation.busy_seconds[device] for device in devices),
+        memory=tuple(simulation.memory[device] for device in devices),
+        transfers=tuple(
+            transfer._replace(
+                message=transfer.message._replace(
+                    source=rank_of[transfer.message.source], target=rank_of[transfer.message.target]
+                )
+            )
+            for transfer in simulation.transfers
+        ),
+        pair_bytes={(rank_of[a], rank_of[b]): size for (a, b), size in simulation.pair_bytes.items()},
+    )
+
+
+@contextmanager
+def _marked(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Iterator[list[Mark]]:
+    """Marks before and after every ``optimizer.step()``."""
+    marks: list[Mark] = []
+
+    def mark(*_: Any) -> None:
+        marks.append(recorder.clock.mark())
+
+    hooks = optimizer.register_step_pre_hook(mark), optimizer.register_step_post_hook(mark)
+    try:
+        yield marks
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _typical(durations: tuple[float, ...], full: list[bool]) -> int:
+    """The median step: of full batches where there are any, without the first step where there are others."""
+    later = list(range(1, len(durations))) or [0]
+    numbers = [number for number in later if full[number]] or later
+    middle = statistics.median_low(durations[number] for number in numbers)
+    return next(number for number in numbers if durations[number] == middle)
+
+
+def _rates(plan: Plan, info: StepInfo, seconds: float) -> Rates:
+    samples = info.samples / seconds
+    return Rates(
+        samples,
+        None if info.tokens is None else info.tokens / seconds,
+        model_flops_utilization(plan.prediction, plan.batch_size, samples),
+    )
+
+
+def _mean(step: Simulation, kind: type[Compute], segment: int) -> float:
+    found = [
+        span.end_seconds - span.start_seconds
+        for spans in step.timeline
+        for span in spans
+        if isinstance(span.instruction, kind) and span.instruction.segment == segment
+    ]
+    return statistics.fmean(found) if found else 0.0
+
+
+def _constant(value: ClockOffset) -> Callable[[], ClockOffset]:
+    return lambda: value

@@ -1,0 +1,66 @@
+"""The keys of ``model.state_dict()``, and which tensor of the running plan each of them is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from cost_models.precision import Precision
+from passes.trace.names import state_names
+from runtime.state.gather import StateEntry
+
+
+@dataclass(frozen=True)
+class StateKeys:
+    """``order``: every key, in the state dict's order."""
+
+    order: tuple[str, ...]
+    entries: Mapping[str, StateEntry]
+    """Parameters and buffers, by key."""
+    others: Mapping[str, Any]
+    """What is neither (a module's extra state), by key: as it was in the model that was deployed."""
+    not_saved: frozenset[str]
+    """Buffers that the state dict leaves out (persistent=False), by every name."""
+    strange: tuple[str, ...]
+    """Tensors that a hook of the model makes for the state dict only: where they come from is not known."""
+
+    @cached_property
+    def first_key(self) -> Mapping[str, str]:
+        """The first key of each tensor."""
+        first: dict[str, str] = {}
+        for entry in self.entries.values():
+            first.setdefault(entry.name, entry.key)
+        return first
+
+    @classmethod
+    def of(cls, model: nn.Module, precision: Precision) -> StateKeys:
+        """Read off the model, which may be on the meta device."""
+        names = state_names(model)
+        canonical = {
+            id(tensor): names.canonical(name)
+            for source in (model.named_parameters, model.named_buffers)
+            for name, tensor in source(remove_duplicate=False)
+        }
+        entries: dict[str, StateEntry] = {}
+        others: dict[str, Any] = {}
+        strange = []
+        found = model.state_dict(keep_vars=True)
+        for key, value in found.items():
+            if not isinstance(value, Tensor):
+                others[key] = value
+            elif id(value) not in canonical:
+                strange.append(key)
+            else:
+                name = canonical[id(value)]
+                spec = names.parameters.get(name)
+                dtype = value.dtype
+                if spec is not None:
+                    dtype = precision.of(spec.dtype, keeps_dtype=spec.keeps_dtype).stored
+                entries[key] = StateEntry(key, name, tuple(value.shape), dtype)
+        all_buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
+        not_saved = frozenset(name for name in all_buffers if name not in found)
+        return cls(tuple(found), entries, others, not_saved, tuple(strange))

@@ -1,0 +1,173 @@
+"""``weights=``: the parameters from safetensors files, each rank reading only the bytes of its own.
+
+    model.safetensors                      one file
+    model.safetensors.index.json           beside the files it names: {"weight_map": {"h.0.weight": "model-1.safetensors"}}
+    latest, or checkpoint.json             a checkpoint of ``engine.save``: its model part
+
+Every rank compares names and shapes of the whole model with the files' headers before it reads anything. Pickled
+files (.bin, .pt) are refused: reading them runs code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from cost_models.errors import CheckpointError
+from partitioner.engine.state_keys import StateKeys
+from runtime.checkpoint.directory import find, is_checkpoint, read
+from runtime.checkpoint.safetensors import StoredTensor, read_header
+from runtime.checkpoint.storage import StoredPieces, stored_pieces
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MODEL_PREFIX = "model/"
+"""What the names of the model's tensors start with in a checkpoint."""
+
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_CONVERT = [
+    "Hugging Face: AutoModel….from_pretrained(DIRECTORY).save_pretrained(NEW) writes safetensors",
+    "else, where you trust the file: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW)",
+]
+_MOST = 20
+"""So many names of one kind are listed."""
+
+Stored = StoredTensor | StoredPieces
+
+
+def open_weights(source: str | Path) -> dict[str, Stored]:
+    """The tensors in ``source``, by the names they have there; nothing but headers is read."""
+    path = Path(source)
+    if path.suffix in _PICKLED and path.is_file():
+        raise CheckpointError(
+            f"{path} is not read", ["it is a pickle, and reading a pickle runs what it says"], _CONVERT
+        )
+    if path.is_file():
+        return dict(read_header(path))
+    if not path.is_dir():
+        raise CheckpointError(f"there are no weights at {path}", ["no such file or directory"])
+    if is_checkpoint(path):
+        checkpoint = read(find(path))
+        model = {n.removeprefix(MODEL_PREFIX): n for n in checkpoint.index if n.startswith(MODEL_PREFIX)}
+        stored = stored_pieces(checkpoint.path, checkpoint.index, model.values())
+        return {name: stored[full] for name, full in model.items()}
+    if (path / INDEX).is_file():
+        return _sharded(path)
+    if (path / SINGLE).is_file():
+        return dict(read_header(path / SINGLE))
+    found = sorted(file.name for file in path.iterdir())
+    pickled = any(name.endswith(_PICKLED) or ".bin." in name for name in found)
+    raise CheckpointError(
+        f"there are no weights in {path}",
+        [
+            f"it has neither {INDEX}, {SINGLE} nor a checkpoint",
+            f"it has {', '.join(found[:10]) or 'no files'}",
+        ],
+        _CONVERT if pickled else ["name the file itself"],
+    )
+
+
+def _sharded(path: Path) -> dict[str, Stored]:
+    """What the index file says, checked against the files' own headers."""
+    try:
+        weight_map = json.loads((path / INDEX).read_bytes())["weight_map"]
+        files = sorted(set(weight_map.values()))
+        strange = [file for file in files if Path(file).name != file]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path / INDEX} cannot be read", [f"{type(error).__name__}: {error}"]
+        ) from error
+    if strange:
+        raise CheckpointError(f"{path / INDEX} names files elsewhere", strange[:_MOST])
+    problems = [f"{file} is not there" for file in files if not (path / file).is_file()]
+    found: dict[str, Stored] = {}
+    if not problems:
+        headers = {file: read_header(path / file) for file in files}
+        problems = [
+            f"{name} is not in {file}" for name, file in weight_map.items() if name not in headers[file]
+        ]
+        found = {name: headers[file][name] for name, file in weight_map.items() if name in headers[file]}
+    if problems:
+        raise CheckpointError(
+            f"the weights in {path} are not whole", problems[:_MOST], ["copy or download them again"]
+        )
+    return found
+
+
+def match_weights(
+    source: str | Path, stored: Mapping[str, Stored], keys: StateKeys, model: nn.Module
+) -> dict[str, list[Stored]]:
+    """The stored tensors of each canonical name; of a tied one, one per name it is stored under.
+
+    Raises CheckpointError naming everything that is missing, unexpected, of another shape or not convertible.
+    """
+    matched: dict[str, list[Stored]] = {}
+    problems: list[str] = []
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unexpected = []
+    for name, tensor in stored.items():
+        entry = keys.entries.get(name)
+        if entry is None:
+            # A buffer that the model derives itself is left to the model.
+            if name not in keys.not_saved and not any(re.search(pattern, name) for pattern in ignored):
+                unexpected.append(name)
+            continue
+        if tensor.shape != entry.shape:
+            problems.append(f"{name} is {tensor.shape} there, {entry.shape} in the model")
+        elif not converts(tensor.dtype, entry.dtype):
+            problems.append(f"{name} is {tensor.dtype} there, {entry.dtype} in the model")
+        matched.setdefault(entry.name, []).append(tensor)
+    missing = [key for name, key in keys.first_key.items() if name not in matched]
+    problems = problems[:_MOST] + listed("missing", missing) + listed("not in the model", unexpected)
+    if problems:
+        raise CheckpointError(
+            f"the weights in {source} are not those of {type(model).__name__}",
+            problems,
+            _prefix_hint(missing, unexpected)
+            or [
+                "deploy the model that the weights were saved from",
+                "rename them, and give them as state_dict=",
+            ],
+        )
+    return matched
+
+
+def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether numbers stay what they are, but for rounding."""
+    if stored == wanted:
+        return True
+    if wanted.is_complex or stored.is_complex:
+        return wanted.is_complex and stored.is_complex
+    return stored.is_floating_point and wanted.is_floating_point
+
+
+def listed(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f", and {len(names) - _MOST} more" if len(names) > _MOST else ""
+    return [f"{len(names)} {what}: {', '.join(names[:_MOST])}{more}"]
+
+
+def _prefix_hint(missing: list[str], unexpected: list[str]) -> list[str]:
+    """What to do where all names differ by the same prefix, as those of a base model do."""
+    for ours, theirs, change in ((missing, unexpected, "lack"), (unexpected, missing, "have")):
+        if not ours or not theirs:
+            continue
+        longer = next((name for name in ours if name.endswith("." + theirs[0])), None)
+        prefix = longer.removesuffix(theirs[0]) if longer else ""
+        if prefix and all(f"{prefix}{name}" in ours for name in theirs):
+            return [
+                f"the stored names {change} the prefix {prefix!r}: rename them, and give them as state_dict=",
+                "Hugging Face: AutoModelFor….from_pretrained(…).save_pretrained(NEW) writes the names of this model",
+            ]
+    return []
+
+
+def weights_of(source: str | Path, keys: StateKeys, model: nn.Module) -> dict[str, Any]:
+    """``weights=`` as ``materialize`` takes it: by canonical name, what reads the values."""
+    return match_weights(source, open_weights(source), keys, model)

@@ -1,0 +1,214 @@
+"""Evaluation of a deployed model: its loss, metrics and outputs, in evaluation mode, of batches of any size.
+
+    batch of 21, planned: 8 samples in 4 micro-batches      rounds 2 2 2 2 | 2 2 2 2 | 2 2 1
+
+No micro-batch is larger than the planned ones, and no more of them run at once than the plan has: so a batch needs about
+the memory that the plan's batches need, plus that of the outputs where they are wanted. A rank that is done with its part
+of a round begins the next. Nothing of the model, the optimizer, the step counter or the random generators changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from torch import Tensor
+
+from cost_models.errors import UsageError
+from partitioner.batches.checks import refuse_autocast
+from partitioner.batches.part_batch import PartBatch, given_part, normalized
+from partitioner.batches.step import share_results, shared_and_rest
+from partitioner.evaluation.graphs import Deployed, EvaluationGraph, EvaluationGraphs
+from passes.graph.token_counts import valid_tokens
+from passes.trace.loss.reduction import loss_weights, samples_in
+from runtime.execute.gather_outputs import (
+    Gather,
+    gather_outputs,
+    joined,
+    memory_of,
+    refuse_unjoinable,
+    whole_shape,
+)
+from runtime.execute.results import StepSums
+from runtime.segment.microbatch import Part, cut_at, symbol_sizes
+
+
+@dataclass(frozen=True)
+class EvalOutput:
+    """What an evaluation found. ``loss``, ``metrics``, ``tokens`` are on every rank: float64 tensors of shape ()."""
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor] | None
+    """The model's outputs without the loss, by name, on this rank's device; None where they were not gathered."""
+    samples: int
+    tokens: Tensor | None
+    """Labels that count, where the loss is a mean over them (``token_mean``), else None. ``loss`` times this adds up."""
+
+
+class Evaluator:
+    """``engine.eval_step`` and ``engine.forward``."""
+
+    def __init__(self, deployed: Deployed) -> None:
+        self._deployed = deployed
+        self._graphs = EvaluationGraphs(deployed)
+
+    def eval_step(self, batch: Any, gather: Gather | None = None) -> EvalOutput:
+        """See ``Engine.eval_step``."""
+        self._check("eval_step", gather, (None, *get_args(Gather)))
+        executor = self._deployed.executor
+        with executor.reported(call=True):
+            with executor.needed():
+                made, leaves = self._graphs.for_loss(batch)
+                run = self._run(made, batch, leaves, gather is not None)
+            sums, names = _with_tokens(made, batch, leaves, run.sums)
+            results = share_results(sums, names, run.weights, executor.collectives)
+            outputs = None if gather is None else self._gather(made, leaves, run, gather)
+            loss, metrics = results.wait()
+            tokens = metrics.pop(_TOKENS, None)
+            return EvalOutput(loss, metrics, outputs, sum(run.sizes), tokens)
+
+    def forward(self, batch: Any, gather: Gather = "rank0") -> Mapping[str, Tensor] | None:
+        """See ``Engine.forward``."""
+        self._check("forward", gather, get_args(Gather))
+        executor = self._deployed.executor
+        with executor.reported(call=True):
+            with executor.needed():
+                made, leaves = self._graphs.without_loss(batch)
+                run = self._run(made, batch, leaves, True)
+            return self._gather(made, leaves, run, gather)
+
+    def _check(self, method: str, gather: object, known: Sequence[object]) -> None:
+        refuse_autocast(method, self._deployed.executor.device.type)
+        if gather not in known:
+            raise UsageError(
+                f"engine.{method} cannot gather {gather!r}",
+                suggestions=[f"gather is one of {', '.join(map(repr, known))}"],
+            )
+
+    def _run(
+        self, made: EvaluationGraph, batch: Any, leaves: Mapping[str, Tensor], keep_outputs: bool
+    ) -> _Run:
+        """Every micro-batch of the batch, in rounds."""
+        plan, executor, graph = self._deployed.plan, self._deployed.executor, made.graph
+        needed = made.leaf_names
+        part = batch if isinstance(batch, PartBatch) else None
+        samples = samples_in(graph, leaves, needed)
+        shared, alone = self._sizes(made, samples if part is None else part.samples)
+        sizes = (*shared, *alone)
+        given = None if part is None else _given_part(made, part, leaves, sizes)
+        if keep_outputs:
+            refuse_unjoinable(made.places, len(sizes))
+        weights = loss_weights(graph.loss_reduction, sizes)
+        filled = normalized(graph, leaves, sizes, needed, part, executor.collectives)
+        rounds = [
+            *_rounds(range(len(shared)), plan.microbatches),
+            *_rounds(range(len(shared), len(sizes)), plan.microbatches),
+        ]
+        ends = [sum(sizes[: numbers.stop]) for numbers in rounds]
+        parts = 1 if part is None else part.place.world
+        pieces = {
+            name: cut_at(filled[name], dim, [end // parts if name in leaves else end for end in ends])
+            for name, dim in graph.batch.batch_dims.items()
+            if name in filled
+        }
+        found = []
+        for at, numbers in enumerate(rounds):
+            found.append(
+                executor.evaluate(
+                    {name: parts[at] for name, parts in pieces.items()},
+                    len(numbers),
+                    weights=weights[numbers.start : numbers.stop],
+                    loaded=made.load(outputs=keep_outputs, shared=numbers.start < len(shared)),
+                    keep_outputs=keep_outputs,
+                    part=None
+                    if given is None
+                    else replace(given, samples=ends[at] - (ends[at - 1] if at else 0)),
+                )
+            )
+        return _Run(_summed(found), weights, sizes)
+
+    def _sizes(self, made: EvaluationGraph, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the micro-batches that ranks may share, and of those that they may not: ``shared_and_rest``."""
+        plan = self._deployed.plan
+        least, reason = made.least_samples
+        if samples < least:
+            raise UsageError(
+                f"cannot evaluate {plan.model.name} on {samples} samples", [f"{reason} needs {least} at once"]
+            )
+        planned = plan.batch_size, plan.microbatches
+        return shared_and_rest(samples, planned, least, made.multiple)
+
+    def _gather(
+        self, made: EvaluationGraph, leaves: Mapping[str, Tensor], run: _Run, gather: Gather
+    ) -> dict[str, Tensor] | None:
+        state, executor = self._deployed.state, self._deployed.executor
+        given = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+        symbols = [symbol_sizes(made.graph.batch, given, size) for size in run.sizes]
+        held = {**leaves, **{n: tensor for loaded in made.loaded for n, tensor in loaded.state.items()}}
+        foreign = frozenset(memory_of(tensor) for tensor in held.values())
+        own: dict[str, Tensor] = {}
+        for place in made.places:
+            name = place.names[0]
+            if place.held:
+                if place.rank in (None, state.rank) and place.held in held:
+                    own[name] = held[place.held].detach().to(executor.device, copy=True)
+            elif run.sums.outputs and place.rank in (None, state.rank):
+                own[name] = joined(place, [found[name] for found in run.sums.outputs], foreign)
+        shapes = [whole_shape(place, symbols) for place in made.places]
+        found = gather_outputs(made.places, own, shapes, gather, state.rank, executor.collectives)
+        return None if found is None else {name: found[name] for name in made.output_names}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What this rank computed. ``weights``, ``sizes``: of all micro-batches of the batch."""
+
+    sums: StepSums
+    weights: Sequence[float]
+    sizes: Sequence[int]
+
+
+_TOKENS = "(valid tokens)"
+"""Travels with the metrics."""
+
+
+def _given_part(
+    made: EvaluationGraph, part: PartBatch, leaves: Mapping[str, Tensor], sizes: Sequence[int]
+) -> Part:
+    if made.place is None:
+        raise UsageError("cannot evaluate a part of a batch", ["it was loaded for another engine"])
+    return given_part(part, leaves, made.graph.batch, sizes, made.place)
+
+
+def _with_tokens(
+    made: EvaluationGraph, batch: Any, leaves: Mapping[str, Tensor], sums: StepSums
+) -> tuple[StepSums, Sequence[str]]:
+    """The batch's valid tokens as one more metric, which ranks that have the labels bring. (sums, names of metrics)"""
+    counts = made.graph.token_counts
+    if counts is None:
+        return sums, made.metric_names
+    if counts.made & made.leaf_names:  # it counted them for the loss
+        parts = batch.place.world if isinstance(batch, PartBatch) else 1
+        found = valid_tokens(counts, leaves) * (sums.share * parts)
+        sums = replace(sums, metrics={**sums.metrics, _TOKENS: found})
+    return sums, (*made.metric_names, _TOKENS)
+
+
+def _rounds(numbers: range, most: int) -> list[range]:
+    """Micro-batches that run together."""
+    return [numbers[first : first + most] for first in range(0, len(numbers), most)]
+
+
+def _summed(rounds: Sequence[StepSums]) -> StepSums:
+    """The rounds of a batch as if they had been one."""
+    losses = [found.loss for found in rounds if found.loss is not None]
+    names = rounds[0].metrics
+    return StepSums(
+        loss=sum(losses[1:], losses[0]) if losses else None,
+        metrics={name: sum((r.metrics[name] for r in rounds[1:]), rounds[0].metrics[name]) for name in names},
+        weights=tuple(weight for found in rounds for weight in found.weights),
+        outputs=[outputs for found in rounds for outputs in found.outputs],
+        share=rounds[0].share,
+    )

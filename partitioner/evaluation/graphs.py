@@ -1,0 +1,355 @@
+"""The evaluation graphs of a deployed model: traced when first needed, placed where training is, kept.
+
+    eval_step(batch)   the model in evaluation mode, and its loss      traced with the plan's own example where the batch
+                                                                       is like it, else with the batch
+    forward(batch)     the model in evaluation mode, of what the       traced with the batch
+                       batch has
+
+A graph serves every batch with the same tensors (of any number of samples) and the same plain values. A rank may have
+loaded a part of the batch, or nothing, so at each call ranks agree on the graph (``partitioner.evaluation.choice``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cost_models.errors import UsageError
+from partitioner.batches.absent_batch import AbsentBatch, refuse_absent
+from partitioner.batches.part_batch import DataPlace, PartBatch
+from partitioner.evaluation.choice import (
+    EVERYWHERE,
+    Given,
+    Wanted,
+    chosen,
+    completed,
+    described,
+    put_together,
+    refuse_other_constants,
+    votes,
+)
+from partitioner.evaluation.sharded import SharedGraph, SharedStage
+from partitioner.plan import Plan
+from passes.evaluate.graph import without_writes
+from passes.evaluate.outputs import evaluation_outputs
+from passes.evaluate.placement import Reused, reuse_placement
+from passes.evaluate.programs import inference_programs, inference_segments
+from passes.evaluate.splits import reuse_splits
+from passes.graph.graph import OpGraph
+from passes.graph.least_samples import least_samples
+from passes.graph.token_counts import user_leaves
+from passes.graph.verify import verify_graph
+from passes.lower.lower import lower
+from passes.lower.segment import Segmentation
+from passes.split.split import Split
+from passes.trace.batch import flatten_batch, forward_arguments, forward_constants, forward_names
+from passes.trace.trace import trace
+from runtime.check.check import check
+from runtime.execute.execute import Executor
+from runtime.execute.gather_outputs import OutputPlace
+from runtime.execute.loaded import Loaded
+from runtime.program.program import Program
+from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
+from runtime.ranks.meeting import Meeting
+from runtime.segment.microbatch import microbatch_sizes
+from runtime.state.rank_state import RankState
+
+logger = logging.getLogger("partitioner")
+
+LossFunction = Callable[..., Any]
+
+MOST_GRAPHS = 8
+"""How many are kept: each has programs, code and constants of its own."""
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """What was deployed on this rank: everything that evaluation graphs are made from."""
+
+    plan: Plan
+    model: nn.Module
+    loss_fn: LossFunction | None
+    example: Any
+    """The batch that training was traced with."""
+    dynamic_dims: Mapping[str, list[int]] | None
+    training: OpGraph
+    run: OpGraph
+    """What ranks run of ``training``: where ops were split, their blocks."""
+    ranks: RankMap
+    executor: Executor
+    state: RankState
+
+
+@dataclass(frozen=True)
+class EvaluationGraph:
+    """One evaluation graph, ready to run on this rank."""
+
+    graph: OpGraph
+    runs: Loaded | SharedGraph
+    places: tuple[OutputPlace, ...]
+    """The model's outputs."""
+    output_names: tuple[str, ...]
+    """In the model's own order."""
+    metric_names: tuple[str, ...]
+    least_samples: tuple[int, str]
+    wanted: Wanted
+    """What it was traced with."""
+
+    @property
+    def multiple(self) -> int:
+        """Ranks that share micro-batches take a multiple of so many samples."""
+        return self.runs.stage.multiple if isinstance(self.runs, SharedGraph) else 1
+
+    @property
+    def place(self) -> DataPlace | None:
+        """Which part of a batch this rank may be given; None where it is the whole."""
+        return self.runs.stage.place if isinstance(self.runs, SharedGraph) else None
+
+    @property
+    def leaf_names(self) -> frozenset[str]:
+        """The leaves of a batch that this rank cannot do without."""
+        return self.runs.leaf_names
+
+    @property
+    def loaded(self) -> tuple[Loaded, ...]:
+        """What is in the executor by now."""
+        return self.runs.loaded if isinstance(self.runs, SharedGraph) else (self.runs,)
+
+    def load(self, *, outputs: bool, shared: bool) -> Loaded:
+        """What runs it: see ``SharedGraph.load``. Collective."""
+        return (
+            self.runs.load(outputs=outputs, shared=shared)
+            if isinstance(self.runs, SharedGraph)
+            else self.runs
+        )
+
+
+class EvaluationGraphs:
+    """Finds the graph for a batch, or makes it. Collective: ranks agree on which one."""
+
+    def __init__(self, deployed: Deployed) -> None:
+        self._deployed = deployed
+        self._known: list[EvaluationGraph] = []
+        """The one used last is last; alike on all ranks."""
+        parameters = inspect.signature(deployed.model.forward).parameters.values()
+        self._optional = frozenset(p.name for p in parameters if p.default is not inspect.Parameter.empty)
+        self._told = False
+        parts = deployed.plan, deployed.training, deployed.ranks, deployed.executor, deployed.state
+        self._stage = SharedStage.of(*parts)
+
+    def for_loss(self, batch: Any) -> tuple[EvaluationGraph, Mapping[str, Tensor]]:
+        """The graph that computes the loss of ``batch`` and the model's outputs, and the leaves of the batch."""
+        if isinstance(batch, AbsentBatch):
+            found = self._find(None, True)
+            refuse_absent(found.leaf_names)
+            return found, batch.leaves_of(found.wanted.spec)
+        batch = batch.batch if isinstance(batch, PartBatch) else batch
+        given = self._given(batch, self._deployed.loss_fn)
+        return self._find(given, True), given.leaves
+
+    def without_loss(self, batch: Any) -> tuple[EvaluationGraph, Mapping[str, Tensor]]:
+        """The graph that computes the model's outputs from those parts of ``batch`` that forward takes."""
+        if isinstance(batch, AbsentBatch):
+            raise UsageError(
+                "forward needs the batch on every rank", ["this rank did not load it"], [EVERYWHERE]
+            )
+        made, batch = self._deployed, batch.batch if isinstance(batch, PartBatch) else batch
+        args, kwargs = forward_arguments(made.model, batch, made.loss_fn is not None)
+        given = self._given(kwargs or args, None)
+        return self._find(given, False), given.leaves
+
+    def _given(self, batch: Any, loss_fn: LossFunction | None) -> Given:
+        model, has_loss_fn = self._deployed.model, loss_fn is not None
+        names = forward_names(model)
+        args, kwargs = forward_arguments(model, batch, has_loss_fn, partial=True)
+        return Given(
+            batch,
+            flatten_batch(batch, names),
+            frozenset(flatten_batch(kwargs or args, names)),
+            forward_constants(model, batch, has_loss_fn, partial=True),
+        )
+
+    def _find(self, given: Given | None, with_loss: bool) -> EvaluationGraph:
+        """``given``: None where this rank did not load the batch."""
+        made = self._deployed
+        example = self._given(made.example, made.loss_fn)
+        training = user_leaves(made.training.batch, made.training.token_counts)
+        candidates = [Wanted(True, training, example.constants), *(known.wanted for known in self._known)]
+        number = self._agree(candidates, given, with_loss)
+        if number:
+            found = self._known.pop(number - 1)
+        elif number == 0:  # like the plan's example, which all ranks have
+            found = self._make(example, with_loss)
+        else:
+            found = self._make(self._whole(given, with_loss), with_loss)
+        self._known.append(found)
+        while len(self._known) > MOST_GRAPHS:
+            self._forget(self._known.pop(0))
+        return found
+
+    def _agree(self, candidates: Sequence[Wanted], given: Given | None, with_loss: bool) -> int | None:
+        """The candidate that the ranks together want. One small all-reduce."""
+        collectives = self._deployed.executor.collectives
+        own = votes(candidates, given, with_loss, self._optional)
+        numbers = torch.tensor(own, dtype=torch.int32, device=collectives.device)
+        most = collectives.all_reduce(numbers, "which graph evaluates this batch", dist.ReduceOp.MAX).wait()
+        return chosen(candidates, most.tolist(), self._optional)
+
+    def _whole(self, given: Given | None, with_loss: bool) -> Given:
+        """What this rank traces with: the batch, of which it may know nothing or a part."""
+        made = self._deployed
+        meeting = Meeting.join()
+        whole = meeting.decide(
+            "batch to trace", described(given, with_loss), put_together, made.executor.timeout_seconds
+        )
+        if whole["differences"]:
+            raise UsageError(
+                "ranks cannot agree on what to evaluate",
+                whole["differences"],
+                ["call eval_step and forward on every rank, with the same batch"],
+            )
+        loss_fn = made.loss_fn if with_loss else None
+        with meeting.all_or_none("evaluation of a batch in parts"):
+            own = None if given is None else given.inputs
+            names = forward_names(made.model)
+            found = self._given(completed(own, made.example, whole, names), loss_fn)
+            refuse_other_constants(found.constants, whole)
+        return found
+
+    def _make(self, given: Given, with_loss: bool) -> EvaluationGraph:
+        with Meeting.join().all_or_none("evaluation"):
+            graph = _traced(self._deployed, given, with_loss)
+            placed = None if self._stage is not None else _placed(self._deployed, graph)
+        if placed is None:
+            assert self._stage is not None
+            shared = SharedGraph.of(self._stage, graph)
+            return _found(shared.graph, shared, shared.places, given, with_loss)
+        return _found(placed.graph, *_loaded(self._deployed, placed), given, with_loss)
+
+    def _forget(self, graph: EvaluationGraph) -> None:
+        for loaded in graph.loaded:
+            self._deployed.executor.unload(loaded)
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "evaluation keeps the %d graphs that it used last, and traces others again: batches of many shapes "
+                "are better padded to a few lengths, or planned with dynamic_dims",
+                MOST_GRAPHS,
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# From a batch to a graph that this rank can run
+
+
+def _traced(deployed: Deployed, given: Given, with_loss: bool) -> OpGraph:
+    """The evaluation graph, which writes nothing."""
+    training, plan = deployed.training, deployed.plan
+    dims = user_leaves(training.batch, training.token_counts).batch_dims
+    known = {name: dim for name, dim in dims.items() if name in given.leaves}
+    graph = trace(
+        deployed.model,
+        given.inputs,
+        loss_fn=deployed.loss_fn if with_loss else None,
+        training=False,
+        batch_dims=known if any(dim is not None for dim in known.values()) else None,
+        dynamic_dims=_open_dims(deployed.dynamic_dims, given.leaves),
+        precision=plan.precision,
+        loss_reduction=training.loss_reduction if with_loss else None,
+        name=plan.model.name,
+    )
+    if with_loss and graph.loss is None:
+        raise UsageError(
+            f"{plan.model.name} computes no loss of this batch in evaluation mode",
+            [f"the batch has {', '.join(given.leaves)}"],
+            ["give it labels", "pass loss_fn to deploy", "engine.forward(batch) needs no loss"],
+        )
+    return without_writes(graph)
+
+
+def _placed(deployed: Deployed, graph: OpGraph) -> Reused:
+    """The evaluation graph where training is; its segments on the devices of the plan."""
+    plan = deployed.plan
+    splits = [Split(record.op, record.dim, record.sizes) for record in plan.splits]
+    graph = reuse_splits(graph, deployed.training, deployed.run, splits)
+    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+    devices = deployed.ranks.device_of_rank
+    holders = {name: {devices[rank] for rank in ranks} for name, ranks in deployed.state.holders.items()}
+    places = [stage.devices[0] for stage in plan.stages]
+    reused = reuse_placement(deployed.run, stage_of, graph, places, holders)
+    verify_graph(reused.graph, after="reuse_placement")
+    return reused
+
+
+def _open_dims(
+    dynamic_dims: Mapping[str, list[int]] | None, leaves: Mapping[str, Tensor]
+) -> dict[str, list[int]]:
+    """``dynamic_dims`` as far as the batch has these tensors; a size of 1 cannot be left open."""
+    return {
+        name: [dim for dim in dims if leaves[name].shape[dim] > 1]
+        for name, dims in (dynamic_dims or {}).items()
+        if name in leaves
+    }
+
+
+def _loaded(deployed: Deployed, placed: Reused) -> tuple[Loaded, tuple[OutputPlace, ...]]:
+    """Programs and code, in the executor, and where outputs are. Collective."""
+    graph, segmentation = placed.graph, placed.segmentation
+    plan, ranks, state, executor = deployed.plan, deployed.ranks, deployed.state, deployed.executor
+    sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
+    op_seconds = sum(stage.forward_seconds for stage in plan.stages) / max(1, plan.model.ops)
+    planned = inference_segments(graph, segmentation, plan.cluster.world_size, sizes[0], op_seconds)
+    segments = relabelled_segments(planned, ranks)
+
+    def programs_of(microbatches: int) -> Sequence[Program]:
+        programs = relabelled_programs(inference_programs(planned, plan.cluster, microbatches), ranks)
+        check(programs, segments, microbatches, training=False)
+        return programs
+
+    programs = programs_of(plan.microbatches)
+    mine = frozenset(segment.index for segment in segments.segments if state.rank in segment.ranks)
+    leaves = {
+        name: state.leaves[name] for name in (*graph.parameters, *graph.buffers) if name in state.leaves
+    }
+    constants = {name: constant.to(executor.device) for name, constant in graph.constants.items()}
+    loaded = executor.load(
+        programs[state.rank],
+        lower(graph, segmentation, device=str(executor.device), only=mine),
+        segments,
+        {**leaves, **constants},
+        graph.batch,
+        programs=programs,
+        replan=programs_of,
+    )
+    launched = Segmentation(
+        segmentation.segment_of, tuple(s.ranks for s in segments.segments), segmentation.recomputed
+    )
+    return loaded, evaluation_outputs(graph, launched, state.holders)
+
+
+def _found(
+    graph: OpGraph,
+    runs: Loaded | SharedGraph,
+    places: tuple[OutputPlace, ...],
+    given: Given,
+    with_loss: bool,
+) -> EvaluationGraph:
+    return EvaluationGraph(
+        graph=graph,
+        runs=runs,
+        places=places,
+        output_names=tuple(output.name for output in graph.outputs if output.kind == "output"),
+        metric_names=tuple(output.name for output in graph.outputs if output.kind == "metric"),
+        least_samples=least_samples(graph),
+        wanted=Wanted(with_loss, user_leaves(graph.batch, graph.token_counts), given.constants),
+    )
+
+
+__all__ = ["Deployed", "EvaluationGraph", "EvaluationGraphs"]

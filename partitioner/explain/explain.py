@@ -1,0 +1,108 @@
+"""``plan.explain(name)``: what else an op, a parameter or an input could have been, what that costs, and why it is not so.
+
+Feature-wise: every layout, with everything else as it is. Other strategies: ``partitioner.explain.stages``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cost_models.units import format_bytes, format_seconds
+from partitioner.explain.explanation import Explanation, signed
+from partitioner.explain.graph_of_plan import graph_of
+from partitioner.explain.stages import of_free, of_layers
+from partitioner.record.rebuild import refuse_wrong_choices
+from partitioner.report.modules import range_of, shorten
+from partitioner.report.sharding import mesh_text
+from partitioner.report.text import counted, percent
+from passes.costs.costs import costs_of
+from passes.search.feature.explain import Alternatives, Way, alternatives
+from passes.search.feature.problem import Setting
+from passes.shard.discover import Discovery
+
+if TYPE_CHECKING:
+    from partitioner.api import ModelOrTrace
+    from partitioner.plan import Plan
+    from passes.graph.graph import OpGraph
+
+
+def explain_plan(plan: Plan, name: str, model: ModelOrTrace | None, options: dict[str, Any]) -> Explanation:
+    """Of an op, a parameter or an input of the plan's model."""
+    if plan.strategy != "feature":
+        graph = None
+        if model is not None or plan._made_with.graph is not None:
+            graph = graph_of(plan, model, f"explain {name}", options)
+        return of_free(plan, name, graph) if plan.strategy == "free" else of_layers(plan, name, graph)
+    graph = graph_of(plan, model, f"explain {name}", options)
+    return _of_shards(plan, graph.aliases.get(name, name), graph)  # a tied parameter goes by any of its names
+
+
+# --------------------------------------------------------------------------------------------------
+# Feature-wise
+
+
+def _of_shards(plan: Plan, name: str, graph: OpGraph) -> Explanation:
+    (stage,) = plan.stages
+    assert stage.sharding is not None
+    placement = stage.sharding.placement(stage.devices, plan.microbatches)
+    refuse_wrong_choices(plan.model.name, graph, placement)
+    setting = Setting(plan.cluster, plan.batch_size, plan.optimizer_memory, plan.precision)
+    found = alternatives(graph, costs_of(graph, plan.cluster), placement, setting, name, Discovery.stored())
+    equals = [other for other in found.equals if other != name]
+    facts = {
+        "explained": f"{name}, {found.what}",
+        "together": f"with {counted(len(equals), 'equal one')} of other blocks: {range_of(equals) or shorten(equals, 70)}",
+        "mesh": f"{mesh_text(stage.sharding)}, {counted(plan.microbatches, 'micro-batch')}; everything else as it is",
+        "chosen": found.chosen.layout,
+        "why": _why(found),
+        "left out": f"{'; '.join(found.left_out)}: no axis of the mesh divides a dimension that these split",
+    }
+    if not equals:
+        del facts["together"]
+    if not found.left_out:
+        del facts["left out"]
+    return Explanation(name, facts, found.ways)
+
+
+def _why(found: Alternatives) -> str:
+    chosen, cheaper = found.chosen, found.cheaper
+    others = [way for way in found.ways if not way.chosen]
+    if not others:
+        return (
+            "nothing else is known to be right: no rule allows another, and none was found by trying"
+            if found.kind == "op"
+            else "nothing else divides"
+        )
+    fitting = [way for way in cheaper if found.fits(way)]
+    if fitting:
+        best = fitting[0]
+        return (
+            f"it was fixed by a pin, or the search ended early: {best.layout} would save "
+            f"{format_seconds(chosen.step_seconds - best.step_seconds)} a step"
+        )
+    if cheaper:
+        least = min(way.memory_bytes for way in cheaper)
+        return (
+            f"the cheapest that fits: {counted(len(cheaper), 'way')} would be faster, by up to "
+            f"{format_seconds(chosen.step_seconds - cheaper[0].step_seconds)} a step, but would hold "
+            f"{format_bytes(int(least))} or more of {format_bytes(int(found.capacity_bytes))} on a device"
+        )
+    return f"the cheapest of {len(found.ways)} ways. {_next_best(chosen, others)}"
+
+
+def _next_best(chosen: Way, others: list[Way]) -> str:
+    """How the others compare: what more they compute and send."""
+    rest = [way for way in others if way.possible]
+    if not rest:
+        return "No other can be bridged to what is around it"
+    best = rest[0]
+    more = best.step_seconds - chosen.step_seconds
+    if more <= 1e-9 * chosen.step_seconds:
+        return f"{best.layout} costs the same"
+    computes = best.computes_seconds - chosen.computes_seconds
+    sends = best.sends_seconds - chosen.sends_seconds
+    parts = [f"{signed(computes)} computing", f"{signed(sends)} sending and summing"]
+    return (
+        f"The next, {best.layout}, adds {format_seconds(more)} ({percent(more / chosen.step_seconds)}) to the step: "
+        f"{', '.join(parts)}"
+    )

@@ -1,0 +1,39 @@
+"""The model's graph for a plan: what the plan was made with in this process, or traced again from a model that is given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cost_models.errors import UsageError
+from partitioner.api import ModelOrTrace, as_graph
+from partitioner.record.rebuild import refuse_other_model
+
+if TYPE_CHECKING:
+    from partitioner.plan import Plan
+    from passes.graph.graph import OpGraph
+
+
+def graph_of(plan: Plan, model: ModelOrTrace | None, purpose: str, options: dict[str, Any]) -> OpGraph:
+    """Raises PlanError where the model is not the plan's, UsageError where none is known.
+
+    ``options``: example_inputs, loss_fn, batch_dims, dynamic_dims, as :func:`partition` takes them.
+    """
+    made = plan._made_with
+    if model is None:
+        if made.graph is None:
+            raise UsageError(
+                f"cannot {purpose} without the model",
+                ["a plan from a file does not hold the model's graph"],
+                ["give `model=` and `example_inputs=`, or a Workload (`--model` on the command line)"],
+            )
+        return made.graph
+    options = made.completed(model, options)
+    graph: OpGraph = options.pop("graph", None) or as_graph(
+        model,
+        **options,
+        precision=plan.precision,
+        loss_reduction=plan.loss_reduction,
+        name=plan.model.name,
+    )
+    refuse_other_model(plan, graph)
+    return graph

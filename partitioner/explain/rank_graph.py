@@ -1,0 +1,244 @@
+"""``plan.graph(rank=0)``: what one rank runs, op by op, bridges by name; as text, DOT or JSON.
+
+    rank 0 of 2 · Mlp · mesh 2 · b: samples of a micro-batch
+
+      %x                             batch x                          [b, 8]   R
+      %up_weight                     parameter up.weight              [8, 8]   S0
+    > %x__sum_gradient_all           sum_gradient(%x, axis=all)       [b, 8]   backward: all-reduce
+      %linear                        linear(%x__sum_gradient_all, …)  [b, 8]   S1
+
+Bridges are marked: what goes between devices, forward or backward. Shapes are the rank's own.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+import sympy
+import torch
+from torch import fx
+
+from cost_models.errors import UsageError
+from partitioner.explain.graph_of_plan import graph_of
+from partitioner.record.rebuild import PlannedCode, plan_code
+from partitioner.report.sharding import mesh_text, ranks_text
+from partitioner.report.text import counted, printable
+from passes.graph.graph import OpGraph, tensor_specs
+from passes.lower.lower import lower
+from passes.shard.text import placements_text
+from runtime.ops import bridges
+from runtime.ops.local_calls import run_local
+from runtime.segment.code import SegmentCode
+
+if TYPE_CHECKING:
+    from partitioner.api import ModelOrTrace
+    from partitioner.plan import Plan, Stage
+
+TALKING = ("cross_entropy", "nll_loss", "batch_norm")
+"""Local forms that send something themselves."""
+WIDEST = 64
+"""Characters of a call; longer ones are cut."""
+_BACKWARD: Mapping[Any, str] = {
+    bridges.all_reduce: "nothing",
+    bridges.sum_gradient: "all-reduce",
+    bridges.split: "all-gather",
+    bridges.all_gather: "split",
+    bridges.reduce_scatter: "all-gather",
+    bridges.all_to_all: "all-to-all",
+    bridges.keep_first: "nothing",
+    bridges.first_gradient: "zeros but on the first",
+}
+_BACKWARD_OF_PARTS: Mapping[Any, str] = {
+    bridges.all_reduce: "all-reduce",
+    bridges.all_gather: "reduce-scatter",
+}
+
+
+@dataclass(frozen=True)
+class RankNode:
+    """``reads``: names of nodes. ``bridge``: it talks to other ranks. ``note``: layout, what its backward does, to whom."""
+
+    name: str
+    does: str
+    shape: str
+    note: str
+    module: str
+    reads: tuple[str, ...] = ()
+    bridge: bool = False
+
+
+@dataclass(frozen=True)
+class RankGraph:
+    """``parts``: title and nodes of every segment that the rank runs, in the order of the model."""
+
+    title: str
+    parts: Mapping[str, tuple[RankNode, ...]] = field(default_factory=dict)
+
+    @property
+    def bridges(self) -> tuple[str, ...]:
+        """Names of what goes between ranks."""
+        return tuple(node.name for nodes in self.parts.values() for node in nodes if node.bridge)
+
+    def __str__(self) -> str:
+        blocks = [self.title]
+        for title, nodes in self.parts.items():
+            shown = [(f"{'>' if n.bridge else ' '} %{n.name}", _cut(n.does), n.shape, n.note) for n in nodes]
+            widths = [max((len(row[c]) for row in shown), default=0) for c in range(3)]
+            lines = [
+                "  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[3]]).rstrip()
+                for row in shown
+            ]
+            blocks.append("\n".join([title, *lines] if title else lines))
+        return printable("\n\n".join(blocks))
+
+    def networkx(self) -> nx.DiGraph[str]:
+        """One node per op or input, with attributes label, module, device and bridge."""
+        dag: nx.DiGraph[str] = nx.DiGraph(name=self.title)
+        for title, nodes in self.parts.items():
+            for node in nodes:
+                label = f"{node.name}\n{_cut(node.does)}\n{node.shape} {node.note}".rstrip()
+                dag.add_node(
+                    node.name, label=label, module=node.module, device=title or None, bridge=node.bridge
+                )
+        for nodes in self.parts.values():
+            for node in nodes:
+                dag.add_edges_from((source, node.name) for source in node.reads if source in dag)
+        return dag
+
+
+def rank_graph(plan: Plan, model: ModelOrTrace | None, rank: int, options: dict[str, Any]) -> RankGraph:
+    """Raises UsageError for a rank that runs nothing, PlanError for another model."""
+    if rank not in plan.used_devices:
+        raise UsageError(
+            f"there is no graph of rank {rank}",
+            [f"the plan uses {counted(plan.world_size, 'device')}: {ranks_text(plan.used_devices)}"],
+        )
+    graph = graph_of(plan, model, f"show the graph of rank {rank}", options)
+    code = plan_code(plan, graph)
+    own = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
+    lowered = lower(code.graph, code.segmentation, only=frozenset(own))
+    parts = {
+        f"stage {index}" if len(plan.stages) > 1 else "": _nodes(
+            plan, plan.stages[index], code, lowered[index], graph
+        )
+        for index in own
+    }
+    return RankGraph(_title(plan, rank, code), parts)
+
+
+def _title(plan: Plan, rank: int, code: PlannedCode) -> str:
+    sharding = plan.stages[0].sharding
+    parts = [f"rank {rank} of {plan.world_size}", plan.model.name]
+    if sharding is not None:
+        parts.append(f"mesh {mesh_text(sharding)}")
+    unit = code.graph.batch.multiple
+    parts.append(f"b: {'samples' if unit == 1 else f'units of {unit} samples'} of a micro-batch")
+    return " · ".join(parts)
+
+
+def _nodes(
+    plan: Plan, stage: Stage, code: PlannedCode, lowered: SegmentCode, model: OpGraph
+) -> tuple[RankNode, ...]:
+    batch = code.graph.batch.batch_symbol
+    kinds = dict(zip(lowered.module.graph.find_nodes(op="placeholder"), lowered.inputs, strict=True))
+    layouts = _layouts(stage, model)
+    sent = {value.name: value.consumers for value in plan.values if plan.stages[value.producer] is stage}
+    producer = {value.name: value.producer for value in plan.values}
+    found = []
+    for node in lowered.module.graph.nodes:
+        note, bridge, does = layouts.get(node.name, ""), False, ""
+        if node.op == "output":
+            continue
+        if node.op == "placeholder":
+            given = kinds[node]
+            note = layouts.get((given.kind, given.name), note)
+            does, bridge = f"{given.kind} {given.name}", given.kind == "value"
+            if bridge:
+                source = producer[given.name]
+                bridge = plan.stages[source].devices != stage.devices
+                note = f"from stage {source}{_of(plan, source)}" if bridge else f"of stage {source}"
+                does = "receive" if bridge else "kept"
+        elif node.target is operator.getitem:
+            does = f"%{node.args[0]}[{node.args[1]}]"
+        else:
+            does, bridge = _call(node), bridges.is_bridge(node)
+            note = _undone(node) if bridge else note
+            bridge = bridge or (node.target is run_local and node.args[0] in TALKING)
+        shape = ", ".join(_shape(spec.shape, batch) for spec in tensor_specs(node))
+        reads = tuple(source.name for source in node.all_input_nodes)
+        found.append(
+            RankNode(node.name, does, shape, note, str(node.meta.get("module_path", "")), reads, bridge)
+        )
+        away = [c for c in sent.get(node.name, ()) if plan.stages[c].devices != stage.devices]
+        for consumer in away:
+            note = f"to stage {consumer}{_of(plan, consumer)}"
+            name = f"{node.name}__send_{consumer}"
+            found.append(RankNode(name, f"send(%{node.name})", shape, note, "", (node.name,), True))
+    return tuple(found)
+
+
+def _of(plan: Plan, stage: int) -> str:
+    return f", rank {plan.stages[stage].devices[0]}"
+
+
+def _layouts(stage: Stage, model: OpGraph) -> dict[object, str]:
+    """Of ops by name, of what is given by (kind, name); nothing where one rank runs the stage."""
+    sharding = stage.sharding
+    if sharding is None:
+        return {}
+    placement = sharding.placement(stage.devices, 1)
+    whole = " ".join("R" for _ in sharding.axes)
+    found: dict[object, str] = {}
+    for given in model.inputs:
+        own = placement.batch if given.kind == "batch" else placement.stored
+        layout = own.get(given.name)
+        found[given.kind, given.name] = whole if layout is None else placements_text(layout)
+    for op, ways in placement.choices.items():
+        if ways and ways[0].outputs:
+            found[op] = placements_text(tuple(way.outputs[0] for way in ways))
+    return found
+
+
+def _call(node: fx.Node) -> str:
+    """ "linear(%x, %w, None)"; a local form as "cross_entropy[classes: inner](…)"."""
+    args = list(node.args)
+    name = str(node.target)
+    if node.target is run_local:
+        function, _, roles, *args = args
+        assert isinstance(roles, Mapping)
+        name = f"{function}[{', '.join(f'{role}: {axis}' for role, axis in roles.items())}]"
+    elif isinstance(node.target, torch._ops.OpOverload):
+        name = name.removeprefix("aten.").partition(".")[0]
+    else:
+        name = getattr(node.target, "__name__", name)
+    words = [_word(argument) for argument in args]
+    words += [f"{key}={_word(value)}" for key, value in node.kwargs.items()]
+    return f"{name}({', '.join(words)})"
+
+
+def _word(argument: object) -> str:
+    if isinstance(argument, fx.Node):
+        return f"%{argument.name}"
+    if isinstance(argument, list | tuple):
+        return f"[{', '.join(map(_word, argument))}]"
+    return str(argument)
+
+
+def _undone(node: fx.Node) -> str:
+    """What a bridge does to the gradient."""
+    table = _BACKWARD_OF_PARTS if node.kwargs.get("partial") else _BACKWARD
+    return f"backward: {table.get(node.target, _BACKWARD.get(node.target, '?'))}"
+
+
+def _shape(shape: tuple[int | sympy.Expr, ...], batch: sympy.Symbol) -> str:
+    b = sympy.Symbol("b")
+    sizes = [str(size if isinstance(size, int) else size.subs(batch, b)) for size in shape]
+    return f"[{', '.join(sizes)}]"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= WIDEST else f"{text[: WIDEST - 1]}…"

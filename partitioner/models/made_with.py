@@ -1,0 +1,88 @@
+"""What a plan was made with, as long as it is in the process that made it: ``deploy`` and ``verify`` need it again.
+
+    plan = partition(model, cluster, example_inputs=batch, loss_fn=loss_fn)
+    plan.deploy(model, optimizer=...)            example, loss and open sizes are known; the trace too, of this very model
+
+It is no part of the plan: files do not have it, copies in other processes neither, and plans that differ in it are equal.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from partitioner.models.workload import Workload
+from passes.graph.graph import OpGraph
+
+_TRACED_WITH = ("example_inputs", "loss_fn", "batch_dims", "dynamic_dims")
+
+
+@dataclass(frozen=True)
+class MadeWith:
+    """Empty for a plan from a file; of one that was made from a trace, the trace alone."""
+
+    example_inputs: Any = field(default=None, compare=False, repr=False)
+    loss_fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    batch_dims: Mapping[str, int | None] | None = field(default=None, compare=False, repr=False)
+    dynamic_dims: Mapping[str, list[int]] | None = field(default=None, compare=False, repr=False)
+    graph: OpGraph | None = field(default=None, compare=False, repr=False)
+    model: weakref.ref[nn.Module] | None = field(default=None, compare=False, repr=False)
+    state: object = field(default=None, compare=False, repr=False)
+    """How the model was when it was traced."""
+
+    @classmethod
+    def of(
+        cls,
+        model: object,
+        example_inputs: Any,
+        loss_fn: Callable[..., Any] | None,
+        batch_dims: Mapping[str, int | None] | None,
+        dynamic_dims: Mapping[str, list[int]] | None,
+        graph: OpGraph,
+    ) -> MadeWith:
+        """As :func:`partition` was called. ``graph``: what it traced."""
+        if isinstance(model, Workload):
+            example_inputs = model.example_inputs if example_inputs is None else example_inputs
+            loss_fn = model.loss_fn if loss_fn is None else loss_fn
+            model = model.model
+        if not isinstance(model, nn.Module):
+            return cls(graph=graph)
+        found = weakref.ref(model)
+        return cls(example_inputs, loss_fn, batch_dims, dynamic_dims, graph, found, _state_of(model))
+
+    def completed(self, model: object, options: Mapping[str, Any]) -> dict[str, Any]:
+        """``options`` of ``deploy`` or ``verify``, with what was not given. A Workload brings its example and loss."""
+        result = dict(options)
+        own = {name: getattr(self, name) for name in _TRACED_WITH}
+        brought: dict[str, Any] = {}
+        if isinstance(model, Workload):
+            brought = {"example_inputs": model.example_inputs, "loss_fn": model.loss_fn}
+            model = model.model
+        for name, value in own.items():
+            if result.get(name) is None and brought.get(name) is None and value is not None:
+                result[name] = value
+        used = {name: brought.get(name) if result.get(name) is None else result[name] for name in own}
+        same = all(used[name] is value for name, value in own.items())
+        if same and result.get("graph") is None and self._has_traced(model):
+            result["graph"] = self.graph
+        return result
+
+    def _has_traced(self, model: object) -> bool:
+        """Whether the trace is of this model, as it is now."""
+        same = self.model is not None and self.model() is model
+        return same and isinstance(model, nn.Module) and _state_of(model) == self.state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Stays in its process."""
+        return MadeWith, ()
+
+
+def _state_of(model: nn.Module) -> object:
+    """What a trace depends on and people change between two calls: types, what trains, modes of modules."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    tensors = [(name, id(tensor), tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in named]
+    return tensors, [(name, id(module), module.training) for name, module in model.named_modules()]

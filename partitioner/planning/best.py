@@ -1,0 +1,74 @@
+"""One plan out of several strategies: the fastest in simulation that fits; the others are its alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError
+from partitioner.plan import Alternative, Plan
+from partitioner.record.describe import NOT_CONSIDERED, describe
+from partitioner.report.text import percent
+from passes.compile import Request, compile_graph
+from passes.graph.graph import OpGraph
+from passes.search.feature.place import FeatureRequest
+from passes.search.free.place import FreeRequest
+
+NAMES = {"layer": "layer-wise", "feature": "feature-wise", "free": "free"}
+"""Strategies in sentences."""
+
+
+def best_plan(graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]) -> Plan:
+    """The plan of the fastest strategy. Raises what the only one raises, or InfeasibleError if none fits."""
+    if len(requests) == 1:
+        return _plan(graph, cluster, requests[0])
+    plans: list[Plan] = []
+    failures: dict[str, PartitionerError] = {}
+    for request in requests:
+        try:
+            plans.append(_plan(graph, cluster, request))
+        except (InfeasibleError, TimeLimitError) as error:
+            failures[NAMES[strategy_of(request)]] = error
+    if not plans:
+        raise InfeasibleError(
+            f"{graph.model_name} fits {cluster.name} by no strategy",
+            [f"{name}: {reason}" for name, error in failures.items() for reason in error.because],
+            [way for error in failures.values() for way in error.suggestions],
+        )
+    best = min(plans, key=lambda plan: plan.prediction.step_seconds)
+    others = [_alternative(plan, best) for plan in plans if plan is not best]
+    others += [
+        Alternative(
+            strategy=name,
+            feasible=False,
+            reason="; ".join(error.because) or error.what,
+            step_seconds=None,
+            peak_memory_bytes=None,
+        )
+        for name, error in failures.items()
+    ]
+    return best.model_copy(
+        update={"alternatives": (*others, *best.alternatives), "not_considered": NOT_CONSIDERED["auto"]}
+    )
+
+
+def strategy_of(request: Request) -> str:
+    """layer, feature or free."""
+    if isinstance(request, FreeRequest):
+        return "free"
+    return "feature" if isinstance(request, FeatureRequest) else "layer"
+
+
+def _plan(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Plan:
+    return describe(graph, cluster, request, compile_graph(graph, cluster, request))
+
+
+def _alternative(plan: Plan, best: Plan) -> Alternative:
+    slower = plan.prediction.step_seconds / best.prediction.step_seconds - 1
+    return Alternative(
+        strategy=f"{NAMES[plan.strategy]}, the best found",
+        feasible=True,
+        reason=f"{percent(slower)} slower",
+        step_seconds=plan.prediction.step_seconds,
+        peak_memory_bytes=max(plan.prediction.peak_memory_bytes.values()),
+    )

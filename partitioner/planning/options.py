@@ -1,0 +1,238 @@
+"""What a user may fix about a plan, checked, and the requests to the searches that it makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeGuard, get_args
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import UsageError
+from cost_models.memory import OPTIMIZERS
+from cost_models.precision import Precision
+from passes.compile import Request
+from passes.graph.graph import OpGraph
+from passes.search.feature.meshes import MAX_AXES, meshes
+from passes.search.feature.pins import axes_of_layout
+from passes.search.feature.place import FeatureRequest
+from passes.search.free.place import FreeRequest, Objective
+from passes.search.layer.options import RecomputeMode
+from passes.search.layer.place import LayerRequest
+from runtime.schedules import SCHEDULES
+
+STRATEGIES = ("layer", "feature", "free", "auto")
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
+MOST_SAMPLES = 1 << 30
+MOST_MICROBATCHES = 1 << 16
+"""Beyond these a number is a typing error: programs list every micro-batch."""
+
+Pins = Mapping[str, int] | Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """As :func:`partitioner.partition` takes them."""
+
+    batch_size: int | None = None
+    optimizer_memory: str = "adamw"
+    strategy: str = "layer"
+    schedule: str = "auto"
+    microbatches: int | Literal["auto"] = "auto"
+    pins: Pins | None = None
+    mesh: Sequence[int] | None = None
+    objective: Objective | None = None
+    splits: Mapping[str, Sequence[int]] | None = None
+    recompute: RecomputeMode | None = None
+    min_stages: int | None = None
+    max_stages: int | None = None
+    time_limit_seconds: float = 60.0
+
+    def check(self) -> None:
+        """Refuse unknown words and numbers that mean nothing, all at once."""
+        keys = [*self._wrong_keys()]
+        problems = [*self._unknown_words(), *self._wrong_numbers(), *keys]
+        problems += [] if keys else self._of_the_other_strategy()
+        if problems:
+            raise UsageError("cannot plan with these options", because=problems)
+        self._check_layouts()
+        if self.batch_size is not None:
+            self._check_microbatches(self.batch_size)
+
+    def check_mesh(self, cluster: ClusterSpec) -> None:
+        """Refuse a mesh that is not the cluster's devices, and pins to others, before anything is traced for them."""
+        if self.mesh is not None:
+            meshes(cluster, MAX_AXES, self.mesh)
+        if self.strategy == "free":
+            world = cluster.world_size
+            problems = [
+                f"{glob!r} is pinned to device {rank}; {cluster.name} has devices 0 to {world - 1}"
+                for glob, rank in (self.pins or {}).items()
+                if isinstance(rank, int) and not 0 <= rank < world
+            ]
+            if problems:
+                raise UsageError("cannot use these pins", problems)
+
+    def requests(self, graph: OpGraph, precision: Precision) -> tuple[Request, ...]:
+        """One per strategy to plan by."""
+        size = graph.example_batch_size if self.batch_size is None else self.batch_size
+        self._check_microbatches(size)
+        layer = LayerRequest(
+            batch_size=size,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            optimizer=self.optimizer_memory,
+            precision=precision,
+            pins={glob: stage for glob, stage in (self.pins or {}).items() if isinstance(stage, int)},
+            min_stages=self.min_stages,
+            max_stages=self.max_stages,
+            recompute=self.recompute or ("full" if graph.checkpointing else "auto"),
+            time_limit_seconds=self.time_limit_seconds,
+        )
+        feature = FeatureRequest(
+            batch_size=size,
+            microbatches=self.microbatches,
+            optimizer=self.optimizer_memory,
+            precision=precision,
+            pins={glob: layout for glob, layout in (self.pins or {}).items() if isinstance(layout, str)},
+            mesh=None if self.mesh is None else tuple(self.mesh),
+            time_limit_seconds=self.time_limit_seconds,
+        )
+        free = FreeRequest(
+            batch_size=size,
+            microbatches=self.microbatches,
+            objective=self.objective or "throughput",
+            optimizer=self.optimizer_memory,
+            precision=precision,
+            pins=layer.pins,
+            split=self.splits is None,
+            splits={glob: tuple(sizes) for glob, sizes in (self.splits or {}).items()},
+            time_limit_seconds=self.time_limit_seconds,
+        )
+        by_strategy: dict[str, tuple[Request, ...]] = {
+            "layer": (layer,),
+            "feature": (feature,),
+            "free": (free,),
+            "auto": (layer, feature, free),
+        }
+        return by_strategy[self.strategy]
+
+    def _unknown_words(self) -> Iterator[str]:
+        if self.strategy not in STRATEGIES:
+            yield f"strategy {self.strategy!r} is not one of: {', '.join(STRATEGIES)}"
+        if self.schedule != "auto" and self.schedule not in SCHEDULES:
+            yield f"schedule {self.schedule!r} is not one of: auto, {', '.join(SCHEDULES)}"
+        if self.optimizer_memory not in OPTIMIZERS:
+            yield f"optimizer memory {self.optimizer_memory!r} is not one of: {', '.join(OPTIMIZERS)}"
+        if self.recompute is not None and self.recompute not in RECOMPUTE_MODES:
+            yield f"recompute {self.recompute!r} is not one of: {', '.join(RECOMPUTE_MODES)}"
+        if self.objective is not None and self.objective not in OBJECTIVES:
+            yield f"objective {self.objective!r} is not one of: {', '.join(OBJECTIVES)}"
+
+    def _wrong_numbers(self) -> Iterator[str]:
+        size, count, limit = self.batch_size, self.microbatches, self.time_limit_seconds
+        if size is not None and not _is_count(size, MOST_SAMPLES):
+            yield f"the batch size is {size!r}, expected 1 to {MOST_SAMPLES:,} samples"
+        if count != "auto" and not _is_count(count, MOST_MICROBATCHES):
+            yield f"the number of micro-batches is {count!r}, expected auto or 1 to {MOST_MICROBATCHES:,}"
+        least, most = self.min_stages, self.max_stages
+        for option, number in (("min_stages", least), ("max_stages", most)):
+            if number is not None and not _is_count(number, MOST_SAMPLES):
+                yield f"{option} is {number!r}, expected 1 or more"
+        if _is_count(least, MOST_SAMPLES) and _is_count(most, MOST_SAMPLES) and least > most:
+            yield f"min_stages is {least}, more than max_stages, {most}"
+        if not (isinstance(limit, int | float) and 0 < limit < math.inf):
+            yield f"the time limit is {limit!r}, expected more than 0 seconds"
+        if self.mesh is not None and not (
+            isinstance(self.mesh, Sequence) and all(_is_count(n, MOST_SAMPLES) for n in self.mesh)
+        ):
+            yield f"the mesh is {self.mesh!r}, expected sizes such as (2, 4)"
+        yield from self._wrong_splits()
+
+    def _wrong_splits(self) -> Iterator[str]:
+        given: object = self.splits
+        if given is not None and not isinstance(given, Mapping):
+            yield f'splits is {given!r}, expected sizes by name such as {{"mlp": (60, 40)}}'
+            return
+        for glob, sizes in (given or {}).items():
+            if not isinstance(glob, str):
+                yield f"split {glob!r}: expected the name of an op, or of what can be split"
+            if not (isinstance(sizes, Sequence) and sizes and all(_is_count(n, MOST_SAMPLES) for n in sizes)):
+                yield f"split {glob!r}: {sizes!r} are no sizes such as (60, 40)"
+
+    def _wrong_keys(self) -> Iterator[str]:
+        pins: object = self.pins
+        if pins is not None and not isinstance(pins, Mapping):
+            yield f'pins is {pins!r}, expected places by name such as {{"layers.0.*": 0}}'
+        elif pins:
+            yield from (f"pin {glob!r}: expected a text" for glob in pins if not isinstance(glob, str))
+
+    def _of_the_other_strategy(self) -> Iterator[str]:
+        """Options that a strategy would silently ignore."""
+        strategy = self.strategy
+        if strategy in ("layer", "free") and self.mesh is not None:
+            yield f'mesh= arranges the devices of strategy "feature"; strategy {strategy!r} has none'
+        if strategy in ("layer", "feature"):
+            given: Mapping[str, object] = {"objective": self.objective, "splits": self.splits}
+            for option, value in given.items():
+                if value is not None:
+                    yield f'{option}={value!r} is for strategy "free"'
+        if strategy in ("feature", "free"):
+            for option, value in self._about_stages().items():
+                if value is not None:
+                    yield f"{option}={value!r} is about stages of a pipeline; strategy {strategy!r} has its own way"
+        yield from self._wrong_pins()
+
+    def _about_stages(self) -> Mapping[str, object]:
+        """What is given that only layer-wise plans have."""
+        return {
+            "schedule": None if self.schedule == "auto" else self.schedule,
+            "min_stages": self.min_stages,
+            "max_stages": self.max_stages,
+            "recompute": None if self.recompute in (None, "none") else self.recompute,
+        }
+
+    def _wrong_pins(self) -> Iterator[str]:
+        """Pins of another strategy."""
+        for glob, pinned in (self.pins or {}).items():
+            number = isinstance(pinned, int) and not isinstance(pinned, bool)
+            if self.strategy == "auto":
+                yield (
+                    f'pin {glob!r}: give the strategy as well, "layer" for stages, "feature" for layouts or '
+                    '"free" for devices'
+                )
+            elif self.strategy == "feature" and not isinstance(pinned, str):
+                yield f'pin {glob!r}: the layout {pinned!r} is not a text such as "S0" or "R S1"'
+            elif self.strategy in ("layer", "free") and not number:
+                what = "stage" if self.strategy == "layer" else "device"
+                yield f"pin {glob!r}: the {what} {pinned!r} is not a number"
+
+    def _check_layouts(self) -> None:
+        """Refuse pinned layouts that cannot be read, or name other axes than the mesh has."""
+        layouts = {glob: text for glob, text in (self.pins or {}).items() if isinstance(text, str)}
+        axes = None if self.mesh is None else len(self.mesh)
+        problems = [
+            f"pin {glob!r}: {text!r} names {words} placements, the mesh has {axes} {'axis' if axes == 1 else 'axes'}"
+            for glob, text in layouts.items()
+            if (words := axes_of_layout(text)) is not None and axes not in (None, words)
+        ]
+        if problems:
+            raise UsageError(
+                "cannot plan with these options",
+                problems,
+                ["one placement per mesh axis, the outermost first"],
+            )
+
+    def _check_microbatches(self, batch_size: int) -> None:
+        """Refuse a number of micro-batches that the batch cannot be cut into."""
+        if self.microbatches != "auto" and self.microbatches > batch_size:
+            raise UsageError(
+                f"cannot cut a batch of {batch_size} into {self.microbatches} micro-batches",
+                because=["every micro-batch needs a sample"],
+                suggestions=[f"use at most {batch_size} micro-batches, or a larger batch size"],
+            )
+
+
+def _is_count(value: object, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most

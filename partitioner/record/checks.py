@@ -1,0 +1,116 @@
+"""What must hold between a plan's fields: a file that breaks it was edited or damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from cost_models.memory import OPTIMIZERS
+from partitioner.record.sharding import contradictions
+from partitioner.report.text import counted
+from runtime.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from partitioner.plan import Plan
+
+MOST_COMPUTES = 1 << 24
+"""Stages times micro-batches: a plan whose programs are longer cannot be rebuilt in memory."""
+
+
+def inconsistencies(plan: Plan) -> Iterator[str]:
+    """Every contradiction, as "key path: what is wrong"."""
+    world = plan.cluster.world_size
+    if not plan.stages:
+        yield "stages: there is none"
+    if plan.microbatches > plan.batch_size:
+        yield f"microbatches: {plan.microbatches} pieces of a batch of {plan.batch_size}"
+    if len(plan.stages) * plan.microbatches > MOST_COMPUTES:
+        yield f"microbatches: {plan.microbatches:,}, times {counted(len(plan.stages), 'stage')}, is too many"
+    if plan.schedule not in SCHEDULES:
+        yield f"schedule: {plan.schedule!r} is not one of {', '.join(SCHEDULES)}"
+    if plan.optimizer_memory not in OPTIMIZERS:
+        yield f"optimizer_memory: {plan.optimizer_memory!r} is not one of {', '.join(OPTIMIZERS)}"
+    if plan.strategy == "feature" and (len(plan.stages) != 1 or plan.stages[0].sharding is None):
+        yield "stages: a feature-wise plan has one, with a sharding"
+    if plan.strategy in ("layer", "free") and any(stage.sharding is not None for stage in plan.stages):
+        yield f"stages: a plan of strategy {plan.strategy!r} has none with a sharding"
+    if plan.splits and plan.strategy != "free":
+        yield f"splits: a plan of strategy {plan.strategy!r} has none"
+    yield from _splits(plan)
+    yield from _stages(plan, world)
+    yield from _values(plan, world)
+    yield from _per_rank(plan, world)
+
+
+def _splits(plan: Plan) -> Iterator[str]:
+    seen: dict[str, int] = {}
+    for index, record in enumerate(plan.splits):
+        if not record.sizes:
+            yield f"splits[{index}].sizes: there is none"
+        if record.op in seen:
+            yield f"splits[{index}].op: {record.op!r} is split by splits[{seen[record.op]}] as well"
+        seen.setdefault(record.op, index)
+
+
+def _stages(plan: Plan, world: int) -> Iterator[str]:
+    seen: dict[str, int] = {}
+    for index, stage in enumerate(plan.stages):
+        if not stage.devices:
+            yield f"stages[{index}].devices: there is none"
+        elif stage.sharding is None and len(stage.devices) != 1:
+            yield f"stages[{index}].devices: a stage without sharding has one device, not {len(stage.devices)}"
+        elif len(set(stage.devices)) < len(stage.devices):
+            yield f"stages[{index}].devices: {list(stage.devices)} names a rank twice"
+        elif stage.sharding is not None:
+            yield from _samples(plan, f"stages[{index}].sharding", stage.sharding.samples_multiple)
+            yield from contradictions(
+                f"stages[{index}].sharding", stage.sharding, stage.devices, set(stage.ops)
+            )
+        missing = [rank for rank in stage.devices if rank >= world]
+        if missing:
+            yield f"stages[{index}].devices: rank {missing[0]} is not in the cluster of {world}"
+        for op in stage.ops:
+            if op in seen:
+                yield f"stages[{index}].ops: {op!r} stands in stage {seen[op]} as well"
+            seen[op] = index
+            placed = plan.placements.get(op)
+            if placed is not None and placed != stage.devices and stage.devices and not missing:
+                yield f"placements.{op}: {list(placed)}, but stages[{index}].devices is {list(stage.devices)}"
+    for op in sorted(set(seen) ^ set(plan.placements)):
+        yield f"placements.{op}: is missing" if op in seen else f"placements.{op}: no stage holds this op"
+
+
+def _samples(plan: Plan, where: str, multiple: int) -> Iterator[str]:
+    """Whether the batch can be cut as the stage's devices take it."""
+    if plan.batch_size % (plan.microbatches * multiple):
+        yield (
+            f"{where}.samples_multiple: {plan.batch_size} samples in {plan.microbatches} micro-batches are no "
+            f"multiples of {multiple} each"
+        )
+
+
+def _values(plan: Plan, world: int) -> Iterator[str]:
+    count = len(plan.stages)
+    for index, value in enumerate(plan.values):
+        if not all(value.producer < consumer < count for consumer in value.consumers):
+            yield f"values[{index}]: goes from stage {value.producer} to {list(value.consumers)} of {count}"
+    for index, transfer in enumerate(plan.transfers):
+        if max(transfer.source, transfer.target) >= world or transfer.source == transfer.target:
+            yield (
+                f"transfers[{index}]: goes from rank {transfer.source} to {transfer.target} "
+                f"in a cluster of {world}"
+            )
+    for index, tied in enumerate(plan.tied):
+        if len(set(tied.ranks)) < 2 or max(tied.ranks) >= world:
+            yield f"tied[{index}].ranks: {list(tied.ranks)} are not two or more ranks of {world}"
+
+
+def _per_rank(plan: Plan, world: int) -> Iterator[str]:
+    ranks = {str(rank) for rank in range(world)}
+    for name, table in (
+        ("state_bytes", plan.state_bytes),
+        ("optimizer_seconds", plan.optimizer_seconds),
+        ("prediction.peak_memory_bytes", plan.prediction.peak_memory_bytes),
+    ):
+        for key in sorted(ranks ^ set(table), key=lambda key: (len(key), key)):
+            yield f"{name}.{key}: is missing" if key in ranks else f"{name}.{key}: no rank of {world}"

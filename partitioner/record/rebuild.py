@@ -1,0 +1,276 @@
+"""From a saved plan back to programs: the same ones that were predicted and proved.
+
+The plan holds the stages' costs and what crosses between them, so programs are rebuilt and proved again without the
+model; the model is needed for the code of the segments only.
+
+Everything is numbered by the plan's devices, for the simulator, or with ``ranks`` by the ranks of a launch
+(``runtime.program.relabel``), for whoever runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from cost_models.errors import PlanError, UsageError
+from partitioner.plan import Plan, Stage
+from partitioner.record.rebuild_checks import refuse_wrong_stages
+from passes.graph.blocks import block_of
+from passes.graph.graph import OpGraph
+from passes.lower.segment import Segmentation, by_stage, on_mesh
+from passes.lower.step import StepCosts, SumCost, SumKey, programs_for, simulate_step, sum_bytes
+from passes.lower.summarize import TiedGroup
+from passes.shard.discover import Discovery
+from passes.shard.program import shardings
+from passes.shard.shard import shard_graph
+from passes.shard.text import choice_text
+from passes.shard.words import FeaturePlacement
+from passes.split.split import Split, split_neurons
+from runtime.check.check import check
+from runtime.mesh.ranks_along import all_ranks_along
+from runtime.mesh.sharding import Sharding
+from runtime.ops.local_calls import JOINT
+from runtime.program.program import Collective, Program, Segment, SegmentCost, SegmentGraph, Value
+from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
+from runtime.segment.microbatch import microbatch_sizes
+from runtime.simulate.simulate import Simulation
+
+
+def ranks_in_order(plan: Plan) -> RankMap:
+    """Rank r plays the r-th device that the plan uses: local processes, and launches that name no hosts."""
+    return RankMap(plan.used_devices)
+
+
+def plan_segments(plan: Plan, ranks: RankMap | None = None) -> SegmentGraph:
+    """The plan's DAG of segments, with the costs it was predicted from."""
+    segments = tuple(
+        Segment(
+            index,
+            tuple(stage.devices),
+            SegmentCost(
+                stage.forward_seconds,
+                stage.backward_input_seconds,
+                stage.backward_weight_seconds,
+                stage.saved_bytes,
+                stage.weight_saved_bytes,
+                stage.transient_bytes,
+            ),
+            stage.has_backward,
+            tuple(_collectives(stage)),
+        )
+        for index, stage in enumerate(plan.stages)
+    )
+    values = tuple(Value(v.name, v.producer, v.consumers, v.size_bytes, v.needs_grad) for v in plan.values)
+    graph = SegmentGraph(segments, values, plan.cluster.world_size)
+    return graph if ranks is None else relabelled_segments(graph, ranks)
+
+
+def _collectives(stage: Stage) -> Iterator[Collective]:
+    """Those of every group of the stage's devices."""
+    if stage.sharding is not None:
+        mesh = stage.sharding.mesh(stage.devices)
+        for item in stage.sharding.collectives:
+            for group in all_ranks_along(mesh, item.axis.split(JOINT)):
+                yield Collective(item.kind, group, item.sent_bytes, item.backward)
+
+
+def plan_tied(plan: Plan, ranks: RankMap | None = None) -> tuple[TiedGroup, ...]:
+    """The plan's sums of gradients: tied parameters, one group per set of ranks, and what sharded stages sum."""
+    return (*_tied(plan, ranks), *(group for stage in plan.stages for group in _stage_sums(stage, ranks)))
+
+
+def _stage_sums(stage: Stage, ranks: RankMap | None) -> Iterator[TiedGroup]:
+    if stage.sharding is not None:
+        mesh = stage.sharding.mesh(stage.devices if ranks is None else ranks.ranks(stage.devices))
+        for item in stage.sharding.sums:
+            for group in all_ranks_along(mesh, item.axes):
+                yield TiedGroup(item.parameters, group, item.scattered)
+
+
+def _tied(plan: Plan, ranks: RankMap | None) -> tuple[TiedGroup, ...]:
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for tied in plan.tied:
+        holders = tied.ranks if ranks is None else tuple(sorted(ranks.ranks(tied.ranks)))
+        groups.setdefault(holders, []).append(tied.name)
+    return tuple(TiedGroup(tuple(names), ranks) for ranks, names in groups.items())
+
+
+def plan_programs(plan: Plan, ranks: RankMap | None = None) -> tuple[Program, ...]:
+    """One program per rank, proved free of deadlock before anybody runs or simulates it."""
+    segments, tied = plan_segments(plan), plan_tied(plan)
+    programs = programs_for(
+        segments, plan.cluster, plan.schedule, plan.microbatches, tied, state_bytes=_state_bytes(plan)
+    )
+    if ranks is not None:
+        programs = relabelled_programs(programs, ranks)
+        segments, tied = plan_segments(plan, ranks), plan_tied(plan, ranks)
+    check(programs, segments, plan.microbatches, tied=[group.as_tuple for group in tied])
+    return programs
+
+
+def simulate_plan(plan: Plan) -> Simulation:
+    """One training step of the plan, simulated."""
+    ranks = [str(rank) for rank in range(plan.cluster.world_size)]
+    step = StepCosts(
+        state_bytes=_state_bytes(plan),
+        optimizer_seconds=tuple(plan.optimizer_seconds[rank] for rank in ranks),
+        tied_bytes={tied.name: tied.size_bytes for tied in plan.tied},
+        sums={key: cost for stage in plan.stages for key, cost in _sum_costs(stage)},
+        gathers=tuple(gather for stage in plan.stages for gather in _gathers(stage)),
+    )
+    sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
+    return simulate_step(plan_programs(plan), plan_segments(plan), plan.cluster, step, sizes)
+
+
+def _state_bytes(plan: Plan) -> tuple[int, ...]:
+    """By rank of the cluster."""
+    return tuple(plan.state_bytes[str(rank)] for rank in range(plan.cluster.world_size))
+
+
+def _sum_costs(stage: Stage) -> Iterator[tuple[SumKey, SumCost]]:
+    """Of every group that sums gradients of a sharded stage."""
+    if stage.sharding is not None:
+        mesh = stage.sharding.mesh(stage.devices)
+        for item in stage.sharding.sums:
+            for ranks in all_ranks_along(mesh, item.axes):
+                sent_bytes = sum_bytes(sum(item.size_bytes), len(ranks), item.scattered)
+                yield (item.parameters, tuple(sorted(ranks))), SumCost(item.seconds, sent_bytes)
+
+
+def _gathers(stage: Stage) -> Iterator[Collective]:
+    """Of every group that puts updated parameters of a sharded stage together."""
+    if stage.sharding is not None:
+        mesh = stage.sharding.mesh(stage.devices)
+        for item in stage.sharding.gathers:
+            for ranks in all_ranks_along(mesh, (item.axis,)):
+                sent_bytes = (len(ranks) - 1) / len(ranks) * item.size_bytes
+                yield Collective("all_gather", ranks, sent_bytes, backward=False)
+
+
+@dataclass(frozen=True)
+class PlannedCode:
+    """What ranks run of a model. ``graph``: the model's own, or with local shapes where ranks run it on shards.
+
+    ``shardings``: of parameters and buffers of which ranks hold blocks; none where every rank holds them whole.
+    """
+
+    graph: OpGraph
+    segmentation: Segmentation
+    shardings: Mapping[str, Sharding]
+
+
+def plan_code(
+    plan: Plan, graph: OpGraph, ranks: RankMap | None = None, *, run: OpGraph | None = None
+) -> PlannedCode:
+    """The plan's segments of ``graph``. Raises PlanError when the plan is for another model.
+
+    ``run``: the same ops with other data types or numbers among their arguments, to run instead.
+    """
+    refuse_other_model(plan, graph)
+    planned, graph = graph, split_graph(plan, run or graph)
+    for stage in plan.stages:
+        if stage.sharding is not None:
+            devices = stage.devices if ranks is None else ranks.ranks(stage.devices)
+            placement = stage.sharding.placement(devices, plan.microbatches)
+            refuse_wrong_choices(plan.model.name, planned, placement)
+            sharded = shard_graph(graph, placement)
+            return PlannedCode(sharded.graph, on_mesh(sharded.graph, sharded.mesh), shardings(sharded))
+    refuse_wrong_stages(plan, split_graph(plan, planned))
+    return PlannedCode(graph, _segmentation(plan, graph, ranks), {})
+
+
+def split_graph(plan: Plan, graph: OpGraph) -> OpGraph:
+    """``graph`` with the ops in blocks that the plan runs in blocks; split once per graph and plan."""
+    if not plan.splits:
+        return graph
+    splits = tuple(Split(record.op, record.dim, record.sizes) for record in plan.splits)
+    key = ("split", splits)
+    if key not in graph.memo:
+        try:
+            graph.memo[key] = split_neurons(graph, splits)
+        except UsageError as error:
+            raise PlanError(
+                f"the plan for {plan.model.name} splits ops in ways that {graph.model_name} cannot be split",
+                error.because,
+                ["plan this model anew; plans are not meant to be edited"],
+            ) from error
+    found: OpGraph = graph.memo[key]
+    return found
+
+
+def refuse_wrong_choices(model: str, graph: OpGraph, placement: FeaturePlacement) -> None:
+    """Raise PlanError where an op would run in a way that no rule or trial allows: its numbers would be wrong."""
+    discovery = Discovery.stored()
+    wrong = []
+    for node in graph.ops:
+        given = placement.choices.get(node.name, ())
+        if set(given) - set(discovery.choices(node)):
+            wrong.append(f"{node.name} ({node.target}): {'; '.join(map(choice_text, given))}")
+    if wrong:
+        raise PlanError(
+            f"the plan for {model} runs {len(wrong)} ops in ways that would give other numbers",
+            because=wrong[:5],
+            suggestions=["plan this model anew; plans are not meant to be edited"],
+        )
+
+
+def _segmentation(plan: Plan, graph: OpGraph, ranks: RankMap | None) -> Segmentation:
+    """Which ops of ``graph`` each of the plan's segments runs."""
+    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+    devices = [stage.devices[0] for stage in plan.stages]
+    places = devices if ranks is None else ranks.ranks(devices)
+    known = frozenset(block_of(graph).values())
+    missing = sorted({name for stage in plan.stages for name in stage.recomputed_blocks} - known)
+    if missing:
+        raise PlanError(
+            f"the plan for {plan.model.name} recomputes blocks that {graph.model_name} does not have",
+            because=[f"{name} is no block of the model" for name in missing[:3]],
+            suggestions=["plan this model anew"],
+        )
+    blocks = [stage.recomputed_blocks for stage in plan.stages]
+    return by_stage(graph, stage_of, places, frozenset(plan.recomputed), blocks)
+
+
+def refuse_other_model(plan: Plan, graph: OpGraph) -> None:
+    """Raise PlanError listing how ``graph`` differs from the model the plan was made for."""
+    planned = set(plan.placements) | set(plan.recomputed)
+    differences = []
+    known = graph.fingerprint == plan.model.fingerprint
+    # Another model need not have the ops that are split, so its ops cannot be compared then.
+    traced = {node.name for node in split_graph(plan, graph).ops} if known or not plan.splits else planned
+    missing, extra = sorted(planned - traced), sorted(traced - planned)
+    if missing:
+        differences.append(
+            f"{len(missing)} planned ops are not in the model, such as {', '.join(missing[:3])}"
+        )
+    if extra:
+        differences.append(
+            f"{len(extra)} ops of the model are not in the plan, such as {', '.join(extra[:3])}"
+        )
+    if graph.loss_reduction != plan.loss_reduction:
+        differences.append(
+            f"the loss is traced with loss_reduction={graph.loss_reduction!r}, planned with {plan.loss_reduction!r}"
+        )
+    if not known:
+        differences.append(
+            f"fingerprint {graph.fingerprint[:12]} differs from the plan's {plan.model.fingerprint[:12]} "
+            "(ops, shapes, data types and parameter names count)"
+        )
+        parameters = sum(_elements(spec.shape) for spec in graph.parameters.values())
+        if parameters != plan.model.parameters:
+            differences.append(
+                f"the model has {parameters:,} parameters, the plan's {plan.model.parameters:,}"
+            )
+    if differences:
+        raise PlanError(
+            f"the plan for {plan.model.name} does not fit {graph.model_name}",
+            because=differences,
+            suggestions=["plan this model anew", "give the model, sequence length and data type of the plan"],
+        )
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,96 @@
+"""What a plan says of a model, held against the model itself: a plan that would train other numbers is refused.
+
+A plan file holds what crosses between stages and whose gradients are summed, so that it can be simulated without the model.
+Whoever runs it has the model, and looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from cost_models.errors import PlanError
+from passes.graph.graph import OpGraph
+from passes.graph.recomputed import recomputed_ops
+from passes.graph.state import colocated
+from passes.lower.lower import crossing_values
+from passes.lower.segment import Segmentation
+from passes.lower.summarize import tied_groups
+
+if TYPE_CHECKING:
+    from partitioner.plan import Plan
+
+MOST_REPORTED = 8
+
+
+def refuse_wrong_stages(plan: Plan, graph: OpGraph) -> None:
+    """Raise PlanError where stages of one device each would not compute what ``graph`` does.
+
+    ``graph``: with the ops in blocks that the plan has in blocks.
+    """
+    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
+    problems = [*_misplaced(plan, graph, stage_of)]
+    if not problems:
+        ranks = tuple(stage.devices for stage in plan.stages)
+        segmentation = Segmentation(stage_of, ranks, frozenset(plan.recomputed))
+        problems = [*_values(plan, graph, segmentation), *_tied(plan, graph, segmentation)]
+    if problems:
+        more = [f"… and {len(problems) - MOST_REPORTED} more"] if len(problems) > MOST_REPORTED else []
+        raise PlanError(
+            f"the plan for {plan.model.name} would not compute what the model does",
+            [*problems[:MOST_REPORTED], *more],
+            ["plan this model anew; plans are not meant to be edited"],
+        )
+
+
+def _misplaced(plan: Plan, graph: OpGraph, stage_of: dict[str, int]) -> Iterator[str]:
+    """Ops that read from later stages, that must be together and are not, that may not run more than once."""
+    for node in graph.ops:
+        for user in node.users:
+            if stage_of.get(user.name, len(plan.stages)) < stage_of.get(node.name, 0):
+                yield (
+                    f"{user.name} in stage {stage_of[user.name]} reads {node.name} of the later stage {stage_of[node.name]}"
+                )
+    for group in colocated(graph):
+        stages = sorted({stage_of[op] for op in group if op in stage_of})
+        if len(stages) > 1:
+            yield f"{', '.join(sorted(group)[:3])} must share a stage, and are in {_listed(stages)}"
+    costly = sorted(set(plan.recomputed) - recomputed_ops(graph))
+    if costly:
+        yield f"{_listed(costly[:3])} may not be computed by every stage for itself"
+
+
+def _values(plan: Plan, graph: OpGraph, segmentation: Segmentation) -> Iterator[str]:
+    """What crosses between stages."""
+    needed = {
+        name: (segmentation.segment_of[name], consumers, name in graph.needs_grad)
+        for name, consumers in crossing_values(graph, segmentation).items()
+    }
+    given = {v.name: (v.producer, tuple(sorted(v.consumers)), v.needs_grad) for v in plan.values}
+    for name in sorted(needed.keys() | given.keys()):
+        if name not in given:
+            yield f"values: {name} goes from stage {needed[name][0]} to {_listed(needed[name][1])}, and is missing"
+        elif name not in needed:
+            yield f"values: nothing called {name} crosses between stages"
+        elif given[name] != needed[name]:
+            (source, targets, gradient), (s, t, g) = needed[name], given[name]
+            yield (
+                f"values: {name} goes from stage {source} to {_listed(targets)}"
+                f"{' and its gradient back' if gradient else ', without a gradient'}; the plan says {s}, {_listed(t)}"
+                f"{' and back' if g else ', without a gradient'}"
+            )
+
+
+def _tied(plan: Plan, graph: OpGraph, segmentation: Segmentation) -> Iterator[str]:
+    """Whose gradients are summed over which ranks."""
+    needed = {name: group.ranks for group in tied_groups(graph, segmentation) for name in group.parameters}
+    given = {tied.name: tuple(sorted(tied.ranks)) for tied in plan.tied}
+    for name in sorted(needed.keys() | given.keys()):
+        if needed.get(name) != given.get(name):
+            held = f"ranks {_listed(needed[name])}" if name in needed else "one rank at most"
+            says = f"ranks {_listed(given[name])}" if name in given else "nothing of it"
+            yield f"tied: {name} gets its gradient from {held}; the plan says {says}"
+
+
+def _listed(items: Collection[object]) -> str:
+    return ", ".join(map(str, items))

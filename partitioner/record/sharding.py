@@ -1,0 +1,179 @@
+"""How the devices of a stage share its work, as a plan holds it: a mesh, layouts, and what they send each other."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from cost_models.conversion import Kind
+from cost_models.layout import Mesh
+from partitioner.record.base import Count, Record, Seconds
+from passes.shard.text import choice_text, placements_text, read_choice, read_placements
+from passes.shard.words import Choice, FeaturePlacement
+from runtime.ops.local_calls import JOINT
+
+MOST_AXES = 3
+
+
+def _readable(read: Callable[[str], object]) -> Callable[[str], str]:
+    def check(text: str) -> str:
+        read(text)
+        return text
+
+    return check
+
+
+LayoutText = Annotated[str, AfterValidator(_readable(read_placements))]
+ChoiceText = Annotated[str, AfterValidator(_readable(read_choice))]
+
+
+class StageCollective(Record):
+    """Communication inside the stage: once per micro-batch, by every group of devices along ``axis``."""
+
+    value: str = Field(description="the bridge, or the op that talks by itself")
+    kind: Kind
+    axis: str = Field(description="of the mesh; several taken together are joined by +")
+    size_bytes: Count = Field(description="of the tensor, whole along the axis, per micro-batch")
+    sent_bytes: float = Field(ge=0, description="by each device, by the volume of the ring algorithm")
+    backward: bool
+
+
+class GradientSumRecord(Record):
+    """Gradients summed together after the last backward, by every group of devices along ``axes``."""
+
+    parameters: tuple[str, ...]
+    axes: tuple[str, ...]
+    scattered: bool = Field(description="each device keeps its part of the sums only (ZeRO-1 and 2)")
+    size_bytes: tuple[Count, ...] = Field(
+        description="of each parameter's gradient on a device, as it begins"
+    )
+    seconds: Seconds
+
+
+class UpdateGatherRecord(Record):
+    """Parameters of which each device updates a part, put together after the update along ``axis`` (ZeRO-1 and 2)."""
+
+    axis: str
+    parameters: tuple[str, ...]
+    size_bytes: Count = Field(description="of what each device has afterwards")
+    seconds: Seconds
+
+
+class LayoutRow(Record):
+    """For people: parameters of equal blocks that are kept and read alike, or products of activations. "" is nothing."""
+
+    name: str = Field(description="a parameter, or the module of a product; * stands for the blocks' numbers")
+    count: Count = Field(description="how many")
+    size_bytes: Count = Field(description="of all of them, on a device")
+    stored: LayoutText
+    state: LayoutText = Field(description="of gradients and optimizer state, where that differs from stored")
+    taken: LayoutText = Field(description="how the op that reads it needs it")
+    op: str
+    takes: tuple[LayoutText, ...] = Field(description="the op's operands that are no parameters")
+    makes: LayoutText
+
+
+class StageSharding(Record):
+    """How the devices of a stage run it on shards. Layouts: R whole, S0 split along dimension 0, P part of a sum."""
+
+    axes: dict[str, Annotated[int, Field(ge=1)]] = Field(
+        description="of the mesh, outermost first: name and size; the stage's devices fill it row by row"
+    )
+    choices: dict[str, tuple[ChoiceText, ...]] = Field(
+        description="per op and mesh axis: needs of its operands -> its outputs"
+    )
+    stored: dict[str, LayoutText] = Field(description="parameters and buffers; whole if not listed")
+    state: dict[str, LayoutText] = Field(
+        description="gradients and optimizer state, where that differs from stored (ZeRO-1 and 2)"
+    )
+    batch: dict[str, LayoutText] = Field(description="how inputs arrive; whole if not listed")
+    samples_multiple: int = Field(ge=1, description="a micro-batch has a multiple of so many samples")
+    collectives: tuple[StageCollective, ...]
+    sums: tuple[GradientSumRecord, ...]
+    gathers: tuple[UpdateGatherRecord, ...] = ()
+    layouts: tuple[LayoutRow, ...] = Field(
+        default=(), description="a summary; choices and stored are what counts"
+    )
+    discovered_ops: Count = Field(description="ops whose choices were found by trying")
+    replicated_ops: tuple[str, ...] = Field(description="ops that only every device as a whole can run")
+    replicated_seconds: Seconds = Field(description="what these take of a step")
+    replicated_matmul_share: float = Field(
+        ge=0,
+        le=1,
+        description="of the FLOPs of products, convolutions and attention: not split along some axis",
+    )
+
+    def mesh(self, devices: tuple[int, ...]) -> Mesh:
+        """``devices`` arranged in the axes."""
+        return Mesh(devices, tuple(self.axes.values()), tuple(self.axes))
+
+    def placement(self, devices: tuple[int, ...], microbatches: int) -> FeaturePlacement:
+        """What the search chose, on ``devices``."""
+        known: dict[str, Choice] = {}
+
+        def choice(text: str) -> Choice:
+            return known.setdefault(text, read_choice(text))
+
+        return FeaturePlacement(
+            self.mesh(devices),
+            {op: tuple(map(choice, texts)) for op, texts in self.choices.items()},
+            {name: read_placements(text) for name, text in self.stored.items()},
+            {name: read_placements(text) for name, text in self.batch.items()},
+            microbatches,
+            {name: read_placements(text) for name, text in self.state.items()},
+        )
+
+
+def texts_of(placement: FeaturePlacement) -> Mapping[str, Mapping[str, object]]:
+    """The fields of ``StageSharding`` that a placement says."""
+    return {
+        "axes": dict(zip(placement.mesh.axes, placement.mesh.shape, strict=True)),
+        "choices": {op: tuple(map(choice_text, ways)) for op, ways in placement.choices.items()},
+        "stored": {name: placements_text(p) for name, p in placement.stored.items()},
+        "state": {name: placements_text(p) for name, p in placement.sharded_state.items()},
+        "batch": {name: placements_text(p) for name, p in placement.batch.items()},
+    }
+
+
+def contradictions(
+    where: str, sharding: StageSharding, devices: tuple[int, ...], ops: set[str]
+) -> Iterator[str]:
+    """What cannot be in one plan, as "key path: what is wrong"."""
+    count = len(sharding.axes)
+    if not 1 <= count <= MOST_AXES:
+        yield f"{where}.axes: {count} axes, expected 1 to {MOST_AXES}"
+    elif math.prod(sharding.axes.values()) != len(devices):
+        yield f"{where}.axes: {'×'.join(map(str, sharding.axes.values()))} is not {len(devices)} devices"
+    for name in sharding.axes:
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", name):
+            yield f"{where}.axes: {name!r} is no name of an axis, such as inner"
+    for op, ways in sharding.choices.items():
+        if op not in ops:
+            yield f"{where}.choices.{op}: the stage does not run this op"
+        elif len(ways) != count:
+            yield f"{where}.choices.{op}: {len(ways)} choices for {count} axes"
+    for field in ("stored", "state", "batch"):
+        for name, text in getattr(sharding, field).items():
+            if len(text.split()) != count:
+                yield f"{where}.{field}.{name}: {text!r} does not name {count} placements, one per axis"
+            elif "P" in text.split():
+                yield f"{where}.{field}.{name}: {text!r}: what is kept or given is whole or split, no part of a sum"
+    for index, item in enumerate(sharding.collectives):
+        if not _are_axes(sharding, item.axis.split(JOINT)):
+            yield f"{where}.collectives[{index}].axis: {item.axis!r} is no axis of the mesh"
+    for index, summed in enumerate(sharding.sums):
+        if not _are_axes(sharding, summed.axes):
+            yield f"{where}.sums[{index}].axes: {list(summed.axes)} are no axes of the mesh"
+        if len(summed.size_bytes) != len(summed.parameters):
+            yield f"{where}.sums[{index}].size_bytes: not one per parameter"
+    for index, gather in enumerate(sharding.gathers):
+        if gather.axis not in sharding.axes:
+            yield f"{where}.gathers[{index}].axis: {gather.axis!r} is no axis of the mesh"
+
+
+def _are_axes(sharding: StageSharding, names: Sequence[str]) -> bool:
+    return bool(names) and len(set(names)) == len(names) and sharding.axes.keys() >= set(names)

@@ -1,0 +1,54 @@
+"""What ranks noted of their shards, put together: notes of the whole values, to hold against the unpartitioned graph's.
+
+y: S(0) on 2 ranks      sums add up, squares of norms too                       one whole value
+y: a part of a sum      sums add up; the norm of the sum is in no rank's note   one whole value, norm unknown
+y: whole                                                                        two whole values
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+from cost_models.layout import Partial, Replicate
+from partitioner.plan import Plan
+from partitioner.record.rebuild import ranks_in_order
+from passes.shard.words import Placements
+from runtime.measure.record import Note
+from runtime.mesh.sharding import coordinates
+
+Wholes: TypeAlias = Iterator[tuple[str, list[Note]]]
+"""Per copy of a value: its ranks in words, a note per micro-batch."""
+
+
+def noted_copies(plan: Plan, per_rank: Sequence[Mapping[str, list[Note]]]) -> Callable[[str], Wholes]:
+    """Op -> notes of the whole value, once per copy."""
+    stage = next((stage for stage in plan.stages if stage.sharding is not None), None)
+    if stage is None or stage.sharding is None:
+        return lambda op: ((str(rank), notes.get(op, [])) for rank, notes in enumerate(per_rank))
+    mesh = stage.sharding.mesh(ranks_in_order(plan).ranks(stage.devices))
+    choices = stage.sharding.placement(stage.devices, plan.microbatches).choices
+    layouts = {op: tuple(choice.outputs[0] for choice in ways) for op, ways in choices.items()}
+    whole: Placements = (Replicate(),) * len(mesh.shape)
+
+    def notes(op: str) -> Wholes:
+        layout = layouts.get(op, whole)
+        copies: dict[tuple[int, ...], list[int]] = {}
+        for rank in mesh.ranks:
+            place = coordinates(mesh, rank)
+            key = tuple(i for i, p in zip(place, layout, strict=True) if isinstance(p, Replicate))
+            copies.setdefault(key, []).append(rank)
+        summed = any(isinstance(p, Partial) for p in layout)
+        for ranks in copies.values():
+            parts = [per_rank[rank].get(op, []) for rank in ranks]
+            yield "+".join(map(str, ranks)), [_together(each, summed) for each in zip(*parts, strict=False)]
+
+    return notes
+
+
+def _together(parts: Sequence[Note], summed: bool) -> Note:
+    if len(parts) == 1:
+        return parts[0]
+    norm = math.inf if summed else math.sqrt(sum(note[1] ** 2 for note in parts))
+    return sum(note[0] for note in parts), norm

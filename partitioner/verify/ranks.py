@@ -1,0 +1,126 @@
+"""What all ranks of a verification found, held against the unpartitioned step.
+
+Where ranks hold blocks of a tensor (shards, or parts of ops that were split), whole tensors are put together of them first.
+Every copy counts: with blocks A and B, A on ranks 0 and 2, B on ranks 1 and 3, there are two whole tensors, of ranks 0 1
+and of ranks 2 3. An element that nobody has is nan, which agrees with nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from partitioner.verify.compare import Comparison, StepResult, compare
+from partitioner.verify.rank import VerificationTask
+from runtime.mesh.sharding import Block, Sharding
+
+
+def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[StepResult]:
+    """One result per copy of the model, where ranks hold blocks; else the ranks' own. Losses of shards are summed."""
+    if not task.shardings and not task.parts:
+        return list(results)
+    blocks: dict[tuple[str, str], list[tuple[Block, Tensor]]] = {}
+    for rank, result in enumerate(results):
+        for kind, name, tensor in _tensors(result, task):
+            found = blocks.setdefault((kind, task.whole_of(name)), [])
+            found.append((_block(kind, name, rank, task), tensor))
+    copies: list[dict[str, dict[str, Tensor]]] = []
+    for (kind, name), found in blocks.items():
+        wholes = list(_wholes(found, task.state[name]))
+        if kind == "gradients" and name in task.shardings:
+            # Where ranks train parts of what they all store, there are fewer gradients than parameters.
+            trained = _owners(task.shardings[name], task.state[name].shape)
+            stored = len(blocks["parameters", name]) // _blocks(blocks["parameters", name])
+            if len(wholes) == trained:
+                wholes = [wholes[number % trained] for number in range(stored)]
+        for number, whole in enumerate(wholes):
+            if number == len(copies):
+                copies.append({"gradients": {}, "parameters": {}, "buffers": {}})
+            copies[number][kind][name] = whole
+    loss = _loss([result.loss for result in results], task)
+    return [StepResult(loss if number == 0 else float("nan"), **copy) for number, copy in enumerate(copies)]
+
+
+def compare_ranks(
+    expected: StepResult, actual: Sequence[StepResult], initial: Mapping[str, Tensor], learning_rate: float
+) -> list[Comparison]:
+    """Every copy is compared; what nobody holds must not have changed."""
+    losses = [result.loss for result in actual if result.loss == result.loss]
+    seen: set[str] = set()
+    found: list[Comparison] = []
+    for result in actual:
+        names = set(result.parameters) | set(result.buffers)
+        seen |= names
+        own = StepResult(
+            expected.loss,
+            {n: g for n, g in expected.gradients.items() if n in names or n in result.gradients},
+            {n: p for n, p in expected.parameters.items() if n in names},
+            {n: b for n, b in expected.buffers.items() if n in names},
+        )
+        buffers = {n: b for n, b in result.buffers.items() if n in expected.buffers}
+        mine = StepResult(expected.loss, result.gradients, result.parameters, buffers)
+        found += [c for c in compare(own, mine, learning_rate, whole=expected.gradients) if c.kind != "loss"]
+    lost = {n: g for n, g in expected.gradients.items() if n not in seen}
+    kept = {n: b for n, b in expected.buffers.items() if n not in seen and n in initial}
+    unheld = StepResult(expected.loss, {}, {}, {n: initial[n] for n in kept})
+    found += compare(StepResult(expected.loss, lost, {}, kept), unheld, learning_rate)[1:]
+    loss = losses[0] if len(losses) == 1 else float("nan")
+    return compare(StepResult(expected.loss, {}, {}), StepResult(loss, {}, {}), learning_rate) + found
+
+
+def _tensors(result: StepResult, task: VerificationTask) -> Iterator[tuple[str, str, Tensor]]:
+    for kind in ("gradients", "parameters", "buffers"):
+        for name, tensor in getattr(result, kind).items():
+            yield kind, name, tensor
+    for name, part in task.parts.items():  # no gradient is zero, also where other parts have one
+        if name in result.parameters and name not in result.gradients and part.whole in task.trainable:
+            yield "gradients", name, torch.zeros_like(result.parameters[name])
+
+
+def _block(kind: str, name: str, rank: int, task: VerificationTask) -> Block:
+    """What ``rank`` holds as ``name``, of the tensor that the model has."""
+    if name in task.parts:
+        return task.parts[name].block
+    shape, sharding = task.state[name].shape, task.shardings.get(name)
+    if sharding is None:
+        return Block((0,) * len(shape), tuple(shape))
+    return (sharding.owner_block if kind == "gradients" else sharding.leaf_block)(shape, rank)
+
+
+def _loss(losses: Sequence[float], task: VerificationTask) -> float:
+    """Of the batch. Ranks that share a segment have parts of it; else one rank has it, and the others nan."""
+    if task.shardings:
+        return sum(losses)
+    found = [loss for loss in losses if loss == loss]
+    return found[0] if len(found) == 1 else float("nan")
+
+
+def _blocks(found: Sequence[tuple[Block, Tensor]]) -> int:
+    """How many different blocks."""
+    return len({block for block, _ in found})
+
+
+def _owners(sharding: Sharding, shape: Sequence[int]) -> int:
+    """How many ranks train each element."""
+    ranks = sharding.mesh.ranks
+    return len(ranks) // len({sharding.owner_block(shape, rank) for rank in ranks})
+
+
+def _wholes(found: Sequence[tuple[Block, Tensor]], like: Tensor) -> Iterator[Tensor]:
+    """As many as the block that most ranks hold; nan where a block is missing."""
+    holders: dict[Block, list[Tensor]] = {}
+    for block, tensor in found:
+        holders.setdefault(block, []).append(tensor)
+    for number in range(max(map(len, holders.values()))):
+        dense = next(iter(holders.values()))[0]
+        complete = sum(math.prod(block.shape) for block in holders) == like.numel()
+        has_nan = dense.is_floating_point() or dense.is_complex()
+        dtype = dense.dtype if has_nan or complete else torch.float64
+        whole = torch.full_like(like, float("nan") if has_nan or not complete else 0, dtype=dtype)
+        for block, tensors in holders.items():
+            own = tensors[min(number, len(tensors) - 1)]
+            block.of(whole).copy_(own.to_dense() if own.is_sparse else own)
+        yield whole

@@ -1,0 +1,181 @@
+"""The reference of a verification: one step of the unpartitioned, eager model in float64.
+
+    loss_reduction    what is compared with
+    mean              micro-batch by micro-batch, gradients accumulated, weighted by samples
+    sum, token_mean   the whole batch at once: what the user would compute without micro-batches
+
+Where a whole batch is no sum over its samples (batch norm; an auxiliary loss over all tokens), "sum" and "token_mean" go
+micro-batch by micro-batch as well; the mean cross-entropies are then divided by the whole batch's valid labels by hand.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from cost_models.errors import UsageError
+from partitioner.engine.optimizers import make_optimizer
+from partitioner.models.workload import Workload
+from partitioner.verify.compare import StepResult
+from partitioner.verify.grow_batch import rebuilt
+from passes.evaluate.dropout import DropoutOff
+from passes.evaluate.float64 import Float64, float64_by_default
+from passes.graph.graph import OpGraph
+from passes.graph.nodes import argument
+from passes.trace.batch import forward_arguments
+from passes.trace.export import loss_and_metrics
+from passes.trace.loss.reduction import loss_weights
+from runtime.segment.microbatch import cut
+
+
+def reference_step(
+    reference: Workload,
+    batch: Any,
+    leaves: Mapping[str, Tensor],
+    graph: OpGraph,
+    sizes: tuple[int, ...],
+    optimizer: str,
+    learning_rate: float,
+) -> StepResult:
+    """One step of the unpartitioned model. ``sizes``: of the plan's micro-batches."""
+    model = copied_module(reference.model).train()
+    weights = loss_weights(graph.loss_reduction, sizes)
+    mode: _WholeBatchMeans | None = None
+    if graph.loss_reduction != "mean":
+        if not why_in_pieces(graph):
+            sizes, weights = (sum(sizes),), [1.0]
+        elif graph.loss_reduction == "token_mean":
+            mode = _counted(reference, batch, leaves, graph, sizes)
+    total = 0.0
+    pieces = _pieces(batch, leaves, graph, len(sizes), model)
+    with DropoutOff(), Float64(), float64_by_default():
+        for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
+            if mode is None:
+                loss = _loss(model, reference, piece)
+            else:
+                mode.start(index)
+                with mode:
+                    loss = _loss(model, reference, piece)
+            if loss.requires_grad:
+                (loss * weight).backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach()) * weight
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    stepper = make_optimizer(optimizer, model.parameters(), learning_rate)
+    if stepper is not None:
+        stepper.step()
+    return StepResult(
+        total,
+        gradients,
+        {name: p.detach() for name, p in model.named_parameters()},
+        {name: b.detach() for name, b in model.named_buffers()},
+    )
+
+
+def copied_module(model: nn.Module) -> nn.Module:
+    """A deep copy. Tensors that the last forward computed and left in a module (``weight_norm`` does) are copied too."""
+    computed = {
+        id(value): value.detach().clone()
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    return copy.deepcopy(model, computed)
+
+
+def why_in_pieces(graph: OpGraph) -> str:
+    """What makes the loss of a whole batch another one than that of its micro-batches; "" if nothing is known to."""
+    norms = [n.name for n in graph.ops if "batch_norm" in str(n.target) and _in_training(n)]
+    if norms:
+        return f"batch norm sees one micro-batch at a time ({norms[0]})"
+    others = graph.token_counts.other_terms if graph.token_counts is not None else ()
+    return f"the loss has terms besides its token mean ({others[0]})" if others else ""
+
+
+def _in_training(node: torch.fx.Node) -> bool:
+    return argument(node, "training", argument(node, "train", True)) is not False
+
+
+def _loss(model: nn.Module, reference: Workload, piece: Any) -> Tensor:
+    args, kwargs = forward_arguments(model, piece, reference.loss_fn is not None)
+    loss, _ = loss_and_metrics(model(*args, **kwargs), piece, reference.loss_fn)
+    assert loss is not None
+    return loss
+
+
+def _pieces(
+    batch: Any, leaves: Mapping[str, Tensor], graph: OpGraph, count: int, model: nn.Module
+) -> Iterable[Any]:
+    parts = {name: cut(leaf, graph.batch.batch_dims.get(name), count) for name, leaf in leaves.items()}
+    for index in range(count):
+        yield rebuilt(batch, {name: part[index].clone() for name, part in parts.items()}, model)
+
+
+def _counted(
+    reference: Workload, batch: Any, leaves: Mapping[str, Tensor], graph: OpGraph, sizes: tuple[int, ...]
+) -> _WholeBatchMeans:
+    """A first run of all micro-batches on another copy of the model, to count the labels of each cross-entropy."""
+    assert graph.token_counts is not None
+    if any(normalizer.ignore_index is None for normalizer in graph.token_counts.normalizers):
+        raise UsageError(
+            f"cannot verify {graph.model_name} under a token mean",
+            [f"{why_in_pieces(graph)}, and the loss divides by a count of its own"],
+            ["use cross_entropy with reduction='mean' and ignore_index", 'loss_reduction="mean"'],
+        )
+    model = copied_module(reference.model).train()
+    mode = _WholeBatchMeans([size / sum(sizes) for size in sizes])
+    with DropoutOff(), Float64(), float64_by_default(), torch.no_grad():
+        for index, piece in enumerate(_pieces(batch, leaves, graph, len(sizes), model)):
+            mode.start(index)
+            with mode:
+                _loss(model, reference, piece)
+    mode.counting = False
+    return mode
+
+
+class _WholeBatchMeans(TorchFunctionMode):
+    """Divides each mean cross-entropy by the labels that its call counted over all micro-batches, times their share."""
+
+    def __init__(self, shares: list[float]) -> None:
+        super().__init__()
+        self.counting = True
+        self._shares: list[float] = shares
+        self._counts: list[list[float]] = []
+        """By call within a forward, and by micro-batch."""
+        self._call, self._index = 0, 0
+
+    def start(self, index: int) -> None:
+        """The next forward is that of micro-batch ``index``."""
+        self._call, self._index = 0, index
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func not in (F.cross_entropy, F.nll_loss) or options.get("reduction", "mean") != "mean":
+            return func(*args, **options)
+        target = args[1] if len(args) > 1 else options["target"]
+        if target.is_floating_point():
+            return func(*args, **options)
+        count = self._count(target, args[2] if len(args) > 2 else options.get("weight"), options)
+        return func(*args, **{**options, "reduction": "sum"}) / (count * self._shares[self._index])
+
+    def _count(self, target: Tensor, weight: Tensor | None, options: Mapping[str, Any]) -> float:
+        """Of this call, over all micro-batches (so far, while counting)."""
+        valid = target[target != options.get("ignore_index", -100)]
+        if self.counting:
+            if self._call == len(self._counts):
+                self._counts.append([0.0] * len(self._shares))
+            own = valid.numel() if weight is None else float(weight[valid].sum())
+            self._counts[self._call][self._index] = own
+        self._call += 1
+        return sum(self._counts[self._call - 1])

@@ -1,0 +1,305 @@
+"""``verify``: run the actual plan on local processes and compare every number with the unpartitioned model.
+
+    plan ─► the same programs ─► Gloo workers on this machine, float64 ─┐
+    model ─► eager (``partitioner.verify.reference``) ──────────────────┴─► loss, gradients, buffers, parameters
+
+The reference is the user's own module, not our graph. Dropout is switched off on both sides, because two random draws
+cannot be compared. Tolerances: ``partitioner.verify.compare``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from cost_models.errors import ModelError, PartitionerError, UsageError, VerificationError
+from cost_models.precision import Precision
+from partitioner.api import ModelOrTrace, as_graph
+from partitioner.models.workload import Workload
+from partitioner.plan import Plan
+from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
+from partitioner.verify.compare import Comparison, StepResult
+from partitioner.verify.first_difference import first_difference
+from partitioner.verify.grow_batch import grow_batch, ignore_unevenly, to_double
+from partitioner.verify.rank import VerificationTask, run_rank
+from partitioner.verify.ranks import compare_ranks, put_together
+from partitioner.verify.reference import copied_module, reference_step, why_in_pieces
+from partitioner.verify.rounding import in_reverse, rounding_only
+from passes.evaluate.dropout import random_ops, without_dropout
+from passes.evaluate.float64 import in_float64, widen_module
+from passes.graph.graph import OpGraph
+from passes.graph.least_samples import least_samples
+from passes.lower.lower import lower
+from passes.trace.batch import flatten_batch, forward_names
+from passes.trace.loss.reduction import step_batch, step_weights
+from passes.trace.wrappers import unwrapped
+from runtime.ranks.launch import WorkerPool
+from runtime.segment.microbatch import microbatch_sizes
+
+LEARNING_RATE = 1e-3
+_PLURAL = {"loss": "losses", "gradient": "gradients", "parameter": "parameters", "buffer": "buffers"}
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was compared, and the worst of it. ``str()`` is what the command prints."""
+
+    model: str
+    stages: int
+    schedule: str
+    microbatches: int
+    samples: int
+    compared: Mapping[str, int]
+    differences: tuple[Comparison, ...]
+    worst: Comparison | None
+    seconds: float
+    notes: tuple[str, ...]
+    first_difference: str | None = None
+    mesh: tuple[int, ...] = ()
+    """How the devices of the one stage share it; () where each stage has a device."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.differences
+
+    @property
+    def _placed(self) -> str:
+        if self.mesh:
+            return f"mesh {'×'.join(map(str, self.mesh))}"
+        return f"{self.stages} stages, {self.schedule}"
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{n} {kind if n == 1 else _PLURAL[kind]}" for kind, n in self.compared.items())
+        lines = [
+            f"{'verified' if self.passed else 'DIFFERS'}: {self.model}, {self._placed}, "
+            f"{self.microbatches} micro-batches, {self.samples} samples, in float64: {counts} compared "
+            f"({self.seconds:.1f} s)"
+        ]
+        if self.worst is not None:
+            lines.append(
+                f"  largest error: {self.worst.kind} {self.worst.name}, {self.worst.error:.2e} "
+                f"of {self.worst.allowed:.2e} allowed"
+            )
+        lines += [
+            f"  differs: {d.kind} {d.name}: {d.error:.3e}, allowed {d.allowed:.3e}"
+            for d in self.differences[:10]
+        ]
+        if self.first_difference:
+            lines.append(f"  first op that differs: {self.first_difference}")
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain JSON data."""
+        return {"passed": self.passed, **asdict(self)}
+
+    def raise_if_different(self) -> None:
+        """Raise VerificationError unless everything agreed."""
+        if not self.passed:
+            raise VerificationError(
+                "the partitioned model computes something else", because=str(self).splitlines()
+            )
+
+
+def verify_plan(
+    plan: Plan,
+    model: ModelOrTrace,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    dynamic_dims: Mapping[str, list[int]] | None = None,
+    pool: WorkerPool | None = None,
+    graph: OpGraph | None = None,
+    timeout_seconds: float = 120.0,
+) -> VerifyReport:
+    """Run ``plan`` on local Gloo processes in float64 and compare it with ``model``.
+
+    ``model``: a module with real weights, or a Workload. ``batch_dims``, ``dynamic_dims``: as :func:`partition` was
+    given them. ``pool``: workers to use instead of starting new ones;
+    ``graph``: the model's training trace, to trace once for several plans.
+    """
+    started = time.monotonic()
+    workload = _workload(model, example_inputs, loss_fn)
+    refuse_without_weights(workload.model)
+    if graph is None:
+        graph = as_graph(
+            workload,
+            batch_dims=batch_dims,
+            dynamic_dims=dynamic_dims,
+            precision=plan.precision,
+            loss_reduction=plan.loss_reduction,
+            name=plan.model.name,
+        )
+    ranks = ranks_in_order(plan)
+    traced, (graph, dropped) = graph, without_dropout(in_float64(graph))
+    code = plan_code(plan, traced, ranks, run=graph)
+    reference = double_copy(workload)
+    notes = _notes(plan, graph, dropped)
+    sizes = _sizes(plan, code.graph.batch.multiple, 2 * least_samples(graph)[0])
+    batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
+    batch = ignore_unevenly(batch, reference.model, graph)
+    leaves = flatten_batch(batch, forward_names(reference.model))
+    state = model_state(reference.model, graph)
+    task = VerificationTask(
+        programs=plan_programs(plan, ranks),
+        codes=lower(code.graph, code.segmentation),
+        segments=plan_segments(plan, ranks),
+        batch_spec=code.graph.batch,
+        batch=step_batch(graph, leaves, plan.microbatches),
+        state=state,
+        trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
+        microbatches=plan.microbatches,
+        weights=step_weights(graph, leaves, plan.microbatches),
+        optimizer=plan.optimizer_memory,
+        learning_rate=LEARNING_RATE,
+        timeout_seconds=timeout_seconds,
+        shardings=code.shardings,
+        parts=code.graph.parts,
+    )
+
+    def step(batch: Any, leaves: Mapping[str, Tensor]) -> StepResult:
+        return reference_step(reference, batch, leaves, graph, sizes, plan.optimizer_memory, LEARNING_RATE)
+
+    with _blaming_the_model(plan.model.name):
+        expected = step(batch, leaves)
+        if not math.isfinite(expected.loss):
+            raise ArithmeticError(f"its loss is {expected.loss}, and that agrees with nothing")
+    with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
+        run = partial(workers.run, world_size=plan.world_size, timeout_seconds=timeout_seconds)
+        found = compare_ranks(expected, put_together(run(run_rank, task), task), state, LEARNING_RATE)
+        found, rounding = _without_rounding(
+            found,
+            expected,
+            lambda: step(*in_reverse(batch, leaves, graph, len(sizes), reference.model)),
+        )
+        notes += rounding
+        differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
+        first = first_difference(plan, graph, code.graph, task, expected, run) if differences else None
+    kinds = [c.kind for c in found]
+    return VerifyReport(
+        model=plan.model.name,
+        stages=len(plan.stages),
+        schedule=plan.schedule,
+        microbatches=plan.microbatches,
+        samples=sum(sizes),
+        compared={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+        differences=differences,
+        worst=max(found, key=lambda c: c.severity, default=None),
+        seconds=time.monotonic() - started,
+        notes=tuple(notes),
+        first_difference=first,
+        mesh=next((tuple(s.sharding.axes.values()) for s in plan.stages if s.sharding is not None), ()),
+    )
+
+
+def _notes(plan: Plan, graph: OpGraph, dropped: int) -> list[str]:
+    """What is compared otherwise than it will be trained. ``dropped``: ops whose dropout was switched off."""
+    notes = list(graph.notes)
+    if plan.precision != Precision():
+        notes.append(f"verified in float64 throughout; the plan trains with {plan.precision}")
+    if dropped:
+        notes.append(f"dropout switched off in {dropped} ops: two random draws cannot be compared")
+    drawing = random_ops(graph)
+    if drawing:
+        notes.append(
+            f"{len(drawing)} ops draw random numbers ({drawing[0]}, …): they may differ for that reason alone"
+        )
+    if graph.loss_reduction != "mean" and (why := why_in_pieces(graph)):
+        notes.append(f"compared micro-batch by micro-batch, not with the whole batch: {why}")
+    return notes
+
+
+def _without_rounding(
+    found: list[Comparison], expected: StepResult, in_other_order: Callable[[], StepResult]
+) -> tuple[list[Comparison], list[str]]:
+    """``found`` without what is rounding of the model itself, and a note that names that."""
+    rounding = rounding_only([c for c in found if not c.agrees], expected, in_other_order, LEARNING_RATE)
+    if not rounding:
+        return found, []
+    names = sorted({c.name for c in rounding})
+    note = (
+        f"{len(names)} parameters have no gradient but rounding ({names[0]}{', …' if len(names) > 1 else ''}): they "
+        "differ by no more than the unpartitioned model does with its samples in another order"
+    )
+    return [c for c in found if c not in rounding], [note]
+
+
+def refuse_without_weights(model: nn.Module) -> None:
+    """Raise UsageError for a model on the meta device."""
+    meta = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if meta:
+        raise UsageError(
+            "cannot verify a model without weights",
+            because=[f"{len(meta)} tensors are on the meta device, such as {meta[0]}"],
+            suggestions=["verify a small variant with real weights (for bundled models: --set size=tiny)"],
+        )
+
+
+def double_copy(workload: Workload) -> Workload:
+    """The workload in float64 on the CPU, its model copied: the user's is never touched."""
+    model = widen_module(copied_module(workload.model)).cpu()
+    return Workload(model, to_double(workload.example_inputs), workload.loss_fn, workload.name)
+
+
+def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
+    """Parameters, buffers and lifted constants by canonical name."""
+    state = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    state.update({name: tensor.detach() for name, tensor in model.named_buffers()})
+    return {**graph.constants, **state}
+
+
+@contextmanager
+def _blaming_the_model(name: str) -> Iterator[None]:
+    """What the unpartitioned model raises is not the plan's fault, and says so."""
+    try:
+        yield
+    except PartitionerError:
+        raise
+    except Exception as error:
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        raise ModelError(
+            f"cannot verify {name}: the unpartitioned model fails on its own",
+            because=[f"{type(error).__name__}: {lines[0] if lines else 'no message'}"],
+            suggestions=[
+                "train it for one step without a plan, in float64, on a small batch: it fails the same way"
+            ],
+        ) from error
+
+
+def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:
+    if isinstance(model, Workload):
+        inputs = model.example_inputs if example_inputs is None else example_inputs
+        return Workload(unwrapped(model.model)[0], inputs, loss_fn or model.loss_fn, model.name)
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"cannot verify against a {type(model).__name__}",
+            because=["the reference is the unpartitioned module itself"],
+            suggestions=["give the torch.nn.Module or the Workload that was planned"],
+        )
+    if example_inputs is None:
+        raise UsageError(
+            "cannot verify without example inputs", suggestions=["give `example_inputs=`: one batch"]
+        )
+    model, _ = unwrapped(model)
+    return Workload(model, example_inputs, loss_fn, type(model).__name__)
+
+
+def _sizes(plan: Plan, multiple: int, samples: int) -> tuple[int, ...]:
+    """Micro-batch sizes of a small batch that is cut like the plan's: ``samples`` each, uneven if the plan's is.
+
+    Single samples only where the plan has them: some models refuse them. Of two samples batch norm makes 1 and -1, and
+    nothing before it has a gradient but rounding. ``multiple``: what ranks that share samples need.
+    """
+    units = plan.batch_size // multiple
+    uneven = units % plan.microbatches != 0
+    least = math.ceil(samples / multiple)
+    units = min(units, least * plan.microbatches + uneven)
+    return microbatch_sizes(units * multiple, plan.microbatches, multiple)

@@ -1,0 +1,365 @@
+"""What every op of a graph costs: arithmetic, memory traffic, seconds, and what autograd keeps on its account.
+
+    OpGraph ─► signatures (equal ops) ─► profiles at a few sizes ─► polynomials of the batch size ─► arrays over ops
+
+Words
+    storage      memory behind one or more tensors; a view shares its base's. Named by the op that makes it:
+                 ``relu_3``, ``split_1.2`` (third output), ``layer_norm~0`` (kept by autograd, not an output)
+    saved        the storages that autograd keeps from an op's forward until its backward. Parameters, buffers,
+                 constants and batch inputs are there anyway and are not counted
+    input half   the part of backward that computes gradients of activations
+    weight half  the part that computes gradients of parameters, and adds them to what micro-batches before left
+
+Everything but seconds is independent of the device, except that what dropout and attention keep depends on its kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import sympy
+import torch
+
+from cost_models.cluster import ClusterSpec
+from cost_models.compute import (
+    ComputeDevice,
+    FloatArray,
+    OpClass,
+    OpSeconds,
+    PhaseSeconds,
+    additive_seconds,
+    kernel_seconds,
+    segment_seconds,
+)
+from cost_models.op_cases import kind_of
+from cost_models.op_profile import OpTimes, Phase, op_phase_seconds
+from passes.costs.extra_work import Extra, extra_work
+from passes.costs.saved import OpProfile, profile
+from passes.costs.size_model import OUTPUT_BYTES, WORK_FIELDS, SizeModel, at_one_sample, at_one_size, fit
+from passes.costs.storages import StorageTable, name_storages
+from passes.graph.graph import OpGraph
+from passes.graph.signatures import Signature, SignatureTable, group_by_signature
+
+PHASES = ("forward", "backward_input", "backward_weight")
+
+
+@dataclass(frozen=True)
+class OpTable:
+    """Arrays over ``GraphCosts.ops``, shape [ops], for one micro-batch size."""
+
+    forward_flops: FloatArray
+    backward_input_flops: FloatArray
+    backward_weight_flops: FloatArray
+    forward_bytes: FloatArray
+    """Read and written."""
+    backward_input_bytes: FloatArray
+    backward_weight_bytes: FloatArray
+    forward_launches: FloatArray
+    backward_input_launches: FloatArray
+    backward_weight_launches: FloatArray
+    output_bytes: FloatArray
+    """Of the op's output tensors, were they sent: elements times element size."""
+
+
+@dataclass(frozen=True)
+class SegmentSeconds:
+    """One segment's time per micro-batch."""
+
+    forward: float
+    backward_input: float
+    backward_weight: float
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """What a segment holds from its forward to its backward, per micro-batch.
+
+    ``saved``: storages saved by autograd, sent outputs and received values, as one union. ``weight_saved``: what a
+    deferred weight half still needs, the output gradients included.
+    """
+
+    saved: int
+    weight_saved: int
+
+
+@dataclass(frozen=True, eq=False)
+class GraphCosts:
+    """The costs of an ``OpGraph``; every tuple and array follows ``graph.ops``."""
+
+    ops: tuple[str, ...]
+    saved: tuple[tuple[str, ...], ...]
+    """Storages that autograd keeps on the op's account; several ops may name one storage."""
+    output_storages: tuple[tuple[str | None, ...], ...]
+    """Storage of each output; None for one that belongs to a parameter, buffer, constant or batch input."""
+    attention_backend: str | None
+    """Which attention the costs assume ("flash", or "flash+math" for a mixture); None without attention."""
+    estimated: tuple[str, ...]
+    """Ops that could not be run alone; their costs come from shapes."""
+    signature_of: np.ndarray[tuple[int], np.dtype[np.intp]] = field(repr=False)
+    """Ops with one number here are the same op (``passes.graph.signatures``): measure one, know all."""
+    _model: SizeModel = field(repr=False)
+    _storages: StorageTable = field(repr=False)
+    _rates: tuple[tuple[torch.dtype, OpClass], ...] = field(repr=False)
+    """(data type, class) of each signature's arithmetic."""
+    _kinds: tuple[str, ...] = field(repr=False)
+    """What each signature is charged as on a calibrated device (``cost_models.op_cases.kind_of``)."""
+    _extra: Extra = field(repr=False)
+    _one_sample: GraphCosts | None = field(repr=False)
+    """The same for micro-batches of one sample; None if this is it."""
+    _tables: dict[int, OpTable] = field(default_factory=dict, repr=False)
+    _phases: dict[object, tuple[PhaseSeconds, ...]] = field(default_factory=dict, repr=False)
+
+    def exact(self, batch_size: int) -> GraphCosts:
+        """The costs whose ``saved`` and ``output_storages`` hold for this size: at one sample, some copies are views."""
+        return self._one_sample if batch_size == 1 and self._one_sample is not None else self
+
+    def at(self, batch_size: int) -> OpTable:
+        """Work of every op for micro-batches of ``batch_size`` samples."""
+        if self.exact(batch_size) is not self:
+            return self.exact(batch_size).at(batch_size)
+        if batch_size not in self._tables:
+            numbers = self._model.at(batch_size)
+            first = np.array(self._model.first_row[:-1], dtype=np.intp)[self.signature_of]
+            columns = {name: numbers[first + column] for column, name in enumerate(WORK_FIELDS)}
+            columns["output_bytes"] = numbers[first + OUTPUT_BYTES]
+            self._extra.add_to(columns)
+            self._tables[batch_size] = OpTable(**columns)
+        return self._tables[batch_size]
+
+    def phases(self, batch_size: int, device: ComputeDevice) -> tuple[PhaseSeconds, ...]:
+        """Kernel and launch seconds per op: forward, input half, weight half."""
+        key = (batch_size, self._speed(device))
+        if key not in self._phases:
+            table = self.at(batch_size)
+            self._phases[key] = tuple(self._phase(table, name, device) for name in PHASES)
+        return self._phases[key]
+
+    def seconds(self, batch_size: int, device: ComputeDevice) -> OpSeconds:
+        """Seconds of every op, in a form that adds up over ops (``cost_models.compute.additive_seconds``)."""
+        return OpSeconds(*(additive_seconds(phase, device) for phase in self.phases(batch_size, device)))
+
+    def segment_seconds(
+        self, op_indices: Sequence[int] | np.ndarray, batch_size: int, device: ComputeDevice
+    ) -> SegmentSeconds:
+        """Seconds of a segment made of these ops: on a GPU launching and running overlap."""
+        chosen = np.asarray(op_indices, dtype=np.intp)
+        phases = self.phases(batch_size, device)
+        return SegmentSeconds(*(segment_seconds(phase, device, chosen) for phase in phases))
+
+    def storage_bytes(self, batch_size: int) -> Mapping[str, int]:
+        """Size of every storage that an op makes, for the names in this object's ``saved`` (see ``exact``)."""
+        return self._storages.sizes(self._model.at(batch_size), batch_size)
+
+    @property
+    def weight_half(self) -> tuple[bool, ...]:
+        """Per op: whether backward makes gradients of parameters, so that a deferred weight half needs what it saved."""
+        return self._storages.weight_half
+
+    def saved_operands(self, op_index: int) -> frozenset[int]:
+        """Which of its tensor operands (by position) autograd keeps for this op, parameters too."""
+        saved = self._model.structures[int(self.signature_of[op_index])].saved
+        return frozenset(which for place, which in saved if place == "operand")
+
+    def op_class(self, op_index: int) -> OpClass:
+        """Which peak rate bounds the op's arithmetic."""
+        return self._rates[int(self.signature_of[op_index])][1]
+
+    def saved_bytes(self, op_indices: Iterable[int], batch_size: int) -> int:
+        """Bytes that autograd keeps for these ops: the union of their storages."""
+        if self.exact(batch_size) is not self:
+            return self.exact(batch_size).saved_bytes(op_indices, batch_size)
+        sizes = self.storage_bytes(batch_size)
+        return sum(sizes[name] for name in self._union(op_indices))
+
+    @property
+    def reads(self) -> tuple[tuple[tuple[int, str | None], ...], ...]:
+        """Per op: (index of the op that made it, its storage) of each op result that it reads."""
+        return self._storages.reads
+
+    @property
+    def maker(self) -> Mapping[str, int]:
+        """Index of the op that makes each storage."""
+        return self._storages.maker
+
+    def held_bytes(
+        self,
+        op_indices: Iterable[int],
+        batch_size: int,
+        outputs: Iterable[str] = (),
+        regions: Iterable[Sequence[int]] = (),
+    ) -> HeldBytes:
+        """What a segment of these ops holds; ``outputs`` names the ops whose results it sends or returns.
+
+        A received value is a buffer of its own, as large as the value, whatever its storage was where it was made.
+        ``regions``: ops that are computed again in backward; of each, only what it reads from outside is held.
+        """
+        if self.exact(batch_size) is not self:
+            return self.exact(batch_size).held_bytes(op_indices, batch_size, outputs, regions)
+        chosen = [int(index) for index in op_indices]
+        sizes = dict(self.storage_bytes(batch_size))
+        output_bytes = self.at(batch_size).output_bytes
+        received = self._received(chosen, output_bytes)
+        sizes.update(received)
+        sent = [self._storages.index_of[name] for name in outputs]
+        again = [set(region) for region in regions]
+        held = self._union(set(chosen).difference(*again)) | set(received)
+        held |= {name for region in again for name in self.inputs_of(region)}
+        held |= {name for index in sent for name in self.output_storages[index] if name}
+        parameterized = [index for index in chosen if self._storages.weight_half[index]]
+        deferred = sum(sizes[name] for name in self._union(parameterized)) + output_bytes[parameterized].sum()
+        return HeldBytes(sum(sizes[name] for name in held), int(deferred))
+
+    def inputs_of(self, region: Collection[int]) -> set[str]:
+        """The storages that these ops read and others make."""
+        reads = (read for index in region for read in self._storages.reads[index])
+        return {storage for producer, storage in reads if storage is not None and producer not in region}
+
+    def _received(self, chosen: Sequence[int], output_bytes: FloatArray) -> dict[str, int]:
+        """Bytes of the buffers for values that ``chosen`` ops read from others, by storage."""
+        inside = set(chosen)
+        received: dict[str, int] = {}
+        arrived: set[int] = set()
+        for producer, storage in (read for index in chosen for read in self._storages.reads[index]):
+            if producer in inside or producer in arrived:
+                continue
+            arrived.add(producer)
+            name = storage or f"{self.ops[producer]}:received"  # a view of a batch input is a buffer here
+            if self._storages.maker.get(name) not in inside:
+                received[name] = received.get(name, 0) + int(output_bytes[producer])
+        return received
+
+    def _speed(self, device: ComputeDevice) -> tuple[object, ...]:
+        """All that seconds depend on: equal devices share what is computed for one of them."""
+        efficiency = tuple(sorted(device.efficiency.items()))
+        peaks = tuple(
+            device.peak_flops(dtype) for dtype, op_class in sorted_rates(self._rates) if op_class != "memory"
+        )
+        bandwidth = device.memory_bandwidth_bytes_per_second
+        times = getattr(device, "op_times", None)
+        return device.kind, bandwidth, device.launch_overhead_seconds, efficiency, peaks, times
+
+    def _union(self, op_indices: Iterable[int]) -> set[str]:
+        return {name for index in op_indices for name in self.saved[index]}
+
+    def _phase(self, table: OpTable, name: str, device: ComputeDevice) -> PhaseSeconds:
+        times: OpTimes | None = getattr(device, "op_times", None)
+        if times is not None:
+            return self._measured_phase(table, name, device, times)
+        flops = getattr(table, f"{name}_flops")
+        moved = getattr(table, f"{name}_bytes")
+        kernel = np.zeros(len(self.ops))
+        groups = np.array([self._rates.index(rate) for rate in self._rates], dtype=np.intp)[self.signature_of]
+        for group in np.unique(groups):
+            members = groups == group
+            dtype, op_class = self._rates[group]
+            kernel[members] = kernel_seconds(flops[members], moved[members], device, dtype, op_class)
+        return PhaseSeconds(kernel, getattr(table, f"{name}_launches") * device.launch_overhead_seconds)
+
+    def _measured_phase(
+        self, table: OpTable, name: str, device: ComputeDevice, times: OpTimes
+    ) -> PhaseSeconds:
+        """As ``_phase``, from what a calibration measured of each kind of op; launching is part of that."""
+        phase: Phase = cast("Phase", name)
+        summed = self._extra.fan_out * (phase == self._extra.phase_of_sums())
+        moved = getattr(table, f"{name}_bytes") - 3 * summed * table.output_bytes
+        launches = getattr(table, f"{name}_launches") - summed
+        flops = getattr(table, f"{name}_flops")
+        # What several consumers differentiate is summed: k - 1 additions, in place where autograd owns the buffer.
+        seconds = summed * op_phase_seconds(
+            times, "add", "forward", np.zeros_like(moved), 3 * table.output_bytes, np.ones_like(moved)
+        )
+        kinds = np.array(self._kinds, dtype=object)[self.signature_of]
+        rates = np.array([self._rates.index(rate) for rate in self._rates], dtype=np.intp)[self.signature_of]
+        for kind, rate in sorted({(str(k), int(r)) for k, r in zip(kinds, rates, strict=True)}):
+            chosen = (kinds == kind) & (rates == rate)
+            dtype, _ = self._rates[rate]
+            scale = 1.0
+            if flops[chosen].any():
+                scale = device.peak_flops(torch.float32) / device.peak_flops(dtype)
+            seconds[chosen] += op_phase_seconds(
+                times, kind, phase, flops[chosen], moved[chosen], launches[chosen], scale
+            )
+        return PhaseSeconds(seconds, np.zeros_like(seconds))
+
+
+def cost_graph(
+    graph: OpGraph,
+    *,
+    attention: str | None = None,
+    device_kind: str = "cpu",
+    only_size: int | None = None,
+) -> GraphCosts:
+    """Cost every op of ``graph`` for any batch size, or for ``only_size`` samples in a fifth of the time.
+
+    ``attention``: the backend to assume where it applies (``cost_models.attention.BACKENDS``); None for what devices of
+    ``device_kind`` ("cuda" or "cpu") choose themselves.
+    """
+    table = group_by_signature(graph)
+    symbols = example_sizes(graph)
+
+    def profiler(signature: int, batch_size: int) -> OpProfile:
+        sizes = {**symbols, graph.batch.batch_symbol: batch_size}
+        return profile(table.signatures[signature], sizes, attention=attention, device_kind=device_kind)
+
+    if only_size is not None:
+        return _assemble(graph, table, at_one_size(len(table.signatures), profiler, only_size), None)
+    model = fit(len(table.signatures), profiler)
+    return _assemble(graph, table, model, _assemble(graph, table, at_one_sample(model), None))
+
+
+def costs_of(graph: OpGraph, cluster: ClusterSpec) -> GraphCosts:
+    """The graph's costs on devices of the cluster's kind; computed once per graph."""
+    key = ("costs", cluster.devices[0].kind)
+    if key not in graph.memo:
+        graph.memo[key] = cost_graph(graph, device_kind=cluster.devices[0].kind)
+    costs = graph.memo[key]
+    assert isinstance(costs, GraphCosts)
+    return costs
+
+
+def _assemble(
+    graph: OpGraph, table: SignatureTable, model: SizeModel, one_sample: GraphCosts | None
+) -> GraphCosts:
+    structures = [model.structures[index] for index in table.of]
+    storages = name_storages(graph, table, model)
+    backends = sorted({s.attention_backend for s in structures if s.attention_backend})
+    rates = tuple(
+        (_dtype(signature), structure.op_class)
+        for signature, structure in zip(table.signatures, model.structures, strict=True)
+    )
+    return GraphCosts(
+        ops=tuple(node.name for node in graph.ops),
+        saved=storages.saved,
+        output_storages=storages.outputs,
+        attention_backend="+".join(backends) or None,
+        estimated=tuple(n.name for n, s in zip(graph.ops, structures, strict=True) if s.estimated),
+        _model=model,
+        _storages=storages,
+        signature_of=np.array(table.of, dtype=np.intp),
+        _rates=rates,
+        _kinds=tuple(kind_of(signature.target) for signature in table.signatures),
+        _extra=extra_work(graph, table, storages),
+        _one_sample=one_sample,
+    )
+
+
+def example_sizes(graph: OpGraph) -> dict[sympy.Symbol, int]:
+    """The number of every dynamic size in the example batch. The batch's own is replaced by each size asked for."""
+    sizes: dict[sympy.Symbol, int] = {}
+    for symbol, (leaf, dim) in graph.batch.symbols.items():
+        if leaf in graph.example_shapes:
+            sizes[symbol] = graph.example_shapes[leaf][dim]
+    return sizes
+
+
+def sorted_rates(rates: Iterable[tuple[torch.dtype, OpClass]]) -> list[tuple[torch.dtype, OpClass]]:
+    """Each (data type, class) once, in a stable order."""
+    return sorted(set(rates), key=str)
+
+
+def _dtype(signature: Signature) -> torch.dtype:
+    """The type the op computes in: its first floating-point output's."""
+    return next((s.dtype for s in signature.outputs if s.dtype.is_floating_point), torch.float32)

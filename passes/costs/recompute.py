@@ -1,0 +1,76 @@
+"""What computing blocks again in backward costs: the second forward's seconds, and the memory that it fills.
+
+held between forward and backward   the storages that a region reads from outside (``GraphCosts.held_bytes``)
+again in backward                   its ops up to the last one that saves something; autograd needs no more
+alive meanwhile                     all that the region's ops save; one region at a time, the last one first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from passes.costs.costs import GraphCosts
+
+Region = Sequence[int]
+"""Indices into ``graph.ops``, rising."""
+
+
+class SavedStorages(Protocol):
+    """What is read of ``GraphCosts`` to know where a second forward stops."""
+
+    @property
+    def saved(self) -> tuple[tuple[str, ...], ...]: ...
+    @property
+    def maker(self) -> Mapping[str, int]: ...
+    @property
+    def weight_half(self) -> tuple[bool, ...]: ...
+
+
+def computed_again(costs: SavedStorages, region: Region, deferring: bool) -> list[int]:
+    """The ops of ``region`` that run a second time: checkpointing stops as soon as all that was saved is there.
+
+    An op's operands are saved before its kernel runs, its results after. ``deferring``: ops with a weight half are
+    rewritten (``runtime.segment.split_backward``), and save after they ran.
+    """
+    savers = [at for at, op in enumerate(region) if costs.saved[op]]
+    if not savers:
+        return []
+    last = savers[-1]
+    op = region[last]
+    early = all(costs.maker.get(name) != op for name in costs.saved[op])
+    if early and not (deferring and costs.weight_half[op]):
+        return list(region[:last])
+    return list(region[: last + 1])
+
+
+def region_bytes(costs: GraphCosts, region: Region, batch_size: int) -> int:
+    """Bytes that autograd keeps of ``region`` while its backward runs, beside what was held anyway."""
+    costs = costs.exact(batch_size)
+    sizes = costs.storage_bytes(batch_size)
+    inside = set(region)
+    saved = {name for op in region for name in costs.saved[op]}
+    return sum(sizes[name] for name in saved - costs.inputs_of(inside))
+
+
+def transient_bytes(costs: GraphCosts, regions: Sequence[Region], batch_size: int, deferring: bool) -> int:
+    """Most bytes alive at once because of what backward computes again, the last region first.
+
+    ``deferring``: what weight halves need of a region stays until they run, while earlier regions follow.
+    """
+    exact = costs.exact(batch_size)
+    most, kept = 0, 0
+    for region in reversed(regions):
+        most = max(most, kept + region_bytes(exact, region, batch_size))
+        if deferring:
+            kept += _deferred_bytes(exact, region, batch_size)
+    return most
+
+
+def _deferred_bytes(costs: GraphCosts, region: Region, batch_size: int) -> int:
+    """Bytes that weight halves need of ``region`` beside what is held anyway: their inputs and output gradients."""
+    parameterized = [op for op in region if costs.weight_half[op]]
+    gradients = int(costs.at(batch_size).output_bytes[parameterized].sum())
+    sizes = costs.storage_bytes(batch_size)
+    saved = {name for op in parameterized for name in costs.saved[op]}
+    return gradients + sum(sizes[name] for name in saved - costs.inputs_of(set(region)))

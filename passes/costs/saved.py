@@ -1,0 +1,349 @@
+"""What one op does and what autograd keeps for it, found by running that op alone on fake CPU tensors.
+
+The op runs under ``FakeTensorMode``: no memory, no arithmetic, but the true dispatch, so that composite ops fall apart
+into the kernels they really launch, and ``saved_tensors_hooks`` sees what autograd really keeps. (Fake CUDA tensors abort
+the process in backward, so devices differ by the few ops of ``_on_device``, and attention is a table:
+``cost_models.attention``.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias
+
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import flop_registry
+
+from cost_models.attention import (
+    AttentionCall,
+    choose_backend,
+    output_storage_bytes,
+    saved_tensors,
+    transferred_bytes,
+)
+from cost_models.compute import OpClass, OpWork
+from passes.costs.kernels import KernelCounter, KernelCounts
+from passes.graph.signatures import Signature, called, concrete, concrete_arguments
+from runtime.ops.bridges import is_bridge
+from runtime.segment.code import TensorSpec
+
+logger = logging.getLogger("partitioner")
+aten = torch.ops.aten
+
+# All fused backends do the same arithmetic. Causal calls count in full, as is the custom.
+_FORWARD_FLOPS = flop_registry[aten._scaled_dot_product_flash_attention]
+_BACKWARD_FLOPS = flop_registry[aten._scaled_dot_product_flash_attention_backward]
+
+_OPAQUE = frozenset({aten.lstm.input, aten.lstm.data})
+
+SavedPlace: TypeAlias = Literal["operand", "output", "own"]
+
+
+@dataclass(frozen=True)
+class OpStructure:
+    """What does not depend on sizes.
+
+    ``output_alias[j]``: the operand whose storage output j shares, or None if it has its own (``shared_output[j]`` then
+    names an earlier output with the same storage). ``saved``: (place, index) of each storage kept for backward, where
+    index counts operands, outputs, or the op's own hidden storages (a dropout mask, a log-sum-exp).
+    """
+
+    op_class: OpClass = "memory"
+    output_alias: tuple[int | None, ...] = ()
+    shared_output: tuple[int, ...] = ()
+    saved: tuple[tuple[SavedPlace, int], ...] = ()
+    own_storages: int = 0
+    attention_backend: str | None = None
+    estimated: bool = False
+    """The op could not be run alone (bytes come from shapes, and its inputs and outputs count as saved), or the device
+    runs it as one kernel whose workspace is its own secret."""
+
+
+@dataclass(frozen=True)
+class OpProfile:
+    """One op at one size."""
+
+    structure: OpStructure
+    work: OpWork
+    output_bytes: int
+    """Of the output tensors as values: elements times element size."""
+    storage_bytes: tuple[int, ...]
+    """Of each output's storage (0 where it shares one), then of each own storage."""
+
+
+def profile(
+    signature: Signature,
+    symbols: Mapping[sympy.Symbol, int],
+    *,
+    attention: str | None = None,
+    device_kind: str = "cpu",
+) -> OpProfile:
+    """Run the signature's op on fake tensors of the sizes that ``symbols`` give, and report."""
+    if not signature.runs:
+        return OpProfile(OpStructure(), OpWork(), sum(_sizes(signature.outputs, symbols)), ())
+    call = attention_call(signature, symbols)
+    backend = None
+    if call is not None:
+        backend = choose_backend(call, device_kind, attention)
+        if backend != "math":
+            return _profile_attention(signature, call, backend)
+    try:
+        return _Run(signature, symbols, device_kind).profile(backend)
+    except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        logger.debug("cannot run %s alone (%s); estimating its cost", signature.target, error)
+        return _estimate(signature, symbols)
+
+
+class _Run:
+    """One op on fake tensors: forward with saved tensors, then backward."""
+
+    def __init__(self, signature: Signature, symbols: Mapping[sympy.Symbol, int], device_kind: str) -> None:
+        self._signature = signature
+        self._symbols = symbols
+        self._device_kind = device_kind
+        self._counter = KernelCounter()
+
+    def profile(self, backend: str | None) -> OpProfile:
+        saved: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            saved.append(tensor)
+            return tensor
+
+        with FakeTensorMode():
+            leaves = [self._operand(index) for index in range(len(self._signature.operands))]
+            operands = [leaf.clone() for leaf in leaves] if self._writes_operands() else leaves
+            hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+            with _one_attention(backend), _plain_recurrence(self._signature), self._counter, hooks:
+                result = self._call(operands)
+                forward = self._counter.take()
+            outputs = _tensors(result)
+            with self._counter:
+                total, weight = self._backward(outputs, leaves)
+            structure, storage_bytes = self._storages(operands, outputs, saved, backend)
+            output_bytes = sum(t.numel() * t.dtype.itemsize for t in outputs)
+        if is_bridge(self._signature.exemplar):  # its work is the collective's (``passes.shard.traffic``)
+            return OpProfile(structure, OpWork(), output_bytes, storage_bytes)
+        work = OpWork(
+            forward.flops,
+            total.flops - weight.flops,
+            weight.flops,
+            forward.bytes,
+            max(0, total.bytes - weight.bytes),
+            weight.bytes,
+            max(1, forward.launches),
+            max(0, total.launches - weight.launches),
+            weight.launches,
+        )
+        return OpProfile(structure, work, output_bytes, storage_bytes)
+
+    def _operand(self, index: int) -> torch.Tensor:
+        operand = self._signature.operands[index]
+        shape = [concrete(size, self._symbols) for size in operand.spec.shape]
+        stride = [concrete(size, self._symbols) for size in operand.stride]
+        needs_grad = self._signature.differentiated and operand.role != "none"
+        tensor = torch.empty_strided(shape, stride, dtype=operand.spec.dtype, device="cpu")
+        return tensor.requires_grad_(needs_grad)
+
+    def _writes_operands(self) -> bool:
+        target = self._signature.target
+        return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+    def _call(self, operands: Sequence[torch.Tensor]) -> Any:
+        args, kwargs = concrete_arguments(self._signature.exemplar, operands, self._symbols)
+        return _on_device(self._signature.target, self._device_kind, args)(*args, **kwargs)
+
+    def _backward(
+        self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+    ) -> tuple[KernelCounts, KernelCounts]:
+        """Counts of the whole backward, and of the weight half alone."""
+        roots = [output for output in outputs if output.requires_grad]
+        roles = [operand.role for operand in self._signature.operands]
+        trained = [leaf for leaf in leaves if leaf.requires_grad]
+        weights = [
+            leaf for leaf, role in zip(leaves, roles, strict=True) if leaf.requires_grad and role == "weight"
+        ]
+        if not roots or not trained:
+            return self._counter.take(), self._counter.take()
+        gradients = [torch.empty_like(root) for root in roots]
+        self._counter.take()
+        torch.autograd.grad(roots, trained, gradients, retain_graph=True, allow_unused=True)
+        total = self._counter.take()
+        total = replace(
+            total, launches=max(1, total.launches)
+        )  # a view's backward is a view: started, if for nothing
+        if not weights:
+            return total, self._counter.take()
+        if len(weights) == len(trained):
+            return total, total
+        torch.autograd.grad(roots, weights, gradients, retain_graph=True, allow_unused=True)
+        return total, self._counter.take()
+
+    def _storages(
+        self,
+        operands: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        saved: Sequence[torch.Tensor],
+        backend: str | None,
+    ) -> tuple[OpStructure, tuple[int, ...]]:
+        operand_of = {_storage(t): index for index, t in reversed(list(enumerate(operands)))}
+        output_of = {_storage(t): index for index, t in reversed(list(enumerate(outputs)))}
+        own: dict[int, int] = {}
+        places: dict[tuple[SavedPlace, int], None] = {}
+        for tensor in saved if self._signature.differentiated else ():
+            storage = _storage(tensor)
+            if storage in operand_of:
+                places["operand", operand_of[storage]] = None
+            elif storage in output_of:
+                places["output", output_of[storage]] = None
+            else:
+                if storage not in own:
+                    own[storage] = tensor.untyped_storage().nbytes()
+                places["own", list(own).index(storage)] = None
+        alias = tuple(operand_of.get(_storage(output)) for output in outputs)
+        shared = tuple(output_of[_storage(output)] for output in outputs)
+        fresh = [
+            output.untyped_storage().nbytes() if alias[j] is None and shared[j] == j else 0
+            for j, output in enumerate(outputs)
+        ]
+        opaque = self._signature.target in _OPAQUE
+        structure = OpStructure(
+            self._counter.op_class, alias, shared, tuple(places), len(own), backend, opaque
+        )
+        return structure, (*fresh, *own.values())
+
+
+def attention_call(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> AttentionCall | None:
+    """The attention that the op computes, or None if it is another op."""
+    target, given = called(signature.exemplar)
+    if target is not aten.scaled_dot_product_attention.default:
+        return None
+    arguments = dict(
+        zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), given, strict=False)
+    )
+    arguments.update(signature.exemplar.kwargs)
+    shapes = [tuple(concrete(size, symbols) for size in o.spec.shape) for o in signature.operands]
+    mask = signature.operands[3] if len(signature.operands) > 3 else None
+    dropout = arguments.get("dropout_p", 0.0)
+    return AttentionCall(
+        query=shapes[0],
+        key=shapes[1],
+        value=shapes[2],
+        dtype=signature.operands[0].spec.dtype,
+        mask=shapes[3] if mask is not None else None,
+        mask_dtype=mask.spec.dtype if mask is not None else None,
+        mask_requires_grad=mask is not None and mask.role != "none",
+        dropout=float(dropout) if isinstance(dropout, int | float) else 0.0,
+        causal=bool(arguments.get("is_causal", False)),
+    )
+
+
+def _profile_attention(signature: Signature, call: AttentionCall, backend: str) -> OpProfile:
+    """A fused backend by its table: one kernel forward, one backward, operands and statistics kept."""
+    out = (*call.query[:-1], call.value[-1])
+    forward_bytes, backward_bytes = transferred_bytes(call)
+    backward = signature.differentiated
+    gradients = backward and any(operand.role != "none" for operand in signature.operands)
+    repeated = (
+        call.query[0],
+        call.query[1],
+        *call.key[2:],
+    )  # grouped heads are multiplied as often as query heads
+    values = (call.query[0], call.query[1], *call.value[2:])
+    work = OpWork(
+        forward_flops=_FORWARD_FLOPS(call.query, repeated, values),
+        backward_input_flops=_BACKWARD_FLOPS(out, call.query, repeated, values) if gradients else 0,
+        forward_bytes=forward_bytes,
+        backward_input_bytes=backward_bytes if gradients else 0,
+        forward_launches=1,
+        backward_input_launches=1 if gradients else 0,
+    )
+    places: list[tuple[SavedPlace, int]] = []
+    own: list[int] = []
+    operand = {"query": 0, "key": 1, "value": 2, "mask": 3}
+    for kept in saved_tensors(backend, call) if gradients else ():
+        if isinstance(kept, int):
+            places.append(("own", len(own)))
+            own.append(kept)
+        else:
+            places.append(("output", 0) if kept == "out" else ("operand", operand[kept]))
+    out_bytes = math.prod(out) * call.dtype.itemsize
+    structure = OpStructure("attention", (None,), (0,), tuple(places), len(own), backend)
+    return OpProfile(structure, work, out_bytes, (output_storage_bytes(backend, call), *own))
+
+
+def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpProfile:
+    """For an op that cannot run alone (its output's size depends on data): shapes only, everything kept."""
+    outputs = _sizes(signature.outputs, symbols)
+    moved = sum(outputs) + sum(_sizes([operand.spec for operand in signature.operands], symbols))
+    places: list[tuple[SavedPlace, int]] = []
+    if signature.differentiated:
+        places += [("operand", i) for i in range(len(signature.operands))]
+        places += [("output", j) for j in range(len(outputs))]
+    roles = {operand.role for operand in signature.operands} if signature.differentiated else set()
+    work = OpWork(
+        forward_bytes=moved,
+        backward_input_bytes=moved if "input" in roles else 0,
+        backward_weight_bytes=moved if roles - {"none"} == {"weight"} else 0,
+        forward_launches=1,
+        backward_input_launches=1 if "input" in roles else 0,
+        backward_weight_launches=1 if roles - {"none"} == {"weight"} else 0,
+    )
+    alias: tuple[int | None, ...] = (None,) * len(outputs)
+    structure = OpStructure("memory", alias, tuple(range(len(outputs))), tuple(places), estimated=True)
+    return OpProfile(structure, work, sum(outputs), tuple(outputs))
+
+
+def _sizes(specs: Sequence[TensorSpec], symbols: Mapping[sympy.Symbol, int]) -> list[int]:
+    """Bytes of each tensor."""
+    return [math.prod(concrete(d, symbols) for d in spec.shape) * spec.dtype.itemsize for spec in specs]
+
+
+def _on_device(target: Any, device_kind: str, args: Sequence[Any]) -> Callable[..., Any]:
+    """The op as the target device runs it, where that differs in what autograd keeps.
+
+    CUDA's dropout is one kernel that keeps a boolean mask; the CPU's keeps the scaled noise in the input's type.
+    """
+    if device_kind == "cuda" and target is aten.dropout.default and args[2] and 0 < args[1] < 1:
+        return lambda x, p, train: aten.native_dropout.default(x, p, train)[0]
+    op: Callable[..., Any] = target
+    return op
+
+
+def _one_attention(backend: str | None) -> Any:
+    """Pin the composite attention, so that the machine that traces does not choose."""
+    return (
+        sdpa_kernel(SDPBackend.MATH)
+        if backend == "math"
+        else sdpa_kernel([*SDPBackend.__members__.values()][1:])
+    )
+
+
+@contextlib.contextmanager
+def _plain_recurrence(signature: Signature) -> Iterator[None]:
+    """An LSTM as its cells: the fused kernel hides its arithmetic, and reports a workspace of no bytes."""
+    if signature.target not in _OPAQUE:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # about Intel GPUs, from setting a flag
+        with torch.backends.mkldnn.flags(enabled=False):
+            yield
+
+
+def _tensors(result: Any) -> list[torch.Tensor]:
+    items = result if isinstance(result, list | tuple) else (result,)
+    return [item for item in items if isinstance(item, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identity of a tensor's storage; valid while the tensor lives."""
+    return int(tensor.untyped_storage()._cdata)

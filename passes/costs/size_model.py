@@ -1,0 +1,157 @@
+"""The numbers of every signature as polynomials of the batch size.
+
+Each signature is profiled at a few small sizes. FLOPs, bytes and storage sizes are polynomials of degree at most 2 in the
+batch size b (attention over the batch's own rows would be 2; everything usual is 1), so three sizes determine them and a
+fourth checks. A signature that fails the check, or whose structure changes with the size, is profiled anew at each size.
+
+    linear, s = 16, h = 8 → 32:   forward FLOPs at b = 2, 3, 5: 16384, 24576, 40960   →   8192·b      checked at b = 8
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from fractions import Fraction
+
+import numpy as np
+
+from cost_models.compute import FloatArray, OpWork
+from passes.costs.saved import OpProfile, OpStructure
+
+FIT_SIZES = (2, 3, 5)
+CHECK_SIZE = 8
+
+WORK_FIELDS = tuple(f.name for f in fields(OpWork))
+OUTPUT_BYTES = len(WORK_FIELDS)
+"""Column of the output's bytes; the columns after it are storages."""
+
+Profiler = Callable[[int, int], OpProfile]
+"""(signature index, batch size) -> profile."""
+
+
+@dataclass(frozen=True, eq=False)
+class SizeModel:
+    """``coefficients[row, k]`` of b**k. Signature s owns rows ``first_row[s]`` up to ``first_row[s + 1]``."""
+
+    coefficients: FloatArray
+    first_row: tuple[int, ...]
+    structures: tuple[OpStructure, ...]
+    direct: tuple[int, ...]
+    """Signatures that no polynomial fits."""
+    profiler: Profiler
+    only_size: int | None = None
+    """The one size whose numbers these are, if it was profiled for that alone."""
+    _cache: dict[int, FloatArray] = field(default_factory=dict, repr=False)
+
+    def at(self, batch_size: int) -> FloatArray:
+        """Every number of every signature, shape [rows]."""
+        if self.only_size not in (None, batch_size):
+            raise ValueError(f"these are the costs of {self.only_size} samples, not of {batch_size}")
+        if batch_size not in self._cache:
+            powers = np.array([1.0, batch_size, float(batch_size) ** 2])
+            numbers = self.coefficients @ powers
+            for signature in self.direct:
+                first, end = self.first_row[signature], self.first_row[signature + 1]
+                exact = _numbers(self.profiler(signature, batch_size))[: end - first]
+                numbers[first:end] = 0  # a structure that changes with the size may have fewer storages
+                numbers[first : first + len(exact)] = exact
+            self._cache[batch_size] = np.rint(numbers)
+        return self._cache[batch_size]
+
+
+def fit(signatures: int, profiler: Profiler) -> SizeModel:
+    """Profile each signature at ``FIT_SIZES`` and ``CHECK_SIZE``; four short runs per signature."""
+    coefficients: list[tuple[float, float, float]] = []
+    first_row = [0]
+    structures: list[OpStructure] = []
+    direct: list[int] = []
+    for signature in range(signatures):
+        rows, structure = _fitted(signature, profiler)
+        structures.append(structure)
+        if rows is None:
+            direct.append(signature)
+            rows = [(0.0, 0.0, 0.0)] * len(_numbers(profiler(signature, CHECK_SIZE)))
+        coefficients += rows
+        first_row.append(len(coefficients))
+    table = np.array(coefficients, dtype=np.float64).reshape(-1, 3)
+    return SizeModel(table, tuple(first_row), tuple(structures), tuple(direct), profiler)
+
+
+def _fitted(
+    signature: int, profiler: Profiler
+) -> tuple[list[tuple[float, float, float]] | None, OpStructure]:
+    """(coefficients of each number, structure); no coefficients where no polynomial fits."""
+    profiles = [profiler(signature, size) for size in (*FIT_SIZES, CHECK_SIZE)]
+    samples = [_numbers(p) for p in profiles]
+    structure = profiles[-1].structure
+    rows = [_parabola(*values) for values in zip(*samples[:3], strict=False)]
+    same_structure = all(p.structure == structure for p in profiles)
+    fits = [c0 + c1 * CHECK_SIZE + c2 * CHECK_SIZE**2 for c0, c1, c2 in rows] == samples[-1]
+    if not (same_structure and fits):
+        return None, structure
+    return [(float(c0), float(c1), float(c2)) for c0, c1, c2 in rows], structure
+
+
+def at_one_sample(model: SizeModel) -> SizeModel:
+    """Numbers and structures of micro-batches of one sample, profiled as such: there, some copies become views.
+
+    ``x.transpose(0, 1).contiguous()`` copies, unless one of the two dimensions is 1. Ops that refuse a single sample (a
+    normalization over the batch) keep their polynomials.
+    """
+    fitted = model.at(1)
+
+    def refused(signature: int) -> tuple[list[float], OpStructure]:
+        first, end = model.first_row[signature : signature + 2]
+        return fitted[first:end].tolist(), model.structures[signature]
+
+    return _at_one_size(len(model.structures), model.profiler, 1, refused)
+
+
+def at_one_size(signatures: int, profiler: Profiler, size: int) -> SizeModel:
+    """Numbers and structures of one micro-batch size, for a graph that is asked about no other: one run per signature.
+
+    Ops that refuse the size (a normalization over a single sample) have the polynomials that larger ones give.
+    """
+
+    def refused(signature: int) -> tuple[list[float], OpStructure]:
+        rows, structure = _fitted(signature, profiler)
+        if rows is None:
+            return [float(n) for n in _numbers(profiler(signature, size))], structure
+        return [float(round(c0 + c1 * size + c2 * size**2)) for c0, c1, c2 in rows], structure
+
+    return _at_one_size(signatures, profiler, size, refused)
+
+
+def _at_one_size(
+    signatures: int,
+    profiler: Profiler,
+    size: int,
+    refused: Callable[[int], tuple[list[float], OpStructure]],
+) -> SizeModel:
+    coefficients: list[tuple[float, float, float]] = []
+    first_row = [0]
+    structures: list[OpStructure] = []
+    for signature in range(signatures):
+        profile = profiler(signature, size)
+        numbers, structure = [float(n) for n in _numbers(profile)], profile.structure
+        if structure.estimated:
+            others, other = refused(signature)
+            numbers, structure = (numbers, structure) if other.estimated else (others, other)
+        structures.append(structure)
+        coefficients += [(number, 0.0, 0.0) for number in numbers]
+        first_row.append(len(coefficients))
+    table = np.array(coefficients, dtype=np.float64).reshape(-1, 3)
+    return SizeModel(table, tuple(first_row), tuple(structures), (), profiler, size)
+
+
+def _numbers(profile: OpProfile) -> list[int]:
+    work = [int(getattr(profile.work, name)) for name in WORK_FIELDS]
+    return [*work, profile.output_bytes, *profile.storage_bytes]
+
+
+def _parabola(y0: int, y1: int, y2: int) -> tuple[Fraction, Fraction, Fraction]:
+    """Coefficients (of 1, b, b²) of the parabola through the values at ``FIT_SIZES``: Newton's divided differences."""
+    x0, x1, x2 = FIT_SIZES
+    first = Fraction(y1 - y0, x1 - x0)
+    second = (Fraction(y2 - y1, x2 - x1) - first) / (x2 - x0)
+    return y0 - first * x0 + second * x0 * x1, first - second * (x0 + x1), second

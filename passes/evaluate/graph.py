@@ -1,0 +1,82 @@
+"""An evaluation graph that leaves the model as it is: nothing in it writes a buffer. And what of it is wanted.
+
+counter.add_(1) -> new contents of "counter"           dropped, with the ops that only it needed
+batch_norm(x, …, training=True, momentum=0.1)          momentum 0: statistics of the batch, running ones unchanged
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import fx
+
+from passes.graph.graph import GraphOutput, OpGraph
+from passes.graph.nodes import argument, copy_graph, fake_call, fake_mode_of, new_module, origin
+
+
+def without_writes(graph: OpGraph) -> OpGraph:
+    """``graph`` with outputs for people only."""
+    new = copy_graph(graph.graph)
+    outputs = tuple(output for output in graph.outputs if output.kind != "buffer")
+    nodes = {node.name: node for node in new.nodes}
+    new.output_node().args = (tuple(nodes[output.node] for output in outputs),)
+    for node in new.nodes:
+        if argument(node, "momentum") is not None:
+            _set_argument(node, "momentum", 0.0)
+    return _with_outputs(graph, new, outputs)
+
+
+def without_outputs(graph: OpGraph) -> OpGraph:
+    """``graph`` with its loss and metrics only."""
+    new = copy_graph(graph.graph)
+    outputs = tuple(output for output in graph.outputs if output.kind != "output")
+    nodes = {node.name: node for node in new.nodes}
+    new.output_node().args = (tuple(nodes[output.node] for output in outputs),)
+    return _with_outputs(graph, new, outputs)
+
+
+def with_computed_outputs(graph: OpGraph) -> OpGraph:
+    """``graph`` in which every output is an op's result, also where it is a parameter or a leaf of the batch itself."""
+    given = {output.node for output in graph.outputs if output.node in graph.input_of}
+    if not given:
+        return graph
+    new = copy_graph(graph.graph)
+    nodes = {node.name: node for node in new.nodes}
+    mode = fake_mode_of(graph.graph)
+    computed: dict[str, fx.Node] = {}
+    for name in sorted(given):
+        source = nodes[name]
+        with new.inserting_before(new.output_node()):
+            computed[name] = new.call_function(torch.ops.aten.alias.default, (source,))
+        value = fake_call(mode, torch.ops.aten.alias.default, (source.meta["val"],), {})
+        computed[name].meta = {**origin(source), "val": value}
+    outputs = tuple(
+        dataclasses.replace(
+            output, node=computed[output.node].name if output.node in computed else output.node
+        )
+        for output in graph.outputs
+    )
+    nodes = {node.name: node for node in new.nodes}
+    new.output_node().args = (tuple(nodes[output.node] for output in outputs),)
+    return _with_outputs(graph, new, outputs)
+
+
+def _with_outputs(graph: OpGraph, new: fx.Graph, outputs: tuple[GraphOutput, ...]) -> OpGraph:
+    """``graph`` as ``new``, which returns ``outputs``, without what only others needed."""
+    # An op without a reader computes nothing that anybody sees; a placeholder without one is no input.
+    for node in reversed(list(new.nodes)):
+        if node.op != "output" and not node.users:
+            new.erase_node(node)
+    kept = {node.name for node in new.nodes}
+    inputs = tuple(i for i in graph.inputs if i.node in kept)
+    return dataclasses.replace(graph, module=new_module(graph.module, new), outputs=outputs, inputs=inputs)
+
+
+def _set_argument(node: fx.Node, name: str, value: float) -> None:
+    """Write ``value`` over an argument that the op has, by position or by name."""
+    position = [declared.name for declared in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
+    if name in node.kwargs or position >= len(node.args):
+        node.kwargs = {**node.kwargs, name: value}
+    else:
+        node.args = (*node.args[:position], value, *node.args[position + 1 :])

@@ -1,0 +1,199 @@
+"""One placement for two traces: the evaluation graph runs where the training graph was placed.
+
+Training mode is baked into a trace, so evaluation is a second one. Its ops are matched with the training ops by module
+path, kind of op and count, and whatever is left follows its inputs:
+
+    training                                stage        evaluation                          stage
+    fc1        linear   module "fc1"          0          linear    module "fc1"                0   (same)
+    drop       dropout  module "drop"         0          -
+    fc2        linear   module "fc2"          1          linear    module "fc2"                1   (same)
+                                                         softmax   module ""                   1   (follows its input)
+
+A parameter or buffer stays where training holds it. Three attempts, each for what the one before cannot place:
+
+    stages        every edge leads to the same or a later stage, one segment per stage
+    fewer copies  the same, and cheap ops that read a buffer run once, where it is held, and send their result
+    anywhere      every op runs where its parameters are, values travel back too; a parameter travels as a value where
+                  one op reads several that no rank holds together
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from passes.graph.graph import OpGraph
+from passes.graph.nodes import copy_graph, new_module
+from passes.graph.recomputed import recomputed_ops
+from passes.lower.segment import Segmentation, by_reach, by_stage
+
+OpKey = tuple[str, str, int]
+"""Module path, kind of op, how many of these came before."""
+
+
+@dataclass(frozen=True)
+class Reused:
+    """The evaluation graph, placed. ``graph`` has an op more for every parameter that travels as a value."""
+
+    graph: OpGraph
+    segmentation: Segmentation
+
+
+def reuse_placement(
+    training: OpGraph,
+    stage_of: Mapping[str, int],
+    evaluation: OpGraph,
+    stage_ranks: Sequence[int],
+    holders: Mapping[str, Collection[int]],
+) -> Reused:
+    """Place every op of ``evaluation`` that is not recomputed wherever it is needed (``passes.graph.recomputed``).
+
+    ``stage_of``: stage of each placed op of ``training``. ``stage_ranks``: the rank that runs each stage. ``holders``:
+    the ranks that hold each parameter and buffer.
+    """
+    known = {key: stage_of[node.name] for key, node in keyed_ops(training) if node.name in stage_of}
+    reused = _Reuse(evaluation, known, stage_ranks, {name: frozenset(at) for name, at in holders.items()})
+    cheap = recomputed_ops(evaluation)
+    without_state = frozenset(name for name, names in reused.state_read(cheap).items() if not names)
+    for recomputed in dict.fromkeys((cheap, without_state)):
+        placed = reused.by_stages(recomputed)
+        if placed is not None:
+            return Reused(evaluation, _one_segment_per_stage(evaluation, placed, stage_ranks, recomputed))
+    graph, rank_of = reused.anywhere(without_state)
+    groups = {name: (rank,) for name, rank in rank_of.items()}
+    return Reused(graph, by_reach(graph, groups, without_state))
+
+
+@dataclass(frozen=True)
+class _Reuse:
+    """What all attempts look at."""
+
+    graph: OpGraph
+    known: Mapping[OpKey, int]
+    """Stage of each training op."""
+    stage_ranks: Sequence[int]
+    holders: Mapping[str, frozenset[int]]
+
+    def state_read(self, recomputed: frozenset[str]) -> dict[str, frozenset[str]]:
+        """Parameters and buffers that each op in ``recomputed`` reads, itself or through others of them."""
+        read: dict[str, frozenset[str]] = {}
+        for node in self.graph.ops:
+            if node.name in recomputed:
+                read[node.name] = frozenset(self._needs(node, read))
+        return read
+
+    def by_stages(self, recomputed: frozenset[str]) -> dict[str, int] | None:
+        """Stage of every placed op such that no edge leads back; None where there is no such placement."""
+        through = self.state_read(recomputed)
+        placed: dict[str, int] = {}
+        for key, node in keyed_ops(self.graph):
+            if node.name in recomputed:
+                continue
+            sources = [placed[source.name] for source in node.all_input_nodes if source.name in placed]
+            earliest = max(sources, default=0)
+            stage = max(earliest, self.known.get(key, earliest))
+            if _is_projection(node) and sources:
+                stage = earliest
+            names = self._needs(node, through)
+            if not all(self.stage_ranks[stage] in self.holders[name] for name in names):
+                later = [
+                    other
+                    for other in range(earliest, len(self.stage_ranks))
+                    if all(self.stage_ranks[other] in self.holders[name] for name in names)
+                ]
+                if not later:
+                    return None
+                stage = later[0]
+            placed[node.name] = stage
+        return placed
+
+    def anywhere(self, recomputed: frozenset[str]) -> tuple[OpGraph, dict[str, int]]:
+        """Rank of every placed op, and the graph in which parameters travel that their readers' ranks do not hold."""
+        rank_of: dict[str, int] = {}
+        travels: dict[tuple[str, str], str] = {}
+        for key, node in keyed_ops(self.graph):
+            if node.name in recomputed:
+                continue
+            sources = [rank_of[source.name] for source in node.all_input_nodes if source.name in rank_of]
+            stage = self.known.get(key)
+            wanted = self.stage_ranks[stage] if stage is not None else (sources or self.stage_ranks)[-1]
+            if _is_projection(node) and sources:
+                wanted = sources[0]
+            rank_of[node.name] = rank = self._near(wanted, sources, self._needs(node, {}))
+            for source in node.all_input_nodes:
+                placeholder = self.graph.input_of.get(source.name)
+                if placeholder is not None and rank not in self.holders.get(placeholder.name, {rank}):
+                    travels[node.name, source.name] = placeholder.name
+        graph, copies = _with_copies(self.graph, travels)
+        homes = {copy: min(self.holders[name]) for copy, name in copies.items()}
+        return graph, {**rank_of, **homes}
+
+    def _near(self, wanted: int, sources: Sequence[int], names: Collection[str]) -> int:
+        """The rank that holds most bytes of ``names``: ``wanted`` among equals, else one that an input is on."""
+        held: Counter[int] = Counter({wanted: 0})
+        for name in names:
+            spec = self.graph.parameters.get(name) or self.graph.buffers[name]
+            for rank in self.holders[name]:
+                held[rank] += max(1, spec.size_bytes)
+        return max(held, key=lambda rank: (held[rank], rank == wanted, rank in sources, -rank))
+
+    def _needs(self, node: fx.Node, through: Mapping[str, frozenset[str]]) -> set[str]:
+        """State that ``node`` reads, itself or through ops that it recomputes."""
+        names: set[str] = set()
+        for source in node.all_input_nodes:
+            placeholder = self.graph.input_of.get(source.name)
+            if placeholder is not None and placeholder.kind in ("parameter", "buffer"):
+                names.add(placeholder.name)
+            names |= through.get(source.name, frozenset())
+        return names
+
+
+def _one_segment_per_stage(
+    graph: OpGraph, stage_of: Mapping[str, int], stage_ranks: Sequence[int], recomputed: frozenset[str]
+) -> Segmentation:
+    """Stages of which evaluation has nothing are left out."""
+    used = sorted(set(stage_of.values()))
+    index = {stage: position for position, stage in enumerate(used)}
+    renumbered = {name: index[stage] for name, stage in stage_of.items()}
+    return by_stage(graph, renumbered, [stage_ranks[stage] for stage in used], recomputed)
+
+
+def _with_copies(graph: OpGraph, travels: Mapping[tuple[str, str], str]) -> tuple[OpGraph, Mapping[str, str]]:
+    """``graph`` in which the readers in ``travels`` read an op's result instead of the parameter itself.
+
+    ``travels``: (reader, placeholder) -> parameter. Returns the name of each such op with its parameter as well.
+    """
+    new = copy_graph(graph.graph)
+    nodes = {node.name: node for node in new.nodes}
+    last = new.find_nodes(op="placeholder")[-1]
+    copies: dict[str, fx.Node] = {}
+    for (reader, placeholder), name in travels.items():
+        if name not in copies:
+            with new.inserting_after(last):
+                copies[name] = new.call_function(torch.ops.aten.alias.default, (nodes[placeholder],))
+            copies[name].meta = dict(nodes[placeholder].meta)
+        nodes[reader].replace_input_with(nodes[placeholder], copies[name])
+    made = dataclasses.replace(graph, module=new_module(graph.module, new))
+    return made, {copy.name: name for name, copy in copies.items()}
+
+
+def _is_projection(node: fx.Node) -> bool:
+    """Whether the op takes one of several results: these cannot be sent together, so it stays with their op."""
+    return node.target is operator.getitem
+
+
+def keyed_ops(graph: OpGraph) -> list[tuple[OpKey, fx.Node]]:
+    """Each op with (module path, op, how many of these came before)."""
+    counts: dict[tuple[str, str], int] = defaultdict(int)
+    keyed = []
+    for node in graph.ops:
+        kind = (str(node.meta.get("module_path", "")), str(node.target))
+        keyed.append(((*kind, counts[kind]), node))
+        counts[kind] += 1
+    return keyed

@@ -1,0 +1,219 @@
+"""One placement on a mesh for two traces: the evaluation graph runs on shards as the training graph does.
+
+Parameters and buffers lie as training stores them. An op that training has too (same module path, kind and count) runs as
+it does there; any other, and one whose sizes do not allow that here, takes what moves the fewest bytes:
+
+    training                        choice             evaluation                       choice
+    up    linear   module "up"      R~ S0 S0 -> S1     linear   module "up"             R~ S0 S0 -> S1    (same)
+    drop  dropout  module "drop"    S1 -> S1           -
+                                                       softmax  module ""               R -> R            (cheapest)
+
+What an op's rule allows is right whatever other ops do: bridges convert. So only the time depends on what is chosen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+from torch import fx
+
+from cost_models.conversion import path, volume_share
+from cost_models.layout import Mesh, Placement, Replicate, Shard
+from passes.evaluate.placement import keyed_ops
+from passes.graph.graph import OpGraph, tensor_specs
+from passes.graph.nodes import argument
+from passes.shard.rules import choices, has_rule, makes_tensors
+from passes.shard.rules.samples import signature
+from passes.shard.sizes import least_unit
+from passes.shard.words import Choice, FeaturePlacement, Placements, all_replicated, operands
+from runtime.segment.code import Dim, TensorSpec
+from runtime.segment.recompute import writes_statistics
+
+MOVED = 16.0
+"""A byte that is sent costs as much as so many that an op reads or writes."""
+
+
+def reuse_sharding(
+    training: OpGraph,
+    placement: FeaturePlacement,
+    evaluation: OpGraph,
+    stored: Mapping[str, Placements],
+    batch: Mapping[str, Placements],
+    unit: int,
+) -> FeaturePlacement:
+    """How ``evaluation`` runs on the mesh of ``placement``, the one of ``training``.
+
+    ``stored``: how parameters and buffers are kept (whole if not listed). ``batch``: how leaves arrive, likewise.
+    ``unit``: nothing is sharded that needs more than a multiple of so many samples; 1: for any number of them.
+    """
+    known = {key: node for key, node in keyed_ops(training) if node.name in placement.choices}
+    reuse = _Reuse(evaluation, placement.mesh, unit, _sizes(evaluation))
+    for given in evaluation.inputs:
+        layouts = stored if given.kind in ("parameter", "buffer") else batch if given.kind == "batch" else {}
+        reuse.layouts[given.node] = (layouts.get(given.name, reuse.whole),)
+    for key, node in keyed_ops(evaluation):
+        if node.target is operator.getitem:
+            reuse.project(node)
+        elif makes_tensors(node):
+            twin = known.get(key)
+            reuse.place(node, twin, () if twin is None else placement.choices[twin.name])
+    state = {name: stored[name] for name in (*evaluation.parameters, *evaluation.buffers) if name in stored}
+    leaves = {name: batch[name] for name in evaluation.batch.batch_dims if name in batch}
+    return FeaturePlacement(placement.mesh, reuse.chosen, state, leaves, placement.microbatches)
+
+
+@dataclass(frozen=True)
+class _Reuse:
+    """One walk through the evaluation graph. ``sizes``: a number for every symbol, to weigh bytes with."""
+
+    graph: OpGraph
+    mesh: Mesh
+    unit: int
+    sizes: Mapping[sympy.Symbol, int]
+    layouts: dict[str, tuple[Placements, ...]] = field(default_factory=dict)
+    """Of each tensor that a node makes."""
+    chosen: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> Placements:
+        return (Replicate(),) * len(self.mesh.shape)
+
+    def project(self, node: fx.Node) -> None:
+        source, position = node.args[0], node.args[1]
+        assert isinstance(source, fx.Node)
+        assert isinstance(position, int)
+        if source.name in self.layouts:
+            self.layouts[node.name] = (self.layouts[source.name][position],)
+
+    def place(self, node: fx.Node, twin: fx.Node | None, wanted: Sequence[Choice]) -> None:
+        """``wanted``: the choices of the op's ``twin`` in training, one per axis; none without one."""
+        allowed = self._allowed(node, twin, wanted)
+        found = tuple(wanted)
+        if not found or not set(found) <= set(allowed) or not self._fits(node, found):
+            found = self._cheapest(node, allowed, wanted)
+        self.chosen[node.name] = found
+        outputs = range(len(found[0].outputs)) if found else ()
+        self.layouts[node.name] = tuple(tuple(choice.outputs[o] for choice in found) for o in outputs)
+
+    def _allowed(self, node: fx.Node, twin: fx.Node | None, wanted: Sequence[Choice]) -> tuple[Choice, ...]:
+        """What a rule allows. Of an op without a rule what the plan's trials allowed, of the very same op.
+
+        Trying again could find something else on another rank.
+        """
+        if has_rule(node):
+            return choices(node)
+        whole = all_replicated(len(operands(node)), len(tensor_specs(node)))
+        if twin is not None and signature(twin) == signature(node):
+            return tuple(dict.fromkeys((whole, *wanted)))
+        return (whole,)
+
+    def _cheapest(
+        self, node: fx.Node, allowed: Sequence[Choice], wanted: Sequence[Choice]
+    ) -> tuple[Choice, ...]:
+        """Axis after axis. Every op may run whole."""
+        whole = allowed[0]
+        found = [whole] * len(self.mesh.shape)
+        if writes_statistics(node):
+            found = self._as_stored(node, allowed)
+        for axis in range(len(found)):
+            best = self._cost(node, found)
+            for choice in allowed:
+                tried = [*found[:axis], choice, *found[axis + 1 :]]
+                if not self._fits(node, tried):
+                    continue
+                cost = self._cost(node, tried)
+                if wanted and choice == wanted[axis]:
+                    cost = -1.0
+                if cost < best:
+                    best, found = cost, tried
+        return tuple(found)
+
+    def _as_stored(self, node: fx.Node, allowed: Sequence[Choice]) -> list[Choice]:
+        """Running statistics must be taken as they are kept (``passes.shard.shard``), which takes all axes at once."""
+        fitting = (c for c in itertools.product(allowed, repeat=len(self.mesh.shape)) if self._fits(node, c))
+        found = next(fitting, None)
+        return list(found if found is not None else [allowed[0]] * len(self.mesh.shape))
+
+    def _fits(self, node: fx.Node, tried: Sequence[Choice]) -> bool:
+        """Whether everything divides, for every number of samples that may come."""
+        taken = [tuple(c.inputs[i].placement for c in tried) for i in range(len(operands(node)))]
+        made = [tuple(c.outputs[o] for c in tried) for o in range(len(tensor_specs(node)))]
+        specs = [tensor_specs(source)[0] for source in operands(node)]
+        if not all(map(self._divides, (*specs, *tensor_specs(node)), (*taken, *made))):
+            return False
+        ranks = math.prod(n for c, n in zip(tried, self.mesh.shape, strict=True) if c.divides)
+        if any(count % ranks for c in tried for count in c.divides):
+            return False
+        functions = {c.local.partition(":")[0] for c in tried if c.local}
+        return len(functions) < 2 and self._keeps_statistics(node, taken)
+
+    def _keeps_statistics(self, node: fx.Node, taken: Sequence[Placements]) -> bool:
+        if not writes_statistics(node):
+            return True
+        written = (argument(node, "running_mean"), argument(node, "running_var"))
+        return all(
+            self.layouts[source.name][0] == layout
+            for source, layout in zip(operands(node), taken, strict=True)
+            if source in written
+        )
+
+    def _divides(self, spec: TensorSpec, placements: Placements) -> bool:
+        parts: dict[int, int] = defaultdict(lambda: 1)
+        for placement, size in zip(placements, self.mesh.shape, strict=True):
+            if isinstance(placement, Shard):
+                parts[placement.dim] *= size
+        return all(self._ensures(spec.shape[dim], count) for dim, count in parts.items())
+
+    def _ensures(self, size: Dim, parts: int) -> bool:
+        needed = least_unit(size, parts, self.graph.batch.batch_symbol)
+        return needed is not None and self.unit % needed == 0 and size != 0
+
+    def _cost(self, node: fx.Node, tried: Sequence[Choice]) -> float:
+        """In bytes: what operands take to be as they are needed, and what the op then reads and writes."""
+        cost = 0.0
+        for i, source in enumerate(operands(node)):
+            needed = tuple(c.inputs[i].placement for c in tried)
+            size = self._bytes(tensor_specs(source)[0])
+            for step in path(self.layouts[source.name][0], needed, self.mesh.shape):
+                cost += MOVED * size * volume_share(step, self.mesh.shape[step.axis])
+            cost += size * self._share(needed)
+        for o, spec in enumerate(tensor_specs(node)):
+            made = tuple(c.outputs[o] for c in tried)
+            cost += self._bytes(spec) * self._share(made)
+            for step in path(
+                made, self._summed(made), self.mesh.shape
+            ):  # a sum in parts is summed sooner or later
+                cost += MOVED * self._bytes(spec) * volume_share(step, self.mesh.shape[step.axis])
+        return cost
+
+    def _summed(self, made: Placements) -> Placements:
+        return tuple(p if isinstance(p, Shard) else Replicate() for p in made)
+
+    def _share(self, placements: Sequence[Placement]) -> float:
+        return 1 / math.prod(
+            n for p, n in zip(placements, self.mesh.shape, strict=True) if isinstance(p, Shard)
+        )
+
+    def _bytes(self, spec: TensorSpec) -> int:
+        return math.prod(spec.concrete(self.sizes)) * spec.dtype.itemsize
+
+
+def _sizes(graph: OpGraph) -> dict[sympy.Symbol, int]:
+    """Those of the example."""
+    found = {
+        symbol: graph.example_shapes[leaf][dim]
+        for symbol, (leaf, dim) in graph.batch.symbols.items()
+        if leaf in graph.example_shapes
+    }
+    for node in graph.graph.nodes:  # whatever else is open
+        for spec in tensor_specs(node):
+            for size in spec.shape:
+                symbols = () if isinstance(size, int) else size.free_symbols
+                found |= {symbol: 8 for symbol in symbols if symbol not in found}
+    return found

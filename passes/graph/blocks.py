@@ -1,0 +1,138 @@
+"""Blocks: the pieces of a model that recompute keeps the inputs of, such as the layers of a transformer.
+
+    model.layers.0.self_attn.q_proj   ─►  model.layers.0
+    model.layers.0.mlp.up_proj        ─►  model.layers.0          model.embed_tokens, lm_head, loss  ─►  no block
+
+A *container* is a module whose numbered children repeat: what one of them runs, more than a few ops, another runs as
+well, on tensors of the same shapes. The children of the outermost containers are the blocks, unlike ones (a first layer
+that also makes a bias, or shrinks the image) too. Where those hold less than half of the ops, shapes may differ (the
+stages of a small ResNet); a model without any repetition has its outermost modules that run more than a few ops.
+
+A block is a run of consecutive ops: a module that is called several times gives a block per call, ``cell``, ``cell#1``,
+``cell#2``, …. So the ops of a block that share a stage can be run as one call, whatever else the stage holds: in a
+topological order nothing leads out of a run and back into it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from torch import fx
+
+from passes.graph.graph import OpGraph
+from passes.graph.recomputed import recomputed_ops
+
+FEWEST_OPS = 4
+"""Fewer than this in a block save nothing worth the recompute: its result is kept by whoever reads it."""
+NEIGHBOURS = 4
+"""A child is compared with this many others of its size or larger."""
+
+
+def block_of(graph: OpGraph) -> Mapping[str, str]:
+    """The block of each op that is in one, by op name, in the order of the model's code. Computed once per graph.
+
+    Ops that every stage runs for itself (``passes.graph.recomputed``) are in none.
+    """
+    if "blocks" not in graph.memo:
+        graph.memo["blocks"] = _find(graph)
+    found: Mapping[str, str] = graph.memo["blocks"]
+    return found
+
+
+def _find(graph: OpGraph) -> dict[str, str]:
+    cheap = recomputed_ops(graph)
+    ops = [node for node in graph.ops if node.name not in cheap]
+    paths = [str(node.meta.get("module_path", "")) for node in ops]
+    found: dict[str, str] = {}
+    for same_shapes in (True, False):
+        containers = _containers(ops, paths, same_shapes)
+        other = _runs(ops, [_child_of_container(path, containers) for path in paths])
+        found = max(found, other, key=len)
+        if 2 * len(found) >= len(ops):
+            break
+    return found or _runs(ops, _outermost(paths))
+
+
+def _containers(ops: Sequence[fx.Node], paths: Sequence[str], same_shapes: bool) -> frozenset[str]:
+    """Paths of modules whose numbered children repeat."""
+    inside: defaultdict[str, list[tuple[str, fx.Node]]] = defaultdict(list)
+    for node, path in zip(ops, paths, strict=True):
+        parts = path.split(".")
+        for end, part in enumerate(parts, start=1):
+            if part.isdigit():
+                inside[".".join(parts[:end])].append((".".join(parts[end:]), node))
+    structures: defaultdict[str, list[Counter[tuple[str, ...]]]] = defaultdict(list)
+    for child, members in inside.items():
+        if len(members) >= FEWEST_OPS:
+            found: Counter[tuple[str, ...]] = Counter(
+                (rest, str(node.target), _shape(node) if same_shapes else "") for rest, node in members
+            )
+            structures[child.rpartition(".")[0]].append(found)
+    return frozenset(parent for parent, children in structures.items() if _repeats(children))
+
+
+def _repeats(children: Sequence[Counter[tuple[str, ...]]]) -> bool:
+    """Whether one child's ops are all among another's."""
+    ordered = sorted(children, key=lambda child: child.total())
+    return any(
+        small <= large for at, small in enumerate(ordered) for large in ordered[at + 1 : at + 1 + NEIGHBOURS]
+    )
+
+
+def _shape(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return str(getattr(value, "shape", ""))
+
+
+def _child_of_container(path: str, containers: frozenset[str]) -> str:
+    """The block that ``path`` is in: the numbered child of its outermost container; "" outside of any."""
+    parts = path.split(".")
+    for end, part in enumerate(parts, start=1):
+        if part.isdigit() and ".".join(parts[: end - 1]) in containers:
+            return ".".join(parts[:end])
+    return ""
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    """For a model without repetition: the child of the module that all ops are in."""
+    named = [path.split(".") for path in paths if path]
+    depth = 0
+    while named and len({tuple(parts[: depth + 1]) for parts in named}) == 1 and len(named[0]) > depth + 1:
+        depth += 1
+    return [".".join(path.split(".")[: depth + 1]) for path in paths]
+
+
+def _runs(ops: Iterable[fx.Node], prefixes: Iterable[str]) -> dict[str, str]:
+    """Number the calls of each module, and leave out those of a few ops."""
+    runs: list[tuple[str, list[str]]] = []
+    for node, prefix in zip(ops, prefixes, strict=True):
+        if not runs or runs[-1][0] != prefix:
+            runs.append((prefix, []))
+        runs[-1][1].append(node.name)
+    calls: Counter[str] = Counter()
+    found: dict[str, str] = {}
+    for prefix, names in runs:
+        if not prefix or len(names) < FEWEST_OPS:
+            continue
+        block = prefix if not calls[prefix] else f"{prefix}#{calls[prefix]}"
+        calls[prefix] += 1
+        found |= dict.fromkeys(names, block)
+    return found
+
+
+def regions_of_stages(
+    graph: OpGraph, stage_of: Mapping[str, int], blocks: Sequence[Collection[str]]
+) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Per stage, the ops of each of its ``blocks`` (names per stage), in the model's order; () if there are none at all.
+
+    A block that several stages share is a region of its own in each.
+    """
+    if not any(blocks):
+        return ()
+    members: list[dict[str, list[str]]] = [{} for _ in blocks]
+    for name, block in block_of(graph).items():
+        stage = stage_of.get(name, -1)
+        if stage >= 0 and block in blocks[stage]:
+            members[stage].setdefault(block, []).append(name)
+    return tuple(tuple(tuple(names) for names in found.values()) for found in members)

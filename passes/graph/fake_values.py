@@ -1,0 +1,75 @@
+"""Example values of new nodes: equal ops on equal operands are run once.
+
+The 32 equal layers of a transformer have equal ops: one run on fake tensors says what all of them make, and they share the
+fake tensor that came out. What only a storage could tell apart (views of one base) is therefore not to be read from these
+values; ``passes.costs.storages`` names storages by the graph's edges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from passes.graph.nodes import fake_call, value_of
+from passes.graph.signatures import hashable, symbolic
+from runtime.segment.code import Dim
+
+
+class FakeValues:
+    """What ops make of fake operands. Keys: the target, its operands' shapes, strides and types, its other arguments.
+
+    ``made``: values by these keys that were made before, in the same mode; new ones are put there.
+    """
+
+    def __init__(self, mode: FakeTensorMode | None, made: dict[Hashable, Any] | None = None) -> None:
+        self._mode = mode
+        self._made: dict[Hashable, Any] = {} if made is None else made
+        self._keys: dict[fx.Node, Hashable] = {}
+
+    def of(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The value of ``target(*args, **kwargs)``, where arguments may be nodes."""
+        if _invents_sizes(target):
+            return self._run(target, args, kwargs)
+        key = (target, hashable(args, self), hashable(dict(kwargs), self))
+        if key not in self._made:
+            self._made[key] = self._run(target, args, kwargs)
+        return self._made[key]
+
+    def empty(
+        self, shape: tuple[Dim, ...], like: torch.Tensor, number: Callable[[Dim], int | torch.SymInt]
+    ) -> torch.Tensor:
+        """A placeholder's value; ``number``: a size as fake tensors take it."""
+        key = (shape, like.dtype, like.requires_grad)
+        if key not in self._made:
+            options = {"dtype": like.dtype}
+            empty = fake_call(self._mode, torch.empty, (list(map(number, shape)),), options)
+            self._made[key] = empty.requires_grad_(like.requires_grad)
+        made: torch.Tensor = self._made[key]
+        return made
+
+    def key(self, node: fx.Node) -> Hashable:
+        """All that a node's value tells the ops that read it."""
+        if node not in self._keys:
+            value = node.meta.get("val")
+            items = value if isinstance(value, list | tuple) else (value,)
+            self._keys[node] = (isinstance(value, list | tuple), *map(_described, items))
+        return self._keys[node]
+
+    def _run(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return fake_call(self._mode, target, value_of(args), value_of(dict(kwargs)))
+
+
+def _described(value: Any) -> Hashable:
+    if not isinstance(value, torch.Tensor):
+        return (type(value), symbolic(value))
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    return (value.dim(), *map(symbolic, sizes), value.dtype, value.device)
+
+
+def _invents_sizes(target: Any) -> bool:
+    """Whether sizes of the output depend on data: each run then has symbols of its own."""
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in target.tags

@@ -1,0 +1,200 @@
+"""OpGraph: the model as a DAG of tensor operations. The one data structure that all passes share.
+
+An ``OpGraph`` is a view over an ``fx.Graph`` with three kinds of nodes: placeholders (parameters, buffers, constants,
+batch inputs), ``call_function`` ops (ATen, functional), and one output. It is immutable by convention: a pass returns a
+new one (``dataclasses.replace``) with one thing more.
+
+What every node's ``meta`` holds
+    val           FakeTensor on CPU (or a list of them, or a SymInt); sizes are expressions of the batch symbol
+    module_path   "model.layers.0.mlp.up_proj": the innermost module that made it; "" at the root and in the loss
+    source        "modeling_llama.py:231": the line of the model's code that made it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import networkx as nx
+import sympy
+import torch
+from torch import fx
+
+from cost_models.precision import ParameterPrecision, Precision
+from passes.graph.token_counts import TokenCounts
+from runtime.segment.code import BatchSpec, Dim, TensorSpec
+from runtime.state.parts import StatePart
+
+PlaceholderKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch"]
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """What a placeholder stands for.
+
+    ``name``: the model's own fully qualified name (canonical, see ``aliases``) or the batch leaf's name.
+    """
+
+    node: str
+    kind: PlaceholderKind
+    name: str
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """One element of the graph's output tuple.
+
+    ``metric``: a number that the loss function returned beside the loss, without a gradient. ``buffer``: the new
+    contents of buffer ``name``.
+    """
+
+    node: str
+    kind: Literal["loss", "metric", "output", "buffer"]
+    name: str
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A parameter or buffer of the model, by its canonical name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    persistent: bool = True
+    keeps_dtype: bool = False
+    """Not cast to another precision: a batch norm's, which must fit its statistics."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OpGraph:
+    """A traced model.
+
+    ``parameters`` and ``buffers`` are keyed by canonical names; ``aliases`` maps every other name of a tied tensor to
+    its canonical one. ``notes`` are remarks for the user, such as "use_cache was switched off for tracing".
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    parameters: Mapping[str, StateSpec]
+    buffers: Mapping[str, StateSpec]
+    aliases: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor]
+    """Real tensors that the trace lifted out of the model's code, by name."""
+    batch: BatchSpec
+    example_batch_size: int
+    example_shapes: Mapping[str, tuple[int, ...]]
+    """Shape of each batch leaf as it was given, by leaf name."""
+    training: bool
+    model_name: str
+    fingerprint: str
+    notes: tuple[str, ...] = ()
+    checkpointing: str | None = None
+    """How the model says that its activations are to be recomputed, if it does: the graph itself keeps no trace of it."""
+    frozen_modules: frozenset[str] = field(default_factory=frozenset)
+    loss_reduction: Literal["mean", "sum", "token_mean"] = "mean"
+    """How micro-batches' losses become the batch's: see ``passes.trace.loss.reduction``."""
+    token_counts: TokenCounts | None = None
+    """Under "token_mean": how to fill the batch leaves that no user's batch has."""
+    precision: Precision = field(default_factory=Precision)
+    """What it was traced in: parameters' placeholders have their ``leaf`` types. ``StateSpec`` has the model's own."""
+    parts: Mapping[str, StatePart] = field(default_factory=dict)
+    """Of which tensor of the model a parameter or buffer is a block, where ops were split (``passes.split.split``).
+
+    ``parameters`` and ``buffers`` then have the parts instead of the whole tensor, with their own shapes."""
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.module.graph
+
+    @cached_property
+    def nodes(self) -> Mapping[str, fx.Node]:
+        """Every node by name, in topological order."""
+        return {node.name: node for node in self.graph.nodes}
+
+    @cached_property
+    def ops(self) -> tuple[fx.Node, ...]:
+        """The operations, in topological order (the order of the model's own code)."""
+        return tuple(node for node in self.graph.nodes if node.op == "call_function")
+
+    @cached_property
+    def input_of(self) -> Mapping[str, GraphInput]:
+        """What each placeholder node stands for, by node name."""
+        return {i.node: i for i in self.inputs}
+
+    @property
+    def loss(self) -> str | None:
+        """Name of the node that computes the loss; None in an inference trace without one."""
+        return next((o.node for o in self.outputs if o.kind == "loss"), None)
+
+    @cached_property
+    def needs_grad(self) -> frozenset[str]:
+        """Names of nodes that get a gradient when the loss is differentiated. Static; see ``passes.graph.grads``."""
+        from passes.graph.grads import needs_grad
+
+        return needs_grad(self)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that get a gradient."""
+        return frozenset(i.name for i in self.inputs if i.kind == "parameter" and i.node in self.needs_grad)
+
+    def types_of(self, name: str, precision: Precision) -> ParameterPrecision:
+        """The data types of a parameter or buffer when trained in ``precision``."""
+        spec = self.parameters.get(name)
+        if spec is None:
+            return ParameterPrecision.plain(self.buffers[name].dtype)
+        return precision.of(spec.dtype, trains=name in self.trained, keeps_dtype=spec.keeps_dtype)
+
+    @cached_property
+    def memo(self) -> dict[object, Any]:
+        """What passes keep to answer the same question about this graph once (its costs), by their own keys."""
+        return {}
+
+    def networkx(self) -> nx.DiGraph[str]:
+        """The DAG of ops and placeholders as a networkx graph; edge (u, v): v reads u."""
+        dag: nx.DiGraph[str] = nx.DiGraph()
+        for node in self.graph.nodes:
+            if node.op == "output":
+                continue
+            dag.add_node(
+                node.name, op=node.op, target=str(node.target), module=node.meta.get("module_path", "")
+            )
+            dag.add_edges_from((source.name, node.name) for source in node.all_input_nodes)
+        return dag
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def __iter__(self) -> Iterator[fx.Node]:
+        return iter(self.ops)
+
+
+def tensor_specs(node: fx.Node) -> tuple[TensorSpec, ...]:
+    """Specs of the tensors a node produces: one for a tensor, several for a tuple, none for sizes."""
+    value = node.meta.get("val")
+    items = value if isinstance(value, list | tuple) else (value,)
+    return tuple(
+        TensorSpec(tuple(_dim(size) for size in item.shape), item.dtype)
+        for item in items
+        if isinstance(item, torch.Tensor)
+    )
+
+
+def _dim(size: int | torch.SymInt) -> Dim:
+    if isinstance(size, torch.SymInt):
+        expression = size.node.expr
+        return int(expression) if expression.is_Integer else sympy.sympify(expression)
+    return int(size)

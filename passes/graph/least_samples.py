@@ -1,0 +1,81 @@
+"""The smallest micro-batch that the model accepts: two samples where one would be something else than a small batch.
+
+batch_norm over (samples, channels)   refuses a single value per channel (a check in Python, lost in an exported
+                                      graph, which would put 0/0 into the running variance)
+squeeze of all dimensions             takes the batch dimension of a single sample away
+var, std over samples                 0/0 for a single sample
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import fx
+
+from passes.graph.graph import OpGraph, tensor_specs
+from passes.graph.nodes import argument
+from runtime.segment.code import TensorSpec
+
+aten = torch.ops.aten
+
+
+def least_samples(graph: OpGraph) -> tuple[int, str]:
+    """Samples per micro-batch, and which op needs as many ("" where one will do)."""
+    sizes = {
+        symbol: graph.example_shapes[leaf][dim]
+        for symbol, (leaf, dim) in graph.batch.symbols.items()
+        if leaf in graph.example_shapes
+    }
+    sizes[graph.batch.batch_symbol] = 1
+    for node in graph.ops:
+        if node.target not in _REFUSES:
+            continue
+        (spec,) = tensor_specs(node.all_input_nodes[0])
+        if _REFUSES[node.target](node, spec, spec.concrete(sizes)):
+            return 2, f"{node.name} in module {node.meta.get('module_path') or '(root)'}"
+    return 1, ""
+
+
+Shape: TypeAlias = tuple[int, ...]
+
+
+def _normalizes_one(node: fx.Node, spec: TensorSpec, shape: Shape) -> bool:
+    return bool(argument(node, "training")) and math.prod(shape[:1] + shape[2:]) == 1
+
+
+def _squeezes_samples(node: fx.Node, spec: TensorSpec, shape: Shape) -> bool:
+    dims = _dims(node, len(shape))
+    return any(shape[dim] == 1 and not isinstance(spec.shape[dim], int) for dim in dims)
+
+
+def _varies_one(node: fx.Node, spec: TensorSpec, shape: Shape) -> bool:
+    correction = argument(node, "correction", 1)
+    wanted = 1 if correction is None else correction
+    unbiased = argument(node, "unbiased", True) is not False and wanted > 0
+    dims = _dims(node, len(shape))
+    return unbiased and math.prod(shape[dim] for dim in dims) == 1 != math.prod(
+        spec.shape[dim] for dim in dims
+    )
+
+
+def _dims(node: fx.Node, rank: int) -> tuple[int, ...]:
+    """The dimensions that the op works on: all if it names none."""
+    dim = argument(node, "dim")
+    given = range(rank) if dim is None else dim if isinstance(dim, list | tuple) else (dim,)
+    return tuple(d % rank for d in given) if rank else ()
+
+
+_REFUSES: Mapping[object, Callable[[fx.Node, TensorSpec, Shape], bool]] = {
+    aten.batch_norm.default: _normalizes_one,
+    aten.squeeze.default: _squeezes_samples,
+    aten.squeeze.dim: _squeezes_samples,
+    aten.squeeze.dims: _squeezes_samples,
+    **{
+        op: _varies_one
+        for packet in (aten.var, aten.std, aten.var_mean, aten.std_mean)
+        for op in (packet.default, packet.dim, packet.correction)
+    },
+}

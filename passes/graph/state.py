@@ -1,0 +1,94 @@
+"""Buffers that the model writes, and the ops that must therefore stay together.
+
+A buffer has one owning segment: everything that reads or writes it runs there, once per micro-batch and in order. What
+lies between these ops runs there as well: elsewhere, it would part the segment.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+
+import torch
+
+from passes.graph.contraction import united
+from passes.graph.graph import OpGraph
+
+_BATCH_NORMS = (
+    "aten::batch_norm",
+    "aten::native_batch_norm",
+    "aten::cudnn_batch_norm",
+    "aten::_native_batch_norm_legit",
+)
+
+
+def mutable_buffers(graph: OpGraph) -> frozenset[str]:
+    """Canonical names of buffers that a training step writes.
+
+    Declared writes are outputs of the graph; ``aten.batch_norm`` writes its running statistics without saying so.
+    """
+    written = {output.name for output in graph.outputs if output.kind == "buffer"}
+    for node in graph.ops:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _BATCH_NORMS:
+            for source in node.all_input_nodes:
+                source_input = graph.input_of.get(source.name)
+                if source_input is not None and source_input.kind == "buffer":
+                    written.add(source_input.name)
+    return frozenset(written)
+
+
+def colocated(graph: OpGraph) -> tuple[frozenset[str], ...]:
+    """Groups of ops that must share a segment: projections with their producer, the users of a written buffer."""
+    groups: list[set[str]] = []
+    for node in graph.ops:
+        if node.target is operator.getitem:
+            groups.append({node.name, node.all_input_nodes[0].name})
+    mutable = mutable_buffers(graph)
+    users: dict[str, set[str]] = defaultdict(set)
+    for placeholder in graph.inputs:
+        if placeholder.kind == "buffer" and placeholder.name in mutable:
+            users[placeholder.name].update(
+                user.name for user in graph.nodes[placeholder.node].users if user.op != "output"
+            )
+    for output in graph.outputs:
+        if output.kind == "buffer" and graph.nodes[output.node].op == "call_function":
+            users[output.name].add(output.node)
+    groups += [group for group in users.values() if len(group) > 1]
+    return _merge(groups)
+
+
+def owning_units(graph: OpGraph, recomputed: frozenset[str]) -> dict[str, int]:
+    """Unit of each placed op, numbered in a topological order: a ``colocated`` group, with all between its ops, is one."""
+    placed = [node for node in graph.ops if node.name not in recomputed]
+    index = {node.name: i for i, node in enumerate(placed)}
+    readers = tuple(tuple(sorted(index[u.name] for u in node.users if u.name in index)) for node in placed)
+    groups = [sorted(index[name] for name in group if name in index) for group in colocated(graph)]
+    return dict(zip(index, united(readers, [group for group in groups if group]), strict=True))
+
+
+def owning_groups(graph: OpGraph, recomputed: frozenset[str]) -> tuple[tuple[int, ...], ...]:
+    """The units of several ops, by the numbers of the placed ops in the graph's order."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for op, unit in enumerate(owning_units(graph, recomputed).values()):
+        found[unit].append(op)
+    return tuple(tuple(ops) for ops in found.values() if len(ops) > 1)
+
+
+def _merge(groups: list[set[str]]) -> tuple[frozenset[str], ...]:
+    """Unite groups that share a member."""
+    parent: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while parent.setdefault(name, name) != name:
+            parent[name] = parent[parent[name]]
+            name = parent[name]
+        return name
+
+    for group in groups:
+        first, *rest = sorted(group)
+        for other in rest:
+            parent[find(other)] = find(first)
+    united: dict[str, set[str]] = defaultdict(set)
+    for name in parent:
+        united[find(name)].add(name)
+    return tuple(frozenset(members) for _, members in sorted(united.items()))

@@ -1,0 +1,246 @@
+"""What a token mean divides by: counted from the whole batch before its micro-batches run.
+
+    batch leaves ──(a small graph: shift, pad, flatten)──► targets ──► valid ones, N ──► leaf ``loss_normalizer``
+
+Micro-batch i, with its share wᵢ = samples in it / samples in the batch, computes lossᵢ = Sᵢ / (N · wᵢ), Sᵢ being the sum
+over its own valid targets. Then Σ wᵢ · lossᵢ = Σ Sᵢ / N: the loss of the whole batch, and one without valid targets adds
+exactly 0. If no target of the batch is valid, N = 0 and the loss is nan, as it is in eager code; gradients are 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from runtime.segment.code import BatchSpec
+from runtime.segment.microbatch import cut_at
+
+
+@dataclass(frozen=True)
+class Normalizer:
+    """One extra batch leaf, of shape (samples,).
+
+    ``ignore_index``: which targets do not count; None where the graph of counts returns the denominator itself.
+    ``class_counts``: for a loss with class weights, a second leaf of shape (classes,): valid targets of the whole batch
+    per class. The model's graph then computes Σ counts · weights, as only it holds the weights.
+    """
+
+    leaf: str
+    ignore_index: int | None
+    class_counts: str = ""
+    classes: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """How many ``counted`` has of it."""
+        return self.classes if self.class_counts else 1
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """How to fill the extra leaves. ``module(*leaves, *constants)`` returns one tensor per normalizer."""
+
+    module: fx.GraphModule
+    leaves: tuple[str, ...]
+    constants: Mapping[str, Tensor]
+    normalizers: tuple[Normalizer, ...]
+    other_terms: tuple[str, ...] = ()
+    """Ops whose results the loss adds to its token means; they count by samples."""
+    metric_share: str = ""
+    """One more leaf, (samples,): the micro-batch's share of the valid tokens over its share of the samples."""
+    _on_device: dict[torch.device, fx.GraphModule] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def made(self) -> frozenset[str]:
+        """Names of the leaves that no user's batch has."""
+        names = [name for n in self.normalizers for name in (n.leaf, n.class_counts)]
+        return frozenset(name for name in (*names, self.metric_share) if name)
+
+    def results(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Targets or denominators of ``batch``, one per normalizer, on the device of its first leaf."""
+        device = batch[self.leaves[0]].device
+        if device not in self._on_device:
+            self._on_device[device] = _relocated(self.module, device)
+        arguments = [batch[name].detach().to(device).contiguous() for name in self.leaves]
+        constants = [constant.to(device) for constant in self.constants.values()]
+        with torch.no_grad():
+            found: tuple[Tensor, ...] = self._on_device[device](*arguments, *constants)
+        return found
+
+
+def user_leaves(spec: BatchSpec, counts: TokenCounts | None) -> BatchSpec:
+    """``spec`` without the leaves that are made: what a user's batch must have."""
+    if counts is None:
+        return spec
+    made = counts.made
+    return replace(
+        spec,
+        batch_dims={name: dim for name, dim in spec.batch_dims.items() if name not in made},
+        leaves={name: leaf for name, leaf in spec.leaves.items() if name not in made},
+    )
+
+
+def filled(
+    counts: TokenCounts,
+    spec: BatchSpec,
+    batch: Mapping[str, Tensor],
+    sizes: Sequence[int],
+    numbers: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """``batch`` with the extra leaves of ``counts``. Runs where the batch is; never waits for a device.
+
+    ``loss_normalizer``[sample] = 1 / (N · w), w the share of the sample's micro-batch; (samples,), floating.
+    ``sizes``: samples of each micro-batch. ``numbers``: of ``counted``, where this rank has a part of the batch only.
+    """
+    if numbers is None:
+        numbers = counted(counts, spec, batch, sizes)
+    device = numbers.device
+    samples_of = torch.tensor(sizes)
+    inverse_share = sum(sizes) / samples_of.double()
+    per_sample = inverse_share.repeat_interleave(samples_of).to(device, non_blocking=True)
+    made: dict[str, Tensor] = {}
+    at = 0
+    for normalizer in counts.normalizers:
+        found = numbers[at : at + normalizer.numbers]
+        at += normalizer.numbers
+        if normalizer.class_counts:
+            made[normalizer.class_counts] = found
+        made[normalizer.leaf] = per_sample if normalizer.class_counts else per_sample / found
+    if counts.metric_share:
+        tokens = numbers[at:]
+        share = tokens / tokens.sum() * inverse_share.to(device, non_blocking=True)
+        made[counts.metric_share] = torch.cat([s.expand(n) for s, n in zip(share, sizes, strict=True)])
+    return {**batch, **{name: value.to(spec.leaves[name].dtype) for name, value in made.items()}}
+
+
+def counted(
+    counts: TokenCounts, spec: BatchSpec, batch: Mapping[str, Tensor], sizes: Sequence[int]
+) -> Tensor:
+    """Everything that ``filled`` needs to know of the contents: one vector, float64.
+
+    Per normalizer its denominator, or the valid targets per class; where metrics are shared, then valid targets per
+    micro-batch, unweighted. Vectors of parts of a batch add up where ``adds_up``. ``sizes``: samples of each micro-batch.
+    """
+    numbers = [
+        _per_class(normalizer, found) if normalizer.class_counts else _total(normalizer, found).reshape(1)
+        for normalizer, found in zip(counts.normalizers, counts.results(batch), strict=True)
+    ]
+    if counts.metric_share:
+        numbers.append(_valid_tokens(counts, spec, batch, sizes))
+    return torch.cat(numbers)
+
+
+def adds_up(counts: TokenCounts, spec: BatchSpec) -> bool:
+    """Whether counts of parts of a batch are, added, those of the whole one. Conservative.
+
+    Targets must be made sample by sample; a denominator must be a sum of such a thing, and nothing be made of it.
+    """
+    if any(spec.batch_dims[name] != 0 for name in counts.leaves):
+        return False
+    output = counts.module.graph.output_node()
+    results = output.args[0]
+    assert isinstance(results, tuple)
+    sums: set[fx.Node] = set()
+    for normalizer, result in zip(counts.normalizers, results, strict=True):
+        if normalizer.ignore_index is None:
+            found = _summed(result)
+            if not found:
+                return False
+            sums |= found
+    if any(user not in sums and user is not output for node in sums for user in node.users):
+        return False
+    return all(
+        node in sums or _sample_by_sample(node)
+        for node in counts.module.graph.nodes
+        if node.op == "call_function"
+    )
+
+
+def _summed(result: fx.Node) -> set[fx.Node]:
+    """The sum that a denominator is, with the casts after it; nothing if it is something else."""
+    found = {result}
+    while _name(result) in _CASTS and len(result.all_input_nodes) == 1:
+        result = result.all_input_nodes[0]
+        found.add(result)
+    return found if result.target is torch.ops.aten.sum.default else set()
+
+
+_CASTS = frozenset({"_to_copy", "to", "alias", "clone", "detach"})
+_SHAPES = frozenset(
+    {
+        *("_unsafe_view", "constant_pad_nd", "contiguous", "empty_like", "flatten", "full_like", "ones_like"),
+        *("pad", "reshape", "scalar_tensor", "squeeze", "sym_numel", "sym_size", "unflatten", "unsqueeze"),
+        *("view", "zeros_like"),
+    }
+)
+
+
+def _sample_by_sample(node: fx.Node) -> bool:
+    """Sizes, views, what is done to each element, and parts of samples."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return True  # arithmetic on sizes
+    name = _name(node)
+    if name in ("slice", "select"):
+        dim, start, end = (*node.args[1:], *(None,) * 3)[:3]
+        all_of_it = name == "slice" and not start and isinstance(end, int) and end >= _TO_THE_END
+        return all_of_it or (isinstance(dim, int) and dim > 0)
+    return torch.Tag.pointwise in node.target.tags or name in _CASTS or name in _SHAPES
+
+
+_TO_THE_END = 2**62
+"""What an open end of a slice is traced as."""
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def valid_tokens(counts: TokenCounts, batch: Mapping[str, Tensor]) -> Tensor:
+    """Valid targets of the whole batch, by the loss's first normalizer: (), float64, unweighted."""
+    return _total(counts.normalizers[0], counts.results(batch)[0])
+
+
+def _valid_tokens(
+    counts: TokenCounts, spec: BatchSpec, batch: Mapping[str, Tensor], sizes: Sequence[int]
+) -> Tensor:
+    """Valid targets of each micro-batch, by the loss's first normalizer: (microbatches,), float64, unweighted."""
+    ends = list(itertools.accumulate(sizes))
+    pieces = {name: cut_at(batch[name], spec.batch_dims[name], ends) for name in counts.leaves}
+    first = counts.normalizers[0]
+    return torch.stack(
+        [
+            _total(first, counts.results({name: parts[index] for name, parts in pieces.items()})[0])
+            for index in range(len(sizes))
+        ]
+    )
+
+
+def _total(normalizer: Normalizer, found: Tensor) -> Tensor:
+    if normalizer.ignore_index is None:
+        return found.double().reshape(())
+    return (found != normalizer.ignore_index).sum().double()
+
+
+def _per_class(normalizer: Normalizer, targets: Tensor) -> Tensor:
+    """How often each class is a valid target; the ignored ones fall into a bin that is cut off."""
+    assert normalizer.ignore_index is not None
+    flat = targets.reshape(-1)
+    bins = flat.masked_fill(torch.eq(flat, normalizer.ignore_index), normalizer.classes)
+    counts = torch.zeros(normalizer.classes + 1, dtype=torch.float64, device=flat.device)
+    return counts.index_add(0, bins, torch.ones_like(bins, dtype=torch.float64))[:-1]
+
+
+def _relocated(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.args = map_aggregate(node.args, lambda a: device if isinstance(a, torch.device) else a)
+            node.kwargs = map_aggregate(node.kwargs, lambda a: device if isinstance(a, torch.device) else a)
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -1,0 +1,253 @@
+"""Segments: the pieces of the DAG that a device group runs as one call.
+
+    placed ops  ->  segments, numbered in topological order
+
+``layer`` and ``hybrid`` plans have one segment per stage. A free placement has no stages; there, ops share a segment iff
+they have the same device group, the same received values they transitively need, and the same sent values that depend on
+them. This is acyclic: were there a cycle through segments A and B, some value sent by A would be received by B and the
+other way round, so it would be both an ancestor and a descendant of the same op.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+from torch import fx
+
+from cost_models.errors import InternalError
+from cost_models.layout import Mesh
+from passes.graph.blocks import regions_of_stages
+from passes.graph.graph import OpGraph
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """Which segment each placed op belongs to, and which ranks run each segment.
+
+    Ops in ``recomputed`` belong to none: every segment that needs one runs its own copy.
+    """
+
+    segment_of: Mapping[str, int]
+    ranks: tuple[tuple[int, ...], ...]
+    recomputed: frozenset[str]
+    regions: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    """Per segment: the ops of each block whose activations are computed again in backward. Empty: none anywhere."""
+    meshes: tuple[Mesh | None, ...] = ()
+    """Per segment: how its ranks are arranged, where several run it on their shards. Empty: nowhere."""
+
+    def regions_of(self, segment: int) -> tuple[tuple[str, ...], ...]:
+        """The ops of each block that the segment computes again in backward."""
+        return self.regions[segment] if self.regions else ()
+
+    def mesh_of(self, segment: int) -> Mesh | None:
+        """How the ranks of a segment are arranged that several run on their shards."""
+        return self.meshes[segment] if self.meshes else None
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+
+def on_mesh(graph: OpGraph, mesh: Mesh) -> Segmentation:
+    """One segment on all ranks of a mesh: what ``passes.shard.shard`` made is run so."""
+    return Segmentation({node.name: 0 for node in graph.ops}, (mesh.ranks,), frozenset(), meshes=(mesh,))
+
+
+def by_stage(
+    graph: OpGraph,
+    stage_of: Mapping[str, int],
+    stage_ranks: Sequence[int],
+    recomputed: frozenset[str],
+    recomputed_blocks: Sequence[Collection[str]] = (),
+) -> Segmentation:
+    """One segment per stage. Every edge must lead to the same or a later stage.
+
+    ``recomputed_blocks``: per stage, the blocks that it computes again in backward.
+    """
+    backwards = [
+        f"{node.name} (stage {stage_of[node.name]}) -> {user.name} (stage {stage_of[user.name]})"
+        for node in graph.ops
+        if node.name in stage_of
+        for user in node.users
+        if user.name in stage_of and stage_of[user.name] < stage_of[node.name]
+    ]
+    if backwards:
+        raise InternalError("segment: a stage reads from a later stage", because=backwards[:10])
+    regions = regions_of_stages(graph, stage_of, recomputed_blocks)
+    return Segmentation(dict(stage_of), tuple((rank,) for rank in stage_ranks), recomputed, regions)
+
+
+def by_reach(
+    graph: OpGraph,
+    group_of: Mapping[str, tuple[int, ...]],
+    recomputed: frozenset[str],
+    unit_of: Mapping[str, int] | None = None,
+) -> Segmentation:
+    """Segments of a free placement: equal device group, equal received ancestors, equal sent descendants.
+
+    ``unit_of``: ops of one unit are never parted (``passes.graph.state.owning_units``); None: every op is one by itself.
+    """
+    crossing = [
+        node.name
+        for node in graph.ops
+        if node.name in group_of
+        and any(group_of.get(user.name, group_of[node.name]) != group_of[node.name] for user in node.users)
+    ]
+    bit = {name: 1 << position for position, name in enumerate(crossing)}
+    received: dict[tuple[int, ...], int] = defaultdict(int)
+    sent: dict[tuple[int, ...], int] = defaultdict(int)
+    for name in crossing:
+        sent[group_of[name]] |= bit[name]
+        for user in graph.nodes[name].users:
+            if user.name in group_of and group_of[user.name] != group_of[name]:
+                received[group_of[user.name]] |= bit[name]
+    units = _units(graph, group_of, unit_of)
+    ancestors: dict[str, int] = {}
+    for members in units:
+        mask = 0
+        for source in (source for node in members for source in node.all_input_nodes):
+            mask |= ancestors.get(source.name, 0) | bit.get(source.name, 0)
+        ancestors |= dict.fromkeys((node.name for node in members), mask)
+    descendants: dict[str, int] = {}
+    for members in reversed(units):
+        mask = 0
+        for node in members:
+            mask |= bit.get(node.name, 0)
+            for user in node.users:
+                mask |= descendants.get(user.name, 0)
+        descendants |= dict.fromkeys((node.name for node in members), mask)
+    key_of: dict[str, tuple[tuple[int, ...], int, int]] = {}
+    for node in (node for members in units for node in members):
+        group = group_of[node.name]
+        key = (group, ancestors[node.name] & received[group], descendants[node.name] & sent[group])
+        tuple_op = node.all_input_nodes[0].name if node.target is operator.getitem else None
+        if tuple_op is not None and group_of.get(tuple_op) == group:
+            key = key_of[tuple_op]  # a tuple is taken apart where it was made: only tensors travel
+        key_of[node.name] = key
+    return _numbered(graph, key_of, {key: key[0] for key in key_of.values()}, recomputed)
+
+
+def _units(
+    graph: OpGraph, group_of: Mapping[str, tuple[int, ...]], unit_of: Mapping[str, int] | None
+) -> list[list[fx.Node]]:
+    """Placed ops by unit, in a topological order. Raises InternalError where a unit is on several devices."""
+    placed = [node for node in graph.ops if node.name in group_of]
+    if unit_of is None:
+        return [[node] for node in placed]
+    units: dict[int, list[fx.Node]] = defaultdict(list)
+    for node in placed:
+        units[unit_of[node.name]].append(node)
+    apart = [nodes for nodes in units.values() if len({group_of[node.name] for node in nodes}) > 1]
+    if apart:
+        names = [", ".join(node.name for node in nodes[:5]) for nodes in apart[:5]]
+        raise InternalError("segment: ops that share a written buffer are on several devices", names)
+    return [units[number] for number in sorted(units)]
+
+
+def merge(
+    graph: OpGraph,
+    segmentation: Segmentation,
+    makespan: Callable[[Segmentation], float],
+    *,
+    limit: int = 200,
+    seconds: float = math.inf,
+) -> Segmentation:
+    """Merge pairs of one device group while the segments stay acyclic and ``makespan`` does not rise.
+
+    Greedy over pairs joined by an edge first, then over neighbours in topological order; at most ``limit`` trials, and
+    none begun after ``seconds``.
+    """
+    deadline = time.perf_counter() + seconds
+    best, best_seconds = segmentation, makespan(segmentation)
+    trials = 0
+    refused: set[tuple[frozenset[str], frozenset[str]]] = set()
+    progress = True
+    while progress and trials < limit and time.perf_counter() < deadline:
+        progress = False
+        for a, b in _mergeable(graph, best):
+            members = _members(best)
+            pair = (members[a], members[b])
+            if pair in refused:
+                continue
+            trials += 1
+            merged = _merged(graph, best, a, b)
+            merged_seconds = makespan(merged) if merged is not None else math.inf
+            if merged is not None and merged_seconds <= best_seconds * (1 + 1e-12):
+                best, best_seconds, progress = merged, min(merged_seconds, best_seconds), True
+                break
+            refused.add(pair)
+            if trials >= limit or time.perf_counter() > deadline:
+                return best
+    return best
+
+
+def segment_edges(graph: OpGraph, segment_of: Mapping[str, int]) -> set[tuple[int, int]]:
+    """(producer, consumer) pairs of different segments."""
+    return {
+        (segment_of[node.name], segment_of[user.name])
+        for node in graph.ops
+        if node.name in segment_of
+        for user in node.users
+        if user.name in segment_of and segment_of[user.name] != segment_of[node.name]
+    }
+
+
+def _members(segmentation: Segmentation) -> list[frozenset[str]]:
+    members: list[set[str]] = [set() for _ in segmentation.ranks]
+    for name, segment in segmentation.segment_of.items():
+        members[segment].add(name)
+    return [frozenset(names) for names in members]
+
+
+def _mergeable(graph: OpGraph, segmentation: Segmentation) -> list[tuple[int, int]]:
+    ranks = segmentation.ranks
+    edges = segment_edges(graph, segmentation.segment_of)
+    last: dict[tuple[int, ...], int] = {}
+    neighbours: list[tuple[int, int]] = []
+    for index, group in enumerate(ranks):
+        if group in last:
+            neighbours.append((last[group], index))
+        last[group] = index
+    joined = sorted((a, b) for a, b in edges if ranks[a] == ranks[b])
+    return joined + [pair for pair in neighbours if pair not in edges]
+
+
+def _merged(graph: OpGraph, segmentation: Segmentation, a: int, b: int) -> Segmentation | None:
+    """``segmentation`` with b united with a; None if that closes a cycle."""
+    united = {name: a if segment == b else segment for name, segment in segmentation.segment_of.items()}
+    dag: nx.DiGraph[int] = nx.DiGraph(list(segment_edges(graph, united)))
+    if not nx.is_directed_acyclic_graph(dag):
+        return None
+    ranks: dict[object, tuple[int, ...]] = {s: segmentation.ranks[s] for s in set(united.values())}
+    return _numbered(graph, united, ranks, segmentation.recomputed)
+
+
+def _numbered(
+    graph: OpGraph,
+    key_of: Mapping[str, object],
+    ranks: Mapping[object, tuple[int, ...]],
+    recomputed: frozenset[str],
+) -> Segmentation:
+    """Number segments in a topological order, ties by first op in graph order."""
+    first: dict[object, int] = {}
+    for position, node in enumerate(graph.ops):
+        if node.name in key_of:
+            first.setdefault(key_of[node.name], position)
+    dag: nx.DiGraph[object] = nx.DiGraph()
+    dag.add_nodes_from(first)
+    for node in graph.ops:
+        if node.name not in key_of:
+            continue
+        for user in node.users:
+            if user.name in key_of and key_of[user.name] != key_of[node.name]:
+                dag.add_edge(key_of[node.name], key_of[user.name])
+    order = list(nx.lexicographical_topological_sort(dag, key=lambda key: first[key]))
+    index = {key: position for position, key in enumerate(order)}
+    return Segmentation(
+        {name: index[key] for name, key in key_of.items()}, tuple(ranks[key] for key in order), recomputed
+    )

@@ -1,0 +1,130 @@
+"""From segments to a step: one program per rank, and what running them costs. No graph, no search.
+
+The search's candidates, the plan and the executor all come through here: what was predicted is what runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, TypeAlias
+
+from cost_models.cluster import ClusterSpec
+from cost_models.communication import ring_all_reduce_seconds, slowest_hop
+from passes.lower.summarize import TiedGroup
+from runtime.program.order import build_programs
+from runtime.program.program import Collective, Program, ReduceGradients, SegmentGraph
+from runtime.schedules import SCHEDULES, TransferSeconds
+from runtime.simulate.simulate import Overheads, Simulation, simulate
+
+SumKey: TypeAlias = tuple[tuple[str, ...], tuple[int, ...]]
+"""The parameters, and the ranks of one of the groups that sum, ascending."""
+
+
+class SumCost(NamedTuple):
+    """``sent_bytes``: by each rank."""
+
+    seconds: float
+    sent_bytes: float
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What a step costs beside its segments: state held on each rank, optimizer steps, reductions."""
+
+    state_bytes: tuple[int, ...]
+    optimizer_seconds: tuple[float, ...]
+    tied_bytes: Mapping[str, int]
+    """Bytes of each tied parameter's gradient."""
+    sums: Mapping[SumKey, SumCost] = field(default_factory=dict)
+    """Sums of gradients whose costs are known; others are a ring's all-reduce of ``tied_bytes``."""
+    gathers: tuple[Collective, ...] = ()
+    """What ranks send each other after the update; its seconds are part of ``optimizer_seconds``."""
+
+
+def programs_for(
+    segments: SegmentGraph,
+    cluster: ClusterSpec,
+    schedule: str,
+    microbatches: int,
+    tied: Sequence[TiedGroup],
+    *,
+    state_bytes: Sequence[int] | None = None,
+) -> tuple[Program, ...]:
+    """One program per rank: the schedule's order of computes, then the one global order of communications.
+
+    ``state_bytes``: what each rank holds throughout. Schedules that can hold fewer micro-batches in flight then keep
+    within the rest of the memory, as far as they know it.
+    """
+    seconds = transfer_seconds(cluster)
+    room: list[int] | None = None
+    if state_bytes is not None:
+        devices = zip(cluster.devices, state_bytes, strict=True)
+        room = [max(0, device.memory_bytes - held) for device, held in devices]
+    orders = SCHEDULES[schedule].order(segments, microbatches, room, transfer_seconds=seconds)
+    groups = [group.as_tuple for group in tied]
+    return build_programs(segments, orders, microbatches, transfer_seconds=seconds, tied=groups)
+
+
+def simulate_step(
+    programs: Sequence[Program],
+    segments: SegmentGraph,
+    cluster: ClusterSpec,
+    step: StepCosts,
+    sizes: Sequence[int],
+) -> Simulation:
+    """One training step of ``programs`` on ``cluster``, with micro-batches of ``sizes`` samples."""
+
+    def cost(reduction: ReduceGradients) -> SumCost:
+        known = step.sums.get((reduction.parameters, tuple(sorted(reduction.ranks))))
+        if known is not None:
+            return known
+        size_bytes = sum(step.tied_bytes[name] for name in reduction.parameters)
+        ranks = len(reduction.ranks)
+        hop = slowest_hop([list(reduction.ranks)], cluster)
+        return SumCost(
+            ring_all_reduce_seconds(size_bytes, ranks, hop), sum_bytes(size_bytes, ranks, reduction.scattered)
+        )
+
+    host = cluster.host_costs
+    simulation = simulate(
+        programs,
+        segments,
+        links=cluster,
+        contention=host.contention,
+        overheads=Overheads(host.compute_overhead, host.send_overhead, host.receive_overhead),
+        state_bytes=step.state_bytes,
+        microbatch_scale=[size / sizes[0] for size in sizes],
+        optimizer_seconds=step.optimizer_seconds,
+        reduce_seconds=lambda reduction: cost(reduction).seconds,
+        reduce_bytes=lambda reduction: cost(reduction).sent_bytes,
+    )
+    return _with_gathers(simulation, step.gathers, cluster) if step.gathers else simulation
+
+
+def sum_bytes(size_bytes: float, ranks: int, scattered: bool) -> float:
+    """What each of ``ranks`` sends to sum ``size_bytes`` of gradients round a ring; half where each keeps its part only."""
+    return (1 if scattered else 2) * (ranks - 1) / ranks * size_bytes
+
+
+def _with_gathers(simulation: Simulation, gathers: Sequence[Collective], cluster: ClusterSpec) -> Simulation:
+    """Their bytes as well, each group's round a ring."""
+    pair_bytes = defaultdict(float, simulation.pair_bytes)
+    link_bytes = defaultdict(float, simulation.link_bytes)
+    for gather in gathers:
+        for source, target in itertools.pairwise((*gather.ranks, gather.ranks[0])):
+            pair_bytes[source, target] += gather.sent_bytes
+            for link in cluster.path(source, target).links:
+                link_bytes[link] += gather.sent_bytes
+    return replace(simulation, pair_bytes=dict(pair_bytes), link_bytes=dict(link_bytes))
+
+
+def transfer_seconds(cluster: ClusterSpec) -> TransferSeconds:
+    """(source rank, target rank, bytes) -> seconds of a message that has its links to itself."""
+
+    def seconds(source: int, target: int, size_bytes: int) -> float:
+        return cluster.path(source, target).transfer_seconds(size_bytes)
+
+    return seconds

@@ -1,0 +1,189 @@
+"""From ops to segments, in numbers: what each segment costs and which values cross, for schedules and simulator.
+
+This is the only place where per-op costs become per-segment costs, so the search, the plan and the prediction agree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from cost_models.cluster import ClusterSpec
+from cost_models.memory import ParameterCount, StateBytes, state_bytes
+from cost_models.precision import Precision
+from passes.costs.costs import GraphCosts
+from passes.costs.recompute import computed_again, transient_bytes
+from passes.graph.graph import OpGraph
+from passes.graph.state_reads import state_reads
+from passes.lower.lower import crossing_values
+from passes.lower.segment import Segmentation
+from runtime.program.program import Segment, SegmentCost, SegmentGraph, Value
+
+
+@dataclass(frozen=True)
+class TiedGroup:
+    """Trainable parameters of whose gradients several ranks make a part each; they are summed before the optimizer."""
+
+    parameters: tuple[str, ...]
+    ranks: tuple[int, ...]
+    scattered: bool = False
+    """Whether each rank keeps its part of the sums only."""
+
+    @property
+    def as_tuple(self) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
+        """As the checker and the programs' builder take it."""
+        return self.parameters, self.ranks, self.scattered
+
+
+def segment_graph(
+    graph: OpGraph,
+    costs: GraphCosts,
+    segmentation: Segmentation,
+    cluster: ClusterSpec,
+    microbatch_size: int,
+    *,
+    deferring: bool = False,
+) -> SegmentGraph:
+    """The DAG of segments with seconds and bytes for micro-batches of ``microbatch_size`` samples.
+
+    ``deferring``: the schedule runs weight halves apart; what they need of a recomputed block is then kept for them.
+    """
+    ops_of = ops_by_segment(graph, segmentation)
+    index_of = {node.name: index for index, node in enumerate(graph.ops)} if segmentation.regions else {}
+    table = costs.at(microbatch_size)
+    output_bytes = dict(zip(costs.ops, table.output_bytes, strict=True))
+    crossing = crossing_values(graph, segmentation)
+    has_backward = _segments_with_backward(graph, segmentation, crossing)
+    received: list[int] = [0] * len(segmentation)
+    sent_by: list[list[str]] = [[] for _ in segmentation.ranks]
+    for name, consumers in crossing.items():
+        sent_by[segmentation.segment_of[name]].append(name)
+        for consumer in consumers:
+            received[consumer] += int(output_bytes[name])
+    segments = []
+    for index, ranks in enumerate(segmentation.ranks):
+        indices = ops_of[index]
+        device = cluster.devices[ranks[0]]
+        seconds = costs.segment_seconds(indices, microbatch_size, device)
+        sent = sent_by[index]
+        regions = [[index_of[name] for name in names] for names in segmentation.regions_of(index)]
+        held = costs.held_bytes(indices, microbatch_size, outputs=sent, regions=regions)
+        # The simulator charges values between segments on their own, from the moment they are sent or received.
+        between = received[index] + sum(int(output_bytes[name]) for name in sent)
+        backward = index in has_backward
+        again = [op for region in regions for op in computed_again(costs, region, deferring)]
+        again_seconds = costs.segment_seconds(again, microbatch_size, device).forward if again else 0.0
+        cost = SegmentCost(
+            forward_seconds=seconds.forward,
+            backward_input_seconds=seconds.backward_input + again_seconds if backward else 0.0,
+            backward_weight_seconds=seconds.backward_weight if backward else 0.0,
+            saved_bytes=max(0, held.saved - between),
+            weight_saved_bytes=max(0, held.weight_saved - received[index]),
+            transient_bytes=transient_bytes(costs, regions, microbatch_size, deferring) if backward else 0,
+        )
+        segments.append(Segment(index, ranks, cost, backward))
+    values = tuple(
+        Value(
+            name, segmentation.segment_of[name], consumers, int(output_bytes[name]), name in graph.needs_grad
+        )
+        for name, consumers in crossing.items()
+    )
+    return SegmentGraph(tuple(segments), values, cluster.world_size)
+
+
+def ops_by_segment(graph: OpGraph, segmentation: Segmentation) -> list[np.ndarray]:
+    """Indices into ``graph.ops`` that each segment runs, its copies of recomputed ops included."""
+    index_of = {node.name: index for index, node in enumerate(graph.ops)}
+    members: list[set[int]] = [set() for _ in segmentation.ranks]
+    for name, segment in segmentation.segment_of.items():
+        members[segment].add(index_of[name])
+    needed: dict[str, frozenset[int]] = {}
+    for node in graph.ops:
+        if node.name in segmentation.recomputed:
+            cone = {index_of[node.name]}
+            for source in node.all_input_nodes:
+                cone |= needed.get(source.name, frozenset())
+            needed[node.name] = frozenset(cone)
+    for node in graph.ops:
+        if node.name in segmentation.segment_of:
+            for source in node.all_input_nodes:
+                members[segmentation.segment_of[node.name]] |= needed.get(source.name, frozenset())
+    return [np.array(sorted(indices), dtype=np.int64) for indices in members]
+
+
+def _segments_with_backward(
+    graph: OpGraph, segmentation: Segmentation, crossing: Mapping[str, tuple[int, ...]]
+) -> frozenset[int]:
+    """Segments that contain a differentiable op, or owe a producer a gradient."""
+    found = {segment for name, segment in segmentation.segment_of.items() if name in graph.needs_grad}
+    for name, consumers in crossing.items():
+        if name in graph.needs_grad:
+            found.update(consumers)
+    return frozenset(found)
+
+
+def state_names_of_segments(graph: OpGraph, segmentation: Segmentation) -> tuple[frozenset[str], ...]:
+    """Canonical names of the parameters and buffers that each segment reads or writes."""
+    names: list[set[str]] = [set() for _ in segmentation.ranks]
+    for op, own in state_reads(graph, segmentation.recomputed).items():
+        if op in segmentation.segment_of:
+            names[segmentation.segment_of[op]] |= own
+    for output in graph.outputs:
+        if output.kind == "buffer" and output.node in segmentation.segment_of:
+            names[segmentation.segment_of[output.node]].add(output.name)
+    return tuple(frozenset(found) for found in names)
+
+
+def trained_tensors(graph: OpGraph, segmentation: Segmentation, world_size: int) -> tuple[int, ...]:
+    """How many parameters the optimizer steps on each rank."""
+    names: list[set[str]] = [set() for _ in range(world_size)]
+    for segment, found in enumerate(state_names_of_segments(graph, segmentation)):
+        for rank in segmentation.ranks[segment]:
+            names[rank] |= found & graph.trained
+    return tuple(map(len, names))
+
+
+def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, ...]:
+    """Which gradients must be summed across ranks. One group per distinct set of ranks."""
+    ranks_of: dict[str, set[int]] = defaultdict(set)
+    for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
+        for name in names:
+            ranks_of[name].update(segmentation.ranks[segment])
+    groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in graph.parameters:
+        ranks = ranks_of.get(name, set())
+        if len(ranks) > 1 and name in graph.trained:
+            groups[tuple(sorted(ranks))].append(name)
+    return tuple(TiedGroup(tuple(names), ranks) for ranks, names in groups.items())
+
+
+def state_of_ranks(
+    graph: OpGraph, segmentation: Segmentation, world_size: int, optimizer: str, precision: Precision
+) -> tuple[StateBytes, ...]:
+    """Bytes of parameters, gradients and optimizer state on each rank; buffers count as parameters that do not train.
+
+    What no segment reads is held by the lowest rank that runs one.
+    """
+    names: list[set[str]] = [set() for _ in range(world_size)]
+    for segment, found in enumerate(state_names_of_segments(graph, segmentation)):
+        for rank in segmentation.ranks[segment]:
+            names[rank] |= found
+    lowest = min(rank for ranks in segmentation.ranks for rank in ranks)
+    names[lowest] |= (graph.parameters.keys() | graph.buffers.keys()).difference(*names)
+    return tuple(
+        state_bytes(map(partial(_count, graph, precision), sorted(held)), optimizer) for held in names
+    )
+
+
+def gradient_bytes(graph: OpGraph, name: str, precision: Precision) -> int:
+    """Bytes of a parameter's gradient as micro-batches and ranks sum it."""
+    return graph.parameters[name].elements * graph.types_of(name, precision).gradient.itemsize
+
+
+def _count(graph: OpGraph, precision: Precision, name: str) -> ParameterCount:
+    spec = graph.parameters.get(name) or graph.buffers[name]
+    return spec.elements, graph.types_of(name, precision), name in graph.trained

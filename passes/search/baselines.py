@@ -1,0 +1,107 @@
+"""What the same step costs without partitioning: on one device, and with plain data parallelism.
+
+Simulated with the same costs as the plan, so the comparison is fair; an expert looks here first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from cost_models.cluster import ClusterSpec
+from cost_models.communication import data_parallel_seconds
+from cost_models.compute import optimizer_seconds
+from cost_models.devices import Device
+from cost_models.memory import StateBytes
+from passes.costs.costs import GraphCosts
+from passes.graph.graph import OpGraph
+from passes.lower.segment import Segmentation
+from passes.lower.summarize import state_of_ranks
+from passes.search.feature.place import FeatureRequest
+from passes.search.free.place import FreeRequest
+from passes.search.layer.place import LayerRequest
+
+Request = LayerRequest | FeatureRequest | FreeRequest
+
+MAX_DOUBLINGS = 11
+"""At most 1,024 micro-batches."""
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One way of not partitioning. ``step_seconds`` is what it would take, even where it does not fit."""
+
+    strategy: str
+    feasible: bool
+    step_seconds: float
+    peak_memory_bytes: int
+    capacity_bytes: int
+    """Of the device, or of the smallest of the replicas' devices."""
+    microbatches: int
+
+
+def one_device(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: Request) -> Baseline:
+    """The whole batch on the device that does it fastest, accumulated over as few micro-batches as memory needs."""
+    kinds = {_kind(device): device for device in reversed(cluster.devices)}
+    tried = [
+        _replica(graph, costs, request, [device], request.batch_size, "one device", 0.0)
+        for device in kinds.values()
+    ]
+    return min(tried, key=lambda baseline: (not baseline.feasible, baseline.step_seconds))
+
+
+def data_parallel(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: Request) -> Baseline:
+    """A replica of the model per device and one all-reduce of all gradients after the last backward.
+
+    Equal shares of the batch: the slowest device paces the step, the smallest must hold a replica.
+    """
+    world = cluster.world_size
+    seconds = data_parallel_seconds(_state(graph, request).gradients, cluster)
+    local_batch = -(-request.batch_size // world)
+    kinds = {_kind(device): device for device in cluster.devices}
+    return _replica(
+        graph, costs, request, list(kinds.values()), local_batch, f"data parallel x{world}", seconds
+    )
+
+
+def _replica(
+    graph: OpGraph,
+    costs: GraphCosts,
+    request: Request,
+    devices: Sequence[Device],
+    batch: int,
+    strategy: str,
+    reduce_seconds: float,
+) -> Baseline:
+    """``batch`` samples on each of ``devices``, in the fewest micro-batches that fit all of them."""
+    state = _state(graph, request)
+    tensors = sum(
+        node_input.kind == "parameter" and node_input.node in graph.needs_grad for node_input in graph.inputs
+    )
+    every_op = range(len(graph.ops))
+    capacity = min(device.memory_bytes for device in devices)
+    counts = [2**power for power in range(MAX_DOUBLINGS) if 2**power <= batch]
+    for microbatches in counts:
+        size = -(-batch // microbatches)
+        peak = state.total + costs.held_bytes(every_op, size).saved
+        if peak > capacity and microbatches != counts[-1]:
+            continue
+        seconds = []
+        for device in devices:
+            each = costs.segment_seconds(every_op, size, device)
+            backward = each.backward_input + each.backward_weight if graph.needs_grad else 0.0
+            optimizer = optimizer_seconds(state, device, request.optimizer, tensors)
+            seconds.append(microbatches * (each.forward + backward) + optimizer)
+        fits = peak <= capacity
+        return Baseline(strategy, fits, max(seconds) + reduce_seconds, peak, capacity, microbatches)
+    raise AssertionError("a batch has at least one sample")
+
+
+def _kind(device: Device) -> tuple[object, ...]:
+    """Equal for devices that do the same work in the same time and memory."""
+    return replace(device, rank=0, node=0, node_name="", host=None), device.memory_bytes
+
+
+def _state(graph: OpGraph, request: Request) -> StateBytes:
+    whole = Segmentation({node.name: 0 for node in graph.ops}, ((0,),), frozenset())
+    return state_of_ranks(graph, whole, 1, request.optimizer, request.precision)[0]

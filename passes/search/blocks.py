@@ -1,0 +1,155 @@
+"""What the layer-wise search knows about recompute: each op's block, and what is held where blocks run again.
+
+stage that keeps its activations     holds what its ops save
+stage that computes its blocks again holds what its blocks read from outside, and what ops outside of blocks save;
+                                     while a block is in backward, all that the block saves
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.costs.recompute import computed_again
+from passes.search.layer.problem import FloatArray, Touch
+
+IntArray: TypeAlias = NDArray[np.int64]
+
+
+class BlockCosts(Protocol):
+    """What is read of ``passes.costs.costs.GraphCosts``."""
+
+    @property
+    def saved(self) -> tuple[tuple[str, ...], ...]: ...
+    @property
+    def output_storages(self) -> tuple[tuple[str | None, ...], ...]: ...
+    @property
+    def weight_half(self) -> tuple[bool, ...]: ...
+    @property
+    def reads(self) -> tuple[tuple[tuple[int, str | None], ...], ...]: ...
+    @property
+    def maker(self) -> Mapping[str, int]: ...
+    def storage_bytes(self, batch_size: int) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """The blocks of the placed ops 0 … n-1."""
+
+    costs: BlockCosts
+    names: tuple[str, ...]
+    of: IntArray
+    """[n] index of the op's block; -1 outside of any."""
+    rows: IntArray
+    """[n] positions in the tuples of ``costs``."""
+    readers: tuple[tuple[int, ...], ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """Ops of each block, rising."""
+        found: list[list[int]] = [[] for _ in self.names]
+        for op, block in enumerate(self.of.tolist()):
+            if block >= 0:
+                found[block].append(op)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def again(self) -> FloatArray:
+        """[n] 1 for ops that run a second time where their block is computed again."""
+        op_of = {row: op for op, row in enumerate(self.rows.tolist())}
+        result = np.zeros(len(self.rows))
+        for ops in self.members:
+            region = [int(row) for row in self.rows[list(ops)]]
+            result[[op_of[row] for row in computed_again(self.costs, region, deferring=False)]] = 1.0
+        return result
+
+    @cached_property
+    def inside(self) -> tuple[tuple[str, ...], ...]:
+        """Per block: the storages that it saves and does not merely read."""
+        result = []
+        for index, ops in enumerate(self.members):
+            saved = {name for op in ops for name in self.costs.saved[self.rows[op]]}
+            result.append(
+                tuple(sorted(saved.difference(*(self._read_from_outside(op, index) for op in ops))))
+            )
+        return tuple(result)
+
+    def _read_from_outside(self, op: int, block: int) -> list[str]:
+        """Storages that ``op`` reads of ops that are not in ``block``."""
+        found = []
+        for producer, storage in self.costs.reads[self.rows[op]]:
+            made_by = self._op_of_row.get(producer, -1)  # -1: by an op that every stage runs for itself
+            if storage is not None and (made_by < 0 or self.of[made_by] != block):
+                found.append(storage)
+        return found
+
+    @cached_property
+    def _op_of_row(self) -> dict[int, int]:
+        return {row: op for op, row in enumerate(self.rows.tolist())}
+
+    @cached_property
+    def storages(self) -> tuple[tuple[str, Touch], ...]:
+        """Storage keys with the ops that make a stage hold them, when it computes all its blocks again."""
+        savers: dict[str, list[int]] = defaultdict(list)
+        holders: dict[str, list[int]] = defaultdict(list)
+        for op, row in enumerate(self.rows.tolist()):
+            block = int(self.of[op])
+            for key in self.costs.saved[row] if block < 0 else self._read_from_outside(op, block):
+                savers[key].append(op)
+            for storage in self.costs.output_storages[row]:
+                if storage is not None:
+                    holders[storage].append(op)
+        return touches(savers, holders, self.readers)
+
+    def sizes(self, size: int) -> FloatArray:
+        """[storages] bytes per micro-batch of ``size`` samples."""
+        sizes = self.costs.storage_bytes(size)
+        return np.array([sizes[key] for key, _ in self.storages], dtype=np.float64)
+
+    def block_bytes(self, size: int) -> FloatArray:
+        """[blocks] bytes that are alive again while the block is in backward."""
+        sizes = self.costs.storage_bytes(size)
+        return np.array([sum(sizes[key] for key in keys) for keys in self.inside], dtype=np.float64)
+
+    def transient_bytes(self, size: int) -> FloatArray:
+        """[n] ``block_bytes`` of each op's block; 0 outside of any."""
+        return np.append(self.block_bytes(size), 0.0)[self.of]
+
+    def beside_deferred_bytes(self, size: int, output_bytes: FloatArray) -> FloatArray:
+        """[n] as ``transient_bytes``, without what weight halves need of the block: that stays for them.
+
+        ``output_bytes``: [n] of each op's result, and of its gradient.
+        """
+        sizes = self.costs.storage_bytes(size)
+        result = self.block_bytes(size)
+        for index, (ops, inside) in enumerate(zip(self.members, self.inside, strict=True)):
+            deferring = [op for op in ops if self.costs.weight_half[self.rows[op]]]
+            kept = {name for op in deferring for name in self.costs.saved[self.rows[op]]}.intersection(inside)
+            result[index] -= sum(sizes[name] for name in kept) + output_bytes[deferring].sum()
+        return np.append(np.maximum(result, 0.0), 0.0)[self.of]
+
+
+def touches(
+    savers: Mapping[str, Sequence[int]],
+    holders: Mapping[str, Sequence[int]],
+    readers: Sequence[Sequence[int]],
+) -> tuple[tuple[str, Touch], ...]:
+    """Who makes a stage hold each storage. ``holders``: the ops whose results live in it, its maker first."""
+    found = []
+    for key in dict.fromkeys([*savers, *holders]):
+        family = holders.get(key, [])
+        producer = family[0] if family else -1
+        read_by = {v for u in family for v in readers[u]} - {producer}
+        mine = savers.get(key, ())
+        if mine or read_by:
+            found.append((key, Touch(tuple(sorted(set(mine))), producer, tuple(sorted(read_by)))))
+    return tuple(found)

@@ -1,0 +1,329 @@
+"""A proof that no placement's largest load is below a bound, from what one device can hold.
+
+Let π ≥ 0 measure groups, Σ π = 1. Whatever the placement, some accelerator holds at least s of the measure or some CPU more
+than 1/ℓ of what is left, for k accelerators and ℓ CPUs. So with V(T) the most measure that one CPU holds under load T,
+
+    largest load ≥ T   if no set of groups with measure ≥ s = (1 - ℓ·V(T)) / k costs an accelerator less than T
+
+The cheapest such set is an integer program over one device: no symmetry between devices, and but for the measure's one row
+its relaxation is a minimum cut, so it is tight where the program over all devices is not. The best measure is the dual of
+a fractional packing ("cover all groups by k sets that cost less than T"): sets found so far give the measure, the measure
+asks for the cheapest set that breaks it (column generation; Gilmore and Gomory 1961 for bin packing).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pulp
+
+from passes.search.cost_graph.groups import FloatArray, GroupProblem
+
+CLOSE = 1e-7
+"""Relative distance of bound and value at which nothing is left to prove."""
+STRETCHES = 100
+"""Of a line at most, to begin with."""
+SHRINK = 1 - 1e-7
+"""Solvers' tolerances: a measure of 1/k is asked for a little less strictly."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    value: float
+    method: str
+    rounds: int = 0
+
+
+def simple_bound(problem: GroupProblem) -> Bound:
+    """Without a solver: the group that costs most at its cheapest, and all work shared without loss.
+
+    Work: loads of A accelerators and C CPUs add up to at least Σ_g min over kinds of weight(kind)·cost(g), for weights that
+    add up to one; a group's share of a CPU is counted at the exchange rate λ that makes the bound largest.
+    """
+    machine = problem.machine
+    kinds = []
+    if machine.accelerators:
+        kinds.append((machine.accelerators, problem.accelerator_cost))
+    if machine.cpus:
+        kinds.append((machine.cpus, problem.cpu_cost))
+    largest = float(np.min([cost for _, cost in kinds], axis=0).max())
+    if len(kinds) == 1:
+        work = float(kinds[0][1].sum()) / kinds[0][0]
+    else:
+        work = max(
+            float(np.minimum(share * kinds[0][1], (1 - share) * kinds[1][1]).sum())
+            / (share * kinds[0][0] + (1 - share) * kinds[1][0])
+            for share in (1 - 10.0 ** np.linspace(-6, -0.005, 200)).tolist()
+        )
+    if largest >= work:
+        return Bound(largest, "the group that costs most")
+    return Bound(work, "all work, shared without loss")
+
+
+class SetBound:
+    """Improves a bound until it meets ``value`` or time runs out."""
+
+    def __init__(self, problem: GroupProblem, value: float) -> None:
+        self.problem = problem
+        self.value = value
+        self.machine = problem.machine
+        self.scale = 100.0 / value
+        self.sets: dict[tuple[int, ...], float] = {}
+        """Groups of an accelerator that are known to cost less than ``value``, with their cost."""
+        self.rounds = 0
+        work = np.where(np.isinf(problem.accelerator_cost), 0.0, problem.accelerator_cost)
+        self.inner: FloatArray | None = work / work.sum() if work.any() else None
+        """The measure of the best bound, to begin with that of work: new measures are tried half way towards it, since the
+        duals of a packing by few sets lie far apart (in-out separation: Ben-Ameur and Neto 2007)."""
+        self.inner_bound = 0.0
+        self.failed = math.inf
+        """A target that sets found so far cover fractionally: no measure proves it."""
+
+    def know(self, homes: Iterable[int]) -> None:
+        """Sets of a placement."""
+        by_device: dict[int, list[int]] = {}
+        for g, home in enumerate(homes):
+            by_device.setdefault(int(home), []).append(g)
+        for home, groups in by_device.items():
+            if home < self.machine.accelerators:
+                self._add(tuple(groups))
+
+    def know_stretches(self, lines: Iterable[Sequence[int]]) -> None:
+        """From every place of a line the longest stretch that costs less than ``value``: sets unlike one another."""
+        problem = self.problem
+        cost: list[float] = problem.accelerator_cost.tolist()
+        weight: list[float] = problem.weight.tolist()
+        for line in lines:
+            for start in range(0, len(line), max(1, len(line) // STRETCHES)):
+                held: dict[int, int] = {}
+                work = sent = 0.0
+                longest = start
+                for i in range(start, len(line)):
+                    work += cost[line[i]]
+                    if work >= self.value:
+                        break
+                    for e in problem.nets_of[line[i]]:
+                        held[e] = held.get(e, 0) + 1
+                        sent += weight[e] * ((held[e] == 1) - (held[e] == len(problem.nets[e])))
+                    if work + sent < self.value * (1 - CLOSE):
+                        longest = i + 1
+                if longest > start:
+                    self._add(tuple(sorted(line[start:longest])))
+
+    def _add(self, groups: tuple[int, ...]) -> float:
+        cost = self.cost(groups)
+        self.sets[groups] = cost
+        return cost
+
+    def cost(self, groups: tuple[int, ...]) -> float:
+        """Load of an accelerator that holds exactly these groups."""
+        inside = set(groups)
+        nets = {e for g in groups for e in self.problem.nets_of[g]}
+        sent: list[float] = [
+            float(self.problem.weight[e]) for e in nets if not inside.issuperset(self.problem.nets[e])
+        ]
+        work: list[float] = self.problem.accelerator_cost[list(groups)].tolist()
+        return float(math.fsum(work + sent))
+
+    def _extended(self, groups: tuple[int, ...], measure: FloatArray, target: float) -> tuple[int, ...]:
+        """``groups`` and as much more measure as fits under load ``target``, greedily."""
+        problem = self.problem
+        inside = set(groups)
+        held = [sum(g in inside for g in pins) for pins in problem.nets]
+        load = self.cost(groups)
+        cost: list[float] = problem.accelerator_cost.tolist()
+        weight: list[float] = problem.weight.tolist()
+
+        def more(g: int) -> float:
+            change = cost[g]
+            for e in problem.nets_of[g]:
+                if held[e] == 0:
+                    change += weight[e]
+                if held[e] + 1 == len(problem.nets[e]):
+                    change -= weight[e]
+            return change
+
+        while True:
+            best, chosen = -1.0, -1
+            for g in range(problem.count):
+                if g in inside:
+                    continue
+                change = more(g)
+                if load + change < target * (1 - 1e-6):
+                    gain = measure[g] / max(change, 1e-9 * target) if change > 0 else 1e30 + measure[g]
+                    if gain > best:
+                        best, chosen = gain, g
+            if chosen < 0 or best <= 0:
+                break
+            load += more(chosen)
+            inside.add(chosen)
+            for e in problem.nets_of[chosen]:
+                held[e] += 1
+        return tuple(sorted(inside))
+
+    def improve(self, bound: Bound, deadline: float) -> Bound:
+        """The best bound found until ``deadline``."""
+        best = bound
+        failed = self.failed if self.failed < self.value else self.value * (1 + CLOSE)
+        if failed < self.value:
+            target = (best.value + failed) / 2
+        else:
+            # the first step goes half way, the next to the value itself: most often that is the answer
+            target = best.value + (self.value - best.value) / (1 if self.rounds else 2)
+        while best.value < self.value * (1 - CLOSE) and time.monotonic() < deadline:
+            measure, room = self._measure(target)
+            if room <= 1e-9:
+                failed = self.failed = min(failed, target)
+                if failed - best.value <= CLOSE * self.value * 100:
+                    break
+                target = (best.value + failed) / 2
+                continue
+            mixed = (
+                measure
+                if self.inner is None
+                else self.inner
+                if not self.rounds
+                else (measure + self.inner) / 2
+            )
+            found, proved = self._cheapest(mixed, target, deadline)
+            self.rounds += 1
+            found = [self._extended(groups, w, target) for groups in found for w in (measure, mixed)] + found
+            if proved > self.inner_bound:
+                self.inner, self.inner_bound = mixed, proved
+            if proved > best.value:
+                best = Bound(min(proved, self.value), "sets of one device, column generation", self.rounds)
+            known = len(self.sets)
+            for groups in found:
+                self._add(groups)
+            if proved >= target * (1 - CLOSE / 10):
+                target = self.value if failed > self.value else (best.value + failed) / 2
+            elif len(self.sets) == known:
+                if self.inner is None:
+                    break
+                self.inner = None
+        return best
+
+    def _cpu_part(self, measure: FloatArray, target: float) -> float:
+        """An upper bound on the measure that all CPUs hold under load ``target``: fractional knapsacks."""
+        if not self.machine.cpus:
+            return 0.0
+        cost = self.problem.cpu_cost
+        room, held = target * self.machine.cpus, 0.0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value = np.where(cost > 0, measure / cost, np.inf)
+        for g in np.argsort(-value).tolist():
+            if measure[g] <= 0 or cost[g] > target:
+                continue
+            part = 1.0 if cost[g] <= room else room / cost[g]
+            held += part * float(measure[g])
+            room -= part * float(cost[g])
+            if room <= 0:
+                break
+        return min(held, 1.0)
+
+    def _measure(self, target: float) -> tuple[FloatArray, float]:
+        """The measure under which known sets that cost less than ``target`` hold least; by how much less than 1/k."""
+        count, k = self.problem.count, max(1, self.machine.accelerators)
+        lp = pulp.LpProblem("measure", pulp.LpMaximize)
+        pi = [pulp.LpVariable(f"pi_{g}", lowBound=0) for g in range(count)]
+        room = pulp.LpVariable("room")
+        cpu = [pulp.LpVariable(f"cpu_{g}", lowBound=0) for g in range(count)] if self.machine.cpus else []
+        price = pulp.LpVariable("price", lowBound=0)
+        lp += room
+        lp += pulp.lpSum(pi) == 1
+        taken = pulp.LpAffineExpression()
+        if cpu:
+            # dual of the fractional knapsack: measure on CPUs ≤ price·ℓ·T + Σ (π - price·cost)+
+            for g in range(count):
+                if self.problem.cpu_cost[g] <= target:
+                    lp += cpu[g] >= pi[g] - float(self.problem.cpu_cost[g]) * self.scale * price
+            taken = pulp.lpSum(cpu) + target * self.scale * self.machine.cpus * price
+        for groups, cost in self.sets.items():
+            if cost < target * (1 - 1e-9):
+                lp += k * pulp.lpSum(pi[g] for g in groups) + taken + k * room <= 1
+        lp += room <= 1
+        lp.solve(pulp.HiGHS(msg=False, presolve="off", threads=1))
+        if lp.sol_status != pulp.LpSolutionOptimal:
+            return np.full(count, 1.0 / count), 0.0
+        measure = np.maximum([variable.value() or 0.0 for variable in pi], 0.0)
+        return measure / max(measure.sum(), 1e-300), float(room.value() or 0.0)
+
+    def _cheapest(
+        self, measure: FloatArray, target: float, deadline: float
+    ) -> tuple[list[tuple[int, ...]], float]:
+        """Cheap sets with enough measure, and what is proved: no placement's largest load is below."""
+        k = max(1, self.machine.accelerators)
+        share = (1.0 - self._cpu_part(measure, target)) / k * SHRINK
+        if share <= 0:
+            return [], 0.0  # the CPUs might hold it all
+        model = OneDevice(self.problem, measure, share, self.scale)
+        groups, proved = model.solve(max(0.05, deadline - time.monotonic()))
+        proved *= 1 - 1e-9
+        if self.machine.cpus:
+            proved = min(proved, target)
+        return [groups] if groups else [], proved
+
+
+class OneDevice:
+    """The cheapest set of groups on one accelerator with at least ``share`` of a measure, as an integer program.
+
+    y[g] ∈ {0,1} is in the set     t[e] ≥ y[g] net e is touched     h[e] ≤ y[g] net e is held whole, g of e
+    minimize Σ cost[g]·y[g] + Σ weight[e]·(t[e] - h[e])     Σ π[g]·y[g] ≥ share     Σ size[g]·y[g] ≤ memory
+    """
+
+    def __init__(self, problem: GroupProblem, measure: FloatArray, share: float, scale: float) -> None:
+        self.problem, self.scale = problem, scale
+        self.lp = pulp.LpProblem("cheapest", pulp.LpMinimize)
+        allowed = ~np.isinf(problem.accelerator_cost)
+        self.y = [
+            pulp.LpVariable(f"y_{g}", cat=pulp.LpBinary, upBound=int(allowed[g]), lowBound=0)
+            for g in range(problem.count)
+        ]
+        objective: dict[Any, float] = {}
+        for g, variable in enumerate(self.y):
+            objective[variable] = float(problem.accelerator_cost[g]) * scale if allowed[g] else 0.0
+            if not allowed[g]:
+                variable.upBound = 0
+        rows = []
+        for e, pins in enumerate(problem.nets):
+            weight = float(problem.weight[e]) * scale
+            if len(pins) == 2:
+                g, h = pins
+                cut = pulp.LpVariable(f"c_{e}", 0, 1)
+                objective[cut] = weight
+                rows += [
+                    {cut: 1.0, self.y[g]: -1.0, self.y[h]: 1.0},
+                    {cut: 1.0, self.y[g]: 1.0, self.y[h]: -1.0},
+                ]
+                continue
+            touched, whole = pulp.LpVariable(f"t_{e}", 0, 1), pulp.LpVariable(f"h_{e}", 0, 1)
+            objective[touched], objective[whole] = weight, -weight
+            for g in pins:
+                rows += [{touched: 1.0, self.y[g]: -1.0}, {self.y[g]: 1.0, whole: -1.0}]
+        self.lp.setObjective(pulp.LpAffineExpression(objective))
+        for terms in rows:
+            self._at_least(terms, 0.0)
+        self._at_least({v: float(m) / share for v, m in zip(self.y, measure, strict=True) if m > 0}, 1.0)
+        if problem.memory_binds:
+            size = problem.machine.memory_size
+            self._at_least({v: -float(s) / size for v, s in zip(self.y, problem.size, strict=True)}, -1.0)
+
+    def _at_least(self, terms: dict[Any, float], value: float) -> None:
+        self.lp.addConstraint(
+            pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintGE, rhs=value)
+        )
+
+    def solve(self, seconds: float) -> tuple[tuple[int, ...], float]:
+        """(groups, proved lower bound on their cost); no groups if none was found."""
+        self.lp.solve(pulp.HiGHS(msg=False, presolve="off", threads=1, timeLimit=seconds, gapRel=1e-9))
+        if self.lp.sol_status == pulp.LpSolutionInfeasible:
+            return (), math.inf
+        bound = float(self.lp.solverModel.getInfo().mip_dual_bound) / self.scale
+        if self.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            return (), bound
+        return tuple(g for g, variable in enumerate(self.y) if (variable.value() or 0.0) > 0.5), bound

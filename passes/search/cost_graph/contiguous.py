@@ -1,0 +1,179 @@
+"""Place a cost graph contiguously: the forward graph's quotient over devices has no circle.
+
+groups ─► all downsets ─► dynamic program: the optimum
+       └► too many     ─► downsets along good orders ─► dynamic program ─► more downsets near its cuts ─┐
+                                                          └───────────── while it helps ────────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterable
+
+from cost_models.errors import InfeasibleError
+from passes.search.cost_graph.bound import SetBound, simple_bound
+from passes.search.cost_graph.chains import Chain, best_chain, multiplications
+from passes.search.cost_graph.downsets import Order, all_downsets, linear_orders, prefixes
+from passes.search.cost_graph.graph import PlacementGraph, evaluate
+from passes.search.cost_graph.groups import GroupProblem, contiguous_groups, free_groups
+from passes.search.cost_graph.result import PROVED, Placed, check_feasible, placed
+
+MOST_DOWNSETS = 40_000
+MULTIPLICATIONS_PER_SECOND = 3e9
+"""On one core of a common machine."""
+LISTED_SHARE = 0.5
+"""Of the time limit that the program over all downsets may take."""
+FAMILY = 2500
+"""Downsets of a restricted family."""
+NEAR = 200
+"""Downsets looked at around each cut."""
+ORDERS = 4
+"""Random orders through the best cuts, per round."""
+QUIET_ROUNDS = 12
+"""Rounds without a better chain after which the search ends."""
+SPACE = "placements with an acyclic quotient of the forward graph over devices, equal colours together"
+
+
+def place_contiguous(graph: PlacementGraph, time_limit: float = 60.0, *, prove: bool = True) -> Placed:
+    """Least largest load over contiguous placements. ``prove``: spend time on a bound where the method has none."""
+    started = time.monotonic()
+    deadline = started + time_limit
+    until = started + (0.6 if prove else 1.0) * time_limit
+    exact = _Attempt(contiguous_groups(graph), time_limit)
+    check_feasible(graph, exact.problem)
+    attempts = [exact]
+    if exact.listed is None and exact.problem.memory_binds:
+        attempts.insert(0, _Attempt(contiguous_groups(graph, join_sized=True), time_limit))
+    for i, attempt in enumerate(attempts, 1):
+        attempt.search(time.monotonic() + (until - time.monotonic()) * i / len(attempts))
+    best = min(attempts, key=lambda attempt: attempt.chain.value)
+    if best.chain.homes is None:
+        raise InfeasibleError(
+            "no contiguous placement that fits the accelerators' memory was found",
+            [f"{len(graph.nodes)} nodes on {len(graph.machine.devices)} devices; {best.method}"],
+            ["use more devices or more memory, or plan without --contiguous"],
+        )
+    placement = best.problem.of_nodes(best.chain.homes)
+    value = evaluate(graph, placement).max_load
+    bound = max(attempt.bound(value, deadline) for attempt in attempts)
+    if prove and value - bound > PROVED * value:
+        free = free_groups(graph)
+        search = SetBound(free, value)
+        search.know(free.of_groups(placement))
+        bound = max(bound, search.improve(simple_bound(free), deadline).value)
+    return placed(
+        graph,
+        placement,
+        min(bound, value),
+        space=SPACE,
+        method=best.method,
+        started=started,
+        time_limit=time_limit,
+        contiguous=True,
+    )
+
+
+class _Attempt:
+    """A search over the downsets of one way to group nodes."""
+
+    def __init__(self, problem: GroupProblem, time_limit: float) -> None:
+        self.problem = problem
+        self.listed = _listed(problem, time_limit)
+        self.chain, self.method, self.complete = Chain(None, math.inf), "", False
+
+    def search(self, deadline: float) -> None:
+        self.chain, self.method, self.complete = _search(self.problem, self.listed, deadline)
+
+    def bound(self, value: float, deadline: float) -> float:
+        """No contiguous placement is below: the optimum, if this is it, or that without limits on memory."""
+        simple = simple_bound(self.problem).value
+        if not self.complete or self.listed is None:
+            return simple
+        if self.problem.lossless:
+            return max(simple, min(value, self.chain.value))
+        # weights joined their readers: without memory limits that loses nothing
+        limit = _above(value)
+        relaxed = best_chain(self.problem, self.listed, limit=limit, memory_size=math.inf, deadline=deadline)
+        return max(simple, min(value, relaxed.value)) if relaxed.homes is not None else simple
+
+
+def _listed(problem: GroupProblem, time_limit: float) -> list[int] | None:
+    """All downsets, where time suffices to look at all pairs of them."""
+    affordable = LISTED_SHARE * time_limit * MULTIPLICATIONS_PER_SECOND
+    most = MOST_DOWNSETS
+    while most > 64 and multiplications(problem, most) > affordable:
+        most = most * 3 // 4
+    return all_downsets(Order(problem), most)
+
+
+def _search(problem: GroupProblem, listed: list[int] | None, deadline: float) -> tuple[Chain, str, bool]:
+    """(best chain, how it was found, whether it is the optimum)."""
+    order = Order(problem)
+    family = _union([prefixes(line) for line in linear_orders(problem, order)], order.full, FAMILY)
+    chain = best_chain(problem, family, deadline=math.inf)
+    if listed is not None:
+        full = best_chain(problem, listed, limit=_above(chain.value), deadline=deadline)
+        if full.finished:
+            best = full if full.homes is not None else chain
+            return best, f"dynamic program over all {len(listed):,} downsets of {problem.count} groups", True
+    rounds, quiet, dice = 0, 0, random.Random(0)
+    while time.monotonic() < deadline and quiet < QUIET_ROUNDS:
+        through = [prefixes(_through(order, chain.cuts, dice)) for _ in range(ORDERS)]
+        near = [_near(order, cut, NEAR) for cut in chain.cuts]
+        wider = _union([*through, *near, chain.cuts], order.full, FAMILY)
+        found = best_chain(problem, wider, limit=_above(chain.value), deadline=deadline)
+        rounds += 1
+        better = found.homes is not None and found.value < chain.value * (1 - 1e-9)
+        chain = found if better else chain
+        quiet = 0 if better else quiet + 1
+    return (
+        chain,
+        f"dynamic programs over {rounds + 1} families of downsets, each near the best cuts before",
+        False,
+    )
+
+
+def _through(order: Order, cuts: Iterable[int], dice: random.Random) -> list[int]:
+    """A random topological order that fills one cut after the other."""
+    slices = [0] * order.count
+    for cut in cuts:
+        for g in range(order.count):
+            slices[g] += not cut >> g & 1
+    chance = [dice.random() for _ in range(order.count)]
+    if dice.random() < 0.5:  # along the graph rather than anywhere
+        chance = [chance[g] * 8 + order.count - order.before[g].bit_length() for g in range(order.count)]
+    return order.linear(lambda g: (slices[g], chance[g]))
+
+
+def _above(value: float) -> float:
+    """A limit that admits ``value`` itself."""
+    return value * (1 + 1e-9) if math.isfinite(value) else math.inf
+
+
+def _union(families: Iterable[Iterable[int]], full: int, most: int) -> list[int]:
+    """Downsets of all families, evenly taken from each where there are too many; the empty and the full one stay."""
+    members = [list(family) for family in families]
+    found: dict[int, None] = {0: None, full: None}
+    share = max(2, most // max(1, len(members)))
+    for family in members:
+        found.update(dict.fromkeys(family[:: max(1, -(-len(family) // share))]))
+    return list(found)
+
+
+def _near(order: Order, cut: int, most: int) -> list[int]:
+    """Downsets that differ from ``cut`` by the fewest groups, breadth first."""
+    found = {cut: None}
+    waiting = [cut]
+    while waiting and len(found) < most:
+        following: list[int] = []
+        for downset in waiting:
+            steps = [downset | 1 << g for g in order.addable(downset)]
+            steps += [downset & ~(1 << g) for g in order.removable(downset)]
+            for step in steps:
+                if step not in found and len(found) < most:
+                    found[step] = None
+                    following.append(step)
+        waiting = following
+    return list(found)

@@ -1,0 +1,192 @@
+"""Place a cost graph freely, so that the busiest device has least to do: anytime, with a proved bound.
+
+contiguous optimum, random placements ─► annealing ─► pairs of devices divided anew ─┐
+                               ▲                                                     ├─ until both meet
+                               └──── longer ──── bound from what one device can hold ┘   or time is up
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import networkx as nx
+import numpy as np
+
+from cost_models.errors import InfeasibleError
+from passes.search.cost_graph.anneal import Chains, Cooling
+from passes.search.cost_graph.bound import Bound, SetBound, simple_bound
+from passes.search.cost_graph.contiguous import place_contiguous
+from passes.search.cost_graph.graph import PlacementGraph
+from passes.search.cost_graph.groups import GroupProblem, free_groups
+from passes.search.cost_graph.ilp import MOST_CHOICES, solve_program
+from passes.search.cost_graph.recut import fits, group_loads, recut
+from passes.search.cost_graph.result import PROVED, Placed, check_feasible, placed
+from passes.search.cost_graph.tidy import tidied
+
+FIRST_STEPS = 10_000
+MOST_STEPS = 640_000
+MOST_CHAINS, LEAST_CHAINS = 64, 16
+LARGE = 300
+"""Groups from which on the first round begins at the contiguous placement: from anywhere it takes too long."""
+CONTIGUOUS_SHARE, LARGE_CONTIGUOUS_SHARE = 0.2, 0.5
+"""Of the time limit, for the placement to start from; of a large graph there is little that beats it."""
+ROUND_SHARE = 0.25
+"""Of the time that is left, for a round of annealing at most; of a large graph, twice that."""
+QUIET_ROUNDS = 6
+"""Of annealing without a better placement or bound, after which the search ends."""
+SPACE = "all placements with equal colours together"
+
+
+def place_freely(graph: PlacementGraph, time_limit: float = 60.0, *, seed: int = 0) -> Placed:
+    """Least largest load over all placements that fit."""
+    started = time.monotonic()
+    problem = free_groups(graph)
+    check_feasible(graph, problem)
+    search = _Search(graph, problem, started, time_limit, seed)
+    search.run()
+    if search.homes is None:
+        raise InfeasibleError(
+            "no placement that fits the accelerators' memory was found",
+            [
+                f"{len(graph.nodes)} nodes on {len(graph.machine.devices)} devices, {search.rounds} rounds of annealing"
+            ],
+            ["use more devices, more memory or a larger --time-limit"],
+        )
+    homes = tidied(graph, problem, search.homes)
+    if not fits(problem, homes) or max(group_loads(problem, homes)) > search.value:
+        homes = search.homes  # by a rounding error
+    return placed(
+        graph,
+        problem.of_nodes(homes),
+        min(search.bound.value, search.value),
+        space=SPACE,
+        method=f"annealing ({search.rounds} rounds), integer programs over pairs of devices; bound: {search.bound.method}",
+        started=started,
+        time_limit=time_limit,
+    )
+
+
+class _Search:
+    def __init__(
+        self, graph: PlacementGraph, problem: GroupProblem, started: float, limit: float, seed: int
+    ) -> None:
+        self.graph, self.problem, self.seed = graph, problem, seed
+        self.started, self.limit, self.deadline = started, limit, started + limit
+        self.random = np.random.default_rng(seed)
+        self.homes: tuple[int, ...] | None = None
+        self.value = float("inf")
+        self.bound = simple_bound(problem)
+        self.sets: SetBound | None = None
+        self.rounds = 0
+        self.exact = False
+        self.chains = min(MOST_CHAINS, max(LEAST_CHAINS, MOST_CHAINS * 200 // max(1, problem.count)))
+        self.lines = lines(graph, problem)
+
+    @property
+    def proved(self) -> bool:
+        return self.homes is not None and self.value - self.bound.value <= PROVED * self.value
+
+    def run(self) -> None:
+        """Starts, then annealing and proving in turn."""
+        for homes in self._starts():
+            self._offer(homes)
+        steps, quiet = max(FIRST_STEPS, 60 * self.problem.count), 0
+        while not self.proved and time.monotonic() < self.deadline and quiet < QUIET_ROUNDS:
+            value, bound, begun = self.value, self.bound.value, time.monotonic()
+            self._anneal(steps)
+            if self.homes is not None and not self.proved:
+                spent = time.monotonic() - begun
+                # after a round that found nothing better the value is more likely the optimum
+                longer = 3 if self.value >= value else 1
+                self._prove(min(self.deadline, time.monotonic() + max(longer * spent, 0.5)))
+                if not self.proved and quiet and not self.exact:
+                    self._solve_whole()
+            self.rounds += 1
+            steps = min(2 * steps, MOST_STEPS)
+            quiet = 0 if self.value < value or self.bound.value > bound * (1 + 1e-6) else quiet + 1
+
+    def _starts(self) -> list[tuple[int, ...]]:
+        machine, count = self.problem.machine, self.problem.count
+        starts = [(device,) * count for device in {0, machine.accelerators} if device < len(machine.devices)]
+        with suppress(
+            InfeasibleError
+        ):  # contiguity is not asked for, and a free placement may fit all the same
+            share = LARGE_CONTIGUOUS_SHARE if count > LARGE else CONTIGUOUS_SHARE
+            contiguous = place_contiguous(self.graph, share * self.limit, prove=False)
+            starts.append(self.problem.of_groups(contiguous.placement))
+        return starts
+
+    def _offer(self, homes: tuple[int, ...]) -> bool:
+        value = max(group_loads(self.problem, homes))
+        if value < self.value and fits(self.problem, homes):
+            self.homes, self.value = homes, value
+            return True
+        return False
+
+    def _anneal(self, steps: int) -> None:
+        """In turn rounds that begin anywhere and hot, and rounds that begin at the best and warm."""
+        devices, count = len(self.problem.machine.devices), self.problem.count
+        large = count > LARGE
+        warm = self.rounds % 2 == (0 if large else 1) and self.homes is not None
+        accelerators = self.problem.machine.accelerators or devices
+        starts = self.random.integers(0, accelerators, (self.chains, count))
+        if self.homes is not None:
+            starts[: self.chains if warm else max(1, self.chains // 4)] = self.homes
+        chains = Chains(self.problem, starts, self.seed + self.rounds, self.lines)
+        cooling = Cooling(steps, first=0.01 if warm else 0.05)
+        now = time.monotonic()
+        found = chains.anneal(cooling, now + (2 if large else 1) * ROUND_SHARE * (self.deadline - now))
+        self._offer(found.homes)
+        if self.homes is not None:
+            loads = group_loads(self.problem, self.homes)
+            deadline = min(self.deadline, time.monotonic() + 0.05 * self.limit)
+            self._offer(recut(self.problem, self.homes, loads, deadline))
+            self._sets().know(self.homes)
+            for r in np.argsort(chains.best)[:16].tolist():
+                self._sets().know(chains.best_home[:, r].tolist())
+
+    def _solve_whole(self) -> None:
+        """One integer program over everything, where that is small."""
+        self.exact = True
+        if self.problem.count * len(self.problem.machine.devices) > MOST_CHOICES:
+            return
+        left = self.deadline - time.monotonic()
+        homes, bound = solve_program(self.problem, self.bound.value, self.value, max(0.1, 0.5 * left))
+        if homes is not None:
+            self._offer(homes)
+        if bound > self.bound.value:
+            self.bound = Bound(bound, "integer program over all devices")
+
+    def _sets(self) -> SetBound:
+        if self.sets is None:
+            self.sets = SetBound(self.problem, self.value)
+            self.sets.know_stretches(self.lines)
+        self.sets.value = min(self.sets.value, self.value)
+        return self.sets
+
+    def _prove(self, deadline: float) -> None:
+        found: Bound = self._sets().improve(self.bound, deadline)
+        if found.value > self.bound.value:
+            self.bound = found
+
+
+def lines(graph: PlacementGraph, problem: GroupProblem) -> tuple[list[int], ...]:
+    """Groups along the graph, broad and deep first: what lies together there is moved together."""
+    directed: nx.DiGraph[int] = nx.DiGraph()
+    directed.add_nodes_from(range(len(graph.nodes)))
+    directed.add_edges_from(graph.edges)
+    depth = [0.0] * len(graph.nodes)
+    for number, layer in enumerate(nx.topological_generations(directed)):
+        for v in layer:
+            depth[v] = number
+    for v in range(len(graph.nodes)):
+        if depth[v] == 0 and graph.consumers[v]:  # weights and inputs lie where they are read
+            depth[v] = min(depth[w] for w in graph.consumers[v]) - 0.5
+    deep = {v: i for i, v in enumerate(nx.dfs_postorder_nodes(directed.reverse(copy=False)))}
+    keys: tuple[Sequence[float], ...] = (
+        [min(depth[v] for v in nodes) for nodes in problem.members],
+        [min(deep[v] for v in nodes) for nodes in problem.members],
+    )
+    return tuple(sorted(range(problem.count), key=key.__getitem__) for key in keys)

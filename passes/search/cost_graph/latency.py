@@ -1,0 +1,289 @@
+"""Place a cost graph so that one batch is done soonest.
+
+The model, beside that of ``placement_graph``: a device runs one node at a time, without interruption. An output is there at
+once on the device that made it; on another device that needs it, it is there
+
+    output_cost · (accelerators among the two devices)      after the node that makes it has ended
+
+once per producer and device, as loads count it, beside whatever the devices compute. So from accelerator to accelerator it
+takes two output costs (out and in), to or from a CPU one, between CPUs none. Nodes are run in the order of a list schedule:
+whenever a device is free, of its nodes whose inputs are there, the one with the longest way to the end (every node on it at
+its cheapest). Makespan: when the last node ends.
+
+Search: each group where it ends soonest, in the order of the longest way (HEFT: Topcuoglu, Hariri, Wu 2002), placements for
+throughput and on one device, then single groups and stretches of the graph moved, better and, while hot, sometimes worse.
+Bound: the longest path with each node at its cheapest and nothing sent; all work shared without loss; the largest group.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import networkx as nx
+
+from cost_models.errors import InfeasibleError, InternalError
+from passes.search.cost_graph.bound import simple_bound
+from passes.search.cost_graph.contiguous import place_contiguous
+from passes.search.cost_graph.free import lines
+from passes.search.cost_graph.graph import PlacementGraph, broken_rules
+from passes.search.cost_graph.groups import GroupProblem, colour_groups
+from passes.search.cost_graph.recut import fits
+from passes.search.cost_graph.result import PROVED, Placed, check_feasible
+
+MAKESPAN = "makespan of one batch"
+SPACE = "all placements with equal colours together, nodes in the order of a list schedule"
+START_SHARE = 0.15
+QUIET_MOVES = 20_000
+"""Moves without a better placement after which the search ends; at least twenty per group."""
+
+
+class Scheduler:
+    """The makespan of placements of one graph."""
+
+    def __init__(self, graph: PlacementGraph) -> None:
+        self.graph = graph
+        self.accelerators = graph.machine.accelerators
+        self.consumers = graph.consumers
+        self.waiting = [0] * len(graph.nodes)
+        for targets in graph.consumers:
+            for v in targets:
+                self.waiting[v] += 1
+        directed: nx.DiGraph[int] = nx.DiGraph()
+        directed.add_nodes_from(range(len(graph.nodes)))
+        directed.add_edges_from(graph.edges)
+        self.order: list[int] = list(nx.topological_sort(directed))
+        self.least = [self._least(v) for v in range(len(graph.nodes))]
+        self.way = [0.0] * len(graph.nodes)
+        for v in reversed(self.order):
+            self.way[v] = self.least[v] + max((self.way[w] for w in self.consumers[v]), default=0.0)
+
+    def _least(self, v: int) -> float:
+        node, machine = self.graph.nodes[v], self.graph.machine
+        costs = [node.accelerator_cost] if machine.accelerators and node.on_accelerator else []
+        return min([*costs, node.cpu_cost] if machine.cpus else costs, default=math.inf)
+
+    def delay(self, v: int, source: int, target: int) -> float:
+        """From the end of node ``v`` on one device until its output is on the other."""
+        if source == target:
+            return 0.0
+        ends = (source < self.accelerators) + (target < self.accelerators)
+        return self.graph.nodes[v].output_cost * ends
+
+    def starts(self, placement: Sequence[int]) -> tuple[list[float], float]:
+        """(start of every node, makespan)."""
+        nodes, way = self.graph.nodes, self.way
+        waiting = list(self.waiting)
+        there = [0.0] * len(nodes)
+        devices = len(self.graph.machine.devices)
+        free = [0.0] * devices
+        ready: list[list[tuple[float, int]]] = [[] for _ in range(devices)]
+        events: list[tuple[float, int, int]] = []
+        start = [0.0] * len(nodes)
+        for v, count in enumerate(waiting):
+            if not count:
+                events.append((0.0, 0, v))
+        heapq.heapify(events)
+        end = 0.0
+        while events:
+            now = events[0][0]
+            touched = set()
+            while events and events[0][0] <= now:
+                _, kind, v = heapq.heappop(events)
+                if kind == 0:  # the inputs of v are there
+                    heapq.heappush(ready[placement[v]], (-way[v], v))
+                    touched.add(placement[v])
+                else:  # a device is free
+                    touched.add(v)
+            for device in touched:
+                if free[device] > now or not ready[device]:
+                    continue
+                _, v = heapq.heappop(ready[device])
+                node = nodes[v]
+                start[v] = now
+                done = now + (node.accelerator_cost if device < self.accelerators else node.cpu_cost)
+                free[device] = done
+                end = max(end, done)
+                heapq.heappush(events, (done, 1, device))
+                for w in self.consumers[v]:
+                    there[w] = max(there[w], done + self.delay(v, device, placement[w]))
+                    waiting[w] -= 1
+                    if not waiting[w]:
+                        heapq.heappush(events, (there[w], 0, w))
+        return start, end
+
+    def makespan(self, placement: Sequence[int]) -> float:
+        """When the last node ends."""
+        return self.starts(placement)[1]
+
+
+def latency_bound(graph: PlacementGraph) -> float:
+    """No placement is done sooner."""
+    scheduler = Scheduler(graph)
+    problem = colour_groups(graph)
+    return max(max(scheduler.way, default=0.0), simple_bound(problem).value)
+
+
+def place_for_latency(graph: PlacementGraph, time_limit: float = 60.0, *, seed: int = 0) -> Placed:
+    """Least makespan of one batch over placements that fit."""
+    started = time.monotonic()
+    problem = colour_groups(graph)
+    check_feasible(graph, problem)
+    bound = latency_bound(graph)
+    search = _Search(graph, problem, started + time_limit, random.Random(seed))
+    for homes in _starts(graph, problem, search.scheduler, START_SHARE * time_limit):
+        search.offer(homes)
+    if search.homes is None:
+        raise InfeasibleError(
+            "no placement that fits the accelerators' memory was found",
+            [f"{len(graph.nodes)} nodes on {len(graph.machine.devices)} devices"],
+            ["use more devices or more memory"],
+        )
+    search.climb(bound)
+    placement = problem.of_nodes(search.homes)
+    wrong = broken_rules(graph, placement, contiguous=False)
+    if wrong:
+        raise InternalError("a placement breaks the rules it was searched under", wrong[:5])
+    value = search.scheduler.makespan(placement)
+    seconds = time.monotonic() - started
+    if value - bound <= PROVED * value:
+        bound, status = value, "optimal"
+    else:
+        status = "time limit" if seconds >= 0.95 * time_limit else "stalled"
+    return Placed(
+        placement,
+        value,
+        min(bound, value),
+        MAKESPAN,
+        SPACE,
+        f"list schedules of {search.tried:,} placements; bound: longest path, work, largest group",
+        status,
+        seconds,
+    )
+
+
+def _starts(
+    graph: PlacementGraph, problem: GroupProblem, scheduler: Scheduler, seconds: float
+) -> list[tuple[int, ...]]:
+    machine = problem.machine
+    found = [
+        (device,) * problem.count for device in {0, machine.accelerators} if device < len(machine.devices)
+    ]
+    found.append(_earliest_end(problem, scheduler))
+    with suppress(InfeasibleError):  # contiguity is not asked for: one start less
+        found.append(problem.of_groups(place_contiguous(graph, seconds, prove=False).placement))
+    return found
+
+
+def _earliest_end(problem: GroupProblem, scheduler: Scheduler) -> tuple[int, ...]:
+    """HEFT over groups: nodes by their longest way to the end; a group goes where its first node ends soonest."""
+    graph, machine = scheduler.graph, problem.machine
+    group_of = {v: g for g, nodes in enumerate(problem.members) for v in nodes}
+    before: list[list[int]] = [[] for _ in graph.nodes]
+    for u, targets in enumerate(graph.consumers):
+        for v in targets:
+            before[v].append(u)
+    homes: dict[int, int] = {}
+    room = [machine.memory_size] * machine.accelerators + [math.inf] * machine.cpus
+    free = [0.0] * len(machine.devices)
+    end = [0.0] * len(graph.nodes)
+    position = {v: i for i, v in enumerate(scheduler.order)}
+    for v in sorted(range(len(graph.nodes)), key=lambda v: (-scheduler.way[v], position[v])):
+        g, node = group_of[v], graph.nodes[v]
+        choices = [homes[g]] if g in homes else range(len(machine.devices))
+        best, chosen = math.inf, choices[0]
+        for device in choices:
+            on_accelerator = device < machine.accelerators
+            if g not in homes and (
+                problem.size[g] > room[device] or (on_accelerator and math.isinf(problem.accelerator_cost[g]))
+            ):
+                continue
+            arrives = max(
+                (
+                    end[u] + scheduler.delay(u, homes[group_of[u]], device)
+                    for u in before[v]
+                    if group_of[u] in homes
+                ),
+                default=0.0,
+            )
+            cost = node.accelerator_cost if on_accelerator else node.cpu_cost
+            done = max(arrives, free[device]) + cost
+            if done < best:
+                best, chosen = done, device
+        if g not in homes:
+            homes[g] = chosen
+            room[chosen] -= float(problem.size[g])
+        end[v] = best
+        free[chosen] = best
+    return tuple(homes[g] for g in range(problem.count))
+
+
+@dataclass
+class _Search:
+    graph: PlacementGraph
+    problem: GroupProblem
+    deadline: float
+    dice: random.Random
+    homes: tuple[int, ...] | None = None
+    value: float = math.inf
+    tried: int = 0
+
+    def __post_init__(self) -> None:
+        self.scheduler = Scheduler(self.graph)
+        self.lines = lines(self.graph, self.problem)
+
+    def offer(self, homes: tuple[int, ...]) -> float:
+        """Keep a placement if it fits and is the best so far; its makespan."""
+        if not fits(self.problem, homes):
+            return math.inf
+        self.tried += 1
+        value = self.scheduler.makespan(self.problem.of_nodes(homes))
+        if value < self.value * (1 - 1e-12):
+            self.homes, self.value = homes, value
+        return value
+
+    def climb(self, bound: float) -> None:
+        """Moves from the best placement, at a temperature that falls with the time that is left."""
+        devices, count = len(self.problem.machine.devices), self.problem.count
+        if self.homes is None or devices < 2:
+            return
+        started = time.monotonic()
+        current, value = self.homes, self.value
+        quiet, patience = 0, max(QUIET_MOVES, 20 * count)
+        while quiet < patience and self.value - bound > PROVED * self.value:
+            now = time.monotonic()
+            if now > self.deadline:
+                break
+            share = (now - started) / max(self.deadline - started, 1e-9)
+            heat = 0.02 * self.value * (1 - share) ** 2
+            changed = self._changed(current, devices)
+            before = self.value
+            found = self.offer(changed)
+            quiet = 0 if self.value < before else quiet + 1
+            if found - value <= heat * self.dice.expovariate(1.0):
+                current, value = changed, found
+            elif quiet % 2000 == 1999:
+                current, value = self.homes, self.value
+
+    def _changed(self, homes: tuple[int, ...], devices: int) -> tuple[int, ...]:
+        line = self.dice.choice(self.lines)
+        length = (
+            1
+            if self.dice.random() < 0.6
+            else min(len(line), int(2 * (len(line) / 4 + 1) ** self.dice.random()))
+        )
+        start = self.dice.randrange(len(line) - length + 1)
+        target = self.dice.randrange(devices)
+        found = list(homes)
+        if length == 1 and self.dice.random() < 0.3:
+            other = self.dice.randrange(len(line))
+            found[line[start]], found[other] = found[other], found[line[start]]
+        else:
+            for g in line[start : start + length]:
+                found[g] = target
+        return tuple(found)

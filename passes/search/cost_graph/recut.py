@@ -1,0 +1,140 @@
+"""Two devices divide what they hold anew, at best: the neighbourhood that an integer program searches exactly.
+
+Groups of all other devices stay. A net that touches a third device is cut anyway, and what that device pays for it does not
+change while the net still touches one of the two: so only the two loads count, and all other loads stay as they are.
+
+    y[g] = 1: on device a, 0: on device b        T ≥ load(a), T ≥ load(b)        minimize T
+    ta[e] ≥ y[g]     tb[e] ≥ 1 - y[g]     net e touches a, touches b
+    cut[e] ≥ ta[e] + tb[e] - 1 where no third device holds a part of e, else 1
+    an accelerator pays weight·(touches + cut - 1): nothing for a net that it holds whole
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pulp
+
+from passes.search.cost_graph.groups import GroupProblem
+
+MOST_GROUPS = 160
+"""Larger pairs of devices are left to annealing."""
+LEAST_GAIN = 1e-9
+
+
+def recut(
+    problem: GroupProblem, homes: Sequence[int], loads: Sequence[float], deadline: float
+) -> tuple[int, ...]:
+    """``homes`` improved: the busiest device shares with each other one, as long as the largest load falls."""
+    best, current = tuple(homes), list(loads)
+    improved = True
+    while improved and time.monotonic() < deadline:
+        improved = False
+        busiest = int(np.argmax(current))
+        others = sorted((d for d in range(len(current)) if d != busiest), key=lambda d: current[d])
+        for other in others:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            found = _divide(problem, best, (busiest, other), min(left, 5.0))
+            if found is None:
+                continue
+            changed = group_loads(problem, found)
+            if max(changed) < max(current) * (1 - LEAST_GAIN) and fits(problem, found):
+                best, current, improved = found, changed, True
+                break
+    return best
+
+
+def group_loads(problem: GroupProblem, homes: Sequence[int]) -> list[float]:
+    """Load per device."""
+    machine = problem.machine
+    load = [0.0] * len(machine.devices)
+    for g, home in enumerate(homes):
+        kind = problem.accelerator_cost if home < machine.accelerators else problem.cpu_cost
+        load[home] += float(kind[g])
+    for e, pins in enumerate(problem.nets):
+        touched = {homes[g] for g in pins}
+        if len(touched) > 1:
+            for device in touched:
+                if device < machine.accelerators:
+                    load[device] += float(problem.weight[e])
+    return load
+
+
+def fits(problem: GroupProblem, homes: Sequence[int]) -> bool:
+    """Whether accelerators can hold it and run it."""
+    machine = problem.machine
+    held = np.bincount(np.asarray(homes), weights=problem.size, minlength=len(machine.devices))
+    allowed = all(
+        home >= machine.accelerators or np.isfinite(problem.accelerator_cost[g])
+        for g, home in enumerate(homes)
+    )
+    return allowed and bool((held[: machine.accelerators] <= machine.memory_size).all())
+
+
+def _divide(
+    problem: GroupProblem, homes: tuple[int, ...], pair: tuple[int, int], seconds: float
+) -> tuple[int, ...] | None:
+    machine = problem.machine
+    groups = [g for g, home in enumerate(homes) if home in pair]
+    if not 2 <= len(groups) <= MOST_GROUPS:
+        return None
+    first_pays, second_pays = (device < machine.accelerators for device in pair)
+    scale = 100.0 / max(group_loads(problem, homes)[d] for d in pair)
+    lp = pulp.LpProblem("divide", pulp.LpMinimize)
+    top = pulp.LpVariable("top", lowBound=0)
+    y = {g: pulp.LpVariable(f"y_{g}", cat=pulp.LpBinary) for g in groups}
+    first: dict[Any, float] = {}
+    second: dict[Any, float] = {}
+    constant = [0.0, 0.0]
+    for g, variable in y.items():
+        on_first = problem.accelerator_cost[g] if first_pays else problem.cpu_cost[g]
+        on_second = problem.accelerator_cost[g] if second_pays else problem.cpu_cost[g]
+        if np.isinf(on_first):
+            variable.upBound, on_first = 0, 0.0
+        if np.isinf(on_second):
+            variable.lowBound, on_second = 1, 0.0
+        first[variable] = float(on_first) * scale
+        second[variable] = -float(on_second) * scale
+        constant[1] += float(on_second) * scale
+    for e in sorted({e for g in groups for e in problem.nets_of[g]}):
+        pins, weight = problem.nets[e], float(problem.weight[e]) * scale
+        own = [g for g in pins if g in y]
+        elsewhere = len(own) < len(pins)
+        touches_first, touches_second = pulp.LpVariable(f"a_{e}", 0, 1), pulp.LpVariable(f"b_{e}", 0, 1)
+        for g in own:
+            lp += touches_first >= y[g]
+            lp += touches_second >= 1 - y[g]
+        if elsewhere:
+            first[touches_first] = second[touches_second] = weight
+            continue
+        # T ≥ … pays weight·(touches a + touches b - 1): one where both are touched, zero where one is
+        for load, pays, at in ((first, first_pays, 0), (second, second_pays, 1)):
+            if pays:
+                load[touches_first] = load[touches_second] = weight
+                constant[at] -= weight
+    if not first_pays:
+        first = {variable: value for variable, value in first.items() if variable in set(y.values())}
+    if not second_pays:
+        second = {variable: value for variable, value in second.items() if variable in set(y.values())}
+    lp += top
+    lp += top >= pulp.LpAffineExpression(first) + constant[0]
+    lp += top >= pulp.LpAffineExpression(second) + constant[1]
+    if problem.memory_binds:
+        total = float(problem.size[groups].sum())
+        held = pulp.lpSum(float(problem.size[g]) / machine.memory_size * v for g, v in y.items())
+        if first_pays:
+            lp += held <= 1
+        if second_pays:
+            lp += held >= total / machine.memory_size - 1
+    lp.solve(pulp.HiGHS(msg=False, presolve="off", threads=1, timeLimit=seconds, gapRel=1e-7))
+    if lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return None
+    found = list(homes)
+    for g, variable in y.items():
+        found[g] = pair[0] if (variable.value() or 0.0) > 0.5 else pair[1]
+    return tuple(found)

@@ -1,0 +1,165 @@
+"""What every bridge between a way to produce a value and a way to need it costs, as tables.
+
+The steps of a pair do not depend on the value, only their seconds do: they are found once per mesh (dimensions renamed
+in the order in which they appear, since only equality matters), and a table [sources, needs] is a matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cost_models.compute import FloatArray
+from cost_models.conversion import (
+    AxisLinks,
+    Kind,
+    Steps,
+    buffer_share,
+    expected_gradient,
+    given_gradient,
+    local_share,
+    path,
+)
+from cost_models.layout import Partial, Placement, Replicate, Shard
+from passes.search.feature.codes import DEFERRED, WHOLE, digits, needs_of, source_placements
+from passes.shard.words import Need, Placements
+
+
+@dataclass(frozen=True, eq=False)
+class BridgeTable:
+    """Per (source, need). ``copies``: bytes of the bridged value on a rank where it is not the produced tensor itself.
+    ``buffers``: of the largest collective. ``allowed``: a parameter whose gradient is a part of a sum must be deferred."""
+
+    seconds: FloatArray
+    copies: FloatArray
+    buffers: FloatArray
+    allowed: np.ndarray[tuple[int, int], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Shape:
+    """What of a table does not depend on the value's size."""
+
+    forward: FloatArray
+    """[pairs, step kinds] how often."""
+    backward: FloatArray
+    copies: FloatArray
+    forward_buffers: FloatArray
+    backward_buffers: FloatArray
+    allowed: np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+@dataclass(eq=False)
+class Bridges:
+    """Tables for one mesh. Steps are numbered as they are met."""
+
+    shape: tuple[int, ...]
+    links: tuple[AxisLinks, ...]
+    _kinds: dict[tuple[Kind, int, float], int] = field(default_factory=dict)
+    _pairs: dict[tuple[int, int], tuple[dict[int, int], dict[int, int], float, float, float, bool]] = field(
+        default_factory=dict
+    )
+    _shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Shape] = field(default_factory=dict)
+
+    def table(
+        self, sources: Sequence[int], needs: Sequence[int], size_bytes: float, gradient: bool
+    ) -> BridgeTable:
+        """For a value of ``size_bytes`` as a whole; without a gradient only the forward steps."""
+        key = (tuple(sources), tuple(needs))
+        if key not in self._shapes:
+            self._shapes[key] = self._shape(*key)
+        shape = self._shapes[key]
+        width = shape.forward.shape[1]
+        each = np.array(
+            [
+                self.links[axis].seconds(kind, share * size_bytes)
+                for kind, axis, share in list(self._kinds)[:width]
+            ]
+        )
+        count = shape.forward + shape.backward if gradient else shape.forward
+        grid = (len(sources), len(needs))
+        buffers = np.maximum(shape.forward_buffers, shape.backward_buffers if gradient else 0.0)
+        return BridgeTable(
+            (count @ each).reshape(grid),
+            (shape.copies * size_bytes).reshape(grid),
+            (buffers * size_bytes).reshape(grid),
+            (shape.allowed | (not gradient)).reshape(grid),
+        )
+
+    def _shape(self, sources: tuple[int, ...], needs: tuple[int, ...]) -> _Shape:
+        pairs = [self._pair(source, need) for source in sources for need in needs]
+        forward = np.zeros((len(pairs), len(self._kinds)))
+        backward = np.zeros_like(forward)
+        for row, (there, back, *_) in enumerate(pairs):
+            for kind, count in there.items():
+                forward[row, kind] = count
+            for kind, count in back.items():
+                backward[row, kind] = count
+        columns = [np.array([pair[i] for pair in pairs]) for i in range(2, 6)]
+        return _Shape(forward, backward, columns[0], columns[1], columns[2], columns[3])
+
+    def _pair(
+        self, source: int, need: int
+    ) -> tuple[dict[int, int], dict[int, int], float, float, float, bool]:
+        known = self._pairs.get((source, need))
+        if known is None:
+            there, back, allowed = bridge_steps(source, need, self.shape)
+            needed = tuple(n.placement for n in needs_of(need, len(self.shape)))
+            known = self._pairs[source, need] = (
+                self._counted(there),
+                self._counted(back),
+                local_share(needed, self.shape) if there else 0.0,
+                max((buffer_share(s, self.shape[s.axis]) for s in there), default=0.0),
+                max((buffer_share(s, self.shape[s.axis]) for s in back), default=0.0),
+                allowed,
+            )
+        return known
+
+    def _counted(self, steps: Steps) -> dict[int, int]:
+        counts: dict[int, int] = {}
+        for step in steps:
+            number = self._kinds.setdefault((step.kind, step.axis, step.share), len(self._kinds))
+            counts[number] = counts.get(number, 0) + 1
+        return counts
+
+
+def bridge_steps(source: int, need: int, shape: tuple[int, ...]) -> tuple[Steps, Steps, bool]:
+    """(forward, backward, allowed) of a pair of codes.
+
+    The gradient of a deferred parameter stays a sum of parts. A parameter whose gradients are said to be whole may not be
+    read in a way that gives parts: all its gradients on an axis are summed at once or all later.
+    """
+    digit = digits(source, len(shape))
+    produced, needed = source_placements(source, len(shape)), needs_of(need, len(shape))
+    there, back = steps_between(produced, needed, tuple(d == DEFERRED for d in digit), shape)
+    given = given_gradient(needed)
+    allowed = not any(d == WHOLE and isinstance(g, Partial) for d, g in zip(digit, given, strict=True))
+    return there, back, allowed
+
+
+def steps_between(
+    produced: Placements, needed: tuple[Need, ...], deferred: tuple[bool, ...], shape: tuple[int, ...]
+) -> tuple[Steps, Steps]:
+    """As ``cost_models.conversion.steps``, except that gradients of deferred axes stay parts of a sum."""
+    expected = tuple(
+        Partial() if later else place
+        for later, place in zip(deferred, expected_gradient(produced), strict=True)
+    )
+    there = _path(produced, tuple(n.placement for n in needed), shape)
+    return there, _path(given_gradient(needed), expected, shape)
+
+
+def _path(source: Placements, target: Placements, shape: tuple[int, ...]) -> Steps:
+    """``path`` with dimensions renamed: many pairs share one search. Steps keep kinds, axes and shares only."""
+    if source == target:
+        return ()
+    names: dict[int, int] = {}
+
+    def renamed(placement: Placement) -> Placement:
+        if isinstance(placement, Shard):
+            return Shard(names.setdefault(placement.dim, len(names)))
+        return placement if isinstance(placement, Partial) else Replicate()
+
+    return path(tuple(map(renamed, source)), tuple(map(renamed, target)), shape)

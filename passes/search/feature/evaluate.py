@@ -1,0 +1,288 @@
+"""What a feature-wise placement costs, summed over every op, value and parameter of the whole graph.
+
+Independent of the search's classes, wires, codes and tables: it reads a ``FeaturePlacement`` and the graph, follows every
+edge, and adds up seconds and bytes one at a time. A search's objective must agree.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import sympy
+from torch import fx
+
+from cost_models.conversion import (
+    AxisLinks,
+    buffer_share,
+    expected_gradient,
+    given_gradient,
+    local_share,
+    path,
+    steps_bytes_per_rank,
+    steps_seconds,
+)
+from cost_models.layout import Partial, Placement, Replicate, Shard
+from passes.costs.costs import GraphCosts, example_sizes
+from passes.graph.graph import OpGraph, tensor_specs
+from passes.search.feature.graph import ValueName, kept_operands, makes_values, value_name
+from passes.search.feature.local import local_cost
+from passes.search.feature.options import bytes_of
+from passes.search.feature.parameters import gathers_of, gradient_sums_of, parameter_costs, sum_bytes
+from passes.search.feature.problem import Setting, storage_share
+from passes.search.feature.seconds import byte_shares, local_seconds
+from passes.shard.words import FeaturePlacement, Need, Placements, operands
+from runtime.segment.code import TensorSpec
+
+
+@dataclass(frozen=True)
+class FeatureCost:
+    """Of one step. ``bridge_seconds``: with the collectives inside ops. ``communication_bytes``: that each rank sends,
+    by the collectives' volumes."""
+
+    op_seconds: float
+    bridge_seconds: float
+    parameter_seconds: float
+    memory_bytes: float
+    communication_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        return self.op_seconds + self.bridge_seconds + self.parameter_seconds
+
+
+def evaluate(
+    graph: OpGraph,
+    costs: GraphCosts,
+    placement: FeaturePlacement,
+    links: Sequence[AxisLinks],
+    setting: Setting,
+) -> FeatureCost:
+    """The surrogate's seconds and bytes of ``placement``; O(ops · operands)."""
+    whole = _whole(graph, costs, placement, links, setting)
+    seconds_of, saved = whole.ops()
+    bridge_seconds, copies, buffer, sent, deferred = whole.bridges()
+    inside_seconds, inside_sent = whole.inside_ops()
+    parameter_seconds, kept, summed = whole.placeholders(deferred)
+    return FeatureCost(
+        math.fsum(seconds_of.values()) * placement.microbatches,
+        (bridge_seconds + inside_seconds) * placement.microbatches,
+        parameter_seconds,
+        saved + copies + buffer + kept,
+        (sent + inside_sent) * placement.microbatches + summed,
+    )
+
+
+def op_seconds(
+    graph: OpGraph, costs: GraphCosts, placement: FeaturePlacement, setting: Setting
+) -> Mapping[str, float]:
+    """Of every op that makes values, in one micro-batch, on its shards; without collectives."""
+    return _whole(graph, costs, placement, (), setting).ops()[0]
+
+
+def _whole(
+    graph: OpGraph,
+    costs: GraphCosts,
+    placement: FeaturePlacement,
+    links: Sequence[AxisLinks],
+    setting: Setting,
+) -> _Whole:
+    samples = setting.batch_size // placement.microbatches
+    symbols = {**example_sizes(graph), graph.batch.batch_symbol: samples}
+    return _Whole(graph, costs, placement, tuple(links), setting, samples, symbols)
+
+
+@dataclass(frozen=True, eq=False)
+class _Whole:
+    graph: OpGraph
+    costs: GraphCosts
+    placement: FeaturePlacement
+    links: tuple[AxisLinks, ...]
+    setting: Setting
+    samples: int
+    symbols: Mapping[sympy.Symbol, int]
+
+    def ops(self) -> tuple[dict[str, float], float]:
+        """(seconds of each op in one micro-batch, bytes saved for backward)."""
+        shape = self.placement.mesh.shape
+        rows, work, moved, weight = [], [], [], []
+        shares: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for index, node in enumerate(self.graph.ops):
+            if not makes_values(node):
+                continue
+            choice = self.placement.choices[node.name]
+            read = [
+                local_share([c.inputs[i].placement for c in choice], shape)
+                for i in range(len(choice[0].inputs))
+            ]
+            made = [local_share([c.outputs[o] for c in choice], shape) for o in range(len(choice[0].outputs))]
+            busy = 1.0
+            for c, size in zip(choice, shape, strict=True):
+                placements = (*(need.placement for need in c.inputs), *c.outputs)
+                busy /= size if any(isinstance(p, Shard) for p in placements) else 1
+            traffic, weight_traffic = byte_shares(
+                node.target,
+                [bytes_of(self._spec(source), self.symbols) for source in operands(node)],
+                [bytes_of(spec, self.symbols) for spec in tensor_specs(node)],
+                np.array([read]).reshape(1, -1),
+                np.array([made]),
+            )
+            rows.append(index)
+            work.append(busy)
+            moved.append(traffic[0])
+            weight.append(weight_traffic[0])
+            shares[node.name] = np.array([made]), np.array([busy])
+        seconds = local_seconds(
+            self.costs,
+            np.array(rows, dtype=np.intp),
+            np.array(work),
+            np.array(moved),
+            np.array(weight),
+            self.samples,
+            self.setting.devices,
+        )
+        return dict(zip(shares, seconds.tolist(), strict=True)), self._saved(shares)
+
+    def inside_ops(self) -> tuple[float, float]:
+        """(seconds, sent bytes) of one micro-batch, of the collectives that local functions make."""
+        seconds = sent = 0.0
+        for name, choice in self.placement.choices.items():
+            if any(c.local for c in choice):
+                flows = name in self.graph.needs_grad
+                own = local_cost(
+                    self.graph.nodes[name],
+                    choice,
+                    self.placement.mesh,
+                    self.symbols,
+                    self.setting.cluster,
+                    differentiable=flows,
+                )
+                seconds, sent = seconds + own[0], sent + own[1]
+        return seconds, sent
+
+    def _saved(self, shares: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> float:
+        exact = self.costs.exact(self.samples)
+        sizes = exact.storage_bytes(self.samples)
+        total = 0.0
+        for storage in sorted({name for names in exact.saved for name in names}):
+            maker = exact.ops[exact.maker[storage]]
+            if maker in shares:
+                total += sizes[storage] * float(storage_share(storage, *shares[maker])[0])
+        return total
+
+    def _spec(self, node: fx.Node) -> TensorSpec:
+        name, output = value_name(node)
+        return tensor_specs(self.graph.nodes[name])[output]
+
+    def produced(self, value: ValueName) -> Placements:
+        name, output = value
+        given = self.graph.input_of.get(name)
+        axes = len(self.placement.mesh.shape)
+        if given is None:
+            return tuple(c.outputs[output] for c in self.placement.choices[name])
+        layouts = self.placement.batch if given.kind == "batch" else self.placement.stored
+        return layouts.get(given.name, (Replicate(),) * axes)
+
+    def needs(self) -> dict[ValueName, dict[tuple[Need, ...], bool]]:
+        """Per value the distinct needs of it, and whether anything gives it a gradient."""
+        axes = len(self.placement.mesh.shape)
+        readers: dict[ValueName, list[tuple[tuple[Need, ...], bool]]] = {}
+        for node in self.graph.ops:
+            if not makes_values(node):
+                continue
+            for i, source in enumerate(operands(node)):
+                need = tuple(c.inputs[i] for c in self.placement.choices[node.name])
+                flows = source.name in self.graph.needs_grad and node.name in self.graph.needs_grad
+                readers.setdefault(value_name(source), []).append((need, flows))
+        for output in self.graph.outputs:
+            if output.kind not in ("loss", "metric"):  # of numbers ranks return their parts
+                value = value_name(self.graph.nodes[output.node])
+                readers.setdefault(value, []).append(((Need(Replicate()),) * axes, False))
+        return {
+            value: dict.fromkeys((need for need, _ in found), any(flows for _, flows in found))
+            for value, found in readers.items()
+        }
+
+    def bridges(self) -> tuple[float, float, float, float, dict[str, tuple[bool, ...]]]:
+        """(seconds and sent bytes of one micro-batch, bytes of kept copies, the largest buffer, axes on which each
+        parameter's gradient is summed once per step)."""
+        shape = self.placement.mesh.shape
+        seconds = copies = largest = sent = 0.0
+        deferred: dict[str, tuple[bool, ...]] = {}
+        kept = {self._value(name, i) for name, i in kept_operands(self.graph, self.costs)}
+        for value, needs in self.needs().items():
+            produced = self.produced(value)
+            given = self.graph.input_of.get(value[0])
+            size = float(bytes_of(tensor_specs(self.graph.nodes[value[0]])[value[1]], self.symbols))
+            expected: tuple[Placement, ...] = expected_gradient(produced)
+            if given is not None and given.kind == "parameter" and value[0] in self.graph.needs_grad:
+                later = tuple(
+                    isinstance(p, Replicate) and any(isinstance(given_gradient(n)[a], Partial) for n in needs)
+                    for a, p in enumerate(produced)
+                )
+                deferred[given.name] = later
+                expected = tuple(Partial() if d else e for d, e in zip(later, expected, strict=True))
+            buffer = 0.0
+            for need, flows in needs.items():
+                there = path(produced, tuple(n.placement for n in need), shape)
+                back = path(given_gradient(need), expected, shape) if flows else ()
+                for steps in (there, back):
+                    seconds += steps_seconds(steps, size, self.links)
+                    sent += steps_bytes_per_rank(steps, size, shape)
+                if there and value in kept:
+                    copies += size * local_share([n.placement for n in need], shape)
+                buffer += size * max((buffer_share(s, shape[s.axis]) for s in (*there, *back)), default=0.0)
+            largest = max(largest, buffer)
+        return seconds, copies, largest, sent, deferred
+
+    def _value(self, name: str, operand: int) -> ValueName:
+        return value_name(operands(self.graph.nodes[name])[operand])
+
+    def placeholders(self, deferred: Mapping[str, tuple[bool, ...]]) -> tuple[float, float, float]:
+        """(seconds per step, bytes, bytes sent to sum gradients and to gather what was updated)."""
+        graph, placement, shape = self.graph, self.placement, self.placement.mesh.shape
+        whole = (Replicate(),) * len(shape)
+        seconds = held = sent = 0.0
+        used = self.needs()
+        together_bytes = sum_bytes(graph, self.setting.precision)
+        for given in graph.inputs:
+            node = graph.nodes[given.node]
+            if not tensor_specs(node) or node.target is operator.getitem:
+                continue
+            size = bytes_of(tensor_specs(node)[0], self.symbols)
+            if given.kind != "parameter":
+                if (node.name, 0) in used:
+                    times = placement.microbatches if given.kind == "batch" else 1
+                    held += size * times * local_share(self.produced((node.name, 0)), shape)
+                continue
+            types = graph.types_of(given.name, self.setting.precision)
+            stored = placement.stored.get(given.name, whole)
+            state = placement.sharded_state.get(given.name, stored)
+            later = deferred.get(given.name, (False,) * len(shape))
+            elements = size // tensor_specs(node)[0].dtype.itemsize
+            trained = node.name in graph.needs_grad
+            own = parameter_costs(
+                elements,
+                types,
+                trained,
+                stored,
+                state,
+                later,
+                placement.mesh,
+                self.links,
+                self.setting.optimizer,
+                self.setting.devices,
+                together_bytes,
+                self.setting.cluster,
+            )
+            seconds, held = seconds + own[0], held + own[1]
+            if trained:
+                mesh = placement.mesh
+                for item in gradient_sums_of(stored, state, later, mesh):
+                    sent += item.sent_bytes(elements * types.gradient.itemsize, mesh)
+                for item in gathers_of(stored, state, mesh):
+                    sent += item.sent_bytes(elements * types.leaf.itemsize, mesh)
+        return seconds, held, sent

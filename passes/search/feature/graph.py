@@ -1,0 +1,248 @@
+"""The quotient of a graph for the feature-wise search: classes of equal ops as units, values between them as wires.
+
+    unit   a class of ops, of parameters, of batch leaves, of buffers and constants, or an output of the graph
+    wire   a value and the set of (unit, operand) that read it; ``count`` of the graph's values look like this
+
+Taken from the whole graph, edge by edge: a value between two blocks, from the embedding into the first or from the last
+into the head is a wire with its own readers and count. Nothing here depends on a mesh.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, TypeAlias
+
+import torch
+from torch import fx
+
+from passes.costs.costs import GraphCosts
+from passes.graph.graph import OpGraph, tensor_specs
+from passes.graph.repeat import op_classes
+from passes.search.feature.twins import with_twins
+from passes.search.feature.written import taking_shared_buffers_whole
+from passes.shard.words import Choice, operands
+from runtime.segment.code import TensorSpec
+
+UnitKind: TypeAlias = Literal["op", "parameter", "batch", "state", "output"]
+Chooser: TypeAlias = Callable[[fx.Node], tuple[Choice, ...]]
+ValueName: TypeAlias = tuple[str, int]
+"""(name of the node that makes it, which of its tensors)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """One decision. ``members``: names of nodes; the first stands for all of them.
+
+    ``operands`` and ``outputs``: specs of the tensors read and made. ``choices``: of an op, on one axis.
+    """
+
+    index: int
+    kind: UnitKind
+    members: tuple[str, ...]
+    operands: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    choices: tuple[Choice, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.members[0]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Equal values: made by ``producer`` as its tensor ``output``, read by ``readers`` as (unit, operand).
+
+    ``gradient``: whether a gradient comes back. ``kept``: whether autograd keeps what a reader takes, so that a copy made
+    by a bridge stays until backward.
+    """
+
+    producer: int
+    output: int
+    readers: tuple[tuple[int, int], ...]
+    gradient: bool
+    kept: bool
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureGraph:
+    """``unit_of``: the unit of each node that has one, by name."""
+
+    graph: OpGraph
+    costs: GraphCosts
+    units: tuple[Unit, ...]
+    wires: tuple[Wire, ...]
+    unit_of: Mapping[str, int]
+
+    @cached_property
+    def op_index(self) -> Mapping[str, int]:
+        return {node.name: i for i, node in enumerate(self.graph.ops)}
+
+
+def feature_graph(
+    graph: OpGraph, costs: GraphCosts, choices: Chooser, marks: Mapping[str, str] | None = None
+) -> FeatureGraph:
+    """Group ops, placeholders and values; O(ops · operands). ``marks``: nodes with unlike marks are in unlike units."""
+    marks = marks or {}
+    choices = taking_shared_buffers_whole(graph, choices)
+    unit_of: dict[str, int] = {}
+    units: list[Unit] = []
+    ops = graph.ops
+    for members in with_twins(graph, op_classes(graph)):
+        exemplar = ops[members[0]]
+        if not makes_values(exemplar):
+            continue
+        specs = tuple(_spec(source) for source in operands(exemplar))
+        groups: dict[str | None, list[str]] = {}
+        for name in (ops[i].name for i in members):
+            groups.setdefault(marks.get(name), []).append(name)
+        for names in groups.values():
+            unit = Unit(len(units), "op", tuple(names), specs, tensor_specs(exemplar), choices(exemplar))
+            units.append(unit)
+            unit_of |= dict.fromkeys(names, unit.index)
+    readers, order = _readers(graph, unit_of)
+    _add_placeholders(graph, readers, unit_of, units, marks)
+    _add_outputs(graph, readers, order, unit_of, units)
+    return FeatureGraph(graph, costs, tuple(units), _wires(graph, costs, readers, unit_of), unit_of)
+
+
+def makes_values(node: fx.Node) -> bool:
+    """Whether an op is decided about: it makes tensors and is no projection of another's."""
+    return node.target is not operator.getitem and bool(tensor_specs(node))
+
+
+def value_name(node: fx.Node) -> ValueName:
+    """The value that a node stands for: a projection is what it projects."""
+    if node.target is operator.getitem:
+        source, element = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(element, int)
+        items = source.meta["val"]
+        return source.name, sum(isinstance(item, torch.Tensor) for item in items[:element])
+    return node.name, 0
+
+
+Readers: TypeAlias = dict[ValueName, list[tuple[str, int, bool]]]
+"""Per value: (reading op, operand, whether a gradient comes back)."""
+
+
+def _readers(graph: OpGraph, unit_of: Mapping[str, int]) -> tuple[Readers, list[ValueName]]:
+    readers: Readers = {}
+    for node in graph.ops:
+        if node.name not in unit_of:
+            continue
+        for position, source in enumerate(operands(node)):
+            floating = bool(source.meta["val"].is_floating_point() or source.meta["val"].is_complex())
+            flows = floating and source.name in graph.needs_grad and node.name in graph.needs_grad
+            readers.setdefault(value_name(source), []).append((node.name, position, flows))
+    return readers, [value_name(graph.nodes[output.node]) for output in graph.outputs]
+
+
+def _add_placeholders(
+    graph: OpGraph,
+    readers: Readers,
+    unit_of: dict[str, int],
+    units: list[Unit],
+    marks: Mapping[str, str],
+) -> None:
+    """Parameters that equal ops read in equal places are one unit; so are batch leaves, buffers and constants."""
+    groups: dict[object, list[str]] = {}
+    kinds: dict[object, UnitKind] = {}
+    for given in graph.inputs:
+        node = graph.nodes[given.node]
+        used = readers.get((node.name, 0), [])
+        if not tensor_specs(node) or (not used and given.kind != "parameter"):
+            continue
+        spec = _spec(node)
+        kind: UnitKind = "state"
+        if given.kind in ("parameter", "batch"):
+            kind = given.kind
+        places = frozenset((unit_of[reader], position) for reader, position, _ in used)
+        trained = node.name in graph.needs_grad
+        dtypes: tuple[object, ...] = ()
+        if kind == "parameter":
+            dtypes = (graph.types_of(given.name, graph.precision), trained)
+        key: object = (kind, spec.shape, spec.dtype, places or node.name, dtypes, marks.get(node.name))
+        if kind == "batch":
+            key = (kind, node.name)
+        groups.setdefault(key, []).append(node.name)
+        kinds[key] = kind
+    for key, members in groups.items():
+        unit = Unit(len(units), kinds[key], tuple(members), (), (_spec(graph.nodes[members[0]]),))
+        units.append(unit)
+        unit_of |= dict.fromkeys(members, unit.index)
+
+
+def _add_outputs(
+    graph: OpGraph, readers: Readers, order: Sequence[ValueName], unit_of: dict[str, int], units: list[Unit]
+) -> None:
+    """What the graph returns is needed whole: a unit with one operand and one way. Of numbers ranks return their parts."""
+    for number, (value, output) in enumerate(zip(order, graph.outputs, strict=True)):
+        if output.kind in ("loss", "metric"):
+            continue
+        name = f"output {number}"
+        spec = _spec(graph.nodes[output.node])
+        units.append(Unit(len(units), "output", (name,), (spec,), ()))
+        unit_of[name] = len(units) - 1
+        readers.setdefault(value, []).append((name, 0, False))
+
+
+def _wires(
+    graph: OpGraph, costs: GraphCosts, readers: Readers, unit_of: Mapping[str, int]
+) -> tuple[Wire, ...]:
+    keeps = kept_operands(graph, costs)
+    counts: dict[object, int] = {}
+    found: dict[object, tuple[int, int, tuple[tuple[int, int], ...], bool, bool]] = {}
+    for (name, output), used in readers.items():
+        if name not in unit_of:
+            continue
+        ends = tuple(sorted({(unit_of[reader], position) for reader, position, _ in used}))
+        gradient = any(flows for _, _, flows in used)
+        kept = any((reader, position) in keeps for reader, position, _ in used)
+        key = (unit_of[name], output, ends, gradient, kept)
+        found[key] = key
+        counts[key] = counts.get(key, 0) + 1
+    return tuple(Wire(*key, count=counts[name]) for name, key in found.items())
+
+
+def kept_operands(graph: OpGraph, costs: GraphCosts) -> frozenset[tuple[str, int]]:
+    """(op, operand) of which autograd keeps what the op takes: saved by the op, or by a reader of a view of it."""
+    if ("kept", id(costs)) in graph.memo:
+        known = graph.memo["kept", id(costs)]
+        assert isinstance(known, frozenset)
+        return known
+    index = {node.name: i for i, node in enumerate(graph.ops)}
+    storage: dict[ValueName, str | None] = {}
+    for node, outputs in zip(graph.ops, costs.output_storages, strict=True):
+        if node.target is not operator.getitem:
+            storage |= {(node.name, j): name for j, name in enumerate(outputs)}
+    kept: set[tuple[str, int]] = set()
+    held: set[ValueName] = set()  # values of which a reader keeps what it takes
+    for node in reversed(graph.ops):
+        if node.target is operator.getitem:
+            continue
+        saved = costs.saved_operands(index[node.name])
+        made = costs.output_storages[index[node.name]]
+        for position, source in enumerate(operands(node)):
+            value = value_name(source)
+            own = storage.get(value)
+            through = own is not None and any(
+                other == own and (node.name, j) in held for j, other in enumerate(made)
+            )
+            if position in saved or through:
+                kept.add((node.name, position))
+                held.add(value)
+    graph.memo["kept", id(costs)] = frozenset(kept)
+    return frozenset(kept)
+
+
+def _spec(node: fx.Node) -> TensorSpec:
+    if node.target is operator.getitem:
+        value = value_name(node)
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return tensor_specs(source)[value[1]]
+    return tensor_specs(node)[0]

@@ -1,0 +1,76 @@
+"""Why no feature-wise plan can be had, with numbers, and what to try."""
+
+from __future__ import annotations
+
+import math
+
+from cost_models.errors import InfeasibleError, UsageError
+from cost_models.memory import state_bytes
+from cost_models.units import format_bytes
+from passes.graph.graph import OpGraph
+from passes.search.feature.problem import Setting
+
+
+def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> InfeasibleError:
+    """``least_bytes``: what every sharding needs of one device at least; infinite where it is only known to be too much."""
+    devices = setting.cluster.devices
+    smallest = min(devices, key=lambda device: device.memory_bytes)
+    capacity, world = smallest.memory_bytes, len(devices)
+    held = [
+        (spec.elements, graph.types_of(name, setting.precision), name in graph.trained)
+        for name, spec in (*graph.parameters.items(), *graph.buffers.items())
+    ]
+    state = state_bytes(held, setting.optimizer).total
+    because = [
+        f"rank {smallest.rank} ({smallest.model}) has {format_bytes(capacity)}, and every sharding needs "
+        + (
+            "more"
+            if math.isinf(least_bytes)
+            else f"at least {format_bytes(int(least_bytes))} of each device (proved)"
+        ),
+        f"parameters, gradients and {setting.optimizer} state are {format_bytes(state)}: "
+        f"{format_bytes(state // world)} a device where all of it is split",
+    ]
+    if setting.reserved_bytes:
+        because.append(
+            f"{format_bytes(int(setting.reserved_bytes))} of each device are left for what only simulating a step shows"
+        )
+    unequal = {device.memory_bytes for device in devices}
+    if len(unequal) > 1:
+        because.append(
+            f"all devices have equal parts: of the largest, {format_bytes(max(unequal))}, no more is used"
+        )
+    if state / world > capacity:
+        ways = [
+            f"{math.ceil(state / capacity):,} or more devices of this size, or an optimizer with less state"
+        ]
+    else:
+        ways = [
+            f"a smaller batch: it was tried in up to {setting.batch_size:,} micro-batches",
+            "more devices",
+        ]
+    return InfeasibleError(
+        f"{graph.model_name} does not fit feature-wise on {setting.cluster.name}",
+        because,
+        [*ways, 'strategy "layer", which can compute activations again in backward'],
+    )
+
+
+def no_such_microbatches(
+    graph: OpGraph, batch_size: int, wanted: object, least: int, reason: str
+) -> UsageError:
+    """The batch cannot be cut into ``wanted`` equal pieces of ``least`` samples or more."""
+    possible = [m for m in range(1, batch_size + 1) if batch_size % m == 0 and batch_size // m >= least]
+    because = []
+    if isinstance(wanted, int) and batch_size % wanted:
+        because.append(
+            f"its micro-batches have equally many samples, and {wanted} does not divide {batch_size}"
+        )
+    elif reason:
+        because.append(f"a micro-batch has at least {least} samples, for {reason}")
+    near = sorted(possible, key=lambda m: abs(m - wanted) if isinstance(wanted, int) else m)[:3]
+    ways = [f"{' or '.join(map(str, sorted(near)))} micro-batches"] if near else ["a larger batch size"]
+    pieces = f" in {wanted} micro-batches" if isinstance(wanted, int) else ""
+    return UsageError(
+        f"cannot train {graph.model_name} feature-wise on {batch_size} samples{pieces}", because, ways
+    )

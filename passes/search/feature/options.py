@@ -1,0 +1,191 @@
+"""What a unit may do on a mesh: products of its one-axis choices that divide, as arrays over options.
+
+Columns of shares say which part of each tensor, and of the arithmetic, one rank has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import sympy
+from numpy.typing import NDArray
+
+from cost_models.compute import FloatArray
+from cost_models.layout import Placement, Replicate, Shard
+from passes.graph.signatures import concrete
+from passes.search.feature.codes import BITS, DEFERRED, WHOLE, need_code, source_code
+from passes.search.feature.graph import Unit
+from passes.shard.words import Choice, short
+from runtime.segment.code import Dim, TensorSpec
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """``axes[k, a]``: option k's choice on axis a, an index into ``choices``. ``inputs[i][k]``, ``outputs[o][k]``: codes.
+
+    ``operand_share``, ``output_share``: [options, tensors]; ``work_share``: [options].
+    """
+
+    choices: tuple[Choice, ...]
+    axes: IntArray
+    inputs: tuple[IntArray, ...]
+    outputs: tuple[IntArray, ...]
+    operand_share: FloatArray
+    output_share: FloatArray
+    work_share: FloatArray
+
+    @property
+    def count(self) -> int:
+        return len(self.axes)
+
+    def keep(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> Options:
+        return Options(
+            self.choices,
+            self.axes[chosen],
+            tuple(codes[chosen] for codes in self.inputs),
+            tuple(codes[chosen] for codes in self.outputs),
+            self.operand_share[chosen],
+            self.output_share[chosen],
+            self.work_share[chosen],
+        )
+
+    def per_axis(self, option: int) -> tuple[Choice, ...]:
+        return tuple(self.choices[i] for i in self.axes[option])
+
+
+def sizes_of(spec: TensorSpec, symbols: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
+    """The tensor's shape for one micro-batch size."""
+    if all(isinstance(dim, int) for dim in spec.shape):
+        return tuple(int(dim) for dim in spec.shape)
+    return _sizes(spec.shape, tuple(symbols.items()))
+
+
+@cache
+def _sizes(shape: tuple[Dim, ...], symbols: tuple[tuple[sympy.Symbol, int], ...]) -> tuple[int, ...]:
+    known = dict(symbols)
+    return tuple(concrete(dim, known) for dim in shape)
+
+
+def bytes_of(spec: TensorSpec, symbols: Mapping[sympy.Symbol, int]) -> int:
+    return math.prod(sizes_of(spec, symbols)) * spec.dtype.itemsize
+
+
+def options_of(
+    unit: Unit, choices: Sequence[Choice], shape: Sequence[int], symbols: Mapping[sympy.Symbol, int]
+) -> Options:
+    """Every combination of ``choices`` over the axes of a mesh of ``shape`` that divides every dimension it splits."""
+    tensors = [sizes_of(spec, symbols) for spec in (*unit.operands, *unit.outputs)]
+    dims = [(t, d) for t, sizes in enumerate(tensors) for d in range(len(sizes))]
+    column = {at: i for i, at in enumerate(dims)}
+    extent = np.array([tensors[t][d] for t, d in dims], dtype=np.int64)
+    ways = len(choices)
+    axes = np.array(list(itertools.product(range(ways), repeat=len(shape))), dtype=np.int64)
+    split = np.ones((len(axes), len(dims)), dtype=np.int64)
+    work = np.ones(len(axes))
+    for axis, size in enumerate(shape):
+        factor = np.ones((ways, len(dims)), dtype=np.int64)
+        busy = np.ones(ways)
+        for k, choice in enumerate(choices):
+            for t, placement in enumerate(_placements(choice)):
+                if isinstance(placement, Shard):
+                    factor[k, column[t, placement.dim]] = size
+                    busy[k] = 1 / size
+        split *= factor[axes[:, axis]]
+        work *= busy[axes[:, axis]]
+    divides = (extent[None, :] % split == 0).all(axis=1) & (extent[None, :] >= split).all(axis=1)
+    divides &= _counts_divide(choices, axes, shape)
+    axes, split, work = axes[divides], split[divides], work[divides]
+    share = np.ones((len(axes), len(tensors)))
+    for i, (t, _) in enumerate(dims):
+        share[:, t] /= split[:, i]
+    inputs = tuple(
+        _combined(np.array([need_code(choice.inputs[i]) for choice in choices]), axes)
+        for i in range(len(unit.operands))
+    )
+    outputs = tuple(
+        _combined(np.array([source_code(choice.outputs[o]) for choice in choices]), axes)
+        for o in range(len(unit.outputs))
+    )
+    read = len(unit.operands)
+    return Options(tuple(choices), axes, inputs, outputs, share[:, :read], share[:, read:], work)
+
+
+def _counts_divide(choices: Sequence[Choice], axes: IntArray, shape: Sequence[int]) -> NDArray[np.bool_]:
+    """Whether every count that choices name is divided by the product of the axes that split it. Shape [options]."""
+    fits = np.ones(len(axes), dtype=bool)
+    for count in {number for choice in choices for number in choice.divides}:
+        parts = np.ones(len(axes), dtype=np.int64)
+        for axis, size in enumerate(shape):
+            parts *= np.array([size if count in choice.divides else 1 for choice in choices])[axes[:, axis]]
+        fits &= count % parts == 0
+    return fits
+
+
+def _placements(choice: Choice) -> tuple[Placement, ...]:
+    return (*(need.placement for need in choice.inputs), *choice.outputs)
+
+
+def _combined(code: NDArray[np.int64], axes: IntArray) -> IntArray:
+    total = np.zeros(len(axes), dtype=np.int64)
+    for axis in range(axes.shape[1]):
+        total = total << BITS | code[axes[:, axis]]
+    return total
+
+
+def arrivals(batch_dim: int | None) -> tuple[Placement, ...]:
+    """How a leaf may arrive on one axis."""
+    return (Replicate(),) if batch_dim is None else (Replicate(), Shard(batch_dim))
+
+
+@dataclass(frozen=True)
+class StoredChoice:
+    """One way to keep a parameter on one axis: stored, where its gradient and optimizer state are, and its code."""
+
+    stored: Placement
+    state: Placement
+    code: int
+
+    def __str__(self) -> str:
+        later = ", gradient summed once per step" if self.code == DEFERRED else ""
+        state = f", state {short(self.state)}" if self.state != self.stored else ""
+        return f"stored {short(self.stored)}{state}{later}"
+
+
+def stored_choices(dims: Sequence[int], trained: bool) -> tuple[StoredChoice, ...]:
+    """On one axis: whole, or split along a dimension; the state of a whole one whole, or split (ZeRO-1 and 2)."""
+    whole: Placement = Replicate()
+    split = [StoredChoice(Shard(d), Shard(d), 2 + d) for d in range(len(dims))]
+    if not trained:
+        return (StoredChoice(whole, whole, 0), *split)
+    kept = [StoredChoice(whole, whole, code) for code in (WHOLE, DEFERRED)]
+    states = [StoredChoice(whole, Shard(d), code) for d in range(len(dims)) for code in (WHOLE, DEFERRED)]
+    return (*kept, *states, *split)
+
+
+@cache
+def stored_options(
+    dims: tuple[int, ...], trained: bool, shape: tuple[int, ...]
+) -> tuple[tuple[StoredChoice, ...], ...]:
+    """Per option, one choice per axis, such that every split divides."""
+    ways = stored_choices(dims, trained)
+    return tuple(
+        option
+        for option in itertools.product(ways, repeat=len(shape))
+        if _divides(dims, [c.stored for c in option], shape)
+        and _divides(dims, [c.state for c in option], shape)
+    )
+
+
+def _divides(dims: Sequence[int], placements: Sequence[Placement], shape: Sequence[int]) -> bool:
+    split = [1] * len(dims)
+    for placement, size in zip(placements, shape, strict=True):
+        if isinstance(placement, Shard):
+            split[placement.dim] *= size
+    return all(dim % parts == 0 and dim >= parts for dim, parts in zip(dims, split, strict=True))

@@ -1,0 +1,389 @@
+"""The feature-wise search: on which mesh, in how many micro-batches, and how every op and parameter is sharded.
+
+    OpGraph ─► units and wires (equal blocks once) ─► for every mesh × micro-batch count: numbers, bound, program
+            ─► the cheapest that fits, evaluated anew on the whole graph ─► placement with its certificate
+
+Objective, in seconds per step, without overlap:
+
+    micro-batches · (Σ ops on local shapes + Σ bridges forward and backward) + Σ parameters (summing gradients once, the
+    update, gathering what was updated)
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import TimeLimitError, UsageError
+from cost_models.layout import Mesh
+from cost_models.precision import Precision
+from passes.costs.costs import GraphCosts
+from passes.graph.graph import OpGraph
+from passes.graph.least_samples import least_samples
+from passes.search.certificate import Certificate, relative_gap
+from passes.search.feature.bridges import Bridges
+from passes.search.feature.evaluate import FeatureCost, evaluate
+from passes.search.feature.graph import FeatureGraph, Unit, feature_graph
+from passes.search.feature.infeasible import does_not_fit, no_such_microbatches
+from passes.search.feature.meshes import meshes
+from passes.search.feature.pins import Pin, broken, resolve, restricted
+from passes.search.feature.problem import (
+    FeatureProblem,
+    Setting,
+    UnitNumbers,
+    build_problem,
+    least_saved_bytes,
+    links_of,
+)
+from passes.search.feature.result import OtherLayout, assemble, explain, replicated_share
+from passes.search.feature.solve import ProblemSearch, Solved
+from passes.search.feature.ties import with_split_batch
+from passes.shard.discover import Discovery
+from passes.shard.words import FeaturePlacement
+
+log = logging.getLogger("partitioner")
+
+OBJECTIVE = "microbatches * (op seconds + bridge seconds) + parameter seconds, nothing overlapped"
+AGREEMENT = 1e-6
+"""How far, relatively, the search's objective and its evaluation on the whole graph may differ."""
+PROVED = 1e-9
+"""A gap that is rounding: nothing is left to search."""
+
+
+@dataclass(frozen=True)
+class FeatureRequest:
+    """What the user fixed. ``mesh``: its shape; None to search it. ``pins``: see ``passes.search.feature.pins``."""
+
+    batch_size: int
+    microbatches: int | Literal["auto"] = "auto"
+    optimizer: str = "adamw"
+    precision: Precision = field(default_factory=Precision)
+    pins: Mapping[str, str] = field(default_factory=dict)
+    mesh: tuple[int, ...] | None = None
+    max_axes: int = 2
+    time_limit_seconds: float | None = 60.0
+    reserved_bytes: float = 0.0
+    """Of every device's memory: not to be planned with."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One mesh and micro-batch count. ``status`` as in ``passes.search.feature.solve``; ``seconds`` is infinite where
+    nothing better than the best before was found."""
+
+    shape: tuple[int, ...]
+    microbatches: int
+    status: str
+    seconds: float
+    bound_seconds: float
+    search_seconds: float
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Where choices came from, in ops. ``replicated``: ops of which only one way is known, every rank doing everything;
+    ``replicated_seconds``: what they take of a step."""
+
+    by_rule: int
+    discovered: int
+    replicated: tuple[str, ...]
+    replicated_seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class FeatureResult:
+    """The chosen placement, what it costs, how sure that is, and what else was looked at."""
+
+    placement: FeaturePlacement
+    cost: FeatureCost
+    certificate: Certificate
+    tried: tuple[Tried, ...]
+    replicated_matmul_share: float
+    """Of the FLOPs of matrix products, convolutions and attention: those of ops that an axis or more does not split."""
+    origins: Origins
+    problem: FeatureProblem = field(repr=False)
+    options: tuple[int, ...] = field(repr=False)
+
+    def explain(self, name: str) -> tuple[OtherLayout, ...]:
+        """Every layout that an op, parameter or batch leaf could have had; see ``passes.search.feature.result.explain``."""
+        return explain(self.problem, self.options, name)
+
+
+def place_features(
+    graph: OpGraph,
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    request: FeatureRequest,
+    discovery: Discovery | None = None,
+) -> FeatureResult:
+    """Search all meshes and micro-batch counts.
+
+    ``discovery``: where the choices of ops without a rule come from. Raises ``UsageError`` for what cannot hold,
+    ``InfeasibleError`` where nothing fits, ``TimeLimitError`` if nothing that fits was found in time.
+    """
+    started = time.perf_counter()
+    limit = request.time_limit_seconds
+    deadline = started + limit if limit is not None else math.inf
+    pins = resolve(graph, request.pins)
+    discovery = discovery or Discovery()
+    space = feature_graph(graph, costs, discovery.choices, {node: pin.mark for node, pin in pins.items()})
+    setting = Setting(
+        cluster, request.batch_size, request.optimizer, request.precision, request.reserved_bytes
+    )
+    search = _Search(space, setting, pins, deadline)
+    counts = _counts(graph, request)
+    best = search.run(meshes(cluster, request.max_axes, request.mesh), counts)
+    if best is None:
+        raise search.failure(request)
+    problem, solved = best
+    assert solved.options is not None
+    options = with_split_batch(problem, solved.options)
+    placement = assemble(problem, options)
+    cost = evaluate(graph, costs, placement, problem.bridges.links, setting)
+    _check(cost.seconds, solved)
+    log.info("feature search: %d problems in %.2f s", len(search.tried), time.perf_counter() - started)
+    return FeatureResult(
+        placement,
+        cost,
+        _certificate(search, cost, solved, request, time.perf_counter() - started),
+        tuple(search.tried),
+        replicated_share(problem, options),
+        _origins(discovery, problem, options),
+        problem,
+        options,
+    )
+
+
+def _origins(discovery: Discovery, problem: FeatureProblem, options: Sequence[int]) -> Origins:
+    ops: dict[str, list[str]] = {"rule": [], "discovered": [], "replicated": []}
+    seconds = 0.0
+    for unit, numbers, option in zip(problem.space.units, problem.units, options, strict=True):
+        if unit.kind == "op":
+            how = discovery.find(problem.space.graph.nodes[unit.name]).how
+            ops[how] += unit.members
+            if how == "replicated":
+                seconds += float(numbers.seconds[numbers.index.tolist().index(option)])
+    return Origins(len(ops["rule"]), len(ops["discovered"]), tuple(ops["replicated"]), seconds)
+
+
+def _check(seconds: float, solved: Solved) -> None:
+    """The search's classes and tables against the sum over the whole graph."""
+    if abs(seconds - solved.seconds) > AGREEMENT * max(seconds, solved.seconds):
+        raise AssertionError(
+            f"the search's objective {solved.seconds} s is not the {seconds} s of the whole graph"
+        )
+
+
+def _counts(graph: OpGraph, request: FeatureRequest) -> list[int]:
+    """Micro-batch counts: divisors of the batch size, so that all micro-batches are alike, fewest first."""
+    least, reason = least_samples(graph)
+    size = request.batch_size
+    wanted = range(1, size + 1) if request.microbatches == "auto" else [request.microbatches]
+    counts = [m for m in wanted if m >= 1 and size % m == 0 and size // m >= least]
+    if not counts:
+        raise no_such_microbatches(graph, size, request.microbatches, least, reason)
+    return counts
+
+
+@dataclass(eq=False)
+class _Candidate:
+    """A mesh and a micro-batch count."""
+
+    mesh: Mesh
+    bridges: Bridges
+    """Of the mesh: shared by its candidates."""
+    counts: Sequence[int]
+    """This count, then larger ones."""
+    floor_seconds: float
+    """What it costs at least, known before it is begun."""
+    search: ProblemSearch | None = None
+    seconds: float = 0.0
+    """Spent on it."""
+
+    @property
+    def bound(self) -> float:
+        return self.floor_seconds if self.search is None else self.search.bound
+
+
+class _Search:
+    """All meshes and micro-batch counts, always on with what has the lowest bound."""
+
+    def __init__(
+        self, space: FeatureGraph, setting: Setting, pins: Mapping[str, Pin], deadline: float
+    ) -> None:
+        self.space, self.setting, self.pins, self.deadline = space, setting, pins, deadline
+        self.capacity = setting.capacity_bytes
+        self.tried: list[Tried] = []
+        self.best: tuple[FeatureProblem, Solved] | None = None
+        self.open: list[tuple[float, int, _Candidate]] = []
+        self.started = 0
+        self._order = itertools.count()
+        self.broken: dict[tuple[int, ...], list[str]] = {}
+        """Per shape of mesh, the pins that it does not allow."""
+        self.least_bytes = math.inf
+
+    @property
+    def known_seconds(self) -> float:
+        return math.inf if self.best is None else self.best[1].seconds
+
+    def run(self, shapes: Sequence[Mesh], counts: Sequence[int]) -> tuple[FeatureProblem, Solved] | None:
+        for mesh in shapes:
+            bridges = Bridges(mesh.shape, links_of(mesh, self.setting.cluster))
+            self._push(_Candidate(mesh, bridges, counts, 0.0))
+        while self.open:
+            _, _, candidate = heapq.heappop(self.open)
+            late = self.best is not None and time.perf_counter() > self.deadline
+            began = time.perf_counter()
+            if candidate.search is None:
+                self._begin(candidate, late)
+            elif late:
+                candidate.search.out_of_time = True
+                self._close(candidate)
+            elif candidate.search.is_over(self.known_seconds):
+                self._close(candidate)
+            else:
+                self._advance(candidate)
+                candidate.seconds += time.perf_counter() - began
+                self._push(candidate)
+        return self.best
+
+    def _push(self, candidate: _Candidate) -> None:
+        heapq.heappush(self.open, (candidate.bound, next(self._order), candidate))
+
+    def _begin(self, candidate: _Candidate, late: bool) -> None:
+        """Make the problem, unless it is plain already that it has nothing to give."""
+        began = time.perf_counter()
+        shape, count = candidate.mesh.shape, candidate.counts[0]
+        if candidate.floor_seconds >= self.known_seconds or late:
+            status = "time limit" if late and candidate.floor_seconds < self.known_seconds else "bounded"
+            self.tried.append(Tried(shape, count, status, math.inf, candidate.floor_seconds, 0.0))
+            return
+        least = least_saved_bytes(self.space, math.prod(shape), self.setting.batch_size // count)
+        if least > self.capacity:
+            self.started += 1
+            self.least_bytes = min(self.least_bytes, least)
+            self.tried.append(Tried(shape, count, "infeasible", math.inf, math.inf, 0.0))
+            self._more_microbatches(candidate, candidate.floor_seconds)
+            return
+        problem = build_problem(
+            self.space,
+            candidate.mesh,
+            candidate.bridges.links,
+            count,
+            self.setting,
+            candidate.bridges,
+            partial(self._restrict, len(shape)) if self.pins else None,
+        )
+        wrong = broken(list(zip(self.space.units, problem.units, strict=True)), self.pins, len(shape))
+        if wrong:
+            self.broken[shape] = wrong
+        else:
+            self.started += 1
+            candidate.search = ProblemSearch(problem)
+            candidate.seconds = time.perf_counter() - began
+            self._push(candidate)
+            self._note(candidate)
+
+    def _advance(self, candidate: _Candidate) -> None:
+        """One step of a candidate; its better choice, if any, is known to all at once."""
+        search = candidate.search
+        assert search is not None
+        search.advance(self.known_seconds, self.deadline)
+        self._note(candidate)
+
+    def _note(self, candidate: _Candidate) -> None:
+        search = candidate.search
+        assert search is not None
+        self.least_bytes = min(self.least_bytes, search.least_bytes)
+        if search.best is not None and search.best[0].seconds < self.known_seconds:
+            self.best = search.problem, search.result(self.known_seconds)
+        # More micro-batches cost no less (docs/06c-feature-wise.md) but save memory: tried only where that is short.
+        if search.short_of_memory or not search.possible:
+            self._more_microbatches(candidate, search.free_bound)
+
+    def _more_microbatches(self, candidate: _Candidate, floor_seconds: float) -> None:
+        if len(candidate.counts) > 1:
+            self._push(_Candidate(candidate.mesh, candidate.bridges, candidate.counts[1:], floor_seconds))
+            candidate.counts = candidate.counts[:1]
+
+    def _close(self, candidate: _Candidate) -> None:
+        search = candidate.search
+        assert search is not None
+        mine = self.best is not None and self.best[0] is search.problem
+        if mine:
+            self.best = search.problem, search.result(math.inf)
+        solved = search.result(math.inf if mine else self.known_seconds)
+        self.tried.append(
+            Tried(
+                candidate.mesh.shape,
+                search.problem.microbatches,
+                solved.status,
+                solved.seconds,
+                solved.bound_seconds,
+                candidate.seconds,
+            )
+        )
+
+    def _restrict(self, axes: int, unit: Unit, numbers: UnitNumbers) -> UnitNumbers:
+        pin = self.pins.get(unit.name)
+        return numbers if pin is None else restricted(unit, numbers, pin, axes)
+
+    def failure(self, request: FeatureRequest) -> Exception:
+        if not self.started:
+            return UsageError(
+                "no mesh allows these pins",
+                [
+                    f"on a mesh of {'×'.join(map(str, shape))}: {problem}"
+                    for shape, problems in self.broken.items()
+                    for problem in problems[:3]
+                ],
+                [
+                    "a layout names one placement per mesh axis; mesh= fixes their number",
+                    '"S0?" holds where it can',
+                ],
+            )
+        if any(t.status == "time limit" for t in self.tried):
+            return TimeLimitError(
+                f"no sharding that fits was found within {request.time_limit_seconds:g} s",
+                ["some meshes were not searched to the end"],
+                ["more time, or a fixed mesh="],
+            )
+        return does_not_fit(self.space.graph, self.setting, self.least_bytes)
+
+
+def _certificate(
+    search: _Search, cost: FeatureCost, solved: Solved, request: FeatureRequest, seconds: float
+) -> Certificate:
+    """About all meshes and micro-batch counts of the search together."""
+    bound = min([cost.seconds, *(t.bound_seconds for t in search.tried if t.status != "infeasible")])
+    gap = relative_gap(cost.seconds, bound)
+    optimal = gap < PROVED or all(t.status != "time limit" for t in search.tried)
+    assert search.best is not None
+    problem = search.best[0]
+    shapes = dict.fromkeys(t.shape for t in search.tried)
+    least = sum(float(np.min(u.seconds)) for u in problem.units)
+    text = ", ".join("×".join(map(str, shape)) for shape in shapes)
+    return Certificate(
+        objective=OBJECTIVE,
+        objective_seconds=cost.seconds,
+        bound_seconds=bound,
+        gap=gap,
+        simulated_lower_bound_seconds=min(least, bound),
+        space=(
+            f"every choice of the rules for every op and parameter, equal blocks alike; meshes {text}; "
+            f"micro-batches that divide {request.batch_size}; memory counted per device"
+        ),
+        method="dual ascent, then integer program over what it leaves",
+        solver_status="optimal" if optimal else "time limit",
+        search_seconds=seconds,
+    )

@@ -1,0 +1,116 @@
+"""What a solved feature-wise problem says: the placement, the share of work that is replicated, what else could be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cost_models.errors import UsageError
+from cost_models.layout import Replicate
+from passes.search.feature.bound import price, wire_tables
+from passes.search.feature.graph import Unit
+from passes.search.feature.options import Options
+from passes.search.feature.problem import FeatureProblem
+from passes.shard.words import Choice, FeaturePlacement, Placements
+
+
+def assemble(problem: FeatureProblem, options: Sequence[int]) -> FeaturePlacement:
+    """The placement that one option per unit (indices into ``detail``) says."""
+    graph = problem.space.graph
+    ops: dict[str, tuple[Choice, ...]] = {}
+    stored: dict[str, Placements] = {}
+    state: dict[str, Placements] = {}
+    batch: dict[str, Placements] = {}
+    for unit, numbers, option in zip(problem.space.units, problem.units, options, strict=True):
+        detail = numbers.detail
+        if unit.kind == "output":
+            continue
+        if isinstance(detail, Options):
+            per_axis = detail.per_axis(option)
+            if unit.kind == "op":
+                ops |= dict.fromkeys(unit.members, per_axis)
+                continue
+            layout = tuple(choice.outputs[0] for choice in per_axis)
+            target = batch if unit.kind == "batch" else stored
+            target |= {graph.input_of[node].name: layout for node in unit.members}
+            continue
+        kept = tuple(choice.stored for choice in detail[option])
+        owned = tuple(choice.state for choice in detail[option])
+        for node in unit.members:
+            name = graph.input_of[node].name
+            stored[name] = kept
+            if owned != kept:
+                state[name] = owned
+    order = {node.name: i for i, node in enumerate(graph.ops)}
+    ops = dict(sorted(ops.items(), key=lambda item: order[item[0]]))
+    whole = (Replicate(),) * len(problem.mesh.shape)
+    for given in graph.inputs:
+        if given.kind == "batch":
+            batch.setdefault(given.name, whole)
+        elif given.kind in ("parameter", "buffer"):
+            stored.setdefault(given.name, whole)
+    return FeaturePlacement(problem.mesh, ops, stored, batch, problem.microbatches, state)
+
+
+def replicated_share(problem: FeatureProblem, options: Sequence[int]) -> float:
+    """Share of the FLOPs of matrix products, convolutions and attention in ops that some axis does not split."""
+    costs = problem.space.costs.exact(problem.samples)
+    table = costs.at(problem.samples)
+    flops = table.forward_flops + table.backward_input_flops + table.backward_weight_flops
+    ranks = math.prod(problem.mesh.shape)
+    total = whole = 0.0
+    for unit, numbers, option in zip(problem.space.units, problem.units, options, strict=True):
+        if unit.kind != "op" or not isinstance(numbers.detail, Options):
+            continue
+        index = problem.space.op_index[unit.name]
+        if costs.op_class(index) == "memory":
+            continue
+        own = float(flops[index]) * len(unit.members)
+        total += own
+        whole += own if numbers.detail.work_share[option] > 1.001 / ranks else 0.0
+    return whole / total if total else 0.0
+
+
+@dataclass(frozen=True)
+class OtherLayout:
+    """A layout that an op, parameter or batch leaf could have had, with everything else left as it is."""
+
+    layout: str
+    step_seconds: float
+    memory_bytes: float
+    chosen: bool
+
+
+def explain(problem: FeatureProblem, options: Sequence[int], name: str) -> tuple[OtherLayout, ...]:
+    """Every layout that ``name`` could have had, cheapest first; what else was chosen is fixed, equal ops change alike."""
+    unit = next((u for u in problem.space.units if _is_named(problem, u, name)), None)
+    if unit is None:
+        raise UsageError(f"there is no op, parameter or batch leaf {name!r} to explain")
+    tables = wire_tables(problem)
+    chosen = [n.index.tolist().index(k) for n, k in zip(problem.units, options, strict=True)]
+    found = []
+    own = problem.units[unit.index]
+    for k in range(len(own.seconds)):
+        other = [*chosen[: unit.index], k, *chosen[unit.index + 1 :]]
+        cost = price(problem, tables, other)
+        found.append(
+            OtherLayout(
+                _words(own.detail, int(own.index[k])), cost.seconds, cost.bytes, k == chosen[unit.index]
+            )
+        )
+    return tuple(sorted(found, key=lambda o: (o.step_seconds, not o.chosen, o.layout)))
+
+
+def _is_named(problem: FeatureProblem, unit: Unit, name: str) -> bool:
+    inputs = problem.space.graph.input_of
+    return any(
+        member == name or (member in inputs and inputs[member].name == name) for member in unit.members
+    )
+
+
+def _words(detail: object, option: int) -> str:
+    if isinstance(detail, Options):
+        return " | ".join(map(str, detail.per_axis(option)))
+    assert isinstance(detail, tuple)
+    return " | ".join(str(choice) for choice in detail[option])

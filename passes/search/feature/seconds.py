@@ -1,0 +1,93 @@
+"""Seconds of ops on local shapes.
+
+An op of W operations and Q bytes, on a rank that has the share w of the work and, of each tensor, a share:
+
+    operations   w·W           w = 1 / (product of the axes on which any of its tensors is split)
+    bytes        q·Q           q = Σ local bytes of its tensors / Σ their bytes; lookups read of a table what they return,
+                               and their backward touches all of the local table
+    launches     as many
+
+Seconds of an op are forward, input half and weight half together: on a GPU the longer of launching and running each, on a
+CPU their sum (``cost_models.compute``). What runs replicated costs in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from cost_models.compute import ComputeDevice, FloatArray, IndexArray
+from passes.costs.costs import PHASES, GraphCosts, OpTable
+from passes.costs.extra_work import Extra
+
+aten = torch.ops.aten
+LOOKUPS = frozenset(
+    {aten.embedding.default, aten.index.Tensor, aten.gather.default, aten.index_select.default}
+)
+
+
+def local_seconds(
+    costs: GraphCosts,
+    ops: IndexArray,
+    work_share: FloatArray,
+    byte_share: FloatArray,
+    weight_byte_share: FloatArray,
+    samples: int,
+    devices: Sequence[ComputeDevice],
+) -> FloatArray:
+    """Seconds per row, of op ``ops[row]`` with these shares; on the slowest of ``devices``. Shapes [rows]."""
+    exact = costs.exact(samples)
+    table = exact.at(samples)
+    moved = {"forward": byte_share, "backward_input": byte_share, "backward_weight": weight_byte_share}
+    columns = {name: getattr(table, name)[ops] for name in OpTable.__dataclass_fields__}
+    for phase in PHASES:
+        columns[f"{phase}_flops"] = columns[f"{phase}_flops"] * work_share
+        columns[f"{phase}_bytes"] = columns[f"{phase}_bytes"] * moved[phase]
+    columns["output_bytes"] = columns["output_bytes"] * byte_share
+    local = OpTable(**columns)
+    extra = exact._extra
+    rows = replace(
+        exact,
+        ops=("",) * len(ops),
+        signature_of=exact.signature_of[ops],
+        _extra=Extra(
+            extra.fan_out[ops],
+            extra.accumulated_bytes[ops],
+            extra.parameters[ops],
+            extra.weight_only[ops],
+        ),
+        _phases={},
+        _tables={},
+    )
+    slowest = np.zeros(len(ops))
+    for device in devices:
+        total = np.zeros(len(ops))
+        for phase in PHASES:
+            seconds = rows._phase(local, phase, device)
+            on_gpu = device.kind == "cuda"
+            total += np.maximum(seconds.kernel, seconds.launch) if on_gpu else seconds.kernel + seconds.launch
+        slowest = np.maximum(slowest, total)
+    return slowest
+
+
+def byte_shares(
+    target: object,
+    operand_bytes: Sequence[float],
+    output_bytes: Sequence[float],
+    operand_share: FloatArray,
+    output_share: FloatArray,
+) -> tuple[FloatArray, FloatArray]:
+    """(forward and input half, weight half) shares of an op's memory traffic. Shares: [options, tensors]."""
+    read, made = np.array(operand_bytes, dtype=float), np.array(output_bytes, dtype=float)
+    if target is aten.scaled_dot_product_attention.default and len(read) > 3:
+        read[3] = 0.0  # a mask is little beside the scores, which are split as queries, keys and values are
+    whole = max(float(read.sum() + made.sum()), 1.0)
+    everything = (operand_share @ read + output_share @ made) / whole
+    if target not in LOOKUPS:
+        return everything, everything
+    read[0] = 0.0
+    whole = max(float(read.sum() + made.sum()), 1.0)
+    return (operand_share @ read + output_share @ made) / whole, everything

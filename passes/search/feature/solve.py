@@ -1,0 +1,273 @@
+"""One mesh and one micro-batch count: the cheapest choice that fits, and a proved bound, in three steps.
+
+    free      dual bound with memory without limit, and the choice that its messages say
+    priced    where that does not fit: a price on bytes (Lagrange), raised until choices fit; or a proof that none does
+    program   options that no better choice has are dropped, PuLP and HiGHS decide among the rest
+
+A step is taken only while the bound is below the best cost that is known, of this problem or of another
+(``passes.search.feature.place`` takes them in the order of bounds); most problems end after the first.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.search.feature import ilp as feature_ilp
+from passes.search.feature.bound import FORBIDDEN_SECONDS, DualBound, Priced, WireTable, price, wire_tables
+from passes.search.feature.problem import FeatureProblem
+
+PROVED = 1e-8
+"""Relative distance of bound and cost at which nothing is left to prove: rounding."""
+SWEEPS = 30
+PRICES = 12
+"""Prices of memory tried at most."""
+NEAR = 1e-4
+"""Relative distance of prices, or of the bound from the best it could be, at which another price is of no use."""
+LONGEST_SECONDS = 1e6
+MARGINS = (1e-3, 1e-2, 6e-2, math.inf)
+"""How much more than the bound choices of a program may cost, relatively: one after the other."""
+CLOSE = 3.0
+"""A known choice that is so many margins off is the next limit."""
+SHRINKS = 0.9
+"""Options are left out again while at least a tenth of them goes."""
+ROUNDING = 1e-8
+"""The program's memory row holds to its solver's tolerance."""
+
+
+@dataclass(frozen=True)
+class Solved:
+    """``options``: per unit, an index into its ``detail``; None if nothing better than what was known was found.
+
+    ``status``: "optimal", "bounded" (no better than the known cost), "infeasible", "time limit".
+    """
+
+    options: tuple[int, ...] | None
+    seconds: float
+    bytes: float
+    bound_seconds: float
+    status: str
+    variables: int = 0
+    """Of the program, where one was needed."""
+
+
+def solve_problem(problem: FeatureProblem, known_seconds: float, deadline: float) -> Solved:
+    """Search for a choice that fits and costs less than ``known_seconds``, to the end."""
+    search = ProblemSearch(problem)
+    while not search.is_over(known_seconds):
+        search.advance(known_seconds, deadline)
+    return search.result(known_seconds)
+
+
+class ProblemSearch:
+    """``bound``: no choice that fits costs less. ``advance`` takes the next step."""
+
+    def __init__(self, problem: FeatureProblem) -> None:
+        self.problem = problem
+        self.possible = _possible(problem)
+        self.bound = 0.0 if self.possible else math.inf
+        self.free_bound = 0.0
+        self.best: tuple[Priced, tuple[int, ...]] | None = None
+        self.least_bytes = math.inf
+        """Where it is proved that nothing fits: what the smallest choice needs at least."""
+        self.short_of_memory = False
+        """The cheapest choice of all may not fit."""
+        self.variables = 0
+        self.out_of_time = False
+        self._duals: DualBound | None = None
+        self._latest: DualBound | None = None
+        self._cheapest = Priced(0.0, math.inf)
+        self._tight = problem
+        self._steps = [self._free, self._priced, self._core]
+        self._margins = list(MARGINS)
+        if self.possible:
+            self._does_not_fit(sum(float(u.bytes.min()) for u in problem.units) - problem.capacity_bytes)
+        self._tables = self._whole_tables = wire_tables(problem) if self.possible else []
+
+    def advance(self, known_seconds: float, deadline: float) -> None:
+        self._steps.pop(0)(known_seconds, deadline)
+
+    def is_over(self, known_seconds: float) -> bool:
+        return not self._steps or not self.possible or self.is_proved() or self.is_bounded(known_seconds)
+
+    def is_bounded(self, known_seconds: float) -> bool:
+        return self.bound >= known_seconds * (1 - PROVED)
+
+    def is_proved(self) -> bool:
+        return self.best is not None and self.bound >= self.best[0].seconds * (1 - PROVED)
+
+    def result(self, known_seconds: float) -> Solved:
+        if not self.possible:
+            return Solved(None, math.inf, math.inf, math.inf, "infeasible", self.variables)
+        status = "time limit" if self.out_of_time else "optimal"
+        if self.best is None or self.best[0].seconds >= known_seconds:
+            status = "bounded" if self.is_bounded(known_seconds) else "time limit"
+            return Solved(None, math.inf, math.inf, self.bound, status, self.variables)
+        cost, chosen = self.best
+        options = tuple(int(u.index[k]) for u, k in zip(self.problem.units, chosen, strict=True))
+        bound = min(self.bound, cost.seconds)
+        return Solved(options, cost.seconds, cost.bytes, bound, status, self.variables)
+
+    # ----------------------------------------------------------------------------------------------
+    # Steps
+
+    def _free(self, known_seconds: float, deadline: float) -> None:
+        self._cheapest = self._ascend(0.0, known_seconds)
+        self.free_bound = self.bound
+
+    def _does_not_fit(self, over_bytes: float) -> None:
+        """If every choice needs so much more than there is."""
+        if over_bytes <= 0:
+            return
+        self.least_bytes = self.problem.capacity_bytes + over_bytes
+        self.possible = False
+        self.bound = math.inf
+
+    def _priced(self, known_seconds: float, deadline: float) -> None:
+        """Bisect for the price at which choices just fit: there the bound is highest."""
+        if not self.short_of_memory:
+            return
+        least = DualBound(self.problem, self._tables, 1.0, time_weight=0.0)
+        over = least.ascend(SWEEPS)  # bytes beyond the capacity that every choice needs, buffers not counted
+        if over > 0 and self.best is None:
+            self._does_not_fit(over)
+            return
+        # What leaves no room for its buffer, or needs too many bytes by itself, is in no choice that fits.
+        self._tight = replace(self.problem, largest_buffer_bytes=max(-over, 0.0))
+        self._shrink(least.needless(ROUNDING * self.problem.capacity_bytes))
+        self._duals = self._latest = None
+        if not self._tables:
+            self.possible, self.bound = False, math.inf
+            return
+        # Every choice x is a line t(x) + λ·(b(x) − capacity) above the bound: on to where the lowest lines cross.
+        cheap, small = self._cheapest, None
+        at = self.bound / self.problem.capacity_bytes
+        for _ in range(PRICES):
+            if self.is_bounded(known_seconds) or self.is_proved() or time.perf_counter() > deadline:
+                return
+            found = self._ascend(at, known_seconds)
+            if found.bytes > self.problem.capacity_bytes:
+                cheap = found
+            else:
+                small = found
+            if small is None:
+                at *= 4
+                continue
+            crossing = (small.seconds - cheap.seconds) / (cheap.bytes - small.bytes)
+            if crossing <= 0.0:  # the smaller choice is the faster one: no price of memory tells them apart
+                return
+            height = small.seconds + crossing * (small.bytes - self.problem.capacity_bytes)
+            if abs(crossing - at) < NEAR * at or height <= self.bound * (1 + NEAR):
+                return
+            at = crossing
+
+    def _shrink(self, keep: Sequence[NDArray[np.bool_]]) -> None:
+        units = zip(self._tight.units, keep, strict=True)
+        self._tight = replace(self._tight, units=tuple(unit.keep(mask) for unit, mask in units))
+        self._tables = wire_tables(self._tight, self._tables) if _possible(self._tight) else []
+
+    def _core(self, known_seconds: float, deadline: float) -> None:
+        """Whether a choice costs at most a little more than the bound: a program over the few options that such a choice
+        may have. Its best one is the best of all if it does; else the bound is raised to that much."""
+        if time.perf_counter() > deadline:
+            self.out_of_time = True
+            return
+        known = min(known_seconds, self.best[0].seconds if self.best else math.inf)
+        margin = self._margins.pop(0)
+        limit = self.bound * (1 + margin)
+        if known <= self.bound * (1 + CLOSE * margin):
+            limit = known
+        core = self._core_problem(limit, deadline)
+        if core is None:
+            self.bound = max(self.bound, limit)
+        else:
+            self._solve_core(core, limit, deadline)
+        if not self.out_of_time and limit < known:
+            self._steps.append(self._core)
+
+    def _core_problem(self, limit: float, deadline: float) -> _Core | None:
+        """The options of choices that cost at most ``limit``; None where there is no such choice."""
+        assert self._duals is not None
+        problem, tables, duals = self._tight, self._tables, self._duals
+        while math.isfinite(limit):
+            keep = duals.needless(limit)
+            before = sum(len(unit.seconds) for unit in problem.units)
+            kept = zip(problem.units, keep, strict=True)
+            problem = replace(problem, units=tuple(unit.keep(mask) for unit, mask in kept))
+            if not _possible(problem):
+                return None
+            tables = wire_tables(problem, tables)
+            duals = DualBound(problem, tables, duals.price)
+            if duals.ascend(SWEEPS, target=limit) >= limit:
+                return None
+            after = sum(len(unit.seconds) for unit in problem.units)
+            if after > SHRINKS * before or time.perf_counter() > deadline:
+                break
+        return _Core(problem, tables, duals)
+
+    def _solve_core(self, core: _Core, limit: float, deadline: float) -> None:
+        pairs = core.duals.needed_pairs(limit) if math.isfinite(limit) else None
+        left = max(deadline - time.perf_counter(), 0.1)
+        for memory in (False, True):
+            if self.short_of_memory and not memory:
+                continue
+            found = feature_ilp.solve(
+                core.problem,
+                memory=memory,
+                time_limit_seconds=min(left, LONGEST_SECONDS),
+                tables=[known.table for known in core.tables],
+                pairs=pairs,
+            )
+            self.variables = max(self.variables, found.variables)
+            self.out_of_time = found.status not in ("optimal", "infeasible")
+            # A choice that was left out costs at least the limit.
+            self.bound = max(self.bound, min(found.bound_seconds, limit))
+            if found.chosen is None:
+                if found.status == "infeasible" and not math.isfinite(limit):
+                    self.possible = False
+                return
+            if self._take(core.problem, found.chosen):
+                return
+
+    def _take(self, smaller: FeatureProblem, chosen: Sequence[int]) -> bool:
+        """Take note of a choice of a smaller problem, and whether it fits."""
+        units = zip(self.problem.units, smaller.units, chosen, strict=True)
+        index = [unit.index.tolist().index(int(small.index[k])) for unit, small, k in units]
+        cost = price(self.problem, self._whole_tables, index)
+        fits = cost.bytes <= self.problem.capacity_bytes * (1 + ROUNDING)
+        if not fits:
+            self.short_of_memory = True
+        elif self.best is None or cost.seconds < self.best[0].seconds:
+            self.best = cost, tuple(index)
+        return fits
+
+    def _ascend(self, seconds_per_byte: float, known_seconds: float) -> Priced:
+        """Bound at one price of memory, and the choice that its messages say."""
+        duals = DualBound(self._tight, self._tables, seconds_per_byte, start=self._latest)
+        bound = duals.ascend(SWEEPS, target=known_seconds)
+        self._latest = duals
+        if bound > self.bound or self._duals is None:
+            self.bound, self._duals = max(bound, self.bound), duals
+        chosen = duals.decode()
+        cost = price(self._tight, self._tables, chosen)
+        if cost.bytes > self.problem.capacity_bytes:
+            self.short_of_memory = True
+        elif cost.seconds < min(FORBIDDEN_SECONDS, self.best[0].seconds if self.best else math.inf):
+            self._take(self._tight, chosen)
+        return cost
+
+
+@dataclass(frozen=True, eq=False)
+class _Core:
+    problem: FeatureProblem
+    tables: list[WireTable]
+    duals: DualBound
+
+
+def _possible(problem: FeatureProblem) -> bool:
+    return all(len(unit.seconds) for unit in problem.units)

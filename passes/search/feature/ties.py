@@ -1,0 +1,122 @@
+"""Where ways cost the same, batches arrive in parts: of equally cheap ways that with the least data on each rank.
+
+    input_ids R ─slice─► embedding S0               input_ids S0 ───────────────────────────────► embedding S0
+    labels    R ─► pad R ─► view R ─slice─► loss S0     labels S0 ─► pad S0 ─► view S0 ─────────► loss S0
+
+Slicing is free, and on a GPU a small op takes its launch however little it computes: the search's objective does not say
+which of the two. But a rank loads only its part of a batch that arrives in parts.
+
+Batch leaves are looked at, and what is computed from them without gradients, from the last op back to the leaves.
+A unit changes to another of its ways if the step takes no longer, no more bytes are held, and each rank's tensors of the
+unit are smaller: so it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cost_models.compute import FloatArray
+from passes.search.feature.bridges import BridgeTable
+from passes.search.feature.graph import Unit
+from passes.search.feature.options import Options, bytes_of
+from passes.search.feature.problem import FeatureProblem
+
+EQUAL = 1e-12
+"""Relative difference of sums that is rounding."""
+
+
+def with_split_batch(problem: FeatureProblem, options: Sequence[int]) -> tuple[int, ...]:
+    """``options`` (per unit an index into its ``detail``) with ties broken; O(units · options · wires at each)."""
+    ties = _Ties(problem, options)
+    moved = True
+    while moved:
+        moved = sum(ties.move(unit) for unit in reversed(ties.units)) > 0
+    return tuple(int(u.index[k]) for u, k in zip(problem.units, ties.chosen, strict=True))
+
+
+class _Ties:
+    """A choice that is changed one unit at a time."""
+
+    def __init__(self, problem: FeatureProblem, options: Sequence[int]) -> None:
+        self.problem = problem
+        self.chosen: list[int] = [
+            n.index.tolist().index(k) for n, k in zip(problem.units, options, strict=True)
+        ]
+        self.units = _from_the_batch(problem)
+        self.wires: dict[int, list[int]] = {unit.index: [] for unit in self.units}
+        for w, wire in enumerate(problem.space.wires):
+            for index in {wire.producer, *(reader for reader, _ in wire.readers)}:
+                if index in self.wires:
+                    self.wires[index].append(w)
+        self._bridges: dict[tuple[int, int, int], BridgeTable] = {}
+
+    def move(self, unit: Unit) -> bool:
+        """To the way with the least data among those that cost no more; whether there is a better one."""
+        index = unit.index
+        before = best = self.chosen[index]
+        data = _data(self.problem, unit)
+        cost = self._cost(index)
+        for k in np.flatnonzero(data < data[before] * (1 - EQUAL)).tolist():
+            self.chosen[index] = k
+            if data[k] < data[best] and all(
+                new <= old * (1 + EQUAL) for new, old in zip(self._cost(index), cost, strict=True)
+            ):
+                best = k
+        self.chosen[index] = best
+        return best != before
+
+    def _cost(self, index: int) -> tuple[float, float, float]:
+        """(seconds, bytes, largest buffer) of a unit and its bridges."""
+        numbers, k = self.problem.units[index], self.chosen[index]
+        seconds, held, buffer = float(numbers.seconds[k]), float(numbers.bytes[k]), 0.0
+        for w in self.wires[index]:
+            wire = self.problem.space.wires[w]
+            source = self._code(wire.producer, wire.output, made=True)
+            needs = {self._code(unit, operand, made=False) for unit, operand in wire.readers}
+            found = [self._bridge(w, source, need) for need in needs]
+            seconds += sum(float(bridge.seconds[0, 0]) for bridge in found)
+            seconds += sum(np.inf for bridge in found if not bridge.allowed[0, 0])
+            held += sum(float(bridge.copies[0, 0]) for bridge in found)
+            buffer = max(buffer, sum(float(bridge.buffers[0, 0]) for bridge in found))
+        return seconds, held, buffer
+
+    def _code(self, unit: int, tensor: int, *, made: bool) -> int:
+        numbers = self.problem.units[unit]
+        return int((numbers.outputs if made else numbers.inputs)[tensor][self.chosen[unit]])
+
+    def _bridge(self, wire: int, source: int, need: int) -> BridgeTable:
+        key = wire, source, need
+        if key not in self._bridges:
+            self._bridges[key] = self.problem.table(wire, [source], [need])
+        return self._bridges[key]
+
+
+def _from_the_batch(problem: FeatureProblem) -> list[Unit]:
+    """Batch leaves, and ops without gradients that read what comes from them; in the graph's order."""
+    space = problem.space
+    needs_grad = space.graph.needs_grad
+    readers: dict[int, set[int]] = {}
+    for wire in space.wires:
+        readers.setdefault(wire.producer, set()).update(unit for unit, _ in wire.readers)
+    found = {unit.index for unit in space.units if unit.kind == "batch"}
+    waiting = list(found)
+    while waiting:
+        for index in readers.get(waiting.pop(), set()) - found:
+            unit = space.units[index]
+            if unit.kind == "op" and not any(name in needs_grad for name in unit.members):
+                found.add(index)
+                waiting.append(index)
+    leaves = [unit for unit in space.units if unit.kind == "batch"]
+    return leaves + [unit for unit in space.units if unit.index in found and unit.kind == "op"]
+
+
+def _data(problem: FeatureProblem, unit: Unit) -> FloatArray:
+    """Bytes of the tensors that a rank reads and makes, per option. Shape [options]."""
+    numbers = problem.units[unit.index]
+    assert isinstance(numbers.detail, Options)
+    read = np.array([bytes_of(spec, problem.symbols) for spec in unit.operands])
+    made = np.array([bytes_of(spec, problem.symbols) for spec in unit.outputs])
+    found: FloatArray = numbers.detail.operand_share @ read + numbers.detail.output_share @ made
+    return found[numbers.index]

@@ -1,0 +1,299 @@
+"""Free placement as an integer program: exact on coarse problems, and over a few units of larger ones.
+
+    x[u,d] ∈ {0,1}, Σ_d x[u,d] = 1                      unit u on device d
+    s[e,a,b] ≥ 0                                        net e is sent from a to b
+    s[e,a,b] ≤ x[p,a]                                   only from where its producer p is
+    Σ_a s[e,a,b] ≥ x[r,b] - x[p,b]  for its readers r   to where a reader is and the producer is not
+    Σ_b s[e,a,b] ≥ x[p,a] - x[r,a]                      implied for whole numbers; tightens the relaxation
+    h[i,d] ≥ x[u,d]  for units u of tie i               device d holds a copy of its state
+    T ≥ Σ_u seconds[d,u]·x[u,d] + Σ_e,b pair(e,d,b)·(s[e,d,b] + s[e,b,d]) + Σ_i tie_seconds[d,i]·h[i,d]
+    Σ_u bytes[u]·x[u,d] + Σ_e,a received[e]·s[e,a,d] + Σ_i bytes[i]·h[i,d] ≤ capacity[d]
+    minimize T,  bound ≤ T ≤ value
+
+The sums of ties' gradients are left out: they only add, so bounds hold, and solutions are valued by ``evaluate``. Of
+interchangeable devices the first takes the heaviest unit that any of them has. Units that are fixed are constants, so a
+neighbourhood is a small program. The incumbent is given to the solver as its start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pulp
+
+from passes.search.free.problem import FreeProblem
+
+MOST_TERMS = 60_000
+"""Nonzeros beyond which building and presolving takes longer than a round may."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """``home``: None if nothing better was found. ``bound_seconds``: no placement of this program's space is below."""
+
+    home: tuple[int, ...] | None
+    bound_seconds: float
+    optimal: bool
+
+
+def program_terms(problem: FreeProblem, free: Collection[int] | None = None) -> int:
+    """About how many nonzeros the program has."""
+    chosen = None if free is None else set(free)
+    k, count = problem.devices, 0
+    for net in problem.nets:
+        touched = [u for u in (net.producer, *net.readers) if chosen is None or u in chosen]
+        if touched:
+            count += len(touched) * k * (k + 2) + 4 * k * k
+    return count + 3 * k * (problem.units if chosen is None else len(chosen))
+
+
+def solve_program(
+    problem: FreeProblem,
+    home: Sequence[int],
+    value_seconds: float,
+    *,
+    free: Collection[int] | None = None,
+    bound_seconds: float = 0.0,
+    limit_seconds: float = 10.0,
+    gap: float = 1e-6,
+) -> Solution:
+    """Place the ``free`` units (all if None) at best, the others as ``home`` says.
+
+    ``home`` is the incumbent, of ``value_seconds``; if it is legal it is the solver's start.
+    """
+    if value_seconds <= 0 or not math.isfinite(value_seconds):
+        return Solution(None, bound_seconds, False)
+    program = _Program(problem, home, value_seconds, free, bound_seconds)
+    return program.solve(limit_seconds, gap)
+
+
+class _Program:
+    def __init__(
+        self,
+        problem: FreeProblem,
+        home: Sequence[int],
+        value: float,
+        free: Collection[int] | None,
+        bound: float,
+    ) -> None:
+        self.problem, self.home, self.value, self.bound = problem, list(home), value, bound
+        self.scale = 100.0 / value
+        self.free = set(range(problem.units)) if free is None else set(free)
+        self.whole = free is None
+        self.devices = range(problem.devices)
+        self.heaviest: list[int] = np.argsort(-problem.seconds.min(axis=0), kind="stable").tolist()
+        self.groups = alike(problem) if self.whole else []
+        for group in self.groups:  # the start must obey ``_symmetry``
+            renamed = _first_come(group, self.home, self.heaviest)
+            self.home = [renamed.get(d, d) for d in self.home]
+        self.lp = pulp.LpProblem("free_placement", pulp.LpMinimize)
+        self.start: dict[str, float] = {}
+        self.top = self._variable("T", bound * self.scale * (1 - 1e-9), 100.0 * (1 + 1e-7), 100.0)
+        self.lp.setObjective(pulp.LpAffineExpression({self.top: 1.0}))
+        self.x: dict[tuple[int, int], Any] = {}
+        self.load: list[dict[Any, float]] = [{self.top: -1.0} for _ in self.devices]
+        self.fixed_load = [0.0 for _ in self.devices]
+        self.memory: list[dict[Any, float]] = [{} for _ in self.devices]
+        self.fixed_memory = [0.0 for _ in self.devices]
+        self._units()
+        for e in range(len(problem.nets)):
+            self._net(e)
+        for tie in range(len(problem.ties)):
+            self._tie(tie)
+        if self.whole:
+            self._symmetry()
+        self._devices()
+
+    def _variable(self, name: str, low: float, high: float | None, start: float, cat: str = "") -> Any:
+        self.start[name] = start
+        return pulp.LpVariable(name, low, high, cat=cat or pulp.LpContinuous)
+
+    def _row(self, terms: dict[Any, float], sense: int, value: float) -> None:
+        self.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, rhs=value))
+
+    def _on(self, unit: int, device: int) -> tuple[Any, float]:
+        """(variable or None, constant) that says whether the unit is on the device."""
+        if unit in self.free:
+            return self.x[unit, device], 0.0
+        return None, float(self.home[unit] == device)
+
+    def _units(self) -> None:
+        problem = self.problem
+        for u in range(problem.units):
+            if u not in self.free:
+                d = self.home[u]
+                self.fixed_load[d] += float(problem.seconds[d, u]) * self.scale
+                self.fixed_memory[d] += float(problem.unit_bytes[u])
+                continue
+            for d in self.devices:
+                seconds = float(problem.seconds[d, u])
+                possible = bool(problem.allowed[d, u]) and seconds <= self.value * (1 + 1e-9)
+                here = float(self.home[u] == d)
+                x = self._variable(f"x_{u}_{d}", 0, float(possible), here, pulp.LpInteger)
+                self.x[u, d] = x
+                self.load[d][x] = seconds * self.scale
+                self.memory[d][x] = float(problem.unit_bytes[u])
+            self._row({self.x[u, d]: 1.0 for d in self.devices}, pulp.LpConstraintEQ, 1.0)
+
+    def _net(self, e: int) -> None:
+        problem, net = self.problem, self.problem.nets[e]
+        members = (net.producer, *net.readers)
+        if not any(u in self.free for u in members):
+            source = self.home[net.producer]
+            for b in {self.home[r] for r in net.readers} - {source}:
+                pair = problem.pair_seconds(e, source, b) * self.scale
+                self.fixed_load[source] += pair
+                self.fixed_load[b] += pair
+                self.fixed_memory[b] += float(problem.received_bytes[e])
+            return
+        sources = list(self.devices) if net.producer in self.free else [self.home[net.producer]]
+        targets = self._targets(net.readers)
+        sent: dict[tuple[int, int], Any] = {}
+        start_home = self.home[net.producer]
+        start_targets = {self.home[r] for r in net.readers}
+        for a in sources:
+            for b in targets:
+                if a == b:
+                    continue
+                start = float(a == start_home and b in start_targets)
+                s = sent[a, b] = self._variable(f"s_{e}_{a}_{b}", 0, 1, start)
+                pair = problem.pair_seconds(e, a, b) * self.scale
+                self.load[a][s] = self.load[a].get(s, 0.0) + pair
+                self.load[b][s] = self.load[b].get(s, 0.0) + pair
+                if problem.received_bytes[e]:
+                    self.memory[b][s] = float(problem.received_bytes[e])
+                if net.producer in self.free:
+                    self._row({s: 1.0, self.x[net.producer, a]: -1.0}, pulp.LpConstraintLE, 0.0)
+        for r in net.readers:
+            for d in self.devices:
+                self._reader(sent, net.producer, r, d)
+
+    def _targets(self, readers: Sequence[int]) -> list[int]:
+        if any(r in self.free for r in readers):
+            return list(self.devices)
+        return sorted({self.home[r] for r in readers})
+
+    def _reader(self, sent: dict[tuple[int, int], Any], producer: int, reader: int, d: int) -> None:
+        """Arrivals at d for the reader, departures from d for the producer."""
+        mine, mine_constant = self._on(reader, d)
+        made, made_constant = self._on(producer, d)
+        for sign, arcs in (
+            (1.0, [s for (_, b), s in sent.items() if b == d]),
+            (-1.0, [s for (a, _), s in sent.items() if a == d]),
+        ):
+            terms: dict[Any, float] = dict.fromkeys(arcs, 1.0)
+            if mine is not None:
+                terms[mine] = terms.get(mine, 0.0) - sign
+            if made is not None:
+                terms[made] = terms.get(made, 0.0) + sign
+            constant = sign * (mine_constant - made_constant)
+            if mine is None and made is None and constant <= 0:
+                continue
+            self._row(terms, pulp.LpConstraintGE, constant)
+
+    def _tie(self, tie: int) -> None:
+        problem, members = self.problem, self.problem.ties[tie]
+        fixed = {self.home[u] for u in members if u not in self.free}
+        moving = [u for u in members if u in self.free]
+        for d in self.devices:
+            seconds, held_bytes = float(problem.tie_seconds[d, tie]), float(problem.tie_bytes[tie])
+            if d in fixed:
+                self.fixed_load[d] += seconds * self.scale
+                self.fixed_memory[d] += held_bytes
+            elif moving:
+                start = float(any(self.home[u] == d for u in moving))
+                held = self._variable(f"h_{tie}_{d}", 0, 1, start)
+                self.load[d][held] = seconds * self.scale
+                self.memory[d][held] = held_bytes
+                for u in moving:
+                    self._row({held: 1.0, self.x[u, d]: -1.0}, pulp.LpConstraintGE, 0.0)
+
+    def _symmetry(self) -> None:
+        """Of devices that are alike, the i-th takes none of the first i heaviest units."""
+        for group in self.groups:
+            for place, u in enumerate(self.heaviest[: len(group) - 1]):
+                for d in group[place + 1 :]:
+                    self.x[u, d].upBound = 0
+
+    def _devices(self) -> None:
+        for d in self.devices:
+            self._row(self.load[d], pulp.LpConstraintLE, -self.fixed_load[d])
+            capacity = float(self.problem.capacity_bytes[d])
+            if math.isfinite(capacity) and self.memory[d]:
+                size = max(capacity, 1.0)
+                terms = {v: used / size for v, used in self.memory[d].items() if used}
+                if terms:
+                    self._row(terms, pulp.LpConstraintLE, (capacity - self.fixed_memory[d]) / size)
+
+    def solve(self, seconds: float, gap: float) -> Solution:
+        """As :func:`solve_program`."""
+        solver = pulp.HiGHS(msg=False, threads=1, timeLimit=max(0.05, seconds), gapRel=gap)
+        solver.callSolver = self._run
+        self.lp.solve(solver)
+        if self.lp.sol_status == pulp.LpSolutionInfeasible:
+            return Solution(
+                None, self.value, True
+            )  # nothing is as good as what is known, which then is the best
+        information = self.lp.solverModel.getInfo()
+        proved = float(information.mip_dual_bound) / self.scale
+        proved = (
+            min(max(self.bound, proved * (1 - 1e-8)), self.value) if math.isfinite(proved) else self.bound
+        )
+        optimal = self.lp.sol_status == pulp.LpSolutionOptimal
+        if information.primal_solution_status != 2:  # kSolutionStatusFeasible
+            return Solution(None, proved, optimal)
+        found = self.home.copy()
+        for u in self.free:
+            found[u] = int(np.argmax([self.x[u, d].value() or 0.0 for d in self.devices]))
+        return Solution(tuple(found), proved, optimal)
+
+    def _run(self, lp: Any) -> None:
+        """Give the incumbent to the solver, then run it."""
+        variables = lp.variables()
+        values = np.array([self.start[v.name] for v in variables])
+        lp.solverModel.setSolution(len(values), np.arange(len(values), dtype=np.int32), values)
+        lp.solverModel.run()
+
+
+def alike(problem: FreeProblem) -> list[list[int]]:
+    """Groups of two or more devices that may change names: equal seconds, links, memory and pins."""
+    groups: list[list[int]] = []
+    for d in range(problem.devices):
+        for group in groups:
+            if _interchangeable(problem, group[0], d):
+                group.append(d)
+                break
+        else:
+            groups.append([d])
+    return [group for group in groups if len(group) > 1]
+
+
+def _interchangeable(problem: FreeProblem, a: int, b: int) -> bool:
+    if problem.capacity_bytes[a] != problem.capacity_bytes[b]:
+        return False
+    swapped = np.arange(problem.devices)
+    swapped[[a, b]] = swapped[[b, a]]
+    return all(
+        np.array_equal(x, y)
+        for x, y in (
+            (problem.seconds[a], problem.seconds[b]),
+            (problem.tie_seconds[a], problem.tie_seconds[b]),
+            (problem.allowed[a], problem.allowed[b]),
+            (problem.latency, problem.latency[np.ix_(swapped, swapped)]),
+            (problem.seconds_per_byte, problem.seconds_per_byte[np.ix_(swapped, swapped)]),
+        )
+    )
+
+
+def _first_come(group: Sequence[int], home: Sequence[int], order: Sequence[int]) -> dict[int, int]:
+    """Names of alike devices by the first unit of ``order`` that each has."""
+    taken: list[int] = []
+    for u in order:
+        if home[u] in group and home[u] not in taken:
+            taken.append(home[u])
+    taken += [d for d in group if d not in taken]
+    return dict(zip(taken, group, strict=True))

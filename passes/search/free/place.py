@@ -1,0 +1,259 @@
+"""The free search: any op on any device.
+
+    OpGraph ─► units ─► placements by cuts, moves and integer programs ─► the best simulated as programs
+            ─► moved while the simulated step gets shorter ─► the best that fits is the plan, with its certificate
+
+The layer-wise plan and whatever else is given as a start are candidates too: the plan is never worse than they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cost_models.cluster import ClusterSpec
+from passes.costs.costs import GraphCosts
+from passes.graph.graph import OpGraph
+from passes.search.certificate import Certificate, OpTimes, relative_gap, simulated_lower_bound
+from passes.search.free.choices import accepted_counts, infeasible, resolved_pins, usable_starts
+from passes.search.free.judge import MOVED, FreeJudge
+from passes.search.free.model import FreeModel, read_free_model
+from passes.search.free.problem import evaluate
+from passes.search.free.request import (
+    FreeCandidate,
+    FreeRequest,
+    FreeResult,
+    Objective,
+    SimulatedFree,
+    SimulateFree,
+)
+from passes.search.free.search import CountSearch
+
+__all__ = [
+    "FreeCandidate",
+    "FreeRequest",
+    "FreeResult",
+    "Objective",
+    "SimulateFree",
+    "SimulatedFree",
+    "place_free",
+]
+
+log = logging.getLogger("partitioner")
+
+LEAST_SECONDS, MOST_SECONDS, CHOICES_PER_SECOND = 8.0, 40.0, 50
+"""Where the request has no limit: more for more ops times devices. Small graphs are done before."""
+FIRST_COUNTS = 6
+"""Numbers of micro-batches that are looked at first, spread over all; then those beside the best."""
+DEEP_COUNTS = 3
+"""Of which placements are searched for in depth."""
+WORTH_DEPTH = 1.25
+"""How much slower than the best another number may be predicted to be searched too."""
+SEARCH_SHARE, SIMULATE_SHARE = 0.5, 0.75
+"""Parts of the time after which searching, and simulating what was found, end; the rest is for climbing."""
+SIMULATIONS_LEFT = 2.5
+"""As many are left time for when the search ends, where one is long."""
+MEMORY_ROUNDS = 4
+ROOM_LEFT = 0.97
+"""How full a further search may make a device, if the estimate is as far off as it was where it overflowed."""
+PROVED = 1e-6
+"""The gap below which nothing is left to prove."""
+LATE = 0.98
+"""Of the time limit: a search that took so much of it was ended by it."""
+THROUGHPUT = "busiest device, messages included"
+LATENCY = "makespan of one micro-batch, list schedule"
+
+
+def place_free(
+    graph: OpGraph,
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    request: FreeRequest,
+    recomputed: frozenset[str],
+    simulate: SimulateFree,
+    starts: Sequence[FreeCandidate] = (),
+) -> FreeResult:
+    """Search, simulate the best candidates and their neighbours, return the best that fits.
+
+    ``recomputed``: ops that every segment runs for itself; they have no rank. ``starts`` are simulated first. Raises
+    ``UsageError`` for pins that cannot hold, ``InfeasibleError`` if nothing fits.
+    """
+    started = time.perf_counter()
+    choices = len(graph) * len(cluster.devices)
+    limit = request.time_limit_seconds or min(MOST_SECONDS, LEAST_SECONDS + choices / CHOICES_PER_SECOND)
+    counts = accepted_counts(graph, request)
+    pins = resolved_pins(graph, recomputed, request, cluster)
+    work_size = max(1, request.batch_size // counts[-1])
+    model = read_free_model(
+        graph, costs, cluster, recomputed, request.optimizer, request.precision, pins, work_size
+    )
+    judge = FreeJudge(simulate, [device.memory_bytes for device in cluster.devices])
+    first = usable_starts(model, starts, counts)
+    for start in first:
+        judge.candidate(start)
+    searches: list[CountSearch] = []
+    scale = 1.0
+    for number in range(MEMORY_ROUNDS):
+        left = started + limit - time.perf_counter()
+        if number and left < 0.1 * limit and judge.best() is not None:
+            break
+        begun = time.perf_counter()
+        room = max(0.1 * left, left - SIMULATIONS_LEFT * judge.each_seconds)
+        searches = _search(model, request, counts, first, scale, begun + min(SEARCH_SHARE * left, room))
+        _simulate(judge, searches, request, begun + SIMULATE_SHARE * left, started + limit)
+        missed = _missed(judge)
+        if missed is None:
+            break
+        scale *= ROOM_LEFT * _estimated_share(judge, missed)
+        log.info("the fastest placements overflow; searching again with %.0f%% of the memory", 100 * scale)
+    if judge.best() is None:
+        raise infeasible(graph, cluster, request, judge)
+    climbed = judge.climb(started + limit, seed=0)
+    best = judge.best()
+    assert best is not None
+    spent = time.perf_counter() - started
+    log.info("free search: %d simulated, %d while climbing, %.2f s", len(judge.tried), climbed, spent)
+    told = [s for s in judge.tried if s is best or s.candidate.description != MOVED]
+    tried = tuple(sorted(told, key=lambda s: s.step_seconds))
+    certificate = _certificate(model, request, counts, best, searches, spent)
+    if certificate.gap > PROVED and spent > LATE * limit:
+        certificate = replace(certificate, solver_status="time limit")
+    return FreeResult(best, tried, certificate)
+
+
+def _search(
+    model: FreeModel,
+    request: FreeRequest,
+    counts: Sequence[int],
+    starts: Sequence[FreeCandidate],
+    scale: float,
+    deadline: float,
+) -> list[CountSearch]:
+    """The best numbers of micro-batches, searched in depth; best predicted first."""
+    looked: dict[int, tuple[float, CountSearch]] = {}
+
+    def look(count: int) -> None:
+        if count in looked:
+            return
+        search = CountSearch(model, request.batch_size, count, capacity_scale=scale)
+        for start in starts:
+            search.offer(model.home_of(start.rank_of, search.problem), start.description or "start")
+        looked[count] = search.start(), search
+
+    spread = np.unique(np.linspace(0, len(counts) - 1, FIRST_COUNTS).round().astype(int)).tolist()
+    for count in [*(start.microbatches for start in starts), *(counts[i] for i in spread)]:
+        if looked and time.perf_counter() > deadline:
+            break
+        look(count)
+    for _ in range(2):
+        best_count = min(looked, key=lambda count: looked[count][0])
+        at = counts.index(best_count)
+        for beside in counts[max(0, at - 1) : at + 2]:
+            if time.perf_counter() < deadline:
+                look(beside)
+    ranked = sorted(looked.values(), key=lambda pair: pair[0])
+    worth = [search for seconds, search in ranked if seconds <= WORTH_DEPTH * ranked[0][0]][:DEEP_COUNTS]
+    for number, search in enumerate(worth):
+        now = time.perf_counter()
+        for other in worth[:number]:  # what is good for one number is worth a look for the next
+            for found in other.ranked(request.simulations):
+                search.offer(found.home, found.name)
+        if now < deadline:
+            latency = request.objective == "latency"
+            search.run(now + (deadline - now) / (len(worth) - number), latency=latency)
+    return worth
+
+
+def _simulate(
+    judge: FreeJudge, searches: Sequence[CountSearch], request: FreeRequest, deadline: float, end: float
+) -> None:
+    """The best of each number of micro-batches, in the order of their predictions; the first up to the very ``end``."""
+    chosen = [
+        (search.predict(found.home), number, search, found)
+        for number, search in enumerate(searches)
+        for found in search.ranked(request.simulations)
+    ]
+    for _, _, search, found in sorted(chosen, key=lambda each: each[:2]):
+        late = time.perf_counter() + judge.each_seconds > (deadline if judge.homes else end)
+        if late and judge.best() is not None:
+            return
+        if not judge.seen(search, found.home):
+            judge.placement(search, found.home, found.name)
+
+
+def _missed(judge: FreeJudge) -> SimulatedFree | None:
+    """The placement that overflows least, if one of them is faster than all that fit."""
+    best = judge.best()
+    seconds = math.inf if best is None else best.step_seconds
+    over = [
+        judge.tried[i]
+        for i in judge.homes
+        if judge.overflow_bytes(judge.tried[i]) > 0 and judge.tried[i].step_seconds * 1.01 < seconds
+    ]
+    return min(over, key=judge.overflow_bytes, default=None)
+
+
+def _estimated_share(judge: FreeJudge, missed: SimulatedFree) -> float:
+    """Estimated / simulated bytes, the least of all devices that overflow; below 1."""
+    search, home = next(judge.homes[i] for i in judge.homes if judge.tried[i] is missed)
+    estimated = evaluate(search.problem, home).memory_bytes.tolist()
+    shares = [
+        held / peak
+        for held, peak, room in zip(estimated, missed.peak_memory_bytes, judge.capacity_bytes, strict=True)
+        if peak > room
+    ]
+    return float(min([1.0, *shares]))
+
+
+def _times(model: FreeModel, batch_size: int, microbatches: int) -> OpTimes:
+    return model.layers.smallest_times(batch_size, microbatches, model.cluster.devices)
+
+
+def _certificate(
+    model: FreeModel,
+    request: FreeRequest,
+    counts: Sequence[int],
+    best: SimulatedFree,
+    searches: Sequence[CountSearch],
+    search_seconds: float,
+) -> Certificate:
+    """About the number of micro-batches that won: the surrogate of the placement, and what none can beat."""
+    m = best.candidate.microbatches
+    search = next((s for s in searches if s.microbatches == m), None)
+    if search is None:
+        search = CountSearch(model, request.batch_size, m)
+    devices = model.cluster.devices
+    lower = min(simulated_lower_bound(_times(model, request.batch_size, count), count) for count in counts)
+    ops = np.arange(len(model.layers.names))
+    home = [best.candidate.rank_of[name] for name in model.layers.names]
+    if request.objective == "latency":
+        objective, name = search.predict(model.home_of(best.candidate.rank_of, search.problem)), LATENCY
+        bound = simulated_lower_bound(_times(model, request.batch_size, m), m)
+        method = "longest path, work, largest op"
+    else:
+        objective = evaluate(model.problem(ops, request.batch_size, m), home).objective_seconds
+        bound, method, name = search.bound.seconds, search.bound.method, THROUGHPUT
+    fitting = " whose memory is estimated to fit" if method.startswith("integer program") else ""
+    if bound > objective * (1 + PROVED) and not fitting:
+        log.warning("the bound by %s, %.6g s, is above what was found, %.6g s", method, bound, objective)
+    bound = min(bound, objective)
+    gap = relative_gap(objective, bound)
+    return Certificate(
+        objective=name,
+        objective_seconds=objective,
+        bound_seconds=bound,
+        gap=gap,
+        simulated_lower_bound_seconds=lower,
+        space=(
+            f"every placement{fitting} of {search.exact.units} units ({len(ops)} ops; what must share a device is one) "
+            f"on {len(devices)} devices, {m} micro-batches; searched over {search.problem.units} units"
+        ),
+        method=f"{', '.join(dict.fromkeys(search.methods)) or 'starts'}; bound: {method}",
+        solver_status="optimal" if gap <= PROVED else "stalled",
+        search_seconds=search_seconds,
+    )

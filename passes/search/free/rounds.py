@@ -1,0 +1,195 @@
+"""The free search over several graphs: the model's own first, then shapes of blocks that may win, then their sizes anew.
+
+    the layer-wise plan ─► as it is (half of the time) ─► the best shapes, each cut again by how busy its devices were
+                        ─► the fastest of all, its segments merged
+
+Shapes are estimated before a graph is rewritten (``passes.search.free.shapes``); none is made that the estimate puts far
+behind what is known, or that would not be ready in time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError
+from passes.costs.costs import GraphCosts
+from passes.graph.graph import OpGraph
+from passes.graph.verify import verify_graph
+from passes.search.free.choices import accepted_counts
+from passes.search.free.outcome import fastest
+from passes.search.free.request import FreeRequest
+from passes.search.free.shapes import Shape, equalized, family_seconds, shapes
+from passes.search.free.splits import automatic_families, given_splits, proportional
+from passes.search.free.variants import (
+    Attempt,
+    TimeBudget,
+    Variant,
+    means_something,
+    place_variant,
+    split_variant,
+)
+from passes.search.placed import Placed
+
+log = logging.getLogger("partitioner")
+
+WHOLE_SHARE, ALONE_SHARE = 0.55, 0.93
+"""Of the time after the layer-wise plan: for the graph as it is, where shapes may come after it, or nothing but merging."""
+MOST_SHAPES, FEW_SHAPES, MOST_CUTS = 6, 2, 2
+"""Shapes in the time that is left, or where there is no limit; how often each is cut again."""
+SHAPE_SHARE = 0.35
+"""Of the time that is left: for the next search of a shape."""
+PROMISING = 1.15
+"""Times what is known: a shape that is estimated to be slower is not made."""
+CUT_AGAIN = 1.1
+"""Times what is known: the best of a shape may be as slow as this to be cut again."""
+LEAST_CHANGE = 0.01
+"""Of a family: blocks that would change by less are left."""
+MAKING_PER_OP = 1.5e-3
+"""Seconds that splitting and costs take for each op of the graph that is made, before one was made (empirically)."""
+LEAST_SECONDS = 0.3
+"""A search of a shape is not worth less."""
+
+
+def place_rounds(
+    graph: OpGraph,
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    request: FreeRequest,
+    start: Placed | None,
+    budget: TimeBudget,
+) -> Placed:
+    """The fastest of everything. Raises InfeasibleError where nothing fits."""
+    rounds = _Rounds(graph, costs, cluster, request, start, budget)
+    if request.splits:
+        rounds.attempt(split_variant(graph, cluster, given_splits(graph, request.splits)), ALONE_SHARE)
+    else:
+        rounds.run()
+    if not rounds.found and start is None:
+        raise rounds.failures[0]
+    return fastest(rounds.found, start, cluster, budget)
+
+
+@dataclass(eq=False)
+class _Rounds:
+    graph: OpGraph
+    costs: GraphCosts
+    cluster: ClusterSpec
+    request: FreeRequest
+    start: Placed | None
+    budget: TimeBudget
+    found: list[Attempt] = field(default_factory=list)
+    failures: list[InfeasibleError] = field(default_factory=list)
+    making_per_op: float = MAKING_PER_OP
+
+    def run(self) -> None:
+        """The graph as it is, then shapes, each with other sizes too."""
+        ranked = self.ranked()
+        known = self.best_seconds
+        may_win = [shape for shape in ranked if shape.seconds < PROMISING * known]
+        self.attempt(Variant(self.graph, self.costs), WHOLE_SHARE if may_win else ALONE_SHARE)
+        worth = [shape for shape in may_win if shape.seconds < PROMISING * self.best_seconds]
+        if ranked:
+            text = "%d of %d shapes of blocks may win: %.4g s estimated, %.4g s known"
+            log.info(text, len(worth), len(ranked), ranked[0].seconds, self.best_seconds)
+        first: dict[object, Shape] = {}
+        for shape in worth:  # those that differ in sizes alone are cut again
+            first.setdefault((shape.families, shape.ranks), shape)
+        most = MOST_SHAPES if self.budget.limited else FEW_SHAPES
+        for shape in list(first.values())[:most]:
+            if shape.seconds >= PROMISING * self.best_seconds:
+                break
+            found = self.shape(shape, SHAPE_SHARE)
+            for _ in range(MOST_CUTS):
+                if found is None or found.scheduled.seconds > CUT_AGAIN * self.best_seconds:
+                    break
+                again = self.cut_again(found)
+                other = None if again is None else self.shape(again, SHAPE_SHARE, found)
+                found = (
+                    other if other is not None and other.scheduled.seconds < found.scheduled.seconds else None
+                )
+
+    def ranked(self) -> list[Shape]:
+        """All shapes, best estimated first; none where nothing is to be split."""
+        if not self.request.split:
+            return []
+        chosen = automatic_families(self.graph, self.costs, self.cluster)
+        if not chosen:
+            return []
+        counts = accepted_counts(self.graph, self.request)
+        return shapes(self.graph, self.costs, self.cluster, self.request, counts, chosen)
+
+    @property
+    def best_seconds(self) -> float:
+        """Of the fastest known step."""
+        known = [attempt.scheduled.seconds for attempt in self.found]
+        return min(
+            known if self.start is None else [*known, self.start.realized.simulation.step_seconds],
+            default=math.inf,
+        )
+
+    def shape(self, shape: Shape, share: float, like: Attempt | None = None) -> Attempt | None:
+        """A shape placed; None where there is no time, no placement, or a pin names nothing of it."""
+        blocks = sum(
+            len(family.ops) * len(sizes) for family, sizes in zip(shape.families, shape.sizes, strict=True)
+        )
+        making = self.making_per_op * (len(self.graph) + 4 * blocks)
+        if self.budget.left_seconds < 1.5 * making + LEAST_SECONDS / share:
+            return None
+        began = time.perf_counter()
+        alone = self.request.batch_size % shape.microbatches == 0
+        size = self.request.batch_size // shape.microbatches if alone else None
+        variant = replace(split_variant(self.graph, self.cluster, shape.splits, size), shape=shape)
+        self.making_per_op = (time.perf_counter() - began) / len(variant.graph)
+        if not all(means_something(glob, variant.graph) for glob in self.request.pins):
+            return None
+        return self.attempt(variant, share, like)
+
+    def attempt(self, variant: Variant, share: float, like: Attempt | None = None) -> Attempt | None:
+        """Place a variant in a share of the time that is left."""
+        verify_graph(variant.graph, after="split")
+        request = self.budget.part(self.request, share)
+        if variant.shape is not None:
+            request = replace(request, microbatches=variant.shape.microbatches)
+        whole = next((attempt for attempt in self.found if not attempt.variant.splits), None)
+        before = [a.search.best.candidate for a in (like, whole) if a is not None]
+        try:
+            found = place_variant(variant, self.cluster, request, self.start, before, self.budget)
+        except InfeasibleError as error:
+            self.failures.append(error)
+            return None
+        self.found.append(found)
+        log.info("%s: step %.4g s", found.description, found.scheduled.seconds)
+        return found
+
+    def cut_again(self, attempt: Attempt) -> Shape | None:
+        """Sizes with which the devices would be as busy as each other, if only blocks changed; None if they are so.
+
+        busy[k] = x[k]·ΣT[f, k] + fixed[k] as simulated.
+        """
+        shape = attempt.variant.shape
+        if shape is None:
+            return None
+        seconds = family_seconds(
+            self.graph, self.costs, self.cluster, self.request, shape.microbatches, shape.families
+        )
+        total = seconds.whole.sum(axis=0)[list(shape.ranks)]
+        units = np.array([family.units for family in shape.families])
+        share = np.mean([_shares(sizes, len(shape.ranks)) for sizes in shape.sizes], axis=0)
+        busy = np.array(attempt.scheduled.realized.simulation.busy_seconds)[list(shape.ranks)]
+        wanted = equalized(total.tolist(), np.maximum(busy - share * total, 0.0).tolist())
+        if np.abs(np.array(wanted) - share).max() < LEAST_CHANGE:
+            return None
+        kept = [max(x, 1e-9) for x in wanted]
+        sizes = tuple(proportional(int(n), kept) for n in units)
+        return None if sizes == shape.sizes else replace(shape, sizes=sizes)
+
+
+def _shares(sizes: Sequence[int], count: int) -> list[float]:
+    return [size / sum(sizes) for size in sizes] + [0.0] * (count - len(sizes))

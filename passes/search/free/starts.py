@@ -1,0 +1,148 @@
+"""Placements to begin with: one device, contiguous splits, modules apart, and each task where it ends soonest."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from passes.search.free.makespan import TaskGraph
+from passes.search.free.problem import FloatArray, FreeProblem, IntArray
+
+Home = tuple[int, ...]
+MAX_DEPTH = 4
+"""Of module paths, whose modules are placed apart."""
+MAX_GROUPS = 4096
+MAX_RUN_COUNTS = 6
+"""Numbers of runs that are tried, from two to one for each device."""
+BISECTIONS = 40
+
+
+def all_starts(
+    problem: FreeProblem, tasks: TaskGraph, unit_of_task: IntArray, modules: Sequence[str]
+) -> list[tuple[Home, str]]:
+    """Distinct placements that obey pins, each with its name."""
+    found: dict[Home, str] = {}
+    named = itertools.chain(
+        one_device(problem),
+        [(earliest_finish(problem, tasks, unit_of_task), "earliest finish")],
+        contiguous(problem, modules),
+        modules_apart(problem, modules),
+    )
+    for home, name in named:
+        found.setdefault(obeying(problem, home), name)
+    return list(found.items())
+
+
+def obeying(problem: FreeProblem, home: Sequence[int]) -> Home:
+    """``home`` with every unit that may not be there on its fastest device that it may be on."""
+    where = np.asarray(home, dtype=np.int64)
+    wrong = ~problem.allowed[where, np.arange(problem.units)]
+    fastest = np.where(problem.allowed, problem.seconds, np.inf).argmin(axis=0)
+    return tuple(np.where(wrong, fastest, where).tolist())
+
+
+def one_device(problem: FreeProblem) -> Iterator[tuple[Home, str]]:
+    """All units on each of the devices, of those that are as fast and as large on the first."""
+    seen: set[tuple[float, float]] = set()
+    for d, seconds in enumerate(problem.seconds.sum(axis=1).tolist()):
+        kind = seconds, float(problem.capacity_bytes[d])
+        if kind not in seen:
+            yield (d,) * problem.units, f"all on rank {d}"
+        seen.add(kind)
+
+
+def contiguous(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[Home, str]]:
+    """Runs that take equally long, of the program's order and of the modules', on the fastest devices."""
+    speed = problem.seconds.sum(axis=1)
+    fastest = np.argsort(speed, kind="stable").tolist()
+    first: dict[str, int] = {}
+    for path in modules:
+        first.setdefault(path, len(first))
+    by_module = np.array(sorted(range(problem.units), key=lambda u: (first[modules[u]], u)), dtype=np.int64)
+    numbers = np.unique(np.linspace(2, problem.devices, MAX_RUN_COUNTS).round().astype(int))
+    for used in numbers.tolist() if problem.devices > 1 else []:
+        chosen = fastest[:used]
+        for order in dict.fromkeys((tuple(sorted(chosen)), tuple(chosen), tuple(chosen[::-1]))):
+            yield split(problem, order, np.arange(problem.units)), f"{used} contiguous runs"
+            yield split(problem, order, by_module), f"{used} runs of modules"
+
+
+def split(problem: FreeProblem, devices: Sequence[int], line: IntArray) -> Home:
+    """Runs of the units in the order of ``line`` on ``devices`` in turn, none longer than the least T that will do."""
+    cumulated = np.concatenate(
+        [np.zeros((problem.devices, 1)), np.cumsum(problem.seconds[:, line], axis=1)], axis=1
+    )
+    low, high = 0.0, float(problem.seconds.max(axis=0).sum())
+    best = _filled(cumulated, devices, high)
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        found = _filled(cumulated, devices, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    assert best is not None
+    home = np.empty(problem.units, dtype=np.int64)
+    home[line] = best
+    return tuple(home.tolist())
+
+
+def _filled(cumulated: FloatArray, devices: Sequence[int], most: float) -> list[int] | None:
+    """Fill device after device up to ``most`` seconds; None if units are left over. ``cumulated``: [K, n + 1] seconds."""
+    home: list[int] = []
+    for d in devices:
+        begin = len(home)
+        end = int(np.searchsorted(cumulated[d], cumulated[d, begin] + most * (1 + 1e-12), side="right")) - 1
+        home += [d] * (max(begin, end) - begin)
+    return home if len(home) == cumulated.shape[1] - 1 else None
+
+
+def modules_apart(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[Home, str]]:
+    """Modules of each depth of the paths on devices of their own, the largest first where it ends soonest."""
+    for depth in range(1, MAX_DEPTH + 1):
+        groups: dict[str, list[int]] = defaultdict(list)
+        for unit, path in enumerate(modules):
+            groups[".".join(path.split(".")[:depth])].append(unit)
+        if not 1 < len(groups) < MAX_GROUPS:
+            continue
+        load = np.zeros(problem.devices)
+        home = [0] * problem.units
+        size = {path: problem.seconds[:, units].sum(axis=1) for path, units in groups.items()}
+        for path in sorted(groups, key=lambda p: -float(size[p].min())):
+            d = int((load + size[path]).argmin())
+            load[d] += size[path][d]
+            for unit in groups[path]:
+                home[unit] = d
+        yield tuple(home), f"modules of depth {depth} apart"
+
+
+def earliest_finish(problem: FreeProblem, tasks: TaskGraph, unit_of_task: IntArray) -> Home:
+    """Each task, in the order of the longest way to the end, on the device where its forward ends soonest.
+
+    HEFT (Topcuoglu, Hariri, Wu 2002), without insertion; a task of a unit that lies somewhere goes there.
+    """
+    devices, unit_of = problem.devices, unit_of_task.tolist()
+    home = [-1] * problem.units
+    free = [0.0] * devices
+    ended = [0.0] * len(tasks)
+    seconds, sent = tasks.forward.tolist(), tasks.sent_bytes.tolist()
+    latency, per_byte = tasks.latency.tolist(), tasks.seconds_per_byte.tolist()
+    for task in sorted(range(len(tasks)), key=lambda t: (-tasks.urgency[t], t)):
+        unit = unit_of[task]
+        choices = [home[unit]] if home[unit] >= 0 else np.flatnonzero(problem.allowed[:, unit]).tolist()
+        best, best_end = choices[0], float("inf")
+        for d in choices:
+            begin = free[d]
+            for producer in tasks.producers[task]:
+                other = home[unit_of[producer]]
+                arrives = ended[producer] + latency[other][d] + sent[producer] * per_byte[other][d]
+                begin = max(begin, arrives)
+            end = begin + seconds[d][task]
+            if end < best_end:
+                best, best_end = d, end
+        home[unit] = best
+        free[best] = ended[task] = best_end
+    return tuple(home)

@@ -1,0 +1,203 @@
+"""What the free search places: the model's graph as it is, or with ops split into blocks of neurons for the devices.
+
+Which are made, and when, is for ``passes.search.free.rounds`` to say.
+
+The layer-wise plan is a feasible start for all of them, and the answer where nothing beats it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, TimeLimitError
+from passes.costs.costs import GraphCosts, cost_graph, costs_of
+from passes.graph.graph import OpGraph
+from passes.graph.recomputed import recomputed_ops
+from passes.search.free.candidates import FreeCandidates, Scheduled
+from passes.search.free.place import FreeCandidate, FreeRequest, FreeResult, place_free
+from passes.search.free.shapes import Shape
+from passes.search.layer.place import LayerRequest
+from passes.search.pins import matches
+from passes.search.placed import Placed
+from passes.split.split import Split, split_neurons
+
+log = logging.getLogger("partitioner")
+
+
+@dataclass(frozen=True)
+class TimeBudget:
+    """What is left of a request's time, for one search after the other."""
+
+    deadline: float
+
+    @staticmethod
+    def of(request: FreeRequest) -> TimeBudget:
+        """From now on; without end where the request has no limit."""
+        limit = request.time_limit_seconds
+        return TimeBudget(math.inf if limit is None else time.perf_counter() + limit)
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is an end."""
+        return not math.isinf(self.deadline)
+
+    @property
+    def left_seconds(self) -> float:
+        """Until the end; 0 after it."""
+        return max(0.0, self.deadline - time.perf_counter())
+
+    def part(self, request: FreeRequest, share: float) -> FreeRequest:
+        """``request`` with a share of what is left, half a second at least."""
+        if not self.limited:
+            return request
+        return replace(request, time_limit_seconds=max(0.5, share * self.left_seconds))
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A graph to place, with its costs. ``splits``: what was done to the model's own; ``shape``: where the search chose."""
+
+    graph: OpGraph
+    costs: GraphCosts
+    splits: tuple[Split, ...] = ()
+    shape: Shape | None = None
+
+
+def means_something(glob: str, graph: OpGraph) -> bool:
+    """Whether an op is pinned by ``glob``: one that is split has other names."""
+    return any(matches(glob, node.name, str(node.meta.get("module_path", ""))) for node in graph.ops)
+
+
+def split_variant(
+    graph: OpGraph, cluster: ClusterSpec, splits: tuple[Split, ...], size: int | None = None
+) -> Variant:
+    """``size``: the only samples of a micro-batch that will be asked about, in a fifth of the time of all."""
+    split = split_neurons(graph, splits)
+    log.info("%d ops split into blocks: %d ops instead of %d", len(splits), len(split), len(graph))
+    if size is None:
+        return Variant(split, costs_of(split, cluster), splits)
+    return Variant(split, cost_graph(split, device_kind=cluster.devices[0].kind, only_size=size), splits)
+
+
+def layer_start(
+    graph: OpGraph, request: FreeRequest, layer_wise: Callable[[LayerRequest], Placed]
+) -> Placed | None:
+    """The layer-wise plan of the same request; None where there is none, or it breaks a pin."""
+    if request.splits:
+        return None
+    one_batch = request.objective == "latency" and request.microbatches == "auto"
+    layers = LayerRequest(
+        batch_size=request.batch_size,
+        microbatches=1 if one_batch else request.microbatches,
+        optimizer=request.optimizer,
+        precision=request.precision,
+        time_limit_seconds=request.time_limit_seconds,
+    )
+    try:
+        placed = layer_wise(layers)
+    except (InfeasibleError, TimeLimitError) as error:
+        log.info("no layer-wise plan to start from: %s", error.what)
+        return None
+    rank_of = ranks_of(placed)
+    for node in graph.ops:
+        path = str(node.meta.get("module_path", ""))
+        for glob, rank in request.pins.items():
+            if matches(glob, node.name, path) and rank_of.get(node.name, rank) != rank:
+                return None
+    return placed
+
+
+@dataclass(frozen=True, eq=False)
+class Attempt:
+    """The best placement of a variant, with its segments as they are."""
+
+    variant: Variant
+    candidates: FreeCandidates
+    search: FreeResult
+    scheduled: Scheduled
+
+    @property
+    def description(self) -> str:
+        """For comparisons."""
+        count, splits = self.search.best.candidate.microbatches, self.variant.splits
+        text = f"{len(self.scheduled.realized.segmentation)} segments, {count} micro-batches"
+        return f"{text}, {len(splits)} ops split" if splits else text
+
+
+def place_variant(
+    variant: Variant,
+    cluster: ClusterSpec,
+    request: FreeRequest,
+    start: Placed | None,
+    before: Sequence[FreeCandidate],
+    budget: TimeBudget,
+) -> Attempt:
+    """The best placement of a variant, simulated. ``before``: placements of other variants to begin with too."""
+    graph, costs = variant.graph, variant.costs
+    recomputed = recomputed_ops(graph)
+    candidates = FreeCandidates(graph, costs, cluster, request, recomputed)
+    starts = list(_starts(variant, cluster, recomputed, start, before))
+    search = place_free(graph, costs, cluster, request, recomputed, candidates.simulate, starts)
+    scheduled = candidates.realized(search.best.candidate, budget.left_seconds)
+    return Attempt(variant, candidates, search, scheduled)
+
+
+def ranks_of(placed: Placed) -> dict[str, int]:
+    """The device of each placed op, where stages have one each."""
+    return {name: placed.groups[stage][0] for name, stage in placed.stage_of.items()}
+
+
+def _starts(
+    variant: Variant,
+    cluster: ClusterSpec,
+    recomputed: frozenset[str],
+    start: Placed | None,
+    before: Sequence[FreeCandidate],
+) -> Iterator[FreeCandidate]:
+    """The layer-wise placement and those of other variants, with blocks apart; blocks apart, all else on the fastest."""
+    shape = variant.shape
+    ranks = tuple(range(cluster.world_size)) if shape is None else shape.ranks
+    m = None if shape is None else shape.microbatches
+    word = "blocks apart" if variant.splits else "layer-wise"
+    if start is not None:
+        known = ranks_of(start)
+        yield FreeCandidate(
+            _with_blocks(variant.graph, recomputed, known, ranks), m or start.microbatches, word
+        )
+    for candidate in before:
+        placed = _with_blocks(variant.graph, recomputed, candidate.rank_of, ranks)
+        yield FreeCandidate(placed, m or candidate.microbatches, f"{candidate.description}, {word}")
+    if shape is not None:
+        together = {node.name: ranks[0] for node in variant.graph.ops if block_number(node.name) is None}
+        placed = _with_blocks(variant.graph, recomputed, together, ranks)
+        yield FreeCandidate(placed, shape.microbatches, word)
+
+
+def _with_blocks(
+    graph: OpGraph, recomputed: frozenset[str], known: Mapping[str, int], ranks: Sequence[int]
+) -> dict[str, int]:
+    """``known`` where it says; block k on ``ranks[k]``, and what else is new with what it reads."""
+    rank_of: dict[str, int] = {}
+    for node in graph.ops:
+        if node.name in recomputed:
+            continue
+        sources = [rank_of[source.name] for source in node.all_input_nodes if source.name in rank_of]
+        block = block_number(node.name) if node.name not in known else None
+        if node.name in known:
+            rank_of[node.name] = known[node.name]
+        elif block is not None:
+            rank_of[node.name] = ranks[block % len(ranks)]
+        else:
+            rank_of[node.name] = sources[-1] if sources else ranks[0]
+    return rank_of
+
+
+def block_number(name: str) -> int | None:
+    """Of ``linear_b2`` 2; None of an op that is no block."""
+    _, separator, number = name.rpartition("_b")
+    return int(number) if separator and number.isdigit() else None

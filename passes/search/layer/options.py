@@ -1,0 +1,377 @@
+"""What a layer-wise search enumerates: micro-batch counts × schedules × ways to hand out devices, each as a
+problem."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from cost_models.devices import Device
+from cost_models.links import Path
+from passes.search.layer.problem import DeviceKind, FloatArray, Held, LayerProblem, Recompute
+from passes.search.model import LayerModel, Space
+from runtime.schedules import SCHEDULES
+
+RecomputeMode: TypeAlias = Literal["none", "full", "auto"]
+"""Activation recomputation: no block, every block, or those of stages that do not fit otherwise."""
+
+MAX_COUNTS = 24
+"""Micro-batch counts tried at most: the largest ones are the ones that pipelines want."""
+MAX_DEVICE_STATES = 400
+"""Unlike devices are searched as a multiset of kinds while the dynamic program's device states stay below
+this."""
+MAX_SUBSEQUENCE_DEVICES = 12
+"""Otherwise as any subsequence of the file's order, up to this many devices; beyond, as a run of that
+order."""
+
+AUTO_SCHEDULES: tuple[tuple[str, int], ...] = (
+    ("1f1b", 1),
+    ("zb-h1", 1),
+    ("interleaved", 2),
+    ("interleaved", 4),
+    ("zb-v", 2),
+    ("gpipe", 1),
+)
+"""(name, chunks per device) that "auto" compares."""
+
+
+class Cluster(Protocol):
+    """What the search reads of ``cost_models.cluster.ClusterSpec``."""
+
+    @property
+    def devices(self) -> Sequence[Device]: ...
+    def path(self, a: int, b: int) -> Path: ...
+
+
+@dataclass(frozen=True)
+class Option:
+    """One micro-batch count under one schedule."""
+
+    microbatches: int
+    schedule: str
+    chunks: int
+
+    def size(self, batch_size: int) -> int:
+        """Samples of the largest micro-batch."""
+        return -(-batch_size // self.microbatches)
+
+    @property
+    def fill(self) -> float:
+        """Share of filling and draining that the schedule does not hide, for F = B = W.
+
+        The step of p equal stages is ``(m + fill·(p - 1))·t``: 1 for GPipe and 1F1B, 1/v for interleaved
+        1F1B; zero-bubble orders fill the cool-down with weight halves, which leaves a third of it, or half
+        of that for ZB-V's half stages.
+        """
+        if self.schedule == "interleaved":
+            return 1.0 / self.chunks
+        return {"zb-h1": 1 / 3, "zb-h2": 1 / 3, "zb-v": 1 / 6}.get(self.schedule, 1.0)
+
+
+def microbatch_counts(batch_size: int, wanted: int | str) -> list[int]:
+    """Divisors of the batch size, and powers of two where it has few; or the one count that was asked for."""
+    if isinstance(wanted, int):
+        return [wanted]
+    counts = {d for d in range(1, math.isqrt(batch_size) + 1) if batch_size % d == 0}
+    counts |= {batch_size // d for d in counts}
+    if len(counts) < 4:
+        counts |= {1 << i for i in range(batch_size.bit_length()) if 1 << i <= batch_size}
+    return sorted(counts)[-MAX_COUNTS:]
+
+
+def options(counts: Sequence[int], schedule: str, devices: int) -> list[Option]:
+    """Every micro-batch count under every schedule that may be used."""
+    if schedule == "auto":
+        names = [(name, v) for name, v in AUTO_SCHEDULES if v == 1 or devices > 1]
+    elif schedule == "interleaved":
+        names = [("interleaved", 2), ("interleaved", 4)]
+    else:
+        names = [(schedule, SCHEDULES[schedule].chunks or 1)]
+    return [Option(m, name, v) for m in counts for name, v in names]
+
+
+@dataclass(frozen=True, eq=False)
+class DevicePlan:
+    """How devices may be handed out: kinds with their links, and the ranks behind each kind."""
+
+    kinds: tuple[DeviceKind, ...]
+    latency_seconds: FloatArray
+    seconds_per_byte: FloatArray
+    assignment: str
+    sequence: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    """Ranks of each kind, in file order."""
+    text: str
+
+    def ranks_of(self, kinds: Sequence[int], chunks: int) -> tuple[int, ...]:
+        """Rank of each stage. With one chunk per device every rank is used once; otherwise kinds name single
+        devices."""
+        if chunks > 1:
+            return tuple(self.ranks[kind][0] for kind in kinds)
+        taken: dict[int, int] = {}
+        result = []
+        for kind in kinds:
+            result.append(self.ranks[kind][taken.get(kind, 0)])
+            taken[kind] = taken.get(kind, 0) + 1
+        return tuple(result)
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceTable:
+    """The devices of a cluster by speed: equal ones share a row of seconds."""
+
+    representatives: tuple[Device, ...]
+    row_of: tuple[int, ...]
+    """Per rank."""
+
+
+def device_table(cluster: Cluster) -> DeviceTable:
+    """Group devices whose every op takes equally long."""
+    rows: dict[tuple[object, ...], int] = {}
+    first: list[Device] = []
+    row_of = []
+    for d in cluster.devices:
+        speed = (
+            d.kind,
+            d.memory_bandwidth_bytes_per_second,
+            d.launch_overhead_seconds,
+            tuple(sorted(d.efficiency.items())),
+            tuple(sorted(d.flops_per_second.items())),
+        )
+        if speed not in rows:
+            rows[speed] = len(first)
+            first.append(d)
+        row_of.append(rows[speed])
+    return DeviceTable(tuple(first), tuple(row_of))
+
+
+def device_plan(
+    cluster: Cluster, table: DeviceTable, chunks: int, folded: bool, max_stages: int
+) -> DevicePlan:
+    """How a pipeline with ``chunks`` stages per device may use the cluster.
+
+    Several chunks go round all devices in file order (as a V if ``folded``). One chunk: identical devices in
+    file order; unlike ones in any order, as long as that is few enough states.
+    """
+    devices = cluster.devices
+    world = len(devices)
+    if chunks > 1:
+        used = max(1, min(world, max_stages // chunks))
+        rounds = [
+            tuple(range(used)) if c % 2 == 0 or not folded else tuple(range(used))[::-1]
+            for c in range(chunks)
+        ]
+        sequence = tuple(itertools.chain.from_iterable(rounds))
+        return _single(
+            cluster, table, "sequence", sequence, f"{chunks} stages on each of {used} devices in file order"
+        )
+    groups: dict[tuple[int, int], list[int]] = {}
+    for rank, device in enumerate(devices):
+        groups.setdefault((table.row_of[rank], device.memory_bytes), []).append(rank)
+    if len(groups) == 1:
+        return _single(
+            cluster,
+            table,
+            "sequence",
+            tuple(range(world)),
+            f"a run of {world} identical devices in file order",
+        )
+    states = len(groups) * math.prod(len(ranks) + 1 for ranks in groups.values())
+    if states <= MAX_DEVICE_STATES:
+        return _multiset(cluster, list(groups.items()))
+    if world <= MAX_SUBSEQUENCE_DEVICES:
+        return _single(cluster, table, "ordered", (), f"any subsequence of {world} devices in file order")
+    return _single(
+        cluster, table, "sequence", tuple(range(world)), f"a run of {world} unlike devices in file order"
+    )
+
+
+def _single(
+    cluster: Cluster, table: DeviceTable, assignment: str, sequence: tuple[int, ...], text: str
+) -> DevicePlan:
+    """Each device a kind of its own."""
+    devices = cluster.devices
+    world = len(devices)
+    kinds = tuple(
+        DeviceKind(f"rank {rank}", table.row_of[rank], float(device.memory_bytes))
+        for rank, device in enumerate(devices)
+    )
+    if assignment == "ordered":
+        pairs = set(itertools.combinations(range(world), 2))
+    else:
+        pairs = set(itertools.pairwise(sequence))
+    latency, rate = np.zeros((world, world)), np.zeros((world, world))
+    for a, b in pairs:
+        latency[a, b], rate[a, b] = _link(cluster, a, b)
+    return DevicePlan(
+        kinds, latency, rate, assignment, sequence, tuple((rank,) for rank in range(world)), text
+    )
+
+
+def _multiset(cluster: Cluster, groups: Sequence[tuple[tuple[int, int], list[int]]]) -> DevicePlan:
+    """Unlike devices in any order: a kind per speed and memory, links by the worst that neighbours of the
+    kinds have."""
+    kinds = tuple(
+        DeviceKind(cluster.devices[ranks[0]].model, row, float(memory), len(ranks))
+        for (row, memory), ranks in groups
+    )
+    count = len(groups)
+    latency, rate = np.zeros((count, count)), np.zeros((count, count))
+    for a, (_, first) in enumerate(groups):
+        for b, (_, second) in enumerate(groups):
+            pairs = (
+                list(itertools.pairwise(first)) if a == b else list(itertools.product(first[-1:], second[:1]))
+            )
+            for x, y in pairs:
+                seconds, per_byte = _link(cluster, x, y)
+                latency[a, b], rate[a, b] = max(latency[a, b], seconds), max(rate[a, b], per_byte)
+    text = "any order of " + ", ".join(f"{kind.count} x {kind.name}" for kind in kinds)
+    return DevicePlan(kinds, latency, rate, "unordered", (), tuple(tuple(ranks) for _, ranks in groups), text)
+
+
+def _link(cluster: Cluster, a: int, b: int) -> tuple[float, float]:
+    """Latency of a message each way, and seconds per byte."""
+    path = cluster.path(a, b)
+    return 2 * path.latency_seconds, 1.0 / path.bandwidth_bytes_per_second
+
+
+def in_flight(option: Option, devices: int, stages: int) -> tuple[int, ...]:
+    """Micro-batches held at once by each stage, counted from the end.
+
+    GPipe and 1F1B in closed form (as the published orders, which are tested against it); others as their own
+    orders have it. A schedule for any placement is budgeted like 1F1B.
+    """
+    m, schedule = option.microbatches, SCHEDULES[option.schedule]
+    if option.schedule == "gpipe":
+        return (m,) * stages
+    if option.schedule in ("1f1b", "list"):
+        return tuple(min(m, k) for k in range(1, stages + 1))
+    places = schedule.positions(stages, devices)
+    seen: dict[int, int] = {}
+    counts = []
+    for place in places:
+        chunk = seen[place] = seen.get(place, -1) + 1
+        counts.append(schedule.in_flight(place, devices, option.chunks, m)[chunk])
+    return tuple(reversed(counts))
+
+
+def fullest_moments(option: Option, devices: int, stages: int) -> tuple[tuple[Held, ...], ...]:
+    """When each stage, counted from the end, may hold the most; empty if no weight half is ever left over.
+
+    Exact for ``devices`` ranks. A zero-bubble pipeline of fewer stages leaves fewer weight halves over, so for it
+    this is an upper estimate. Where a rank has several chunks, each is taken at its own fullest.
+    """
+    schedule = SCHEDULES[option.schedule]
+    if not schedule.splits_backward:
+        return ()
+    seen: dict[int, int] = {}
+    found: list[tuple[Held, ...]] = []
+    for place in schedule.positions(stages, devices):
+        chunk = seen[place] = seen.get(place, -1) + 1
+        found.append(schedule.corners(place, devices, option.chunks, option.microbatches)[chunk])
+    return tuple(reversed(found))
+
+
+@dataclass(frozen=True, eq=False)
+class Numbers:
+    """Costs of one micro-batch size over the units of a space."""
+
+    seconds: FloatArray
+    storage_bytes: FloatArray
+    deferred_bytes: FloatArray
+    state_bytes: FloatArray
+    forward_bytes: FloatArray
+    gradient_bytes: FloatArray
+    recompute: Recompute | None
+    """What changes where blocks are computed again; None for a model without blocks."""
+    beside_deferred_bytes: FloatArray | None = None
+    """[units] its ``transient_bytes`` under schedules that defer weight halves."""
+
+
+def numbers(model: LayerModel, space: Space, table: DeviceTable, size: int) -> Numbers:
+    """Costs of micro-batches of ``size`` samples."""
+    forward, gradient = space.crossing_bytes(model.output_bytes(size))
+    return Numbers(
+        np.stack([space.seconds(model.seconds(size, device)) for device in table.representatives]),
+        space.storage_bytes(model.storage_sizes(size)),
+        space.deferred_bytes(model.deferred_sizes(size)),
+        space.state_bytes(model.state_sizes),
+        forward,
+        gradient,
+        _recompute(model, space, table, size) if model.blocks else None,
+        space.largest(model.blocks.beside_deferred_bytes(size, model.output_bytes(size))),
+    )
+
+
+def _recompute(model: LayerModel, space: Space, table: DeviceTable, size: int) -> Recompute:
+    return Recompute(
+        np.stack([space.seconds(model.again_seconds(size, device)) for device in table.representatives]),
+        space.recomputed_bytes(model.blocks.sizes(size)),
+        space.largest(model.blocks.transient_bytes(size)),
+    )
+
+
+def layer_problem(
+    space: Space,
+    costs: Numbers,
+    plan: DevicePlan,
+    option: Option,
+    pins: Mapping[int, int],
+    stage_counts: tuple[int, int],
+    capacity_scale: float = 1.0,
+    recompute: RecomputeMode = "none",
+) -> LayerProblem | None:
+    """The problem of one option over one space; None if it cannot have that many stages.
+
+    ``stage_counts``: devices with a stage at least, stages at most.
+    """
+    least, max_stages = stage_counts
+    single = option.chunks == 1
+    devices = sum(kind.count for kind in plan.kinds) if single else len(plan.sequence) // option.chunks
+    stages = min(devices, max_stages, space.structure.units) if single else len(plan.sequence)
+    if stages > min(space.structure.units, max_stages) or min(stages, devices) < least:
+        return None
+    if (
+        SCHEDULES[option.schedule].check(stages, stages if single else devices, option.microbatches)
+        is not None
+    ):
+        return None
+    scale = capacity_scale
+    kinds = tuple(replace(kind, capacity_bytes=kind.capacity_bytes * scale) for kind in plan.kinds)
+    return LayerProblem(
+        structure=space.structure,
+        seconds=costs.seconds,
+        storage_bytes=costs.storage_bytes,
+        state_bytes=costs.state_bytes,
+        forward_bytes=costs.forward_bytes,
+        gradient_bytes=costs.gradient_bytes,
+        kinds=kinds,
+        link_latency_seconds=plan.latency_seconds,
+        link_seconds_per_byte=plan.seconds_per_byte,
+        in_flight=in_flight(option, stages if single else devices, stages),
+        microbatches=option.microbatches,
+        fill=option.fill,
+        chunks=option.chunks,
+        deferred_bytes=costs.deferred_bytes,
+        moments=fullest_moments(option, stages if single else devices, stages),
+        alternating=option.schedule == "1f1b",
+        assignment=plan.assignment,  # type: ignore[arg-type]
+        sequence=plan.sequence,
+        stage_counts=stage_counts if single else (stages, stages),
+        pins={int(space.unit_of[op]): stage for op, stage in pins.items()},
+        recompute=_allowed(costs, recompute, option),
+    )
+
+
+def _allowed(costs: Numbers, mode: RecomputeMode, option: Option) -> Recompute | None:
+    if costs.recompute is None or mode == "none":
+        return None
+    transient_bytes = costs.recompute.transient_bytes
+    if SCHEDULES[option.schedule].splits_backward and costs.beside_deferred_bytes is not None:
+        transient_bytes = costs.beside_deferred_bytes
+    return replace(costs.recompute, transient_bytes=transient_bytes, always=mode == "full")

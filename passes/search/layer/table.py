@@ -1,0 +1,288 @@
+"""Costs of every possible stage at once: arrays over pairs of downsets (A, B), A ⊂ B, whose difference is a
+stage.
+
+    prefixes    downset i = the first i units; pair (i, j) = units i … j-1. A storage touched by some units
+    adds its size to
+                a few rectangles of the (i, j) plane, so all pairs cost O(touches + n²): a two-dimensional
+                prefix sum
+    family      any list of downsets; each pair is looked at, one matrix product per quantity
+
+The geometry depends on the structure only and is reused for every micro-batch size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from passes.search.layer.problem import (
+    MEMORY_TOLERANCE,
+    FloatArray,
+    Held,
+    LayerProblem,
+    LayerStructure,
+    Touch,
+)
+
+IntArray: TypeAlias = NDArray[np.int64]
+BoolArray: TypeAlias = NDArray[np.bool_]
+
+
+class TouchSum(Protocol):
+    """Sizes of storages -> bytes held by each pair's stage, shape [pairs]."""
+
+    def __call__(self, sizes: FloatArray) -> FloatArray: ...
+
+
+class Geometry:
+    """Downsets of a structure (index 0 is ∅, the last is everything) and their pairs, sorted by source."""
+
+    def __init__(self, structure: LayerStructure) -> None:
+        self.structure = structure
+        self.prefixes = structure.downsets is None
+        n = structure.units
+        if structure.downsets is None:
+            self.members: BoolArray = np.tri(n + 1, n, k=-1, dtype=bool)
+            source, target = np.triu_indices(n + 1, k=1)
+        else:
+            family = sorted({0, (1 << n) - 1, *structure.downsets}, key=lambda mask: (mask.bit_count(), mask))
+            self.members = np.array([[mask >> u & 1 for u in range(n)] for mask in family], dtype=bool)
+            as_float = self.members.astype(np.float32)
+            sizes = as_float.sum(axis=1)
+            inside = (as_float @ as_float.T >= sizes[:, None] - 0.5) & (sizes[:, None] < sizes[None, :])
+            source, target = np.nonzero(inside)
+        self.source: IntArray = source.astype(np.int64)
+        self.target: IntArray = target.astype(np.int64)
+
+    @property
+    def downsets(self) -> int:
+        return len(self.members)
+
+    @cached_property
+    def held(self) -> TouchSum:
+        return self._touch_sum(self.structure.storages)
+
+    @cached_property
+    def recomputed(self) -> TouchSum:
+        return self._touch_sum(self.structure.recomputed)
+
+    @cached_property
+    def deferred(self) -> TouchSum:
+        return self._touch_sum(self.structure.deferred)
+
+    @cached_property
+    def state(self) -> TouchSum:
+        return self._touch_sum(self.structure.states)
+
+    def _touch_sum(self, touches: Sequence[Touch]) -> TouchSum:
+        return RectangleSum(self, touches) if self.prefixes else PairSum(self, touches)
+
+    def largest(self, of_units: FloatArray) -> FloatArray:
+        """[pairs] the largest of the numbers [units] that the pair's stage has."""
+        if not self.prefixes:
+            result = np.zeros(len(self.source))
+            for value in np.unique(of_units):  # rising: the largest is written last
+                result[_any_inside(self.members, np.flatnonzero(of_units == value).tolist(), *self._ends)] = (
+                    value
+                )
+            return result
+        n = self.structure.units
+        plane = np.zeros((n + 1, n + 1))
+        for first in range(n):
+            plane[first, first + 1 :] = np.maximum.accumulate(of_units[first:])
+        return plane[self._ends]
+
+    @property
+    def _ends(self) -> tuple[IntArray, IntArray]:
+        return self.source, self.target
+
+    @cached_property
+    def crossed(self) -> FloatArray:
+        """[downsets, crossings] 1 where the cut at the downset is crossed."""
+        columns = []
+        for crossing in self.structure.crossings:
+            all_inside = self.members[:, list(crossing.readers)].all(axis=1)
+            columns.append(self.members[:, crossing.producer] & ~all_inside)
+        if not columns:
+            return np.zeros((self.downsets, 0))
+        return np.stack(columns, axis=1).astype(np.float64)
+
+
+class RectangleSum:
+    """``TouchSum`` over intervals [i, j) of units, by differences on the (i, j) plane."""
+
+    def __init__(self, geometry: Geometry, touches: Sequence[Touch]) -> None:
+        self._n = geometry.structure.units
+        self._pairs = (geometry.source, geometry.target)
+        rows = [(index, *box) for index, t in enumerate(touches) for box in _boxes(t, self._n)]
+        table = np.array(rows, dtype=np.int64).reshape(-1, 5)
+        self._touch, self._i0, self._i1, self._j0, self._j1 = table.T
+
+    def __call__(self, sizes: FloatArray) -> FloatArray:
+        width = self._n + 2
+        weight = sizes[self._touch]
+        plane = np.zeros(width * width)
+        for i, j, sign in (
+            (self._i0, self._j0, 1),
+            (self._i1, self._j1, 1),
+            (self._i0, self._j1, -1),
+            (self._i1, self._j0, -1),
+        ):
+            plane += np.bincount(i * width + j, weights=sign * weight, minlength=width * width)
+        summed: FloatArray = plane.reshape(width, width).cumsum(axis=0).cumsum(axis=1)
+        return summed[self._pairs]
+
+
+def _boxes(touch: Touch, n: int) -> list[tuple[int, int, int, int]]:
+    """Disjoint boxes (i0, i1, j0, j1), half-open, of the intervals [i, j) that hold the storage.
+
+    Intervals that start after the producer hold it if they contain a saver or a reader; earlier ones if they
+    contain a saver, or contain the producer but not the last reader. Each is filed under its first unit that
+    matters.
+    """
+    boxes: list[tuple[int, int, int, int]] = []
+    p = touch.producer
+    savers = sorted(set(touch.savers))
+    previous = p
+    readers = touch.readers if p >= 0 else ()
+    for unit in sorted({u for u in (*savers, *readers) if u > p}):
+        boxes.append((previous + 1, unit + 1, unit + 1, n + 1))
+        previous = unit
+    if p < 0:
+        return boxes
+    previous = -1
+    for unit in savers:
+        if previous >= p:
+            break
+        boxes.append((previous + 1, min(unit, p) + 1, unit + 1, n + 1))
+        previous = unit
+    before = max((u for u in savers if u <= p), default=-1)
+    after = min((u for u in savers if u > p), default=n)
+    last = min(max(touch.readers, default=p), after)
+    if before < p < last:
+        boxes.append((before + 1, p + 1, p + 1, last + 1))
+    return boxes
+
+
+class PairSum:
+    """``TouchSum`` over any family: one column of booleans per storage."""
+
+    def __init__(self, geometry: Geometry, touches: Sequence[Touch]) -> None:
+        members, source, target = geometry.members, geometry.source, geometry.target
+        self._pairs = len(source)
+        self._columns: list[BoolArray] = []
+        for touch in touches:
+            held = _any_inside(members, touch.savers, source, target)
+            if touch.producer >= 0 and touch.readers:
+                made = members[:, touch.producer]
+                all_read: BoolArray = np.asarray(members[:, list(touch.readers)].all(axis=1))
+                held |= made[source] & _any_inside(members, touch.readers, source, target)
+                held |= ~made[source] & made[target] & ~all_read[target]
+            self._columns.append(held)
+
+    def __call__(self, sizes: FloatArray) -> FloatArray:
+        total = np.zeros(self._pairs)
+        for size, column in zip(sizes, self._columns, strict=True):
+            total[column] += size
+        return total
+
+
+def _any_inside(members: BoolArray, units: Sequence[int], source: IntArray, target: IntArray) -> BoolArray:
+    """[pairs] whether the pair's stage contains one of ``units``."""
+    if not units:
+        return np.zeros(len(source), dtype=bool)
+    count: IntArray = members[:, list(units)].sum(axis=1, dtype=np.int64)
+    return np.asarray(count[target] > count[source], dtype=bool)
+
+
+@dataclass(frozen=True, eq=False)
+class StageTable:
+    """The numbers of one problem over the pairs of its geometry."""
+
+    geometry: Geometry
+    work_seconds: FloatArray
+    """[R, pairs]"""
+    free_bytes: tuple[FloatArray, ...]
+    """Per kind, [pairs]: room for activations beside the state. Kinds of one capacity share one array."""
+    held_bytes: FloatArray
+    """[pairs] of one micro-batch held whole."""
+    deferred_bytes: FloatArray
+    """[pairs] of one micro-batch of which only the weight half is left."""
+    cut_bytes: FloatArray
+    """[downsets] activations + gradients crossing."""
+    problem: LayerProblem
+
+    @cached_property
+    def work_again_seconds(self) -> FloatArray:
+        """[R, pairs] of a stage that computes its blocks again. This and what follows is made where it is needed."""
+        assert self.problem.recompute is not None
+        return self.work_seconds + _over_pairs(self.geometry, self.problem.recompute.seconds)
+
+    @cached_property
+    def held_again_bytes(self) -> FloatArray:
+        """[pairs] of one micro-batch held whole, by a stage that computes its blocks again."""
+        assert self.problem.recompute is not None
+        return self.geometry.recomputed(self.problem.recompute.storage_bytes)
+
+    @cached_property
+    def transient_bytes(self) -> FloatArray:
+        """[pairs] alive while the backward of such a stage runs."""
+        assert self.problem.recompute is not None
+        largest = self.geometry.largest(self.problem.recompute.transient_bytes)
+        return largest + self.deferred_bytes if self.problem.moments else largest
+
+    def fits(self, kind: int, moments: Sequence[Held], *, again: bool = False) -> BoolArray:
+        """[pairs] whether the stage fits the kind's memory at all of these moments.
+
+        ``again``: computing its blocks again in backward.
+        """
+        free = self.free_bytes[kind] - self.transient_bytes if again else self.free_bytes[kind]
+        held = self.held_again_bytes if again else self.held_bytes
+        fitting = free >= 0
+        for whole, weights in moments:
+            needed = whole * held
+            if weights:
+                needed = needed + weights * self.deferred_bytes
+            fitting = fitting & (needed <= free)
+        return np.asarray(fitting, dtype=bool)
+
+    def link_seconds(self, problem: LayerProblem, a: int, b: int) -> FloatArray:
+        """[downsets] seconds of a cut between a stage on kind ``a`` and the next on kind ``b``."""
+        seconds: FloatArray = (
+            problem.link_latency_seconds[a, b] + self.cut_bytes * problem.link_seconds_per_byte[a, b]
+        )
+        return seconds
+
+
+def stage_table(problem: LayerProblem, geometry: Geometry) -> StageTable:
+    """Fill the arrays for one problem. ``geometry`` must be of the problem's structure."""
+    if geometry.structure is not problem.structure:
+        raise ValueError("the geometry belongs to another structure")
+    source, target = geometry.source, geometry.target
+    work = _over_pairs(geometry, problem.seconds)
+    gradient = geometry.crossed @ problem.gradient_bytes
+    cut = geometry.crossed @ (problem.forward_bytes + problem.gradient_bytes)
+    fixed = geometry.state(problem.state_bytes) + gradient[source] + gradient[target]
+    held = geometry.held(problem.storage_bytes)
+    deferred = geometry.deferred(problem.deferred_bytes) if problem.moments else np.zeros_like(held)
+    free = {size: size * (1 + MEMORY_TOLERANCE) - fixed for size in {k.capacity_bytes for k in problem.kinds}}
+    return StageTable(
+        geometry,
+        work,
+        tuple(free[kind.capacity_bytes] for kind in problem.kinds),
+        held,
+        deferred,
+        cut,
+        problem,
+    )
+
+
+def _over_pairs(geometry: Geometry, seconds: FloatArray) -> FloatArray:
+    """[R, units] -> [R, pairs]"""
+    prefix = geometry.members.astype(np.float64) @ seconds.T  # [downsets, R]
+    return np.asarray((prefix[geometry.target] - prefix[geometry.source]).T)

@@ -1,0 +1,368 @@
+"""From a graph and its costs to layer-wise problems: the only place where the search reads an ``OpGraph``.
+
+    OpGraph, GraphCosts ─► LayerModel (ops as arrays) ─► Space (units, structure) ─► LayerProblem per
+    micro-batch size
+
+Recomputed ops (masks, rotary tables) belong to no unit: every stage runs its own copies, and they never
+cross.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.compute import OpSeconds
+from cost_models.devices import Device
+from cost_models.memory import state_bytes
+from cost_models.precision import Precision
+from passes.graph.blocks import block_of
+from passes.graph.contraction import OpArrays, clusters, intervals, list_downsets
+from passes.graph.graph import OpGraph
+from passes.graph.recomputed import recomputed_ops
+from passes.graph.state import colocated
+from passes.graph.state_reads import state_readers
+from passes.search.blocks import Blocks, touches
+from passes.search.certificate import OpTimes
+from passes.search.layer.problem import Crossing, FloatArray, LayerStructure, Touch
+from passes.search.layer.table import Geometry
+
+IntArray: TypeAlias = NDArray[np.int64]
+T = TypeVar("T")
+G = TypeVar("G", bound=Hashable)
+
+MAX_INTERVALS = 480
+"""Cut positions looked at along the order: about six in each block of an 80-block transformer."""
+MAX_DOWNSETS = 512
+"""Family of downsets that is listed where a graph branches; its pairs are the dynamic program's edges."""
+CLUSTER_SIZES = (40, 28, 20, 14)
+"""Units of the branching coarsening, tried in turn until the downsets can be listed."""
+
+
+class OpTableLike(Protocol):
+    """Arrays over ops for one micro-batch size."""
+
+    @property
+    def output_bytes(self) -> FloatArray: ...
+
+
+class Costs(Protocol):
+    """What the search reads of ``passes.costs.costs.GraphCosts``."""
+
+    @property
+    def ops(self) -> tuple[str, ...]: ...
+    @property
+    def saved(self) -> tuple[tuple[str, ...], ...]: ...
+    @property
+    def output_storages(self) -> tuple[tuple[str | None, ...], ...]: ...
+    @property
+    def weight_half(self) -> tuple[bool, ...]: ...
+    def at(self, batch_size: int) -> OpTableLike: ...
+    @property
+    def reads(self) -> tuple[tuple[tuple[int, str | None], ...], ...]: ...
+    @property
+    def maker(self) -> Mapping[str, int]: ...
+    def seconds(self, batch_size: int, device: Device) -> OpSeconds: ...
+    def storage_bytes(self, batch_size: int) -> Mapping[str, int]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class LayerModel:
+    """The placed ops of a graph, 0 … n-1 in the order of the model's own code, and what they touch."""
+
+    costs: Costs
+    names: tuple[str, ...]
+    rows: IntArray
+    """[n] positions in ``costs.ops``."""
+    readers: tuple[tuple[int, ...], ...]
+    differentiable: NDArray[np.bool_]
+    storages: tuple[tuple[str, Touch], ...]
+    """Storage keys of ``costs``, with the ops that make a stage hold them."""
+    deferred: tuple[tuple[str, Touch], ...]
+    """Storages that weight halves need, with the ops whose weight halves these are."""
+    parameterized: IntArray
+    """Ops with a weight half; each also needs the gradient of its output."""
+    states: tuple[tuple[float, Touch], ...]
+    """Bytes of each parameter (gradient and optimizer state included) or buffer, with the ops that use it."""
+    together: tuple[tuple[int, ...], ...]
+    loss: int | None
+    blocks: Blocks
+    """What recompute works on."""
+
+    def output_bytes(self, size: int) -> FloatArray:
+        """[n] bytes of each op's result, were it sent, for micro-batches of ``size`` samples."""
+        return np.asarray(self.costs.at(size).output_bytes, dtype=np.float64)[self.rows]
+
+    def seconds(self, size: int, device: Device) -> FloatArray:
+        """[n] forward + backward seconds per micro-batch."""
+        s = self.costs.seconds(size, device)
+        return np.asarray(s.forward + s.backward_input + s.backward_weight)[self.rows]
+
+    def again_seconds(self, size: int, device: Device) -> FloatArray:
+        """[n] seconds of each op's second forward, where its block is computed again."""
+        return np.asarray(self.costs.seconds(size, device).forward)[self.rows] * self.blocks.again
+
+    def times(self, size: int, devices: Sequence[Device]) -> OpTimes:
+        """Seconds by phase, for the bound on simulated time."""
+        each = [self.costs.seconds(size, device) for device in devices]
+        return OpTimes(
+            self.readers,
+            np.stack([np.asarray(s.forward)[self.rows] for s in each]),
+            np.stack([np.asarray(s.backward_input)[self.rows] for s in each]),
+            np.stack([np.asarray(s.backward_weight)[self.rows] for s in each]),
+            self.differentiable,
+            self.loss,
+        )
+
+    def smallest_times(self, batch_size: int, microbatches: int, devices: Sequence[Device]) -> OpTimes:
+        """Of the smallest micro-batch, as the simulation has it: the largest one's, in proportion to their samples."""
+        share = smallest_share(batch_size, microbatches)
+        times = self.times(-(-batch_size // microbatches), devices)
+        return OpTimes(
+            times.readers,
+            share * times.forward,
+            share * times.backward_input,
+            share * times.backward_weight,
+            times.differentiable,
+            times.loss,
+        )
+
+    def storage_sizes(self, size: int) -> FloatArray:
+        """[storages] bytes per micro-batch of ``size`` samples."""
+        sizes = self.costs.storage_bytes(size)
+        return np.array([sizes[key] for key, _ in self.storages], dtype=np.float64)
+
+    def deferred_sizes(self, size: int) -> FloatArray:
+        """[deferred + parameterized] bytes that weight halves need per micro-batch of ``size`` samples."""
+        sizes = self.costs.storage_bytes(size)
+        saved = np.array([sizes[key] for key, _ in self.deferred], dtype=np.float64)
+        return np.concatenate([saved, self.output_bytes(size)[self.parameterized]])
+
+    @cached_property
+    def state_sizes(self) -> FloatArray:
+        """[states]"""
+        return np.array([size for size, _ in self.states], dtype=np.float64)
+
+
+def read_model(graph: OpGraph, costs: Costs, optimizer: str, precision: Precision) -> LayerModel:
+    """Collect the arrays. Costs and graph must list the same ops in the same order."""
+    skipped = recomputed_ops(graph)
+    position = {name: row for row, name in enumerate(costs.ops)}
+    placed = [node for node in graph.ops if node.name not in skipped]
+    index = {node.name: i for i, node in enumerate(placed)}
+    readers = tuple(tuple(sorted(index[u.name] for u in node.users if u.name in index)) for node in placed)
+    rows = np.array([position[node.name] for node in placed], dtype=np.int64)
+    return LayerModel(
+        costs=costs,
+        names=tuple(node.name for node in placed),
+        rows=rows,
+        readers=readers,
+        differentiable=np.array([node.name in graph.needs_grad for node in placed], dtype=bool),
+        storages=_storages(costs, rows, readers),
+        deferred=_deferred(costs, rows),
+        parameterized=np.array([u for u, row in enumerate(rows) if costs.weight_half[row]], dtype=np.int64),
+        states=_states(graph, index, optimizer, precision),
+        together=tuple(
+            tuple(sorted(index[name] for name in group if name in index))
+            for group in colocated(graph)
+            if any(name in index for name in group)
+        ),
+        loss=index.get(graph.loss or ""),
+        blocks=_blocks(graph, costs, [node.name for node in placed], rows, readers),
+    )
+
+
+def _blocks(
+    graph: OpGraph, costs: Costs, names: Sequence[str], rows: IntArray, readers: tuple[tuple[int, ...], ...]
+) -> Blocks:
+    found = block_of(graph)
+    index = {block: i for i, block in enumerate(dict.fromkeys(found.values()))}
+    of = np.array([index.get(found.get(name, ""), -1) for name in names], dtype=np.int64)
+    return Blocks(costs, tuple(index), of, rows, readers)
+
+
+def _storages(
+    costs: Costs, rows: IntArray, readers: Sequence[Sequence[int]]
+) -> tuple[tuple[str, Touch], ...]:
+    savers: dict[str, list[int]] = defaultdict(list)
+    holders: dict[str, list[int]] = defaultdict(list)
+    for op, row in enumerate(rows.tolist()):
+        for key in costs.saved[row]:
+            savers[key].append(op)
+        for storage in costs.output_storages[row]:
+            if storage is not None:
+                holders[storage].append(op)
+    return touches(savers, holders, readers)
+
+
+def _deferred(costs: Costs, rows: IntArray) -> tuple[tuple[str, Touch], ...]:
+    savers: dict[str, list[int]] = defaultdict(list)
+    for op, row in enumerate(rows.tolist()):
+        for key in costs.saved[row] if costs.weight_half[row] else ():
+            savers[key].append(op)
+    return tuple((key, Touch(tuple(ops))) for key, ops in savers.items())
+
+
+def _states(
+    graph: OpGraph, index: Mapping[str, int], optimizer: str, precision: Precision
+) -> tuple[tuple[float, Touch], ...]:
+    states = []
+    for name, ops in state_readers(graph, index).items():
+        spec = graph.parameters.get(name) or graph.buffers[name]
+        count = spec.elements, graph.types_of(name, precision), name in graph.trained
+        states.append((float(state_bytes([count], optimizer).total), Touch(tuple(sorted(ops)))))
+    return tuple(states)
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """One coarsening: which unit each op is in, and the structure that splits are searched over."""
+
+    name: str
+    unit_of: IntArray
+    """[n ops]"""
+    structure: LayerStructure
+    geometry: Geometry
+    _storage_group: IntArray
+    _recomputed_group: IntArray
+    _deferred_group: IntArray
+    _state_group: IntArray
+    _crossing_ops: IntArray
+    _crossing_group: IntArray
+    _carries_gradient: NDArray[np.bool_]
+
+    def seconds(self, per_op: FloatArray) -> FloatArray:
+        """[n ops] -> [units]"""
+        return _sums(self.unit_of, per_op, self.structure.units)
+
+    def storage_bytes(self, sizes: FloatArray) -> FloatArray:
+        return _sums(self._storage_group, sizes, len(self.structure.storages))
+
+    def recomputed_bytes(self, sizes: FloatArray) -> FloatArray:
+        return _sums(self._recomputed_group, sizes, len(self.structure.recomputed))
+
+    def largest(self, per_op: FloatArray) -> FloatArray:
+        """[n ops] -> [units] the largest number of any of its ops, at least 0."""
+        result = np.zeros(self.structure.units)
+        np.maximum.at(result, self.unit_of, per_op)
+        return result
+
+    def deferred_bytes(self, sizes: FloatArray) -> FloatArray:
+        return _sums(self._deferred_group, sizes, len(self.structure.deferred))
+
+    def state_bytes(self, sizes: FloatArray) -> FloatArray:
+        return _sums(self._state_group, sizes, len(self.structure.states))
+
+    def crossing_bytes(self, per_op: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """[n ops] -> activation and gradient bytes of [crossings]"""
+        size, count = per_op[self._crossing_ops], len(self.structure.crossings)
+        forward = _sums(self._crossing_group, size, count)
+        gradient = _sums(self._crossing_group, size * self._carries_gradient, count)
+        return forward, gradient
+
+
+def _sums(group: IntArray, weights: FloatArray, count: int) -> FloatArray:
+    """[count] sum of the weights of each group."""
+    return np.bincount(group, weights=weights, minlength=count).astype(np.float64)
+
+
+def make_space(
+    model: LayerModel, name: str, unit_of: Sequence[int], downsets: tuple[int, ...] | None
+) -> Space:
+    """Express what ops touch by units; equal touches become one."""
+    units = np.array(unit_of, dtype=np.int64)
+
+    def by_unit(touch: Touch) -> Touch:
+        producer = int(units[touch.producer]) if touch.producer >= 0 else -1
+        reading = {int(units[u]) for u in touch.readers} - {producer}
+        return Touch(
+            tuple(sorted({int(units[u]) for u in touch.savers})),
+            producer if reading else -1,
+            tuple(sorted(reading)),
+        )
+
+    storages, storage_group = _grouped([touch for _, touch in model.storages], by_unit)
+    blocks = model.blocks.storages if model.blocks else ()
+    recomputed, recomputed_group = _grouped([touch for _, touch in blocks], by_unit)
+    gradients = [Touch((int(op),)) for op in model.parameterized]
+    deferred, deferred_group = _grouped([*(touch for _, touch in model.deferred), *gradients], by_unit)
+    states, state_group = _grouped([touch for _, touch in model.states], by_unit)
+    leaving = [
+        (op, Crossing(unit, tuple(sorted({int(units[v]) for v in readers} - {unit}))))
+        for op, (unit, readers) in enumerate(zip(units.tolist(), model.readers, strict=True))
+        if any(units[v] != unit for v in readers)
+    ]
+    crossings, crossing_group = _grouped([crossing for _, crossing in leaving], lambda crossing: crossing)
+    structure = LayerStructure(
+        units=int(units.max()) + 1,
+        edges=tuple(sorted({(c.producer, v) for c in crossings for v in c.readers})),
+        storages=storages,
+        states=states,
+        crossings=crossings,
+        deferred=deferred,
+        downsets=downsets,
+        recomputed=recomputed,
+    )
+    crossing_ops = np.array([op for op, _ in leaving], dtype=np.int64)
+    return Space(
+        name,
+        units,
+        structure,
+        Geometry(structure),
+        storage_group,
+        recomputed_group,
+        deferred_group,
+        state_group,
+        crossing_ops,
+        crossing_group,
+        model.differentiable[crossing_ops],
+    )
+
+
+def _grouped(items: Sequence[T], key: Callable[[T], G]) -> tuple[tuple[G, ...], IntArray]:
+    """Distinct keys, and the index of each item's key."""
+    found: dict[G, int] = {}
+    group = np.array([found.setdefault(key(item), len(found)) for item in items], dtype=np.int64)
+    return tuple(found), group
+
+
+def spaces(model: LayerModel, work: FloatArray, pins: Mapping[int, int], size: int) -> list[Space]:
+    """The spaces to search: intervals of the program's order; and all downsets of a coarser DAG where it
+    branches.
+
+    ``work``: seconds per op; ``size``: the micro-batch size that crossing bytes are compared at.
+    """
+    crossing = model.output_bytes(size) * (1.0 + model.differentiable)
+    ops = OpArrays(model.readers, work, crossing, model.together, pins)
+    unit_of = intervals(ops, MAX_INTERVALS)
+    count = max(unit_of) + 1
+    found = [make_space(model, f"contiguous splits at {count - 1} cuts of the program order", unit_of, None)]
+    for most in CLUSTER_SIZES:
+        unit_of = clusters(ops, most)
+        units = max(unit_of) + 1
+        edges = {
+            (unit_of[u], unit_of[v])
+            for u, rs in enumerate(ops.readers)
+            for v in rs
+            if unit_of[u] != unit_of[v]
+        }
+        downsets = list_downsets(units, edges, MAX_DOWNSETS)
+        if downsets is None:
+            continue
+        if len(downsets) > units + 1:
+            found.append(
+                make_space(model, f"all {len(downsets)} downsets of {units} clusters", unit_of, downsets)
+            )
+        break
+    return found
+
+
+def smallest_share(batch_size: int, microbatches: int) -> float:
+    """Samples of the smallest micro-batch over those of the largest; 1 where they are equal."""
+    return (batch_size // microbatches) / -(-batch_size // microbatches)

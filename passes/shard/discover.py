@@ -1,0 +1,237 @@
+"""Choices of ops that no rule speaks about, found by trying: shard small inputs, run, put together, compare.
+
+    discovery = Discovery()
+    discovery.choices(node)     a rule's choices, else what was found, else all replicated
+    discovery.counts            {"rule": 512, "discovered": 3, "replicated": 1}
+
+What holds for several draws, forward and backward, on axes of 2 and 4, is a choice. Never a wrong answer: an op that draws
+random numbers, writes to its operands, gives other results when run again, or fails on all small inputs stays replicated.
+Results are kept per op and signature, in memory and as JSON beside the calibration; what is read back is tried again
+on a fresh draw, since the code behind a custom op's name may have changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+
+from passes.graph.recomputed import draws_random_numbers
+from passes.shard.discover_cache import default_path, read, write
+from passes.shard.rules import choices as choices_by_rule
+from passes.shard.rules import has_rule, makes_tensors
+from passes.shard.rules.enumerate import AXIS, choices_that_hold
+from passes.shard.rules.local import fits
+from passes.shard.rules.producers import replicated
+from passes.shard.rules.samples import Sample, samples, signature
+from passes.shard.rules.simulate import Trial, difference, is_float, node_of, problem, trial
+from passes.shard.words import Choice
+
+logger = logging.getLogger("partitioner")
+
+SECONDS = 5.0
+"""The longest that trying all placements of one op may take (typically 0.1): what is not tried by then is no choice."""
+DRAWS = 3
+AXES = (AXIS, 4)
+SEED = 20_260_101
+DOUBLE_TOLERANCE = 1e-10
+TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+"""Of ops that do not take float64, relative to the largest number."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The choices of one op, and where they come from."""
+
+    choices: tuple[Choice, ...]
+    how: Literal["rule", "discovered", "replicated"]
+
+
+class Discovery:
+    """Choices of a graph's ops. Remembers what it found; ``path``: where it is kept between runs, None for nowhere."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path = path
+        self._kept: dict[str, list[Choice]] = read(path) if path is not None else {}
+        self._known: dict[str, tuple[Choice, ...]] = {}
+        self._seen: dict[tuple[str, str], str] = {}
+        self.seconds = 0.0
+        """Spent on trying."""
+
+    @classmethod
+    def stored(cls) -> Discovery:
+        """One that reads and writes the user's cache."""
+        return cls(default_path())
+
+    def choices(self, node: fx.Node) -> tuple[Choice, ...]:
+        """Of any op, all replicated first."""
+        return self.find(node).choices
+
+    def find(self, node: fx.Node) -> Found:
+        """As ``choices``, and where they come from."""
+        if has_rule(node):
+            found = Found(choices_by_rule(node), "rule")
+        else:
+            tried = self._discovered(node)
+            found = Found(tried, "discovered" if len(tried) > 1 else "replicated")
+        self._seen[node.name, str(node.target)] = found.how
+        return found
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Ops asked about, by where their choices come from."""
+        return {"rule": 0, "discovered": 0, "replicated": 0, **Counter(self._seen.values())}
+
+    @property
+    def without_choice(self) -> tuple[str, ...]:
+        """Names of the ops that stay replicated because nothing else was found to hold."""
+        return tuple(name for (name, _), how in self._seen.items() if how == "replicated")
+
+    def _discovered(self, node: fx.Node) -> tuple[Choice, ...]:
+        key = signature(node)
+        if key not in self._known:
+            started = time.monotonic()
+            kept = self._kept.get(key)
+            found = tried_again(node, kept) if kept is not None else None
+            if found is None:
+                found = all_valid_choices(node)
+                if self._path is not None:
+                    write(self._path, key, found)
+            self._known[key] = found
+            self.seconds += time.monotonic() - started
+            logger.info("sharding of %s: %s", node.target, ", ".join(map(str, found)))
+        return self._known[key]
+
+
+def all_valid_choices(node: fx.Node, seconds: float = SECONDS) -> tuple[Choice, ...]:
+    """Every choice that holds numerically, found without rules; for any op. All replicated first.
+
+    Choices with local functions of their own (``Choice.local``) are not among them.
+    """
+    whole = replicated(node)
+    with _Quietly():
+        trials = _trials(node)
+        if not trials or _vague(trials[0]):
+            return whole
+        found = choices_that_hold(trials[0], seconds)
+        return (*whole, *(choice for choice in found if choice not in whole and _proved(trials, choice)))
+
+
+def tried_again(node: fx.Node, choices: Sequence[Choice]) -> tuple[Choice, ...] | None:
+    """The choices if all of them hold on a fresh draw, else None."""
+    with _Quietly():
+        trials = _trials(node)
+        whole = replicated(node)
+        sound = all(len(c.inputs) == len(whole[0].inputs) and _proved(trials, c) for c in choices)
+    return (*whole, *(c for c in choices if c not in whole)) if sound and (trials or not choices) else None
+
+
+def _proved(trials: Sequence[Trial], choice: Choice) -> bool:
+    for tried in trials:
+        for ranks in AXES:
+            if not fits(tried.node, [choice], [ranks]):
+                continue
+            try:
+                wrong = problem(tried, [choice], [ranks])
+            except Exception as error:  # noqa: BLE001 an unknown op may raise anything
+                wrong = str(error)
+            if wrong is not None:
+                logger.debug("%s is no choice of %s: %s", choice, tried.node.target, wrong)
+                return False
+    return True
+
+
+def _trials(node: fx.Node) -> list[Trial]:
+    """Draws of small inputs that the op takes; none if it takes none, or is not a function of its operands."""
+    target = node.target
+    if not makes_tensors(node) or not isinstance(target, torch._ops.OpOverload):
+        return []
+    if target._schema.is_mutable or draws_random_numbers(node):
+        return []
+    for sample in samples(node):
+        for double in (True, False):
+            for high in (_least_size(sample), 2, 1):
+                try:
+                    found = [_trial(sample, draw == 1, high, double) for draw in range(DRAWS)]
+                except Exception as error:  # noqa: BLE001 an unknown op may raise anything
+                    logger.debug("%s does not take small inputs: %s", target, error)
+                    continue
+                if not all(sample.alike(t.outputs) for t in found):
+                    break
+                return sorted(found, key=_vague) if all(map(_is_function, found)) else []
+    return []
+
+
+def _least_size(sample: Sample) -> int:
+    """Indices below it are good for any dimension."""
+    return max(1, min((size for shape in sample.shapes for size in shape if size > 1), default=1))
+
+
+def _trial(sample: Sample, positive: bool, high: int, double: bool) -> Trial:
+    args, kwargs, values = sample.draw(positive, high, double)
+    node = node_of(sample.node.target, *args, **kwargs)
+    floats = [value.dtype for value in values if is_float(value)]
+    tolerance = DOUBLE_TOLERANCE if double else max((TOLERANCES.get(d, 1e-10) for d in floats), default=1e-10)
+    return _differentiable_trial(node, values, tolerance)
+
+
+def _differentiable_trial(node: fx.Node, values: Sequence[Tensor], tolerance: float) -> Trial:
+    """With gradients of as many operands as the op can be differentiated by: all, all but one, or none."""
+    floats = [i for i, value in enumerate(values) if is_float(value)]
+    reason: Exception | None = None
+    for frozen in ([], *([i] for i in floats), *([i, j] for i in floats for j in floats if i < j), floats):
+        try:
+            return trial(node, values, tolerance, frozen)
+        except Exception as error:  # noqa: BLE001 an unknown op may raise anything
+            reason = error
+    raise reason if reason is not None else ValueError("no way to run it")
+
+
+def _is_function(tried: Trial) -> bool:
+    """Whether it gives the same again and leaves what it differentiates as it was."""
+    again = trial(
+        tried.node, tried.values, tried.tolerance, [i for i, g in enumerate(tried.gradients) if g is None]
+    )
+    same = all(
+        difference(a, b, tried.tolerance) is None for a, b in zip(again.outputs, tried.outputs, strict=True)
+    )
+    # ATen's only silent writers are norms with running statistics, which are placed like their other operands.
+    kept = isinstance(tried.node.target, torch._ops.OpOverload) and tried.node.target.namespace == "aten"
+    kept = kept or all(
+        difference(after, value, tried.tolerance) is None
+        for after, value in zip(tried.after, tried.values, strict=True)
+    )
+    return same and kept
+
+
+def _vague(tried: Trial) -> bool:
+    """Whether some results are not finite: those agree with too much to begin with."""
+    return not all(bool(y.isfinite().all()) for y in tried.outputs)
+
+
+class _Quietly:
+    """Draws that are the same every time and leave the user's generator alone; autograd on, whatever the caller set.
+
+    One thread: for small inputs several are slower, by 40 times on a busy machine.
+    """
+
+    def __enter__(self) -> None:
+        self._fork = torch.random.fork_rng(devices=[])
+        self._grad = torch.enable_grad()
+        self._fork.__enter__()
+        self._grad.__enter__()
+        torch.manual_seed(SEED)
+        self._threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *error: Any) -> None:
+        torch.set_num_threads(self._threads)
+        self._grad.__exit__(*error)
+        self._fork.__exit__(*error)

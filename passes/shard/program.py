@@ -1,0 +1,132 @@
+"""The program of a sharded model: one segment on all ranks of a mesh, then the sums of gradients, then the step.
+
+rank 0: 0F0 0B0 0F1 0B1 +wte@0,1 step
+rank 1: 0F0 0B0 0F1 0B1 +wte@0,1 step
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from cost_models.layout import Replicate
+from passes.graph.graph import OpGraph
+from passes.shard.shard import Sharded
+from passes.shard.syncs import GradientSync
+from passes.shard.words import Placements
+from runtime.mesh.ranks_along import all_ranks_along
+from runtime.mesh.sharding import Sharding
+from runtime.program.order import TiedGroup, build_programs
+from runtime.program.program import (
+    Backward,
+    Compute,
+    Forward,
+    Program,
+    Segment,
+    SegmentCost,
+    SegmentGraph,
+)
+
+BUCKET_BYTES = 25 * 2**20
+"""About how much is summed at once: as torch's DistributedDataParallel, so that sums overlap each other's copies."""
+
+FIRST_BUCKET_BYTES = 2**20
+"""The first is small, so that the network begins early; as there, too. Where a gradient is summed alone, that does it."""
+
+ALONE_BYTES = 2 * 2**20
+"""A gradient as large as this is summed by itself. On Gloo, 1 MiB takes as long to copy together as to sum apart."""
+
+
+def sharded_programs(
+    sharded: Sharded, microbatches: int, world_size: int, *, training: bool = True
+) -> tuple[Program, ...]:
+    """One program per rank of the world."""
+    segments = sharded_segments(sharded, SegmentCost(0.0, 0.0, 0.0), world_size)
+    trains = training and segments.segments[0].has_backward
+    order: list[Compute] = []
+    for mb in range(microbatches):
+        order += [Forward(0, mb), Backward(0, mb)] if trains else [Forward(0, mb)]
+    lead = segments.segments[0].rank
+    return build_programs(
+        segments,
+        tuple(tuple(order) if rank == lead else () for rank in range(world_size)),
+        microbatches,
+        transfer_seconds=_nothing,
+        tied=gradient_sums(sharded),
+        training=trains,
+    )
+
+
+def _nothing(source: int, target: int, size_bytes: int) -> float:
+    return 0.0
+
+
+def sharded_segments(sharded: Sharded, cost: SegmentCost, world_size: int) -> SegmentGraph:
+    """The graph of the one segment."""
+    graph = sharded.graph
+    segment = Segment(0, sharded.mesh.ranks, cost, graph.loss is not None and graph.loss in graph.needs_grad)
+    return SegmentGraph((segment,), (), world_size)
+
+
+def shardings(sharded: Sharded) -> dict[str, Sharding]:
+    """Of every parameter and buffer: what each rank stores and trains."""
+    placement, mesh = sharded.placement, sharded.mesh
+    whole: Placements = (Replicate(),) * len(mesh.shape)
+    summed: dict[str, set[int]] = defaultdict(set)
+    for sync in sharded.syncs:
+        if sync.scattered:
+            for name in sync.parameters:
+                summed[name].update(map(mesh.axes.index, sync.axes))
+    found = {}
+    for name in (*sharded.graph.parameters, *sharded.graph.buffers):
+        stored = placement.stored.get(name, whole)
+        owner = placement.sharded_state.get(name, stored) if name in sharded.graph.trained else stored
+        found[name] = Sharding(mesh, stored, owner, frozenset(summed[name]))
+    return found
+
+
+def gradient_sums(sharded: Sharded) -> tuple[TiedGroup, ...]:
+    """What is summed after the last backward: (parameters, ranks, scattered), in the order of the sums."""
+    return tuple(
+        (bucket, ranks, sync.scattered)
+        for sync, bucket in bucketed_syncs(sharded)
+        for ranks in all_ranks_along(sharded.mesh, sync.axes)
+    )
+
+
+def bucketed_syncs(sharded: Sharded) -> Iterator[tuple[GradientSync, tuple[str, ...]]]:
+    """Each kind of sum with the parameters of one bucket, in the order of the sums."""
+    for sync in sharded.syncs:
+        for bucket in _buckets(sharded.graph, sync.parameters):
+            yield sync, bucket
+
+
+def _buckets(graph: OpGraph, parameters: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """In the order in which backward is done with them. Large gradients alone: those are summed where they lie."""
+    ordered = _in_backward_order(graph, parameters)
+    bytes_of = {name: graph.parameters[name].size_bytes for name in ordered}
+    bucket: list[str] = []
+    size_bytes = 0
+    limit = BUCKET_BYTES if any(size >= ALONE_BYTES for size in bytes_of.values()) else FIRST_BUCKET_BYTES
+    for name, own_bytes in bytes_of.items():
+        if own_bytes >= ALONE_BYTES:
+            yield (name,)
+            continue
+        if bucket and size_bytes + own_bytes > limit:
+            yield tuple(bucket)
+            bucket, size_bytes, limit = [], 0, BUCKET_BYTES
+        bucket.append(name)
+        size_bytes += own_bytes
+    if bucket:
+        yield tuple(bucket)
+
+
+def _in_backward_order(graph: OpGraph, parameters: tuple[str, ...]) -> list[str]:
+    """Those that are first read last come first."""
+    first_read: dict[str, int] = {}
+    inputs = {given.node: given.name for given in graph.inputs if given.kind == "parameter"}
+    for position, op in enumerate(graph.ops):
+        for node in op.all_input_nodes:
+            if node.name in inputs:
+                first_read.setdefault(inputs[node.name], position)
+    return sorted(parameters, key=lambda name: first_read.get(name, -1), reverse=True)

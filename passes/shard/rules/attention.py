@@ -1,0 +1,47 @@
+"""Attention and recurrent networks: by sample and by head; a recurrence mixes its hidden units at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from passes.graph.nodes import argument
+from passes.graph.recomputed import draws_random_numbers
+from passes.shard.rules.notation import Rule, from_text
+from passes.shard.rules.pointwise import RANDOM
+from passes.shard.rules.shapes import tensors_of
+from passes.shard.words import Choice
+
+aten = torch.ops.aten
+
+
+def _attention(node: fx.Node) -> tuple[Choice, ...]:
+    """query (…, l, e), key (…, s, e), value (…, s, v), mask broadcastable to (…, l, s).
+
+    With ``enable_gqa`` key and value have fewer heads: a rank's share of theirs belongs to its share of the queries'.
+    A causal mask counts queries from 0, so their sequence stays whole then; keys' always does.
+    """
+    row = "." if argument(node, "is_causal") else "l"
+    text = f"query[b* {row} .] key[b* . .] value'[b* . v] attn_mask[b* {row} .] -> [b* {row} v]"
+    letters = [f"b{d}" for d in range(tensors_of(node)[0].dim() - 2)] + ["l", "v"]
+    # Ranks with other columns of the values must drop the same weights: that would need the same draws on all.
+    local = {x: RANDOM for x in letters if x != "v"} if draws_random_numbers(node) else {}
+    return from_text(node, text, local=local)
+
+
+def _recurrent(node: fx.Node) -> tuple[Choice, ...]:
+    """The same weights for every sample. Dropout between layers is drawn per sample."""
+    batched = "b ." if argument(node, "batch_first") else ". b"
+    unbatched = tensors_of(node)[0].dim() == 2
+    rows, state = (". ", ". .") if unbatched else (batched, ". b .")
+    made = f"[{rows} .]" + f" [{state}]" * (len(tensors_of(node)) - 1)
+    text = f"input[{rows} .] hx[{state}] params[.*] -> {made}"
+    return from_text(node, text, local={"b": RANDOM} if draws_random_numbers(node) else {})
+
+
+RULES: Mapping[object, Rule] = {
+    aten.scaled_dot_product_attention.default: _attention,
+    **dict.fromkeys((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
+}

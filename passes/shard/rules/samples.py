@@ -1,0 +1,148 @@
+"""Small inputs for an op of a graph: the same ranks, types and equal sizes, few elements.
+
+    linear, x (s0, 4096, 8192), w (28672, 8192)   ->   x (4, 8, 12), w (16, 12)
+
+Whether the op still is the op with such sizes shows when it runs: it makes as many tensors, of as many dimensions, and
+those of a known size have the new one (``alike``). What is tried, in this order: the real sizes if they are
+small (open ones as 4); new sizes, arguments as they are; new sizes, arguments that equal an old size replaced; the real
+sizes if they are not too many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from passes.graph.graph import tensor_specs
+from passes.shard.words import operands
+
+OPEN = 4
+"""Elements of a dimension whose size is open."""
+SMALL = 4096
+"""Elements of all operands together that need no shrinking."""
+LARGE = 200_000
+"""Elements of all operands together that are too many to try anything with."""
+STEP = 4
+"""New sizes are multiples of it: an axis of 2 or 4 divides them."""
+
+Numbers: TypeAlias = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Arguments of an op; ``shapes`` and ``dtypes`` of the tensors among them, in the order of ``operands``."""
+
+    node: fx.Node
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    number: Numbers
+    """What stands for an integer among the arguments."""
+    new: Mapping[int, int]
+    """The new size of each size."""
+
+    def alike(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether what came out could be the op's, with new sizes: else the arguments meant something else."""
+        wanted = tensor_specs(self.node)
+        return len(outputs) == len(wanted) and all(
+            made.dim() == len(spec.shape)
+            and all(a == self.new.get(_concrete(b), a) for a, b in zip(made.shape, spec.shape, strict=True))
+            for made, spec in zip(outputs, wanted, strict=True)
+        )
+
+    def draw(
+        self, positive: bool, high: int, double: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+        """Arguments with drawn tensors, and these tensors in order."""
+        values = [
+            _draw(shape, dtype, positive, high, double)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        ]
+        args, kwargs = self.arguments(lambda i: values[i])
+        return args, kwargs, values
+
+    def arguments(self, tensor: Callable[[int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The op's arguments with ``tensor(i)`` for the i-th operand."""
+        count = iter(range(len(self.shapes)))
+
+        def made(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                known = value.meta["val"]
+                return tensor(next(count)) if isinstance(known, Tensor) else self.number(_concrete(known))
+            if isinstance(value, list | tuple):
+                return [made(item) for item in value]
+            if isinstance(value, bool) or not isinstance(value, int):
+                return value
+            return self.number(value)
+
+        return tuple(made(v) for v in self.node.args), {name: made(v) for name, v in self.node.kwargs.items()}
+
+
+def signature(node: fx.Node) -> str:
+    """Equal for ops that are sharded alike: the op, its operands' shapes (open sizes as 4) and types, the rest."""
+    specs = [spec for source in operands(node) for spec in tensor_specs(source)]
+    shapes = tuple(tuple(_concrete(size) for size in spec.shape) for spec in specs)
+    plain = Sample(node, shapes, tuple(spec.dtype for spec in specs), _same, {})
+    tensors = ", ".join(f"{list(s)} {str(d)[6:]}" for s, d in zip(shapes, plain.dtypes, strict=True))
+    return f"{node.target}({plain.arguments(lambda i: f'#{i}')}; {tensors})"
+
+
+def samples(node: fx.Node) -> Iterator[Sample]:
+    """Ways to give the op small inputs, to be tried in order."""
+    specs = [spec for source in operands(node) for spec in tensor_specs(source)]
+    real = tuple(tuple(_concrete(size) for size in spec.shape) for spec in specs)
+    dtypes = tuple(spec.dtype for spec in specs)
+    elements = sum(_product(shape) for shape in real)
+    if elements <= SMALL:
+        yield Sample(node, real, dtypes, _same, {})
+    new = _new_sizes(real)
+    shrunk = tuple(tuple(new[size] for size in shape) for shape in real)
+    yield Sample(node, shrunk, dtypes, _same, new)
+    yield Sample(node, shrunk, dtypes, lambda number: new.get(number, number), new)
+    if SMALL < elements <= LARGE:
+        yield Sample(node, real, dtypes, _same, {})
+
+
+def _new_sizes(shapes: tuple[tuple[int, ...], ...]) -> Mapping[int, int]:
+    """A small size for each size; 0 and 1 mean what they say."""
+    distinct = dict.fromkeys(size for shape in shapes for size in shape if size > 1)
+    return {0: 0, 1: 1, **{size: STEP * (k + 1) for k, size in enumerate(distinct)}}
+
+
+def _concrete(size: Any) -> Any:
+    """A size or number with all open sizes as ``OPEN``."""
+    expression = size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
+    if not hasattr(expression, "free_symbols"):
+        return expression
+    value = expression.subs(dict.fromkeys(expression.free_symbols, OPEN))
+    return (
+        bool(value)
+        if isinstance(size, torch.SymBool)
+        else float(value)
+        if isinstance(size, torch.SymFloat)
+        else int(value)
+    )
+
+
+def _draw(shape: tuple[int, ...], dtype: torch.dtype, positive: bool, high: int, double: bool) -> Tensor:
+    if dtype == torch.bool:
+        return torch.rand(shape) > 0.5
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(high, shape).to(dtype)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    drawn = torch.rand(shape, dtype=wide) + 0.1 if positive else torch.randn(shape, dtype=wide)
+    return drawn if double else drawn.to(dtype)
+
+
+def _same(number: Any) -> Any:
+    return number
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for size in shape:
+        result *= size
+    return result

@@ -1,0 +1,79 @@
+"""Which parameters' gradients are summed over which axes after the last backward, and where the sums go.
+
+stored R, gradient a part of a sum on "data"             all-reduce over "data"
+the same, with gradient and optimizer state S(0) there   reduce-scatter over "data": each rank keeps its part (ZeRO-1, 2)
+stored S(0) on "data" (ZeRO-3)                           nothing: bridges in the graph have done it
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from cost_models.layout import Mesh, Replicate, Shard
+from passes.graph.graph import OpGraph
+from passes.shard.words import FeaturePlacement, Need, Placements, operands
+
+
+@dataclass(frozen=True)
+class GradientSync:
+    """One kind of sum after the last backward. ``axes``: of the mesh, taken together."""
+
+    parameters: tuple[str, ...]
+    axes: tuple[str, ...]
+    scattered: bool = False
+    """Whether each rank keeps its part only, as ``FeaturePlacement.sharded_state`` says."""
+
+
+def deferred_axes(
+    graph: OpGraph,
+    stored: Callable[[str], Placements],
+    needs_of: Callable[[fx.Node, int], tuple[Need, ...]],
+) -> dict[str, frozenset[int]]:
+    """By placeholder of a parameter: the axes along which each rank makes a part of its gradient."""
+    found: dict[str, frozenset[int]] = {}
+    for given in graph.inputs:
+        if given.kind != "parameter" or given.node not in graph.needs_grad:
+            continue
+        node = graph.nodes[given.node]
+        axes: set[int] = set()
+        for user in node.users:
+            if user.op == "output":
+                continue
+            for position, source in enumerate(operands(user)):
+                if source is not node:
+                    continue
+                for axis, need in enumerate(needs_of(user, position)):
+                    whole = isinstance(stored(given.name)[axis], Replicate)
+                    if whole and need.partial_gradient and isinstance(need.placement, Replicate):
+                        axes.add(axis)
+        if axes:
+            found[given.node] = frozenset(axes)
+    return found
+
+
+def gradient_syncs(
+    graph: OpGraph,
+    deferred: Mapping[str, frozenset[int]],
+    stored: Callable[[str], Placements],
+    placement: FeaturePlacement,
+    mesh: Mesh,
+) -> tuple[GradientSync, ...]:
+    """Sums in the order in which they are made: those that scatter first, so that what follows is smaller."""
+    groups: dict[tuple[bool, tuple[int, ...]], list[str]] = defaultdict(list)
+    for given in graph.inputs:
+        axes = {axis for axis in deferred.get(given.node, ()) if mesh.shape[axis] > 1}
+        state = placement.sharded_state.get(given.name, stored(given.name))
+        for axis in sorted(axes):
+            if isinstance(state[axis], Shard) and isinstance(stored(given.name)[axis], Replicate):
+                groups[True, (axis,)].append(given.name)
+                axes.discard(axis)
+        if axes:
+            groups[False, tuple(sorted(axes))].append(given.name)
+    return tuple(
+        GradientSync(tuple(names), tuple(mesh.axes[axis] for axis in axes), scattered)
+        for (scattered, axes), names in sorted(groups.items(), key=lambda item: (not item[0][0], item[0][1]))
+    )

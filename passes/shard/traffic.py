@@ -1,0 +1,144 @@
+"""What the bridges and local ops of a sharded graph send: their collectives, each by the volume of its ring algorithm.
+
+    n bytes whole along the axis, p ranks          each rank sends (Thakur, Rabenseifner and Gropp, 2005)
+    all_reduce                                     2 (p - 1) / p · n
+    all_gather, reduce_scatter                     (p - 1) / p · n
+    all_to_all                                     (p - 1) / p · n / p
+
+Messages from everybody to everybody (``runtime.mesh.gloo``) send as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+
+from cost_models.conversion import AxisLinks, Kind
+from cost_models.layout import Mesh
+from passes.graph.graph import tensor_specs
+from passes.shard.shard import Sharded
+from runtime.mesh.ranks_along import all_ranks_along
+from runtime.ops import bridges
+from runtime.ops.local_calls import JOINT, run_local
+from runtime.program.program import Collective
+from runtime.segment.code import TensorSpec
+
+_FACTOR: Mapping[Kind, float] = {
+    "all_reduce": 2.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+    "all_to_all": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One collective of the graph: ``whole_bytes`` is n, per micro-batch; ``axis`` may be several joined."""
+
+    node: str
+    kind: Kind
+    axis: str
+    whole_bytes: int
+    backward: bool
+
+    def sent_bytes(self, ranks: int) -> float:
+        """What each of ``ranks`` sends."""
+        once = _FACTOR[self.kind] * (ranks - 1) / ranks * self.whole_bytes
+        return once / ranks if self.kind == "all_to_all" else once
+
+    def seconds(self, links: AxisLinks) -> float:
+        """How long it takes with these links to itself."""
+        return links.seconds(self.kind, self.whole_bytes)
+
+
+def traffic(sharded: Sharded, microbatch_size: int) -> tuple[Traffic, ...]:
+    """Every collective of the local graph, for micro-batches of ``microbatch_size`` samples in all."""
+    batch = sharded.graph.batch
+    symbols = dict.fromkeys(batch.symbols, 0) | {batch.batch_symbol: microbatch_size // batch.multiple}
+    return tuple(
+        found
+        for node in sharded.graph.ops
+        for found in (
+            _of_bridge(node, node.name in sharded.graph.needs_grad, symbols)
+            if bridges.is_bridge(node)
+            else _of_local(node, node.name in sharded.graph.needs_grad, symbols, sharded.mesh)
+            if node.target is run_local
+            else ()
+        )
+    )
+
+
+def collectives(sharded: Sharded, microbatch_size: int) -> tuple[Collective, ...]:
+    """The same for every group of ranks of the mesh, as a segment has them."""
+    return tuple(
+        Collective(item.kind, ranks, item.sent_bytes(len(ranks)), item.backward)
+        for item in traffic(sharded, microbatch_size)
+        for ranks in all_ranks_along(sharded.mesh, item.axis.split(JOINT))
+    )
+
+
+def _of_bridge(node: fx.Node, differentiable: bool, symbols: Mapping[sympy.Symbol, int]) -> Iterator[Traffic]:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    axis, partial = str(node.kwargs["axis"]), bool(node.kwargs.get("partial", False))
+    taken, made = (_bytes(tensor_specs(n)[0], symbols) for n in (source, node))
+    there: Kind | None = None
+    back: Kind | None = None
+    whole = max(taken, made)
+    match node.target:
+        case bridges.all_reduce:
+            there, back = "all_reduce", "all_reduce" if partial else None
+        case bridges.sum_gradient:
+            back = "all_reduce"
+        case bridges.split:
+            back = "all_gather"
+        case bridges.all_gather:
+            there, back = "all_gather", "reduce_scatter" if partial else None
+        case bridges.reduce_scatter:
+            there, back = "reduce_scatter", "all_gather"
+        case bridges.all_to_all:
+            there = back = "all_to_all"
+            whole = taken * int(str(node.kwargs["parts"]))
+    if there is not None:
+        yield Traffic(node.name, there, axis, whole, False)
+    if back is not None and differentiable:
+        yield Traffic(node.name, back, axis, whole, True)
+
+
+def _of_local(
+    node: fx.Node, differentiable: bool, symbols: Mapping[sympy.Symbol, int], mesh: Mesh
+) -> Iterator[Traffic]:
+    """As ``runtime.ops.cross_entropy`` and ``runtime.ops.batch_norm`` do."""
+    function, _, roles, first, *rest = node.args
+    assert isinstance(roles, dict)
+    assert isinstance(first, fx.Node)
+    spec = tensor_specs(first)[0]
+    if function == "batch_norm":
+        channels = spec.concrete(symbols)[1]
+        size_bytes = 2 * channels * max(4, spec.dtype.itemsize)
+        ranks = math.prod(mesh.shape[mesh.axes.index(name)] for name in str(roles["samples"]).split(JOINT))
+        yield Traffic(node.name, "all_gather", str(roles["samples"]), size_bytes * ranks, False)
+        if differentiable:
+            yield Traffic(node.name, "all_reduce", str(roles["samples"]), size_bytes, True)
+    if function in ("cross_entropy", "nll_loss"):
+        reduction = rest[2] if len(rest) > 2 else 1
+        if "classes" in roles:
+            (target,) = tensor_specs(rest[0])  # type: ignore[arg-type]
+            samples = _bytes(target, symbols) // target.dtype.itemsize * max(4, spec.dtype.itemsize)
+            smoothed = 1 if len(rest) > 4 and rest[4] else 0
+            yield Traffic(node.name, "all_reduce", str(roles["classes"]), samples, False)
+            yield Traffic(node.name, "all_reduce", str(roles["classes"]), samples * (2 + smoothed), False)
+        if "samples" in roles and reduction == 1:
+            made = _bytes(tensor_specs(node)[0], symbols)
+            yield Traffic(node.name, "all_reduce", str(roles["samples"]), made, False)
+
+
+def _bytes(spec: TensorSpec, symbols: Mapping[sympy.Symbol, int]) -> int:
+    count = spec.dtype.itemsize
+    for size in spec.concrete(symbols):
+        count *= size
+    return count

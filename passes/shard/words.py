@@ -1,0 +1,105 @@
+"""The words of sharding: how an op may run on one axis of a mesh, and how a whole model does.
+
+On each mesh axis a tensor is whole on every rank (R), split along a dimension (S(d)), or a sum of which each rank has
+a part (P); over several axes a tuple of these, the first axis outermost. Gradients follow from it:
+
+    produced as   its gradient is expected as        taken as   the consumer's backward gives
+    S(d)          S(d)                               S(d)       S(d)
+    P             R                                  P          R
+    R             R                                  R          R, or P where ``partial_gradient``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import fx
+
+from cost_models.layout import Mesh, Partial, Placement, Replicate, Shard
+
+Placements: TypeAlias = tuple[Placement, ...]
+"""One per mesh axis."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What an op needs of one operand on one mesh axis.
+
+    ``partial_gradient``: the gradient that its local backward makes for a replicated operand is one rank's part of a
+    sum. (Column-parallel linear: every rank has all of x, and a gradient of x from its own columns only.)
+    """
+
+    placement: Placement
+    partial_gradient: bool = False
+
+    def __str__(self) -> str:
+        return f"{short(self.placement)}{'~' if self.partial_gradient else ''}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to run an op on one mesh axis: what it needs of each operand, what each output is.
+
+    ``local``: "" where the ranks run the op itself on their shards; else "function:role", a function of
+    ``runtime.ops.local`` to call in its place, and what the axis is to it. All of an op's axes with a ``local`` name one
+    function; those of one role are taken together, the first outermost. ``divides``: counts among the op's arguments
+    (groups) that the product of these axes' sizes must divide, besides the sharded dimensions.
+    """
+
+    inputs: tuple[Need, ...]
+    outputs: Placements
+    local: str = ""
+    divides: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        ways = f"{' '.join(map(str, self.inputs))} -> {' '.join(map(short, self.outputs))}"
+        return f"{ways} by {self.local}" if self.local else ways
+
+
+@dataclass(frozen=True)
+class FeaturePlacement:
+    """How a whole model runs on a mesh.
+
+    ``choices``: per op, one choice per mesh axis. ``stored``: of parameters and buffers, between steps.
+    ``sharded_state``: of gradients and optimizer state, where it differs from ``stored`` (ZeRO-1 and 2).
+    ``batch``: how batch leaves arrive.
+    """
+
+    mesh: Mesh
+    choices: Mapping[str, tuple[Choice, ...]]
+    stored: Mapping[str, Placements]
+    batch: Mapping[str, Placements]
+    microbatches: int
+    sharded_state: Mapping[str, Placements] = field(default_factory=dict)
+
+
+def operands(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The tensor operands of an op in the order of its arguments; lists are flattened, one node may come twice."""
+    found: list[fx.Node] = []
+
+    def visit(argument: object) -> None:
+        if isinstance(argument, fx.Node):
+            if isinstance(argument.meta.get("val"), torch.Tensor):
+                found.append(argument)
+        elif isinstance(argument, list | tuple):
+            for item in argument:
+                visit(item)
+
+    visit(node.args)
+    visit(tuple(node.kwargs.values()))
+    return tuple(found)
+
+
+def short(placement: Placement) -> str:
+    """R, S0, P."""
+    if isinstance(placement, Shard):
+        return f"S{placement.dim}"
+    return "P" if isinstance(placement, Partial) else "R"
+
+
+def all_replicated(inputs: int, outputs: int) -> Choice:
+    """Every rank computes everything: right for any op."""
+    return Choice((Need(Replicate()),) * inputs, (Replicate(),) * outputs)

@@ -1,0 +1,279 @@
+"""From torch's ExportedProgram to the parts of an OpGraph.
+
+Before                                                    After
+    p_model_h_0_ln_weight: PARAMETER "model.h.0.ln.weight"    GraphInput(node, "parameter", "h.0.ln.weight")
+    p_model_lm_head_weight, tied to p_model_wte_weight        one placeholder, "wte.weight"
+    nn_module_stack {..., "model.h.0": GPT2Block}             meta["module_path"] = "h.0"
+    stack_trace 'File "/x/gpt2.py", line 231, in ...'         meta["source"] = "gpt2.py:231"
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from cost_models.errors import InternalError, ModelError
+from passes.graph.graph import GraphInput, GraphOutput
+from passes.graph.nodes import where
+from passes.graph.sizes import are_canonical, canonical_sizes
+from passes.trace.export import OutputRecord
+from passes.trace.names import StateNames
+from passes.trace.normal.functional import functionalize
+from passes.trace.normal.simplify import simplify
+
+_PREFIX = "model."
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_OURS = str(Path(__file__).parents[1]) + os.sep
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_SLICE = re.compile(r"(?P<container>[\w.]+)\.slice\((?P<limits>[^)]*)\)\.(?P<index>\d+)(?P<rest>.*)")
+_EXPORT_META = (
+    "nn_module_stack",
+    "stack_trace",
+    "torch_fn",
+    "tensor_meta",
+    "from_node",
+    "source_fn_stack",
+    "custom",
+)
+"""What export leaves in a node's meta that nobody reads afterwards."""
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The traced graph, functional, with names."""
+
+    module: fx.GraphModule
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[GraphOutput, ...]
+    constants: Mapping[str, Tensor]
+
+
+def leaf_nodes(program: ExportedProgram, names: tuple[str, ...]) -> dict[str, fx.Node]:
+    """The placeholder of every batch leaf, by leaf name."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    users = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
+    return {name: nodes[spec.arg.name] for name, spec in zip(names, users, strict=True)}
+
+
+def convert(
+    program: ExportedProgram,
+    record: OutputRecord,
+    state: StateNames,
+    fake_mode: FakeTensorMode,
+    leaf_names: tuple[str, ...],
+    model: nn.Module,
+) -> Converted:
+    """Name inputs, merge ties, run ``simplify``, ``functionalize`` and ``canonical_sizes``, note where every node comes
+    from.
+    """
+    module = program.graph_module
+    constants: dict[str, Tensor] = {}
+    stands_for = _placeholders(program, state, leaf_names, constants)
+    _check_constants(constants)
+    _check_transforms(module.graph)
+    stands_for = _merge_ties(module.graph, stands_for)
+    _check_output_kinds(program)
+    module = simplify(module)
+    buffers = {i.node: i.name for i in stands_for.values() if i.kind == "buffer"}
+    module, written = functionalize(module, buffers)
+    _annotate(module.graph, fake_mode, model)
+    outputs = _outputs(module, record, written)
+    batch = [node for node, entry in stands_for.items() if entry.kind == "batch"]
+    if not are_canonical(module.graph, batch):  # only where pass functional had to read a shape
+        module = canonical_sizes(module, batch)
+    inputs = _used_inputs(module.graph, stands_for)
+    kept = {i.name for i in inputs if i.kind == "constant"}
+    module.graph.lint()
+    module.recompile()
+    return Converted(module, inputs, outputs, {name: t for name, t in constants.items() if name in kept})
+
+
+def _placeholders(
+    program: ExportedProgram, state: StateNames, leaf_names: tuple[str, ...], constants: dict[str, Tensor]
+) -> dict[str, GraphInput]:
+    """What each placeholder stands for, by node name; real constants are collected on the way."""
+    leaves = iter(leaf_names)
+    result: dict[str, GraphInput] = {}
+    for spec in program.graph_signature.input_specs:
+        node = spec.arg.name
+        target = (spec.target or "").removeprefix(_PREFIX)
+        ours = (spec.target or "").startswith(_PREFIX)
+        if spec.kind is InputKind.USER_INPUT:
+            result[node] = GraphInput(node, "batch", next(leaves))
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and ours:
+            name = state.canonical(target)
+            result[node] = GraphInput(node, "parameter" if name in state.parameters else "buffer", name)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            constants[target] = _constant(program, spec.target or "")
+            result[node] = GraphInput(node, "constant", target)
+        else:
+            raise ModelError(
+                "the model uses an object that a plan cannot hold",
+                [f"{target or node} is a {spec.kind.name.lower()}"],
+                ["keep custom TorchScript objects out of forward"],
+            )
+    return result
+
+
+def _constant(program: ExportedProgram, target: str) -> Tensor:
+    value: Any = program.constants.get(target)
+    if value is None:
+        value = program.state_dict[target]
+    if isinstance(value, torch.nn.Parameter) and value.requires_grad:
+        raise ModelError(
+            f"the loss function trains a parameter of its own, {target}",
+            ["only the model's parameters are partitioned and optimized"],
+            ["make the loss function part of the model, and return the loss from forward"],
+        )
+    return value.detach()  # type: ignore[no-any-return]
+
+
+def _check_constants(constants: Mapping[str, Tensor]) -> None:
+    lost = [name for name, value in constants.items() if value.is_meta or _is_fake(value)]
+    if lost:
+        raise ModelError(
+            "the model holds tensors that have no values",
+            [f"{name} is on the meta device and neither a parameter nor a buffer" for name in lost],
+            ["self.register_buffer(name, tensor, persistent=False) instead of a plain attribute"],
+        )
+
+
+def _check_transforms(graph: fx.Graph) -> None:
+    """``torch.vmap`` leaves calls between batched tensors, which no graph of ours can hold."""
+    places = [
+        where(node).split(" in ", 1)[-1]
+        for node in graph.nodes
+        if getattr(node.target, "__name__", "") == "_add_batch_dim"
+    ]
+    if places:
+        raise ModelError(
+            "the model uses torch.vmap, which the traced graph cannot hold",
+            list(dict.fromkeys(places)),
+            ["let the operations broadcast over a batch dimension instead"],
+        )
+
+
+def _is_fake(value: Tensor) -> bool:
+    return isinstance(value, torch._subclasses.FakeTensor)
+
+
+def _merge_ties(graph: fx.Graph, stands_for: Mapping[str, GraphInput]) -> dict[str, GraphInput]:
+    """One placeholder per tensor: a tied parameter arrives under each of its names."""
+    first: dict[tuple[str, str], fx.Node] = {}
+    result: dict[str, GraphInput] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        what = stands_for[node.name]
+        keeper = first.setdefault((what.kind, what.name), node)
+        if keeper is node:
+            result[node.name] = what
+        else:
+            node.replace_all_uses_with(keeper)
+            graph.erase_node(node)
+    return result
+
+
+def _check_output_kinds(program: ExportedProgram) -> None:
+    """Writes are operations in the graph; were they outputs already, the graph would not be what we expect."""
+    kinds = {spec.kind for spec in program.graph_signature.output_specs} - {OutputKind.USER_OUTPUT}
+    if kinds:
+        raise InternalError("trace: export returned outputs of an unknown kind", sorted(map(str, kinds)))
+
+
+def _outputs(
+    module: fx.GraphModule, record: OutputRecord, written: Mapping[str, str]
+) -> tuple[GraphOutput, ...]:
+    """Describe the output tuple, extended by the new contents of the buffers that are written."""
+    graph = module.graph
+    node = graph.output_node()
+    values = list(node.args[0])  # type: ignore[arg-type]
+    constant = [name for name, v in zip(record.names, values, strict=True) if not isinstance(v, fx.Node)]
+    if constant:
+        raise ModelError(
+            "some outputs of the model are constants", constant, ["return tensors that are computed"]
+        )
+    described = [
+        GraphOutput(value.name, kind, name)
+        for name, kind, value in zip(record.names, record.kinds, values, strict=True)
+    ]
+    nodes = {n.name: n for n in graph.nodes}
+    described += [GraphOutput(name, "buffer", buffer) for buffer, name in written.items()]
+    node.args = (tuple(nodes[o.node] for o in described),)
+    return tuple(described)
+
+
+def _used_inputs(graph: fx.Graph, stands_for: Mapping[str, GraphInput]) -> tuple[GraphInput, ...]:
+    """Drop placeholders that nothing reads; the model's state keeps all its names in
+    ``OpGraph.parameters``.
+    """
+    inputs = []
+    for node in graph.find_nodes(op="placeholder"):
+        if node.users:
+            inputs.append(stands_for[node.name])
+        else:
+            graph.erase_node(node)
+    return tuple(inputs)
+
+
+# --------------------------------------------------------------------------------------------------
+# Where every node comes from
+
+
+def _annotate(graph: fx.Graph, fake_mode: FakeTensorMode, model: nn.Module) -> None:
+    """Set ``module_path`` and ``source``, make every value a fake CPU tensor, and drop what only export
+    needed.
+    """
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            node.meta["module_path"] = _module_path(next(reversed(stack.values()))[0], model)
+        node.meta.setdefault("module_path", "")
+        node.meta["source"] = node.meta.get("source") or _source(node.meta.get("stack_trace") or "")
+        for key in _EXPORT_META:
+            node.meta.pop(key, None)
+        if "val" in node.meta:
+            node.meta["val"] = _on_cpu(node.meta["val"], fake_mode)
+
+
+def _module_path(path: str, model: nn.Module) -> str:
+    """The path without the wrapper that joins model and loss; the loss function has none.
+
+    ``for layer in self.layers[1:]`` is reported as "layers.slice(1, None, None).0", which is "layers.1".
+    """
+    if not path.startswith(_PREFIX):
+        return ""
+    path = path.removeprefix(_PREFIX)
+    while match := _SLICE.match(path):
+        container = model.get_submodule(match["container"])
+        limits = slice(*(None if n == "None" else int(n) for n in match["limits"].split(", ")))
+        index = range(len(container))[limits][int(match["index"])]  # type: ignore[arg-type]
+        path = f"{match['container']}.{index}{match['rest']}"
+    return path
+
+
+@lru_cache(maxsize=4096)
+def _source(stack_trace: str) -> str:
+    """ "file.py:line" of the innermost frame that is neither torch's nor ours; "" if there is none."""
+    for file, line in reversed(_FRAME.findall(stack_trace)):
+        if not file.startswith((_TORCH, _OURS, "torch/")):  # export writes some of its own relative
+            return f"{os.path.basename(file)}:{line}"
+    return ""
+
+
+def _on_cpu(value: Any, fake_mode: FakeTensorMode) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_on_cpu(item, fake_mode) for item in value)
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        with fake_mode:
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="cpu")
+    return value

@@ -1,0 +1,198 @@
+"""How the losses of micro-batches become the loss of the batch, as declared or as the model's own loss says.
+
+    "mean"        Σ (samples in it / samples) · loss           each micro-batch counts by its samples
+    "sum"         Σ loss                                       the loss is a sum over samples (or divided by a number
+                                                               that comes with the batch, as num_items_in_batch)
+    "token_mean"  Σ over valid tokens / valid tokens           of the whole batch (``passes.trace.loss.token_mean``)
+
+Undeclared, a mean over several tokens per sample means "token_mean", a cross-entropy that is summed means "sum", and
+everything else "mean". Whatever runs a step asks ``with_normalizers`` for the leaves and ``loss_weights`` for the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+from torch import Tensor
+
+from cost_models.errors import ModelError, UsageError
+from passes.graph.token_counts import TokenCounts, filled, user_leaves
+from passes.trace.build import Converted
+from passes.trace.loss.terms import CROSS_ENTROPIES, LossTerms, loss_terms
+from passes.trace.loss.token_mean import token_mean
+from runtime.segment.code import BatchSpec
+from runtime.segment.microbatch import batch_size_of, microbatch_sizes
+
+if TYPE_CHECKING:
+    from passes.graph.graph import OpGraph
+
+LossReduction: TypeAlias = Literal["mean", "sum", "token_mean"]
+LOSS_REDUCTIONS: tuple[LossReduction, ...] = get_args(LossReduction)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The traced graph under a loss reduction."""
+
+    traced: Converted
+    batch: BatchSpec
+    reduction: LossReduction
+    counts: TokenCounts | None
+    notes: tuple[str, ...]
+
+
+def reduce_loss(
+    traced: Converted, spec: BatchSpec, declared: LossReduction | None, model_name: str
+) -> Reduced:
+    """Apply the declared reduction, or the one that the loss itself asks for. Raises ModelError where a declared token
+    mean cannot be had.
+    """
+    found = loss_terms(traced, spec)
+    unchanged = Reduced(traced, spec, declared or "mean", None, ())
+    if found is None or declared in ("mean", "sum"):
+        return replace(unchanged, notes=_summed_metrics(traced, unchanged.reduction))
+    if declared is None:
+        chosen, notes = _own(found)
+        if chosen != "token_mean":
+            notes += _summed_metrics(traced, chosen)
+            return replace(unchanged, reduction=chosen, notes=notes)
+    else:
+        notes = ()
+        _refuse_without_terms(found, model_name)
+    made = token_mean(traced, spec, found)
+    if made.counts.other_terms:
+        rest = ", ".join(made.counts.other_terms)
+        notes += (f"the loss has terms besides its token mean ({rest}): these are averaged by samples",)
+    return Reduced(made.traced, made.batch, "token_mean", made.counts, notes)
+
+
+def checked_reduction(declared: str | None) -> LossReduction | None:
+    """``declared``, unless it is a word that is no reduction."""
+    for known in LOSS_REDUCTIONS:
+        if declared == known:
+            return known
+    if declared is None:
+        return None
+    raise UsageError(
+        f"there is no loss reduction {declared!r}",
+        suggestions=[f"one of {', '.join(LOSS_REDUCTIONS)}; without any, as the model's loss is made"],
+    )
+
+
+def refuse_other_reduction(graph: OpGraph, declared: str | None) -> None:
+    """Raise UsageError where a finished trace has another reduction than what is declared now."""
+    if checked_reduction(declared) not in (None, graph.loss_reduction):
+        raise UsageError(
+            f"{graph.model_name} is traced with another loss reduction",
+            [f"the trace has {graph.loss_reduction!r}, declared is {declared!r}"],
+            [f"trace(..., loss_reduction={declared!r})", "leave loss_reduction out"],
+        )
+
+
+def _summed_metrics(traced: Converted, reduction: LossReduction) -> tuple[str, ...]:
+    """A mean among metrics that are summed grows with the number of micro-batches: the user must hear of it."""
+    names = [output.name for output in traced.outputs if output.kind == "metric"]
+    if reduction != "sum" or not names:
+        return ()
+    return (
+        f"metrics are summed over micro-batches as the loss is ({', '.join(names)}): let loss_fn return counts and "
+        "sums, not means",
+    )
+
+
+def _own(found: LossTerms) -> tuple[LossReduction, tuple[str, ...]]:
+    """What the loss asks for by its own form."""
+    if found.token_level and not found.problems:
+        return "token_mean", ()
+    if found.problems:
+        # A mean over tokens that cannot be had exactly: the user must hear that it is approximated.
+        return "mean", tuple(
+            f"the loss is averaged over micro-batches by samples, not by tokens: {p}" for p in found.problems
+        )
+    if not found.sums:
+        return "mean", ()
+    summed = any(node.target in CROSS_ENTROPIES for node in found.sums)
+    if summed and not (found.terms or found.others or found.adds_constant):
+        return "sum", ()
+    names = ", ".join(node.name for node in found.sums)
+    return "mean", (
+        f"the loss sums over samples ({names}), and micro-batches count by their samples: "
+        'loss_reduction="sum" adds them up',
+    )
+
+
+def _refuse_without_terms(found: LossTerms, model_name: str) -> None:
+    if found.terms and not found.problems:
+        return
+    raise ModelError(
+        f"the loss of {model_name} cannot be a mean over the batch's tokens",
+        found.problems or ["it holds no cross-entropy or masked sum that is divided by a count of tokens"],
+        [
+            'loss_reduction="mean" averages micro-batches by their samples',
+            'loss_reduction="sum" with a loss that is a sum over tokens',
+            "add the cross-entropies' means, times numbers, and nothing that is not linear in them",
+        ],
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# What everything that runs a step asks for
+
+
+def samples_in(graph: OpGraph, batch: Mapping[str, Tensor], needed: Collection[str] | None = None) -> int:
+    """Samples in a user's batch. Raises UsageError where it is not like the traced one.
+
+    ``needed``: leaves that this rank reads (default: all); it may lack the others.
+    """
+    if graph.token_counts is not None and needed is not None:
+        made = graph.token_counts.made
+        needed = {*needed, *(graph.token_counts.leaves if made & set(needed) else ())}
+    return batch_size_of(batch, user_leaves(graph.batch, graph.token_counts), needed)
+
+
+def with_normalizers(
+    graph: OpGraph,
+    batch: Mapping[str, Tensor],
+    microbatches: int | Sequence[int],
+    needed: Collection[str] | None = None,
+    numbers: Tensor | None = None,
+) -> Mapping[str, Tensor]:
+    """``batch`` (the whole one) with the leaves that a token mean reads; unchanged where there are none.
+
+    ``microbatches``: how many, or the samples of each. ``needed``: leaves that this rank reads (default: all); others
+    are not made. ``numbers``: what ``token_counts.counted`` says of the whole batch, where ``batch`` is a part of it.
+    """
+    counts = graph.token_counts
+    if counts is None or (needed is not None and not counts.made & set(needed)):
+        return batch
+    samples = samples_in(graph, batch, needed)
+    return filled(counts, graph.batch, batch, _sizes(microbatches, samples), numbers)
+
+
+def step_batch(graph: OpGraph, leaves: Mapping[str, Tensor], microbatches: int) -> Mapping[str, Tensor]:
+    """Exactly the leaves that an executor of ``graph`` reads, out of all of a user's."""
+    spec = user_leaves(graph.batch, graph.token_counts)
+    return with_normalizers(graph, {name: leaves[name] for name in spec.batch_dims}, microbatches)
+
+
+def step_weights(graph: OpGraph, leaves: Mapping[str, Tensor], microbatches: int) -> tuple[float, ...]:
+    """``loss_weights`` for a batch of ``leaves``."""
+    return tuple(loss_weights(graph.loss_reduction, _sizes(microbatches, samples_in(graph, leaves))))
+
+
+def _sizes(microbatches: int | Sequence[int], samples: int) -> Sequence[int]:
+    return microbatch_sizes(samples, microbatches) if isinstance(microbatches, int) else microbatches
+
+
+def loss_weights(reduction: LossReduction, sizes: Sequence[int]) -> list[float]:
+    """Weight of each micro-batch's loss, gradient and metrics: ``Executor.train_step(weights=...)``. ``sizes``: samples.
+
+    So metrics aggregate like the loss: under "mean" by samples, under "sum" summed, under "token_mean" by valid tokens
+    (the graph has multiplied them by the ratio of the two; of the loss's first term, not weighted by class).
+    """
+    if reduction == "sum":
+        return [1.0] * len(sizes)
+    samples = sum(sizes)
+    return [size / samples for size in sizes]

@@ -1,0 +1,82 @@
+"""Names: one canonical name per parameter and buffer, and a table of the other names of tied ones.
+
+The canonical name is the first one in the model's own order, which is the one that
+``model.named_parameters()`` lists. Checkpoints keep the model's names, so none is ever renamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from passes.graph.graph import StateSpec
+
+
+@dataclass(frozen=True)
+class StateNames:
+    """The model's state by canonical name; ``aliases`` maps every other name to its canonical one."""
+
+    parameters: Mapping[str, StateSpec]
+    buffers: Mapping[str, StateSpec]
+    aliases: Mapping[str, str]
+
+    def canonical(self, name: str) -> str:
+        return self.aliases.get(name, name)
+
+
+def state_names(model: nn.Module) -> StateNames:
+    """Names and shapes of all parameters and buffers; two names of one tensor object are aliases."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    parameters: dict[str, StateSpec] = {}
+    keep = own_dtype_parameters(model)
+    buffers: dict[str, StateSpec] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            aliases[name] = first[id(parameter)]
+        else:
+            parameters[name] = StateSpec(
+                name,
+                tuple(parameter.shape),
+                parameter.dtype,
+                parameter.requires_grad,
+                keeps_dtype=id(parameter) in keep,
+            )
+    not_saved = _non_persistent(model)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if first.setdefault(id(buffer), name) != name:
+            aliases[name] = first[id(buffer)]
+        else:
+            saved = name not in not_saved
+            buffers[name] = StateSpec(name, tuple(buffer.shape), buffer.dtype, False, persistent=saved)
+    return StateNames(parameters, buffers, aliases)
+
+
+def own_dtype_parameters(model: nn.Module) -> frozenset[int]:
+    """``id``s of the parameters that no precision casts: a batch norm's live with its statistics, which are buffers."""
+    return frozenset(
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    )
+
+
+def _non_persistent(model: nn.Module) -> set[str]:
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+
+
+def frozen_modules(model: nn.Module) -> frozenset[str]:
+    """Paths of modules that have parameters of which none is trained."""
+    return frozenset(
+        path
+        for path, module in model.named_modules()
+        if any(True for _ in module.parameters()) and not any(p.requires_grad for p in module.parameters())
+    )

@@ -1,0 +1,243 @@
+"""Simplify: what remains after this pass is placeholders, ATen ops, sizes and one output.
+
+    wrap_with_set_grad_enabled(False, body, x)   →  body's ops, detached (passes.trace.normal.gradients)
+    wrap_with_autocast("cpu", bf16, True, body)  →  body's ops with explicit ``to(bfloat16)`` (passes.trace.normal.autocast)
+    _assert_scalar, _assert_tensor_metadata      →  gone, with the comparisons that only they read
+    x[:, :] ; x.to(x.dtype) ; lift_fresh_copy    →  x
+
+Other higher-order ops (``cond``, ``while_loop``, ``map``, …) choose what to run from data; no static placement covers
+that, so they are refused by name and line.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from cost_models.errors import ModelError
+from passes.graph.nodes import argument, new_module, recorded_requires_grad, storage_key, where
+from passes.trace.normal.aliasing import written_storages
+from passes.trace.normal.autocast import Autocast, CastCache, copy_with_casts
+from passes.trace.normal.gradients import cut_gradients
+
+aten = torch.ops.aten
+
+_ASSERTS = frozenset(
+    {
+        "aten::_assert_scalar",
+        "aten::_assert_async",
+        "aten::_functional_assert_scalar",
+        "aten::_functional_assert_async",
+        "aten::_assert_tensor_metadata",
+        "aten::sym_constrain_range",
+        "aten::sym_constrain_range_for_size",
+        "aten::_functional_sym_constrain_range",
+        "aten::_functional_sym_constrain_range_for_size",
+    }
+)
+
+_ADVICE = {
+    "cond": "replace torch.cond by torch.where, or by a Python `if` on something known before training",
+    "while_loop": "unroll the loop in Python (a fixed number of iterations)",
+    "map_impl": "write the mapped function on the whole batched tensor",
+    "map": "write the mapped function on the whole batched tensor",
+    "scan": "unroll the scan in Python",
+    "associative_scan": "unroll the scan in Python, or use cumsum / cumprod",
+    "flex_attention": "use scaled_dot_product_attention (transformers: attn_implementation='sdpa')",
+}
+
+WRITES_UNDECLARED = frozenset({"aten::batch_norm"})
+"""Ops that update a buffer (running statistics) without saying so in their schema."""
+
+
+@dataclass(frozen=True)
+class _Region:
+    """What surrounds a piece of graph: gradient mode (None: as the caller's) and autocast per device type."""
+
+    grad_enabled: bool | None = None
+    autocast: Autocast | None = None
+
+
+def simplify(gm: fx.GraphModule) -> fx.GraphModule:
+    """A new module without higher-order ops, asserts, no-ops and dead code; ``gm`` is left as it is."""
+    graph = _inline(gm)
+    _drop_no_ops(graph)
+    drop_dead_code(graph)
+    cut_gradients(graph, strict=False)
+    return new_module(gm, graph)
+
+
+# --------------------------------------------------------------------------------------------------
+# Higher-order ops
+
+
+def _inline(gm: fx.GraphModule) -> fx.Graph:
+    graph = fx.Graph()
+    problems: list[tuple[str, str]] = []
+    casts = CastCache()
+    environment: dict[fx.Node, Any] = {}
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            copied = graph.output(fx.map_arg(node.args[0], lambda n: environment[n]))
+            copied.meta.update(node.meta)
+        else:
+            _copy(graph, gm, node, environment, _Region(), casts, problems)
+    if problems:
+        raise ModelError(
+            "the traced graph holds operations that choose what to run from data",
+            [place for place, _ in problems],
+            list(dict.fromkeys(advice for _, advice in problems)),
+        )
+    return graph
+
+
+def _copy(
+    graph: fx.Graph,
+    owner: torch.nn.Module,
+    node: fx.Node,
+    environment: dict[fx.Node, Any],
+    region: _Region,
+    casts: CastCache,
+    problems: list[tuple[str, str]],
+) -> None:
+    """Copy one node of ``owner`` into ``graph``; ``environment`` maps old nodes to new ones (or tuples of them)."""
+    if node.op == "get_attr":
+        environment[node] = _attribute(owner, str(node.target))
+        if not isinstance(environment[node], torch.nn.Module):
+            environment[node] = graph.node_copy(node, lambda n: environment[n])
+        return
+    if node.op == "call_module" or _is_assert(node):
+        environment[node] = None  # guards and asserts return nothing that is read
+        return
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        environment[node] = _expand(graph, node, environment, region, casts, problems)
+        return
+    source = node.args[0] if node.args else None
+    if isinstance(source, fx.Node) and isinstance(environment.get(source), list | tuple):
+        environment[node] = environment[source][node.args[1]]  # projection of an inlined region's result
+        return
+    new = copy_with_casts(graph, node, environment, region.autocast, casts)
+    if region.grad_enabled is not None:
+        new.meta["grad_enabled"] = region.grad_enabled
+    environment[node] = new
+
+
+def _expand(
+    graph: fx.Graph,
+    node: fx.Node,
+    environment: dict[fx.Node, Any],
+    region: _Region,
+    casts: CastCache,
+    problems: list[tuple[str, str]],
+) -> list[Any]:
+    """Inline one higher-order op; returns its results."""
+    args = [environment[a] if isinstance(a, fx.Node) else a for a in node.args]
+    name = getattr(node.target, "__name__", str(node.target))
+    if name == "wrap_with_set_grad_enabled":
+        enabled, body, *inputs = args
+        inner = _Region(bool(enabled), region.autocast)
+    elif name == "wrap_with_autocast":
+        device, dtype, enabled, _cache, body, *inputs = args
+        inner = _Region(
+            region.grad_enabled, _autocast(node, str(device), dtype, bool(enabled), region, problems)
+        )
+    else:
+        advice = _ADVICE.get(name, f"rewrite the model without torch.ops.higher_order.{name}")
+        problems.append((f"{name}: {where(node)}", advice))
+        count = len(node.meta["val"]) if isinstance(node.meta.get("val"), list | tuple) else 1
+        return [graph.node_copy(node, lambda n: None)] * max(count, 1)
+    assert isinstance(body, fx.GraphModule)
+    local: dict[fx.Node, Any] = {}
+    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+    local.update(zip(placeholders, inputs, strict=True))
+    results: list[Any] = []
+    for inside in body.graph.nodes:
+        if inside.op == "output":
+            found = fx.map_arg(inside.args[0], lambda n: local[n])
+            results = list(found) if isinstance(found, list | tuple) else [found]
+        elif inside.op != "placeholder":
+            _copy(graph, body, inside, local, inner, casts, problems)
+    return results
+
+
+def _autocast(
+    node: fx.Node, device: str, dtype: Any, enabled: bool, region: _Region, problems: list[tuple[str, str]]
+) -> Autocast | None:
+    """The autocast state inside the region. Only the device that the trace ran on (CPU) has one."""
+    if device == "cpu":
+        return Autocast(device, dtype or torch.get_autocast_dtype("cpu")) if enabled else None
+    if enabled:
+        problems.append(
+            (
+                f"autocast for {device!r} has no effect in a trace, which runs on fake CPU tensors: {where(node)}",
+                "write torch.autocast(x.device.type, ...) instead of a fixed device type",
+            )
+        )
+    return region.autocast
+
+
+def _attribute(owner: torch.nn.Module, path: str) -> Any:
+    found: Any = owner
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _is_assert(node: fx.Node) -> bool:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name in _ASSERTS
+    return node.target is torch._check
+
+
+# --------------------------------------------------------------------------------------------------
+# Nodes that do nothing
+
+
+def _drop_no_ops(graph: fx.Graph) -> None:
+    written = written_storages(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        source = node.args[0]
+        if node.target == aten.lift_fresh_copy.default:
+            if storage_key(node.meta["val"]) in written:
+                node.target = aten.clone.default  # what follows writes the copy, not the constant
+                continue
+        elif node.target == aten.detach_.default:
+            node.target = aten.detach.default  # changes the Python object, not the memory
+            if recorded_requires_grad(source) is not False:
+                continue
+        elif not _is_identity(node, source):
+            continue
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+
+
+def _is_identity(node: fx.Node, source: fx.Node) -> bool:
+    """Whether the op returns its input: same memory, shape and dtype."""
+    if node.target == aten.slice.Tensor:
+        whole = argument(node, "end") in (None, sys.maxsize)
+        return whole and argument(node, "start") in (None, 0) and argument(node, "step") == 1
+    if node.target in (aten.alias.default, aten.lift_fresh.default):
+        return True
+    if node.target in (aten.to.dtype, aten.contiguous.default, aten.to.dtype_layout, aten.to.device):
+        value, before = node.meta["val"], source.meta["val"]
+        return value.dtype == before.dtype and storage_key(value) == storage_key(before)
+    return False
+
+
+def drop_dead_code(graph: fx.Graph) -> None:
+    """Erase ops whose result nobody reads and that write nothing (random ones included)."""
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users and not _writes(node):
+            graph.erase_node(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target._schema.is_mutable or node.target._schema.name in WRITES_UNDECLARED

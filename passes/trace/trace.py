@@ -1,0 +1,390 @@
+"""trace: a model and an example batch become an OpGraph.
+
+    model, batch ─► leaves (cloned, named) ─► torch.export with an open batch size ─► simplify ─► functional
+    ─► OpGraph
+
+The user's model is never changed: what tracing needs different (mode, cache flag, meta parameters) is put
+back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+
+from cost_models.errors import ModelError, PartitionerError, UsageError
+from cost_models.precision import Precision
+from passes.graph.graph import OpGraph
+from passes.trace.batch import (
+    BatchDims,
+    batch_dim_candidates,
+    flatten_batch,
+    forward_names,
+    map_tensors,
+    tile,
+)
+from passes.trace.batch_symbols import Settled, batch_spec, check_guards, check_known, merge, settle, size_of
+from passes.trace.build import convert, leaf_nodes
+from passes.trace.errors import model_error
+from passes.trace.export import LossFunction, ModelWithLoss, export
+from passes.trace.fingerprint import fingerprint
+from passes.trace.loss.reduction import LossReduction, checked_reduction, reduce_loss
+from passes.trace.mixed_types import refuse_mixed_types
+from passes.trace.names import frozen_modules, state_names
+from passes.trace.watch import (
+    caching_off,
+    export_fake_mode,
+    refuse_own_backwards,
+    state_as_traced,
+    torch_quiet,
+    training_mode,
+    watch_checkpointing,
+    watch_gradient_hooks,
+)
+from passes.trace.wrappers import refuse_data_parallel, unwrapped
+
+__all__ = ["trace"]
+
+logger = logging.getLogger("partitioner")
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: object,
+    *,
+    loss_fn: LossFunction | None = None,
+    training: bool = True,
+    batch_dims: Mapping[str, int | None] | None = None,
+    dynamic_dims: Mapping[str, Sequence[int]] | None = None,
+    precision: Precision | None = None,
+    loss_reduction: LossReduction | None = None,
+    name: str | None = None,
+) -> OpGraph:
+    """Trace ``model`` on ``example_inputs`` into an OpGraph whose batch size is a symbol.
+
+    ``example_inputs``: a tensor, tuple, list or mapping, nested at will; only shapes and dtypes matter. A
+    mapping's keys that ``forward`` takes go to ``forward``; a tuple's elements go by position.
+    ``loss_fn(output, batch)`` sees the whole batch and returns the loss, or ``(loss, {"name": metric})``; without it
+    the model must return its loss itself.
+    ``training=False`` traces evaluation mode; the graph's outputs are then the model's, after the loss if
+    there is one.
+
+    ``batch_dims`` ``{leaf name: dim or None}`` overrides the inferred batch dimension (dimension 0 of every
+    tensor whose dimension 0 is as large as the first tensor's). ``dynamic_dims`` ``{leaf name: dims}``
+    leaves further sizes open. A batch of one sample is doubled first, since export bakes sizes of 1 in.
+
+    ``precision``: with ``compute`` (or ``parameters``) set, parameters are traced in that data type, the
+    floating-point inputs of ``forward`` are cast to it, and ``loss_fn`` gets outputs in float32 again, where it
+    is a 16-bit type. ``loss_fn`` sees the batch as it was given. Buffers keep their type.
+
+    ``loss_reduction``: how micro-batches' losses become the batch's, "mean", "sum" or "token_mean"; by the form of the
+    loss itself if not given (``passes.trace.loss.reduction``).
+
+    The model may be on the meta device. Nothing of it is copied or changed.
+    """
+    model, compiled = unwrapped(model)
+    model_name = name or type(model).__name__
+    _check_module(model)
+    loss_reduction = checked_reduction(loss_reduction)
+    batch = _private_copy(example_inputs, model)
+    leaves = flatten_batch(batch, forward_names(model))
+    if not leaves:
+        raise ModelError(
+            f"cannot trace {model_name}", ["example_inputs holds no tensor"], ["pass an example batch"]
+        )
+    state = state_names(model)
+    request = _Request(
+        model,
+        batch,
+        leaves,
+        loss_fn,
+        training,
+        model_name,
+        _dynamic(leaves, dynamic_dims or {}),
+        Precision.checked(precision),
+    )
+    notes: list[str] = [] if compiled is None else [compiled]
+    checkpointing: list[str] = []
+    with contextlib.ExitStack() as changes:
+        changes.enter_context(training_mode(model, training, notes))
+        changes.enter_context(caching_off(model, notes))
+        changes.enter_context(watch_checkpointing(model, checkpointing))
+        changes.enter_context(watch_gradient_hooks(model, notes))
+        traced = _trace_batch_dims(request, batch_dims)
+    notes += traced.notes
+    notes += [
+        f"forward changes the Python number {changed}; the traced graph keeps what its first call saw"
+        for changed in traced.exported.module.record.changed
+    ]
+    exported = traced.exported
+    spec = batch_spec(exported.settled.dims, traced.symbol, exported.leaves)
+    converted = convert(
+        exported.program, exported.module.record, state, exported.fake_mode, tuple(leaves), model
+    )
+    check_known(converted.module.graph, spec)
+    if not any(placeholder.kind == "batch" for placeholder in converted.inputs):
+        raise ModelError(
+            f"nothing that {model_name} computes depends on the batch",
+            [f"the batch has {', '.join(leaves)}"],
+            ["compute the loss from the model's output"],
+        )
+    reduced = reduce_loss(converted, spec, loss_reduction, model_name)
+    converted, spec = reduced.traced, reduced.batch
+    notes += reduced.notes
+    everything = {**state.parameters, **state.buffers}
+    graph = OpGraph(
+        module=converted.module,
+        inputs=converted.inputs,
+        outputs=converted.outputs,
+        parameters=state.parameters,
+        buffers=state.buffers,
+        aliases=state.aliases,
+        constants=converted.constants,
+        batch=spec,
+        example_batch_size=exported.batch_size,
+        example_shapes={leaf: tuple(tensor.shape) for leaf, tensor in leaves.items()},
+        training=training,
+        model_name=model_name,
+        fingerprint=fingerprint(converted, everything, spec.symbols, training, reduced.reduction),
+        notes=tuple(dict.fromkeys(notes)),
+        checkpointing=checkpointing[-1] if checkpointing else None,
+        frozen_modules=frozen_modules(model),
+        precision=request.precision,
+        loss_reduction=reduced.reduction,
+        token_counts=reduced.counts,
+    )
+    if graph.precision.casts_to is not None:
+        refuse_mixed_types(graph)
+    logger.info("traced %s: %d operations", model_name, len(graph))
+    return graph
+
+
+def _check_module(model: nn.Module) -> None:
+    """Wrappers that hide the model's code or its names are to be taken off first."""
+    if not isinstance(model, nn.Module):
+        raise UsageError("the model is no torch.nn.Module", [f"got {type(model).__name__}"])
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ModelError(
+            "a TorchScript model cannot be traced", suggestions=["pass the module that was scripted"]
+        )
+    lazy = [
+        name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)
+    ]
+    if lazy:
+        raise ModelError(
+            "the model has parameters without a shape",
+            [f"{name} belongs to a lazy module" for name in lazy[:5]],
+            ["call the model on one batch first"],
+        )
+    homes: dict[int, str] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and not isinstance(parameter, FakeTensor) and parameter.numel():
+            other = homes.setdefault(parameter.data_ptr(), name)
+            if other != name:
+                raise ModelError(
+                    "two parameters share their memory without being one",
+                    [f"{other} and {name}: a plan would train two copies"],
+                    ["assign the one Parameter to both modules"],
+                )
+    refuse_data_parallel(model)
+
+
+def _private_copy(example_inputs: object, model: nn.Module) -> Any:
+    """The batch with a tensor of its own for every leaf, on the model's device (CPU for a meta model).
+
+    Leaves that are one object (``labels=input_ids``) would be traced as one input: a silently wrong loss.
+    """
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+    def clone(path: tuple[str, ...], leaf: Tensor) -> Tensor:
+        if leaf.is_meta or isinstance(leaf, FakeTensor):
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+        return leaf.detach().to(device, copy=True)
+
+    return map_tensors(example_inputs, clone)
+
+
+def _dynamic(
+    leaves: Mapping[str, Tensor], dynamic_dims: Mapping[str, Sequence[int]]
+) -> dict[str, frozenset[int]]:
+    """``dynamic_dims`` checked, and with negative dimensions counted from the front."""
+    problems = []
+    for name, dims in dynamic_dims.items():
+        if name not in leaves:
+            problems.append(f"{name!r} is no tensor of the batch; it has {', '.join(leaves)}")
+            continue
+        rank = leaves[name].dim()
+        problems += [f"{name} has {rank} dimensions: there is no {d}" for d in dims if not -rank <= d < rank]
+        problems += [
+            f"{name} has size 1 in dimension {d}"
+            for d in dims
+            if -rank <= d < rank and leaves[name].shape[d] == 1
+        ]
+    if problems:
+        raise UsageError(
+            "dynamic_dims does not fit the batch", problems, ["dynamic_dims={leaf name: [dim, ...]}"]
+        )
+    return {name: frozenset(d % leaves[name].dim() for d in dims) for name, dims in dynamic_dims.items()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Finding the batch dimension: guess, export with the guess left open, see what stayed open
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is to be traced."""
+
+    model: nn.Module
+    batch: Any
+    leaves: Mapping[str, Tensor]
+    loss_fn: LossFunction | None
+    training: bool
+    model_name: str
+    dynamic: Mapping[str, frozenset[int]]
+    precision: Precision
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """One export, and what became of the guess it was made with."""
+
+    program: ExportedProgram
+    module: ModelWithLoss
+    fake_mode: FakeTensorMode
+    leaves: Mapping[str, fx.Node]
+    settled: Settled
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """The export that was chosen, its one batch symbol, and remarks on what was inferred."""
+
+    exported: _Exported
+    symbol: sympy.Symbol
+    notes: tuple[str, ...]
+
+
+def _trace_batch_dims(request: _Request, overrides: Mapping[str, int | None] | None) -> _Traced:
+    """The first guess whose leading leaf keeps a symbolic size, else the first in which any leaf does."""
+    fallback: _Exported | None = None
+    failure: ModelError | None = None
+    tried: list[str] = []
+    for guess in batch_dim_candidates(request.leaves, overrides):
+        try:
+            exported = _export(request, guess)
+        except ModelError as error:
+            if guess.size > 1:
+                raise
+            # Doubling along a wrong dimension makes shapes that do not fit: not the model's fault.
+            failure = failure or error
+            continue
+        if not exported.settled.fixed or exported.settled.leading in exported.settled.open:
+            return _finish(request, exported, overrides)
+        if exported.settled.open and fallback is None:
+            fallback = exported
+        tried += [
+            f"the code fixes {leaf} at {guess.size} in dimension {guess.dims[leaf]}"
+            for leaf in exported.settled.fixed
+        ]
+    if fallback is not None:
+        return _finish(request, fallback, overrides)
+    if failure is not None:
+        raise failure
+    raise ModelError(
+        f"no batch dimension found in the inputs of {request.model_name}",
+        list(dict.fromkeys(tried)),
+        [
+            "batch_dims={leaf name: dim or None} says which dimension of which input counts samples",
+            "take sizes from tensor.shape in the model, never from constants: the batch size must stay free",
+        ],
+    )
+
+
+def _export(request: _Request, guess: BatchDims) -> _Exported:
+    """Export with the guessed and the requested dimensions open. A batch of one is doubled."""
+    doubled = guess.size == 1
+    leaves = {
+        name: tile(leaf, dim) if doubled and (dim := guess.dims[name]) is not None else leaf
+        for name, leaf in request.leaves.items()
+    }
+    remaining = iter(leaves.values())
+    batch = map_tensors(request.batch, lambda path, old: next(remaining))
+    module = ModelWithLoss(request.model, batch, request.loss_fn, request.training, request.precision)
+    fake_mode = export_fake_mode()
+    symbolic = _open_dims(request, guess)
+    try:
+        # Gradients on: inside no_grad the whole model would be traced as frozen.
+        with (
+            torch.enable_grad(),
+            torch_quiet(),
+            state_as_traced(request.model, fake_mode, request.precision),
+            refuse_own_backwards() if request.training else contextlib.nullcontext(),
+        ):
+            program = export(module, leaves, symbolic, fake_mode)
+    except PartitionerError:
+        raise
+    except Exception as error:
+        raise model_error(error, request.model, request.model_name) from error
+    nodes = leaf_nodes(program, tuple(leaves))
+    return _Exported(program, module, fake_mode, nodes, settle(guess, nodes), 2 if doubled else guess.size)
+
+
+def _open_dims(request: _Request, guess: BatchDims) -> dict[str, frozenset[int]]:
+    """Dimensions to leave open per leaf: the batch, what was asked for, and equal sizes at the same place
+    elsewhere.
+
+    Opening ``input_ids`` alone would be in vain if ``labels`` of the same length stayed fixed.
+    """
+    wanted = {(d, request.leaves[name].shape[d]) for name, dims in request.dynamic.items() for d in dims}
+    result = {}
+    for name, leaf in request.leaves.items():
+        batch_dim = guess.dims[name]
+        more = {d for d, size in enumerate(leaf.shape) if (d, size) in wanted}
+        result[name] = frozenset(more | ({batch_dim} if batch_dim is not None else set()))
+    return result
+
+
+def _finish(request: _Request, exported: _Exported, overrides: Mapping[str, int | None] | None) -> _Traced:
+    """One batch symbol for all leaves; every requested size really open; remarks on what was inferred."""
+    problems = [
+        f"the code fixes {leaf} in dimension {dim}, which batch_dims calls its batch dimension"
+        for leaf, dim in (overrides or {}).items()
+        if leaf in exported.settled.fixed
+    ]
+    problems += [
+        f"the code fixes dimension {dim} of {leaf} at {request.leaves[leaf].shape[dim]}"
+        for leaf, dims in request.dynamic.items()
+        for dim in sorted(dims)
+        if isinstance(size_of(exported.leaves[leaf], dim), int)
+    ]
+    if problems:
+        raise ModelError(
+            f"cannot keep these sizes of {request.model_name} open",
+            problems,
+            ["take the size from tensor.shape in the model, not from a constant", "leave the dimension out"],
+        )
+    symbol, by_convention = merge(exported.settled, exported.leaves)
+    shape_env = exported.fake_mode.shape_env
+    assert shape_env is not None
+    notes = check_guards([shape_env.replace(guard.expr) for guard in shape_env.guards], symbol)
+    notes += [
+        f"{leaf} has no batch dimension: every micro-batch gets all of it" for leaf in exported.settled.fixed
+    ]
+    notes += [
+        f"{leaf}: dimension {exported.settled.dims[leaf]} is taken for the batch because of its size alone "
+        f"(batch_dims={{{leaf!r}: None}} if it is not)"
+        for leaf in by_convention
+        if leaf not in (overrides or {})
+    ]
+    return _Traced(exported, symbol, tuple(notes))

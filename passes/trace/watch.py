@@ -1,0 +1,285 @@
+"""The state a model is put into while it is traced, and how it gets out of it unchanged.
+
+Each context manager changes one thing and restores exactly what it found, also after an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from cost_models.errors import ModelError, PartitionerError
+from cost_models.precision import Precision
+from passes.trace.names import own_dtype_parameters
+
+
+def export_fake_mode() -> FakeTensorMode:
+    """A fake mode as ``torch.export`` makes one; ours, so that meta parameters can join it as CPU tensors."""
+    return FakeTensorMode(
+        shape_env=ShapeEnv(tracked_fakes=[], trace_asserts=True), allow_non_fake_inputs=True, export=True
+    )
+
+
+def fake_twin(fake_mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A fake tensor of the same sizes and strides; on the CPU for a meta tensor: no memory, but CPU code paths."""
+    device = torch.device("cpu") if tensor.is_meta else tensor.device
+    with fake_mode:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def state_as_traced(model: nn.Module, fake_mode: FakeTensorMode, precision: Precision) -> Iterator[None]:
+    """Swap meta parameters and buffers for fake CPU ones, and parameters for fake ones of the type they compute in.
+
+    A meta trace would bake ``device=meta`` into the graph and lose the data of ``torch.tensor([...])``.
+    Ties stay ties. Other tensors stay as they are: export fakes them itself, without a copy.
+    """
+    keep = own_dtype_parameters(model)
+    fakes: dict[int, Tensor] = {}
+    undo: list[tuple[dict[str, Any], str, Tensor]] = []
+
+    def traced_dtype(tensor: Tensor) -> torch.dtype:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.dtype
+        return precision.of(tensor.dtype, keeps_dtype=id(tensor) in keep).leaf
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:
+            twin = fake_twin(fake_mode, tensor, traced_dtype(tensor))
+            is_parameter = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+        return fakes[id(tensor)]
+
+    try:
+        for module in model.modules():
+            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is not None and (tensor.is_meta or traced_dtype(tensor) != tensor.dtype):
+                        undo.append((table, name, tensor))
+                        table[name] = fake(tensor)
+        yield
+    finally:
+        for table, name, tensor in undo:
+            table[name] = tensor
+
+
+@contextlib.contextmanager
+def refuse_own_backwards() -> Iterator[None]:
+    """Refuse custom ``autograd.Function``s on the way to the loss: export sees their forward and loses their backward.
+
+    Gradients that forward asks autograd for are refused as well: what they trace is not what they compute.
+    """
+    seen: dict[str, None] = {}
+    inner: dict[str, None] = {}
+    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        result = original(cls, *args, **kwargs)
+        results = result if isinstance(result, list | tuple) else (result,)
+        if not cls.__module__.startswith("torch.") and any(
+            isinstance(item, Tensor) and item.requires_grad for item in results
+        ):
+            seen.setdefault(f"{cls.__module__}.{cls.__qualname__}, applied in {_caller()}")
+        return result
+
+    def inside(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inner.setdefault(f"{original.__module__}.{original.__name__}, called in {_caller()}")
+            return original(*args, **kwargs)
+
+        return call
+
+    try:
+        with (
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+            mock.patch.object(torch.autograd, "grad", inside(torch.autograd.grad)),
+            mock.patch.object(torch.func, "grad", inside(torch.func.grad)),
+        ):
+            yield
+    except PartitionerError:
+        raise  # says what is wrong already
+    except Exception as error:
+        if inner:  # most likely what went wrong; what was raised is told as well
+            lines = str(error).splitlines() or ["no message"]
+            raise _asks_for_gradients(
+                [*inner, f"tracing then ended with {type(error).__name__}: {lines[0]}"]
+            ) from error
+        raise
+    if inner:
+        raise _asks_for_gradients(list(inner))
+    if seen:
+        raise ModelError(
+            "the backward of a custom torch.autograd.Function is lost in the traced graph",
+            list(seen),
+            [
+                "write its forward with differentiable operations, and let autograd make the backward",
+                "a straight-through estimate of f(x): x + (f(x) - x).detach()",
+                "a gradient times c: c * x + ((1 - c) * x).detach()",
+            ],
+        )
+
+
+def _asks_for_gradients(because: list[str]) -> ModelError:
+    return ModelError(
+        "forward asks for gradients itself, which the traced graph cannot hold",
+        because,
+        ["write the derivative out in tensor operations"],
+    )
+
+
+def _caller() -> str:
+    """file.py:line of the innermost frame that is neither torch's nor ours."""
+    hidden = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(hidden):
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return "an unknown place"
+
+
+@contextlib.contextmanager
+def torch_quiet() -> Iterator[None]:
+    """Keep torch's own reports of a failed export (warnings, log records, whole graphs on stderr) to our
+    debug log.
+
+    The error that the user gets says the same in five lines.
+    """
+    names = [name for name in logging.root.manager.loggerDict if name == "torch" or name.startswith("torch.")]
+    heard = [log for log in map(logging.getLogger, names) if not log.disabled]
+    said = io.StringIO()
+    for log in heard:
+        log.disabled = True
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(said):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for log in heard:
+            log.disabled = False
+        if said.getvalue():
+            logging.getLogger("partitioner").debug("while tracing: %s", said.getvalue())
+
+
+@contextlib.contextmanager
+def training_mode(model: nn.Module, training: bool, notes: list[str]) -> Iterator[None]:
+    """``model.train(training)``, which a model may override; afterwards every module's own flag as it was.
+
+    Notes the modules that were in evaluation mode inside a model that trains: frozen on purpose, or just loaded so.
+    """
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.train(training)
+        _note_roused(model, dict(before), notes)
+        yield
+    finally:
+        for module, flag in before:
+            module.training = flag
+
+
+def _note_roused(model: nn.Module, before: Mapping[nn.Module, bool], notes: list[str]) -> None:
+    if not before[model]:
+        return
+    roused = [name for name, module in model.named_modules() if module.training and not before[module]]
+    if roused:
+        more = f" and {len(roused) - 3} more" if len(roused) > 3 else ""
+        notes.append(
+            f"{', '.join(roused[:3])}{more}: in evaluation mode in the model, in training mode in the plan, as after "
+            "model.train(); a model that overrides train() keeps what it freezes frozen"
+        )
+
+
+@contextlib.contextmanager
+def caching_off(model: nn.Module, notes: list[str]) -> Iterator[None]:
+    """``config.use_cache = False`` wherever a Hugging Face module has it on: cache objects do not export."""
+    configs = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        for item in (config, *getattr(config, "__dict__", {}).values()):
+            if getattr(item, "use_cache", None) is True:
+                configs[id(item)] = item
+    if configs:
+        notes.append(
+            "use_cache was switched off for tracing (key-value caches are for generation, not training)"
+        )
+    try:
+        for config in configs.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in configs.values():
+            config.use_cache = True
+
+
+@contextlib.contextmanager
+def watch_gradient_hooks(model: nn.Module, notes: list[str]) -> Iterator[None]:
+    """Note hooks on gradients: the traced graph has no place for them, so a plan runs without."""
+    seen: list[str] = []
+    original = Tensor.register_hook
+
+    def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
+        seen.append(f"a tensor in {_caller()}")
+        return original(tensor, hook)  # type: ignore[no-untyped-call]
+
+    with mock.patch.object(Tensor, "register_hook", register_hook):
+        yield
+    seen += [
+        f"module {path or '(root)'}"
+        for path, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
+    seen += [
+        f"parameter {name}"
+        for name, parameter in model.named_parameters()
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ]
+    seen = list(dict.fromkeys(seen))
+    if seen:
+        more = f" and {len(seen) - 3} more" if len(seen) > 3 else ""
+        notes.append(f"hooks on gradients are not run: {', '.join(seen[:3])}{more}")
+
+
+@contextlib.contextmanager
+def watch_checkpointing(model: nn.Module, seen: list[str]) -> Iterator[None]:
+    """Say into ``seen`` when activations would be recomputed: export drops ``torch.utils.checkpoint`` without a trace."""
+
+    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append("torch.utils.checkpoint was called")
+            return original(*args, **kwargs)
+
+        return call
+
+    def plain(run_function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """What the reentrant form computes; its own forward runs without gradients, which a trace would believe."""
+        return run_function(*args)
+
+    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    reentrant = torch.utils.checkpoint.CheckpointFunction
+    # Patched below the public function, which most models have imported by name.
+    with (
+        mock.patch.object(torch.utils.checkpoint, generator.__name__, recording(generator)),
+        mock.patch.object(reentrant, "apply", recording(plain)),
+    ):
+        yield
+    modules = [
+        path
+        for path, module in model.named_modules()
+        if getattr(module, "gradient_checkpointing", False) is True
+    ]
+    if modules:
+        seen.append(
+            "gradient checkpointing is enabled" + (f" in {modules[0]!r}" if modules and modules[0] else "")
+        )

@@ -1,0 +1,400 @@
+"""Proves that programs run to their end and lose no gradient, before a plan is saved or executed.
+
+``check`` reads nothing but the programs and the segment graph: it shares no code with what made the programs.
+Each rule is a function that yields faults; all rules run, and all faults are reported at once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from cost_models.errors import DeadlockError, InternalError
+from runtime.check.deadlock import Place, find_deadlock
+from runtime.collector import collector_paused
+from runtime.program.program import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Message,
+    OptimizerStep,
+    Program,
+    Recv,
+    ReduceGradients,
+    SegmentGraph,
+    Send,
+    TiedGroup,
+)
+from runtime.program.timing import led_by_first_ranks
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was proved about a set of programs."""
+
+    ranks: int
+    instructions: int
+    messages: int
+    collectives: int
+    rules: tuple[str, ...]
+
+    def __str__(self) -> str:
+        counted = f"{_count(self.instructions, 'instruction')} on {_count(self.ranks, 'rank')}"
+        counted += f", {_count(self.messages, 'message')}"
+        if self.collectives:
+            counted += f", {_count(self.collectives, 'collective')}"
+        return f"checked {counted}:\n" + "\n".join(f"  - {rule}" for rule in self.rules)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+class Fault(NamedTuple):
+    """One broken rule. ``hangs``: some rank would wait forever."""
+
+    text: str
+    hangs: bool = False
+
+
+@dataclass
+class _Facts:
+    """Where everything stands in the programs, gathered in one pass."""
+
+    programs: Sequence[Program]
+    graph: SegmentGraph
+    microbatches: int
+    tied: Sequence[TiedGroup]
+    training: bool
+    optimizer: bool | None
+    blocking: bool
+    computes: dict[tuple[str, int, int], list[Place]] = field(default_factory=dict)
+    """(F, B, I or W; segment; micro-batch) -> places."""
+    sends: dict[Message, list[tuple[Place, str]]] = field(default_factory=dict)
+    """Message -> places and queues."""
+    receives: dict[Message, list[tuple[Place, str]]] = field(default_factory=dict)
+    reductions: list[tuple[Place, ReduceGradients]] = field(default_factory=list)
+    steps: list[Place] = field(default_factory=list)
+    last_backward: dict[int, int] = field(default_factory=dict)
+    """Rank -> index of its last backward of any kind."""
+
+    def at(self, kind: str, segment: int, microbatch: int, rank: int | None = None) -> int | None:
+        """Index of a compute on ``rank``, by default the first of its segment's; None if it is not there."""
+        places = self.computes.get((kind, segment, microbatch))
+        if places is None:
+            return None
+        if rank is None:
+            rank = self.graph.segments[segment].rank
+        for place in places:
+            if place[0] == rank:
+                return place[1]
+        return None
+
+    def gradients_at(self, segment: int, microbatch: int) -> int | None:
+        """Index of the compute that takes and makes gradients between segments: B, or I if split."""
+        whole = self.at("B", segment, microbatch)
+        return whole if whole is not None else self.at("I", segment, microbatch)
+
+    def text(self, place: Place) -> str:
+        return f"rank {place[0]}: {self.programs[place[0]].instructions[place[1]]} (instruction {place[1]})"
+
+
+_LETTER: dict[type, str] = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
+_NAME = {"F": "forward", "B": "backward", "I": "input half of backward", "W": "weight half of backward"}
+
+
+@collector_paused()
+def check(
+    programs: Sequence[Program],
+    graph: SegmentGraph,
+    microbatches: int,
+    *,
+    tied: Sequence[TiedGroup] = (),
+    training: bool = True,
+    optimizer: bool | None = None,
+    blocking: bool = False,
+) -> Proof:
+    """Proves the rules of ``RULES`` for ``programs``, or raises with every fault it finds.
+
+    ``optimizer``: whether ranks with a backward must step; None: all of them or none.
+    ``blocking``: judge programs whose sends and receives block their rank until they complete.
+    Raises ``DeadlockError`` if some rank would wait forever, ``InternalError`` for every other fault.
+    """
+    led_by_first_ranks(graph)  # refuses device groups that overlap
+    misplaced = [
+        f"program {index} of {len(programs)} is for rank {program.rank}"
+        for index, program in enumerate(programs)
+        if program.rank != index
+    ]
+    if len(programs) != graph.world_size or misplaced:
+        raise InternalError(f"check {len(programs)} programs of {graph.world_size} ranks", misplaced)
+    facts = _gather(programs, graph, microbatches, tied, training, optimizer, blocking)
+    faults = [fault for _, rule in RULES for fault in rule(facts)]
+    if faults:
+        error = DeadlockError if any(fault.hangs for fault in faults) else InternalError
+        raise error(
+            f"check the programs of {_count(len(programs), 'rank')}: {_count(len(faults), 'fault')}",
+            [fault.text for fault in faults],
+        )
+    return Proof(
+        ranks=len(programs),
+        instructions=sum(len(program.instructions) for program in programs),
+        messages=len(facts.sends),
+        collectives=len({reduction for _, reduction in facts.reductions}),
+        rules=tuple(text for text, _ in RULES),
+    )
+
+
+def _gather(
+    programs: Sequence[Program],
+    graph: SegmentGraph,
+    microbatches: int,
+    tied: Sequence[TiedGroup],
+    training: bool,
+    optimizer: bool | None,
+    blocking: bool,
+) -> _Facts:
+    facts = _Facts(programs, graph, microbatches, tied, training, optimizer, blocking)
+    for rank, program in enumerate(programs):
+        for index, instruction in enumerate(program.instructions):
+            place = (rank, index)
+            if isinstance(instruction, Send):
+                facts.sends.setdefault(instruction.message, []).append((place, instruction.queue))
+            elif isinstance(instruction, Recv):
+                facts.receives.setdefault(instruction.message, []).append((place, instruction.queue))
+            elif isinstance(instruction, ReduceGradients):
+                facts.reductions.append((place, instruction))
+            elif isinstance(instruction, OptimizerStep):
+                facts.steps.append(place)
+            else:
+                letter = _LETTER[type(instruction)]
+                key = (letter, instruction.segment, instruction.microbatch)
+                facts.computes.setdefault(key, []).append(place)
+                if letter != "F":
+                    facts.last_backward[rank] = index
+    return facts
+
+
+def _computes_owed(facts: _Facts) -> Iterator[Fault]:
+    """Each forward once on each rank; each owed backward once, whole or as both halves; nothing else; in that order."""
+    owed: set[tuple[str, int, int]] = set()
+    for segment in facts.graph.segments:
+        s = segment.index
+        for mb in range(facts.microbatches):
+            kinds = "F"
+            if facts.training and segment.has_backward:
+                halves = ("I", s, mb) in facts.computes or ("W", s, mb) in facts.computes
+                kinds = "FIW" if halves and ("B", s, mb) not in facts.computes else "FB"
+            owed.update((kind, s, mb) for kind in kinds)
+            for rank in segment.ranks:
+                yield from _owed_by(facts, s, mb, kinds, rank)
+    for key, places in facts.computes.items():
+        kind, s, _ = key
+        for place in places:
+            if key not in owed:
+                yield Fault(f"{facts.text(place)} is a {_NAME[kind]} that nothing owes")
+            elif place[0] not in facts.graph.segments[s].ranks:
+                ranks = ", ".join(map(str, facts.graph.segments[s].ranks))
+                yield Fault(f"{facts.text(place)} belongs on rank {ranks}")
+        again = [at for i, at in enumerate(places) if any(at[0] == other[0] for other in places[:i])]
+        for place in again[:1]:
+            own = [other for other in places if other[0] == place[0]]
+            yield Fault(f"{facts.text(place)} runs {len(own)} times, first at {own[0]}")
+
+
+def _owed_by(facts: _Facts, segment: int, microbatch: int, kinds: str, rank: int) -> Iterator[Fault]:
+    previous = None
+    for kind in kinds:
+        here = facts.at(kind, segment, microbatch, rank)
+        if here is None:
+            name = f"{segment}{kind}{microbatch}"
+            yield Fault(f"rank {rank}: {name} is missing, the {_NAME[kind]} owed by segment {segment}", False)
+        elif previous is not None and here < previous:
+            yield Fault(f"{facts.text((rank, here))} runs before {facts.text((rank, previous))}")
+        previous = here if here is not None else previous
+
+
+def _messages_matched(facts: _Facts) -> Iterator[Fault]:
+    """Every send has exactly its receive on the right peer and the converse, on the same queue."""
+    for mine, theirs, name, other in (
+        (facts.sends, facts.receives, "send", "receive"),
+        (facts.receives, facts.sends, "receive", "send"),
+    ):
+        for message, entries in mine.items():
+            home, peer = (
+                (message.source, message.target) if name == "send" else (message.target, message.source)
+            )
+            (place, queue), *again = entries
+            if place[0] != home or not 0 <= peer < len(facts.programs) or home == peer:
+                yield Fault(
+                    f"{facts.text(place)} is a {name} of a message {message.source} -> {message.target}", True
+                )
+            for repeated, _ in again:
+                yield Fault(f"{facts.text(repeated)} repeats the {name} at instruction {place[1]}", True)
+            if message not in theirs:
+                yield Fault(f"{facts.text(place)} has no {other} on rank {peer}", True)
+            elif name == "send" and queue != theirs[message][0][1]:
+                answer, their_queue = theirs[message][0]
+                yield Fault(
+                    f"{facts.text(place)} uses queue {queue}, {facts.text(answer)} {their_queue}", True
+                )
+
+
+def _data_flows(facts: _Facts) -> Iterator[Fault]:
+    """Every value and every owed gradient is sent after it is made and received before it is used."""
+    wanted: set[Message] = set()
+    rank_of = [segment.rank for segment in facts.graph.segments]
+    segments, all_of_them = range(len(rank_of)), range(facts.microbatches)
+    forward = [[facts.at("F", s, mb) for mb in all_of_them] for s in segments]
+    gradients = [[facts.gradients_at(s, mb) for mb in all_of_them] for s in segments]
+    for value in facts.graph.values:
+        home = rank_of[value.producer]
+        for away in dict.fromkeys(rank_of[c] for c in value.consumers):
+            users = [c for c in value.consumers if rank_of[c] == away]
+            used = _over(min, [forward[c] for c in users])
+            way = Message(value.name, 0, False, home, away)
+            yield from _all_pass(facts, wanted, way, forward[value.producer], used)
+            if facts.training and value.needs_grad:
+                made = _over(max, [gradients[c] for c in users])
+                way = Message(value.name, 0, True, away, home)
+                yield from _all_pass(facts, wanted, way, made, gradients[value.producer])
+    if not (facts.sends.keys() <= wanted and facts.receives.keys() <= wanted):
+        for message, entries in (*facts.sends.items(), *facts.receives.items()):
+            if message not in wanted:
+                yield Fault(f"{facts.text(entries[0][0])} moves a tensor that no segment needs")
+
+
+def _over(choose: Callable[..., int], rows: list[list[int | None]]) -> list[int | None]:
+    """Per micro-batch the first or last of several computes, of those that are there."""
+    if len(rows) == 1:
+        return rows[0]
+    return [choose((i for i in places if i is not None), default=None) for places in zip(*rows, strict=True)]
+
+
+def _all_pass(
+    facts: _Facts, wanted: set[Message], way: Message, made: list[int | None], used: list[int | None]
+) -> Iterator[Fault]:
+    """The ways of one value (or gradient) between two ranks, per micro-batch."""
+    value, _, gradient, source, target = way
+    for mb, (maker, user) in enumerate(zip(made, used, strict=True)):
+        message = Message(value, mb, gradient, source, target)
+        sends, receives = facts.sends.get(message), facts.receives.get(message)
+        if (
+            source != target
+            and sends is not None
+            and receives is not None
+            and maker is not None
+            and user is not None
+            and sends[0][0] >= (source, maker)
+            and receives[0][0] <= (target, user)
+        ):
+            wanted.add(message)
+        else:
+            yield from _passes(facts, wanted, message, maker, user)
+
+
+def _passes(
+    facts: _Facts, wanted: set[Message], message: Message, made: int | None, first_use: int | None
+) -> Iterator[Fault]:
+    """The way of one tensor: made, sent, received, used. Within a rank there is no message, only an order."""
+    if message.source == message.target:
+        if made is not None and first_use is not None and first_use < made:
+            user, maker = facts.text((message.target, first_use)), facts.text((message.source, made))
+            yield Fault(f"{user} uses {message.label} before {maker} makes it")
+        return
+    wanted.add(message)
+    sends, receives = facts.sends.get(message), facts.receives.get(message)
+    if sends is None:
+        yield Fault(f"rank {message.source}: never sends {message.label} to rank {message.target}", True)
+    elif made is not None and sends[0][0] < (message.source, made):
+        yield Fault(f"{facts.text(sends[0][0])} sends before {facts.text((message.source, made))} makes it")
+    if receives is None:
+        yield Fault(f"rank {message.target}: never receives {message.label} from rank {message.source}", True)
+    elif first_use is not None and receives[0][0] > (message.target, first_use):
+        yield Fault(
+            f"{facts.text(receives[0][0])} comes after {facts.text((message.target, first_use))} needs it"
+        )
+
+
+def _tied_summed(facts: _Facts) -> Iterator[Fault]:
+    """Every tied parameter's gradient is summed once over its ranks, after their last backward."""
+    wanted = {
+        (parameter, tuple(sorted(set(ranks))), bool(scattered and scattered[0]))
+        for parameters, ranks, *scattered in facts.tied
+        for parameter in parameters
+        if facts.training and len(set(ranks)) > 1
+    }
+    seen: dict[tuple[int, str, tuple[int, ...]], Place] = {}
+    taking_part: dict[ReduceGradients, set[int]] = defaultdict(set)
+    for (rank, _), reduction in facts.reductions:
+        taking_part[reduction].add(rank)
+    for place, reduction in facts.reductions:
+        rank, index = place
+        if rank not in reduction.ranks:
+            yield Fault(f"{facts.text(place)} sums over ranks that this one is not among", True)
+        over = tuple(sorted(reduction.ranks))
+        for parameter in reduction.parameters:
+            if (parameter, over, reduction.scattered) not in wanted:
+                yield Fault(f"{facts.text(place)} sums {parameter}, which is not tied over these ranks")
+            if (rank, parameter, over) in seen:
+                yield Fault(f"{facts.text(place)} sums {parameter} again")
+            seen[rank, parameter, over] = place
+        if index < facts.last_backward.get(rank, -1):
+            yield Fault(f"{facts.text(place)} sums before {facts.text((rank, facts.last_backward[rank]))}")
+        for other in (r for r in reduction.ranks if r not in taking_part[reduction]):
+            yield Fault(f"{facts.text(place)} waits for rank {other}, which does not take part", True)
+    for parameter, ranks, _ in sorted(wanted):
+        for rank in ranks:
+            if (rank, parameter, ranks) not in seen:
+                yield Fault(
+                    f"rank {rank}: the gradient of tied parameter {parameter} is never summed over {ranks}"
+                )
+
+
+def _step_last(facts: _Facts) -> Iterator[Fault]:
+    """One optimizer step on every rank with a backward, as the last instruction."""
+    stepping = {rank for rank, _ in facts.steps}
+    wants = facts.optimizer if facts.optimizer is not None else bool(stepping)
+    for rank, index in facts.steps:
+        behind = facts.programs[rank].instructions[index + 1 :]
+        if not facts.training or facts.optimizer is False:
+            yield Fault(f"{facts.text((rank, index))} steps in programs that do not train")
+        elif behind:
+            yield Fault(f"{facts.text((rank, index))} comes before {' '.join(map(str, behind[:3]))}")
+    owing = {rank for segment in facts.graph.segments if segment.has_backward for rank in segment.ranks}
+    if facts.training and wants:
+        for rank in sorted(owing - stepping):
+            yield Fault(f"rank {rank}: has a backward but no optimizer step")
+
+
+def _no_deadlock(facts: _Facts) -> Iterator[Fault]:
+    """Nothing waits in a circle."""
+    if any(len(entries) > 1 for side in (facts.sends, facts.receives) for entries in side.values()):
+        return  # which of the repeated ones matches is undefined; the repetition is reported already
+    circle = find_deadlock(facts.programs, facts.graph, blocking=facts.blocking)
+    if not circle:
+        return
+    scope = "when sends and receives block"
+    if not facts.blocking:
+        pair = find_deadlock(facts.programs, facts.graph, rule="pair")
+        circle = pair or circle
+        scope = "with one queue per pair of ranks" if pair else "with one point-to-point queue per device"
+    yield Fault(f"these wait for each other forever {scope}: " + "; ".join(circle), True)
+
+
+Rule: TypeAlias = Callable[[_Facts], Iterator[Fault]]
+
+RULES: tuple[tuple[str, Rule], ...] = (
+    ("every forward once, every owed backward once (whole, or input half then weight half)", _computes_owed),
+    ("every send has its one receive on the right rank and queue, and the converse", _messages_matched),
+    (
+        "every value and every owed gradient is sent after it is made and received before it is used",
+        _data_flows,
+    ),
+    ("every tied parameter's gradient is summed once, after the last backward", _tied_summed),
+    ("the optimizer steps last, on every rank that has a backward", _step_last),
+    ("no deadlock, with one queue per pair of ranks and with one per device", _no_deadlock),
+)

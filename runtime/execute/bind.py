@@ -1,0 +1,399 @@
+"""Turn a rank's program into a list of ready-to-call handlers, once per batch shape.
+
+Each instruction becomes one closure over preallocated lists; a step then is a loop over them. Everything that
+can be known beforehand is: shapes, tags, which receive which compute waits for, who reads a value last.
+
+Where tensors wait, by slot = number of the value × micro-batches + micro-batch:
+
+    leaves[slot]     a received or local value as its consumers read it; their gradients meet in its .grad
+    outgoing[slot]   a produced value until its last send is issued
+    works[position]  the pending work of the communication at that position of the program
+    arrived[position] the gradient received there, until the producer's backward takes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.execute.early_sends import EarlySends, PostTensor, following_sends
+from runtime.execute.overlap import overlap
+from runtime.execute.reduce import GradientReduction, ScatteredReduction
+from runtime.execute.setting import Setting, Shared
+from runtime.execute.shared_segment import shape_check, shared_compute
+from runtime.program.program import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Message,
+    OptimizerStep,
+    Recv,
+    ReduceGradients,
+    Send,
+)
+from runtime.ranks.groups import TAG_BASE, Channel
+from runtime.segment.code import SegmentCode
+from runtime.segment.runner import as_leaf, gradient_of
+
+Handler = Callable[[], None]
+COMPUTES = (Forward, Backward, BackwardInput, BackwardWeight)
+
+
+class Binder:
+    """Makes the handlers of one program for one batch shape."""
+
+    def __init__(self, setting: Setting, shared: Shared) -> None:
+        self.setting, self.shared = setting, shared
+        instructions = setting.program.instructions
+        count = shared.microbatches
+        self.leaves: list[Tensor | None] = [None] * (len(setting.graph.values) * count)
+        self.outgoing: list[Tensor | None] = [None] * len(self.leaves)
+        self.works: list[Any] = [None] * len(instructions)
+        self.arrived: list[Tensor | None] = [None] * len(instructions)
+        self.reductions: list[GradientReduction] = []
+        self._on_gpu = setting.device.type == "cuda"
+        self._timeout = timedelta(seconds=setting.monitor.wait_seconds)
+        self._waits_at: dict[int, list[int]] = {}
+        self._gradients_of: dict[tuple[str, int], list[int]] = {}
+        self._last_send: dict[int, int] = {}
+        self._last_forward: dict[int, int] = {}
+        self._index(instructions)
+        self._posts: dict[int, PostTensor] = {
+            p: self._post(p, i.message, setting.channels[i.queue])
+            for p, i in enumerate(instructions)
+            if isinstance(i, Send)
+        }
+        self.handlers = [self._bind(p, instruction) for p, instruction in enumerate(instructions)]
+        overlap(instructions, self.handlers, self.reductions)
+        for p, instruction in enumerate(instructions):
+            if isinstance(instruction, COMPUTES) and setting.codes[instruction.segment].mesh is not None:
+                self.handlers[p] = shared_compute(setting.monitor, shared, p, self.handlers[p])
+
+    def slot(self, value: str, microbatch: int) -> int:
+        return self.setting.value_numbers[value] * self.shared.microbatches + microbatch
+
+    def wait(self, position: int) -> None:
+        """Wait for the communication at ``position``; a failure is explained by the executor."""
+        work = self.works[position]
+        if work is None:
+            return
+        self.works[position] = None
+        monitor = self.setting.monitor
+        monitor.waiting = number = self.shared.first_wait + position
+        if self._on_gpu:
+            work.wait()  # the stream waits, not this thread; with a time limit, the thread would
+            self.setting.waited.append((number, work))
+        else:
+            work.wait(self._timeout)
+        monitor.waiting = -1
+
+    def finish(self) -> None:
+        """Wait for whatever is still under way."""
+        for position in range(len(self.works)):
+            self.wait(position)
+        self.finish_reductions()
+
+    def finish_reductions(self) -> None:
+        for reduction in self.reductions:
+            self.wait(reduction.position)
+            reduction.finish()
+
+    def clear(self) -> None:
+        """Drop every tensor of a failed step."""
+        for held in (self.leaves, self.outgoing, self.works, self.arrived):
+            held[:] = [None] * len(held)
+        for reduction in self.reductions:
+            reduction.discard()
+
+    def _index(self, instructions: tuple[Instruction, ...]) -> None:
+        readers: dict[int, list[str]] = {
+            index: runner.value_names for index, runner in self.setting.runners.items()
+        }
+        for position, instruction in enumerate(instructions):
+            if isinstance(instruction, Recv):
+                message = instruction.message
+                use = self.setting.first_uses.get(message)
+                if use is not None:
+                    self._waits_at.setdefault(use, []).append(position)
+                if message.gradient:
+                    key = (message.value, message.microbatch)
+                    self._gradients_of.setdefault(key, []).append(position)
+            elif isinstance(instruction, Send) and not instruction.message.gradient:
+                message = instruction.message
+                self._last_send[self.slot(message.value, message.microbatch)] = position
+            elif isinstance(instruction, Forward):
+                for name in readers[instruction.segment]:
+                    self._last_forward[self.slot(name, instruction.microbatch)] = position
+        for position, sends in self.setting.released.items():  # over by then: this frees their buffers
+            self._waits_at.setdefault(position, []).extend(sends)
+
+    def _bind(self, position: int, instruction: Instruction) -> Handler:
+        match instruction:
+            case Forward(segment=segment, microbatch=microbatch):
+                return self._forward(position, segment, microbatch)
+            case Backward(segment=segment, microbatch=microbatch):
+                run = self.setting.runners[segment].backward
+                return self._backward(position, segment, microbatch, run)
+            case BackwardInput(segment=segment, microbatch=microbatch):
+                run = self.setting.runners[segment].backward_input
+                return self._backward(position, segment, microbatch, run)
+            case BackwardWeight(segment=segment, microbatch=microbatch):
+                run_weight = self.setting.runners[segment].backward_weight
+                return lambda: run_weight(microbatch)
+            case Send(message=message):
+                return self._send(position, message)
+            case Recv(message=message, queue=queue):
+                return self._recv(position, message, self.setting.channels[queue])
+            case ReduceGradients(queue=queue):
+                return self._reduce(position, instruction, self.setting.channels[queue])
+            case OptimizerStep():
+                return self._optimizer_step
+
+    # ------------------------------------------------------------------------------------------------------
+    # Compute
+
+    def _forward(self, position: int, segment: int, microbatch: int) -> Handler:
+        setting, shared, leaves, outgoing, wait = (
+            self.setting,
+            self.shared,
+            self.leaves,
+            self.outgoing,
+            self.wait,
+        )
+        code, runner = setting.codes[segment], setting.runners[segment]
+        training, forward = setting.training, runner.forward
+        waits = self._waits_at.get(position, [])
+        pieces = [shared.pieces[name] for name in runner.leaf_names]
+        reads = [
+            (self.slot(i.name, microbatch), i.needs_grad and training)
+            for i in code.inputs
+            if i.kind == "value"
+        ]
+        drops = [s for s, grad in reads if not grad and self._last_forward[s] == position]
+        sent, local, loss_position, metrics, results = self._outputs_of(code, microbatch)
+        check = shape_check(code, shared.shapes[microbatch])
+        seeded = setting.seeded.run if code.random else None
+        early, early_queue = self._early_sends(position, segment)
+
+        def run() -> None:
+            for p in waits:
+                wait(p)
+            values: list[Any] = []
+            for slot, needs_grad in reads:
+                leaf = leaves[slot]
+                if needs_grad:
+                    if not leaf.requires_grad:  # type: ignore[union-attr]
+                        leaf.requires_grad_()  # type: ignore[union-attr]
+                elif leaf.requires_grad:  # type: ignore[union-attr]
+                    leaf = leaf.detach()  # type: ignore[union-attr]
+                values.append(leaf)
+            batch = [piece[microbatch] for piece in pieces]
+            if early is not None:
+                early.start(early_queue)
+            if seeded is None:
+                outputs = forward(microbatch, values, batch, keep=training)
+            else:
+                outputs = seeded(
+                    shared.step,
+                    segment,
+                    microbatch,
+                    lambda: forward(microbatch, values, batch, keep=training),
+                )
+            if not shared.checked:
+                check(outputs)
+            for at, slot in sent:
+                outgoing[slot] = outputs[at].detach()
+            for at, slot, needs_grad in local:
+                leaves[slot] = as_leaf(outputs[at], needs_grad)
+            if loss_position >= 0:
+                shared.losses[microbatch] = outputs[loss_position].detach()
+            for at, name in metrics:
+                shared.metrics[microbatch][name] = outputs[at].detach()
+            for at, name in results if shared.outputs else ():
+                shared.outputs[microbatch][name] = outputs[at].detach()
+            for slot in drops:
+                leaves[slot] = None
+
+        return run
+
+    def _outputs_of(
+        self, code: SegmentCode, microbatch: int
+    ) -> tuple[
+        list[tuple[int, int]], list[tuple[int, int, bool]], int, list[tuple[int, str]], list[tuple[int, str]]
+    ]:
+        """Which outputs are sent, read on this rank, the loss, metrics, and results of an evaluation."""
+        sent: list[tuple[int, int]] = []
+        local: list[tuple[int, int, bool]] = []
+        metrics: list[tuple[int, str]] = []
+        results: list[tuple[int, str]] = []
+        loss = -1
+        for at, output in enumerate(code.outputs):
+            if output.kind == "loss":
+                loss = at
+            elif output.kind == "metric":
+                metrics.append((at, output.name))
+            elif output.kind == "output" and not self.setting.training:
+                results.append((at, output.name))
+            elif output.kind == "value":
+                slot = self.slot(output.name, microbatch)
+                if slot in self._last_send:
+                    sent.append((at, slot))
+                if slot in self._last_forward:
+                    local.append((at, slot, output.needs_grad and self.setting.training))
+        return sent, local, loss, metrics, results
+
+    def _backward(
+        self,
+        position: int,
+        segment: int,
+        microbatch: int,
+        run_backward: Callable[[int, list[Tensor | None]], None],
+    ) -> Handler:
+        shared, leaves, arrived, wait = self.shared, self.leaves, self.arrived, self.wait
+        seeds = shared.seeds
+        waits = self._waits_at.get(position, [])
+        roots: list[tuple[int, list[int]] | None] = []
+        for at in self.setting.runners[segment].root_positions:
+            output = self.setting.codes[segment].outputs[at]
+            if output.kind == "loss":
+                roots.append(None)
+                continue
+            slot = self.slot(output.name, microbatch)
+            local = slot if slot in self._last_forward else -1
+            roots.append((local, self._gradients_of.get((output.name, microbatch), [])))
+
+        def run() -> None:
+            for p in waits:
+                wait(p)
+            gradients: list[Tensor | None] = []
+            for root in roots:
+                if root is None:
+                    seed = seeds[microbatch]
+                    if seed is None:
+                        loss = shared.losses[microbatch]
+                        assert loss is not None
+                        seed = torch.full_like(loss, shared.weights[microbatch] * shared.gradient_scale)
+                        seeds[microbatch] = seed
+                    gradients.append(seed)
+                    continue
+                slot, remote = root
+                total: Tensor | None = None
+                if slot >= 0:
+                    total = leaves[slot].grad  # type: ignore[union-attr]
+                    leaves[slot] = None
+                for p in remote:
+                    gradient = arrived[p]
+                    arrived[p] = None
+                    total = gradient if total is None else total + gradient  # type: ignore[operator]
+                gradients.append(total)
+            run_backward(microbatch, gradients)
+
+        return run
+
+    # ------------------------------------------------------------------------------------------------------
+    # Communication
+
+    def _tag(self, message: Message) -> int:
+        return TAG_BASE + 2 * self.slot(message.value, message.microbatch) + message.gradient
+
+    def _post(self, position: int, message: Message, channel: Channel) -> PostTensor:
+        """How the tensor of one message is put on its way."""
+        tag, peer, post = self._tag(message), channel.rank_in_group[message.target], channel.group.send
+        is_complex = self.shared.shapes[message.microbatch][message.value][1].is_complex
+        works, monitor, shared = self.works, self.setting.monitor, self.shared
+
+        def run(tensor: Tensor) -> None:
+            if not tensor.is_contiguous():  # Gloo would refuse here and leave the peer waiting
+                tensor = tensor.contiguous()
+            if is_complex:
+                tensor = torch.view_as_real(tensor.resolve_conj())
+            elif tensor.is_neg():  # such as the imaginary part of a conjugate: the sign is not in memory yet
+                tensor = tensor.resolve_neg()
+            monitor.waiting = shared.first_wait + position
+            works[position] = post([tensor], peer, tag)
+            monitor.waiting = -1
+
+        return run
+
+    def _send(self, position: int, message: Message) -> Handler:
+        slot, post, works = self.slot(message.value, message.microbatch), self._posts[position], self.works
+        leaves, outgoing = self.leaves, self.outgoing
+        last = self._last_send.get(slot) == position
+
+        def send_gradient() -> None:
+            post(gradient_of(leaves[slot]))  # type: ignore[arg-type]
+            leaves[slot] = None
+
+        def send_value() -> None:
+            if works[position] is None:  # else the segment sent it early
+                post(outgoing[slot])  # type: ignore[arg-type]
+            if last:
+                outgoing[slot] = None
+
+        return send_gradient if message.gradient else send_value
+
+    def _recv(self, position: int, message: Message, channel: Channel) -> Handler:
+        slot, tag = self.slot(message.value, message.microbatch), self._tag(message)
+        peer, post, works = channel.rank_in_group[message.source], channel.group.recv, self.works
+        shape, dtype = self.shared.shapes[message.microbatch][message.value]
+        held, at = (self.arrived, position) if message.gradient else (self.leaves, slot)
+        device, is_complex = self.setting.device, dtype.is_complex
+        monitor, shared = self.setting.monitor, self.shared
+
+        def run() -> None:
+            buffer = torch.empty(shape, dtype=dtype, device=device)
+            held[at] = buffer
+            if is_complex:
+                buffer = torch.view_as_real(buffer)
+            monitor.waiting = shared.first_wait + position
+            works[position] = post([buffer], peer, tag)
+            monitor.waiting = -1
+
+        return run
+
+    def _reduce(self, position: int, instruction: ReduceGradients, channel: Channel) -> Handler:
+        setting = self.setting
+        leaves = {name: setting.state[name] for name in instruction.parameters}
+        reduction = GradientReduction(position, leaves, setting.sums, setting.fresh)
+        if instruction.scattered:
+            dims, axis = setting.scattered(instruction)
+            reduction = ScatteredReduction(position, leaves, setting.sums, dims, axis)
+        before = [r for r in self.reductions if not leaves.keys().isdisjoint(r.parameters)]
+        self.reductions.append(reduction)
+        works, group = self.works, channel.group
+
+        def run() -> None:
+            if reduction.started:  # while backward was running
+                return
+            for other in before:  # of the same gradients
+                self.wait(other.position)
+                other.finish()
+            works[position] = reduction.start(
+                lambda flat: dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=group, async_op=True)
+            )
+
+        return run
+
+    def _optimizer_step(self) -> None:
+        if self.shared.optimizer is not None:
+            self.finish_reductions()
+            self.shared.optimizer.step()
+
+    # ------------------------------------------------------------------------------------------------------
+
+    def _early_sends(
+        self, position: int, segment: int
+    ) -> tuple[EarlySends | None, list[tuple[int, PostTensor]]]:
+        if segment not in self.setting.early:
+            return None, []
+        positions, sends = self.setting.early[segment]
+        produced = {self.setting.codes[segment].outputs[at].name: at for at in positions}
+        following = following_sends(self.setting.program, position, produced)
+        return sends, [(at, self._posts[p]) for p, at in following]

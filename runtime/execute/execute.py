@@ -1,0 +1,392 @@
+"""Run a program: a plain loop over one rank's instructions.
+
+    executor = Executor(program, codes, graph, state, batch_spec, device=device)
+    loss = executor.train_step(batch, microbatches=8, optimizer=optimizer)
+
+``train_step`` computes the gradients of this batch from zero: loss = Σ over micro-batches of weight · its loss (the
+weight is samples in it / samples in the batch, if none is given), and steps the optimizer where one is given. On
+return every communication of the step is over.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cost_models.errors import InternalError, UsageError
+from runtime.execute.bind import Binder
+from runtime.execute.loaded import Loaded, MakeBinder, Replan, Surroundings
+from runtime.execute.results import Evaluation, StepSums
+from runtime.execute.setting import Shared
+from runtime.mesh.ranks_along import part_of
+from runtime.mesh.sharding import Sharding
+from runtime.ops.random import Seeded
+from runtime.program.program import Program, Recv, SegmentGraph, Send
+from runtime.ranks.collective import Collectives, Waited
+from runtime.ranks.failure import FailureMonitor
+from runtime.ranks.groups import hang_up
+from runtime.ranks.network_threads import let_compute_go_first
+from runtime.segment.code import BatchSpec, SegmentCode
+from runtime.segment.compiled import CompileOptions
+from runtime.segment.microbatch import Part, batch_size_of, check_cut, cut, cut_part, microbatch_sizes
+from runtime.segment.warm_up import warm_up
+from runtime.state.rank_state import RankState
+from runtime.state.sharded_owners import ShardedOwners
+
+_executors: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
+"""Numbers the executors of a process group, alike on all of its ranks."""
+
+
+_RUN = 1 << 32
+"""Numbers of waits that one run of a program takes; the last of them is for collectives beside it."""
+
+
+class Optimizer(Protocol):
+    """What a step needs of an optimizer."""
+
+    def step(self) -> Any: ...
+
+
+class Executor:
+    """Runs the program of one rank. Collective: every rank of ``group`` builds its own.
+
+    ``codes`` holds at least the segments of this rank, ``state`` the parameters, buffers and constants they
+    name, on ``device``. ``programs``: all ranks' programs, where at hand; with them sent buffers are freed
+    earlier. ``replan``: makes the programs for another number of micro-batches; without it there is one number.
+    ``program.rank`` is the rank in ``group`` (default: all processes). ``seed``: of dropout. ``compile``: options of
+    ``torch.compile`` for the segments; None runs them as they are. ``shardings``: of tensors that ranks have blocks of.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        codes: Mapping[int, SegmentCode],
+        graph: SegmentGraph,
+        state: Mapping[str, Tensor],
+        batch_spec: BatchSpec,
+        *,
+        device: torch.device | str = "cpu",
+        group: Any = None,
+        timeout_seconds: float = 30.0,
+        programs: Sequence[Program] | None = None,
+        replan: Replan | None = None,
+        seed: int = 0,
+        send_early: bool = True,
+        compile: CompileOptions | None = None,
+        shardings: Mapping[str, Sharding] | None = None,
+    ) -> None:
+        self.device, self.timeout_seconds = torch.device(device), timeout_seconds
+        self.seed = seed
+        self.step = 0
+        """Training steps so far. Dropout depends on it, so a resumed run sets it."""
+        self._runs = itertools.count()
+        self._broken: BaseException | None = None
+        self._active: Binder | None = None
+        group = dist.group.WORLD if group is None else group
+        if group is not None and dist.get_rank(group) != program.rank:
+            raise InternalError(f"rank {dist.get_rank(group)} was given the program of rank {program.rank}")
+        store, name = None, ""
+        if group is not None:
+            store = dist.distributed_c10d._get_default_store()
+            number = next(_executors.setdefault(group, itertools.count()))
+            name = f"{group.group_name}/executor{number}"
+        self._monitor = FailureMonitor(program.rank, store, timeout_seconds, name)
+        self._monitor.describe = self._describe
+        if group is not None:
+            self._monitor.hang_up = lambda: hang_up(group)
+        self._waited: Waited = []
+        self.collectives = Collectives(
+            group, self._monitor, self.device, self._waited, lambda: self._next_run() + _RUN - 1, self._fail
+        )
+        self._surroundings = Surroundings(
+            self.device,
+            group,
+            self._monitor,
+            self._waited,
+            Seeded(seed, self.device),
+            timeout_seconds,
+            compile,
+        )
+        self._training = Loaded(
+            self._surroundings,
+            program,
+            codes,
+            graph,
+            state,
+            batch_spec,
+            programs=programs,
+            replan=replan,
+            send_early=send_early,
+            shardings=shardings,
+        )
+        self._loaded = [self._training]
+        let_compute_go_first()
+        self.program, self.graph, self.batch_spec = program, graph, batch_spec
+        self.microbatches = self._training.microbatches
+        """What the given program is made for; 0 on a rank that computes nothing."""
+        self.leaf_names = self._training.leaf_names
+        """The leaves of a batch that this rank cannot do without."""
+
+    def sharded_owners(self, state: RankState) -> ShardedOwners:
+        """What keeps leaves and owners of ``state`` together where owners are parts (``Executor.shardings``)."""
+        return ShardedOwners(state, self._training.sums, self._training.axis, self.collectives)
+
+    def warm_up(self, shapes: Mapping[str, tuple[int, ...]], sizes: Iterable[int]) -> None:
+        """Compile this rank's segments, for micro-batches of each of ``sizes`` samples. ``shapes``: of batch leaves."""
+        training = self._training
+        warm_up(training.runners.values(), training.state, training.batch_spec, shapes, sizes, self.device)
+
+    def load(
+        self,
+        program: Program,
+        codes: Mapping[int, SegmentCode],
+        graph: SegmentGraph,
+        state: Mapping[str, Tensor],
+        batch_spec: BatchSpec,
+        *,
+        programs: Sequence[Program] | None = None,
+        replan: Replan | None = None,
+    ) -> Loaded:
+        """Another graph to ``evaluate``, of any segments. Collective. Tensors it shares with training are not copied.
+
+        It is not compiled: that takes minutes, and ranks would wait for each other meanwhile.
+        """
+        loaded = Loaded(
+            replace(self._surroundings, compile=None),
+            program,
+            codes,
+            graph,
+            state,
+            batch_spec,
+            programs=programs,
+            replan=replan,
+        )
+        self._loaded.append(loaded)
+        return loaded
+
+    def unload(self, loaded: Loaded) -> None:
+        """Forget what ``load`` made."""
+        self._loaded.remove(loaded)
+
+    def train_step(
+        self,
+        batch: Mapping[str, Tensor],
+        microbatches: int,
+        optimizer: Optimizer | None = None,
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> Tensor | None:
+        """Forward, backward and reduction of one batch; then the optimizer's step, where one is given.
+
+        Returns the loss as a 0-dim tensor on ranks that compute it, else None. Gradients are left in
+        ``.grad``. ``weights``: what each micro-batch's loss counts for (default: its share of the samples).
+        """
+        return self.run_step(batch, microbatches, optimizer, weights=weights).loss
+
+    def run_step(
+        self,
+        batch: Mapping[str, Tensor],
+        microbatches: int,
+        optimizer: Optimizer | None = None,
+        *,
+        weights: Sequence[float] | None = None,
+        gradient_scale: float = 1.0,
+        part: Part | None = None,
+    ) -> StepSums:
+        """``train_step`` with all that this rank computes. ``gradient_scale`` multiplies gradients, not the loss.
+
+        ``part``: where this rank was given its part of the batch only.
+        """
+        for parameter in self._training.parameters:
+            parameter.grad = None
+        self._training.sums.clear()
+        binder, shared = self._prepare(
+            self._training, True, batch, microbatches, weights, gradient_scale, part
+        )
+        shared.optimizer = optimizer
+        self._run(binder, shared)
+        for runner in self._training.runners.values():
+            runner.write_buffers()
+        self.step += 1
+        return StepSums.of(shared, self._training.result_share)
+
+    def evaluate(
+        self,
+        batch: Mapping[str, Tensor],
+        microbatches: int,
+        *,
+        loaded: Loaded,
+        weights: Sequence[float] | None = None,
+        keep_outputs: bool = True,
+        part: Part | None = None,
+    ) -> Evaluation:
+        """Forwards without gradients; buffers, gradients and ``step`` stay as they are.
+
+        ``loaded``: the graph to run, one of evaluation (batch norm in training mode would write its buffers in place).
+        ``keep_outputs``: whether the result has them, which costs their memory. ``part``: as of ``run_step``.
+        """
+        binder, shared = self._prepare(loaded, False, batch, microbatches, weights, part=part)
+        shared.outputs = [{} for _ in range(microbatches)] if keep_outputs else []
+        with torch.no_grad():
+            self._run(binder, shared)
+        for runner in loaded.runners.values():
+            runner.discard()
+        result = Evaluation.of(shared, loaded.result_share)
+        shared.outputs = []
+        return result
+
+    def binding_with(self, make: MakeBinder) -> AbstractContextManager[None]:
+        """Meanwhile ``make`` makes the handlers of training steps (``runtime.measure.instrument``)."""
+        return self._training.binding_with(make)
+
+    def batch_size_of(self, batch: Mapping[str, Tensor]) -> int:
+        """Samples in ``batch``, which may lack leaves that this rank has no use for."""
+        return batch_size_of(batch, self.batch_spec, self.leaf_names)
+
+    def reported(self, *, call: bool = False) -> AbstractContextManager[None]:
+        """Around what other ranks may wait for: they learn what this one raises in it. Refused after a failed step.
+
+        ``call``: a collective call, of which a run is a part.
+        """
+        self._refuse_broken()
+        return self._monitor.reported(call=call)
+
+    def needed(self) -> AbstractContextManager[None]:
+        """Around what a call does before it runs: where it raises, ranks that run are told at once."""
+        return self._monitor.needed()
+
+    def _refuse_broken(self) -> None:
+        if self._broken is not None:
+            raise UsageError(
+                "nothing can be computed or gathered any more",
+                because=[f"an earlier step failed: {self._broken}"],
+                suggestions=["restart all ranks from the last checkpoint"],
+            )
+
+    def close(self) -> None:
+        """Stop watching for failures."""
+        self._monitor.close()
+
+    # ------------------------------------------------------------------------------------------------------
+    # Before a run
+
+    def _next_run(self) -> int:
+        """The first wait number of another run."""
+        return next(self._runs) * _RUN
+
+    def _prepare(
+        self,
+        loaded: Loaded,
+        training: bool,
+        batch: Mapping[str, Tensor],
+        microbatches: int,
+        weights: Sequence[float] | None,
+        gradient_scale: float = 1.0,
+        part: Part | None = None,
+    ) -> tuple[Binder, Shared]:
+        self._refuse_broken()
+        spec = loaded.batch_spec
+        batch_size = batch_size_of(batch, spec, loaded.leaf_names) if part is None else part.samples
+        check_cut(batch_size, microbatches, spec.multiple)
+        sizes = microbatch_sizes(batch_size, microbatches, spec.multiple)
+        if weights is None:
+            weights = [size / batch_size for size in sizes]
+        elif len(weights) != microbatches:
+            raise UsageError(f"{len(weights)} weights were given for {microbatches} micro-batches")
+        shapes = {name: tuple(batch[name].shape) for name in spec.batch_dims if name in batch}
+        binder, shared = loaded.bound(training, batch_size, microbatches, shapes)
+        for name, pieces in shared.pieces.items():
+            leaf = batch[name].detach()
+            given = part is not None and name in part.names
+            if given or name not in spec.placements:
+                leaf = leaf.to(self.device, non_blocking=True)
+            dim = spec.batch_dims[name]
+            if given and dim is not None:
+                own = cut_part(leaf, dim, sizes)
+            else:
+                whole = cut(leaf, dim, microbatches, spec.multiple)
+                own = [self._own_part(name, piece, spec) for piece in whole]
+            # A graph traced with contiguous inputs may hold views that other strides do not allow.
+            pieces[:] = [piece.contiguous() for piece in own]
+        shared.begin(tuple(weights), gradient_scale, self.step, self._next_run())
+        return binder, shared
+
+    def _own_part(self, name: str, piece: Tensor, spec: BatchSpec) -> Tensor:
+        """What this rank reads of a leaf's micro-batch."""
+        if name not in spec.placements or spec.mesh is None:
+            return piece
+        part = part_of(piece, spec.placements[name], spec.mesh, self.program.rank)
+        return part.to(self.device, non_blocking=True)
+
+    # ------------------------------------------------------------------------------------------------------
+    # The run
+
+    def _run(self, binder: Binder, shared: Shared) -> None:
+        """The loop. Everything else in this file happens once."""
+        self._active = binder
+        try:
+            for handler in binder.handlers:
+                handler()
+            binder.finish()
+            self._synchronize()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        shared.checked = True
+
+    def _synchronize(self) -> None:
+        """On a GPU: let the device finish, within the time limit."""
+        if self.device.type != "cuda":
+            return
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        deadline = time.monotonic() + self._monitor.wait_seconds
+        while not done.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                pending = [number for number, work in self._waited if not work.is_completed()]
+                self._monitor.waiting = pending[0] if pending else -1
+                raise RuntimeError(f"the device did not finish within {self._monitor.wait_seconds:g} s")
+            time.sleep(20e-6)
+        self._waited.clear()
+
+    def _fail(self, error: BaseException) -> None:
+        """Free what the step holds; raise who failed if it was not this rank itself."""
+        waiting = self._monitor.waiting
+        self._broken = error
+        if self._active is not None:
+            self._active.clear()
+        self._waited.clear()
+        for loaded in self._loaded:
+            for runner in loaded.runners.values():
+                runner.discard()
+        self._monitor.waiting = -1
+        if waiting < 0 or not isinstance(error, RuntimeError):
+            self._monitor.lost()
+            self._monitor.report_own(error)
+            return
+        peers, instruction = self._describe(waiting)
+        raise self._monitor.explain(self.step, peers, instruction, error) from error
+
+    def _describe(self, waiting: int) -> tuple[Sequence[int], str]:
+        position = waiting % _RUN
+        if position == _RUN - 1 or self._active is None:
+            return self.collectives.waits_on, self.collectives.waits_for
+        instruction = self._active.setting.program.instructions[position]
+        if isinstance(instruction, Send | Recv):
+            message = instruction.message
+            peer = message.target if isinstance(instruction, Send) else message.source
+            return [peer], str(instruction)
+        ranks = getattr(instruction, "ranks", ())
+        if hasattr(instruction, "segment"):  # collectives inside of it
+            ranks = self._active.setting.graph.segments[instruction.segment].ranks
+        others = [r for r in ranks if r != self.program.rank]
+        return others or [self.program.rank], str(instruction)

@@ -1,0 +1,253 @@
+"""One graph on one rank: its segments bound to tensors, its programs, and handlers for every batch shape so far.
+
+An executor has one of these for training and one for each evaluation graph; they share everything in ``Surroundings``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cost_models.errors import UsageError
+from runtime.execute.bind import Binder
+from runtime.execute.early_sends import EarlySends, early_outputs
+from runtime.execute.release import releases
+from runtime.execute.setting import Setting, Shared
+from runtime.execute.shared_segment import SegmentWait
+from runtime.mesh.axis import Axis
+from runtime.mesh.ranks_along import axes_for, axis_of, groups_needed
+from runtime.mesh.sharding import Sharding
+from runtime.ops.bridges import bind
+from runtime.ops.random import Seeded
+from runtime.program.program import BackwardInput, Forward, Program, Recv, SegmentGraph, Send
+from runtime.ranks.collective import Waited
+from runtime.ranks.failure import FailureMonitor
+from runtime.ranks.groups import create_channels
+from runtime.segment.code import BatchSpec, SegmentCode
+from runtime.segment.compiled import CompileOptions
+from runtime.segment.microbatch import microbatch_sizes, symbol_sizes
+from runtime.segment.runner import SegmentRunner
+
+_MOST_SHAPES = 32
+"""Batch shapes whose handlers are kept; the oldest go first."""
+
+Replan = Callable[[int], Sequence[Program]]
+"""Number of micro-batches -> all ranks' programs for as many."""
+
+
+MakeBinder = Callable[[Setting, Shared], Binder]
+"""Makes the handlers of a program for one batch shape."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What all graphs of an executor share."""
+
+    device: torch.device
+    group: Any
+    monitor: FailureMonitor
+    waited: Waited
+    seeded: Seeded
+    timeout_seconds: float
+    compile: CompileOptions | None = None
+
+
+class Loaded:
+    """The segments of one graph that this rank runs. Making it is collective: channels are created.
+
+    ``codes`` holds at least the segments of this rank, ``state`` every tensor that they name. ``program``: of this rank;
+    ``programs``: of all, where at hand. ``replan``: makes those for other numbers of micro-batches.
+    """
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        program: Program,
+        codes: Mapping[int, SegmentCode],
+        graph: SegmentGraph,
+        state: Mapping[str, Tensor],
+        batch_spec: BatchSpec,
+        *,
+        programs: Sequence[Program] | None = None,
+        replan: Replan | None = None,
+        send_early: bool = True,
+        shardings: Mapping[str, Sharding] | None = None,
+    ) -> None:
+        self.program, self.graph, self.state, self.batch_spec = program, graph, state, batch_spec
+        self._surroundings, self._replan = surroundings, replan
+        group = surroundings.group
+        mine = sorted({i.segment for i in program.instructions if isinstance(i, Forward)})
+        self.shardings = dict(shardings or {})
+        self.sums: dict[str, Tensor] = {}
+        """By parameter: this rank's part of its gradient's sum, where ranks keep parts only."""
+        shared = groups_needed((codes[i] for i in mine), self.shardings.values(), program.rank)
+        if shared and group is None:
+            raise UsageError(
+                "ranks that share a segment need a process group", suggestions=["init_distributed(device)"]
+            )
+        self._channels = (
+            {} if group is None else create_channels(program, group, surroundings.timeout_seconds, shared)
+        )
+        self._codes = codes
+        self.result_share = 1.0 / next(
+            (
+                len(mesh.ranks)
+                for index in mine
+                if (mesh := codes[index].mesh) is not None
+                and any(o.kind in ("loss", "metric") for o in codes[index].outputs)
+            ),
+            1,
+        )
+        """The part of the batch's loss that this rank's loss is: ranks of one segment have parts of a sum."""
+        split = {i.segment for i in program.instructions if isinstance(i, BackwardInput)}
+        early = {index: early_outputs(codes[index], program) if send_early else () for index in mine}
+        early_sends = {index: EarlySends() for index in mine if early[index]}
+        self.runners = {
+            index: SegmentRunner(
+                codes[index] if codes[index].mesh is None else self._on_axes(codes[index]),
+                state,
+                split_backward=index in split,
+                early=early[index],
+                emit=early_sends[index].emit if index in early_sends else None,
+                compile=surroundings.compile,
+            )
+            for index in mine
+        }
+        self._early = {index: (early[index], sends) for index, sends in early_sends.items()}
+        self.microbatches = len({i.microbatch for i in program.instructions if isinstance(i, Forward)})
+        """What the given program is made for; 0 on a rank that computes nothing."""
+        self._programs = {self.microbatches: (program, programs)}
+        self._settings: dict[tuple[bool, int], Setting] = {}
+        self._bound: dict[object, tuple[Binder, Shared]] = {}
+        self._make_binder: MakeBinder = Binder
+        self.parameters = list(
+            {
+                id(state[i.name]): state[i.name]
+                for index in mine
+                for i in codes[index].inputs
+                if i.kind == "parameter"
+            }.values()
+        )
+        leaves = {name for runner in self.runners.values() for name in runner.leaf_names}
+        sizes = {leaf for leaf, dim in batch_spec.symbols.values() if batch_spec.batch_dims.get(leaf) != dim}
+        self.leaf_names = frozenset(leaves | sizes)
+        """The leaves of a batch that this rank cannot do without."""
+
+    def _on_axes(self, code: SegmentCode) -> SegmentCode:
+        """``code`` with its bridges bound to process groups."""
+        axes = axes_for(code, self.program.rank, self._channels, self._segment_wait())
+        # What recomputes, compiles or splits backward in two looks for linear layers and for nodes by their names.
+        plain = not code.recomputed and self._surroundings.compile is None
+        split = any(isinstance(i, BackwardInput) for i in self.program.instructions)
+        return replace(code, module=bind(code.module, axes, fused=plain and not split))
+
+    def _segment_wait(self) -> SegmentWait:
+        around = self._surroundings
+        return SegmentWait(around.monitor, around.waited, on_gpu=around.device.type == "cuda")
+
+    def axis(self, sharding: Sharding, axis: int) -> Axis:
+        """This rank's place on the axis of a sharding along which owners are parts of leaves."""
+        mesh = sharding.mesh
+        return axis_of(mesh, mesh.axes[axis], self.program.rank, self._channels)
+
+    def bound(
+        self, training: bool, batch_size: int, microbatches: int, shapes: Mapping[str, tuple[int, ...]]
+    ) -> tuple[Binder, Shared]:
+        """Handlers for batches whose leaves have ``shapes``, and what they share with the executor."""
+        key = (training, microbatches, tuple(shapes.items()))
+        if key not in self._bound:
+            if len(self._bound) >= _MOST_SHAPES:
+                self._bound.pop(next(iter(self._bound)))
+            setting = self._setting(training, microbatches)
+            self._bound[key] = self._bind(setting, batch_size, microbatches, shapes)
+        return self._bound[key]
+
+    @contextmanager
+    def binding_with(self, make: MakeBinder) -> Iterator[None]:
+        """Meanwhile ``make`` makes the handlers, anew; afterwards those from before are back."""
+        before = self._bound
+        self._bound, self._make_binder = {}, make
+        try:
+            yield
+        finally:
+            self._bound, self._make_binder = before, Binder
+
+    def _setting(self, training: bool, microbatches: int) -> Setting:
+        """Everything about a program for ``microbatches``, kept for the next batch."""
+        key = (training, microbatches)
+        if key not in self._settings:
+            around = self._surroundings
+            program, programs = self._program(microbatches)
+            if not training:
+                program = _forwards_of(program)
+                programs = None if programs is None else [_forwards_of(p) for p in programs]
+            self._settings[key] = Setting(
+                program=program,
+                graph=self.graph,
+                codes=self._codes,
+                runners=self.runners,
+                channels=self._channels,
+                state=self.state,
+                device=around.device,
+                monitor=around.monitor,
+                released=releases(program, self.graph, programs),
+                seeded=around.seeded,
+                early=self._early,
+                training=training,
+                waited=around.waited,
+                shardings=self.shardings,
+                sums=self.sums,
+            )
+        return self._settings[key]
+
+    def _program(self, microbatches: int) -> tuple[Program, Sequence[Program] | None]:
+        """This rank's program for ``microbatches`` and, where at hand, everybody's."""
+        if self.microbatches == 0:
+            return self._programs[0]
+        if microbatches not in self._programs:
+            if self._replan is None:
+                raise UsageError(
+                    f"the program is made for {self.microbatches} micro-batches, not {microbatches}",
+                    suggestions=[f"call with microbatches={self.microbatches}, or plan again"],
+                )
+            programs = self._replan(microbatches)
+            self._programs[microbatches] = programs[self.program.rank], programs
+        return self._programs[microbatches]
+
+    def _bind(
+        self,
+        setting: Setting,
+        batch_size: int,
+        microbatches: int,
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> tuple[Binder, Shared]:
+        sizes = microbatch_sizes(batch_size, microbatches, self.batch_spec.multiple)
+        moved = {i.message.value for i in setting.program.instructions if isinstance(i, Send | Recv)}
+        specs = {name: s for r in self.runners.values() for name, s in r.code.values.items() if name in moved}
+        by_size = {}
+        for size in set(sizes):
+            symbols = symbol_sizes(self.batch_spec, shapes, size)
+            by_size[size] = {name: (spec.concrete(symbols), spec.dtype) for name, spec in specs.items()}
+        leaves = {name for runner in self.runners.values() for name in runner.leaf_names}
+        shared = Shared(
+            microbatches=microbatches,
+            shapes=[by_size[size] for size in sizes],
+            weights=(),
+            pieces={name: [] for name in sorted(leaves)},
+        )
+        return self._make_binder(setting, shared), shared
+
+
+def _forwards_of(program: Program) -> Program:
+    return Program(program.rank, tuple(i for i in program.instructions if _is_forward(i)))
+
+
+def _is_forward(instruction: object) -> bool:
+    if isinstance(instruction, Send | Recv):
+        return not instruction.message.gradient
+    return isinstance(instruction, Forward)

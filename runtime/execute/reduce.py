@@ -1,0 +1,141 @@
+"""Sum the gradients of parameters that several ranks hold, in one collective per dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, MutableMapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from runtime.mesh.axis import Axis
+from runtime.state.precision import gradient_dtype
+
+
+class Works:
+    """Several pending works, waited for as one."""
+
+    def __init__(self, works: Sequence[Any]) -> None:
+        self._works = works
+
+    def wait(self, *timeout: Any) -> None:
+        for work in self._works:
+            work.wait(*timeout)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _in_memory(parameter: Tensor) -> Tensor:
+    """The gradient as plain numbers, as a collective reads them: dense, conjugated where it says so."""
+    if parameter.grad is None:
+        return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
+    gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    return gradient.resolve_conj() if gradient.is_complex() else gradient
+
+
+Sums: TypeAlias = MutableMapping[str, Tensor]
+"""By parameter: this rank's part of its gradient's sum, where ranks keep parts only."""
+
+
+class GradientReduction:
+    """The reduction at one ``position`` of the program. A missing gradient counts as zeros.
+
+    ``sums``: of parameters whose sums were scattered before; those parts are summed then. ``fresh``: parameters whose
+    gradients may be written into (``runtime.segment.fresh``).
+    """
+
+    def __init__(
+        self,
+        position: int,
+        parameters: Mapping[str, Tensor],
+        sums: Sums | None = None,
+        fresh: Container[str] = (),
+    ) -> None:
+        self.position, self.parameters = position, parameters
+        self._fresh = fresh
+        self._sums: Sums = {} if sums is None else sums
+        self._by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, parameter in parameters.items():
+            self._by_dtype.setdefault(gradient_dtype(parameter), []).append(name)
+        self._pending: list[tuple[Tensor, list[str], list[torch.Size]]] = []
+
+    @property
+    def started(self) -> bool:
+        """Whether it is under way, or done and not yet finished."""
+        return bool(self._pending)
+
+    def start(self, all_reduce: Callable[[Tensor], Any]) -> Works:
+        """Start summing; ``finish`` puts the sums into ``.grad`` once the work is done."""
+        works = []
+        for names in self._by_dtype.values():
+            gradients = [self._gradient(name) for name in names]
+            flat = (
+                self._writable(names[0], gradients[0]).view(-1)
+                if len(gradients) == 1
+                else torch.cat([g.reshape(-1) for g in gradients])
+            )
+            works.append(all_reduce(flat))
+            self._pending.append((flat, names, [g.shape for g in gradients]))
+        return Works(works)
+
+    def finish(self) -> None:
+        """Replace the gradients by their sums."""
+        for flat, names, shapes in self._pending:
+            sums = torch.split(flat, [shape.numel() for shape in shapes])
+            for name, shape, total in zip(names, shapes, sums, strict=True):
+                self._put(name, total.view(shape))
+        self._pending = []
+
+    def discard(self) -> None:
+        """Forget a reduction that failed."""
+        self._pending = []
+
+    def _gradient(self, name: str) -> Tensor:
+        found = self._sums.get(name)
+        return _in_memory(self.parameters[name]) if found is None else found
+
+    def _writable(self, name: str, gradient: Tensor) -> Tensor:
+        """The gradient in memory where it may be summed."""
+        if gradient is self.parameters[name].grad and name not in self._fresh:
+            return gradient.clone(memory_format=torch.contiguous_format)
+        return gradient.contiguous()
+
+    def _put(self, name: str, total: Tensor) -> None:
+        if name in self._sums:
+            self._sums[name] = total
+        else:
+            self.parameters[name].grad = total
+
+
+class ScatteredReduction(GradientReduction):
+    """Each rank keeps its part of every sum, in ``sums``; the gradients themselves are freed.
+
+    ``dims``: along which each parameter's gradient is cut. ``axis``: the ranks.
+    """
+
+    def __init__(
+        self, position: int, parameters: Mapping[str, Tensor], sums: Sums, dims: Mapping[str, int], axis: Axis
+    ) -> None:
+        super().__init__(position, parameters, sums)
+        self._kept, self._dims, self._axis = sums, dims, axis
+
+    def start(self, all_reduce: Callable[[Tensor], Any]) -> Works:
+        """Start summing and scattering."""
+        works = []
+        for names in self._by_dtype.values():
+            stacks = [self._axis.stacked(self._gradient(name), self._dims[name]) for name in names]
+            flat = (
+                stacks[0].flatten(1)
+                if len(stacks) == 1
+                else torch.cat([stack.flatten(1) for stack in stacks], 1)
+            )
+            part = flat.new_empty(flat.shape[1])
+            works.append(self._axis.start_sum_part(part, flat))
+            self._pending.append((part, names, [stack.shape[1:] for stack in stacks]))
+            for name in names:
+                self.parameters[name].grad = None
+        return Works(works)
+
+    def _put(self, name: str, total: Tensor) -> None:
+        self._kept[name] = total

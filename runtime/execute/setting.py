@@ -1,0 +1,114 @@
+"""What the executor and the handlers of a program share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.execute.early_sends import EarlySends
+from runtime.execute.reduce import Sums
+from runtime.execute.release import first_uses
+from runtime.mesh.axis import Axis
+from runtime.mesh.ranks_along import axis_among, axis_of
+from runtime.mesh.sharding import Sharding
+from runtime.ops.random import Seeded
+from runtime.program.program import Message, Program, ReduceGradients, SegmentGraph
+from runtime.ranks.collective import Waited
+from runtime.ranks.failure import FailureMonitor
+from runtime.ranks.groups import Channel
+from runtime.segment.code import SegmentCode
+from runtime.segment.fresh import fresh_gradients
+from runtime.segment.runner import SegmentRunner
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same for every batch shape."""
+
+    program: Program
+    graph: SegmentGraph
+    codes: Mapping[int, SegmentCode]
+    runners: Mapping[int, SegmentRunner]
+    channels: Mapping[str, Channel]
+    state: Mapping[str, Tensor]
+    device: torch.device
+    monitor: FailureMonitor
+    released: Mapping[int, list[int]]
+    seeded: Seeded
+    early: Mapping[int, tuple[tuple[int, ...], EarlySends]]
+    """By segment: the outputs it can send early, and who sends them."""
+    training: bool
+    waited: Waited
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)
+    sums: Sums = field(default_factory=dict)
+    """Parts of gradients' sums that scattering reductions leave, by parameter."""
+
+    def scattered(self, reduction: ReduceGradients) -> tuple[dict[str, int], Axis]:
+        """Along which dimension each parameter of a scattering reduction is cut, and over which ranks."""
+        of = {name: self.shardings[name] for name in reduction.parameters}
+        first = next(iter(of.values()))
+        at = axis_among(first, reduction.ranks, self.program.rank)
+        axis = axis_of(first.mesh, first.mesh.axes[at], self.program.rank, self.channels)
+        return {name: dict(sharding.cuts)[at] for name, sharding in of.items()}, axis
+
+    @cached_property
+    def fresh(self) -> frozenset[str]:
+        """Parameters whose gradients on this rank are in memory of their own."""
+        found: dict[str, bool] = {}
+        for index in self.runners:
+            code = self.codes[index]
+            fresh = fresh_gradients(code)
+            for name in code.held:
+                found[name] = found.get(name, True) and name in fresh
+        return frozenset(name for name, own in found.items() if own)
+
+    @cached_property
+    def value_numbers(self) -> Mapping[str, int]:
+        """The same on every rank, so that tags agree."""
+        return {value.name: number for number, value in enumerate(self.graph.values)}
+
+    @cached_property
+    def first_uses(self) -> Mapping[Message, int]:
+        return first_uses(self.program, self.graph)
+
+
+@dataclass
+class Shared:
+    """What the executor and the handlers hand each other."""
+
+    microbatches: int
+    shapes: list[Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+    """Per micro-batch: shape and dtype of every value this rank sends or receives."""
+    weights: tuple[float, ...]
+    """Per micro-batch: what its loss, and so its gradients, count for."""
+    pieces: dict[str, list[Tensor]]
+    """Per batch leaf: its part in each micro-batch. The lists stay, their contents change every step."""
+    losses: list[Tensor | None] = field(default_factory=list)
+    metrics: list[dict[str, Tensor]] = field(default_factory=list)
+    outputs: list[dict[str, Tensor]] = field(default_factory=list)
+    """Per micro-batch: results of an evaluation by name; empty where nobody wants them."""
+    seeds: list[Tensor | None] = field(default_factory=list)
+    """Per micro-batch: the gradient that its loss starts backward with; kept while the weights stay."""
+    gradient_scale: float = 1.0
+    """All gradients are multiplied by it; the loss is not."""
+    optimizer: Any = None
+    step: int = 0
+    """Which training step it is: with it, the masks of dropout change."""
+    first_wait: int = 0
+    """The number of the wait at position 0 of the program. Numbers never repeat on a rank."""
+    checked: bool = False
+    """Whether a step has shown that values have the shapes that were promised."""
+
+    def begin(self, weights: tuple[float, ...], gradient_scale: float, step: int, first_wait: int) -> None:
+        """Make ready for another step."""
+        if (weights, gradient_scale) != (self.weights, self.gradient_scale) or not self.seeds:
+            self.weights, self.gradient_scale = weights, gradient_scale
+            self.seeds[:] = [None] * self.microbatches
+        self.step, self.first_wait = step, first_wait
+        self.losses = [None] * self.microbatches
+        self.metrics = [{} for _ in range(self.microbatches)]

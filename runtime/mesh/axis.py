@@ -1,0 +1,184 @@
+"""A rank's place on one axis of a mesh, and the collectives along it: plain tensors in, plain tensors out.
+
+    mesh (2, 2), axes ("data", "tensor"), ranks 0 1 / 2 3
+    rank 3 on "tensor": index 1 of 2, with rank 2                on "data": index 1 of 2, with rank 1
+
+Along an axis of n ranks, for a dimension d:
+    part       this rank's n-th of d                        gather     the n parts joined along d
+    sum        added up                                     sum_part   added up, then this rank's n-th of d
+    exchange   cut along one dimension, joined along another
+
+Nothing is written into, unless ``reuse`` says so. n divides d: shardings are planned so.
+
+On Gloo, ``gather`` and ``sum_part`` are made of messages (``runtime.mesh.gloo``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cost_models.errors import InternalError
+from runtime.mesh.gloo import start_gather, start_sum_part
+
+# The names since torch 2.13, and the ones before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Wait = Callable[[Any], None]
+"""Waits for the pending work of a collective."""
+
+
+def plainly(work: Any) -> None:
+    """Without a time limit of its own."""
+    work.wait()
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Where a rank stands on an axis. ``order``: rank in ``group`` of each place; None: place i is rank i."""
+
+    name: str
+    size: int
+    index: int
+    group: Any = field(repr=False, compare=False)
+    order: tuple[int, ...] | None = None
+    wait: Wait = field(default=plainly, repr=False, compare=False)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place, as ``runtime.ops.local`` calls it."""
+        return self.index
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """The sum or maximum over the axis, for ``runtime.ops.local``."""
+        if op == "sum":
+            return self.sum(tensor)
+        highest = _plain(tensor).clone()
+        self.wait(dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group, async_op=True))
+        return highest
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """(places, *shape): everybody's, for ``runtime.ops.local``."""
+        return self.gather(tensor.unsqueeze(0), 0)
+
+    def part(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of ``x`` along ``dim``: contiguous where ``x`` is."""
+        return _chunks(x, dim, self)[self.index].contiguous()
+
+    def sum(self, x: Tensor, *, reuse: bool = False) -> Tensor:
+        """The sum over the axis. ``reuse``: ``x`` may be written into."""
+        return self.start_sum(x, reuse=reuse)()
+
+    def start_sum(self, x: Tensor, *, reuse: bool = False) -> Callable[[], Tensor]:
+        """Start ``sum``; what waits for it."""
+        total = _plain(x)
+        if total is x or total.data_ptr() == x.data_ptr():
+            total = (
+                x.detach() if reuse and x.is_contiguous() else x.clone(memory_format=torch.contiguous_format)
+            )
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+        return lambda: self._waited_for(work, total)
+
+    def _waited_for(self, work: Any, result: Tensor) -> Tensor:
+        self.wait(work)
+        return result
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The parts of all ranks joined along ``dim``."""
+        parts = x.new_empty((self.size, *x.shape))
+        self.wait(self.start_gather(parts, x))
+        return self.joined(parts, dim)
+
+    def start_gather(self, parts: Tensor, x: Tensor) -> Any:
+        """Start to fill ``parts`` [n, …] with ``x`` of every rank of the group; the pending work."""
+        x = _plain(x)
+        if self._of_messages and x.device.type == "cpu":
+            return start_gather(self.group, self._here, parts, x)
+        return _all_gather(parts.view(-1), x.view(-1), group=self.group, async_op=True)
+
+    def joined(self, parts: Tensor, dim: int) -> Tensor:
+        """What ``start_gather`` has filled, joined along ``dim`` of a part, in the order of places."""
+        return _joined(parts, dim % (parts.dim() - 1), self.order)
+
+    def sum_part(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of the sum over the axis."""
+        return self.start_sum_of_parts(x, dim)()
+
+    def start_sum_of_parts(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        """Start ``sum_part``; what waits for it."""
+        parts = self.stacked(x, dim)
+        result = parts.new_empty(parts.shape[1:])
+        work = self.start_sum_part(result, parts)
+        return lambda: self._waited_for(work, result)
+
+    def stacked(self, x: Tensor, dim: int) -> Tensor:
+        """[n, …]: the parts of ``x`` along ``dim``, in the order of the group's ranks."""
+        return _stacked(_plain(x), dim, self)
+
+    def start_sum_part(self, part: Tensor, parts: Tensor) -> Any:
+        """Start to fill ``part`` […] with this rank's row of the sum of ``parts`` [n, …]; the pending work."""
+        if self._of_messages and parts.device.type == "cpu":
+            return start_sum_part(self.group, self._here, part, parts)
+        return _reduce_scatter(part.view(-1), parts.view(-1), group=self.group, async_op=True)
+
+    @cached_property
+    def _of_messages(self) -> bool:
+        return self.size > 1 and bool(dist.get_backend(self.group) == "gloo")
+
+    @property
+    def _here(self) -> int:
+        """This rank in ``group``."""
+        return self.index if self.order is None else self.order[self.index]
+
+    def exchange(self, x: Tensor, cut: int, join: int) -> Tensor:
+        """``x``, whole along ``cut`` and parted along ``join``, the other way round."""
+        sent = _stacked(_plain(x), cut, self)
+        received = torch.empty_like(sent)
+        self.wait(dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group, async_op=True))
+        return _joined(received, join % x.dim(), self.order)
+
+    def first(self, x: Tensor) -> Tensor:
+        """``x`` on the first rank of the axis, zeros elsewhere."""
+        return x if self.index == 0 else torch.zeros_like(x)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """As numbers in memory, which is what a collective reads: contiguous, no pending conjugation or sign."""
+    return x.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _chunks(x: Tensor, dim: int, axis: Axis) -> tuple[Tensor, ...]:
+    size = x.shape[dim]
+    if size % axis.size:
+        raise InternalError(
+            f"cannot part a tensor over the mesh axis {axis.name}",
+            [f"dimension {dim} of {tuple(x.shape)} does not divide by {axis.size}"],
+        )
+    return x.chunk(axis.size, dim)
+
+
+def _stacked(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """[n, …]: what goes to each rank of the group."""
+    dim %= x.dim()
+    chunks = _chunks(x, dim, axis)
+    if dim == 0 and axis.order is None:
+        return x.view(axis.size, *chunks[0].shape)
+    if axis.order is not None:
+        place_of = {rank: place for place, rank in enumerate(axis.order)}
+        chunks = tuple(chunks[place_of[rank]] for rank in range(axis.size))
+    return torch.stack(chunks)
+
+
+def _joined(parts: Tensor, dim: int, order: tuple[int, ...] | None) -> Tensor:
+    """[n, …] joined along ``dim`` of the rest."""
+    if dim == 0 and order is None:
+        return parts.flatten(0, 1)
+    places = parts.unbind(0)
+    return torch.cat(places if order is None else [places[rank] for rank in order], dim)

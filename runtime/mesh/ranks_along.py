@@ -1,0 +1,86 @@
+"""The axes of a mesh as one rank sees them: with whom it talks along each, and which part of a tensor is its own.
+
+mesh ranks (0 1 / 2 3), axes ("data", "tensor")      rank 2:  "data" 0 2, place 1     "data+tensor" 0 1 2 3, place 2
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+
+from torch import Tensor
+
+from cost_models.layout import Mesh, Placement, Shard
+from runtime.mesh.axis import Axis, Wait, plainly
+from runtime.mesh.sharding import Sharding, coordinates
+from runtime.ops.bridges import axes_of
+from runtime.ops.local_calls import JOINT
+from runtime.program.program import group_queue
+from runtime.ranks.groups import Channel
+from runtime.segment.code import SegmentCode
+
+
+def ranks_along(mesh: Mesh, names: Sequence[str], rank: int) -> tuple[int, ...]:
+    """The ranks that differ from ``rank`` on the axes called ``names`` only, the first of these outermost."""
+    own = coordinates(mesh, rank)
+    axes = [mesh.axes.index(name) for name in names]
+    strides = [math.prod(mesh.shape[axis + 1 :]) for axis in range(len(mesh.shape))]
+    start = sum(i * s for axis, (i, s) in enumerate(zip(own, strides, strict=True)) if axis not in axes)
+    return tuple(
+        mesh.ranks[start + sum(i * strides[axis] for i, axis in zip(places, axes, strict=True))]
+        for places in itertools.product(*(range(mesh.shape[axis]) for axis in axes))
+    )
+
+
+def all_ranks_along(mesh: Mesh, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """``ranks_along`` for every rank, each group once."""
+    return _groups_along(mesh, tuple(names))
+
+
+@lru_cache(maxsize=256)
+def _groups_along(mesh: Mesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(dict.fromkeys(ranks_along(mesh, names, rank) for rank in mesh.ranks))
+
+
+def groups_needed(
+    codes: Iterable[SegmentCode], shardings: Iterable[Sharding], rank: int
+) -> set[tuple[int, ...]]:
+    """The sets of ranks, ascending, with which ``rank`` shares the bridges of ``codes`` and the owners of parameters."""
+    wanted = {(code.mesh, name) for code in codes if code.mesh for name in axes_of(code.module.graph)}
+    wanted |= {(s.mesh, s.mesh.axes[axis]) for s in shardings for axis, _ in s.cuts}
+    return {tuple(sorted(ranks_along(mesh, name.split(JOINT), rank))) for mesh, name in wanted}
+
+
+def axis_of(mesh: Mesh, name: str, rank: int, channels: Mapping[str, Channel], wait: Wait = plainly) -> Axis:
+    """The place of ``rank`` on an axis, or on several taken together."""
+    ranks = ranks_along(mesh, name.split(JOINT), rank)
+    channel = channels[group_queue(ranks)]
+    order = tuple(channel.rank_in_group[r] for r in ranks)
+    straight = order == tuple(range(len(ranks)))
+    return Axis(name, len(ranks), ranks.index(rank), channel.group, None if straight else order, wait)
+
+
+def axes_for(code: SegmentCode, rank: int, channels: Mapping[str, Channel], wait: Wait) -> dict[str, Axis]:
+    """The axes that the bridges of ``code`` run along, by name."""
+    assert code.mesh is not None
+    return {name: axis_of(code.mesh, name, rank, channels, wait) for name in axes_of(code.module.graph)}
+
+
+def axis_among(sharding: Sharding, ranks: Sequence[int], rank: int) -> int:
+    """The axis of a sharding's owner cuts along which ``ranks`` lie."""
+    return next(
+        axis
+        for axis, _ in sharding.cuts
+        if sorted(ranks_along(sharding.mesh, (sharding.mesh.axes[axis],), rank)) == sorted(ranks)
+    )
+
+
+def part_of(tensor: Tensor, placements: Sequence[Placement], mesh: Mesh, rank: int) -> Tensor:
+    """The part of a whole tensor that ``rank`` has: a view."""
+    for placement, size, index in zip(placements, mesh.shape, coordinates(mesh, rank), strict=True):
+        if isinstance(placement, Shard) and size > 1:
+            length = tensor.shape[placement.dim] // size
+            tensor = tensor.narrow(placement.dim, index * length, length)
+    return tensor

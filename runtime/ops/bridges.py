@@ -1,0 +1,217 @@
+"""Bridges: collectives as ops of a graph, each with its conjugate in backward.
+
+    in the graph                                    forward                 backward
+    all_reduce(x, axis="tensor")                    sum                     nothing
+    all_reduce(x, axis="tensor", partial=True)      sum                     sum
+    sum_gradient(x, axis="tensor")                  nothing                 sum
+    split(x, 1, axis="tensor", parts=2)             this rank's part        gather
+    all_gather(x, 1, axis="tensor", parts=2)        gather                  this rank's part
+    all_gather(x, 1, …, partial=True)               gather                  sum, this rank's part (reduce-scatter)
+    reduce_scatter(x, 1, axis="tensor", parts=2)    sum, this rank's part   gather
+    all_to_all(x, 1, 0, axis="tensor", parts=2)     cut along 1, join along 0    cut along 0, join along 1
+    keep_first(x, axis="tensor")                    zeros but on the axis' first rank    nothing
+    first_gradient(x, axis="tensor")                nothing                 zeros but on the axis' first rank
+
+``partial``: the gradient that consumers give is one rank's part of a sum. ``parts``: ranks on the axis.
+
+A graph only names its axes, so it can travel between processes. ``bind`` gives them process groups. Before that, bridges
+work on fake tensors only: they tell shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial as given
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses import FakeTensor
+
+from cost_models.errors import InternalError
+from runtime.mesh.axis import Axis
+from runtime.ops.fused_linear import fuse, linears_behind
+from runtime.ops.local_calls import run_local, with_axes
+from runtime.segment.fresh import PRODUCTS, multiplies
+
+Way = Callable[[Tensor], Tensor]
+
+
+# ----------------------------------------------------------------------------------------------------------
+# As they stand in a graph: shapes only.
+
+
+def all_reduce(x: Tensor, *, axis: str, partial: bool = False) -> Tensor:
+    """P -> R."""
+    return _fake(x).clone(memory_format=torch.contiguous_format)
+
+
+def sum_gradient(x: Tensor, *, axis: str) -> Tensor:
+    """R -> R for consumers whose gradients are parts of a sum."""
+    return _fake(x).view_as(x)
+
+
+def split(x: Tensor, dim: int, *, axis: str, parts: int) -> Tensor:
+    """R -> S(dim)."""
+    return _fake(x).narrow(dim, 0, x.shape[dim] // parts).clone(memory_format=torch.contiguous_format)
+
+
+def all_gather(x: Tensor, dim: int, *, axis: str, parts: int, partial: bool = False) -> Tensor:
+    """S(dim) -> R."""
+    return torch.cat([_fake(x)] * parts, dim)
+
+
+def reduce_scatter(x: Tensor, dim: int, *, axis: str, parts: int) -> Tensor:
+    """P -> S(dim)."""
+    return split(x, dim, axis=axis, parts=parts)
+
+
+def all_to_all(x: Tensor, cut: int, join: int, *, axis: str, parts: int) -> Tensor:
+    """S(join) -> S(cut)."""
+    return torch.cat([_fake(x).narrow(cut, 0, x.shape[cut] // parts)] * parts, join)
+
+
+def keep_first(x: Tensor, *, axis: str) -> Tensor:
+    """R -> P."""
+    return _fake(x).clone()
+
+
+def first_gradient(x: Tensor, *, axis: str) -> Tensor:
+    """R -> R; makes a whole gradient a part of a sum, where other consumers give parts."""
+    return _fake(x).view_as(x)
+
+
+def _fake(x: Tensor) -> Tensor:
+    if not isinstance(x, FakeTensor) and not x.is_meta:
+        raise InternalError("a bridge was run that is not bound to a process group")
+    return x
+
+
+# ----------------------------------------------------------------------------------------------------------
+# Bound: what a rank runs.
+
+
+class _Bridge(torch.autograd.Function):
+    """``there`` forward and ``back`` for the gradient; None is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Way | None, back: Way | None) -> Tensor:
+        ctx.back = back
+        return x.view_as(x) if there is None else there(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        if ctx.back is None:
+            return gradient, None, None
+        return ctx.back(gradient.to_dense() if gradient.is_sparse else gradient), None, None
+
+
+class Reuse:
+    """Which tensors of a bridge nobody else reads, so that a sum may be made in place."""
+
+    def __init__(self, node: fx.Node) -> None:
+        source = node.args[0]
+        self.input = isinstance(source, fx.Node) and source.target in PRODUCTS and len(source.users) == 1
+        self.gradient = bool(node.users) and all(multiplies(user, node) for user in node.users)
+
+
+def _ways(target: Any, axis: Axis, args: Sequence[Any], options: Mapping[str, Any], reuse: Reuse) -> Any:
+    """(there, back) of a bridge on ``axis``. ``args``: behind the tensor."""
+    partial = options.get("partial", False)
+    total, total_gradient = given(axis.sum, reuse=reuse.input), given(axis.sum, reuse=reuse.gradient)
+    match target.__name__, *args:
+        case ("all_reduce",):
+            return total, axis.sum if partial else None
+        case ("sum_gradient",):
+            return None, total_gradient
+        case "split", dim:
+            return given(axis.part, dim=dim), given(axis.gather, dim=dim)
+        case "all_gather", dim:
+            return given(axis.gather, dim=dim), given(axis.sum_part if partial else axis.part, dim=dim)
+        case "reduce_scatter", dim:
+            return given(axis.sum_part, dim=dim), given(axis.gather, dim=dim)
+        case "all_to_all", cut, join:
+            return given(axis.exchange, cut=cut, join=join), given(axis.exchange, cut=join, join=cut)
+        case ("keep_first",):
+            return axis.first, None
+        case ("first_gradient",):
+            return None, axis.first
+    raise InternalError(f"no such bridge: {target.__name__}{tuple(args)}")
+
+
+BRIDGES: frozenset[Callable[..., Tensor]] = frozenset(
+    {
+        all_reduce,
+        sum_gradient,
+        split,
+        all_gather,
+        reduce_scatter,
+        all_to_all,
+        keep_first,
+        first_gradient,
+    }
+)
+
+
+def is_bridge(node: fx.Node) -> bool:
+    """Whether ``node`` is a bridge."""
+    return node.op == "call_function" and node.target in BRIDGES
+
+
+def bridge_function(node: fx.Node, axis: Axis) -> Callable[..., Tensor]:
+    """What runs in place of a bridge: takes the node's own arguments."""
+    target: Any = node.target
+    there, back = _ways(target, axis, node.args[1:], node.kwargs, Reuse(node))
+
+    def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
+        result: Tensor = _Bridge.apply(x, there, back)  # type: ignore[no-untyped-call]
+        return result
+
+    run.__name__ = run.__qualname__ = target.__name__
+    return run
+
+
+def bind(module: fx.GraphModule, axes: Mapping[str, Axis], *, fused: bool = False) -> fx.GraphModule:
+    """A copy of ``module`` whose bridges and local ops run on ``axes``.
+
+    ``fused``: sums in backward travel while linear layers compute (``runtime.ops.fused_linear``); else nodes keep their
+    names.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, val_map={}))
+    if fused:
+        summing = [node for node in graph.nodes if is_bridge(node) and _sums_gradient(node)]
+        fuse(graph, {node: _with_linears(node, axes[node.kwargs["axis"]]) for node in summing})
+    for node in graph.nodes:
+        if is_bridge(node):
+            node.target = bridge_function(node, axes[node.kwargs["axis"]])
+        elif node.target is run_local:
+            node.target = with_axes(axes)
+    return fx.GraphModule(module, graph)
+
+
+def _sums_gradient(bridge: fx.Node) -> bool:
+    """Whether backward sums and nothing is summed forward."""
+    return bridge.target is sum_gradient or (
+        bridge.target is all_gather and bool(bridge.kwargs.get("partial"))
+    )
+
+
+def _with_linears(bridge: fx.Node, axis: Axis) -> Callable[..., Any]:
+    """``bridge``, one of ``_sums_gradient``, and the linear layers behind it as one function."""
+    if bridge.target is sum_gradient:
+        return linears_behind("sum_gradient", None, given(axis.start_sum, reuse=True))
+    dim: Any = bridge.args[1]
+    return linears_behind("all_gather", given(axis.gather, dim=dim), given(axis.start_sum_of_parts, dim=dim))
+
+
+def axes_of(graph: fx.Graph) -> tuple[str, ...]:
+    """Names of the axes, and of several taken together, that the graph's bridges and local ops run along."""
+    names: dict[str, None] = {}
+    for node in graph.nodes:
+        if is_bridge(node):
+            names[node.kwargs["axis"]] = None
+        elif node.target is run_local:
+            names.update(dict.fromkeys(node.args[2].values()))
+    return tuple(names)

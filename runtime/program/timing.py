@@ -1,0 +1,272 @@
+"""When each compute of a schedule would run, if links were never shared: the fast timing pass.
+
+Used twice: to rank candidates (``quick_makespan``) and to put communications into their one global order.
+A compute starts when its rank has finished the one before and everything it needs has arrived; a transfer starts when
+its tensor is made and the one before it from the same rank to the same rank is done:
+
+    start(c)   = max( end(previous compute of the rank),  max over its needs n of  arrival(n) )
+    arrival(n) = max( end(producer of n),  arrival(previous n between these two ranks) ) + transfer seconds
+
+Everything that is left out (both directions of a pair in one queue, shared links, late receives, contention) only
+delays, so the makespan is a lower bound on what ``simulate`` returns for the same orders (tested).
+
+Nodes. Every compute has a number, so that times live in flat lists (S segments, m micro-batches):
+
+    forward                     s * m + microbatch
+    backward, or its input half S * m + s * m + microbatch
+    weight half                 2 * S * m + s * m + microbatch
+
+Behind them, m numbers per tensor that goes from one rank to another: its arrivals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from cost_models.errors import DeadlockError, InternalError
+from runtime.program.program import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Compute,
+    ComputeOrder,
+    Forward,
+    SegmentGraph,
+    Value,
+)
+
+TransferSeconds: TypeAlias = Callable[[int, int, int], float]
+"""(source rank, target rank, bytes) -> seconds of the transfer alone on its links."""
+
+UNSET = -1.0
+"""The time of a node that has not run."""
+
+NODE_PLANE: dict[type, int] = {Forward: 0, Backward: 1, BackwardInput: 1, BackwardWeight: 2}
+"""Which of the three planes of node numbers an instruction type lives in."""
+
+_Outgoing: TypeAlias = tuple[int, int, float, list[int] | None]
+"""(arrival at micro-batch 0, pair of ranks, transfer seconds, contributions missing per micro-batch or None)."""
+_Step: TypeAlias = tuple[int, int, float, list[int], list[_Outgoing]]
+"""(node, micro-batch, duration in seconds, what it needs at micro-batch 0, what it sends)."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Start and end of every node, in seconds; ``UNSET`` where the orders do not contain it."""
+
+    makespan_seconds: float
+    start: list[float]
+    end: list[float]
+    position: list[int]
+    """Index of the node within its rank's order; -1 if absent."""
+    sequence: list[int]
+    """A topological number of the node: causes before effects, even at equal times."""
+    rank_ends: list[list[float]]
+    """End times of each rank's computes, in its order (never decreasing)."""
+
+
+@dataclass(frozen=True)
+class Led:
+    """A graph whose every segment runs on the first rank of its group, which stands for all of them."""
+
+    graph: SegmentGraph
+    leader_of: list[int]
+    """By rank: the first of its group, or itself."""
+
+
+def led_by_first_ranks(graph: SegmentGraph) -> Led:
+    """Groups are the same or have no rank in common, and no value goes from a group to other ranks."""
+    leader_of = list(range(graph.world_size))
+    groups = {segment.ranks for segment in graph.segments}
+    for ranks in groups:
+        for rank in ranks:
+            leader_of[rank] = ranks[0]
+    because = [
+        f"ranks {a} and {b} overlap" for a in groups for b in groups if a < b and not set(a).isdisjoint(b)
+    ]
+    because += [
+        f"value {value.name} goes from ranks {graph.segments[value.producer].ranks} "
+        f"to ranks {graph.segments[consumer].ranks}"
+        for value in graph.values
+        for consumer in value.consumers
+        if graph.segments[value.producer].ranks != graph.segments[consumer].ranks
+        and len(graph.segments[value.producer].ranks) + len(graph.segments[consumer].ranks) > 2
+    ]
+    if because:
+        raise InternalError("derive messages between segments of device groups", because)
+    segments = tuple(replace(segment, ranks=segment.ranks[:1]) for segment in graph.segments)
+    return Led(replace(graph, segments=segments), leader_of)
+
+
+def quick_makespan(
+    graph: SegmentGraph, orders: ComputeOrder, microbatches: int, transfer_seconds: TransferSeconds
+) -> float:
+    """Seconds from the first forward to the last backward; a lower bound, see above."""
+    return time_orders(graph, orders, microbatches, transfer_seconds).makespan_seconds
+
+
+def time_orders(
+    graph: SegmentGraph, orders: ComputeOrder, microbatches: int, transfer_seconds: TransferSeconds
+) -> Timing:
+    """Times every compute of ``orders``; raises ``DeadlockError`` if they wait for each other in a circle.
+
+    Segments of several ranks are timed on the first of them.
+    """
+    if any(len(segment.ranks) > 1 for segment in graph.segments):
+        graph = led_by_first_ranks(graph).graph
+    ways = _ways(graph, microbatches, transfer_seconds)
+    steps = _steps(graph, orders, microbatches, ways)
+    nodes = 3 * len(graph.segments) * microbatches
+    start, position, sequence = [UNSET] * nodes, [-1] * nodes, [-1] * nodes
+    end = [UNSET] * (nodes + ways.tensors * microbatches)
+    free_at = [0.0] * len(ways.pairs)
+    clock, next_step = [0.0] * len(orders), [0] * len(orders)
+    waiters: dict[int, int] = {}
+    """What is waited for -> the rank that waits: a node or an arrival is needed on one rank only."""
+    done = 0
+    ready = list(range(len(orders) - 1, -1, -1))
+    while ready:
+        rank = ready.pop()
+        now, index, todo = clock[rank], next_step[rank], steps[rank]
+        while index < len(todo):
+            node, microbatch, duration, needs, sends = todo[index]
+            begin = now
+            for need in needs:
+                arrival = end[need + microbatch]
+                if arrival > begin:
+                    begin = arrival
+                elif arrival < 0.0:
+                    waiters[need + microbatch] = rank
+                    break
+            else:
+                now = begin + duration
+                start[node], end[node] = begin, now
+                position[node], sequence[node] = index, done
+                done += 1
+                index += 1
+                for tensor, pair, seconds, missing in sends:
+                    if missing is not None:
+                        missing[microbatch] -= 1
+                        if missing[microbatch]:
+                            continue
+                    free = free_at[pair]
+                    free_at[pair] = end[tensor + microbatch] = (free if free > now else now) + seconds
+                    if tensor + microbatch in waiters:
+                        ready.append(waiters.pop(tensor + microbatch))
+                continue
+            break
+        clock[rank], next_step[rank] = now, index
+    if done < sum(map(len, orders)):
+        raise _stuck(orders, next_step, waiters, ways, microbatches)
+    rank_ends = [[end[step[0]] for step in todo] for todo in steps]
+    return Timing(max(clock, default=0.0), start, end[:nodes], position, sequence, rank_ends)
+
+
+@dataclass
+class _Ways:
+    """What each row (plane and segment) needs and sends."""
+
+    rows: int
+    microbatches: int
+    needs: list[list[int]] = field(default_factory=list)
+    sends: list[list[_Outgoing]] = field(default_factory=list)
+    pairs: dict[tuple[int, int], int] = field(default_factory=dict)
+    texts: list[str] = field(default_factory=list)
+    """Tensor -> what it is, for errors."""
+
+    @property
+    def tensors(self) -> int:
+        return len(self.texts)
+
+    def carry(
+        self, text: str, producers: list[int], users: list[int], ends: tuple[int, int], seconds: float
+    ) -> None:
+        """A tensor from rank to rank, sent when all ``producers`` (rows) have run; ``users`` (rows) need it."""
+        tensor = (self.rows + self.tensors) * self.microbatches
+        self.texts.append(text)
+        pair = self.pairs.setdefault(ends, len(self.pairs))
+        missing = [len(producers)] * self.microbatches if len(producers) > 1 else None
+        for row in producers:
+            self.sends[row].append((tensor, pair, seconds, missing))
+        for row in users:
+            self.needs[row].append(tensor)
+
+
+def _ways(graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSeconds) -> _Ways:
+    count = len(graph.segments)
+    rows = 3 * count
+    ways = _Ways(rows, microbatches, [[] for _ in range(rows)], [[] for _ in range(rows)])
+    for value in graph.values:
+        home = graph.segments[value.producer].rank
+        for rank, consumers in consumers_by_rank(graph, value).items():
+            if rank == home:
+                for consumer in consumers:
+                    ways.needs[consumer].append(value.producer * microbatches)
+                    if value.needs_grad:
+                        ways.needs[count + value.producer].append((count + consumer) * microbatches)
+                continue
+            there = transfer_seconds(home, rank, value.size_bytes)
+            ways.carry(value.name, [value.producer], consumers, (home, rank), there)
+            if value.needs_grad:
+                back = transfer_seconds(rank, home, value.size_bytes)
+                backwards = [count + consumer for consumer in consumers]
+                ways.carry(f"d({value.name})", backwards, [count + value.producer], (rank, home), back)
+    return ways
+
+
+def consumers_by_rank(graph: SegmentGraph, value: Value) -> dict[int, list[int]]:
+    """The segments that use ``value``, by the rank they run on."""
+    grouped: dict[int, list[int]] = {}
+    for segment in value.consumers:
+        grouped.setdefault(graph.segments[segment].rank, []).append(segment)
+    return grouped
+
+
+def _steps(graph: SegmentGraph, orders: ComputeOrder, microbatches: int, ways: _Ways) -> list[list[_Step]]:
+    """The orders as flat tuples, one per compute."""
+    duration = compute_seconds(graph)
+    base = [row * microbatches for row in range(ways.rows)]
+    offset = {kind: plane * len(graph.segments) for kind, plane in NODE_PLANE.items()}
+    try:
+        return [
+            [
+                (base[row] + mb, mb, duration[type(c)][c.segment], ways.needs[row], ways.sends[row])
+                for c in order
+                for row, mb in ((offset[type(c)] + c.segment, c.microbatch),)
+            ]
+            for order in orders
+        ]
+    except (IndexError, KeyError) as error:
+        raise InternalError(
+            "time a schedule", [f"it has a compute the segment graph lacks: {error}"]
+        ) from error
+
+
+def compute_seconds(graph: SegmentGraph) -> dict[type, list[float]]:
+    """Seconds of one micro-batch: by instruction type, then by segment."""
+    costs = [segment.cost for segment in graph.segments]
+    return {
+        Forward: [c.forward_seconds for c in costs],
+        Backward: [c.backward_seconds for c in costs],
+        BackwardInput: [c.backward_input_seconds for c in costs],
+        BackwardWeight: [c.backward_weight_seconds for c in costs],
+    }
+
+
+def _stuck(
+    orders: ComputeOrder, next_step: Sequence[int], waiters: dict[int, int], ways: _Ways, microbatches: int
+) -> DeadlockError:
+    """The error for orders whose ranks wait for each other, or for computes that nobody runs."""
+    reasons = []
+    for waited, rank in sorted(waiters.items(), key=lambda item: item[1]):
+        compute: Compute = orders[rank][next_step[rank]]
+        row, mb = divmod(waited, microbatches)
+        segments = ways.rows // 3
+        if row < ways.rows:
+            text = f"{row % segments}{'FBW'[row // segments]}{mb}, which comes later on the same rank"
+        else:
+            text = f"{ways.texts[row - ways.rows]}:{mb}"
+        reasons.append(f"rank {rank}: {compute} waits for {text}")
+    return DeadlockError("time a schedule: its computes wait for each other forever", reasons)

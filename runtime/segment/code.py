@@ -1,0 +1,119 @@
+"""What the executor runs for one segment: its graph, and where every input comes from and output goes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from cost_models.layout import Mesh, Placement
+from runtime.segment.portable import PackedNode, pack, unpack
+
+Dim: TypeAlias = int | sympy.Expr
+"""A size, or an expression of the batch symbol (and of other dynamic sizes)."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a value for any micro-batch size."""
+
+    shape: tuple[Dim, ...]
+    dtype: torch.dtype
+
+    def concrete(self, symbols: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
+        """The shape, in elements per dimension, once every symbol has a number."""
+        return tuple(d if isinstance(d, int) else int(d.subs(symbols)) for d in self.shape)
+
+
+InputKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch", "value"]
+OutputKind: TypeAlias = Literal["value", "loss", "metric", "output", "buffer"]
+
+
+@dataclass(frozen=True)
+class SegmentInput:
+    """One positional argument of the segment's graph.
+
+    ``name`` is the fully qualified name in the model for parameters, buffers and constants, the batch leaf's name
+    for batch inputs, and the value's name for values from other segments.
+    """
+
+    kind: InputKind
+    name: str
+    needs_grad: bool = False
+    """For values: whether the segment owes the producer a gradient."""
+
+
+@dataclass(frozen=True)
+class SegmentOutput:
+    """One element of the tuple that the segment's graph returns.
+
+    ``metric``: a number that the loss function returned beside the loss, without a gradient. ``buffer``: the new
+    contents of the buffer called ``name``, written into it after each forward.
+    """
+
+    kind: OutputKind
+    name: str
+    needs_grad: bool = False
+    """For values: whether some consumer sends a gradient back."""
+
+
+@dataclass(frozen=True)
+class SegmentCode:
+    """One segment, ready to run: ``module(*inputs)`` returns a tuple that matches ``outputs``."""
+
+    index: int
+    module: fx.GraphModule
+    inputs: tuple[SegmentInput, ...]
+    outputs: tuple[SegmentOutput, ...]
+    values: Mapping[str, TensorSpec] = field(default_factory=dict)
+    """Specs of every value the segment receives or produces."""
+    random: bool = False
+    """Whether it contains an op that draws random numbers (dropout): then it is seeded per micro-batch."""
+    mesh: Mesh | None = None
+    """The ranks that run it together, each on its shards; None where one rank does."""
+    recomputed: tuple[tuple[str, ...], ...] = ()
+    """Names of the ops of each block whose activations are computed again in backward (``runtime.segment.recompute``)."""
+
+    @property
+    def held(self) -> dict[str, InputKind]:
+        """Kind of every parameter, buffer and constant that a rank needs for this segment, by name.
+
+        A buffer may be written without being read.
+        """
+        kinds = {i.name: i.kind for i in self.inputs if i.kind in ("parameter", "buffer", "constant")}
+        written: dict[str, InputKind] = {o.name: "buffer" for o in self.outputs if o.kind == "buffer"}
+        return {**written, **kinds}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels to another process as plain data (``runtime.segment.portable``)."""
+        rest = (self.inputs, self.outputs, dict(self.values), self.random, self.mesh, self.recomputed)
+        return _unpacked, (self.index, pack(self.module), *rest)
+
+
+def _unpacked(index: int, nodes: tuple[PackedNode, ...], *rest: Any) -> SegmentCode:
+    return SegmentCode(index, unpack(nodes), *rest)
+
+
+@dataclass(frozen=True)
+class BatchSpec:
+    """How a batch is cut into micro-batches.
+
+    ``batch_dims[name]`` is the batch dimension of the leaf, or None if it is handed whole to every micro-batch.
+    ``symbols[symbol]`` is the (leaf, dimension) where the symbol's number is read.
+    """
+
+    batch_dims: Mapping[str, int | None]
+    batch_symbol: sympy.Symbol
+    symbols: Mapping[sympy.Symbol, tuple[str, int]]
+    leaves: Mapping[str, TensorSpec] = field(default_factory=dict)
+    """Shapes and types that the leaves were traced with; a batch is checked against those that are given."""
+    multiple: int = 1
+    """Micro-batches have a multiple of so many samples; in local graphs the batch symbol counts them in these."""
+    mesh: Mesh | None = None
+    """The ranks of a sharded model,"""
+    placements: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+    """and how they part the leaves that not every one of them reads as a whole."""

@@ -1,0 +1,163 @@
+"""Programs as flat lists of numbers: what the simulator's event loop runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cost_models.links import Path
+from runtime.program.program import Message, OptimizerStep, Program, Recv, ReduceGradients, SegmentGraph, Send
+from runtime.program.timing import NODE_PLANE, compute_seconds
+from runtime.simulate.event_loop import COMPUTE, RECV, REDUCE, SEND, STEP, TOGETHER, Machine, Operation
+from runtime.simulate.fair_share import Links
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Host seconds that each instruction costs its rank beyond the work it names."""
+
+    compute_seconds: float = 0.0
+    send_seconds: float = 0.0
+    receive_seconds: float = 0.0
+
+
+def count_microbatches(programs: Sequence[Program]) -> int:
+    """One more than the highest micro-batch that any compute names."""
+    return 1 + max(
+        (
+            i.microbatch  # type: ignore[union-attr]  # what NODE_PLANE names has one
+            for program in programs
+            for i in program.instructions
+            if type(i) in NODE_PLANE
+        ),
+        default=-1,
+    )
+
+
+@dataclass
+class FlatPrograms:
+    """``flatten`` fills it; ``machine`` hands it to the event loop; the rest leads back to the instructions."""
+
+    programs: Sequence[Program]
+    graph: SegmentGraph
+    links: Links
+    scale: Sequence[float]
+    """Per micro-batch: its size relative to a full one."""
+    operations: list[list[Operation]] = field(default_factory=list)
+    messages: dict[Message, int] = field(default_factory=dict)
+    message_bytes: list[float] = field(default_factory=list)
+    message_paths: list[Path] = field(default_factory=list)
+    message_consumers: list[int] = field(default_factory=list)
+    send_places: list[int] = field(default_factory=list)
+    receive_places: list[int] = field(default_factory=list)
+    """Message -> index of its send and its receive in their programs."""
+    node_places: list[int] = field(default_factory=list)
+    """Node (see ``timing``) -> index of the compute in its program."""
+    reductions: dict[tuple[ReduceGradients, int], int] = field(default_factory=dict)
+    together: dict[int, int] = field(default_factory=dict)
+    """Node of a compute that several ranks run together -> its number among the reductions, which wait as it does."""
+    reduction_ranks: list[tuple[int, ...]] = field(default_factory=list)
+    queues: dict[tuple[int, str], int] = field(default_factory=dict)
+    _paths: dict[tuple[int, int], Path] = field(default_factory=dict)
+
+    def flatten(
+        self,
+        overheads: Overheads,
+        optimizer_seconds: Sequence[float],
+        reduce_seconds: Callable[[ReduceGradients], float],
+        device_queues: bool,
+    ) -> None:
+        """Fills the lists."""
+        graph, scale = self.graph, self.scale
+        durations = compute_seconds(graph)
+        stride = len(scale)
+        plane_size = len(graph.segments) * stride
+        self.node_places = [0] * (3 * plane_size)
+        needed_by = {value.name: ((value.producer,), value.consumers) for value in graph.values}
+        for rank, program in enumerate(self.programs):
+            operations: list[Operation] = []
+            awaited: dict[int, list[int]] = {}
+            """Node -> messages received here that it consumes."""
+            times_reduced: dict[ReduceGradients, int] = {}
+            for index, i in enumerate(program.instructions):
+                if isinstance(i, Send) or isinstance(i, Recv):  # noqa: SIM101 (a third faster)
+                    number = self._message(i.message)
+                    queue = self._queue(rank, "device" if device_queues else i.queue)
+                    if isinstance(i, Send):
+                        self.send_places[number] = index
+                        operations.append(Operation(SEND, number, overheads.send_seconds, queue))
+                        continue
+                    self.receive_places[number] = index
+                    operations.append(Operation(RECV, number, overheads.receive_seconds, queue))
+                    producer, consumers = needed_by[i.message.value]
+                    first = plane_size * i.message.gradient + i.message.microbatch
+                    for segment in producer if i.message.gradient else consumers:
+                        awaited.setdefault(first + segment * stride, []).append(number)
+                elif isinstance(i, ReduceGradients):
+                    nth = times_reduced[i] = times_reduced.get(i, 0) + 1
+                    number = self._meeting(self.reductions, (i, nth), i.ranks)
+                    operations.append(Operation(REDUCE, number, reduce_seconds(i)))
+                elif isinstance(i, OptimizerStep):
+                    operations.append(Operation(STEP, 0, optimizer_seconds[rank]))
+                else:
+                    kind = type(i)
+                    node = plane_size * NODE_PLANE[kind] + i.segment * stride + i.microbatch
+                    self.node_places[node] = index
+                    for number in awaited.get(node, ()):
+                        if self.message_consumers[number] < 0:
+                            self.message_consumers[number] = node
+                    seconds = durations[kind][i.segment] * scale[i.microbatch] + overheads.compute_seconds
+                    ranks = graph.segments[i.segment].ranks
+                    if len(ranks) > 1:
+                        number = self._meeting(self.together, node, ranks)
+                        operations.append(Operation(TOGETHER, number, seconds))
+                    else:
+                        operations.append(Operation(COMPUTE, node, seconds))
+            self.operations.append(operations)
+
+    def machine(self, contention: float) -> Machine:
+        """The input of the event loop."""
+        return Machine(
+            operations=self.operations,
+            nodes=len(self.node_places),
+            message_bytes=self.message_bytes,
+            message_paths=self.message_paths,
+            message_ranks=[(message.source, message.target) for message in self.messages],
+            message_consumers=self.message_consumers,
+            reduction_ranks=self.reduction_ranks,
+            queues=len(self.queues),
+            contention=contention,
+            links=self.links,
+        )
+
+    def _meeting(self, known: dict[Any, int], key: Any, ranks: tuple[int, ...]) -> int:
+        """The number of what ``ranks`` come together for."""
+        if key not in known:
+            known[key] = len(self.reduction_ranks)
+            self.reduction_ranks.append(ranks)
+        return known[key]
+
+    def _message(self, message: Message) -> int:
+        number = self.messages.get(message)
+        if number is None:
+            number = self.messages[message] = len(self.messages)
+            self.message_paths.append(self.path((message.source, message.target)))
+            self.message_bytes.append(self._sizes[message.value] * self.scale[message.microbatch])
+            self.message_consumers.append(-1)
+            self.send_places.append(0)
+            self.receive_places.append(0)
+        return number
+
+    def path(self, ends: tuple[int, int]) -> Path:
+        """The way from rank to rank."""
+        path = self._paths.get(ends)
+        if path is None:
+            path = self._paths[ends] = self.links.path(*ends)
+        return path
+
+    def _queue(self, rank: int, name: str) -> int:
+        return self.queues.setdefault((rank, name), len(self.queues))
+
+    def __post_init__(self) -> None:
+        self._sizes = {value.name: value.size_bytes for value in self.graph.values}

@@ -1,0 +1,148 @@
+"""What every rank holds over time, from the times of a simulated step.
+
+Charged to a rank (times are of the simulated instructions; bytes are multiplied by the micro-batch's scale):
+
+    what                       from                                  until
+    state                      always: parameters, gradients, optimizer
+    saved by a forward         start of the forward                  end of its backward; when split, the input half
+                                                                     frees all but ``weight_saved_bytes``, the weight
+                                                                     half the rest; without a backward, its own end
+    computed again by it       start of the backward                 its end
+    a value, where produced    start of the forward                  its sends are done, its local consumers too and,
+                                                                     if it needs a gradient, its producer's backward
+                                                                     (which starts from it, so the executor keeps it)
+    a value, where received    the receive is posted                 its local consumers are done
+    a gradient, where made     start of the first local consumer's   the send is done; or, within the rank, the end of
+                               backward                              the producer's backward
+    a gradient, where received the receive is posted                 end of the producer's backward
+
+A consumer is done with a value at the end of its last backward half: autograd may have saved it. So ``saved_bytes``
+must not count values between segments again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.program.program import SegmentGraph
+
+Floats: TypeAlias = NDArray[np.float64]
+Moment: TypeAlias = tuple[Floats, Floats]
+"""(seconds, place in the program: settles what comes first at equal times), per micro-batch."""
+
+
+@dataclass(frozen=True)
+class MemoryCurve:
+    """A rank's memory: ``bytes_held[i]`` from ``seconds[i]`` until ``seconds[i + 1]``."""
+
+    seconds: Floats
+    bytes_held: Floats
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.bytes_held.max(initial=0.0))
+
+
+@dataclass(frozen=True)
+class MessageTimes:
+    """One value's (or gradient's) way between two ranks, per micro-batch."""
+
+    sent: Moment
+    """When the send completes."""
+    posted: Moment
+    """When the receive is posted."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Times of a step; arrays of shape (3 planes of ``timing``, segments, micro-batches)."""
+
+    start: Floats
+    end: Floats
+    place: Floats
+    """Twice the index in the rank's program."""
+    messages: Mapping[tuple[str, bool, int, int], MessageTimes]
+    """By (value, gradient, source, target)."""
+
+
+class _Ledger:
+    """Allocations and releases, per rank."""
+
+    def __init__(self, world_size: int, scale: Floats) -> None:
+        self._scale = scale
+        self._entries: list[list[tuple[Floats, Floats, Floats]]] = [[] for _ in range(world_size)]
+
+    def hold(self, rank: int, size_bytes: float | Floats, since: Moment, until: Moment) -> None:
+        """``size_bytes``: of a full micro-batch; an array where micro-batches differ."""
+        held = size_bytes * self._scale
+        if held.any():
+            self._entries[rank] += [(*since, held), (*until, -held)]
+
+    def curve(self, rank: int, state_bytes: float) -> MemoryCurve:
+        entries = [(np.zeros(1), np.full(1, -1.0), np.full(1, state_bytes)), *self._entries[rank]]
+        seconds, place, change = (np.concatenate(column) for column in zip(*entries, strict=True))
+        order = np.lexsort((place, seconds))
+        return MemoryCurve(seconds[order], np.cumsum(change[order]))
+
+
+def memory_curves(
+    graph: SegmentGraph, times: StepTimes, state_bytes: Sequence[float], scale: Sequence[float]
+) -> tuple[MemoryCurve, ...]:
+    """One curve per rank; see the table above."""
+    ledger = _Ledger(graph.world_size, np.asarray(scale, dtype=np.float64))
+    begun = [(times.start[0, s], times.place[0, s]) for s in range(len(graph.segments))]
+    forward, backward, weight = ([_ends(times, p, s) for s in range(len(graph.segments))] for p in range(3))
+    done = [_latest(f, b, w) for f, b, w in zip(forward, backward, weight, strict=True)]
+    for s, segment in enumerate(graph.segments):
+        cost, rank = segment.cost, segment.rank
+        deferred = cost.weight_saved_bytes * (times.end[2, s] >= 0.0)
+        ledger.hold(rank, cost.saved_bytes, begun[s], _latest(forward[s], backward[s]))
+        if cost.transient_bytes and segment.has_backward:
+            ledger.hold(rank, cost.transient_bytes, (times.start[1, s], times.place[1, s]), backward[s])
+        ledger.hold(rank, deferred, backward[s], done[s])  # after what ends at the same moment
+    for value in graph.values:
+        home = graph.segments[value.producer].rank
+        by_rank: dict[int, list[int]] = {}
+        for consumer in value.consumers:
+            by_rank.setdefault(graph.segments[consumer].rank, []).append(consumer)
+        held_until = backward[value.producer] if value.needs_grad else forward[value.producer]
+        held_until = _latest(forward[value.producer], held_until)
+        for rank, consumers in by_rank.items():
+            finished = _latest(*(done[c] for c in consumers))
+            if rank == home:
+                held_until = _latest(held_until, finished)
+                continue
+            there = times.messages[value.name, False, home, rank]
+            held_until = _latest(held_until, there.sent)
+            ledger.hold(rank, value.size_bytes, there.posted, finished)
+        ledger.hold(home, value.size_bytes, begun[value.producer], held_until)
+        if not (value.needs_grad and (times.end[1, value.producer] >= 0.0).all()):
+            continue
+        returned = backward[value.producer]
+        for rank, consumers in by_rank.items():
+            made = _earliest(*((times.start[1, c], times.place[1, c]) for c in consumers))
+            if rank == home:
+                ledger.hold(home, value.size_bytes, made, returned)
+                continue
+            back = times.messages[value.name, True, rank, home]
+            ledger.hold(rank, value.size_bytes, made, back.sent)
+            ledger.hold(home, value.size_bytes, back.posted, returned)
+    return tuple(ledger.curve(rank, state_bytes[rank]) for rank in range(graph.world_size))
+
+
+def _ends(times: StepTimes, plane: int, segment: int) -> Moment:
+    return times.end[plane, segment], times.place[plane, segment] + 1.0
+
+
+def _latest(*moments: Moment) -> Moment:
+    """The last of several moments; computes that never ran have negative times and never win."""
+    return np.max([m[0] for m in moments], axis=0), np.max([m[1] for m in moments], axis=0)
+
+
+def _earliest(*moments: Moment) -> Moment:
+    return np.min([m[0] for m in moments], axis=0), np.min([m[1] for m in moments], axis=0)

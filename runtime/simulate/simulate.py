@@ -1,0 +1,271 @@
+"""What a step would cost: time, memory, traffic and a timeline, from the programs that will run.
+
+The step begins with every rank at the start of its program and ends when the last instruction and the last
+transfer are done. ``event_loop`` says what instructions mean in time, ``memory_timeline`` what is held when.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from cost_models.errors import DeadlockError, InternalError
+from runtime.collector import collector_paused
+from runtime.program.program import Instruction, Message, Program, ReduceGradients, SegmentGraph
+from runtime.program.timing import NODE_PLANE, Led, led_by_first_ranks
+from runtime.simulate.event_loop import COMPUTE, NOT_YET, REDUCE, STEP, TOGETHER, Run
+from runtime.simulate.fair_share import Links
+from runtime.simulate.flatten import FlatPrograms, Overheads, count_microbatches
+from runtime.simulate.memory import MemoryCurve, MessageTimes, StepTimes, memory_curves
+
+__all__ = ["Links", "MemoryCurve", "Overheads", "Simulation", "Span", "Transfer", "simulate"]
+
+_NO_OVERHEADS = Overheads()
+
+
+class Span(NamedTuple):
+    """An instruction that occupied its rank."""
+
+    start_seconds: float
+    end_seconds: float
+    instruction: Instruction
+
+    @property
+    def text(self) -> str:
+        return str(self.instruction)
+
+
+class Transfer(NamedTuple):
+    """A message on its way: from the moment both sides were ready until its last byte arrived."""
+
+    start_seconds: float
+    end_seconds: float
+    message: Message
+    size_bytes: float
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated step. Sequences are per rank."""
+
+    step_seconds: float
+    timeline: tuple[tuple[Span, ...], ...]
+    busy_seconds: tuple[float, ...]
+    """Time in forwards and backwards, as slow as contention made them."""
+    memory: tuple[MemoryCurve, ...]
+    transfers: tuple[Transfer, ...]
+    """By start."""
+    link_bytes: Mapping[str, float]
+    pair_bytes: Mapping[tuple[int, int], float]
+    """(source, target) -> bytes in the step, collectives by the volume of their algorithms included."""
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the step in which the ranks that compute are not computing: 1 − Σ busy / (ranks · step)."""
+        working = [busy for busy, spans in zip(self.busy_seconds, self.timeline, strict=True) if spans]
+        if not working or self.step_seconds == 0.0:
+            return 0.0
+        return 1.0 - sum(working) / (len(working) * self.step_seconds)
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        return tuple(curve.peak_bytes for curve in self.memory)
+
+    @property
+    def message_count(self) -> int:
+        return len(self.transfers)
+
+    @property
+    def message_bytes(self) -> Mapping[tuple[int, int], float]:
+        """``pair_bytes`` of point-to-point messages alone: what a measurement sees."""
+        found: defaultdict[tuple[int, int], float] = defaultdict(float)
+        for transfer in self.transfers:
+            found[transfer.message.source, transfer.message.target] += transfer.size_bytes
+        return dict(found)
+
+
+@collector_paused()
+def simulate(
+    programs: Sequence[Program],
+    graph: SegmentGraph,
+    *,
+    links: Links,
+    contention: float = 1.0,
+    state_bytes: Sequence[float] = (),
+    microbatch_scale: Sequence[float] = (),
+    optimizer_seconds: Sequence[float] = (),
+    overheads: Overheads = _NO_OVERHEADS,
+    reduce_seconds: Callable[[ReduceGradients], float] | None = None,
+    reduce_bytes: Callable[[ReduceGradients], float] | None = None,
+    device_queues: bool = False,
+) -> Simulation:
+    """Runs ``programs``, which must have passed ``check``, on paper.
+
+    contention         factor by which a rank's computes slow down while a transfer of that rank is under way
+    state_bytes        per rank: parameters, gradients and optimizer state
+    microbatch_scale   per micro-batch: its size relative to a full one (the last may be smaller); scales times and bytes
+    optimizer_seconds  per rank: an optimizer step
+    reduce_seconds     time of a reduction once all its ranks have come
+    reduce_bytes       what each of its ranks sends to the next one meanwhile (default: not counted)
+    device_queues      all point-to-point of a rank shares one queue (default: the queues that instructions name)
+    """
+    led = led_by_first_ranks(graph)
+    world, microbatches = graph.world_size, count_microbatches(programs)
+    scale = list(microbatch_scale) or [1.0] * microbatches
+    problems = [
+        f"{name} has {len(given)} entries, not {count}"
+        for name, given, count in (
+            ("programs", programs, world),
+            ("state_bytes", state_bytes or [0] * world, world),
+            ("optimizer_seconds", optimizer_seconds or [0] * world, world),
+            ("microbatch_scale", scale, microbatches),
+        )
+        if len(given) != count
+    ]
+    if problems:
+        raise InternalError("simulate a step", problems)
+    flat = FlatPrograms(programs, graph, links, scale)
+    flat.flatten(overheads, optimizer_seconds or [0.0] * world, reduce_seconds or _free, device_queues)
+    run = Run(flat.machine(contention)).run()
+    _refuse_stuck(programs, run)
+    for node, number in flat.together.items():
+        run.start[node], run.end[node] = run.reduction_start[number], run.reduction_end[number]
+    return _report(programs, led, flat, run, state_bytes or [0.0] * world, reduce_bytes or _no_bytes)
+
+
+def _free(_: ReduceGradients) -> float:
+    return 0.0
+
+
+def _no_bytes(_: ReduceGradients) -> float:
+    return 0.0
+
+
+def _refuse_stuck(programs: Sequence[Program], run: Run) -> None:
+    """Programs that the checker accepts never come here."""
+    stuck = run.unfinished()
+    if stuck or NOT_YET in run.transfer_end:
+        waiting = [f"rank {rank} waits before {programs[rank].instructions[index]}" for rank, index in stuck]
+        unmoved = run.transfer_end.count(NOT_YET)
+        raise DeadlockError("simulate a step: it stops", [*waiting, f"{unmoved} messages never arrive"])
+
+
+def _report(
+    programs: Sequence[Program],
+    led: Led,
+    flat: FlatPrograms,
+    run: Run,
+    state_bytes: Sequence[float],
+    reduce_bytes: Callable[[ReduceGradients], float],
+) -> Simulation:
+    timeline = tuple(_spans(program, flat, run) for program in programs)
+    busy = tuple(
+        sum(span.end_seconds - span.start_seconds for span in spans if type(span.instruction) in NODE_PLANE)
+        for spans in timeline
+    )
+    transfers: list[Transfer] = []
+    link_bytes: defaultdict[str, float] = defaultdict(float)
+    pair_bytes: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for message, number in flat.messages.items():
+        size_bytes = flat.message_bytes[number]
+        start, end = run.transfer_start[number], run.transfer_end[number]
+        transfers.append(Transfer(start, end, message, size_bytes))
+        pair_bytes[message.source, message.target] += size_bytes
+    for source, target, size_bytes in (*_ring_bytes(flat), *_reduction_bytes(flat, reduce_bytes)):
+        pair_bytes[source, target] += size_bytes
+    for ends, size_bytes in pair_bytes.items():
+        for link in flat.path(ends).links:
+            link_bytes[link] += size_bytes
+    transfers.sort(key=lambda transfer: (transfer.start_seconds, transfer.message))
+    return Simulation(
+        step_seconds=run.finish_seconds,
+        timeline=timeline,
+        busy_seconds=busy,
+        memory=_memory(led, _step_times(led.graph, flat, run), state_bytes, flat.scale),
+        transfers=tuple(transfers),
+        link_bytes=dict(link_bytes),
+        pair_bytes=dict(pair_bytes),
+    )
+
+
+def _ring_bytes(flat: FlatPrograms) -> Iterator[tuple[int, int, float]]:
+    """(source, target, bytes) of the collectives inside of segments: rings, in the order of their ranks."""
+    plane_size = len(flat.graph.segments) * len(flat.scale)
+    for node in flat.together:
+        plane, rest = divmod(node, plane_size)
+        segment, mb = divmod(rest, len(flat.scale))
+        for collective in flat.graph.segments[segment].collectives:
+            if collective.backward == (plane == 1):
+                for source, target in itertools.pairwise((*collective.ranks, collective.ranks[0])):
+                    yield source, target, collective.sent_bytes * flat.scale[mb]
+
+
+def _reduction_bytes(
+    flat: FlatPrograms, reduce_bytes: Callable[[ReduceGradients], float]
+) -> Iterator[tuple[int, int, float]]:
+    for reduction, _ in flat.reductions:
+        sent_bytes = reduce_bytes(reduction)
+        for source, target in (
+            () if sent_bytes == 0.0 else itertools.pairwise((*reduction.ranks, reduction.ranks[0]))
+        ):
+            yield source, target, sent_bytes
+
+
+def _memory(
+    led: Led, times: StepTimes, state_bytes: Sequence[float], scale: Sequence[float]
+) -> tuple[MemoryCurve, ...]:
+    """Ranks of one group hold alike, beside their state."""
+    curves = memory_curves(led.graph, times, state_bytes, scale)
+    return tuple(
+        curves[rank]
+        if leader == rank
+        else MemoryCurve(
+            curves[leader].seconds, curves[leader].bytes_held - state_bytes[leader] + state_bytes[rank]
+        )
+        for rank, leader in enumerate(led.leader_of)
+    )
+
+
+def _spans(program: Program, flat: FlatPrograms, run: Run) -> tuple[Span, ...]:
+    """What occupied the rank, in order."""
+    spans = []
+    for (code, target, _, _), instruction in zip(
+        flat.operations[program.rank], program.instructions, strict=True
+    ):
+        if code == COMPUTE:
+            spans.append(Span(run.start[target], run.end[target], instruction))
+        elif code in (REDUCE, TOGETHER):
+            spans.append(Span(run.reduction_start[target], run.reduction_end[target], instruction))
+        elif code == STEP:
+            spans.append(Span(run.step_start[program.rank], run.step_end[program.rank], instruction))
+    return tuple(spans)
+
+
+def _step_times(graph: SegmentGraph, flat: FlatPrograms, run: Run) -> StepTimes:
+    """The run's flat lists as arrays over micro-batches."""
+    count = len(flat.scale)
+    by_node = (3, len(graph.segments), count)
+    messages: dict[tuple[str, bool, int, int], list[int]] = {}
+    for message, number in flat.messages.items():
+        key = (message.value, message.gradient, message.source, message.target)
+        numbers = messages.get(key)
+        if numbers is None:
+            numbers = messages[key] = [0] * count
+        numbers[message.microbatch] = number
+    sent, posted = np.array(run.transfer_end), np.array(run.posted_receive)
+    sent_place = 2.0 * np.array(flat.send_places) + 1.0
+    posted_place = 2.0 * np.array(flat.receive_places)
+    return StepTimes(
+        start=np.array(run.start).reshape(by_node),
+        end=np.array(run.end).reshape(by_node),
+        place=2.0 * np.array(flat.node_places, dtype=np.float64).reshape(by_node),
+        messages={
+            key: MessageTimes((sent[n], sent_place[n]), (posted[n], posted_place[n]))
+            for key, n in messages.items()
+        },
+    )

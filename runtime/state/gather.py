@@ -1,0 +1,112 @@
+"""The whole model's state on rank 0, tensor by tensor, under the names of ``model.state_dict()``.
+
+    StateEntry  key of the state dict → canonical name, stored dtype, full shape
+    Piece       which block of a named tensor a rank has: the whole of it, a part, or of a sharded one what it trains
+
+Each block comes from the first rank that has it, and they are put together here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cost_models.errors import InternalError
+from runtime.ranks.side_group import SideGroup
+from runtime.state.rank_state import RankState
+
+
+@dataclass(frozen=True)
+class StateEntry:
+    """One key of ``model.state_dict()``. Keys of tied tensors share their canonical ``name``."""
+
+    key: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class HeldPiece:
+    """The block of a tensor that ``rank`` speaks for, as ``name``: ``shape`` elements from ``offsets`` on."""
+
+    rank: int
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def pieces_of(state: RankState, name: str, shape: tuple[int, ...]) -> tuple[HeldPiece, ...]:
+    """The blocks that make up the tensor called ``name``, and who has them; the same on every rank."""
+    sharding = state.shardings.get(name)
+    if sharding is not None:
+        speakers = [rank for rank in sharding.mesh.ranks if sharding.speaks(rank)]
+        blocks = [sharding.owner_block(shape, rank) for rank in speakers]
+        return tuple(HeldPiece(r, name, b.offsets, b.shape) for r, b in zip(speakers, blocks, strict=True))
+    names = state.names_of(name)
+    if names == (name,):
+        return (HeldPiece(state.holders[name][0], name, (0,) * len(shape), shape),)
+    found = [
+        HeldPiece(state.holders[n][0], n, b.offsets, b.shape) for n in names for b in [state.parts[n].block]
+    ]
+    if sum(math.prod(piece.shape) for piece in found) != math.prod(shape):
+        raise InternalError(f"the parts of {name} are not the whole of it", [f"{p.name}: {p}" for p in found])
+    return tuple(found)
+
+
+def gather_state(
+    order: Sequence[str],
+    entries: Mapping[str, StateEntry],
+    others: Mapping[str, Any],
+    state: RankState,
+    side: SideGroup,
+) -> dict[str, Any]:
+    """``model.state_dict()`` on rank 0's CPU, with its keys in ``order``; an empty dict elsewhere. Collective.
+
+    ``others``: entries that are no tensors of the model (a module's extra state), by key. A sender holds one tensor
+    more than usual at a time.
+    """
+    result: dict[str, Any] = {}
+    gathered: dict[str, Tensor] = {}
+    ahead_bytes = 0
+    for key in order:
+        if key in others:
+            result[key] = others[key]
+            continue
+        entry = entries[key]
+        if entry.name not in gathered:
+            gathered[entry.name] = full = _gathered(entry, state, side, ahead_bytes)
+            ahead_bytes += full.numel() * full.itemsize
+        result[key] = gathered[entry.name]
+    return result if side.rank == 0 else {}
+
+
+def _gathered(entry: StateEntry, state: RankState, side: SideGroup, ahead_bytes: int) -> Tensor:
+    """The tensor of one entry: full on rank 0, on the meta device elsewhere."""
+    pieces = pieces_of(state, entry.name, entry.shape)
+    full = torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if side.rank == 0 else "meta")
+    for piece in pieces:
+        if piece.rank == side.rank:
+            own = state.own(piece.name).detach()
+            if side.rank == 0:
+                _block(full, piece).copy_(own)
+            else:
+                side.send(own.to("cpu", entry.dtype).contiguous(), 0, ahead_bytes=ahead_bytes)
+        elif side.rank == 0:
+            block = _block(full, piece)
+            received = block if block.is_contiguous() else torch.empty(piece.shape, dtype=entry.dtype)
+            side.receive(received, piece.rank)
+            if received is not block:
+                block.copy_(received)
+    return full
+
+
+def _block(full: Tensor, piece: HeldPiece) -> Tensor:
+    for dim, (offset, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
+        full = full.narrow(dim, offset, length)
+    return full

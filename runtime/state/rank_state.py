@@ -1,0 +1,64 @@
+"""What one rank holds of the model, and who else holds it.
+
+    leaves       what the segments' graphs read: parameters, buffers and lifted constants, by canonical name
+    parameters   what the optimizer updates and a checkpoint stores; the leaf itself unless the precision differs
+    holders      for every parameter and buffer of the model, wherever it lives: the ranks that hold it
+
+Where ops were split, a tensor of the model is held as several, on one rank or more (``runtime.state.parts``). Everything
+here is by the parts' names then; ``names_of`` and ``whole_of`` lead from the model's names to them and back.
+
+A tensor's first holder speaks for it where it may count once only: in a gradient norm, in a state dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from torch import Tensor, nn
+
+from runtime.mesh.sharding import Sharding
+from runtime.state.parts import StatePart, names_of_parts
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The tensors of rank ``rank``, by the model's own (canonical) names."""
+
+    rank: int
+    leaves: Mapping[str, Tensor]
+    parameters: Mapping[str, nn.Parameter]
+    buffers: Mapping[str, Tensor]
+    holders: Mapping[str, tuple[int, ...]]
+    """Every name of the model, in the model's own order; ranks in ascending order."""
+    shardings: Mapping[str, Sharding] = field(default_factory=dict)
+    """Of tensors that ranks hold blocks of: ``leaves`` has what this rank stores, ``parameters`` what it trains."""
+    parts: Mapping[str, StatePart] = field(default_factory=dict)
+    """Every part that some rank holds instead of a tensor of the model, by its name."""
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """What ranks hold of the model's tensor called ``name``: its parts, or itself."""
+        return self._names_of_parts.get(name, (name,))
+
+    def whole_of(self, name: str) -> str:
+        """The model's own name of what ranks hold as ``name``."""
+        return self.parts[name].whole if name in self.parts else name
+
+    def own(self, name: str) -> Tensor:
+        """What the optimizer updates of ``name`` on this rank, or the buffer that it is."""
+        return self.parameters[name] if name in self.parameters else self.buffers[name]
+
+    @cached_property
+    def _names_of_parts(self) -> Mapping[str, tuple[str, ...]]:
+        return names_of_parts(self.parts)
+
+    def is_first_holder(self, name: str) -> bool:
+        """Whether this rank speaks for the tensor called ``name``, or for the block that it has of it."""
+        if name in self.shardings:
+            return self.shardings[name].speaks(self.rank)
+        return self.holders[name][0] == self.rank
+
+    def spoken_for(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters this rank speaks for: over all ranks, each parameter of the model once."""
+        return ((name, p) for name, p in self.parameters.items() if self.is_first_holder(name))

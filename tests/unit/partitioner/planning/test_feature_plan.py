@@ -1,0 +1,124 @@
+"""Feature-wise and automatic plans through ``partition``: what they predict, say and compare, and any cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import UsageError
+from partitioner import Plan, partition
+from passes.trace.trace import trace
+from runtime.program.program import ReduceGradients
+from tests.distributed.sharded_models import Gpt, Mlp, gpt_batch
+
+CLUSTERS = Path(__file__).parents[4] / "docs" / "clusters"
+GRAPH = trace(Mlp(), {name: torch.randn(4, 8) for name in ("x", "y")})
+
+
+def same(plan: Plan) -> None:
+    """The file predicts what the plan does."""
+    loaded = Plan.from_json(plan.model_dump_json())
+    simulation = loaded.simulate()
+    assert loaded == plan
+    assert str(loaded) == str(plan)
+    assert simulation.step_seconds == plan.prediction.step_seconds
+    assert int(sum(simulation.pair_bytes.values())) == plan.prediction.communication_bytes
+
+
+def test_a_zero_plan_counts_what_is_summed_and_what_is_gathered() -> None:
+    plan = partition(
+        GRAPH,
+        ClusterSpec.parse("A100-40GB:2"),
+        batch_size=16,
+        strategy="feature",
+        pins={"*": "zero1", "x": "S0"},
+    )
+    same(plan)
+    (stage,) = plan.stages
+    assert stage.sharding is not None
+    assert stage.sharding.state
+    split = sum(item.size_bytes for item in stage.sharding.gathers)
+    summed = {item.scattered: sum(item.size_bytes) for item in stage.sharding.sums}
+    assert split == summed[True], "float32 gradients and parameters"
+    inside = sum(item.sent_bytes for item in stage.sharding.collectives)
+    # Two ranks: (p-1)/p n to scatter, as much to gather, twice that to all-reduce; by each of them.
+    by_each = inside + split / 2 + summed[True] / 2 + summed.get(False, 0)
+    assert plan.prediction.communication_bytes == int(2 * by_each)
+    reductions = {
+        i
+        for spans in plan.simulate().timeline
+        for i in (s.instruction for s in spans)
+        if isinstance(i, ReduceGradients)
+    }
+    count = len(stage.sharding.collectives) + len(reductions) + len(stage.sharding.gathers)
+    assert plan.prediction.collectives == count
+    assert "state       gradients and optimizer state of" in str(plan)
+    assert f"in {count} collectives a step" in str(plan)
+
+
+def test_sums_over_a_second_axis_are_of_what_the_first_left() -> None:
+    pins = {"*": "data", "ids": "S0 S0", "labels": "S0 S0", "*.up.weight": "R/S0 R/R"}
+    graph = trace(Gpt(), gpt_batch(4))
+    cluster = ClusterSpec.parse("A100-40GB:4")
+    plan = partition(graph, cluster, batch_size=16, strategy="feature", mesh=(2, 2), pins=pins)
+    same(plan)
+    (stage,) = plan.stages
+    assert stage.sharding is not None
+    weights = {"h.0.up.weight", "h.1.up.weight"}
+    whole = 16 * 32 * 4
+    found = [
+        (item.scattered, item.axes, size)
+        for item in stage.sharding.sums
+        for name, size in zip(item.parameters, item.size_bytes, strict=True)
+        if name in weights
+    ]
+    assert found == [(True, ("outer",), whole)] * 2 + [(False, ("inner",), whole // 2)] * 2
+    assert [(g.axis, g.size_bytes) for g in stage.sharding.gathers] == [("outer", 2 * whole)]
+
+
+@pytest.mark.parametrize("devices", [1, 3, 7])
+def test_any_number_of_devices(devices: int) -> None:
+    plan = partition(
+        GRAPH, ClusterSpec.parse(f"A100-40GB:{devices}"), batch_size=2 * devices, strategy="feature"
+    )
+    same(plan)
+    assert plan.world_size == devices
+    assert ("nothing to split" in str(plan)) == (devices == 1)
+
+
+def test_unequal_devices_are_planned_by_the_slowest_and_that_is_said() -> None:
+    cluster = ClusterSpec.load(CLUSTERS / "two-unlike-nodes.yaml")
+    plan = partition(GRAPH, cluster, batch_size=12, strategy="feature")
+    same(plan)
+    assert "pace        all devices have equal parts, so the slowest of" in str(plan)
+
+
+def test_auto_takes_the_fastest_and_names_the_others() -> None:
+    plan = partition(GRAPH, ClusterSpec.parse("A100-40GB:2"), batch_size=8, strategy="auto")
+    names = {"layer": "layer-wise", "feature": "feature-wise", "free": "free"}
+    others = plan.alternatives[:2]
+    assert {other.strategy for other in others} == {
+        f"{name}, the best found" for strategy, name in names.items() if strategy != plan.strategy
+    }
+    for other in others:
+        assert other.step_seconds is not None
+        assert other.step_seconds >= plan.prediction.step_seconds
+        assert other.reason.endswith("slower")
+    assert "tensor parallelism" not in str(plan)
+
+
+def test_what_other_meshes_would_cost_is_told() -> None:
+    plan = partition(GRAPH, ClusterSpec.parse("A100-40GB:4"), batch_size=8, strategy="feature")
+    meshes = {
+        entry.strategy: entry.reason for entry in plan.alternatives if entry.strategy.startswith("mesh")
+    }
+    assert meshes
+    assert all("slower by the search's count" in reason for reason in meshes.values())
+
+
+def test_a_mesh_that_is_no_shape_is_refused_in_words() -> None:
+    with pytest.raises(UsageError, match=r"the mesh is 4, expected sizes such as \(2, 4\)"):
+        partition(torch.nn.Identity(), ClusterSpec.local(4), strategy="feature", mesh=4)  # type: ignore[arg-type]

@@ -1,0 +1,38 @@
+"""Differences that are rounding of the model itself are told from those that are not."""
+
+from __future__ import annotations
+
+import torch
+
+from partitioner.verify.compare import StepResult, compare
+from partitioner.verify.rounding import rounding_only
+
+RATE = 1e-3
+
+
+def step(gradient: float, moved: float) -> StepResult:
+    """A bias whose gradient is rounding, beside a weight that has one."""
+    big = torch.full((4,), 1e3, dtype=torch.float64)
+    bias = {"bias": torch.full((4,), gradient, dtype=torch.float64), "weight": big}
+    return StepResult(1.0, bias, {"bias": torch.full((4,), moved, dtype=torch.float64), "weight": big})
+
+
+def left_out(expected: StepResult, actual: StepResult, again: StepResult) -> set[str]:
+    found = [c for c in compare(expected, actual, RATE) if not c.agrees]
+    assert found
+    return {f"{c.kind} {c.name}" for c in rounding_only(found, expected, lambda: again, RATE)}
+
+
+def test_what_another_order_changes_as_much_is_rounding() -> None:
+    assert left_out(step(1e-12, 1e-8), step(-9e-12, -1e-8), step(5e-12, -2e-8)) == {
+        "gradient bias",
+        "parameter bias",
+    }
+
+
+def test_what_another_order_does_not_change_is_a_difference() -> None:
+    assert left_out(step(1e-13, 1e-8), step(1e-5, -1e-3), step(5e-13, -2e-8)) == set()
+
+
+def test_a_tensor_with_a_gradient_is_never_rounding() -> None:
+    assert left_out(step(1.0, 1e-8), step(1.1, 1e-8), step(1.1, 1e-8)) == set()

@@ -1,0 +1,103 @@
+"""What the search charges for an op is what the graph that ranks run says of it; the same of a step, and of memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import pytest
+
+from cost_models.cluster import ClusterSpec
+from cost_models.cluster_schema import HostSpec
+from cost_models.op_profile import PHASES, Cost, CostCurve, CostLine, OpTimes, Phase
+from cost_models.rates import MeasuredRates
+from partitioner.api import as_graph
+from partitioner.models.bundled import bundled
+from passes.costs.costs import cost_graph, costs_of
+from passes.graph.graph import OpGraph
+from passes.lower.realize_features import realize_features
+from passes.search.feature.evaluate import op_seconds
+from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
+from passes.search.feature.problem import Setting
+from passes.shard.shard import shard_graph
+from passes.trace.trace import trace
+from tests.distributed.sharded_models import Conv, conv_batch
+
+BATCH = 64
+
+
+@cache
+def graph_of(name: str) -> OpGraph:
+    if name == "conv":
+        return trace(Conv().double(), conv_batch(4), loss_reduction="mean")
+    workload = bundled(name, size="tiny", seq=0 if name == "vit" else 32)
+    return as_graph(workload)
+
+
+def roofline() -> ClusterSpec:
+    device = {
+        "kind": "cpu",
+        "memory": "8GiB",
+        "memory_bandwidth": 1e10,
+        "flops": {"float32": 5e10, "float64": 5e10},
+    }
+    links = {"default": {"bandwidth": "20GB/s", "latency": "1us"}}
+    return ClusterSpec.from_dict({"nodes": [{"name": "n", "count": 4, "device": device, "links": links}]})
+
+
+def calibrated() -> ClusterSpec:
+    """Overheads, curves and lines as a calibration finds them."""
+    curve = CostCurve(((1e3, 4e-6), (1e6, 1e-4), (1e8, 2e-2)))
+    kinds = ("linear", "matmul", "conv2d", "scaled_dot_product_attention")
+    lines: dict[tuple[str, Phase], Cost] = {
+        (kind, phase): CostLine(1e-5, 2e-11, 1e-10 * (1 + number))
+        for number, kind in enumerate(kinds)
+        for phase in PHASES
+    }
+    curves: dict[tuple[str, Phase], Cost] = {
+        ("elementwise", "forward"): curve,
+        ("view", "forward"): CostCurve(((1.0, 1e-6),)),
+    }
+    times = OpTimes(tuple(sorted({**lines, **curves}.items(), key=lambda item: item[0])))
+    rates = MeasuredRates(op_times=times, host_costs=HostSpec(contention=1.0))
+    return roofline().with_device_rates(rates, "calibration of a test")
+
+
+def planned(
+    graph: OpGraph, machine: ClusterSpec, pins: dict[str, str], mesh: tuple[int, ...]
+) -> FeatureResult:
+    request = FeatureRequest(batch_size=BATCH, microbatches=1, pins=pins, mesh=mesh)
+    return place_features(graph, costs_of(graph, machine), machine, request)
+
+
+@pytest.mark.parametrize("machine", [roofline, calibrated], ids=["roofline", "calibrated"])
+@pytest.mark.parametrize(("mesh", "pins"), [((4,), "data"), ((2, 2), "data column_row"), ((2, 2), "")])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "conv"])
+def test_ops_cost_what_the_local_graph_says(
+    name: str, mesh: tuple[int, ...], pins: str, machine: Callable[[], ClusterSpec]
+) -> None:
+    if name == "conv" and "column_row" in pins:
+        pins = ""  # what it groups does not divide
+    graph, devices = graph_of(name), machine()
+    found = planned(graph, devices, {"*": pins} if pins else {}, mesh)
+    placement = found.placement
+    sharded = shard_graph(graph, placement)
+    request = FeatureRequest(batch_size=BATCH)
+    setting = Setting(devices, BATCH, request.optimizer, request.precision)
+    searched = op_seconds(graph, costs_of(graph, devices), placement, setting)
+    units = BATCH // sharded.graph.batch.multiple
+    costs = cost_graph(sharded.graph, only_size=units)
+    phases = costs.phases(units, devices.devices[0])
+    local: dict[str, float] = defaultdict(float)
+    for op, seconds in zip(costs.ops, np.sum([p.kernel + p.launch for p in phases], axis=0), strict=True):
+        local[op.partition("__")[0]] += seconds  # gradients that meet at a bridge are summed there
+    total = sum(searched.values())
+    assert sum(local.values()) == pytest.approx(total, rel=0.02)
+    assert sum(abs(local[op] - searched[op]) for op in searched) <= 0.03 * total
+
+    realized = realize_features(graph, sharded, devices, request)
+    assert realized.simulation.step_seconds == pytest.approx(found.cost.seconds, rel=0.03)
+    peak = max(realized.simulation.peak_bytes)
+    assert 0.98 * peak <= found.cost.memory_bytes <= 1.5 * peak

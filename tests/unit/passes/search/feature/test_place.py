@@ -1,0 +1,182 @@
+"""Memory binds; pins, meshes and limits hold; what was chosen is told. Known strategies: ``test_features_found``."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, UsageError
+from cost_models.layout import Mesh, Replicate, Shard
+from examples.alexnet import alexnet
+from passes.costs.costs import costs_of, example_sizes
+from passes.graph.graph import OpGraph, tensor_specs
+from passes.search.feature.local import local_cost
+from passes.search.feature.meshes import meshes
+from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
+from passes.shard.rules import choices
+from passes.shard.words import operands
+from passes.trace.trace import trace
+from tests.support.traced_models import small
+
+
+def cluster(
+    ranks: int, bandwidth: float, latency: float = 0.0, memory: str = "8GiB", flops: float = 1e9
+) -> ClusterSpec:
+    device = {
+        "kind": "cpu",
+        "memory": memory,
+        "memory_bandwidth": flops,
+        "flops": {"float64": flops, "float32": flops},
+        "launch_overhead": 0.0,
+    }
+    links = {"default": {"bandwidth": bandwidth, "latency": latency}}
+    return ClusterSpec.from_dict({"nodes": [{"name": "n", "count": ranks, "device": device, "links": links}]})
+
+
+@cache
+def graph_of(name: str) -> OpGraph:
+    if name == "alexnet":
+        workload = alexnet(batch=2)
+        return trace(workload.model, workload.example_inputs, loss_fn=workload.loss_fn)
+    if name == "uneven":
+        return trace(Uneven(), {"x": torch.zeros(2, 64), "y": torch.zeros(2, 8)})
+    workload = small(name)
+    return trace(workload.model, workload.example_inputs)
+
+
+def place(name: str, machine: ClusterSpec, **fixed: Any) -> FeatureResult:
+    graph = graph_of(name)
+    return place_features(graph, costs_of(graph, machine), machine, FeatureRequest(**fixed))
+
+
+class Uneven(nn.Module):
+    """One big and sixteen small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.big = nn.Linear(64, 4096, bias=False)
+        self.small = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(15))
+        self.down = nn.Linear(4096, 8, bias=False)
+        self.down.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = self.down(torch.relu(self.big(x)))
+        for layer in self.small:
+            h = torch.tanh(layer(h))
+        return torch.nn.functional.mse_loss(h, y)
+
+
+def split(placements: tuple[Any, ...]) -> bool:
+    return any(isinstance(p, Shard) for p in placements)
+
+
+def optimal(result: FeatureResult) -> bool:
+    found = result.certificate
+    return found.solver_status == "optimal" and found.gap <= 1e-6
+
+
+def test_where_choices_come_from_is_reported() -> None:
+    result = place("gpt2", cluster(2, 1e9), batch_size=4)
+    found = result.origins
+    assert found.by_rule + found.discovered + len(found.replicated) == len(result.placement.choices)
+    assert found.by_rule > 100
+    assert found.replicated_seconds <= 0.01 * result.cost.seconds
+
+
+def test_one_big_and_sixteen_small_parameters() -> None:
+    """Memory is bytes per device: a mean of shares would call sixteen small ones sharded and the big one whole enough."""
+    fixed: dict[str, Any] = {"batch_size": 8, "microbatches": 1, "mesh": (4,)}
+    free = place("uneven", cluster(4, 1e6, latency=1e-2), **fixed)
+    assert not any(split(layout) for layout in free.placement.stored.values())
+    big = graph_of("uneven").parameters["big.weight"]
+    capacity = int(free.cost.memory_bytes - big.size_bytes)
+    short = place("uneven", cluster(4, 1e6, 1e-2, f"{capacity}B"), **fixed)
+    assert optimal(short)
+    assert short.cost.memory_bytes <= capacity
+    assert split(short.placement.sharded_state.get("big.weight", short.placement.stored["big.weight"]))
+
+
+def test_memory_that_nothing_fits_in_is_said_with_numbers() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        place("gpt2", cluster(2, 1e9, memory="1MiB"), batch_size=64, microbatches=1)
+    assert "needs" in str(caught.value)
+
+
+def test_pins_hold_and_cost_what_they_cost() -> None:
+    machine = cluster(2, 1e9)
+    free = place("gpt2", machine, batch_size=4)
+    pin = {"transformer.h.0.mlp.c_fc.weight": "S1"}
+    pinned = place("gpt2", machine, batch_size=4, pins=pin)
+    assert pinned.placement.stored["transformer.h.0.mlp.c_fc.weight"] == (Shard(1),)
+    assert pinned.cost.seconds >= free.cost.seconds * (1 - 1e-9)
+    assert optimal(pinned)
+    leaf = place("gpt2", machine, batch_size=4, pins={"input_ids": "S0"})
+    assert leaf.placement.batch["input_ids"] == (Shard(0),)
+    both = place("gpt2", cluster(4, 1e9), batch_size=4, pins={"*.c_proj.weight": "R S0"}, mesh=(2, 2))
+    assert both.placement.stored["transformer.h.1.attn.c_proj.weight"] == (Replicate(), Shard(0))
+
+
+@pytest.mark.parametrize(
+    ("fixed", "said"),
+    [
+        ({"pins": {"nothing.like.it": "S0"}}, "matches no parameter"),
+        ({"pins": {"input_ids": "Q"}}, "is not R, P"),
+        ({"pins": {"input_ids": "S0", "input_*": "R"}}, "input_ids"),
+        ({"pins": {"transformer.wte.weight": "S7"}}, "no mesh allows these pins"),
+        ({"mesh": (3,)}, "it has 3 devices, the cluster 2"),
+        ({"microbatches": 3}, "cannot train"),
+    ],
+)
+def test_what_cannot_be_is_refused(fixed: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        place("gpt2", cluster(2, 1e9), batch_size=4, **fixed)
+
+
+def test_other_layouts_are_explained() -> None:
+    result = place("gpt2", cluster(2, 1e9), batch_size=4)
+    name = next(node.name for node in graph_of("gpt2").ops if "addmm" in node.name)
+    others = result.explain(name)
+    assert sum(other.chosen for other in others) == 1
+    chosen = next(other for other in others if other.chosen)
+    assert chosen.step_seconds == pytest.approx(result.cost.seconds, rel=1e-6)
+    assert all(other.step_seconds >= chosen.step_seconds * (1 - 1e-9) for other in others)
+    assert len(result.explain("transformer.wte.weight")) > 2
+    with pytest.raises(UsageError):
+        result.explain("nothing")
+
+
+def test_out_of_time_gives_the_best_so_far() -> None:
+    result = place("gpt2", cluster(4, 1e7), batch_size=64, time_limit_seconds=0.0)
+    assert result.certificate.bound_seconds <= result.cost.seconds
+    assert result.certificate.solver_status == "time limit"
+
+
+def test_meshes_follow_the_hierarchy() -> None:
+    shapes = [mesh.shape for mesh in meshes(ClusterSpec.preset("dgx-h100", 8), 2)]
+    assert shapes == [(64,), (8, 8), (16, 4), (32, 2)]
+    assert (2, 4, 8) in [mesh.shape for mesh in meshes(ClusterSpec.preset("dgx-h100", 8), 3)]
+    assert [mesh.shape for mesh in meshes(ClusterSpec.one_node("H100-80GB", 4), 2)] == [(4,), (2, 2)]
+    with pytest.raises(UsageError):
+        meshes(ClusterSpec.one_node("H100-80GB", 4), 2, (3, 1))
+
+
+def test_collectives_inside_ops_cost_what_they_send() -> None:
+    """A loss over split classes all-reduces one number per sample, then two; a plan that has it agrees with its sum over
+    the whole graph (``place_features`` refuses otherwise)."""
+    graph, machine, mesh = graph_of("gpt2"), cluster(4, 1e6, 1e-3), Mesh((0, 1, 2, 3), (2, 2), ("a", "b"))
+    node = next(n for n in graph.ops if "cross_entropy" in str(n.target))
+    by_class = next(c for c in choices(node) if c.local == "cross_entropy:classes")
+    symbols = {**example_sizes(graph), graph.batch.batch_symbol: 4}
+    seconds, sent = local_cost(node, (by_class, by_class), mesh, symbols, machine, differentiable=True)
+    logits, labels = (tensor_specs(operand)[0] for operand in operands(node)[:2])
+    one_number = labels.concrete(symbols)[0] * logits.dtype.itemsize
+    assert sent == pytest.approx(3 * one_number * 2 * 3 / 4)
+    assert seconds > 2 * 1e-3
+    result = place("gpt2", machine, batch_size=4, mesh=(2, 2), pins={"*": "vocabulary"})
+    assert [c.local for c in result.placement.choices[node.name]] == ["cross_entropy:classes"] * 2
+    assert result.cost.bridge_seconds >= seconds

@@ -1,0 +1,70 @@
+"""The dynamic program, the integer program and exhaustive search agree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from passes.search.layer.dp import solve_dp
+from passes.search.layer.problem import LayerProblem, violations
+from tests.unit.passes.search.layer.ilp import solve_ilp
+from tests.unit.passes.search.layer.samples import brute_force, random_problem
+
+problems = st.builds(
+    random_problem,
+    st.integers(0, 1 << 30),
+    chain=st.booleans(),
+    assignment=st.sampled_from(["unordered", "ordered", "sequence"]),
+    tight=st.booleans(),
+    pinned=st.booleans(),
+    recompute=st.sampled_from(["none", "none", "auto", "auto", "full"]),
+)
+
+
+@settings(max_examples=250, deadline=None)
+@given(problems)
+def test_dp_equals_exhaustive_search(problem: LayerProblem) -> None:
+    result, expected = solve_dp(problem, keep=4), brute_force(problem)
+    assert result.optimal
+    if expected is None:
+        assert result.best is None
+        assert math.isinf(result.bound_seconds)
+        return
+    assert result.best is not None
+    assert result.best.objective_seconds == pytest.approx(expected.objective_seconds, rel=1e-9)
+    assert result.bound_seconds == pytest.approx(expected.objective_seconds, rel=1e-9)
+    for split in result.splits:
+        assert violations(problem, split) == []
+    assert len({(s.stage_of, s.kinds) for s in result.splits}) == len(result.splits)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems)
+def test_that_nothing_fits_below_the_cutoff_takes_one_program(problem: LayerProblem) -> None:
+    free = replace(problem, pins={})
+    if solve_dp(free, keep=1).best is None:
+        assert solve_dp(free).thresholds <= 1
+    cutoff = 0.5 * free.fill * float(free.seconds.min(axis=0).sum())
+    assume(free.bottleneck_weight > 0)
+    result = solve_dp(free, cutoff_seconds=cutoff)
+    assert result.splits == ()
+    assert result.optimal
+    assert result.thresholds <= 1
+    assert result.bound_seconds >= cutoff
+
+
+@settings(max_examples=110, deadline=None)
+@given(problems)
+def test_ilp_equals_dp(problem: LayerProblem) -> None:
+    dp, ilp = solve_dp(problem, keep=1), solve_ilp(problem, time_limit_seconds=20)
+    if dp.best is None:
+        assert ilp.status == "infeasible"
+        return
+    assert ilp.status == "optimal"
+    assert ilp.split is not None
+    assert violations(problem, ilp.split) == []
+    assert ilp.split.objective_seconds == pytest.approx(dp.best.objective_seconds, rel=1e-9)

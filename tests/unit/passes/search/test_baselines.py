@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from cost_models.cluster import ClusterSpec
+from passes.costs.costs import GraphCosts, cost_graph
+from passes.graph.graph import OpGraph
+from passes.search.baselines import data_parallel, one_device
+from passes.search.layer.place import LayerRequest
+from passes.trace.trace import trace
+
+
+@pytest.fixture(scope="module")
+def traced() -> tuple[OpGraph, GraphCosts]:
+    model = nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256))
+    graph = trace(model, (torch.randn(4, 256),), loss_fn=lambda output, _: output.sum())
+    return graph, cost_graph(graph, device_kind="cuda")
+
+
+def cluster(*devices: dict[str, object]) -> ClusterSpec:
+    nodes = [
+        {"name": f"n{index}", "count": 1, "device": device, "links": {"default": "PCIe4"}}
+        for index, device in enumerate(devices)
+    ]
+    network = {"bandwidth": "100Gb/s", "latency": "5us"}
+    return ClusterSpec.from_dict({"version": 1, "nodes": nodes, "network": network})
+
+
+def test_one_device_is_the_fastest_that_fits(traced: tuple[OpGraph, GraphCosts]) -> None:
+    graph, costs = traced
+    request = LayerRequest(batch_size=8)
+    fast = one_device(graph, costs, cluster({"preset": "H100-80GB"}), request)
+    slow = one_device(graph, costs, cluster({"preset": "GTX580-3GB"}), request)
+    both = one_device(graph, costs, cluster({"preset": "GTX580-3GB"}, {"preset": "H100-80GB"}), request)
+    assert fast.step_seconds < slow.step_seconds
+    assert both == fast
+
+
+def test_the_slowest_device_paces_data_parallelism(traced: tuple[OpGraph, GraphCosts]) -> None:
+    graph, costs = traced
+    request = LayerRequest(batch_size=64)
+    equal = data_parallel(graph, costs, cluster({"preset": "H100-80GB"}, {"preset": "H100-80GB"}), request)
+    unlike = data_parallel(graph, costs, cluster({"preset": "H100-80GB"}, {"preset": "GTX580-3GB"}), request)
+    assert equal.step_seconds < unlike.step_seconds
+    assert equal.feasible
+    assert unlike.feasible
+
+
+def test_more_micro_batches_where_memory_is_tight(traced: tuple[OpGraph, GraphCosts]) -> None:
+    graph, costs = traced
+    request = LayerRequest(batch_size=4096)
+    roomy = one_device(graph, costs, cluster({"preset": "H100-80GB"}), request)
+    tight = one_device(
+        graph, costs, cluster({"preset": "H100-80GB", "memory": "4MiB", "memory_reserved": 0}), request
+    )
+    none = one_device(
+        graph, costs, cluster({"preset": "H100-80GB", "memory": "1MiB", "memory_reserved": 0}), request
+    )
+    assert roomy.microbatches == 1
+    assert tight.feasible
+    assert tight.microbatches > 1
+    assert not none.feasible
+    assert none.peak_memory_bytes > none.capacity_bytes == 2**20
+
+
+def test_what_does_not_fit_is_held_against_the_device_it_was_tried_on(
+    traced: tuple[OpGraph, GraphCosts],
+) -> None:
+    slow = {"preset": "GTX580-3GB", "memory": "2MiB", "memory_reserved": 0}
+    fast = {"preset": "H100-80GB", "memory": "1MiB", "memory_reserved": 0}
+    found = one_device(*traced, cluster(slow, fast), LayerRequest(batch_size=8))
+    assert not found.feasible
+    assert found.capacity_bytes == 2**20

@@ -1,0 +1,165 @@
+"""What a traced graph cannot say is refused by name and line, or noted; single samples where they mean something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cost_models.cluster import ClusterSpec
+from partitioner import ModelError, UsageError, Workload, partition, trace
+from passes.graph.graph import OpGraph
+from passes.graph.least_samples import least_samples
+
+
+class Odd(nn.Module):
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self._run = forward
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._run(self, x)
+
+
+def squared(output: Tensor, batch: object) -> Tensor:
+    return (output**2).mean()
+
+
+def traced(forward: Callable[[Any, Tensor], Tensor]) -> OpGraph:
+    return trace(Odd(forward), torch.randn(8, 6), loss_fn=squared)
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through estimate: export would cut its gradient without a word."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Energy(nn.Module):
+    """Forces: the derivative of an energy, as physics has them."""
+
+    def __init__(self, function: bool) -> None:
+        super().__init__()
+        self.a, self.function = nn.Linear(6, 6), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.function:
+            return torch.func.grad(lambda y: self.a(y).tanh().sum())(x)
+        x = x.clone().requires_grad_()
+        (forces,) = torch.autograd.grad(self.a(x).tanh().sum(), x, create_graph=True)
+        return forces
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Odd(lambda m, x: m.b(Rounded.apply(m.a(x)))), ["Rounded, applied in test_odd_models.py:", "detach"]),
+        (Energy(function=False), ["torch.autograd.grad, called in test_odd_models.py:"]),
+        (Energy(function=True), ["torch.func.grad", "called in test_odd_models.py:"]),
+        (Odd(lambda m, x: torch.vmap(lambda row: m.a(row).sum())(x)), ["torch.vmap", "test_odd_models.py:"]),
+        (Odd(lambda m, x: m.a(x) / x.abs().max().item()), ["no .item()", "test_odd_models.py:"]),
+        (Odd(lambda m, x: m.a.weight), ["depends on the batch"]),
+    ],
+    ids=["function", "grad", "func-grad", "vmap", "item", "no-batch"],
+)
+def test_what_a_traced_graph_cannot_hold_is_refused_by_line(model: nn.Module, said: list[str]) -> None:
+    with pytest.raises(ModelError) as caught:
+        trace(model, torch.randn(8, 6), loss_fn=squared)
+    for text in said:
+        assert text in str(caught.value)
+    assert torch.autograd.Function.apply.__module__.startswith("torch")
+
+
+def test_parameters_that_are_not_there_yet_or_twice_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"0\.weight belongs to a lazy module"):
+        trace(nn.Sequential(nn.LazyLinear(6)), torch.randn(8, 6), loss_fn=squared)
+    halves = Odd(lambda m, x: m.b(m.a(x)))
+    halves.b.weight = nn.Parameter(halves.a.weight.detach())
+    with pytest.raises(ModelError, match=r"a\.weight and b\.weight: a plan would train two copies"):
+        trace(halves, torch.randn(8, 6), loss_fn=squared)
+
+
+def test_a_custom_function_that_carries_no_gradient_is_no_matter() -> None:
+    graph = traced(lambda m, x: m.a(Rounded.apply(x)))
+    assert any("round" in node.name for node in graph.ops)
+
+
+def test_a_reentrant_checkpoint_is_traced_as_what_it_computes() -> None:
+    graph = traced(lambda m, x: m.b(checkpoint(m.a, x * m.b.bias, use_reentrant=True)))
+    assert graph.checkpointing == "torch.utils.checkpoint was called"
+    assert {p.node for p in graph.inputs if p.kind == "parameter"} <= graph.needs_grad
+
+
+def test_hooks_on_gradients_are_noted() -> None:
+    def hooked(m: Any, x: Tensor) -> Tensor:
+        h: Tensor = m.a(x)
+        h.register_hook(lambda gradient: gradient * 2)
+        return m.b(h)
+
+    model = Odd(hooked)
+    model.a.register_full_backward_hook(lambda *_: None)
+    model.b.weight.register_hook(lambda gradient: gradient)
+    graph = trace(model, torch.randn(8, 6), loss_fn=squared)
+    (note,) = [note for note in graph.notes if note.startswith("hooks on gradients are not run")]
+    assert "module a" in note
+    assert "a tensor in test_odd_models.py:" in note
+    assert "parameter b.weight" in note
+
+
+def test_python_numbers_that_forward_changes_are_noted() -> None:
+    def counting(m: Any, x: Tensor) -> Tensor:
+        m.calls += 1
+        return m.a(x) * m.calls
+
+    model = Odd(counting)
+    model.calls = 3  # type: ignore[assignment]
+    graph = trace(model, torch.randn(8, 6), loss_fn=squared)
+    assert any("the Python number calls: 3 -> 4" in note for note in graph.notes)
+
+
+# --------------------------------------------------------------------------------------------------
+# Micro-batches of one sample
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "least"),
+    [
+        (nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)), (8, 6), 2),
+        (nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, track_running_stats=False)), (8, 6), 2),
+        (nn.Sequential(nn.Conv1d(3, 4, 1), nn.BatchNorm1d(4)), (8, 3, 5), 1),
+        (Odd(lambda m, x: m.a(x).squeeze()), (8, 6), 2),
+        (Odd(lambda m, x: m.a(x).squeeze(0)), (8, 6), 2),
+        (Odd(lambda m, x: m.a(x).unsqueeze(1).squeeze(1)), (8, 6), 1),
+        (Odd(lambda m, x: m.a(x) - m.a(x).var(0)), (8, 6), 2),
+        (Odd(lambda m, x: m.a(x) - m.a(x).var(0, correction=0)), (8, 6), 1),
+        (Odd(lambda m, x: m.a(x) / m.a(x).std(-1, keepdim=True)), (8, 6), 1),
+        (Odd(lambda m, x: m.a(x) / m.a(x).std()), (8, 6), 1),
+    ],
+)
+def test_ops_that_refuse_a_single_sample(model: nn.Module, shape: tuple[int, ...], least: int) -> None:
+    graph = trace(model, torch.randn(shape), loss_fn=squared)
+    assert least_samples(graph)[0] == least
+
+
+def test_a_plan_never_cuts_below_what_the_model_accepts() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    workload, cluster = Workload(model, torch.randn(8, 6), squared), ClusterSpec.local(2)
+    for batch in (2, 3, 8):
+        plan = partition(workload, cluster, batch_size=batch)
+        assert batch // plan.microbatches >= 2
+    with pytest.raises(UsageError, match=r"batch_norm in module 1 needs 2 samples") as caught:
+        partition(workload, cluster, batch_size=7, microbatches=4)
+    assert "at most 3 micro-batches" in str(caught.value)
+    with pytest.raises(UsageError, match="a batch of 2 samples or more"):
+        partition(workload, cluster, batch_size=1)
