@@ -9,8 +9,8 @@ Before                                                 After
 ``loss_normalizer`` is one more batch leaf, (samples,), that whoever runs a step fills in (``passes.graph.token_counts``).
 Where something else than the loss reads %ce (a metric), it goes on reading the micro-batch's own mean: %sum / valid
 targets. Class weights: the denominator is Σ (valid targets of a class) · (its weight), counts from the batch, weights in
-the graph. Metrics are multiplied by one more leaf, so that the weights of the losses make them a mean by valid tokens as well.
-Losses in 16 bits are summed and divided in 32, where a sum over many tokens does not overflow.
+the graph. Metrics are multiplied by one more leaf, so that the weights of the losses make them a mean by valid tokens as
+well. Losses in 16 bits are summed and divided in 32, where a sum over many tokens does not overflow.
 """
 
 from __future__ import annotations
