@@ -62,7 +62,7 @@ from runtime.state.step_precision import StepPrecision
 class Engine:
     """One rank of a running plan. ``parameters`` holds only what this rank owns, by the model's own names.
 
-    Where the plan runs ops in blocks of neurons, it holds parts of tensors: "fc1.weight#0" (``runtime.state.parts``).
+    Where the plan runs ops in blocks of neurons, it holds parts of tensors: "fc1.weight#0" (``runtime.state.rank_state``).
     """
 
     def __init__(

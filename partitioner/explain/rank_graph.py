@@ -31,7 +31,7 @@ from passes.graph.graph import OpGraph, tensor_specs
 from passes.lower.lower import lower
 from passes.shard.text import placements_text
 from runtime.ops import bridges
-from runtime.ops.local_calls import run_local
+from runtime.ops.local import run_local
 from runtime.segment.code import SegmentCode
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from passes.search.feature.place import FeatureResult
 from passes.search.placed import Placed
 from passes.shard.shard import Sharded
 from passes.shard.traffic import Traffic
-from runtime.mesh.ranks_along import all_ranks_along
-from runtime.ops.local_calls import JOINT
+from runtime.mesh.ranks_along import JOINT, all_ranks_along
 
 
 def describe_sharding(graph: OpGraph, costs: GraphCosts, placed: Placed) -> StageSharding:

@@ -27,9 +27,8 @@ from passes.shard.text import choice_text
 from passes.shard.words import FeaturePlacement
 from passes.split.split import Split, split_neurons
 from runtime.check.check import check
-from runtime.mesh.ranks_along import all_ranks_along
+from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.mesh.sharding import Sharding
-from runtime.ops.local_calls import JOINT
 from runtime.program.program import Collective, Program, Segment, SegmentCost, SegmentGraph, Value
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.segment.microbatch import microbatch_sizes

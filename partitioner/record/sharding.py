@@ -14,7 +14,7 @@ from cost_models.layout import Mesh
 from partitioner.record.base import Count, Record, Seconds
 from passes.shard.text import choice_text, placements_text, read_choice, read_placements
 from passes.shard.words import Choice, FeaturePlacement
-from runtime.ops.local_calls import JOINT
+from runtime.mesh.ranks_along import JOINT
 
 MOST_AXES = 3
 

@@ -15,8 +15,7 @@ from cost_models.units import format_bytes, format_seconds
 from partitioner.report.modules import common_parent, runs, shorten
 from partitioner.report.text import columns, counted, labelled, percent
 from passes.lower.step import sum_bytes
-from runtime.mesh.ranks_along import all_ranks_along
-from runtime.ops.local_calls import JOINT
+from runtime.mesh.ranks_along import JOINT, all_ranks_along
 
 if TYPE_CHECKING:
     from cost_models.layout import Mesh

@@ -17,9 +17,8 @@ from runtime.measure.record import Note, take_notes
 from runtime.mesh.sharding import Sharding
 from runtime.program.program import Program, SegmentGraph
 from runtime.segment.code import BatchSpec, SegmentCode
-from runtime.state.parts import StatePart
 from runtime.state.precision import leaf_and_owner
-from runtime.state.rank_state import RankState
+from runtime.state.rank_state import RankState, StatePart
 from runtime.state.sharded_owners import sharded_leaf_and_owner
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from cost_models.errors import InternalError
 from passes.graph.graph import GraphInput, OpGraph, StateSpec
 from passes.graph.nodes import call, copy_graph, fake_call, fake_mode_of, new_module
-from runtime.state.parts import StatePart, names_of_parts
+from runtime.state.rank_state import StatePart, names_of_parts
 
 Piece = tuple[StatePart, fx.Node]
 

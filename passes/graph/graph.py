@@ -26,7 +26,7 @@ from torch import fx
 from cost_models.precision import ParameterPrecision, Precision
 from passes.graph.token_counts import TokenCounts
 from runtime.segment.code import BatchSpec, Dim, TensorSpec
-from runtime.state.parts import StatePart
+from runtime.state.rank_state import StatePart
 
 PlaceholderKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch"]
 

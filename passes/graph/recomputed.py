@@ -15,7 +15,7 @@ from torch import fx
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import argument
 from passes.graph.state import mutable_buffers
-from runtime.ops.local_calls import run_local
+from runtime.ops.local import run_local
 
 MAX_FLOPS_PER_ELEMENT = 512
 """A contraction of at most this many terms per output element still counts as cheap (empirically: the rotary

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from passes.graph.graph import OpGraph, tensor_specs
-from runtime.ops.local_calls import LEADING, op_called, run_local
+from runtime.ops.local import LEADING, op_called, run_local
 from runtime.segment.code import Dim, TensorSpec
 
 Role: TypeAlias = Literal["none", "input", "weight"]
@@ -57,7 +57,7 @@ class Signature:
 
     @property
     def target(self) -> Any:
-        """The op; where ranks run its local form (``runtime.ops.local_calls``), the op that this stands for."""
+        """The op; where ranks run its local form (``runtime.ops.local``), the op that this stands for."""
         return called(self.exemplar)[0]
 
     @property

@@ -18,7 +18,7 @@ from torch import fx
 from cost_models.errors import InternalError
 from passes.graph.graph import OpGraph
 from runtime.ops.bridges import is_bridge
-from runtime.ops.local_calls import run_local
+from runtime.ops.local import run_local
 
 aten = torch.ops.aten
 

@@ -26,8 +26,7 @@ from passes.shard.program import gradient_sums, shardings
 from passes.shard.shard import Sharded
 from passes.shard.sums import gradient_sum_costs, update_gathers
 from passes.shard.traffic import Traffic, collectives, traffic
-from runtime.mesh.ranks_along import all_ranks_along
-from runtime.ops.local_calls import JOINT
+from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.program.program import SegmentGraph
 
 SCHEDULE = "1f1b"

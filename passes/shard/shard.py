@@ -38,7 +38,8 @@ from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS, LocalSizes, local_sizes, 
 from passes.shard.syncs import GradientSync, deferred_axes, gradient_syncs
 from passes.shard.words import Choice, FeaturePlacement, Need, Placements, all_replicated, operands, short
 from passes.trace.normal.simplify import drop_dead_code
-from runtime.ops.local_calls import JOINT, run_local
+from runtime.mesh.ranks_along import JOINT
+from runtime.ops.local import run_local
 from runtime.segment.recompute import writes_statistics
 
 aten = torch.ops.aten

@@ -21,9 +21,9 @@ from cost_models.conversion import AxisLinks, Kind
 from cost_models.layout import Mesh
 from passes.graph.graph import tensor_specs
 from passes.shard.shard import Sharded
-from runtime.mesh.ranks_along import all_ranks_along
+from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.ops import bridges
-from runtime.ops.local_calls import JOINT, run_local
+from runtime.ops.local import run_local
 from runtime.program.program import Collective
 from runtime.segment.code import TensorSpec
 

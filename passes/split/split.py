@@ -30,7 +30,7 @@ from passes.split.rules import mapped_args
 from passes.split.state import settle, with_parts
 from passes.split.values import Blocks, Values, ranges_of
 from passes.trace.normal.simplify import drop_dead_code
-from runtime.state.parts import part_name
+from runtime.state.rank_state import part_name
 
 
 @dataclass(frozen=True)

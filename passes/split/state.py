@@ -19,7 +19,7 @@ from torch import fx
 from passes.graph.graph import GraphInput, OpGraph, StateSpec
 from passes.split.values import Key, Values
 from runtime.mesh.sharding import Block
-from runtime.state.parts import StatePart, part_name
+from runtime.state.rank_state import StatePart, part_name
 
 
 def settle(values: Values) -> dict[fx.Node, dict[Key, fx.Node]]:

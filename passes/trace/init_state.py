@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from cost_models.errors import ModelError
 from passes.trace.names import StateNames, state_names
 from runtime.mesh.sharding import Block
-from runtime.state.parts import StatePart
+from runtime.state.rank_state import StatePart
 
 __all__ = ["materialize", "values_of"]
 

@@ -20,7 +20,7 @@ from runtime.execute.release import releases
 from runtime.execute.setting import Setting, Shared
 from runtime.execute.shared_segment import SegmentWait
 from runtime.mesh.axis import Axis
-from runtime.mesh.ranks_along import axes_for, axis_of, groups_needed
+from runtime.mesh.ranks_along import axis_of
 from runtime.mesh.sharding import Sharding
 from runtime.ops.bridges import bind
 from runtime.ops.random import Seeded
@@ -28,6 +28,7 @@ from runtime.program.program import BackwardInput, Forward, Program, Recv, Segme
 from runtime.ranks.collective import Waited
 from runtime.ranks.failure import FailureMonitor
 from runtime.ranks.groups import create_channels
+from runtime.segment.axes import axes_for, groups_needed
 from runtime.segment.code import BatchSpec, SegmentCode
 from runtime.segment.compiled import CompileOptions
 from runtime.segment.microbatch import microbatch_sizes, symbol_sizes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from torch import Tensor
@@ -15,11 +15,11 @@ from torch import Tensor
 from cost_models.layout import Mesh, Placement, Shard
 from runtime.mesh.axis import Axis, Wait, plainly
 from runtime.mesh.sharding import Sharding, coordinates
-from runtime.ops.bridges import axes_of
-from runtime.ops.local_calls import JOINT
 from runtime.program.program import group_queue
 from runtime.ranks.groups import Channel
-from runtime.segment.code import SegmentCode
+
+JOINT = "+"
+"""Sign between the names of axes that are taken together."""
 
 
 def ranks_along(mesh: Mesh, names: Sequence[str], rank: int) -> tuple[int, ...]:
@@ -44,15 +44,6 @@ def _groups_along(mesh: Mesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], 
     return tuple(dict.fromkeys(ranks_along(mesh, names, rank) for rank in mesh.ranks))
 
 
-def groups_needed(
-    codes: Iterable[SegmentCode], shardings: Iterable[Sharding], rank: int
-) -> set[tuple[int, ...]]:
-    """The sets of ranks, ascending, with which ``rank`` shares the bridges of ``codes`` and the owners of parameters."""
-    wanted = {(code.mesh, name) for code in codes if code.mesh for name in axes_of(code.module.graph)}
-    wanted |= {(s.mesh, s.mesh.axes[axis]) for s in shardings for axis, _ in s.cuts}
-    return {tuple(sorted(ranks_along(mesh, name.split(JOINT), rank))) for mesh, name in wanted}
-
-
 def axis_of(mesh: Mesh, name: str, rank: int, channels: Mapping[str, Channel], wait: Wait = plainly) -> Axis:
     """The place of ``rank`` on an axis, or on several taken together."""
     ranks = ranks_along(mesh, name.split(JOINT), rank)
@@ -60,12 +51,6 @@ def axis_of(mesh: Mesh, name: str, rank: int, channels: Mapping[str, Channel], w
     order = tuple(channel.rank_in_group[r] for r in ranks)
     straight = order == tuple(range(len(ranks)))
     return Axis(name, len(ranks), ranks.index(rank), channel.group, None if straight else order, wait)
-
-
-def axes_for(code: SegmentCode, rank: int, channels: Mapping[str, Channel], wait: Wait) -> dict[str, Axis]:
-    """The axes that the bridges of ``code`` run along, by name."""
-    assert code.mesh is not None
-    return {name: axis_of(code.mesh, name, rank, channels, wait) for name in axes_of(code.module.graph)}
 
 
 def axis_among(sharding: Sharding, ranks: Sequence[int], rank: int) -> int:

@@ -11,18 +11,17 @@ One all-reduce of (2, c); a rank's ∂w and ∂b are its own part of the sum. Ev
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from runtime.ops.local import Axis
+from runtime.ops.peers import Peers
 
 
 def batch_norm(
     op: Any,
-    axes: Mapping[str, Axis],
+    axes: Mapping[str, Peers],
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -50,7 +49,7 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, samples: Axis
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, samples: Peers
     ) -> tuple[Tensor, Tensor, Tensor]:
         dims = [d for d in range(x.dim()) if d != 1]
         exact = torch.promote_types(x.dtype, torch.float32)

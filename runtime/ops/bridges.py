@@ -31,8 +31,8 @@ from torch._subclasses import FakeTensor
 from cost_models.errors import InternalError
 from runtime.mesh.axis import Axis
 from runtime.ops.fused_linear import fuse, linears_behind
-from runtime.ops.local_calls import run_local, with_axes
-from runtime.segment.fresh import PRODUCTS, multiplies
+from runtime.ops.local import run_local, with_axes
+from runtime.ops.products import PRODUCTS, multiplies
 
 Way = Callable[[Tensor], Tensor]
 

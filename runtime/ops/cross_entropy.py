@@ -13,13 +13,12 @@ backward needs nobody else.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from runtime.ops.local import Axis
+from runtime.ops.peers import Peers
 
 NONE, MEAN, SUM = 0, 1, 2
 """``reduction`` as ATen counts it."""
@@ -27,7 +26,7 @@ NONE, MEAN, SUM = 0, 1, 2
 
 def cross_entropy(
     op: Any,
-    axes: Mapping[str, Axis],
+    axes: Mapping[str, Peers],
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -52,7 +51,7 @@ def cross_entropy(
 
 def mean_nll_loss(
     op: Any,
-    axes: Mapping[str, Axis],
+    axes: Mapping[str, Peers],
     logs: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -65,7 +64,7 @@ def mean_nll_loss(
 
 
 def _valid_weight(
-    target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype, axes: Mapping[str, Axis]
+    target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype, axes: Mapping[str, Peers]
 ) -> Tensor:
     """Σ w_y over the samples that count, on all ranks."""
     valid = target != ignore_index
@@ -87,7 +86,7 @@ class _ClassParallel(torch.autograd.Function):
         weight: Tensor | None,
         ignore_index: int,
         smoothing: float,
-        classes: Axis,
+        classes: Peers,
     ) -> Tensor:
         dim = 1 if logits.dim() > 1 else 0
         here = logits.shape[dim]

@@ -1,7 +1,7 @@
 """What a rank computes where its part of an op is not the op on its shards.
 
 A ``Choice`` names them as "function:role". ``LOCAL[function](op, axes, *args, **kwargs)`` is called in place of
-``op(*args, **kwargs)``; ``axes`` has an ``Axis`` per role: the ranks of all mesh axes with that role, taken together
+``op(*args, **kwargs)``; ``axes`` has ``Peers`` per role: the ranks of all mesh axes with that role, taken together
 (the first mesh axis outermost, as nested shards are), and this rank's place among them.
 
     function:role           operands                         result
@@ -15,41 +15,31 @@ A ``Choice`` names them as "function:role". ``LOCAL[function](op, axes, *args, *
 
 Random numbers: replicated tensors draw equal numbers, since ranks run the same ops in the same order from the same seed.
 ``random:shards`` takes one number from that common stream, whatever the shard's size, and draws from a stream of its own.
+
+A graph calls them by name (``run_local``), with the axis that plays each role. Several mesh axes may play one role
+together: "data+tensor", the first outermost. Like bridges, such calls only name their axes until they are bound; on fake
+tensors they tell shapes.
+
+    run_local("cross_entropy", "aten.cross_entropy_loss.default", {"classes": "tensor"}, logits, target)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, TypeAlias
+from functools import lru_cache
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
+from cost_models.errors import InternalError
 from runtime.ops.batch_norm import batch_norm
 from runtime.ops.cross_entropy import cross_entropy, mean_nll_loss
+from runtime.ops.peers import Peers
 from runtime.ops.random import mix
 
-
-class Axis(Protocol):
-    """Ranks that hold parts of one tensor, and which of them this is (``runtime.mesh.axis``, or threads in proofs).
-
-    Collectives take no part in autograd.
-    """
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """The sum or maximum over the ranks, in a tensor of its own."""
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """(ranks, *shape): everybody's."""
-
-
-Axes: TypeAlias = Mapping[str, Axis]
+Axes: TypeAlias = Mapping[str, Peers]
 LocalOp: TypeAlias = Callable[..., Any]
 
 
@@ -94,3 +84,34 @@ LOCAL: Mapping[str, LocalOp] = {
     "batch_norm": batch_norm,
     "random": _random,
 }
+
+LEADING = 3
+"""Arguments of ``run_local`` before the op's own."""
+
+
+def run_local(function: str, op: str, roles: Mapping[str, str], *args: Any, **options: Any) -> Any:
+    """The op on shards, which has the same shapes. ``roles``: axis of each role."""
+    given = [a for a in args if isinstance(a, Tensor)]
+    if not all(isinstance(a, FakeTensor) or a.is_meta for a in given):
+        raise InternalError(f"the local form of {op} was run without its axes")
+    return op_called(op)(*args, **options)
+
+
+def with_axes(axes: Mapping[str, Peers]) -> Callable[..., Any]:
+    """``run_local`` on ``axes``."""
+
+    def bound(function: str, op: str, roles: Mapping[str, str], *args: Any, **options: Any) -> Any:
+        played = {role: axes[name] for role, name in roles.items()}
+        return LOCAL[function](op_called(op), played, *args, **options)
+
+    bound.__name__ = bound.__qualname__ = run_local.__name__
+    return bound
+
+
+@lru_cache
+def op_called(name: str) -> Callable[..., Any]:
+    """``torch.ops.aten.add.Tensor`` by its name "aten.add.Tensor"."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]

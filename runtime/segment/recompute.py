@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from torch.utils.checkpoint import checkpoint
 
 from cost_models.errors import InternalError
-from runtime.ops.local_calls import LEADING, run_local
+from runtime.ops.local import LEADING, run_local
 
 REGION = "recomputed_region"
 """Key in a node's ``meta``: the region that it belongs to."""
@@ -157,7 +157,7 @@ def writes_statistics(node: fx.Node) -> bool:
 
 
 def _first_argument(node: fx.Node) -> int | None:
-    """Where the arguments of a batch norm begin, its form over several ranks (``runtime.ops.local_calls``) included."""
+    """Where the arguments of a batch norm begin, its form over several ranks (``runtime.ops.local``) included."""
     if node.target is aten.batch_norm.default:
         return 0
     is_local = getattr(node.target, "__name__", "") == run_local.__name__ and node.args[0] == "batch_norm"

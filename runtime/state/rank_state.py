@@ -4,22 +4,49 @@
     parameters   what the optimizer updates and a checkpoint stores; the leaf itself unless the precision differs
     holders      for every parameter and buffer of the model, wherever it lives: the ranks that hold it
 
-Where ops were split, a tensor of the model is held as several, on one rank or more (``runtime.state.parts``). Everything
-here is by the parts' names then; ``names_of`` and ``whole_of`` lead from the model's names to them and back.
+Where an op was split into blocks, ranks hold parts of its tensors, each a tensor of its own, on one rank or more:
+
+    the model                    what ranks hold, a linear layer's neurons split 60/40
+    fc1.weight   [100, 32]       fc1.weight#0 [60, 32]   fc1.weight#1 [40, 32]
+
+Graphs, programs and ranks know the parts only; whatever leaves this process (state dicts, checkpoints, reports) has the
+model's own names and shapes. Everything here is by the parts' names then; ``names_of`` and ``whole_of`` lead from the
+model's names to them and back.
 
 A tensor's first holder speaks for it where it may count once only: in a gradient norm, in a state dict.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor, nn
 
-from runtime.mesh.sharding import Sharding
-from runtime.state.parts import StatePart, names_of_parts
+from runtime.mesh.sharding import Block, Sharding
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """``block`` of the model's tensor called ``whole``. The parts of a tensor do not overlap and leave nothing out."""
+
+    whole: str
+    block: Block
+
+
+def part_name(whole: str, number: int) -> str:
+    """The name of the ``number``-th part of a tensor."""
+    return f"{whole}#{number}"
+
+
+def names_of_parts(parts: Mapping[str, StatePart]) -> dict[str, tuple[str, ...]]:
+    """The parts of every tensor that is held in parts, by its own name."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, part in parts.items():
+        found[part.whole].append(name)
+    return {whole: tuple(names) for whole, names in found.items()}
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from partitioner.plan import Plan
 from passes.graph.graph import OpGraph
 from runtime.mesh.sharding import Block
 from runtime.state.gather import pieces_of
-from runtime.state.parts import StatePart
-from runtime.state.rank_state import RankState
+from runtime.state.rank_state import RankState, StatePart
 from tests.support.made_plans import made_plan
 from tests.support.split_model import SIZES, model, traced, workload
 from tests.support.split_model import split as split_graph

@@ -15,7 +15,7 @@ from passes.lower.lower import lower
 from passes.lower.segment import Segmentation
 from runtime.mesh.sharding import Block
 from runtime.program.program import SegmentGraph
-from runtime.state.parts import StatePart
+from runtime.state.rank_state import StatePart
 from tests.support.split_model import SIZES, model, traced, workload
 from tests.support.split_model import split as split_graph
 

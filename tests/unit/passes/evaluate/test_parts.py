@@ -14,7 +14,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.trace.trace import trace
 from runtime.mesh.sharding import Block
-from runtime.state.parts import StatePart
+from runtime.state.rank_state import StatePart
 from tests.support.split_model import batch, model, traced, workload
 from tests.support.split_model import split as split_graph
 

@@ -16,7 +16,7 @@ from partitioner.engine.state_keys import StateKeys
 from partitioner.engine.weights import weights_of
 from passes.trace.init_state import materialize
 from runtime.mesh.sharding import Block
-from runtime.state.parts import StatePart
+from runtime.state.rank_state import StatePart
 
 PARTS = {
     "0.weight#0": StatePart("0.weight", Block((0, 0), (3, 4))),
