@@ -66,8 +66,7 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     else:
         placed = layer_wise(graph, costs, cluster, request)
     realized = placed.realized
-    sums = [group.as_tuple for group in realized.tied]
-    proof = check(realized.programs, realized.segments, placed.microbatches, tied=sums)
+    proof = check(realized.programs, realized.segments, placed.microbatches, tied=realized.tied)
     log.info("compiled: %s", placed.description)
     return Compiled(costs, placed, proof)
 

@@ -19,7 +19,6 @@ from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
 from passes.lower.segment import Segmentation, by_stage, on_mesh
 from passes.lower.step import StepCosts, SumCost, SumKey, programs_for, simulate_step, sum_bytes
-from passes.lower.summarize import TiedGroup
 from passes.shard.discover import Discovery
 from passes.shard.program import shardings
 from passes.shard.shard import shard_graph
@@ -29,7 +28,7 @@ from passes.split.split import Split, split_neurons
 from runtime.check.check import check
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.mesh.sharding import Sharding
-from runtime.program.program import Collective, Program, Segment, SegmentCost, SegmentGraph, Value
+from runtime.program.program import Collective, Program, Segment, SegmentCost, SegmentGraph, TiedGroup, Value
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.segment.microbatch import microbatch_sizes
 from runtime.simulate.simulate import Simulation
@@ -103,7 +102,7 @@ def plan_programs(plan: Plan, ranks: RankMap | None = None) -> tuple[Program, ..
     if ranks is not None:
         programs = relabelled_programs(programs, ranks)
         segments, tied = plan_segments(plan, ranks), plan_tied(plan, ranks)
-    check(programs, segments, plan.microbatches, tied=[group.as_tuple for group in tied])
+    check(programs, segments, plan.microbatches, tied=tied)
     return programs
 
 

@@ -19,7 +19,7 @@ from passes.costs.costs import cost_graph
 from passes.graph.graph import OpGraph
 from passes.lower.segment import on_mesh
 from passes.lower.step import StepCosts, SumCost, programs_for, simulate_step, sum_bytes
-from passes.lower.summarize import TiedGroup, gradient_bytes, segment_graph
+from passes.lower.summarize import gradient_bytes, segment_graph
 from passes.search.feature.place import FeatureRequest
 from passes.search.placed import Realized
 from passes.shard.program import gradient_sums, shardings
@@ -41,7 +41,7 @@ def realize_features(
     size = request.batch_size // microbatches
     sent = traffic(sharded, size)
     segments = _segments(sharded, sent, cluster, size)
-    sums = tuple(TiedGroup(*group) for group in gradient_sums(sharded))
+    sums = gradient_sums(sharded)
     state = _state(sharded, request)
     summed_bytes = {
         n: gradient_bytes(sharded.graph, n, request.precision) for s in sums for n in s.parameters

@@ -13,9 +13,8 @@ from typing import NamedTuple, TypeAlias
 
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import ring_all_reduce_seconds, slowest_hop
-from passes.lower.summarize import TiedGroup
 from runtime.program.order import build_programs
-from runtime.program.program import Collective, Program, ReduceGradients, SegmentGraph
+from runtime.program.program import Collective, Program, ReduceGradients, SegmentGraph, TiedGroup
 from runtime.schedules import SCHEDULES, TransferSeconds
 from runtime.simulate.simulate import Overheads, Simulation, simulate
 
@@ -64,8 +63,7 @@ def programs_for(
         devices = zip(cluster.devices, state_bytes, strict=True)
         room = [max(0, device.memory_bytes - held) for device, held in devices]
     orders = SCHEDULES[schedule].order(segments, microbatches, room, transfer_seconds=seconds)
-    groups = [group.as_tuple for group in tied]
-    return build_programs(segments, orders, microbatches, transfer_seconds=seconds, tied=groups)
+    return build_programs(segments, orders, microbatches, transfer_seconds=seconds, tied=tied)
 
 
 def simulate_step(

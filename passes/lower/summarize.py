@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -21,22 +20,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.state_reads import state_reads
 from passes.lower.lower import crossing_values
 from passes.lower.segment import Segmentation
-from runtime.program.program import Segment, SegmentCost, SegmentGraph, Value
-
-
-@dataclass(frozen=True)
-class TiedGroup:
-    """Trainable parameters of whose gradients several ranks make a part each; they are summed before the optimizer."""
-
-    parameters: tuple[str, ...]
-    ranks: tuple[int, ...]
-    scattered: bool = False
-    """Whether each rank keeps its part of the sums only."""
-
-    @property
-    def as_tuple(self) -> tuple[tuple[str, ...], tuple[int, ...], bool]:
-        """As the checker and the programs' builder take it."""
-        return self.parameters, self.ranks, self.scattered
+from runtime.program.program import Segment, SegmentCost, SegmentGraph, TiedGroup, Value
 
 
 def segment_graph(

@@ -11,7 +11,6 @@ from passes.graph.graph import OpGraph
 from passes.lower.bridge import Bridge
 from passes.lower.segment import Segmentation
 from passes.lower.step import StepCosts
-from passes.lower.summarize import TiedGroup
 from passes.search.certificate import Certificate
 from passes.search.feature.place import FeatureResult
 from passes.search.free.place import FreeResult
@@ -20,7 +19,7 @@ from passes.shard.shard import Sharded
 from passes.shard.sums import GradientSum, UpdateGather
 from passes.shard.traffic import Traffic
 from passes.split.split import Split
-from runtime.program.program import Program, SegmentGraph
+from runtime.program.program import Program, SegmentGraph, TiedGroup
 from runtime.simulate.simulate import Simulation
 
 

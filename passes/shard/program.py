@@ -16,7 +16,7 @@ from passes.shard.syncs import GradientSync
 from passes.shard.words import Placements
 from runtime.mesh.ranks_along import all_ranks_along
 from runtime.mesh.sharding import Sharding
-from runtime.program.order import TiedGroup, build_programs
+from runtime.program.order import build_programs
 from runtime.program.program import (
     Backward,
     Compute,
@@ -25,6 +25,7 @@ from runtime.program.program import (
     Segment,
     SegmentCost,
     SegmentGraph,
+    TiedGroup,
 )
 
 BUCKET_BYTES = 25 * 2**20
@@ -86,9 +87,9 @@ def shardings(sharded: Sharded) -> dict[str, Sharding]:
 
 
 def gradient_sums(sharded: Sharded) -> tuple[TiedGroup, ...]:
-    """What is summed after the last backward: (parameters, ranks, scattered), in the order of the sums."""
+    """What is summed after the last backward: in the order of the sums."""
     return tuple(
-        (bucket, ranks, sync.scattered)
+        TiedGroup(bucket, ranks, sync.scattered)
         for sync, bucket in bucketed_syncs(sharded)
         for ranks in all_ranks_along(sharded.mesh, sync.axes)
     )

@@ -322,10 +322,10 @@ def _passes(
 def _tied_summed(facts: _Facts) -> Iterator[Fault]:
     """Every tied parameter's gradient is summed once over its ranks, after their last backward."""
     wanted = {
-        (parameter, tuple(sorted(set(ranks))), bool(scattered and scattered[0]))
-        for parameters, ranks, *scattered in facts.tied
-        for parameter in parameters
-        if facts.training and len(set(ranks)) > 1
+        (parameter, tuple(sorted(set(group.ranks))), group.scattered)
+        for group in facts.tied
+        for parameter in group.parameters
+        if facts.training and len(set(group.ranks)) > 1
     }
     seen: dict[tuple[int, str, tuple[int, ...]], Place] = {}
     taking_part: dict[ReduceGradients, set[int]] = defaultdict(set)

@@ -52,7 +52,7 @@ from runtime.program.timing import (
     time_orders,
 )
 
-__all__ = ["TiedGroup", "build_programs", "quick_makespan"]
+__all__ = ["build_programs", "quick_makespan"]
 
 EARLY_BYTES = 256 * 2**10
 """About how much memory a rank may spend, per value, on receives posted more than one compute ahead.
@@ -236,7 +236,7 @@ def _tails(
     tails: list[list[Instruction]] = [[] for _ in range(graph.world_size)]
     last_end = [ends[-1] if ends else 0.0 for ends in timing.rank_ends]
     last_end += [0.0] * (graph.world_size - len(last_end))
-    shared = [(tuple(parameters), tuple(sorted(set(ranks)))) for parameters, ranks, *_ in tied]
+    shared = [(group.parameters, tuple(sorted(set(group.ranks)))) for group in tied]
     shared = [(parameters, ranks) for parameters, ranks in shared if len(ranks) > 1]
     for parameters, ranks in sorted(shared, key=lambda group: max(last_end[r] for r in group[1])):
         for rank in ranks:
@@ -252,11 +252,11 @@ def _tails_together(
 ) -> list[list[Instruction]]:
     """Reductions in the order of ``tied`` on every rank, then the optimizer step."""
     tails: list[list[Instruction]] = [[] for _ in range(graph.world_size)]
-    for parameters, ranks, *scattered in tied:
+    for parameters, ranks, scattered in tied:
         group = tuple(sorted(set(ranks)))
         if len(group) > 1:
             for rank in group:
-                tails[rank].append(ReduceGradients(tuple(parameters), group, group_queue(group), *scattered))
+                tails[rank].append(ReduceGradients(parameters, group, group_queue(group), scattered))
     if optimizer:
         for rank in {rank for s in graph.segments if s.has_backward for rank in s.ranks}:
             tails[rank].append(OptimizerStep())

@@ -139,8 +139,13 @@ class OptimizerStep:
         return "step"
 
 
-TiedGroup: TypeAlias = tuple[Sequence[str], Sequence[int]] | tuple[Sequence[str], Sequence[int], bool]
-"""(parameters, the ranks that each hold a part of their gradients' sum, and ``scattered``)."""
+class TiedGroup(NamedTuple):
+    """Parameters of whose gradients several ranks make a part each; the parts are summed before the optimizer steps."""
+
+    parameters: tuple[str, ...]
+    ranks: tuple[int, ...]
+    scattered: bool = False
+    """True if each rank keeps its part of the sums only."""
 
 
 Communication: TypeAlias = Send | Recv | ReduceGradients

@@ -38,10 +38,9 @@ def free_task(
     recomputed = recomputed_ops(graph)
     segmentation = by_reach(graph, {name: (rank,) for name, rank in rank_of.items()}, recomputed)
     segments, tied = summary(RandomModel(graph, {}), segmentation, ranks)
-    sums = [group.as_tuple for group in tied]
     orders = SCHEDULES[schedule].order(segments, microbatches)
-    programs = build_programs(segments, orders, microbatches, transfer_seconds=lambda *_: 1e-3, tied=sums)
-    check(programs, segments, microbatches, tied=sums)
+    programs = build_programs(segments, orders, microbatches, transfer_seconds=lambda *_: 1e-3, tied=tied)
+    check(programs, segments, microbatches, tied=tied)
     whole = {name: part.whole for name, part in graph.parts.items()}
     samples = next(batch[name].shape[dim] for name, dim in graph.batch.batch_dims.items() if dim is not None)
     return VerificationTask(

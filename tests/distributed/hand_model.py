@@ -30,6 +30,7 @@ from runtime.program.program import (
     Segment,
     SegmentCost,
     SegmentGraph,
+    TiedGroup,
     Value,
 )
 from runtime.schedules import SCHEDULES
@@ -181,7 +182,7 @@ def order(kind: str, ranks: tuple[int, ...], microbatches: int) -> ComputeOrder:
 def programs(kind: str, ranks: tuple[int, ...], microbatches: int) -> tuple[Program, ...]:
     """One program per rank; the tied embedding is summed where two ranks hold it."""
     holders = tuple(sorted({ranks[0], ranks[3]}))
-    tied = [((TIED,), holders)] if len(holders) > 1 else []
+    tied = [TiedGroup((TIED,), holders)] if len(holders) > 1 else []
     return build_programs(
         graph(ranks),
         order(kind, ranks, microbatches),

@@ -15,7 +15,16 @@ from cost_models.errors import UsageError
 from runtime.check.check import check
 from runtime.execute.execute import Executor
 from runtime.program.order import build_programs
-from runtime.program.program import Backward, Forward, Program, Segment, SegmentCost, SegmentGraph, Value
+from runtime.program.program import (
+    Backward,
+    Forward,
+    Program,
+    Segment,
+    SegmentCost,
+    SegmentGraph,
+    TiedGroup,
+    Value,
+)
 from runtime.ranks.launch import WorkerPool
 from runtime.ranks.network_threads import network_threads
 from runtime.schedules import SCHEDULES
@@ -93,7 +102,7 @@ def test_equals_the_unpartitioned_model(pool: WorkerPool, kind: str, world_size:
         hand.programs(kind, ranks, MICROBATCHES),
         hand.graph(ranks),
         MICROBATCHES,
-        tied=[((hand.TIED,), tuple(sorted({ranks[0], ranks[3]})))] if ranks[0] != ranks[3] else [],
+        tied=[TiedGroup((hand.TIED,), tuple(sorted({ranks[0], ranks[3]})))] if ranks[0] != ranks[3] else [],
     )
     results = pool.run(run_steps, kind, ranks, 2, True, True, world_size=world_size, timeout_seconds=60)
     assert_equal_to_reference(results)

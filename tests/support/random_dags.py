@@ -17,6 +17,7 @@ from runtime.program.program import (
     Segment,
     SegmentCost,
     SegmentGraph,
+    TiedGroup,
     Value,
 )
 
@@ -28,7 +29,7 @@ class Case:
     graph: SegmentGraph
     orders: ComputeOrder
     microbatches: int
-    tied: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
+    tied: tuple[TiedGroup, ...]
     transfer: float
 
     def transfer_seconds(self, source: int, target: int, size_bytes: int) -> float:
@@ -43,7 +44,7 @@ def cases(draw: st.DrawFn) -> Case:
     microbatches = draw(st.integers(1, 4))
     graph = _graph(dice, world, count)
     tied = tuple(
-        ((f"tied{i}",), tuple(sorted(dice.sample(range(world), dice.randint(2, world)))))
+        TiedGroup((f"tied{i}",), tuple(sorted(dice.sample(range(world), dice.randint(2, world)))))
         for i in range(draw(st.integers(0, 2)))
         if world > 1
     )

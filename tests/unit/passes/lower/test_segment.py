@@ -13,10 +13,10 @@ from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.lower.lower import crossing_values
 from passes.lower.segment import Segmentation, by_reach, by_stage, merge, segment_edges
-from passes.lower.summarize import TiedGroup, tied_groups
+from passes.lower.summarize import tied_groups
 from runtime.check.check import check
 from runtime.program.order import build_programs
-from runtime.program.program import Segment, SegmentCost, SegmentGraph, Value
+from runtime.program.program import Segment, SegmentCost, SegmentGraph, TiedGroup, Value
 from runtime.schedules import SCHEDULES
 from runtime.simulate.simulate import simulate
 from tests.support.random_graphs import RandomModel, random_model, random_placement
@@ -51,9 +51,8 @@ def test_any_placement_is_segmented_scheduled_proved_and_simulated(
     _is_sound(model.graph, segmentation, placement)
     segments, tied = summary(model, segmentation, ranks)
     orders = SCHEDULES["list"].order(segments, microbatches)
-    groups = [(group.parameters, group.ranks) for group in tied]
-    programs = build_programs(segments, orders, microbatches, transfer_seconds=lambda *_: 0.1, tied=groups)
-    proof = check(programs, segments, microbatches, tied=groups)
+    programs = build_programs(segments, orders, microbatches, transfer_seconds=lambda *_: 0.1, tied=tied)
+    proof = check(programs, segments, microbatches, tied=tied)
     assert proof.instructions == sum(len(program.instructions) for program in programs)
     simulation = simulate(programs, segments, links=ClusterSpec.local(ranks))
     work = sum((s.cost.forward_seconds + s.cost.backward_seconds * s.has_backward) for s in segments.segments)

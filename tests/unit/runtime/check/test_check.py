@@ -29,6 +29,7 @@ from runtime.program.program import (
     SegmentCost,
     SegmentGraph,
     Send,
+    TiedGroup,
     group_queue,
     pair_queue,
 )
@@ -36,7 +37,7 @@ from runtime.schedules import SCHEDULES
 from tests.support.random_dags import Case, cases
 from tests.unit.runtime.schedules.helpers import chain, gpipe, no_time, one_f_one_b, split_backward
 
-TIED = ((("wte",), (0, 2)),)
+TIED = (TiedGroup(("wte",), (0, 2)),)
 
 
 def programs_of(stages: int = 3, microbatches: int = 2, order: Callable[..., ComputeOrder] = one_f_one_b):  # type: ignore[no-untyped-def]
@@ -196,7 +197,7 @@ def test_a_circle_through_three_device_queues_is_found() -> None:
 
 
 def test_collectives_out_of_order_between_overlapping_groups_deadlock() -> None:
-    tied = ((("a",), (0, 1, 2)), (("b",), (0, 1)))
+    tied = (TiedGroup(("a",), (0, 1, 2)), TiedGroup(("b",), (0, 1)))
     programs = build_programs(chain(3), gpipe(3, 2), 2, transfer_seconds=no_time, tied=tied)
     check(programs, chain(3), 2, tied=tied)
     wrong = edited(programs, 1, lambda i: i.insert(at(i, "+b@0,1"), i.pop(at(i, "+a@0,1,2"))))
@@ -425,17 +426,20 @@ def test_64_stages_and_128_microbatches_are_checked_in_time() -> None:
 GROUP = SegmentGraph(tuple(Segment(s, (0, 1), SegmentCost(1.0, 2.0, 0.0)) for s in range(2)), (), 2)
 
 
+SCATTERED = (TiedGroup(("w",), (0, 1), scattered=True),)
+
+
 def group_programs() -> tuple[Program, ...]:
     order = tuple(
         c for mb in range(2) for c in (Forward(0, mb), Forward(1, mb), Backward(1, mb), Backward(0, mb))
     )
-    return build_programs(GROUP, (order,), 2, transfer_seconds=no_time, tied=((("w",), (0, 1), True),))
+    return build_programs(GROUP, (order,), 2, transfer_seconds=no_time, tied=SCATTERED)
 
 
 def test_ranks_that_run_a_segment_together_pass() -> None:
     programs = group_programs()
     assert str(programs[0]).replace("rank 0", "rank 1") == str(programs[1])
-    assert check(programs, GROUP, 2, tied=((("w",), (0, 1), True),)).collectives == 1
+    assert check(programs, GROUP, 2, tied=SCATTERED).collectives == 1
 
 
 def test_ranks_of_a_segment_in_different_orders_wait_forever() -> None:
@@ -444,7 +448,7 @@ def test_ranks_of_a_segment_in_different_orders_wait_forever() -> None:
         instructions[a], instructions[b] = instructions[b], instructions[a]
 
     with pytest.raises(DeadlockError, match=r"rank 1: 0F0 \(its other side is on rank 0\) comes after 1F0"):
-        check(edited(group_programs(), 1, swap), GROUP, 2, tied=((("w",), (0, 1), True),))
+        check(edited(group_programs(), 1, swap), GROUP, 2, tied=SCATTERED)
 
 
 @pytest.mark.parametrize(
@@ -460,7 +464,7 @@ def test_one_rank_of_a_segment_that_differs_is_named(
     edit: Callable[[list[Instruction]], object], message: str
 ) -> None:
     with pytest.raises(InternalError) as caught:
-        check(edited(group_programs(), 1, edit), GROUP, 2, tied=((("w",), (0, 1), True),))
+        check(edited(group_programs(), 1, edit), GROUP, 2, tied=SCATTERED)
     assert message in str(caught.value)
 
 
@@ -470,4 +474,4 @@ def test_a_sum_that_scatters_on_one_rank_only() -> None:
         instructions[place] = ReduceGradients(("w",), (0, 1), group_queue((0, 1)))
 
     with pytest.raises(InternalError, match="which does not take part"):
-        check(edited(group_programs(), 1, whole), GROUP, 2, tied=((("w",), (0, 1), True),))
+        check(edited(group_programs(), 1, whole), GROUP, 2, tied=SCATTERED)

@@ -22,6 +22,7 @@ from runtime.program.program import (
     SegmentCost,
     SegmentGraph,
     Send,
+    TiedGroup,
     Value,
     compute_of,
 )
@@ -109,7 +110,7 @@ def test_tied_gradients_are_summed_after_the_last_backward_and_before_the_step()
         one_f_one_b(3, 2),
         2,
         transfer_seconds=no_time,
-        tied=[(("wte",), (2, 0)), (("alone",), (1,))],
+        tied=[TiedGroup(("wte",), (2, 0)), TiedGroup(("alone",), (1,))],
     )
     assert str(programs[0]).endswith("0B1 +wte@0,2 step")
     assert str(programs[2]).endswith("2B1 >d(x1):1@1 +wte@0,2 step")
@@ -117,7 +118,7 @@ def test_tied_gradients_are_summed_after_the_last_backward_and_before_the_step()
 
 
 def test_overlapping_reductions_have_one_order_everywhere() -> None:
-    tied = [(("a",), (0, 1, 2)), (("b",), (1, 2)), (("c",), (0, 1))]
+    tied = [TiedGroup(("a",), (0, 1, 2)), TiedGroup(("b",), (1, 2)), TiedGroup(("c",), (0, 1))]
     programs = build_programs(chain(3), gpipe(3, 2), 2, transfer_seconds=no_time, tied=tied)
     orders = [[i.parameters[0] for i in p.instructions if isinstance(i, ReduceGradients)] for p in programs]
     joined = orders[1]
@@ -128,7 +129,7 @@ def test_overlapping_reductions_have_one_order_everywhere() -> None:
 def test_forward_only_programs_have_no_gradients_and_no_step() -> None:
     orders = tuple(tuple(c for c in order if isinstance(c, Forward)) for order in gpipe(2, 2))
     programs = build_programs(
-        chain(2), orders, 2, transfer_seconds=no_time, training=False, tied=[(("w",), (0, 1))]
+        chain(2), orders, 2, transfer_seconds=no_time, training=False, tied=[TiedGroup(("w",), (0, 1))]
     )
     assert text(programs) == [
         "rank 0: 0F0 >x0:0@1 0F1 >x0:1@1",
@@ -167,7 +168,12 @@ def test_missing_computes_are_reported() -> None:
 
 def test_ranks_of_a_group_get_one_order_and_sums_in_one_order() -> None:
     graph = SegmentGraph((Segment(0, (0, 1, 2, 3), COST),), (), 4)
-    tied = ((("a",), (0, 2), True), (("a",), (0, 1)), (("a",), (2, 3)), (("a",), (1, 3), True))
+    tied = (
+        TiedGroup(("a",), (0, 2), scattered=True),
+        TiedGroup(("a",), (0, 1)),
+        TiedGroup(("a",), (2, 3)),
+        TiedGroup(("a",), (1, 3), scattered=True),
+    )
     programs = build_programs(
         graph, ((Forward(0, 0), Backward(0, 0)),), 1, transfer_seconds=no_time, tied=tied
     )

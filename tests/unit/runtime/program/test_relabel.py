@@ -9,13 +9,13 @@ import pytest
 
 from cost_models.errors import InternalError
 from runtime.check.check import check
-from runtime.program.order import TiedGroup, build_programs
-from runtime.program.program import Program, Segment, SegmentCost, SegmentGraph, Send, Value
+from runtime.program.order import build_programs
+from runtime.program.program import Program, Segment, SegmentCost, SegmentGraph, Send, TiedGroup, Value
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.schedules import SCHEDULES
 
 COST = SegmentCost(1.0, 1.0, 1.0)
-TIED: list[TiedGroup] = [(("wte",), (0, 3))]
+TIED: list[TiedGroup] = [TiedGroup(("wte",), (0, 3))]
 
 
 def chain(devices: tuple[int, ...], world_size: int) -> SegmentGraph:
@@ -51,13 +51,13 @@ def test_a_plan_on_three_of_four_devices_as_text() -> None:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "list"])
 def test_every_renaming_is_proved_again(schedule: str) -> None:
     graph = chain((5, 1, 3), 6)
-    tied: list[TiedGroup] = [(("a", "b"), (1, 5)), (("c",), (1, 3, 5))]
+    tied: list[TiedGroup] = [TiedGroup(("a", "b"), (1, 5)), TiedGroup(("c",), (1, 3, 5))]
     programs = programs_of(graph, 5, tied, schedule)
     for devices in permutations((1, 3, 5)):
         ranks = RankMap(devices)
         segments = relabelled_segments(graph, ranks)
         renamed = relabelled_programs(programs, ranks)
-        groups = [(names, tuple(sorted(ranks.ranks(group)))) for names, group in tied]
+        groups = [group._replace(ranks=tuple(sorted(ranks.ranks(group.ranks)))) for group in tied]
         check(renamed, segments, 5, tied=groups)
         assert segments.world_size == len(renamed) == 3
         queues = {i.queue for program in renamed for i in program.instructions if isinstance(i, Send)}

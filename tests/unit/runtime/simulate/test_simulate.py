@@ -32,6 +32,7 @@ from runtime.program.program import (
     SegmentCost,
     SegmentGraph,
     Send,
+    TiedGroup,
     Value,
     pair_queue,
 )
@@ -238,7 +239,9 @@ def test_computes_slow_down_only_while_a_transfer_is_under_way() -> None:
 
 def test_overheads_steps_and_reductions_take_time() -> None:
     graph = chain(2)
-    programs = build_programs(graph, gpipe(2, 1), 1, transfer_seconds=no_time, tied=[(("w",), (0, 1))])
+    programs = build_programs(
+        graph, gpipe(2, 1), 1, transfer_seconds=no_time, tied=[TiedGroup(("w",), (0, 1))]
+    )
     simulation = simulate(
         programs,
         graph,
@@ -393,7 +396,7 @@ def test_a_segment_of_several_ranks_starts_when_all_are_ready() -> None:
         ((Forward(0, 0), Backward(0, 0), Forward(0, 1), Backward(0, 1)),),
         2,
         transfer_seconds=no_time,
-        tied=((("w",), (0, 1)),),
+        tied=(TiedGroup(("w",), (0, 1)),),
     )
     result = simulate(
         programs,

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from runtime.program.order import build_programs
-from runtime.program.program import ComputeOrder, SegmentGraph
+from runtime.program.program import ComputeOrder, SegmentGraph, TiedGroup
 from runtime.schedules import SCHEDULES
 from runtime.simulate.fair_share import UniformLinks
 from runtime.simulate.simulate import Simulation, simulate
@@ -15,7 +15,9 @@ from tests.unit.runtime.schedules.helpers import chain, no_time, one_f_one_b, sp
 
 
 def run(graph: SegmentGraph, order: ComputeOrder, microbatches: int) -> Simulation:
-    programs = build_programs(graph, order, microbatches, transfer_seconds=no_time, tied=[(("wte",), (0, 1))])
+    programs = build_programs(
+        graph, order, microbatches, transfer_seconds=no_time, tied=[TiedGroup(("wte",), (0, 1))]
+    )
     return simulate(
         programs,
         graph,
