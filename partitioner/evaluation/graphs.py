@@ -39,9 +39,9 @@ from partitioner.evaluation.sharded import SharedGraph, SharedStage
 from partitioner.plan import Plan
 from passes.evaluate.graph import without_writes
 from passes.evaluate.outputs import evaluation_outputs
+from passes.evaluate.parts import reuse_splits
 from passes.evaluate.placement import Reused, reuse_placement
 from passes.evaluate.programs import inference_programs, inference_segments
-from passes.evaluate.splits import reuse_splits
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.graph.token_counts import user_leaves

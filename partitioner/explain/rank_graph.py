@@ -29,7 +29,7 @@ from partitioner.report.sharding import mesh_text, ranks_text
 from partitioner.report.text import counted, printable
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.lower.lower import lower
-from passes.shard.text import placements_text
+from passes.shard.words import placements_text
 from runtime.ops import bridges
 from runtime.ops.local import run_local
 from runtime.segment.code import SegmentCode

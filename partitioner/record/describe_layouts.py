@@ -16,8 +16,7 @@ from partitioner.report.modules import range_of
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.shard.shard import Sharded
-from passes.shard.text import placements_text
-from passes.shard.words import Placements, operands
+from passes.shard.words import Placements, operands, placements_text
 
 _Way = tuple[str, str, str, str, tuple[str, ...], str]
 """Stored, state, taken, op, what it takes beside parameters, what it makes."""

@@ -22,8 +22,7 @@ from passes.lower.step import StepCosts, SumCost, SumKey, programs_for, simulate
 from passes.shard.discover import Discovery
 from passes.shard.program import shardings
 from passes.shard.shard import shard_graph
-from passes.shard.text import choice_text
-from passes.shard.words import FeaturePlacement
+from passes.shard.words import FeaturePlacement, choice_text
 from passes.split.split import Split, split_neurons
 from runtime.check.check import check
 from runtime.mesh.ranks_along import JOINT, all_ranks_along

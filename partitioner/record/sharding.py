@@ -12,8 +12,14 @@ from pydantic import AfterValidator, Field
 from cost_models.conversion import Kind
 from cost_models.layout import Mesh
 from partitioner.record.base import Count, Record, Seconds
-from passes.shard.text import choice_text, placements_text, read_choice, read_placements
-from passes.shard.words import Choice, FeaturePlacement
+from passes.shard.words import (
+    Choice,
+    FeaturePlacement,
+    choice_text,
+    placements_text,
+    read_choice,
+    read_placements,
+)
 from runtime.mesh.ranks_along import JOINT
 
 MOST_AXES = 3

@@ -1,26 +1,65 @@
-"""A graph of the model reads the parts of parameters and buffers that ranks hold: they are put together where it does.
+"""An evaluation graph on the parts of parameters and buffers that ranks hold.
+
+Evaluation is a trace of its own, of whole tensors; training may have split its ops into blocks (``passes.split.split``).
+Ops that both do are split alike, so that evaluation reads the parts where they are. They are matched as placements are:
+by module path, kind and count (``passes.evaluate.placement``).
+
+    training     fc1 split 60/40        parts fc1.weight#0, fc1.weight#1
+    evaluation   fc1: the same op       split 60/40 too, its blocks run where training's do
+
+Any other op, and one that cannot be split, reads parts put together:
 
     %fc1_weight                        # (100, 32)         %fc1_weight_0, %fc1_weight_1        # (60, 32), (40, 32)
     %linear = linear(%x, %fc1_weight)                      %cat = cat([%fc1_weight_0, %fc1_weight_1], 0)
                                                            %linear = linear(%x, %cat)
-
-Evaluation is a trace of its own, of whole tensors; training may have split its ops into blocks (``passes.split.split``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
-from cost_models.errors import InternalError
+from cost_models.errors import InternalError, UsageError
+from passes.evaluate.placement import keyed_ops
 from passes.graph.graph import GraphInput, OpGraph, StateSpec
 from passes.graph.nodes import call, copy_graph, fake_call, fake_mode_of, new_module
+from passes.split.split import Split, split_neurons
 from runtime.state.rank_state import StatePart, names_of_parts
 
+log = logging.getLogger("partitioner")
+
 Piece = tuple[StatePart, fx.Node]
+
+
+def reuse_splits(evaluation: OpGraph, training: OpGraph, run: OpGraph, splits: Sequence[Split]) -> OpGraph:
+    """``evaluation`` on the parts of ``run``, which is ``training`` after ``splits``."""
+    if not run.parts:
+        return evaluation
+    key_of = {node.name: key for key, node in keyed_ops(training)}
+    op_of = {key: node.name for key, node in keyed_ops(evaluation)}
+    found = tuple(
+        dataclasses.replace(s, op=op_of[key_of[s.op]])
+        for s in splits
+        if s.op in key_of and key_of[s.op] in op_of
+    )
+    return read_parts(_split(evaluation, run, found), run.parts)
+
+
+def _split(evaluation: OpGraph, run: OpGraph, splits: tuple[Split, ...]) -> OpGraph:
+    """``evaluation`` after ``splits``, as it is where that makes other parts than those of ``run``."""
+    try:
+        made = split_neurons(evaluation, splits) if splits else evaluation
+    except UsageError as error:
+        log.info("evaluation is not split as training is: %s", "; ".join(error.because))
+        return evaluation
+    if any(run.parts.get(name) != part for name, part in made.parts.items()):
+        log.info("evaluation is not split as training is: its parts would be others")
+        return evaluation
+    return made
 
 
 def read_parts(graph: OpGraph, parts: Mapping[str, StatePart]) -> OpGraph:

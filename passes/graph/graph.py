@@ -28,7 +28,28 @@ from passes.graph.token_counts import TokenCounts
 from runtime.segment.code import BatchSpec, Dim, TensorSpec
 from runtime.state.rank_state import StatePart
 
+aten = torch.ops.aten
+
 PlaceholderKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch"]
+
+NOT_DIFFERENTIABLE = frozenset(
+    {
+        aten.detach.default,
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.empty_like.default,
+        aten.full_like.default,
+        aten.rand_like.default,
+        aten.randn_like.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_empty.default,
+        aten.new_full.default,
+        aten.bernoulli.default,
+        aten.bernoulli.p,
+    }
+)
+"""Ops whose floating-point output has no gradient even if an input has one (autograd's own rule)."""
 
 
 @dataclass(frozen=True)
@@ -141,10 +162,23 @@ class OpGraph:
 
     @cached_property
     def needs_grad(self) -> frozenset[str]:
-        """Names of nodes that get a gradient when the loss is differentiated. Static; see ``passes.graph.grads``."""
-        from passes.graph.grads import needs_grad
+        """Names of nodes, trainable parameters included, that get a gradient when the loss is differentiated.
 
-        return needs_grad(self)
+        Static, so that every rank knows which gradient messages will come. A value needs a gradient iff it is floating
+        point, depends on a trainable parameter through differentiable ops, and reaches the loss through differentiable
+        ops. Over-approximating is safe (the consumer then sends zeros); the reverse would lose a gradient, so an op
+        counts as differentiable unless it is known not to be.
+        """
+        candidates = _differentiable(self)
+        if self.loss is None or self.loss not in candidates:
+            return frozenset()
+        found = {self.loss}
+        for node in reversed(list(self.graph.nodes)):
+            if node.name in candidates and any(
+                user.name in found for user in node.users if user.op != "output"
+            ):
+                found.add(node.name)
+        return frozenset(found)
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -180,6 +214,31 @@ class OpGraph:
 
     def __iter__(self) -> Iterator[fx.Node]:
         return iter(self.ops)
+
+
+def _differentiable(graph: OpGraph) -> frozenset[str]:
+    """Names of nodes that depend on a trainable parameter through differentiable ops."""
+    trainable = {
+        i.node for i in graph.inputs if i.kind == "parameter" and graph.parameters[i.name].requires_grad
+    }
+    found: set[str] = set()
+    for node in graph.graph.nodes:
+        if node.name in trainable or (
+            node.op == "call_function"
+            and node.target not in NOT_DIFFERENTIABLE
+            and _is_floating(node)
+            and any(source.name in found for source in node.all_input_nodes)
+        ):
+            found.add(node.name)
+    return frozenset(found)
+
+
+def _is_floating(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    items = value if isinstance(value, list | tuple) else (value,)
+    return any(
+        isinstance(item, torch.Tensor) and (item.is_floating_point() or item.is_complex()) for item in items
+    )
 
 
 def tensor_specs(node: fx.Node) -> tuple[TensorSpec, ...]:

@@ -1,4 +1,4 @@
-"""Small helpers that rewriting passes share: make a node with a value, say where a node came from."""
+"""Helpers that rewriting passes share: make a node with a value, drop dead ones, say where a node came from."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch.fx.passes.shape_prop import TensorMetadata
 
 _ORIGIN = ("nn_module_stack", "stack_trace", "module_path", "source")
 _TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+WRITES_UNDECLARED = frozenset({"aten::batch_norm"})
+"""Ops that update a buffer (running statistics) without saying so in their schema."""
 
 
 def value_of(argument: Any) -> Any:
@@ -82,6 +84,19 @@ def copy_graph(old: fx.Graph) -> fx.Graph:
     graph = fx.Graph()
     graph.output(graph.graph_copy(old, {})).meta.update(old.output_node().meta)
     return graph
+
+
+def drop_dead_code(graph: fx.Graph) -> None:
+    """Erase ops whose result nobody reads and that write nothing (random ones included)."""
+    for node in reversed(list(graph.nodes)):
+        if node.op not in ("placeholder", "output") and not node.users and not _writes(node):
+            graph.erase_node(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return node.target._schema.is_mutable or node.target._schema.name in WRITES_UNDECLARED
 
 
 def origin(node: fx.Node) -> dict[str, Any]:

@@ -1,9 +1,17 @@
-"""Which ops are the same op: the 80 equal layers of a transformer are analysed once.
+"""Equal ops and equal blocks: the 80 layers of a transformer are analysed and decided once.
 
-Two ops have one signature if they call the same target with operands of equal symbolic shapes, strides, data types and
+Two ops have one *signature* if they call the same target with operands of equal symbolic shapes, strides, data types and
 gradient roles, and equal other arguments. Everything an analysis of a single op can see is in its signature.
 
     Llama with 80 layers: 5,900 ops, about 50 signatures.
+
+Two blocks (``passes.graph.blocks``) are equal if their ops have the same signatures in the same order. Ops at equal
+positions of equal blocks are one *class*, decided once for all of them; every other op is a class of its own.
+
+    layers.0: norm q k v attention … │ layers.1: norm q k v attention … │ …     ─►   one class per position, n members
+
+Classes restrict a search to equal decisions for equal blocks; they say nothing about edges, which are those of the whole
+graph (``passes.search.feature.graph``).
 """
 
 from __future__ import annotations
@@ -17,6 +25,7 @@ import sympy
 import torch
 from torch import fx
 
+from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph, tensor_specs
 from runtime.ops.local import LEADING, op_called, run_local
 from runtime.segment.code import Dim, TensorSpec
@@ -100,6 +109,47 @@ def group_by_signature(graph: OpGraph) -> SignatureTable:
         operands.append(own)
     elements = tuple(tuple(operand.element for operand in tensors.of(node)) for node in graph.ops)
     return SignatureTable(tuple(signatures), tuple(of), tuple(operands), elements)
+
+
+@dataclass(frozen=True)
+class OpClasses:
+    """``of[i]``: the class of op i; ``members[c]``: the indices of class c's ops, in the model's order."""
+
+    of: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
+
+
+def op_classes(graph: OpGraph) -> OpClasses:
+    """The classes of ``graph.ops``; computed once per graph."""
+    if "op_classes" not in graph.memo:
+        signatures = group_by_signature(graph).of
+        graph.memo["op_classes"] = group_blocks(
+            [node.name for node in graph.ops], signatures, block_of(graph)
+        )
+    found = graph.memo["op_classes"]
+    assert isinstance(found, OpClasses)
+    return found
+
+
+def group_blocks(names: Sequence[str], signatures: Sequence[int], blocks: Mapping[str, str]) -> OpClasses:
+    """Classes of ops by their block's run of signatures and their position in it; O(ops)."""
+    inside: dict[str, list[int]] = {}
+    for index, name in enumerate(names):
+        if name in blocks:
+            inside.setdefault(blocks[name], []).append(index)
+    kind_of = {block: tuple(signatures[i] for i in members) for block, members in inside.items()}
+    class_of: dict[object, int] = {}
+    of = [-1] * len(names)
+    position = {i: place for members in inside.values() for place, i in enumerate(members)}
+    for index, name in enumerate(names):
+        key: object = index
+        if name in blocks:
+            key = (kind_of[blocks[name]], position[index])
+        of[index] = class_of.setdefault(key, len(class_of))
+    members_of: list[list[int]] = [[] for _ in class_of]
+    for index, number in enumerate(of):
+        members_of[number].append(index)
+    return OpClasses(tuple(of), tuple(map(tuple, members_of)))
 
 
 class _Tensors:

@@ -21,8 +21,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from cost_models.errors import InternalError, ModelError
-from passes.graph.nodes import copy_graph, new_module, where
-from passes.trace.normal.simplify import drop_dead_code
+from passes.graph.nodes import copy_graph, drop_dead_code, new_module, where
 
 aten = torch.ops.aten
 

@@ -1,15 +1,19 @@
-"""Buffers that the model writes, and the ops that must therefore stay together.
+"""Parameters and buffers: which ops need them where they run, and which ops must stay together because of them.
 
-A buffer has one owning segment: everything that reads or writes it runs there, once per micro-batch and in order. What
-lies between these ops runs there as well: elsewhere, it would part the segment.
+An op needs what it reads, and what ops that are recomputed for it read.
+
+A buffer that the model writes has one owning segment: everything that reads or writes it runs there, once per
+micro-batch and in order. All ops between these run there as well: elsewhere, they would part the segment.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 
 import torch
+from networkx.utils import UnionFind
 
 from passes.graph.contraction import united
 from passes.graph.graph import OpGraph
@@ -39,10 +43,10 @@ def mutable_buffers(graph: OpGraph) -> frozenset[str]:
 
 def colocated(graph: OpGraph) -> tuple[frozenset[str], ...]:
     """Groups of ops that must share a segment: projections with their producer, the users of a written buffer."""
-    groups: list[set[str]] = []
+    groups: UnionFind[str] = UnionFind()
     for node in graph.ops:
         if node.target is operator.getitem:
-            groups.append({node.name, node.all_input_nodes[0].name})
+            groups.union(node.all_input_nodes[0].name, node.name)
     mutable = mutable_buffers(graph)
     users: dict[str, set[str]] = defaultdict(set)
     for placeholder in graph.inputs:
@@ -53,8 +57,10 @@ def colocated(graph: OpGraph) -> tuple[frozenset[str], ...]:
     for output in graph.outputs:
         if output.kind == "buffer" and graph.nodes[output.node].op == "call_function":
             users[output.name].add(output.node)
-    groups += [group for group in users.values() if len(group) > 1]
-    return _merge(groups)
+    for group in users.values():
+        if len(group) > 1:
+            groups.union(*sorted(group))
+    return tuple(map(frozenset, groups.to_sets()))
 
 
 def owning_units(graph: OpGraph, recomputed: frozenset[str]) -> dict[str, int]:
@@ -74,21 +80,26 @@ def owning_groups(graph: OpGraph, recomputed: frozenset[str]) -> tuple[tuple[int
     return tuple(tuple(ops) for ops in found.values() if len(ops) > 1)
 
 
-def _merge(groups: list[set[str]]) -> tuple[frozenset[str], ...]:
-    """Unite groups that share a member."""
-    parent: dict[str, str] = {}
+def state_reads(graph: OpGraph, recomputed: Collection[str]) -> dict[str, set[str]]:
+    """Names of parameters and buffers, by the name of each op that is not ``recomputed`` where it is needed."""
+    through: dict[str, set[str]] = {}
+    reads: dict[str, set[str]] = {}
+    for node in graph.ops:
+        own: set[str] = set()
+        for source in node.all_input_nodes:
+            placeholder = graph.input_of.get(source.name)
+            if placeholder is not None and placeholder.kind in ("parameter", "buffer"):
+                own.add(placeholder.name)
+            own |= through.get(source.name, set())
+        (through if node.name in recomputed else reads)[node.name] = own
+    return reads
 
-    def find(name: str) -> str:
-        while parent.setdefault(name, name) != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
-        return name
 
-    for group in groups:
-        first, *rest = sorted(group)
-        for other in rest:
-            parent[find(other)] = find(first)
-    united: dict[str, set[str]] = defaultdict(set)
-    for name in parent:
-        united[find(name)].add(name)
-    return tuple(frozenset(members) for _, members in sorted(united.items()))
+def state_readers(graph: OpGraph, index: Mapping[str, int]) -> dict[str, set[int]]:
+    """The placed ops, by their numbers in ``index``, that need each parameter and buffer; all others are recomputed."""
+    readers: dict[str, set[int]] = defaultdict(set)
+    recomputed = {node.name for node in graph.ops}.difference(index)
+    for op, names in state_reads(graph, recomputed).items():
+        for name in names:
+            readers[name].add(index[op])
+    return readers

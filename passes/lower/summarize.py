@@ -17,7 +17,7 @@ from cost_models.precision import Precision
 from passes.costs.costs import GraphCosts
 from passes.costs.recompute import computed_again, transient_bytes
 from passes.graph.graph import OpGraph
-from passes.graph.state_reads import state_reads
+from passes.graph.state import state_reads
 from passes.lower.lower import crossing_values
 from passes.lower.segment import Segmentation
 from runtime.program.program import Segment, SegmentCost, SegmentGraph, TiedGroup, Value

@@ -26,8 +26,7 @@ from passes.graph.blocks import block_of
 from passes.graph.contraction import OpArrays, clusters, intervals, list_downsets
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
-from passes.graph.state import colocated
-from passes.graph.state_reads import state_readers
+from passes.graph.state import colocated, state_readers
 from passes.search.blocks import Blocks, touches
 from passes.search.certificate import OpTimes
 from passes.search.layer.problem import Crossing, FloatArray, LayerStructure, Touch

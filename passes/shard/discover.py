@@ -12,7 +12,10 @@ on a fresh draw, since the code behind a custom op's name may have changed.
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,8 +26,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from cost_models.calibration import VARIABLE, cache_path
 from passes.graph.recomputed import draws_random_numbers
-from passes.shard.discover_cache import default_path, read, write
 from passes.shard.rules import choices as choices_by_rule
 from passes.shard.rules import has_rule, makes_tensors
 from passes.shard.rules.enumerate import AXIS, choices_that_hold
@@ -32,7 +35,7 @@ from passes.shard.rules.local import fits
 from passes.shard.rules.producers import replicated
 from passes.shard.rules.samples import Sample, samples, signature
 from passes.shard.rules.simulate import Trial, difference, is_float, node_of, problem, trial
-from passes.shard.words import Choice
+from passes.shard.words import Choice, choice_text, read_choice
 
 logger = logging.getLogger("partitioner")
 
@@ -43,7 +46,9 @@ AXES = (AXIS, 4)
 SEED = 20_260_101
 DOUBLE_TOLERANCE = 1e-10
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-"""Of ops that do not take float64, relative to the largest number."""
+"""Differences allowed in ops that do not take float64, relative to the largest number."""
+FORMAT = 1
+"""The version of the file that keeps results between runs."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Discovery:
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._kept: dict[str, list[Choice]] = read(path) if path is not None else {}
+        self._kept: dict[str, list[Choice]] = read_kept(path) if path is not None else {}
         self._known: dict[str, tuple[Choice, ...]] = {}
         self._seen: dict[tuple[str, str], str] = {}
         self.seconds = 0.0
@@ -68,7 +73,7 @@ class Discovery:
     @classmethod
     def stored(cls) -> Discovery:
         """One that reads and writes the user's cache."""
-        return cls(default_path())
+        return cls(kept_file())
 
     def choices(self, node: fx.Node) -> tuple[Choice, ...]:
         """Of any op, all replicated first."""
@@ -89,11 +94,6 @@ class Discovery:
         """Ops asked about, by where their choices come from."""
         return {"rule": 0, "discovered": 0, "replicated": 0, **Counter(self._seen.values())}
 
-    @property
-    def without_choice(self) -> tuple[str, ...]:
-        """Names of the ops that stay replicated because nothing else was found to hold."""
-        return tuple(name for (name, _), how in self._seen.items() if how == "replicated")
-
     def _discovered(self, node: fx.Node) -> tuple[Choice, ...]:
         key = signature(node)
         if key not in self._known:
@@ -103,7 +103,7 @@ class Discovery:
             if found is None:
                 found = all_valid_choices(node)
                 if self._path is not None:
-                    write(self._path, key, found)
+                    keep(self._path, key, found)
             self._known[key] = found
             self.seconds += time.monotonic() - started
             logger.info("sharding of %s: %s", node.target, ", ".join(map(str, found)))
@@ -235,3 +235,40 @@ class _Quietly:
         torch.set_num_threads(self._threads)
         self._grad.__exit__(*error)
         self._fork.__exit__(*error)
+
+
+def kept_file() -> Path | None:
+    """Return where results are kept between runs: beside the calibration; None where that is switched off."""
+    return None if os.environ.get(VARIABLE) == "none" else cache_path().with_name("sharding.json")
+
+
+def read_kept(path: Path) -> dict[str, list[Choice]]:
+    """Read kept choices, by signature. Empty if there is no file, or a bad one, or one of another torch or format."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["format"] != FORMAT or data["torch"] != torch.__version__:
+            return {}
+        return {str(key): [read_choice(text) for text in texts] for key, texts in data["choices"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        logger.warning("ignoring the shardings in %s: %s", path, error)
+        return {}
+
+
+def keep(path: Path, key: str, choices: Sequence[Choice]) -> None:
+    """Add one op's choices to the file. If it cannot be written, the next run takes longer, nothing else."""
+    known = {**read_kept(path), key: list(choices)}
+    data: dict[str, Any] = {
+        "format": FORMAT,
+        "torch": torch.__version__,
+        "choices": {name: [choice_text(choice) for choice in found] for name, found in known.items()},
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=1)
+        os.replace(name, path)
+    except OSError as error:
+        logger.warning("cannot keep the shardings in %s: %s", path, error)

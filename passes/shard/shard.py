@@ -30,14 +30,13 @@ from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Partial, Replicate
 from passes.graph.fake_values import FakeValues
 from passes.graph.graph import GraphOutput, OpGraph
-from passes.graph.nodes import argument, fake_mode_of, new_module, origin
+from passes.graph.nodes import argument, drop_dead_code, fake_mode_of, new_module, origin
 from passes.graph.sizes import SizeBuilder
 from passes.shard.bridges import BridgeOp, bridge_ops, first_gradient_op
 from passes.shard.rules.local import explicit
 from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS, LocalSizes, local_sizes, replaced, sizes_of
 from passes.shard.syncs import GradientSync, deferred_axes, gradient_syncs
 from passes.shard.words import Choice, FeaturePlacement, Need, Placements, all_replicated, operands, short
-from passes.trace.normal.simplify import drop_dead_code
 from runtime.mesh.ranks_along import JOINT
 from runtime.ops.local import run_local
 from runtime.segment.recompute import writes_statistics

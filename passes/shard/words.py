@@ -7,10 +7,18 @@ a part (P); over several axes a tuple of these, the first axis outermost. Gradie
     S(d)          S(d)                               S(d)       S(d)
     P             R                                  P          R
     R             R                                  R          R, or P where ``partial_gradient``
+
+Placements and choices are written as text, for plan files and people, and read back:
+
+    placements    "S0 R"                      one word per mesh axis: R, P, or S and a dimension
+    choice        "S0 R~ R~ -> S0"            needs of the operands -> placements of the outputs; ~: ``partial_gradient``
+                  "S0 R -> P by cross_entropy:samples"       by a local form
+                  "S1 S0 S0 -> S1 in 4,4"     counts among the arguments that the axis must divide
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -22,6 +30,9 @@ from cost_models.layout import Mesh, Partial, Placement, Replicate, Shard
 
 Placements: TypeAlias = tuple[Placement, ...]
 """One per mesh axis."""
+_CHOICE = re.compile(
+    r"(?P<inputs>[^>]*?) ?-> ?(?P<outputs>[^a-z]*?)(?: by (?P<local>[a-z_]+:[a-z_]+))?(?: in (?P<divides>[0-9,]+))?"
+)
 
 
 @dataclass(frozen=True)
@@ -103,3 +114,39 @@ def short(placement: Placement) -> str:
 def all_replicated(inputs: int, outputs: int) -> Choice:
     """Every rank computes everything: right for any op."""
     return Choice((Need(Replicate()),) * inputs, (Replicate(),) * outputs)
+
+
+def placements_text(placements: Placements) -> str:
+    """ "S0 R"."""
+    return " ".join(map(short, placements))
+
+
+def read_placements(text: str) -> Placements:
+    """The inverse of ``placements_text``. Raises ValueError."""
+    return tuple(map(read_placement, text.split()))
+
+
+def choice_text(choice: Choice) -> str:
+    """Everything about a choice."""
+    return f"{choice} in {','.join(map(str, choice.divides))}" if choice.divides else str(choice)
+
+
+def read_choice(text: str) -> Choice:
+    """The inverse of ``choice_text``. Raises ValueError."""
+    found = _CHOICE.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is no choice such as 'S0 R~ -> S0'")
+    needs = tuple(
+        Need(read_placement(word.removesuffix("~")), word.endswith("~")) for word in found["inputs"].split()
+    )
+    divides = tuple(int(count) for count in (found["divides"] or "").split(",") if count)
+    return Choice(needs, read_placements(found["outputs"]), found["local"] or "", divides)
+
+
+def read_placement(word: str) -> Placement:
+    """The inverse of ``short``; torch's tensors have at most 64 dimensions. Raises ValueError."""
+    if word in ("R", "P"):
+        return Replicate() if word == "R" else Partial()
+    if not re.fullmatch(r"S([0-9]|[1-5][0-9]|6[0-3])", word):
+        raise ValueError(f"{word!r} is not R, P, or S and a dimension")
+    return Shard(int(word[1:]))

@@ -38,8 +38,8 @@ from passes.trace.errors import model_error
 from passes.trace.export import LossFunction, ModelWithLoss, export
 from passes.trace.fingerprint import fingerprint
 from passes.trace.loss.reduction import LossReduction, checked_reduction, reduce_loss
-from passes.trace.mixed_types import refuse_mixed_types
 from passes.trace.names import frozen_modules, state_names
+from passes.trace.precision import refuse_mixed_types
 from passes.trace.watch import (
     caching_off,
     export_fake_mode,

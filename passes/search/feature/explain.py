@@ -27,8 +27,7 @@ from passes.search.feature.graph import FeatureGraph, Unit, UnitKind, feature_gr
 from passes.search.feature.options import Options, StoredChoice
 from passes.search.feature.problem import FeatureProblem, Setting, UnitNumbers, build_problem, links_of
 from passes.shard.discover import Discovery
-from passes.shard.text import choice_text, placements_text
-from passes.shard.words import FeaturePlacement, Placements
+from passes.shard.words import FeaturePlacement, Placements, choice_text, placements_text
 
 ALIKE = 1e-9
 """Relative difference of costs that is rounding."""

@@ -20,7 +20,7 @@ from torch import fx
 
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, tensor_specs
-from passes.graph.repeat import op_classes
+from passes.graph.signatures import op_classes
 from passes.search.feature.twins import with_twins
 from passes.search.feature.written import taking_shared_buffers_whole
 from passes.shard.words import Choice, operands

@@ -28,7 +28,7 @@ from passes.search.feature.graph import Unit, makes_values
 from passes.search.feature.options import Options, StoredChoice
 from passes.search.feature.presets import PRESETS, Rule, refused_word, rules_of
 from passes.search.feature.problem import UnitNumbers
-from passes.shard.text import read_placement
+from passes.shard.words import read_placement
 
 Rules = tuple[Rule | None, ...]
 """One per mesh axis; None: anything."""

@@ -14,8 +14,7 @@ from typing import TypeAlias
 from torch import fx
 
 from passes.graph.graph import OpGraph
-from passes.graph.repeat import OpClasses
-from passes.graph.signatures import group_by_signature
+from passes.graph.signatures import OpClasses, group_by_signature
 from passes.shard.words import operands
 
 Groups: TypeAlias = list[int]

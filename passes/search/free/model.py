@@ -24,8 +24,7 @@ from cost_models.precision import Precision
 from passes.costs.costs import GraphCosts
 from passes.graph.contraction import OpArrays, clusters
 from passes.graph.graph import OpGraph
-from passes.graph.state import owning_groups
-from passes.graph.state_reads import state_readers
+from passes.graph.state import owning_groups, state_readers
 from passes.search.free.coarsen import majority
 from passes.search.free.makespan import TaskGraph
 from passes.search.free.problem import FloatArray, FreeProblem, IntArray, Net

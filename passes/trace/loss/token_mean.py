@@ -23,11 +23,10 @@ import torch
 from torch import fx
 
 from passes.graph.graph import GraphInput, GraphOutput, tensor_specs
-from passes.graph.nodes import argument, call, fake_call, fake_mode_of, quiet, value_of
+from passes.graph.nodes import argument, call, drop_dead_code, fake_call, fake_mode_of, quiet, value_of
 from passes.graph.token_counts import Normalizer, TokenCounts
 from passes.trace.build import Converted
 from passes.trace.loss.terms import CROSS_ENTROPIES, NONE, SUM, LossTerms, Term
-from passes.trace.normal.simplify import drop_dead_code
 from runtime.segment.code import BatchSpec
 
 aten = torch.ops.aten

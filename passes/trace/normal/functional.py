@@ -24,6 +24,7 @@ from torch import fx
 from cost_models.errors import ModelError
 from passes.graph.nodes import (
     copy_graph,
+    drop_dead_code,
     fake_mode_of,
     new_module,
     recorded_requires_grad,
@@ -45,7 +46,6 @@ from passes.trace.normal.aliasing import (
 )
 from passes.trace.normal.gradients import cut_gradients
 from passes.trace.normal.out_of_place import fitted, functional_form, out_of_place
-from passes.trace.normal.simplify import drop_dead_code
 
 aten = torch.ops.aten
 

@@ -16,7 +16,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cost_models.errors import ModelError
-from passes.graph.grads import NOT_DIFFERENTIABLE
+from passes.graph.graph import NOT_DIFFERENTIABLE
 from passes.graph.nodes import call, fake_mode_of, recorded_requires_grad, where
 
 aten = torch.ops.aten

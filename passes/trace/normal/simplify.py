@@ -19,7 +19,14 @@ import torch
 from torch import fx
 
 from cost_models.errors import ModelError
-from passes.graph.nodes import argument, new_module, recorded_requires_grad, storage_key, where
+from passes.graph.nodes import (
+    argument,
+    drop_dead_code,
+    new_module,
+    recorded_requires_grad,
+    storage_key,
+    where,
+)
 from passes.trace.normal.aliasing import written_storages
 from passes.trace.normal.autocast import Autocast, CastCache, copy_with_casts
 from passes.trace.normal.gradients import cut_gradients
@@ -49,9 +56,6 @@ _ADVICE = {
     "associative_scan": "unroll the scan in Python, or use cumsum / cumprod",
     "flex_attention": "use scaled_dot_product_attention (transformers: attn_implementation='sdpa')",
 }
-
-WRITES_UNDECLARED = frozenset({"aten::batch_norm"})
-"""Ops that update a buffer (running statistics) without saying so in their schema."""
 
 
 @dataclass(frozen=True)
@@ -228,16 +232,3 @@ def _is_identity(node: fx.Node, source: fx.Node) -> bool:
         value, before = node.meta["val"], source.meta["val"]
         return value.dtype == before.dtype and storage_key(value) == storage_key(before)
     return False
-
-
-def drop_dead_code(graph: fx.Graph) -> None:
-    """Erase ops whose result nobody reads and that write nothing (random ones included)."""
-    for node in reversed(list(graph.nodes)):
-        if node.op not in ("placeholder", "output") and not node.users and not _writes(node):
-            graph.erase_node(node)
-
-
-def _writes(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return node.target._schema.is_mutable or node.target._schema.name in WRITES_UNDECLARED

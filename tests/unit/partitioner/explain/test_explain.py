@@ -19,8 +19,7 @@ from passes.costs.costs import costs_of
 from passes.search.feature.evaluate import evaluate
 from passes.search.feature.explain import alternatives
 from passes.search.feature.problem import Setting, links_of
-from passes.shard.text import read_choice, read_placements
-from passes.shard.words import FeaturePlacement
+from passes.shard.words import FeaturePlacement, read_choice, read_placements
 from tests.distributed.sharded_models import Mlp
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from passes.evaluate.graph import without_writes
+from passes.evaluate.parts import reuse_splits
 from passes.evaluate.placement import reuse_placement
-from passes.evaluate.splits import reuse_splits
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.split.split import Split, split_neurons

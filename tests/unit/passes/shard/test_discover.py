@@ -161,7 +161,6 @@ def test_counts_say_where_choices_come_from() -> None:
     for node in (relu, gate_node(), custom("noisy", torch.ones(4))):
         discovery.choices(node)
     assert discovery.counts == {"rule": 1, "discovered": 1, "replicated": 1}
-    assert discovery.without_choice == ("noisy_default",)
 
 
 def test_results_are_kept_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

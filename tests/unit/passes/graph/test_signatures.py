@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from passes.costs.costs import costs_of
-from passes.graph.repeat import group_blocks, op_classes
+from passes.graph.signatures import group_blocks, op_classes
 from passes.search.feature.graph import feature_graph
 from passes.shard.rules import choices
 from tests.unit.passes.search.feature.test_place import cluster, graph_of
