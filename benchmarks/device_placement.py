@@ -13,8 +13,9 @@ from collections.abc import Sequence
 
 from benchmarks.placement_measured import DATA, measured
 from benchmarks.profile_strategies import profiles
+from cost_models.units import percent
 from partitioner.cost_graphs.read import read_graph
-from partitioner.report.text import columns, percent
+from partitioner.report.text import columns
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.free import place_freely
 from passes.search.cost_graph.result import Placed

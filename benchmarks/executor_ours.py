@@ -9,7 +9,8 @@ from torch import Tensor
 from benchmarks.executor_models import ModelSpec
 from benchmarks.plan_tasks import plan_task
 from cost_models.cluster import ClusterSpec
-from partitioner.api import as_graph, partition
+from partitioner.api import partition
+from partitioner.models.as_graph import as_graph
 from partitioner.plan import Plan
 from partitioner.verify.rank import VerificationTask, own_state
 from passes.graph.graph import OpGraph

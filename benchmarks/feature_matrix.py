@@ -19,8 +19,8 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, UsageError
 from cost_models.layout import Replicate
 from partitioner import Plan, Workload, partition
-from partitioner.api import as_graph
-from partitioner.models.workload import load_workload
+from partitioner.models.as_graph import as_graph
+from partitioner.models.load import load_workload
 from partitioner.verify.verify import VerifyReport, verify_plan
 from passes.graph.graph import OpGraph
 from passes.search.feature.options import StoredChoice

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.free_clusters import clusters
+from cost_models.units import percent
 from partitioner import Workload, partition
-from partitioner.api import as_graph
-from partitioner.models.workload import load_workload
-from partitioner.report.text import columns, percent
+from partitioner.models.as_graph import as_graph
+from partitioner.models.load import load_workload
+from partitioner.report.text import columns
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from benchmarks.free_clusters import clusters
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
+from cost_models.units import percent
 from partitioner import Plan, Workload, partition
-from partitioner.api import as_graph
-from partitioner.models.workload import load_workload
-from partitioner.report.text import columns, percent
+from partitioner.models.as_graph import as_graph
+from partitioner.models.load import load_workload
+from partitioner.report.text import columns
 from passes.graph.graph import OpGraph
 from passes.search.free.place import Objective
 from runtime.ranks.launch import WorkerPool

@@ -28,11 +28,11 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
 from cost_models.precision import Precision
 from partitioner import Plan, Workload, partition, trace
-from partitioner.api import as_graph
 from partitioner.cost_graphs.plan import plan_graph
 from partitioner.cost_graphs.plan_layouts import plan_sharded
 from partitioner.cost_graphs.read import read_graph
-from partitioner.models.workload import load_workload
+from partitioner.models.as_graph import as_graph
+from partitioner.models.load import load_workload
 from partitioner.record.rebuild import plan_code, plan_programs, ranks_in_order
 from passes.evaluate.graph import without_writes
 from passes.evaluate.placement import reuse_placement

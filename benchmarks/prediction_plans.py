@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from examples.unet import unet
-from partitioner.api import as_graph, partition
+from partitioner.api import partition
+from partitioner.models.as_graph import as_graph
 from partitioner.models.hugging_face import example_batch
 from partitioner.models.workload import Workload
 from partitioner.plan import Plan

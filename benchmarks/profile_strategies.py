@@ -14,10 +14,11 @@ import math
 import numpy as np
 
 from benchmarks.placement_measured import DATA, measured
+from cost_models.units import percent
 from partitioner.cost_graphs.pipedream import Profile
 from partitioner.cost_graphs.pipedream_layouts import sharded_problem
 from partitioner.cost_graphs.read import ReadGraph, read_graph
-from partitioner.report.text import columns, percent
+from partitioner.report.text import columns
 from passes.search.cost_graph.chains import device_loads
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.downsets import Order, all_downsets, membership

@@ -24,7 +24,7 @@ from benchmarks.prediction_rank import prepare, time_steps
 from cost_models.cluster import ClusterSpec
 from examples.lstm_seq2seq import lstm_seq2seq
 from partitioner import Plan, Workload, partition
-from partitioner.api import as_graph
+from partitioner.models.as_graph import as_graph
 from passes.graph.graph import OpGraph
 from runtime.ranks.launch import WorkerPool
 from runtime.simulate.timeline import render

@@ -144,6 +144,17 @@ def format_seconds(seconds: float) -> str:
     return _scaled(seconds * 1e9, 1000.0, ("ns", "us", "ms", "s"))
 
 
+def counted(number: int, word: str) -> str:
+    """1, "stage" -> "1 stage"; 2,000 -> "2,000 stages"."""
+    ending = "" if number == 1 else "es" if word.endswith(("s", "ch", "x")) else "s"
+    return f"{number:,} {word}{ending}"
+
+
+def percent(part: float) -> str:
+    """0 -> "0%", 0.0004 -> "0.04%", 0.123 -> "12.3%"."""
+    return "0%" if part == 0 else f"{part:.1%}" if abs(part) >= 0.001 else f"{part:.2%}"
+
+
 def _scaled(value: float, base: float, units: tuple[str, ...]) -> str:
     if value != value or value in (float("inf"), float("-inf")):
         return f"{value} {units[0]}"

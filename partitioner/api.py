@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
-
-import torch
+from typing import Any, Literal
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.precision import Precision
+from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.models.made_with import MadeWith
-from partitioner.models.workload import Workload
 from partitioner.plan import Plan
 from partitioner.planning.options import PlanOptions
-from passes.graph.graph import OpGraph
 from passes.search.free.place import Objective
 from passes.search.layer.options import RecomputeMode
-from passes.trace.loss.reduction import LossReduction, refuse_other_reduction
+from passes.trace.loss.reduction import LossReduction
 from passes.trace.precision import check_precision
-from passes.trace.trace import trace
 from runtime.collector import collector_paused
-
-ModelOrTrace: TypeAlias = torch.nn.Module | OpGraph | Workload
 
 
 def partition(
@@ -127,49 +121,6 @@ def partition(
     from partitioner.planning.best import best_plan
 
     with collector_paused():  # describing reads a million small objects that compiling made
-        plan = best_plan(graph, cluster, requests)
+        plan = best_plan(Plan, graph, cluster, requests)
     plan._made_with = MadeWith.of(model, example_inputs, loss_fn, batch_dims, dynamic_dims, graph)
     return plan
-
-
-def as_graph(
-    model: ModelOrTrace,
-    *,
-    example_inputs: Any = None,
-    loss_fn: Callable[..., Any] | None = None,
-    batch_dims: Mapping[str, int | None] | None = None,
-    dynamic_dims: Mapping[str, list[int]] | None = None,
-    precision: Precision | None = None,
-    loss_reduction: LossReduction | None = None,
-    name: str | None = None,
-) -> OpGraph:
-    """The training graph of ``model``; traces unless it is one already."""
-    if isinstance(model, OpGraph):
-        refuse_other_reduction(model, loss_reduction)
-        return model
-    if isinstance(model, Workload):
-        example_inputs = model.example_inputs if example_inputs is None else example_inputs
-        loss_fn = model.loss_fn if loss_fn is None else loss_fn
-        name = name or model.name or None
-        model = model.model
-    if not isinstance(model, torch.nn.Module):
-        raise UsageError(
-            f"cannot partition a {type(model).__name__}",
-            because=["a torch.nn.Module, a Workload or the result of partitioner.trace() is expected"],
-        )
-    if example_inputs is None:
-        raise UsageError(
-            f"cannot trace {type(model).__name__}",
-            because=["no example inputs were given"],
-            suggestions=["give `example_inputs=`: one batch, as you would call the model with"],
-        )
-    return trace(
-        model,
-        example_inputs,
-        loss_fn=loss_fn,
-        batch_dims=batch_dims,
-        dynamic_dims=dynamic_dims,
-        precision=precision,
-        loss_reduction=loss_reduction,
-        name=name,
-    )

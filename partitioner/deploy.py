@@ -10,9 +10,10 @@ from typing import Any
 from cost_models import errors
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, RankFailureError, UsageError
-from partitioner.api import ModelOrTrace, as_graph, partition
+from partitioner.api import partition
 from partitioner.deployment.deploy import deploy_plan, workload_of
 from partitioner.engine.engine import Engine
+from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.plan import Plan
 from runtime.ranks.meeting import Meeting
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from cost_models.errors import UsageError
 from cost_models.layout import Mesh, Shard
 from partitioner.batches.step import shared_and_rest
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.graph.token_counts import adds_up, counted, user_leaves
@@ -67,7 +67,7 @@ class DataPlace:
         return found or [(0, samples)]
 
 
-def data_place(plan: Plan, graph: OpGraph, executor: Executor) -> DataPlace:
+def data_place(plan: PlanData, graph: OpGraph, executor: Executor) -> DataPlace:
     """The part of this rank, where it reads its samples only. The same axes on every rank. ``graph``: of training."""
     planned, least = (plan.batch_size, plan.microbatches), least_samples(graph)[0]
     spec = executor.batch_spec

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cost_models.errors import PlanError
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from runtime.execute.results import StepSums
 from runtime.ranks.collective import Collectives, Pending
 from runtime.segment.code import BatchSpec
@@ -92,7 +92,7 @@ def tokens_in(
     return math.prod(known) if len(known) == len(sizes) else None
 
 
-def microbatches_for(plan: Plan, samples: int, least_samples: int, reason: str, multiple: int = 1) -> int:
+def microbatches_for(plan: PlanData, samples: int, least_samples: int, reason: str, multiple: int = 1) -> int:
     """Into how many micro-batches a batch of ``samples`` is cut: the plan's number, or as many as it is enough for.
 
         plan: 8 samples, 4 micro-batches      samples 8 -> 2 2 2 2    5 -> 2 1 1 1    3 -> 1 1 1
@@ -177,6 +177,6 @@ def seed_scale(weights: Sequence[float], samples: int, loss_dtype: torch.dtype) 
     return samples / 2.0 ** math.ceil(math.log2(samples))
 
 
-def replanned(plan: Plan, microbatches: int) -> Plan:
+def replanned(plan: PlanData, microbatches: int) -> PlanData:
     """The same plan for fewer micro-batches; for its programs only, its predictions are of the whole batch."""
     return plan.model_copy(update={"microbatches": microbatches})

@@ -9,7 +9,7 @@ from partitioner.commands import options
 from partitioner.commands.options import Dims, JsonFlag, Settings, Whole, emit, progress, settings
 from partitioner.explain.explain import explain_plan
 from partitioner.explain.graph_of_plan import graph_of
-from partitioner.models.workload import load_workload
+from partitioner.models.load import load_workload
 from partitioner.plan import Plan
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Literal
 
 from cost_models.errors import UsageError
-from partitioner.api import as_graph
 from partitioner.commands.options import JsonFlag, Settings, Whole, emit, progress, settings
 from partitioner.explain.graph_of_plan import graph_of
 from partitioner.explain.rank_graph import rank_graph
-from partitioner.models.workload import load_workload
+from partitioner.models.as_graph import as_graph
+from partitioner.models.load import load_workload
 from partitioner.plan import Plan
 from partitioner.report.dot import op_graph, stage_graph, to_dot, to_json
 

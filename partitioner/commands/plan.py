@@ -9,7 +9,8 @@ from cyclopts import Parameter
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import TimeLimitError
-from partitioner.api import as_graph, partition
+from cost_models.units import percent
+from partitioner.api import partition
 from partitioner.commands import options
 from partitioner.commands.options import (
     Dims,
@@ -27,9 +28,9 @@ from partitioner.commands.options import (
     report,
     settings,
 )
-from partitioner.models.workload import load_workload
+from partitioner.models.as_graph import as_graph
+from partitioner.models.load import load_workload
 from partitioner.planning.options import PlanOptions
-from partitioner.report.text import percent
 from passes.search.free.place import Objective
 from passes.search.layer.options import RecomputeMode
 from passes.trace.loss.reduction import checked_reduction

@@ -10,11 +10,11 @@ from typing import Annotated, get_args
 from cyclopts import Parameter
 
 from cost_models.errors import TimeLimitError, UsageError
+from cost_models.units import percent
 from partitioner.commands.options import JsonFlag, Whole, check_output, emit, progress, report
 from partitioner.cost_graphs.plan import GraphStrategy, check_options, plan_graph
 from partitioner.cost_graphs.plan_layouts import plan_sharded
 from partitioner.cost_graphs.read import read_graph
-from partitioner.report.text import percent
 
 NAME = "plan-graph"
 """The command's name within the command line; people write ``plan --graph``."""

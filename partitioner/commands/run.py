@@ -12,12 +12,11 @@ import torch
 from cyclopts import Parameter
 
 from cost_models.errors import ModelError, PartitionerError, UsageError
-from cost_models.units import format_seconds
+from cost_models.units import counted, format_seconds
 from partitioner.commands import options
 from partitioner.commands.options import Dims, JsonFlag, Settings, Whole, emit, progress, settings
-from partitioner.models.workload import load_workload
+from partitioner.models.load import load_workload
 from partitioner.plan import Plan
-from partitioner.report.text import counted
 from partitioner.verify.grow_batch import grow_batch
 from runtime.ranks.launch import spawn_local
 

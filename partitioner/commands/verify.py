@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.errors import UsageError
+from cost_models.units import counted
 from partitioner.commands import options
 from partitioner.commands.options import Dims, JsonFlag, Settings, Whole, emit, progress, settings
-from partitioner.models.workload import load_workload
+from partitioner.models.load import load_workload
 from partitioner.plan import Plan
-from partitioner.report.text import counted
 from partitioner.verify.verify import verify_plan
 
 

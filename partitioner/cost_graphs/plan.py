@@ -15,10 +15,11 @@ from typing import Annotated, Any, Final, Literal, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from cost_models.errors import PlanError, UsageError
+from cost_models.units import counted, percent
 from partitioner.cost_graphs.read import GraphFormat, ReadGraph
 from partitioner.record.base import Count, Record, Seconds
 from partitioner.record.file import read_json, read_text, validation_problems, write_text
-from partitioner.report.text import columns, counted, labelled, percent, printable
+from partitioner.report.text import columns, labelled, printable
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.free import place_freely
 from passes.search.cost_graph.graph import evaluate, named

@@ -9,14 +9,14 @@ from torch import nn
 
 from partitioner.deployment.compare import ranks_or_differences, refusal
 from partitioner.deployment.facts import RankFacts, choose_device, own_facts
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from runtime.program.relabel import RankMap
 from runtime.ranks.meeting import Meeting
 
 
 def agree_on_ranks(
     meeting: Meeting,
-    plan: Plan,
+    plan: PlanData,
     model: nn.Module,
     device: str | torch.device | None,
     *,

@@ -7,18 +7,17 @@ from collections.abc import Iterator, Sequence
 
 from cost_models.errors import PlanError
 from cost_models.presets import DEVICES
-from cost_models.units import format_bytes
+from cost_models.units import counted, format_bytes
 from partitioner.deployment.facts import RankFacts
 from partitioner.deployment.ranks import ranks_by_host
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from partitioner.record.rebuild import ranks_in_order
 from partitioner.report.launch import launch_of
-from partitioner.report.text import counted
 from runtime.program.relabel import RankMap
 
 
 def ranks_or_differences(
-    plan: Plan, facts: Sequence[RankFacts], *, check_hosts: bool, check_memory: bool
+    plan: PlanData, facts: Sequence[RankFacts], *, check_hosts: bool, check_memory: bool
 ) -> tuple[RankMap | None, list[str], list[str]]:
     """(the map, differences, what to try). ``facts``: by rank."""
     problems: list[str] = []
@@ -60,7 +59,7 @@ def ranks_or_differences(
     return (None if problems else ranks), problems, suggestions
 
 
-def refusal(plan: Plan, problems: Sequence[str], suggestions: Sequence[str]) -> PlanError:
+def refusal(plan: PlanData, problems: Sequence[str], suggestions: Sequence[str]) -> PlanError:
     """The error that every rank raises."""
     return PlanError(
         f"the plan for {plan.model.name} does not fit this launch", because=problems, suggestions=suggestions
@@ -88,7 +87,7 @@ def _without_device(facts: Sequence[RankFacts]) -> Iterator[str]:
             yield f"rank {rank} has no device: {fact.problem}"
 
 
-def _devices(plan: Plan, facts: Sequence[RankFacts], ranks: RankMap) -> Iterator[str]:
+def _devices(plan: PlanData, facts: Sequence[RankFacts], ranks: RankMap) -> Iterator[str]:
     """Kind, model, data types and backend of each rank's device."""
     for rank, (fact, index) in enumerate(zip(facts, ranks.device_of_rank, strict=True)):
         planned, found = plan.cluster.devices[index], fact.device
@@ -115,7 +114,7 @@ def _same_model(preset: str, name: str) -> bool:
     return family.lower() in "".join(c for c in name.lower() if c.isalnum())
 
 
-def _memory(plan: Plan, facts: Sequence[RankFacts], ranks: RankMap) -> Iterator[str]:
+def _memory(plan: PlanData, facts: Sequence[RankFacts], ranks: RankMap) -> Iterator[str]:
     """Memories with less free than the predicted peaks of the ranks that share it."""
     sharing: dict[str, list[int]] = defaultdict(list)
     for rank, fact in enumerate(facts):

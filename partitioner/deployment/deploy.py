@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.errors import UsageError
-from partitioner.api import ModelOrTrace
 from partitioner.deployment.agree import agree_on_ranks
 from partitioner.deployment.copies import refuse_unlike_copies
 from partitioner.deployment.first_rank_logs import log_on_first_rank
@@ -27,8 +26,9 @@ from partitioner.deployment.start import make_engine, start_executor
 from partitioner.engine.callbacks import Callback
 from partitioner.engine.engine import Engine
 from partitioner.engine.optimizer import refuse_optimizer_options
+from partitioner.models.as_graph import ModelOrTrace
 from partitioner.models.workload import Workload
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from passes.graph.graph import OpGraph
 from passes.trace.wrappers import unwrapped
 from runtime.ranks.launch import init_distributed
@@ -45,7 +45,7 @@ COMPILE_SECONDS = 3600.0
 
 
 def deploy_plan(
-    plan: Plan,
+    plan: PlanData,
     model: ModelOrTrace,
     *,
     example_inputs: Any = None,

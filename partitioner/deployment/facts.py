@@ -16,7 +16,7 @@ from torch import nn
 from cost_models import host
 from cost_models.precision import Precision
 from partitioner.deployment.ranks import Place, own_place
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from partitioner.record.describe import package_version
 
 _OPINIONS = {
@@ -77,7 +77,7 @@ class RankFacts:
 
 
 def own_facts(
-    plan: Plan, model: nn.Module, device: torch.device | None, problem: str | None, *, chosen: bool
+    plan: PlanData, model: nn.Module, device: torch.device | None, problem: str | None, *, chosen: bool
 ) -> RankFacts:
     """This rank's facts. ``device``: None where there is none, for the reason ``problem``."""
     place = own_place(plan)
@@ -92,12 +92,14 @@ def own_facts(
     )
 
 
-def plan_digest(plan: Plan) -> str:
+def plan_digest(plan: PlanData) -> str:
     """Equal for plans that run alike. Ranks that each plan for themselves may find unlike ones within a time limit."""
     return hashlib.sha256(plan.model_dump_json(exclude=_OPINIONS).encode()).hexdigest()
 
 
-def choose_device(plan: Plan, wanted: str | torch.device | None) -> tuple[torch.device | None, str | None]:
+def choose_device(
+    plan: PlanData, wanted: str | torch.device | None
+) -> tuple[torch.device | None, str | None]:
     """``wanted``, or this process's device: GPU number LOCAL_RANK, or the CPU; or why there is none."""
     if wanted is not None:
         device = torch.device(wanted)

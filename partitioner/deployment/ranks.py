@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from partitioner.plan import Plan
-from partitioner.report.text import counted
+from cost_models.units import counted
+from partitioner.record.data import PlanData
 from runtime.program.relabel import RankMap
 
 _HERE = ("localhost", "::1")
@@ -32,7 +32,7 @@ class Place:
     local_rank: int
 
 
-def own_place(plan: Plan) -> Place:
+def own_place(plan: PlanData) -> Place:
     """This process's place. Looking names up can take seconds, so only where the plan compares them."""
     named, _ = _devices_by_host(plan)
     names = host_names() if named else (socket.gethostname(),)
@@ -51,7 +51,7 @@ def host_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def ranks_by_host(plan: Plan, places: Sequence[Place]) -> tuple[RankMap | None, list[str]]:
+def ranks_by_host(plan: PlanData, places: Sequence[Place]) -> tuple[RankMap | None, list[str]]:
     """The map, or every difference between the hosts that were planned and those where the processes run."""
     named, anywhere = _devices_by_host(plan)
     playing: dict[str, list[int]] = {host: [] for host in named}
@@ -96,7 +96,7 @@ def same_host(a: str, b: str) -> bool:
     return ("." not in a or "." not in b) and a.partition(".")[0] == b.partition(".")[0]
 
 
-def _devices_by_host(plan: Plan) -> tuple[Mapping[str, list[int]], list[int]]:
+def _devices_by_host(plan: PlanData) -> tuple[Mapping[str, list[int]], list[int]]:
     """The used devices of each host that the cluster names, and those that may be anywhere."""
     named: dict[str, list[int]] = {}
     anywhere: list[int] = []

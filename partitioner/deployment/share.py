@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.precision import Precision
-from partitioner.api import as_graph
 from partitioner.batches.step import replanned
 from partitioner.deployment.state import holders_of, rank_state
 from partitioner.engine.optimizer import make_engine_optimizer
 from partitioner.engine.state_keys import StateKeys
 from partitioner.engine.weights import weights_of
+from partitioner.models.as_graph import as_graph
 from partitioner.models.workload import Workload
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from partitioner.record.rebuild import PlannedCode, plan_code, plan_programs, plan_segments
 from passes.graph.graph import OpGraph
 from passes.lower.lower import lower
@@ -70,7 +70,7 @@ class Share:
 
 
 def build_share(
-    plan: Plan, recipe: Recipe, ranks: RankMap, rank: int, device: torch.device, graph: OpGraph | None
+    plan: PlanData, recipe: Recipe, ranks: RankMap, rank: int, device: torch.device, graph: OpGraph | None
 ) -> Share:
     """The share of ``rank`` on ``device``."""
     if graph is None:

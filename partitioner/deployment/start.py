@@ -12,7 +12,7 @@ from partitioner.engine.callbacks import Callback
 from partitioner.engine.engine import Engine
 from partitioner.evaluation.evaluation import Evaluator
 from partitioner.evaluation.graphs import Deployed
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from runtime.execute.execute import Executor
 from runtime.program.relabel import RankMap
 from runtime.segment.compiled import CompileOptions
@@ -39,7 +39,7 @@ def start_executor(
 
 
 def make_engine(
-    plan: Plan,
+    plan: PlanData,
     recipe: Recipe,
     ranks: RankMap,
     share: Share,

@@ -39,13 +39,14 @@ from partitioner.batches.step import (
     share_results,
     tokens_in,
 )
-from partitioner.engine.callbacks import ByParts, Callback, close_all
 from partitioner.engine.checkpoints import Checkpoints, PendingSave
-from partitioner.engine.profile import Profile, profile_steps
+from partitioner.engine.listeners import ByParts, Listener, close_all
+from partitioner.engine.profile import profile_steps
 from partitioner.engine.state_keys import StateKeys
 from partitioner.evaluation.evaluation import EvalOutput, Evaluator
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from partitioner.record.describe import token_leaf
+from partitioner.report.profile import Profile
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.graph.token_counts import user_leaves
@@ -67,7 +68,7 @@ class Engine:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: PlanData,
         executor: Executor,
         state: RankState,
         reader: BatchReader,
@@ -77,7 +78,7 @@ class Engine:
         evaluator: Evaluator,
         *,
         check_batches: int = 2,
-        callbacks: Iterable[Callback] = (),
+        callbacks: Iterable[Listener] = (),
         ranks: RankMap,
     ) -> None:
         self.plan = plan
@@ -92,7 +93,7 @@ class Engine:
         self.precision.attach(optimizer)
         self.callbacks = list(callbacks)
         self._began = False
-        self._by_parts = ByParts(self)
+        self._by_parts = ByParts(optimizer, self.step_ended)
         self._skipped = False
         self._reader = reader
         self._graph = graph
@@ -242,7 +243,7 @@ class Engine:
         assert info is not None
         self._tell(lambda callback: callback.on_step_end(self, info))
 
-    def _tell(self, what: Callable[[Callback], None]) -> None:
+    def _tell(self, what: Callable[[Listener], None]) -> None:
         """Where a callback raises on one rank, the others must hear why this one is gone."""
         with self.executor.reported():
             for callback in self.callbacks:

@@ -26,7 +26,7 @@ from partitioner.engine.optimizer_elements import refuse_whole_tensors
 from partitioner.engine.optimizer_memory import refuse_heavier
 from partitioner.engine.optimizer_parts import put_parts, stand_in
 from partitioner.engine.optimizers import make_optimizer
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from passes.graph.graph import OpGraph
 from runtime.state.rank_state import RankState
 
@@ -41,7 +41,7 @@ MakeEngineOptimizer: TypeAlias = Callable[..., torch.optim.Optimizer]
 def make_engine_optimizer(
     make: MakeEngineOptimizer | None,
     options: Mapping[str, Any],
-    plan: Plan,
+    plan: PlanData,
     graph: OpGraph,
     state: RankState,
     learning_rate: float,

@@ -8,104 +8,40 @@ profile.save("trace.json")                  both, for https://ui.perfetto.dev
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from cost_models.errors import UsageError
 from partitioner.batches.step import StepInfo
-from partitioner.engine.step_log import model_flops_utilization
-from partitioner.plan import Plan
-from partitioner.record.file import write_text
+from partitioner.record.data import PlanData
 from partitioner.record.rebuild import simulate_plan
+from partitioner.report.profile import Profile, Rates
 from runtime.execute.execute import Executor
 from runtime.measure.instrument import Mark, Recorder
 from runtime.measure.measured_step import (
-    RankTimes,
     StepRecord,
     measured_step,
     measured_times,
     simulated_times,
 )
-from runtime.program.program import Compute
 from runtime.program.relabel import RankMap
 from runtime.ranks.clock_offset import ClockOffset, clock_offset, system_name
 from runtime.ranks.side_group import SideGroup
 from runtime.simulate.simulate import Simulation
-from runtime.simulate.timeline import chrome_trace, render
-
-
-@dataclass(frozen=True)
-class Rates:
-    """How fast. ``mfu``: model FLOPs utilisation; None where the plan does not know the model's FLOPs."""
-
-    samples_per_second: float
-    tokens_per_second: float | None
-    mfu: float | None
-
-
-@dataclass(frozen=True)
-class Profile:
-    """Measured steps of an engine, and the plan's prediction. Sequences are per rank."""
-
-    model: str
-    step_seconds: tuple[float, ...]
-    """Of every step: the slowest rank's ``train_step``. Ranks do not begin at one moment, so all of them together, as in
-    ``measured``, may take longer."""
-    shown: int
-    """Which of them the rest is of: the median of the full batches, without the first step."""
-    samples: int
-    """In that step."""
-    rates: Rates
-    predicted_rates: Rates
-    measured: Simulation
-    """That step, as a simulation would tell it; its memory is not measured."""
-    predicted: Simulation
-    """The simulated step of a full batch."""
-    times: tuple[RankTimes, ...]
-    predicted_times: tuple[RankTimes, ...]
-    clock_error_seconds: float
-    """How far ranks' times may be shifted against each other: 0 on one machine."""
-
-    def __str__(self) -> str:
-        from partitioner.report.profile import render_profile
-
-        return render_profile(self)
-
-    def timeline(self, width: int = 80) -> str:
-        """The measured step over the predicted one, drawn to one scale of time."""
-        longest = max(self.measured.step_seconds, self.predicted.step_seconds)
-        pictures = []
-        for label, step in (("measured", self.measured), ("predicted", self.predicted)):
-            columns = max(1, round(width * step.step_seconds / longest))
-            pictures.append(f"{label}: {render(step, columns)}")
-        return "\n".join(pictures)
-
-    def save(self, path: str | Path) -> None:
-        """Write both timelines as a Chrome trace: processes "rank N measured" and "rank N predicted"."""
-        measured = chrome_trace(self.measured, "measured")
-        predicted = chrome_trace(self.predicted, "predicted", first=len(self.times))
-        events = [*measured["traceEvents"], *predicted["traceEvents"]]
-        write_text(Path(path), json.dumps({**measured, "traceEvents": events}))
-
-    def mean_seconds(self, kind: type[Compute], segment: int) -> tuple[float, float]:
-        """(measured, predicted) mean over the micro-batches of one segment's computes of this kind."""
-        return _mean(self.measured, kind, segment), _mean(self.predicted, kind, segment)
 
 
 def profile_steps(
     train_step: Callable[[Any], StepInfo],
     batches: Iterable[Any],
     steps: int | None,
-    plan: Plan,
+    plan: PlanData,
     ranks: RankMap,
     executor: Executor,
     optimizer: torch.optim.Optimizer,
@@ -196,23 +132,13 @@ def _typical(durations: tuple[float, ...], full: list[bool]) -> int:
     return next(number for number in numbers if durations[number] == middle)
 
 
-def _rates(plan: Plan, info: StepInfo, seconds: float) -> Rates:
+def _rates(plan: PlanData, info: StepInfo, seconds: float) -> Rates:
     samples = info.samples / seconds
     return Rates(
         samples,
         None if info.tokens is None else info.tokens / seconds,
-        model_flops_utilization(plan.prediction, plan.batch_size, samples),
+        plan.prediction.utilization(plan.batch_size, samples),
     )
-
-
-def _mean(step: Simulation, kind: type[Compute], segment: int) -> float:
-    found = [
-        span.end_seconds - span.start_seconds
-        for spans in step.timeline
-        for span in spans
-        if isinstance(span.instruction, kind) and span.instruction.segment == segment
-    ]
-    return statistics.fmean(found) if found else 0.0
 
 
 def _constant(value: ClockOffset) -> Callable[[], ClockOffset]:

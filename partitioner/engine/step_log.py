@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from partitioner.batches.step import StepInfo
     from partitioner.engine.engine import Engine
     from partitioner.evaluation.evaluation import EvalOutput
-    from partitioner.plan import Prediction
 
 Row = Mapping[str, float | None]
 """Name -> number; None where there is none."""
@@ -78,7 +77,7 @@ class StepLogger(Callback):
             "between_seconds": self._between_seconds / self._steps,
             "samples_per_second": self._samples / self._seconds,
             "tokens_per_second": None if info.tokens is None else self._tokens / self._seconds,
-            "mfu": model_flops_utilization(prediction, batch_size, self._samples / self._seconds),
+            "mfu": prediction.utilization(batch_size, self._samples / self._seconds),
             "skipped": float(info.skipped),
             **{f"metric/{name}": metric.item() for name, metric in info.metrics.items()},
         }
@@ -86,15 +85,3 @@ class StepLogger(Callback):
     def _forget(self) -> None:
         self._steps = self._samples = self._tokens = 0
         self._seconds = self._between_seconds = 0.0
-
-
-def model_flops_utilization(
-    prediction: Prediction, batch_size: int, samples_per_second: float
-) -> float | None:
-    """MFU = model FLOPs per sample · samples per second / peak FLOP/s of the devices; None if the plan has none.
-
-    The plan's own MFU is the same at its predicted rate, so their ratio is that of the rates.
-    """
-    if prediction.mfu is None:
-        return None
-    return prediction.mfu * samples_per_second * prediction.step_seconds / batch_size

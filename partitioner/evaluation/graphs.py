@@ -36,7 +36,7 @@ from partitioner.evaluation.choice import (
     votes,
 )
 from partitioner.evaluation.sharded import SharedGraph, SharedStage
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from passes.evaluate.graph import without_writes
 from passes.evaluate.outputs import evaluation_outputs
 from passes.evaluate.parts import reuse_splits
@@ -73,7 +73,7 @@ MOST_GRAPHS = 8
 class Deployed:
     """What was deployed on this rank: everything that evaluation graphs are made from."""
 
-    plan: Plan
+    plan: PlanData
     model: nn.Module
     loss_fn: LossFunction | None
     example: Any

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from cost_models.layout import Replicate, Shard
 from partitioner.batches.part_batch import DataPlace, data_place
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from partitioner.record.sharding import StageSharding
 from passes.evaluate.graph import with_computed_outputs, without_outputs
 from passes.evaluate.outputs import evaluation_outputs
@@ -39,7 +39,7 @@ from runtime.state.rank_state import RankState
 class SharedStage:
     """What evaluation graphs of a sharded plan have in common. ``placement``: of training, in ranks of the launch."""
 
-    plan: Plan
+    plan: PlanData
     training: OpGraph
     ranks: RankMap
     executor: Executor
@@ -50,7 +50,7 @@ class SharedStage:
 
     @classmethod
     def of(
-        cls, plan: Plan, training: OpGraph, ranks: RankMap, executor: Executor, state: RankState
+        cls, plan: PlanData, training: OpGraph, ranks: RankMap, executor: Executor, state: RankState
     ) -> SharedStage | None:
         """None where no ranks share a stage."""
         found = _sharding_of(plan)
@@ -66,7 +66,7 @@ class SharedStage:
         return self.executor.batch_spec.multiple
 
 
-def _sharding_of(plan: Plan) -> tuple[tuple[int, ...], StageSharding] | None:
+def _sharding_of(plan: PlanData) -> tuple[tuple[int, ...], StageSharding] | None:
     return next(
         ((stage.devices, stage.sharding) for stage in plan.stages if stage.sharding is not None), None
     )

@@ -7,26 +7,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cost_models.units import format_bytes, format_seconds
+from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.explain.explanation import Explanation, signed
 from partitioner.explain.graph_of_plan import graph_of
 from partitioner.explain.stages import of_free, of_layers
+from partitioner.record.modules import range_of, shorten
 from partitioner.record.rebuild import refuse_wrong_choices
-from partitioner.report.modules import range_of, shorten
 from partitioner.report.sharding import mesh_text
-from partitioner.report.text import counted, percent
 from passes.costs.costs import costs_of
 from passes.search.feature.explain import Alternatives, Way, alternatives
 from passes.search.feature.problem import Setting
 from passes.shard.discover import Discovery
 
 if TYPE_CHECKING:
-    from partitioner.api import ModelOrTrace
-    from partitioner.plan import Plan
+    from partitioner.models.as_graph import ModelOrTrace
+    from partitioner.record.data import PlanData
     from passes.graph.graph import OpGraph
 
 
-def explain_plan(plan: Plan, name: str, model: ModelOrTrace | None, options: dict[str, Any]) -> Explanation:
+def explain_plan(
+    plan: PlanData, name: str, model: ModelOrTrace | None, options: dict[str, Any]
+) -> Explanation:
     """Of an op, a parameter or an input of the plan's model."""
     if plan.strategy != "feature":
         graph = None
@@ -41,7 +42,7 @@ def explain_plan(plan: Plan, name: str, model: ModelOrTrace | None, options: dic
 # Feature-wise
 
 
-def _of_shards(plan: Plan, name: str, graph: OpGraph) -> Explanation:
+def _of_shards(plan: PlanData, name: str, graph: OpGraph) -> Explanation:
     (stage,) = plan.stages
     assert stage.sharding is not None
     placement = stage.sharding.placement(stage.devices, plan.microbatches)

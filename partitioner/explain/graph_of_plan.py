@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from cost_models.errors import UsageError
-from partitioner.api import ModelOrTrace, as_graph
+from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.record.rebuild import refuse_other_model
 
 if TYPE_CHECKING:
-    from partitioner.plan import Plan
+    from partitioner.record.data import PlanData
     from passes.graph.graph import OpGraph
 
 
-def graph_of(plan: Plan, model: ModelOrTrace | None, purpose: str, options: dict[str, Any]) -> OpGraph:
+def graph_of(plan: PlanData, model: ModelOrTrace | None, purpose: str, options: dict[str, Any]) -> OpGraph:
     """Raises PlanError where the model is not the plan's, UsageError where none is known.
 
     ``options``: example_inputs, loss_fn, batch_dims, dynamic_dims, as :func:`partition` takes them.

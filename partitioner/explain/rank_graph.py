@@ -23,10 +23,11 @@ import torch
 from torch import fx
 
 from cost_models.errors import UsageError
+from cost_models.units import counted
 from partitioner.explain.graph_of_plan import graph_of
 from partitioner.record.rebuild import PlannedCode, plan_code
 from partitioner.report.sharding import mesh_text, ranks_text
-from partitioner.report.text import counted, printable
+from partitioner.report.text import printable
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.lower.lower import lower
 from passes.shard.words import placements_text
@@ -35,8 +36,9 @@ from runtime.ops.local import run_local
 from runtime.segment.code import SegmentCode
 
 if TYPE_CHECKING:
-    from partitioner.api import ModelOrTrace
-    from partitioner.plan import Plan, Stage
+    from partitioner.models.as_graph import ModelOrTrace
+    from partitioner.record.data import PlanData
+    from partitioner.record.records import Stage
 
 TALKING = ("cross_entropy", "nll_loss", "batch_norm")
 """Local forms that send something themselves."""
@@ -110,7 +112,7 @@ class RankGraph:
         return dag
 
 
-def rank_graph(plan: Plan, model: ModelOrTrace | None, rank: int, options: dict[str, Any]) -> RankGraph:
+def rank_graph(plan: PlanData, model: ModelOrTrace | None, rank: int, options: dict[str, Any]) -> RankGraph:
     """Raises UsageError for a rank that runs nothing, PlanError for another model."""
     if rank not in plan.used_devices:
         raise UsageError(
@@ -130,7 +132,7 @@ def rank_graph(plan: Plan, model: ModelOrTrace | None, rank: int, options: dict[
     return RankGraph(_title(plan, rank, code), parts)
 
 
-def _title(plan: Plan, rank: int, code: PlannedCode) -> str:
+def _title(plan: PlanData, rank: int, code: PlannedCode) -> str:
     sharding = plan.stages[0].sharding
     parts = [f"rank {rank} of {plan.world_size}", plan.model.name]
     if sharding is not None:
@@ -141,7 +143,7 @@ def _title(plan: Plan, rank: int, code: PlannedCode) -> str:
 
 
 def _nodes(
-    plan: Plan, stage: Stage, code: PlannedCode, lowered: SegmentCode, model: OpGraph
+    plan: PlanData, stage: Stage, code: PlannedCode, lowered: SegmentCode, model: OpGraph
 ) -> tuple[RankNode, ...]:
     batch = code.graph.batch.batch_symbol
     kinds = dict(zip(lowered.module.graph.find_nodes(op="placeholder"), lowered.inputs, strict=True))
@@ -181,7 +183,7 @@ def _nodes(
     return tuple(found)
 
 
-def _of(plan: Plan, stage: int) -> str:
+def _of(plan: PlanData, stage: int) -> str:
     return f", rank {plan.stages[stage].devices[0]}"
 
 

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cost_models.errors import UsageError
-from cost_models.units import format_bytes, format_seconds
+from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.explain.explanation import Explanation
-from partitioner.record.rebuild import split_graph
-from partitioner.report.modules import shorten
-from partitioner.report.text import counted, percent
+from partitioner.record.modules import shorten
+from partitioner.record.rebuild import simulate_plan, split_graph
 from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.state import owning_units
 from passes.search.feature.explain import Way
@@ -28,11 +27,11 @@ MOST_DEVICES = 32
 """Of a cluster, that are tried: each is a simulation or two."""
 
 if TYPE_CHECKING:
-    from partitioner.plan import Plan
+    from partitioner.record.data import PlanData
     from passes.graph.graph import OpGraph
 
 
-def of_layers(plan: Plan, name: str, graph: OpGraph | None) -> Explanation:
+def of_layers(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
     """Of an op, or with the model a parameter or module, of a layer-wise plan."""
     ops = _ops_named(plan, name, graph)
     facts, where = _place(plan, name, ops)
@@ -51,7 +50,7 @@ def of_layers(plan: Plan, name: str, graph: OpGraph | None) -> Explanation:
     return Explanation(name, facts, ())
 
 
-def of_free(plan: Plan, name: str, graph: OpGraph | None) -> Explanation:
+def of_free(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
     """Of an op or block, or with the model a parameter or module, of a free plan."""
     split = None if graph is None else split_graph(plan, graph)
     ops = _ops_named(plan, name, split)
@@ -70,14 +69,14 @@ def of_free(plan: Plan, name: str, graph: OpGraph | None) -> Explanation:
     return Explanation(name, facts, ways)
 
 
-def _moved_together(graph: OpGraph, plan: Plan, ops: set[str]) -> set[str]:
+def _moved_together(graph: OpGraph, plan: PlanData, ops: set[str]) -> set[str]:
     """The placed ones of ``ops``, and what shares a device with them whatever the placement."""
     unit_of = owning_units(graph, frozenset(plan.recomputed))
     units = {unit_of[op] for op in ops if op in unit_of}
     return {op for op, unit in unit_of.items() if unit in units}
 
 
-def _other_devices(plan: Plan, graph: OpGraph, moved: set[str]) -> tuple[Way, ...]:
+def _other_devices(plan: PlanData, graph: OpGraph, moved: set[str]) -> tuple[Way, ...]:
     """The step with ``moved`` on each device, fastest first; the plan's own is as it was predicted."""
     costs = costs_of(graph, plan.cluster)
     request = FreeRequest(
@@ -86,7 +85,7 @@ def _other_devices(plan: Plan, graph: OpGraph, moved: set[str]) -> tuple[Way, ..
     candidates = FreeCandidates(graph, costs, plan.cluster, request, frozenset(plan.recomputed))
     home = {op: ranks[0] for op, ranks in plan.placements.items()}
     here = {home[op] for op in moved}
-    own = plan.simulate()
+    own = simulate_plan(plan)
     ways = []
     for rank, device in enumerate(plan.cluster.devices[:MOST_DEVICES]):
         chosen = here == {rank}
@@ -113,7 +112,7 @@ def _other_devices(plan: Plan, graph: OpGraph, moved: set[str]) -> tuple[Way, ..
     return tuple(sorted(ways, key=lambda way: way.step_seconds))
 
 
-def _computes(costs: GraphCosts, plan: Plan, ops: set[str], rank: int) -> float:
+def _computes(costs: GraphCosts, plan: PlanData, ops: set[str], rank: int) -> float:
     """Seconds of ``ops`` on a device in a step."""
     size = microbatch_sizes(plan.batch_size, plan.microbatches)[0]
     indices = np.array([i for i, name in enumerate(costs.ops) if name in ops], dtype=np.int64)
@@ -121,7 +120,7 @@ def _computes(costs: GraphCosts, plan: Plan, ops: set[str], rank: int) -> float:
     return plan.microbatches * (seconds.forward + seconds.backward_input + seconds.backward_weight)
 
 
-def _why_there(ways: tuple[Way, ...], plan: Plan) -> str:
+def _why_there(ways: tuple[Way, ...], plan: PlanData) -> str:
     """How the device compares with the others."""
     chosen = next(way for way in ways if way.chosen)
     others = [way for way in ways if not way.chosen]
@@ -140,7 +139,7 @@ def _why_there(ways: tuple[Way, ...], plan: Plan) -> str:
     return f"the best of {len(ways)} places, everything else as it is: {best.layout} adds {more}"
 
 
-def _place(plan: Plan, name: str, ops: set[str]) -> tuple[dict[str, str], list[int]]:
+def _place(plan: PlanData, name: str, ops: set[str]) -> tuple[dict[str, str], list[int]]:
     """Where ops run and what is sent for them, in words; and their stages."""
     where = sorted({index for index, stage in enumerate(plan.stages) if ops & set(stage.ops)})
     everywhere = sorted(ops & set(plan.recomputed))
@@ -166,7 +165,7 @@ def _place(plan: Plan, name: str, ops: set[str]) -> tuple[dict[str, str], list[i
     return facts, where
 
 
-def _why_cut(plan: Plan) -> str:
+def _why_cut(plan: PlanData) -> str:
     certificate = plan.certificate
     text = "each device has one contiguous run of the program; where runs are cut was decided for all ops together: "
     if certificate.gap < 5e-5:
@@ -174,12 +173,12 @@ def _why_cut(plan: Plan) -> str:
     return f"{text}other cuts could cost up to {percent(certificate.gap)} less by the surrogate"
 
 
-def _seconds(plan: Plan, index: int) -> float:
+def _seconds(plan: PlanData, index: int) -> float:
     stage = plan.stages[index]
     return stage.forward_seconds + stage.backward_seconds
 
 
-def _ops_named(plan: Plan, name: str, graph: OpGraph | None) -> set[str]:
+def _ops_named(plan: PlanData, name: str, graph: OpGraph | None) -> set[str]:
     """The op of that name, those that read the parameter, or those of the module."""
     known = {*plan.placements, *plan.recomputed}
     if name in known:

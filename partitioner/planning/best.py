@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError
-from partitioner.plan import Alternative, Plan
+from cost_models.units import percent
+from partitioner.record.data import PlanData, PlanT
 from partitioner.record.describe import NOT_CONSIDERED, describe
-from partitioner.report.text import percent
+from partitioner.record.records import Alternative
 from passes.compile import Request, compile_graph
 from passes.graph.graph import OpGraph
 from passes.search.feature.place import FeatureRequest
@@ -18,15 +19,18 @@ NAMES = {"layer": "layer-wise", "feature": "feature-wise", "free": "free"}
 """Strategies in sentences."""
 
 
-def best_plan(graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]) -> Plan:
-    """The plan of the fastest strategy. Raises what the only one raises, or InfeasibleError if none fits."""
+def best_plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]) -> PlanT:
+    """Make the plan of the fastest strategy, of class ``kind``.
+
+    Raises what the only strategy raises, or InfeasibleError if none fits.
+    """
     if len(requests) == 1:
-        return _plan(graph, cluster, requests[0])
-    plans: list[Plan] = []
+        return _plan(kind, graph, cluster, requests[0])
+    plans: list[PlanT] = []
     failures: dict[str, PartitionerError] = {}
     for request in requests:
         try:
-            plans.append(_plan(graph, cluster, request))
+            plans.append(_plan(kind, graph, cluster, request))
         except (InfeasibleError, TimeLimitError) as error:
             failures[NAMES[strategy_of(request)]] = error
     if not plans:
@@ -59,11 +63,11 @@ def strategy_of(request: Request) -> str:
     return "feature" if isinstance(request, FeatureRequest) else "layer"
 
 
-def _plan(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Plan:
-    return describe(graph, cluster, request, compile_graph(graph, cluster, request))
+def _plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, request: Request) -> PlanT:
+    return describe(kind, graph, cluster, request, compile_graph(graph, cluster, request))
 
 
-def _alternative(plan: Plan, best: Plan) -> Alternative:
+def _alternative(plan: PlanData, best: PlanData) -> Alternative:
     slower = plan.prediction.step_seconds / best.prediction.step_seconds - 1
     return Alternative(
         strategy=f"{NAMES[plan.strategy]}, the best found",

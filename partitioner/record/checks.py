@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cost_models.memory import OPTIMIZERS
+from cost_models.units import counted
 from partitioner.record.sharding import contradictions
-from partitioner.report.text import counted
 from runtime.schedules import SCHEDULES
 
 if TYPE_CHECKING:
-    from partitioner.plan import Plan
+    from partitioner.record.records import PlanFields
 
 MOST_COMPUTES = 1 << 24
 """Stages times micro-batches: a plan whose programs are longer cannot be rebuilt in memory."""
 
 
-def inconsistencies(plan: Plan) -> Iterator[str]:
+def inconsistencies(plan: PlanFields) -> Iterator[str]:
     """Every contradiction, as "key path: what is wrong"."""
     world = plan.cluster.world_size
     if not plan.stages:
@@ -42,7 +42,7 @@ def inconsistencies(plan: Plan) -> Iterator[str]:
     yield from _per_rank(plan, world)
 
 
-def _splits(plan: Plan) -> Iterator[str]:
+def _splits(plan: PlanFields) -> Iterator[str]:
     seen: dict[str, int] = {}
     for index, record in enumerate(plan.splits):
         if not record.sizes:
@@ -52,7 +52,7 @@ def _splits(plan: Plan) -> Iterator[str]:
         seen.setdefault(record.op, index)
 
 
-def _stages(plan: Plan, world: int) -> Iterator[str]:
+def _stages(plan: PlanFields, world: int) -> Iterator[str]:
     seen: dict[str, int] = {}
     for index, stage in enumerate(plan.stages):
         if not stage.devices:
@@ -80,7 +80,7 @@ def _stages(plan: Plan, world: int) -> Iterator[str]:
         yield f"placements.{op}: is missing" if op in seen else f"placements.{op}: no stage holds this op"
 
 
-def _samples(plan: Plan, where: str, multiple: int) -> Iterator[str]:
+def _samples(plan: PlanFields, where: str, multiple: int) -> Iterator[str]:
     """Whether the batch can be cut as the stage's devices take it."""
     if plan.batch_size % (plan.microbatches * multiple):
         yield (
@@ -89,7 +89,7 @@ def _samples(plan: Plan, where: str, multiple: int) -> Iterator[str]:
         )
 
 
-def _values(plan: Plan, world: int) -> Iterator[str]:
+def _values(plan: PlanFields, world: int) -> Iterator[str]:
     count = len(plan.stages)
     for index, value in enumerate(plan.values):
         if not all(value.producer < consumer < count for consumer in value.consumers):
@@ -105,7 +105,7 @@ def _values(plan: Plan, world: int) -> Iterator[str]:
             yield f"tied[{index}].ranks: {list(tied.ranks)} are not two or more ranks of {world}"
 
 
-def _per_rank(plan: Plan, world: int) -> Iterator[str]:
+def _per_rank(plan: PlanFields, world: int) -> Iterator[str]:
     ranks = {str(rank) for rank in range(world)}
     for name, table in (
         ("state_bytes", plan.state_bytes),

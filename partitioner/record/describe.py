@@ -1,4 +1,4 @@
-"""From a compile's outcome to the Plan a user keeps: every number with its name, nothing left implicit."""
+"""From a compile's outcome to the plan a user keeps: every number with its name, nothing left implicit."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch import fx
 
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import NAMES
-from cost_models.units import format_bytes
-from partitioner.plan import (
+from cost_models.units import counted, format_bytes, percent
+from partitioner.record.data import PlanT
+from partitioner.record.describe_sharding import describe_sharding
+from partitioner.record.modules import modules_of_stages
+from partitioner.record.records import (
     Alternative,
     CertificateRecord,
     ModelInfo,
-    Plan,
     Prediction,
     ProofRecord,
     SplitRecord,
@@ -27,9 +29,6 @@ from partitioner.plan import (
     TiedParameter,
     Transfer,
 )
-from partitioner.record.describe_sharding import describe_sharding
-from partitioner.report.modules import modules_of_stages
-from partitioner.report.text import counted, percent
 from passes.compile import Compiled, Request
 from passes.graph.graph import OpGraph
 from passes.lower.summarize import state_names_of_segments
@@ -51,13 +50,15 @@ NOT_CONSIDERED = {
 MOST_RUNNER_UPS = 5
 
 
-def describe(graph: OpGraph, cluster: ClusterSpec, request: Request, compiled: Compiled) -> Plan:
-    """The plan of a compile."""
+def describe(
+    kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, request: Request, compiled: Compiled
+) -> PlanT:
+    """Write the outcome of a compile down as a plan of class ``kind``."""
     placed, realized = compiled.placed, compiled.placed.realized
     # A free plan that is the layer-wise one may compute blocks again; it was not asked for anything else.
     anew: RecomputeMode = "auto" if any(placed.recomputed_blocks) else "none"
     recompute = request.recompute if isinstance(request, LayerRequest) else anew
-    return Plan(
+    return kind(
         partitioner_version=package_version(),
         model=_model(graph),
         cluster=cluster,

@@ -11,8 +11,8 @@ from typing import NamedTuple
 from torch import fx
 
 from cost_models.layout import Replicate
+from partitioner.record.modules import range_of
 from partitioner.record.sharding import LayoutRow
-from partitioner.report.modules import range_of
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.shard.shard import Sharded

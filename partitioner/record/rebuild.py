@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cost_models.errors import PlanError, UsageError
-from partitioner.plan import Plan, Stage
+from partitioner.record.data import PlanData
 from partitioner.record.rebuild_checks import refuse_wrong_stages
+from partitioner.record.records import Stage
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
 from passes.lower.segment import Segmentation, by_stage, on_mesh
@@ -33,12 +34,12 @@ from runtime.segment.microbatch import microbatch_sizes
 from runtime.simulate.simulate import Simulation
 
 
-def ranks_in_order(plan: Plan) -> RankMap:
+def ranks_in_order(plan: PlanData) -> RankMap:
     """Rank r plays the r-th device that the plan uses: local processes, and launches that name no hosts."""
     return RankMap(plan.used_devices)
 
 
-def plan_segments(plan: Plan, ranks: RankMap | None = None) -> SegmentGraph:
+def plan_segments(plan: PlanData, ranks: RankMap | None = None) -> SegmentGraph:
     """The plan's DAG of segments, with the costs it was predicted from."""
     segments = tuple(
         Segment(
@@ -71,7 +72,7 @@ def _collectives(stage: Stage) -> Iterator[Collective]:
                 yield Collective(item.kind, group, item.sent_bytes, item.backward)
 
 
-def plan_tied(plan: Plan, ranks: RankMap | None = None) -> tuple[TiedGroup, ...]:
+def plan_tied(plan: PlanData, ranks: RankMap | None = None) -> tuple[TiedGroup, ...]:
     """The plan's sums of gradients: tied parameters, one group per set of ranks, and what sharded stages sum."""
     return (*_tied(plan, ranks), *(group for stage in plan.stages for group in _stage_sums(stage, ranks)))
 
@@ -84,7 +85,7 @@ def _stage_sums(stage: Stage, ranks: RankMap | None) -> Iterator[TiedGroup]:
                 yield TiedGroup(item.parameters, group, item.scattered)
 
 
-def _tied(plan: Plan, ranks: RankMap | None) -> tuple[TiedGroup, ...]:
+def _tied(plan: PlanData, ranks: RankMap | None) -> tuple[TiedGroup, ...]:
     groups: dict[tuple[int, ...], list[str]] = {}
     for tied in plan.tied:
         holders = tied.ranks if ranks is None else tuple(sorted(ranks.ranks(tied.ranks)))
@@ -92,7 +93,7 @@ def _tied(plan: Plan, ranks: RankMap | None) -> tuple[TiedGroup, ...]:
     return tuple(TiedGroup(tuple(names), ranks) for ranks, names in groups.items())
 
 
-def plan_programs(plan: Plan, ranks: RankMap | None = None) -> tuple[Program, ...]:
+def plan_programs(plan: PlanData, ranks: RankMap | None = None) -> tuple[Program, ...]:
     """One program per rank, proved free of deadlock before anybody runs or simulates it."""
     segments, tied = plan_segments(plan), plan_tied(plan)
     programs = programs_for(
@@ -105,7 +106,7 @@ def plan_programs(plan: Plan, ranks: RankMap | None = None) -> tuple[Program, ..
     return programs
 
 
-def simulate_plan(plan: Plan) -> Simulation:
+def simulate_plan(plan: PlanData) -> Simulation:
     """One training step of the plan, simulated."""
     ranks = [str(rank) for rank in range(plan.cluster.world_size)]
     step = StepCosts(
@@ -119,7 +120,7 @@ def simulate_plan(plan: Plan) -> Simulation:
     return simulate_step(plan_programs(plan), plan_segments(plan), plan.cluster, step, sizes)
 
 
-def _state_bytes(plan: Plan) -> tuple[int, ...]:
+def _state_bytes(plan: PlanData) -> tuple[int, ...]:
     """By rank of the cluster."""
     return tuple(plan.state_bytes[str(rank)] for rank in range(plan.cluster.world_size))
 
@@ -157,7 +158,7 @@ class PlannedCode:
 
 
 def plan_code(
-    plan: Plan, graph: OpGraph, ranks: RankMap | None = None, *, run: OpGraph | None = None
+    plan: PlanData, graph: OpGraph, ranks: RankMap | None = None, *, run: OpGraph | None = None
 ) -> PlannedCode:
     """The plan's segments of ``graph``. Raises PlanError when the plan is for another model.
 
@@ -176,7 +177,7 @@ def plan_code(
     return PlannedCode(graph, _segmentation(plan, graph, ranks), {})
 
 
-def split_graph(plan: Plan, graph: OpGraph) -> OpGraph:
+def split_graph(plan: PlanData, graph: OpGraph) -> OpGraph:
     """``graph`` with the ops in blocks that the plan runs in blocks; split once per graph and plan."""
     if not plan.splits:
         return graph
@@ -211,7 +212,7 @@ def refuse_wrong_choices(model: str, graph: OpGraph, placement: FeaturePlacement
         )
 
 
-def _segmentation(plan: Plan, graph: OpGraph, ranks: RankMap | None) -> Segmentation:
+def _segmentation(plan: PlanData, graph: OpGraph, ranks: RankMap | None) -> Segmentation:
     """Which ops of ``graph`` each of the plan's segments runs."""
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     devices = [stage.devices[0] for stage in plan.stages]
@@ -228,7 +229,7 @@ def _segmentation(plan: Plan, graph: OpGraph, ranks: RankMap | None) -> Segmenta
     return by_stage(graph, stage_of, places, frozenset(plan.recomputed), blocks)
 
 
-def refuse_other_model(plan: Plan, graph: OpGraph) -> None:
+def refuse_other_model(plan: PlanData, graph: OpGraph) -> None:
     """Raise PlanError listing how ``graph`` differs from the model the plan was made for."""
     planned = set(plan.placements) | set(plan.recomputed)
     differences = []

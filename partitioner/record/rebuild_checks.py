@@ -18,12 +18,12 @@ from passes.lower.segment import Segmentation
 from passes.lower.summarize import tied_groups
 
 if TYPE_CHECKING:
-    from partitioner.plan import Plan
+    from partitioner.record.data import PlanData
 
 MOST_REPORTED = 8
 
 
-def refuse_wrong_stages(plan: Plan, graph: OpGraph) -> None:
+def refuse_wrong_stages(plan: PlanData, graph: OpGraph) -> None:
     """Raise PlanError where stages of one device each would not compute what ``graph`` does.
 
     ``graph``: with the ops in blocks that the plan has in blocks.
@@ -43,7 +43,7 @@ def refuse_wrong_stages(plan: Plan, graph: OpGraph) -> None:
         )
 
 
-def _misplaced(plan: Plan, graph: OpGraph, stage_of: dict[str, int]) -> Iterator[str]:
+def _misplaced(plan: PlanData, graph: OpGraph, stage_of: dict[str, int]) -> Iterator[str]:
     """Ops that read from later stages, that must be together and are not, that may not run more than once."""
     for node in graph.ops:
         for user in node.users:
@@ -60,7 +60,7 @@ def _misplaced(plan: Plan, graph: OpGraph, stage_of: dict[str, int]) -> Iterator
         yield f"{_listed(costly[:3])} may not be computed by every stage for itself"
 
 
-def _values(plan: Plan, graph: OpGraph, segmentation: Segmentation) -> Iterator[str]:
+def _values(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Iterator[str]:
     """What crosses between stages."""
     needed = {
         name: (segmentation.segment_of[name], consumers, name in graph.needs_grad)
@@ -81,7 +81,7 @@ def _values(plan: Plan, graph: OpGraph, segmentation: Segmentation) -> Iterator[
             )
 
 
-def _tied(plan: Plan, graph: OpGraph, segmentation: Segmentation) -> Iterator[str]:
+def _tied(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Iterator[str]:
     """Whose gradients are summed over which ranks."""
     needed = {name: group.ranks for group in tied_groups(graph, segmentation) for name in group.parameters}
     given = {tied.name: tuple(sorted(tied.ranks)) for tied in plan.tied}

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cost_models.units import format_bytes, format_seconds
-from partitioner.report.modules import shorten
+from cost_models.units import counted, format_bytes, format_seconds
+from partitioner.record.modules import shorten
 from partitioner.report.sharding import mesh_text
-from partitioner.report.text import counted
 
 if TYPE_CHECKING:
-    from partitioner.plan import Plan
+    from partitioner.record.data import PlanData
     from partitioner.record.sharding import StageSharding
 
 
-def diff_plans(old: Plan, new: Plan) -> str:
+def diff_plans(old: PlanData, new: PlanData) -> str:
     """Lines "what: old -> new"; empty if the plans say the same."""
     lines = [
         f"{label}: {before} -> {after}"
@@ -43,35 +42,35 @@ def diff_plans(old: Plan, new: Plan) -> str:
     return "\n".join(lines or _detail_lines(old, new))
 
 
-def _detail_lines(old: Plan, new: Plan) -> list[str]:
+def _detail_lines(old: PlanData, new: PlanData) -> list[str]:
     """Fields that differ although nothing above does. How long the search took is no difference."""
     ignored = ("certificate", "partitioner_version")
     fields = [f for f in type(old).model_fields if f not in ignored and getattr(old, f) != getattr(new, f)]
     return [f"in detail: {', '.join(fields)}"] if fields else []
 
 
-def _recompute(plan: Plan) -> str:
+def _recompute(plan: PlanData) -> str:
     """ "auto, 3 blocks"."""
     count = sum(len(stage.recomputed_blocks) for stage in plan.stages)
     return f"{plan.recompute}, {counted(count, 'block')}"
 
 
-def _blocks(plan: Plan) -> str:
+def _blocks(plan: PlanData) -> str:
     """ "linear 60+40, linear_2 60+40"."""
     blocks = [f"{split.op} {'+'.join(map(str, split.sizes))}" for split in plan.splits]
     return shorten(blocks, 70) if blocks else "none"
 
 
-def _sharding(plan: Plan) -> StageSharding | None:
+def _sharding(plan: PlanData) -> StageSharding | None:
     return next((stage.sharding for stage in plan.stages if stage.sharding is not None), None)
 
 
-def _mesh(plan: Plan) -> str:
+def _mesh(plan: PlanData) -> str:
     sharding = _sharding(plan)
     return "none" if sharding is None else mesh_text(sharding)
 
 
-def _inputs(plan: Plan) -> str:
+def _inputs(plan: PlanData) -> str:
     """How they arrive: "ids S0, mask R"."""
     sharding = _sharding(plan)
     whole = sharding is None or not any("S" in text for text in sharding.batch.values())
@@ -80,7 +79,7 @@ def _inputs(plan: Plan) -> str:
     return ", ".join(f"{name} {text}" for name, text in sharding.batch.items())
 
 
-def _layout_lines(old: Plan, new: Plan) -> list[str]:
+def _layout_lines(old: PlanData, new: PlanData) -> list[str]:
     """Parameters kept otherwise, ops run otherwise; of two sharded plans."""
     a, b = _sharding(old), _sharding(new)
     if a is None or b is None:
@@ -105,7 +104,7 @@ def _text(layout: str | tuple[str, ...] | None) -> str:
     return "not listed" if layout is None else layout if isinstance(layout, str) else "; ".join(layout)
 
 
-def _placement_lines(old: Plan, new: Plan) -> list[str]:
+def _placement_lines(old: PlanData, new: PlanData) -> list[str]:
     moved = [op for op, ranks in new.placements.items() if old.placements.get(op, ranks) != ranks]
     only_old = [op for op in old.placements if op not in new.placements]
     only_new = [op for op in new.placements if op not in old.placements]
@@ -119,7 +118,7 @@ def _placement_lines(old: Plan, new: Plan) -> list[str]:
     return lines
 
 
-def _prediction_lines(old: Plan, new: Plan) -> list[str]:
+def _prediction_lines(old: PlanData, new: PlanData) -> list[str]:
     a, b = old.prediction, new.prediction
     lines = []
     if a.step_seconds != b.step_seconds:

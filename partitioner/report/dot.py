@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import networkx as nx
 
 from cost_models.units import format_bytes, format_seconds
-from partitioner.report.modules import shorten
+from partitioner.record.modules import shorten
 from partitioner.report.sharding import ranks_text
 
 if TYPE_CHECKING:
-    from partitioner.plan import Plan
+    from partitioner.record.data import PlanData
     from passes.graph.graph import OpGraph
 
 
-def op_graph(graph: OpGraph, plan: Plan | None = None) -> nx.DiGraph[str]:
+def op_graph(graph: OpGraph, plan: PlanData | None = None) -> nx.DiGraph[str]:
     """One node per op (attributes label, module, device), one edge per value.
 
     Ops that stages recompute for themselves have no device.
@@ -36,7 +36,7 @@ def op_graph(graph: OpGraph, plan: Plan | None = None) -> nx.DiGraph[str]:
     return dag
 
 
-def stage_graph(plan: Plan) -> nx.DiGraph[str]:
+def stage_graph(plan: PlanData) -> nx.DiGraph[str]:
     """One node per stage (attributes label, device), one edge per pair of stages with the bytes between them."""
     dag: nx.DiGraph[str] = nx.DiGraph(name=plan.model.name)
     for index, stage in enumerate(plan.stages):
@@ -57,7 +57,7 @@ def stage_graph(plan: Plan) -> nx.DiGraph[str]:
     return dag
 
 
-def device_name(plan: Plan, rank: int, *others: int) -> str:
+def device_name(plan: PlanData, rank: int, *others: int) -> str:
     """ "rank 3 (node1 H100-80GB)", "ranks 0-7"."""
     if others:
         return f"ranks {ranks_text((rank, *others))}"

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cost_models.devices import Device
-    from partitioner.plan import Plan
+    from partitioner.record.data import PlanData
 
 
-def launch_command(plan: Plan, model: str, plan_file: str, steps: int) -> str:
+def launch_command(plan: PlanData, model: str, plan_file: str, steps: int) -> str:
     """``torchrun`` of ``partitioner run`` for each node that has a used device in the plan."""
     return launch_of(
         plan, f"-m partitioner run {shlex.quote(plan_file)} {shlex.quote(model)} --steps {steps}"
     )
 
 
-def launch_of(plan: Plan, run: str) -> str:
+def launch_of(plan: PlanData, run: str) -> str:
     """``torchrun`` of ``run`` for each node that has a used device; the first one's host is the meeting point."""
     per_node: dict[int, list[Device]] = {}
     for index in plan.used_devices:
@@ -35,7 +35,7 @@ def launch_of(plan: Plan, run: str) -> str:
     )
 
 
-def _visible(plan: Plan, node: int) -> str:
+def _visible(plan: PlanData, node: int) -> str:
     """Which GPUs the processes of a node may see, where the plan leaves one idle that is not the last."""
     ranks = plan.cluster.ranks_per_node[node]
     used = [place for place, device in enumerate(ranks) if device in plan.used_devices]

@@ -1,16 +1,20 @@
-"""A profile as a person reads it: the step, each rank, each segment; measured beside predicted."""
+"""A profile, measured beside predicted: as data, and as a person reads it: the step, each rank, each segment."""
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
 
-from cost_models.units import format_bytes, format_seconds
-from partitioner.report.text import columns, counted, labelled, percent, printable
+from cost_models.units import counted, format_bytes, format_seconds, percent
+from partitioner.record.file import write_text
+from partitioner.report.text import columns, labelled, printable
+from runtime.measure.measured_step import RankTimes
 from runtime.program.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
-
-if TYPE_CHECKING:
-    from partitioner.engine.profile import Profile
+from runtime.simulate.simulate import Simulation
+from runtime.simulate.timeline import chrome_trace, render
 
 _KINDS: tuple[tuple[str, type[Compute]], ...] = (
     ("forward", Forward),
@@ -18,6 +22,72 @@ _KINDS: tuple[tuple[str, type[Compute]], ...] = (
     ("input half", BackwardInput),
     ("weight half", BackwardWeight),
 )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast. ``mfu``: model FLOPs utilisation; None where the plan does not know the model's FLOPs."""
+
+    samples_per_second: float
+    tokens_per_second: float | None
+    mfu: float | None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Measured steps of an engine, and the plan's prediction. Sequences are per rank."""
+
+    model: str
+    step_seconds: tuple[float, ...]
+    """Of every step: the slowest rank's ``train_step``. Ranks do not begin at one moment, so all of them together, as in
+    ``measured``, may take longer."""
+    shown: int
+    """Which of them the rest is of: the median of the full batches, without the first step."""
+    samples: int
+    """In that step."""
+    rates: Rates
+    predicted_rates: Rates
+    measured: Simulation
+    """That step, as a simulation would tell it; its memory is not measured."""
+    predicted: Simulation
+    """The simulated step of a full batch."""
+    times: tuple[RankTimes, ...]
+    predicted_times: tuple[RankTimes, ...]
+    clock_error_seconds: float
+    """How far ranks' times may be shifted against each other: 0 on one machine."""
+
+    def __str__(self) -> str:
+        return render_profile(self)
+
+    def timeline(self, width: int = 80) -> str:
+        """The measured step over the predicted one, drawn to one scale of time."""
+        longest = max(self.measured.step_seconds, self.predicted.step_seconds)
+        pictures = []
+        for label, step in (("measured", self.measured), ("predicted", self.predicted)):
+            columns = max(1, round(width * step.step_seconds / longest))
+            pictures.append(f"{label}: {render(step, columns)}")
+        return "\n".join(pictures)
+
+    def save(self, path: str | Path) -> None:
+        """Write both timelines as a Chrome trace: processes "rank N measured" and "rank N predicted"."""
+        measured = chrome_trace(self.measured, "measured")
+        predicted = chrome_trace(self.predicted, "predicted", first=len(self.times))
+        events = [*measured["traceEvents"], *predicted["traceEvents"]]
+        write_text(Path(path), json.dumps({**measured, "traceEvents": events}))
+
+    def mean_seconds(self, kind: type[Compute], segment: int) -> tuple[float, float]:
+        """(measured, predicted) mean over the micro-batches of one segment's computes of this kind."""
+        return _mean(self.measured, kind, segment), _mean(self.predicted, kind, segment)
+
+
+def _mean(step: Simulation, kind: type[Compute], segment: int) -> float:
+    found = [
+        span.end_seconds - span.start_seconds
+        for spans in step.timeline
+        for span in spans
+        if isinstance(span.instruction, kind) and span.instruction.segment == segment
+    ]
+    return statistics.fmean(found) if found else 0.0
 
 
 def render_profile(profile: Profile) -> str:

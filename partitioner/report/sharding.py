@@ -11,15 +11,16 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from cost_models.conversion import AxisLinks, Kind, group_links
-from cost_models.units import format_bytes, format_seconds
-from partitioner.report.modules import common_parent, runs, shorten
-from partitioner.report.text import columns, counted, labelled, percent
+from cost_models.units import counted, format_bytes, format_seconds, percent
+from partitioner.record.modules import common_parent, runs, shorten
+from partitioner.report.text import columns, labelled
 from passes.lower.step import sum_bytes
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 
 if TYPE_CHECKING:
     from cost_models.layout import Mesh
-    from partitioner.plan import Plan, Stage
+    from partitioner.record.data import PlanData
+    from partitioner.record.records import Stage
     from partitioner.record.sharding import LayoutRow, StageSharding
 
 MOST_ROWS = 14
@@ -31,7 +32,7 @@ SHORTER = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "c
 """Names of ops that are as clear when shorter."""
 
 
-def sharding_sections(plan: Plan) -> list[str]:
+def sharding_sections(plan: PlanData) -> list[str]:
     """Of every sharded stage: its layouts, and what its devices send."""
     return [
         section
@@ -58,7 +59,7 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
 # The mesh, and what is true of the whole stage
 
 
-def _mesh(plan: Plan, stage: Stage, sharding: StageSharding) -> str:
+def _mesh(plan: PlanData, stage: Stage, sharding: StageSharding) -> str:
     mesh = sharding.mesh(stage.devices)
     inner = list(sharding.axes)[-1]
     first = all_ranks_along(mesh, (inner,))[0]
@@ -90,7 +91,7 @@ def _legend(sharding: StageSharding) -> str:
     return f"along {axes}: R whole, S0 split along dimension 0, P part of a sum"
 
 
-def _where(plan: Plan, mesh: Mesh, axis: str) -> str:
+def _where(plan: PlanData, mesh: Mesh, axis: str) -> str:
     """Whether the ranks along ``axis`` are of one node; nothing where all are."""
     node_of = [device.node for device in plan.cluster.devices]
     if len({node_of[rank] for rank in mesh.ranks}) == 1:
@@ -136,7 +137,7 @@ def _axes_of(sharding: StageSharding, pairs: Iterator[tuple[str, str]]) -> str:
     return " and ".join(names[axis] for axis in sorted(found) if axis < len(names)) or "no axis"
 
 
-def _replicated(plan: Plan, sharding: StageSharding) -> str:
+def _replicated(plan: PlanData, sharding: StageSharding) -> str:
     share = sharding.replicated_matmul_share
     some = "that not every axis splits" if len(sharding.axes) > 1 else "that every device runs whole"
     texts = [
@@ -258,7 +259,7 @@ class Sent(NamedTuple):
     seconds: float
 
 
-def sent_by_a_device(plan: Plan, stage: Stage) -> tuple[Sent, ...]:
+def sent_by_a_device(plan: PlanData, stage: Stage) -> tuple[Sent, ...]:
     """Per step, most seconds first. Seconds: one after the other, with the links of all groups of the axis in use."""
     sharding = stage.sharding
     assert sharding is not None
@@ -298,7 +299,7 @@ def sent_by_a_device(plan: Plan, stage: Stage) -> tuple[Sent, ...]:
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
-def _sent(plan: Plan, stage: Stage) -> str:
+def _sent(plan: PlanData, stage: Stage) -> str:
     rows = sent_by_a_device(plan, stage)
     if not rows:
         return ""
@@ -318,7 +319,7 @@ def _sent(plan: Plan, stage: Stage) -> str:
     return columns(header, table, left=("sent in a step", "kind", "along"))
 
 
-def communication_share(plan: Plan) -> float:
+def communication_share(plan: PlanData) -> float:
     """Of the step, by sharded stages' collectives; nothing overlapped."""
     total = sum(
         row.seconds

@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cost_models.precision import NAMES, WORDS, ParameterPrecision
-from cost_models.units import format_bytes, format_seconds
-from partitioner.report.modules import common_parent, compress, shorten
+from cost_models.units import counted, format_bytes, format_seconds, percent
+from partitioner.record.modules import common_parent, compress, shorten
 from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
-from partitioner.report.text import WIDTH, columns, counted, labelled, percent, printable
+from partitioner.report.text import WIDTH, columns, labelled, printable
 
 if TYPE_CHECKING:
-    from partitioner.plan import Alternative, Plan, Stage
+    from partitioner.record.data import PlanData
+    from partitioner.record.records import Alternative, Stage
 
 MAX_ROWS = 16
 """Plans with more stages show the first and last half of this many."""
@@ -28,20 +29,20 @@ MOST_BLOCKS = 4
 """Kinds of blocks that are listed."""
 
 
-def render_plan(plan: Plan) -> str:
+def render_plan(plan: PlanData) -> str:
     """The text of ``print(plan)``."""
     sections = [_heading(plan), _stage_table(plan), *sharding_sections(plan)]
     sections += [_evidence(plan), _alternatives(plan), _remarks(plan)]
     return printable("\n\n".join(section for section in sections if section))
 
 
-def _model_text(plan: Plan) -> str:
+def _model_text(plan: PlanData) -> str:
     """With its data type, which is easily another than one thinks, unless a line of its own tells of types."""
     in_type = f" in {plan.model.dtype}" if plan.model.dtype and not precision_line(plan) else ""
     return f"{plan.model.name}, {plan.model.parameters:,} parameters{in_type}"
 
 
-def _heading(plan: Plan) -> str:
+def _heading(plan: PlanData) -> str:
     p = plan.prediction
     ranks = sorted({rank for stage in plan.stages for rank in stage.devices})
     world = plan.cluster.world_size
@@ -84,18 +85,18 @@ def _heading(plan: Plan) -> str:
     )
 
 
-def _strategy(plan: Plan) -> str:
+def _strategy(plan: PlanData) -> str:
     """ "layer-wise", "feature-wise"; "free", with how many ops are in blocks."""
     if plan.strategy != "free":
         return f"{plan.strategy}-wise"
     return f"free ({counted(len(plan.splits), 'op')} in blocks of neurons)" if plan.splits else "free"
 
 
-def _is_one_sharded_stage(plan: Plan) -> bool:
+def _is_one_sharded_stage(plan: PlanData) -> bool:
     return len(plan.stages) == 1 and plan.stages[0].sharding is not None
 
 
-def _shape(plan: Plan) -> str:
+def _shape(plan: PlanData) -> str:
     """ "4 stages"; of one that is sharded its mesh."""
     only = plan.stages[0].sharding if len(plan.stages) == 1 else None
     if only is None:
@@ -103,7 +104,7 @@ def _shape(plan: Plan) -> str:
     return f"mesh {mesh_text(only)}" if plan.world_size > 1 else "nothing to split"
 
 
-def precision_line(plan: Plan) -> list[str]:
+def precision_line(plan: PlanData) -> list[str]:
     """What is computed, summed and updated in which type, unless all of it is the model's own."""
     own = WORDS.get(plan.model.dtype or "")
     if own is None:
@@ -116,14 +117,14 @@ def precision_line(plan: Plan) -> list[str]:
     return [labelled("precision", f"{text} (the model is in {NAMES[own]})")]
 
 
-def _reduction_line(plan: Plan) -> list[str]:
+def _reduction_line(plan: PlanData) -> list[str]:
     """How the batch's loss is made, unless micro-batches count by their samples."""
     texts = {"sum": "summed over micro-batches", "token_mean": "mean over the whole batch's valid labels"}
     text = texts.get(plan.loss_reduction)
     return [] if text is None else [labelled("loss", f"{text} ({plan.loss_reduction})")]
 
 
-def recompute_line(plan: Plan) -> list[str]:
+def recompute_line(plan: PlanData) -> list[str]:
     """Which blocks backward computes again, and what that costs; nothing where no block is."""
     stages = [stage for stage in plan.stages if stage.recomputed_blocks]
     if not stages:
@@ -138,7 +139,7 @@ def recompute_line(plan: Plan) -> list[str]:
     ]
 
 
-def blocks_line(plan: Plan) -> list[str]:
+def blocks_line(plan: PlanData) -> list[str]:
     """Which ops run in blocks of which sizes, alike ones together, and on which ranks the blocks lie."""
     alike: dict[str, list[str]] = {}
     for split in plan.splits:
@@ -155,7 +156,7 @@ def _rate(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:,.3g}"
 
 
-def _memory(plan: Plan, ranks: list[int]) -> str:
+def _memory(plan: PlanData, ranks: list[int]) -> str:
     """ "the fullest device (rank 0) holds 71.2 GiB of 78.5 GiB, 90.7%"."""
     peak = plan.prediction.peak_memory_bytes
     fullest = max(ranks, key=lambda rank: peak[str(rank)] / plan.cluster.devices[rank].memory_bytes)
@@ -180,7 +181,7 @@ def microbatch_text(batch_size: int, microbatches: int) -> str:
 # Stages
 
 
-def _stage_table(plan: Plan) -> str:
+def _stage_table(plan: PlanData) -> str:
     parent = common_parent([stage.modules for stage in plan.stages])
     header = ["stage", "rank", *_device_header(plan), "modules", "parameters", "forward", "backward"]
     header += ["in flight", "peak memory", "used"]
@@ -211,7 +212,7 @@ def _shown(stages: int) -> list[int]:
     return every if stages <= MAX_ROWS else [*every[:half], *every[-half:]]
 
 
-def _device_header(plan: Plan) -> list[str]:
+def _device_header(plan: PlanData) -> list[str]:
     """Which device a rank is: nothing where all are the same, its node, or its node and model."""
     devices = [plan.cluster.devices[rank] for stage in plan.stages for rank in stage.devices]
     if len({device.model for device in devices}) > 1:
@@ -219,7 +220,7 @@ def _device_header(plan: Plan) -> list[str]:
     return ["node"] if len({device.node_name for device in devices}) > 1 else []
 
 
-def _stage_row(plan: Plan, index: int) -> list[str]:
+def _stage_row(plan: PlanData, index: int) -> list[str]:
     stage = plan.stages[index]
     device = plan.cluster.devices[stage.devices[0]]
     nodes = {plan.cluster.devices[rank].node_name for rank in stage.devices}
@@ -240,7 +241,7 @@ def _stage_row(plan: Plan, index: int) -> list[str]:
     ]
 
 
-def _peak(plan: Plan, index: int, stage: Stage) -> tuple[str, str]:
+def _peak(plan: PlanData, index: int, stage: Stage) -> tuple[str, str]:
     """Memory belongs to the device: it stands once, at the first of its stages."""
     first = next(i for i, other in enumerate(plan.stages) if set(other.devices) & set(stage.devices))
     if first < index:
@@ -254,7 +255,7 @@ def _peak(plan: Plan, index: int, stage: Stage) -> tuple[str, str]:
 # Evidence
 
 
-def _evidence(plan: Plan) -> str:
+def _evidence(plan: PlanData) -> str:
     c, p = plan.certificate, plan.prediction
     seconds = format_seconds(c.search_seconds)
     if c.gap < PROVED:
@@ -285,7 +286,7 @@ def _evidence(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _kind(plan: Plan) -> str:
+def _kind(plan: PlanData) -> str:
     """What the bound on the simulated step is about: of a free plan, not about other blocks of neurons."""
     if plan.strategy != "free":
         return "plan of this kind"
@@ -293,7 +294,7 @@ def _kind(plan: Plan) -> str:
     return f"placement of {blocks}"
 
 
-def _alternatives(plan: Plan) -> str:
+def _alternatives(plan: PlanData) -> str:
     if not plan.alternatives:
         return ""
     rows = [_alternative_row(other, plan.prediction.step_seconds) for other in plan.alternatives]
@@ -312,7 +313,7 @@ def _alternative_row(other: Alternative, step_seconds: float) -> list[str]:
     ]
 
 
-def _remarks(plan: Plan) -> str:
+def _remarks(plan: PlanData) -> str:
     lines = [labelled("not tried", ", ".join(plan.not_considered))] if plan.not_considered else []
     lines += [labelled("note", note) for note in plan.notes]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Plain text for people: aligned columns, hanging indents, counts that read well, nothing a terminal would obey."""
+"""Plain text for people: aligned columns, hanging indents, nothing a terminal would obey."""
 
 from __future__ import annotations
 
@@ -12,12 +12,6 @@ WIDTH = 118
 def printable(text: str) -> str:
     """``text`` with control characters (escape sequences of a hostile file) replaced; line breaks stay."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
-
-
-def counted(number: int, word: str) -> str:
-    """1, "stage" -> "1 stage"; 2,000 -> "2,000 stages"."""
-    ending = "" if number == 1 else "es" if word.endswith(("s", "ch", "x")) else "s"
-    return f"{number:,} {word}{ending}"
 
 
 def labelled(label: str, text: str, margin: int = 12) -> str:
@@ -44,8 +38,3 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence
         ]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def percent(part: float) -> str:
-    """0 -> "0%", 0.0004 -> "0.04%", 0.123 -> "12.3%"."""
-    return "0%" if part == 0 else f"{part:.1%}" if abs(part) >= 0.001 else f"{part:.2%}"

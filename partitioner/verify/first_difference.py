@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor, fx, nn
 
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from partitioner.verify.compare import StepResult, compare
 from partitioner.verify.noted_shards import noted_copies
 from partitioner.verify.rank import VerificationTask, run_rank_with_notes
@@ -28,7 +28,7 @@ RELATIVE = 1e-9
 
 
 def first_difference(
-    plan: Plan,
+    plan: PlanData,
     graph: OpGraph,
     run_graph: OpGraph,
     task: VerificationTask,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from cost_models.layout import Partial, Replicate
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from partitioner.record.rebuild import ranks_in_order
 from passes.shard.words import Placements
 from runtime.measure.record import Note
@@ -22,7 +22,7 @@ Wholes: TypeAlias = Iterator[tuple[str, list[Note]]]
 """Per copy of a value: its ranks in words, a note per micro-batch."""
 
 
-def noted_copies(plan: Plan, per_rank: Sequence[Mapping[str, list[Note]]]) -> Callable[[str], Wholes]:
+def noted_copies(plan: PlanData, per_rank: Sequence[Mapping[str, list[Note]]]) -> Callable[[str], Wholes]:
     """Op -> notes of the whole value, once per copy."""
     stage = next((stage for stage in plan.stages if stage.sharding is not None), None)
     if stage is None or stage.sharding is None:

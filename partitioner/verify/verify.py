@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError, PartitionerError, UsageError, VerificationError
 from cost_models.precision import Precision
-from partitioner.api import ModelOrTrace, as_graph
+from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.models.workload import Workload
-from partitioner.plan import Plan
+from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
 from partitioner.verify.compare import Comparison, StepResult
 from partitioner.verify.first_difference import first_difference
@@ -109,7 +109,7 @@ class VerifyReport:
 
 
 def verify_plan(
-    plan: Plan,
+    plan: PlanData,
     model: ModelOrTrace,
     *,
     example_inputs: Any = None,
@@ -200,7 +200,7 @@ def verify_plan(
     )
 
 
-def _notes(plan: Plan, graph: OpGraph, dropped: int) -> list[str]:
+def _notes(plan: PlanData, graph: OpGraph, dropped: int) -> list[str]:
     """What is compared otherwise than it will be trained. ``dropped``: ops whose dropout was switched off."""
     notes = list(graph.notes)
     if plan.precision != Precision():
@@ -292,7 +292,7 @@ def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., A
     return Workload(model, example_inputs, loss_fn, type(model).__name__)
 
 
-def _sizes(plan: Plan, multiple: int, samples: int) -> tuple[int, ...]:
+def _sizes(plan: PlanData, multiple: int, samples: int) -> tuple[int, ...]:
     """Micro-batch sizes of a small batch that is cut like the plan's: ``samples`` each, uneven if the plan's is.
 
     Single samples only where the plan has them: some models refuse them. Of two samples batch norm makes 1 and -1, and

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from partitioner.models.workload import load_workload
+from partitioner.models.load import load_workload
 from runtime.ranks.launch import spawn_local
 from runtime.segment.portable import PackedNode, pack, unpack
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, PlanError, UsageError
 from partitioner import Plan, Workload, partition
-from partitioner.api import as_graph
 from partitioner.batches.part_batch import PartBatch
+from partitioner.models.as_graph import as_graph
 from passes.graph.graph import OpGraph
 from runtime.ranks.launch import WorkerPool
 

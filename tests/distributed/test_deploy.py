@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
-from partitioner import Plan, Workload, api, partition
+from partitioner import Plan, Workload, partition
+from partitioner.models import as_graph
 from runtime.ranks.launch import WorkerError, WorkerPool
 
 STEPS = 3
@@ -229,8 +230,10 @@ def made_and_trained_here(source: str) -> tuple[list[float], int]:
     model = made.model if source == "same" else workload().model
     given = {"example_inputs": made.example_inputs, "loss_fn": loss_fn}
     with pytest.MonkeyPatch.context() as patch:
-        traced = api.trace
-        patch.setattr(api, "trace", lambda *args, **options: traces.append(1) or traced(*args, **options))
+        traced = as_graph.trace
+        patch.setattr(
+            as_graph, "trace", lambda *args, **options: traces.append(1) or traced(*args, **options)
+        )
         plan = partition(made.model, ClusterSpec.local(2), min_stages=2, **given)
         with plan.deploy(model, optimizer=torch.optim.SGD, timeout_seconds=20.0) as engine:
             return [float(engine.train_step(batch())) for _ in range(2)], len(traces)

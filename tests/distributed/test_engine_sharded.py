@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from partitioner import Plan, Precision, Workload, deploy, partition
-from partitioner.api import as_graph
 from partitioner.batches.batch_check import digest
 from partitioner.engine.callbacks import Callback
 from partitioner.engine.engine import Engine
+from partitioner.models.as_graph import as_graph
 from partitioner.models.bundled import bundled
 from passes.graph.graph import OpGraph
 from runtime.ranks.launch import WorkerPool

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
-from partitioner.api import as_graph
 from partitioner.batches.step import shared_and_rest
+from partitioner.models.as_graph import as_graph
 from passes.graph.graph import OpGraph
 from passes.trace.batch import flatten_batch
 from runtime.ranks.launch import WorkerPool

@@ -20,7 +20,7 @@ from examples.lstm_seq2seq import lstm_seq2seq
 from examples.mlp import mlp
 from examples.moe import moe
 from partitioner import Plan, partition
-from partitioner.api import as_graph
+from partitioner.models.as_graph import as_graph
 from partitioner.models.workload import Workload
 from partitioner.record.rebuild import plan_code
 from partitioner.verify.verify import double_copy

@@ -16,7 +16,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from partitioner import Plan, partition
 from partitioner.engine.engine import Engine
-from partitioner.engine.profile import Profile
+from partitioner.report.profile import Profile
 from runtime.program.program import Forward
 from runtime.ranks.clock_offset import clock_offset
 from runtime.ranks.launch import WorkerPool

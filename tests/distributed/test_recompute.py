@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from benchmarks.verify_matrix import Case, load, verify_case
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, Workload, partition
-from partitioner.api import as_graph
+from partitioner.models.as_graph import as_graph
 from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
 from partitioner.verify.rank import VerificationTask, run_rank
 from partitioner.verify.verify import model_state

@@ -8,11 +8,11 @@ from typing import Any
 
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import Precision
-from partitioner.plan import (
+from partitioner.plan import Plan
+from partitioner.record.records import (
     Alternative,
     CertificateRecord,
     ModelInfo,
-    Plan,
     Prediction,
     ProofRecord,
     Stage,

@@ -13,17 +13,19 @@ import torch
 
 from cost_models.errors import UsageError
 from partitioner.batches.step import StepInfo
-from partitioner.engine.callbacks import Callback, close_all
+from partitioner.engine.callbacks import Callback
+from partitioner.engine.listeners import close_all
 from partitioner.engine.loggers import CsvLogger, LineLogger, TensorBoardLogger
 from partitioner.engine.step_log import StepLogger
 from partitioner.evaluation.evaluation import EvalOutput
+from partitioner.record.records import Prediction
 
 
 def engine(rank: int = 0, step: int = 0) -> Any:
     return SimpleNamespace(
         state=SimpleNamespace(rank=rank),
         optimizer=torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5),
-        plan=SimpleNamespace(prediction=SimpleNamespace(mfu=0.4, step_seconds=2.0), batch_size=8),
+        plan=SimpleNamespace(prediction=Prediction.model_construct(mfu=0.4, step_seconds=2.0), batch_size=8),
         step=step,
     )
 

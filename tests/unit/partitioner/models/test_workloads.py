@@ -12,7 +12,8 @@ import torch
 from cost_models.errors import ModelError, UsageError
 from partitioner.models import hugging_face as hf_models
 from partitioner.models.bundled import NAMES, bundled
-from partitioner.models.workload import Workload, load_workload, parse_settings
+from partitioner.models.load import load_workload, parse_settings
+from partitioner.models.workload import Workload
 
 FACTORY = """
 from __future__ import annotations

@@ -11,7 +11,8 @@ from cost_models.cluster_schema import HostSpec
 from cost_models.op_cases import op_cases
 from cost_models.op_profile import CostCurve, CostLine, OpTimes
 from cost_models.rates import MeasuredRates
-from partitioner.api import as_graph, partition
+from partitioner.api import partition
+from partitioner.models.as_graph import as_graph
 from partitioner.plan import Plan
 from passes.costs.cases import count_case
 from passes.costs.costs import cost_graph

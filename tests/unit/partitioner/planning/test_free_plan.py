@@ -15,8 +15,8 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PlanError, UsageError
 from partitioner import Plan, partition
 from partitioner.cli import run_command
-from partitioner.plan import SplitRecord
 from partitioner.record.rebuild import plan_code
+from partitioner.record.records import SplitRecord
 from passes.trace.trace import trace
 from tests.support import bad_workloads
 from tests.support.made_plans import MIB, made_plan

@@ -8,7 +8,7 @@ import pytest
 
 from cost_models.cluster import ClusterSpec
 from examples.lstm_seq2seq import lstm_seq2seq
-from partitioner.api import as_graph
+from partitioner.models.as_graph import as_graph
 from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops

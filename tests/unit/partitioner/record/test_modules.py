@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from partitioner.report.modules import common_parent, compress, modules_of_stages, shorten
+from partitioner.record.modules import common_parent, compress, modules_of_stages, shorten
 
 
 def stages(*contents: list[str]) -> list[tuple[str, ...]]:

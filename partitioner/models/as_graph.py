@@ -1,0 +1,60 @@
+"""The training graph of whatever a model is given as: a module, a workload, or a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from cost_models.errors import UsageError
+from cost_models.precision import Precision
+from partitioner.models.workload import Workload
+from passes.graph.graph import OpGraph
+from passes.trace.loss.reduction import LossReduction, refuse_other_reduction
+from passes.trace.trace import trace
+
+ModelOrTrace: TypeAlias = torch.nn.Module | OpGraph | Workload
+
+
+def as_graph(
+    model: ModelOrTrace,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    dynamic_dims: Mapping[str, list[int]] | None = None,
+    precision: Precision | None = None,
+    loss_reduction: LossReduction | None = None,
+    name: str | None = None,
+) -> OpGraph:
+    """Return the training graph of ``model``, which is traced unless it is one already."""
+    if isinstance(model, OpGraph):
+        refuse_other_reduction(model, loss_reduction)
+        return model
+    if isinstance(model, Workload):
+        example_inputs = model.example_inputs if example_inputs is None else example_inputs
+        loss_fn = model.loss_fn if loss_fn is None else loss_fn
+        name = name or model.name or None
+        model = model.model
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"cannot partition a {type(model).__name__}",
+            because=["a torch.nn.Module, a Workload or the result of partitioner.trace() is expected"],
+        )
+    if example_inputs is None:
+        raise UsageError(
+            f"cannot trace {type(model).__name__}",
+            because=["no example inputs were given"],
+            suggestions=["give `example_inputs=`: one batch, as you would call the model with"],
+        )
+    return trace(
+        model,
+        example_inputs,
+        loss_fn=loss_fn,
+        batch_dims=batch_dims,
+        dynamic_dims=dynamic_dims,
+        precision=precision,
+        loss_reduction=loss_reduction,
+        name=name,
+    )

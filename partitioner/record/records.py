@@ -1,0 +1,223 @@
+"""What a plan file holds: what was chosen of each stage, op and tensor, and what it should cost. Data only."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import UsageError
+from cost_models.precision import DTYPE_FIELDS, NAMES, Precision
+from partitioner.record.base import Count, Record, Seconds
+from partitioner.record.sharding import StageSharding
+
+SCHEMA_VERSION: Final = 1
+
+
+def _read_precision(value: object) -> Precision:
+    if isinstance(value, Precision):
+        return value
+    if not isinstance(value, dict) or not all(isinstance(word, str) for word in value.values()):
+        raise ValueError('an object such as {"compute": "bfloat16"} is expected')
+    try:
+        return Precision.from_fields(value)
+    except UsageError as error:
+        raise ValueError("; ".join(error.because)) from error
+
+
+PrecisionField = Annotated[
+    Precision,
+    PlainValidator(_read_precision),
+    PlainSerializer(Precision.fields),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                **{name: {"enum": sorted(NAMES.values())} for name in DTYPE_FIELDS},
+                "loss_scale": {"const": "dynamic"},
+            },
+            "additionalProperties": False,
+        }
+    ),
+]
+"""A :class:`Precision`; in JSON an object of what is fixed, {} for the model's own data types."""
+
+
+class ModelInfo(Record):
+    """Which model the plan is for. ``fingerprint`` covers the graph, its shapes and its parameter names."""
+
+    name: str
+    fingerprint: str
+    parameters: Count = Field(description="number of parameters, tied ones counted once")
+    parameter_bytes: Count
+    dtype: str | None = Field(description="floating-point type of most parameters")
+    trainable_parameters: Count
+    ops: Count
+
+
+class Stage(Record):
+    """One segment of the model. Seconds are per micro-batch on the stage's device."""
+
+    devices: tuple[Count, ...]
+    ops: tuple[str, ...]
+    modules: tuple[str, ...] = Field(
+        description="outermost module paths that lie wholly inside, or 'path (part)'"
+    )
+    parameter_bytes: Count
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    backward_input_seconds: Seconds = Field(
+        description="the part of backward_seconds that earlier stages wait for"
+    )
+    backward_weight_seconds: Seconds = Field(description="the part of backward_seconds that can be deferred")
+    saved_bytes: Count = Field(description="held from forward to backward, per micro-batch in flight")
+    weight_saved_bytes: Count = Field(description="still held by a deferred weight half, per micro-batch")
+    recomputed_blocks: tuple[str, ...] = Field(
+        description="modules (a number after #: a later call) whose activations backward computes again"
+    )
+    transient_bytes: Count = Field(description="held on top while backward computes blocks again")
+    has_backward: bool
+    sharding: StageSharding | None = Field(
+        default=None, description="how several devices share the stage; null for one"
+    )
+    in_flight: Count = Field(description="largest number of micro-batches in flight in the simulated step")
+
+
+class SplitRecord(Record):
+    """An op that is run in blocks of its output neurons."""
+
+    op: str
+    dim: int = Field(description="of the op's output")
+    sizes: tuple[Annotated[int, Field(ge=1)], ...] = Field(description="elements of each block along it")
+
+
+class StageValue(Record):
+    """A tensor that a later stage reads (on the same device or another)."""
+
+    name: str
+    producer: Count = Field(description="stage")
+    consumers: tuple[Count, ...] = Field(description="stages")
+    size_bytes: Count = Field(description="per micro-batch")
+    needs_grad: bool
+
+
+class Transfer(Record):
+    """A bridge: one value sent from a device to another, once per micro-batch."""
+
+    value: str
+    kind: str
+    source: Count
+    target: Count
+    size_bytes: Count = Field(description="per micro-batch, one direction")
+    gradient: bool = Field(description="whether its gradient is sent back")
+
+
+class TiedParameter(Record):
+    """A trainable parameter that several ranks hold; its gradients are summed before the optimizer."""
+
+    name: str
+    ranks: tuple[Count, ...]
+    size_bytes: Count
+
+
+class Prediction(Record):
+    """What the simulated step costs. ``confidence`` names what the numbers rest on."""
+
+    step_seconds: float = Field(gt=0)
+    samples_per_second: float = Field(gt=0)
+    tokens_per_second: float | None = Field(ge=0)
+    mfu: float | None = Field(
+        ge=0, description="model FLOPs utilisation: useful FLOP/s over the devices' peak"
+    )
+    bubble_fraction: float = Field(ge=0, le=1)
+    peak_memory_bytes: dict[str, Count] = Field(description="per device, keyed by rank")
+    communication_bytes: Count = Field(
+        description="sent by all devices in one step: messages, and collectives by the volume of their algorithms"
+    )
+    messages: Count = Field(description="point-to-point, in one step")
+    collectives: Count = Field(
+        default=0, description="in one step, by all groups of devices; sums of gradients among them"
+    )
+    confidence: str
+
+    def utilization(self, batch_size: int, samples_per_second: float) -> float | None:
+        """Return the model FLOPs utilisation (MFU) at this rate; None if the plan has none.
+
+        MFU = model FLOPs per sample · samples per second / peak FLOP/s of the devices. The plan's own MFU is the same at
+        its predicted rate, so their ratio is that of the rates.
+        """
+        if self.mfu is None:
+            return None
+        return self.mfu * samples_per_second * self.step_seconds / batch_size
+
+
+class CertificateRecord(Record):
+    """How good the plan is known to be: the surrogate's proved bound, and a bound on the simulated time."""
+
+    objective: str
+    objective_seconds: Seconds
+    bound_seconds: Seconds
+    gap: float
+    simulated_lower_bound_seconds: Seconds
+    space: str
+    method: str
+    solver_status: str
+    search_seconds: Seconds
+
+
+class Alternative(Record):
+    """What else was looked at, and why it was not chosen."""
+
+    strategy: str
+    feasible: bool
+    reason: str
+    step_seconds: Seconds | None
+    peak_memory_bytes: Count | None
+
+
+class ProofRecord(Record):
+    """What the checker proved of the plan's programs."""
+
+    instructions: Count
+    messages: Count
+    rules: tuple[str, ...]
+
+
+class PlanFields(Record):
+    """Everything that a plan file holds. What must hold between the fields: ``partitioner.record.checks``."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    partitioner_version: str
+    model: ModelInfo
+    cluster: ClusterSpec
+    strategy: Literal["layer", "feature", "hybrid", "free", "auto"]
+    batch_size: int = Field(ge=1, description="samples per optimizer step")
+    microbatches: int = Field(ge=1)
+    schedule: str
+    optimizer_memory: str
+    precision: PrecisionField
+    loss_reduction: Literal["mean", "sum", "token_mean"] = Field(
+        description="micro-batches' losses count by their samples, are summed, or count by their valid labels"
+    )
+    recompute: Literal["none", "full", "auto"] = Field(
+        description="whether backward may compute blocks' activations again: auto, where memory asks for it"
+    )
+    splits: tuple[SplitRecord, ...] = Field(
+        default=(), description="ops that are run in blocks of neurons; the rest of the plan names the blocks"
+    )
+    stages: tuple[Stage, ...]
+    placements: dict[str, tuple[Count, ...]] = Field(description="ranks of every placed op")
+    recomputed: tuple[str, ...] = Field(description="cheap ops that every stage recomputes for itself")
+    tied: tuple[TiedParameter, ...] = Field(description="trainable parameters held by several ranks")
+    values: tuple[StageValue, ...] = Field(description="what crosses between stages")
+    transfers: tuple[Transfer, ...] = Field(description="what crosses between devices: the bridges")
+    state_bytes: dict[str, Count] = Field(description="parameters, gradients and optimizer state, by rank")
+    optimizer_seconds: dict[str, Seconds] = Field(description="time of the optimizer step, by rank")
+    attention_backend: str | None = Field(description="which attention the memory prediction assumes")
+    prediction: Prediction
+    certificate: CertificateRecord
+    alternatives: tuple[Alternative, ...]
+    not_considered: tuple[str, ...] = Field(description="what this strategy does not look at")
+    proof: ProofRecord
+    notes: tuple[str, ...]
