@@ -1,7 +1,11 @@
 """``make docs``: what the documentation takes from the code.
 
 docs/*.schema.json                                  the JSON Schemas of plans, clusters and cost graphs
+docs/architecture.md, between ROOMS and END         the table of rooms: purposes from their ``__init__.py``, modules
 ```console blocks of docs/09-plan-and-cli.md        commands (``$ …``) are run, what they print is put below them
+
+    python -m benchmarks.make_docs           all of it
+    python -m benchmarks.make_docs --files   the files alone, without running commands
 
 Commands run in one empty folder, in order; a command that ends with another code than the block says (``# exit 4``)
 stops the run.
@@ -20,6 +24,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from benchmarks.room_table import room_table
+from benchmarks.rooms import read_house
 from cost_models.cluster import ClusterSpec
 from partitioner.cost_graphs.own import OwnGraphFile
 from partitioner.cost_graphs.plan import GraphPlan
@@ -28,6 +34,8 @@ from partitioner.plan import Plan
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGE = DOCS / "09-plan-and-cli.md"
+ARCHITECTURE = DOCS / "architecture.md"
+ROOMS, END = "<!-- rooms: made by `make docs` -->", "<!-- end of rooms -->"
 SHORT_FORMS = ("DeviceSpec", "LinkSpec", "NodeLinks", "NetworkSpec")
 """Mappings that a cluster file may write as the name of a preset."""
 SECONDS_PER_COMMAND = 600.0
@@ -78,7 +86,12 @@ def files() -> dict[Path, str]:
         "graph.schema.json": graph_schema(),
         "graph-plan.schema.json": graph_plan_schema(),
     }
-    return {DOCS / name: json.dumps(schema, indent=1) + "\n" for name, schema in schemas.items()}
+    found = {DOCS / name: json.dumps(schema, indent=1) + "\n" for name, schema in schemas.items()}
+    before, _, rest = ARCHITECTURE.read_text().partition(ROOMS)
+    return {
+        **found,
+        ARCHITECTURE: f"{before}{ROOMS}\n{room_table(read_house())}\n{END}{rest.partition(END)[2]}",
+    }
 
 
 def with_output(page: str) -> str:
@@ -122,7 +135,8 @@ def _run(command: str, folder: str) -> str:
 def main() -> None:
     """Rewrite everything that is generated; say what changed."""
     wanted = files()
-    wanted[PAGE] = with_output(PAGE.read_text())
+    if sys.argv[1:] != ["--files"]:
+        wanted[PAGE] = with_output(PAGE.read_text())
     for path, text in wanted.items():
         if not path.exists() or path.read_text() != text:
             path.write_text(text)

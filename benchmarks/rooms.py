@@ -2,7 +2,7 @@
 
     read_house(root) ─► House: modules, imports ─► circles(house)         children of a folder that import each other
                                                  ─► upward(house)          imports from a floor above
-                                                 ─► layers(edges)          how deep the imports are stacked
+                                                 ─► heights(edges)         how many layers of imports lie below each
 
 A *floor* is a package directly below the root, a *room* a folder. A room's children are its modules and its subfolders;
 an import between two modules is an arrow between the two children of every folder that holds both. Imports inside
@@ -82,6 +82,11 @@ class House:
                         yield target, alias.name, node.lineno
                     elif source in self.sources:
                         yield source, alias.name, node.lineno
+
+    def docstring(self, module: str) -> str:
+        """Return the docstring of a module or room, empty if there is none."""
+        tree = self.trees.get(module)
+        return (ast.get_docstring(tree) or "") if tree else ""
 
     @cached_property
     def folders(self) -> tuple[str, ...]:
@@ -174,7 +179,15 @@ def knots(edges: Edges) -> list[tuple[str, ...]]:
     )
 
 
+def heights(edges: Edges) -> dict[str, int]:
+    """Return the longest chain of arrows below each node, 0 for one without arrows; a circle counts as one node."""
+    condensed = nx.condensation(nx.DiGraph(edges))
+    found: dict[int, int] = {}
+    for knot in reversed(list(nx.topological_sort(condensed))):
+        found[knot] = max((found[below] + 1 for below in condensed.successors(knot)), default=0)
+    return {node: found[knot] for node, knot in condensed.graph["mapping"].items()}
+
+
 def layers(edges: Edges) -> int:
     """Count the nodes on the longest chain of arrows, a circle taken as one node; without arrows there is one layer."""
-    condensed = nx.condensation(nx.DiGraph(edges))
-    return nx.dag_longest_path_length(condensed) + 1 if len(condensed) else 1
+    return max(heights(edges).values(), default=0) + 1

@@ -1,4 +1,4 @@
-"""partitioner: an auto-partitioning compiler for model parallelism on PyTorch.
+"""An auto-partitioning compiler for model parallelism on PyTorch.
 
     from partitioner import ClusterSpec, partition
     plan = partition(model, ClusterSpec.load("cluster.yaml"), example_inputs=batch, batch_size=512, strategy="auto")

@@ -1,0 +1,1 @@
+"""Programs of ranks and the three interpreters that read them: the checker, the simulator, the executor."""

@@ -1,1 +1,1 @@
-"""Cost graphs from files: one reader per format, all into a ``PlacementGraph``."""
+"""Cost graphs from files and their plans: one reader per format, all into a ``PlacementGraph``."""

@@ -1,0 +1,1 @@
+"""The models that can be planned: bundled ones, Hugging Face configurations, a user's own, each with a batch."""

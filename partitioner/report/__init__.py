@@ -1,0 +1,1 @@
+"""Words and tables for people: plans, differences, drawings, launch commands, profiles."""

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: directories of them, files in the safetensors format, tensors of which ranks hold blocks."""

@@ -1,0 +1,1 @@
+"""The executor: one rank's program, instruction by instruction, on torch.distributed."""

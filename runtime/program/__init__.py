@@ -1,0 +1,1 @@
+"""The instructions of a rank, and the one global order in which all ranks communicate."""

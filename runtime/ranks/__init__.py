@@ -1,0 +1,1 @@
+"""Processes and their groups: started, introduced to each other, watched for failures."""

@@ -1,4 +1,4 @@
-"""Schedules: in which order ranks run their segments' forwards and backwards over micro-batches.
+"""Schedules: the orders in which ranks run their segments' forwards and backwards over micro-batches.
 
 Pure functions without torch: (segment DAG, micro-batches) -> the compute instructions of every rank.
 """

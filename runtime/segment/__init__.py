@@ -1,0 +1,1 @@
+"""The graph of one segment while it runs: forward, backward in one piece or in halves, recomputed, compiled."""

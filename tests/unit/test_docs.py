@@ -11,17 +11,42 @@ import pytest
 import yaml
 
 from benchmarks.make_docs import DOCS, cluster_schema, files, plan_schema
+from benchmarks.room_table import purpose, room_table
+from benchmarks.rooms import make_house, read_house
 from cost_models.cluster import ClusterSpec
 from partitioner import partition
 from tests.support.bad_workloads import net
 from tests.support.made_plans import made_plan
 
+HOUSE = read_house()
 CLUSTERS = sorted((DOCS / "clusters").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", sorted(files()), ids=lambda path: path.name)
 def test_generated_files_are_current(path: Path) -> None:
     assert path.read_text() == files()[path], "run `make docs`"
+
+
+@pytest.mark.parametrize("folder", [folder for folder in HOUSE.folders if folder])
+def test_every_room_has_a_purpose(folder: str) -> None:
+    assert purpose(HOUSE, folder), (
+        f"one sentence in the docstring of {folder}/__init__.py, for docs/architecture.md"
+    )
+
+
+def test_rooms_stand_above_those_that_they_import_from() -> None:
+    house = make_house(
+        {
+            "passes/__init__.py": '''"""From ``a`` to b.\n\nMore."""''',
+            "passes/compile.py": "",
+            "passes/graph/graph.py": "",
+            "passes/lower/lower.py": "import passes.split.split",
+            "passes/split/split.py": "import passes.graph.graph",
+        }
+    )
+    rows = [row for row in room_table(house).splitlines() if row.startswith("| `")]
+    assert rows[0] == "| `passes/` | From `a` to b. | `compile` |"
+    assert [row.split("`")[1] for row in rows[1:]] == ["passes/lower/", "passes/split/", "passes/graph/"]
 
 
 def test_a_real_plan_fits_the_schema() -> None:

@@ -1,0 +1,1 @@
+"""The free search: any op, or any block of its neurons, on any device."""

@@ -1,4 +1,4 @@
-"""How each op may run on one axis of a mesh: ``choices(node)``, from tables in index notation, a file per family.
+"""Rules of sharding: ``choices(node)`` says how an op may run on one axis of a mesh, from tables in index notation.
 
 choices(linear)     R R R -> R                 every rank computes everything
                     S0 R~ R~ -> S0             by sample
