@@ -1,6 +1,6 @@
 """``plan.explain(name)``: what else an op, a parameter or an input could have been, what that costs, and why it is not so.
 
-Feature-wise: every layout, with everything else as it is. Other strategies: ``partitioner.explain.stages``.
+One sharded stage: every layout, with everything else as it is. Plans of several stages: ``partitioner.explain.stages``.
 """
 
 from __future__ import annotations
@@ -22,30 +22,38 @@ from passes.shard.discover import Discovery
 if TYPE_CHECKING:
     from partitioner.models.as_graph import ModelOrTrace
     from partitioner.record.data import PlanData
+    from partitioner.record.records import Stage
+    from partitioner.record.sharding import StageSharding
     from passes.graph.graph import OpGraph
 
 
 def explain_plan(
     plan: PlanData, name: str, model: ModelOrTrace | None, options: dict[str, Any]
 ) -> Explanation:
-    """Of an op, a parameter or an input of the plan's model."""
-    if plan.strategy != "feature":
+    """Explain an op, a parameter or an input of the plan's model.
+
+    What other layouts would cost is known where the plan is one sharded stage.
+    """
+    only = plan.stages[0] if len(plan.stages) == 1 else None
+    if only is None or only.sharding is None:
         graph = None
         if model is not None or plan._made_with.graph is not None:
             graph = graph_of(plan, model, f"explain {name}", options)
         return of_free(plan, name, graph) if plan.strategy == "free" else of_layers(plan, name, graph)
     graph = graph_of(plan, model, f"explain {name}", options)
-    return _of_shards(plan, graph.aliases.get(name, name), graph)  # a tied parameter goes by any of its names
+    # A tied parameter goes by any of its names.
+    return _of_shards(plan, only, only.sharding, graph.aliases.get(name, name), graph)
 
 
 # --------------------------------------------------------------------------------------------------
-# Feature-wise
+# One sharded stage
 
 
-def _of_shards(plan: PlanData, name: str, graph: OpGraph) -> Explanation:
-    (stage,) = plan.stages
-    assert stage.sharding is not None
-    placement = stage.sharding.placement(stage.devices, plan.microbatches)
+def _of_shards(
+    plan: PlanData, stage: Stage, sharding: StageSharding, name: str, graph: OpGraph
+) -> Explanation:
+    """``stage``: all of the plan, shared as ``sharding`` says."""
+    placement = sharding.placement(stage.devices, plan.microbatches)
     refuse_wrong_choices(plan.model.name, graph, placement)
     setting = Setting(plan.cluster, plan.batch_size, plan.optimizer_memory, plan.precision)
     found = alternatives(graph, costs_of(graph, plan.cluster), placement, setting, name, Discovery.stored())
@@ -53,7 +61,7 @@ def _of_shards(plan: PlanData, name: str, graph: OpGraph) -> Explanation:
     facts = {
         "explained": f"{name}, {found.what}",
         "together": f"with {counted(len(equals), 'equal one')} of other blocks: {range_of(equals) or shorten(equals, 70)}",
-        "mesh": f"{mesh_text(stage.sharding)}, {counted(plan.microbatches, 'micro-batch')}; everything else as it is",
+        "mesh": f"{mesh_text(sharding)}, {counted(plan.microbatches, 'micro-batch')}; everything else as it is",
         "chosen": found.chosen.layout,
         "why": _why(found),
         "left out": f"{'; '.join(found.left_out)}: no axis of the mesh divides a dimension that these split",

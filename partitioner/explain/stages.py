@@ -1,7 +1,8 @@
-"""Explanations of plans whose stages have one device each: layer-wise and free.
+"""Explanations of plans of several stages, and of one stage on one device.
 
-Layer-wise: where it runs, what that stage takes beside the slowest, and what is sent for it; what other stages would cost
-takes a search, with a pin. Free: the same, and the step with it on each other device, simulated, everything else as it is.
+Layer-wise and hybrid: where it runs, what that stage takes beside the slowest, and what is sent for it; what other stages
+would cost takes a search, with a pin. Free: the same, and the step with it on each other device, simulated, everything
+else as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.explain.explanation import Explanation
 from partitioner.record.modules import shorten
 from partitioner.record.rebuild import simulate_plan, split_graph
+from partitioner.report.sharding import devices_text
 from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.state import owning_units
 from passes.search.feature.explain import Way
@@ -149,11 +151,14 @@ def _place(plan: PlanData, name: str, ops: set[str]) -> tuple[dict[str, str], li
         return {**facts, "why": why}, where
     slowest = max(range(len(plan.stages)), key=lambda i: _seconds(plan, i))
     facts["runs in"] = "; ".join(
-        f"stage {i} on rank {plan.stages[i].devices[0]} ({shorten(plan.stages[i].modules, 40)}), "
+        f"stage {i} on {devices_text(plan.stages[i].devices)} ({shorten(plan.stages[i].modules, 40)}), "
         f"{format_seconds(_seconds(plan, i))} a micro-batch"
         for i in where[:4]
     ) + (f" and {len(where) - 4} more stages" if len(where) > 4 else "")
     facts["slowest"] = f"stage {slowest}, {format_seconds(_seconds(plan, slowest))} a micro-batch"
+    layouts = [text for i in where[:4] for text in _layouts(plan, i, name, ops)]
+    if layouts:
+        facts["layout"] = "; ".join(layouts)
     crossing = [value for value in plan.values if value.name in ops]
     if crossing:
         facts["sent"] = ", ".join(
@@ -163,6 +168,16 @@ def _place(plan: PlanData, name: str, ops: set[str]) -> tuple[dict[str, str], li
     if everywhere:
         facts["everywhere"] = f"{shorten(everywhere, 60)}: cheap, computed by every stage that reads it"
     return facts, where
+
+
+def _layouts(plan: PlanData, index: int, name: str, ops: set[str]) -> list[str]:
+    """How a sharded stage keeps the parameter of that name and runs its ops; nothing of a stage on one device."""
+    sharding = plan.stages[index].sharding
+    if sharding is None:
+        return []
+    kept = [f"stored {sharding.stored[name]}"] if name in sharding.stored else []
+    run = [f"{op} {' | '.join(sharding.choices[op])}" for op in sorted(ops & sharding.choices.keys())[:3]]
+    return [f"stage {index}: {', '.join([*kept, *run])}"] if kept or run else []
 
 
 def _why_cut(plan: PlanData) -> str:

@@ -54,7 +54,15 @@ def _splits(plan: PlanFields) -> Iterator[str]:
 
 def _stages(plan: PlanFields, world: int) -> Iterator[str]:
     seen: dict[str, int] = {}
+    group_of: dict[int, int] = {}
     for index, stage in enumerate(plan.stages):
+        others = {group_of.setdefault(rank, index) for rank in stage.devices}
+        overlapped = next((i for i in sorted(others) if plan.stages[i].devices != stage.devices), None)
+        if overlapped is not None:
+            yield (
+                f"stages[{index}].devices: {list(stage.devices)}, and {list(plan.stages[overlapped].devices)} of "
+                f"stages[{overlapped}], overlap: groups are the same or have no rank in common"
+            )
         if not stage.devices:
             yield f"stages[{index}].devices: there is none"
         elif stage.sharding is None and len(stage.devices) != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cost_models.units import counted, format_bytes, format_seconds
@@ -61,28 +62,43 @@ def _blocks(plan: PlanData) -> str:
     return shorten(blocks, 70) if blocks else "none"
 
 
-def _sharding(plan: PlanData) -> StageSharding | None:
-    return next((stage.sharding for stage in plan.stages if stage.sharding is not None), None)
+def _per_stage(plan: PlanData, text: Callable[[StageSharding], str]) -> str:
+    """ "outer 2 × inner 2" of the one stage; "stage 1: 4; stage 2: 2" of several; "" where nothing is said."""
+    texts = {i: text(stage.sharding) for i, stage in enumerate(plan.stages) if stage.sharding is not None}
+    if len(plan.stages) == 1:
+        return "".join(texts.values())
+    return "; ".join(f"stage {index}: {said}" for index, said in texts.items() if said)
 
 
 def _mesh(plan: PlanData) -> str:
-    sharding = _sharding(plan)
-    return "none" if sharding is None else mesh_text(sharding)
+    return _per_stage(plan, mesh_text) or "none"
 
 
 def _inputs(plan: PlanData) -> str:
     """How they arrive: "ids S0, mask R"."""
-    sharding = _sharding(plan)
-    whole = sharding is None or not any("S" in text for text in sharding.batch.values())
-    if sharding is None or whole:
-        return "whole"
+    return _per_stage(plan, _arrivals) or "whole"
+
+
+def _arrivals(sharding: StageSharding) -> str:
+    """ "" where every input arrives whole."""
+    if not any("S" in text for text in sharding.batch.values()):
+        return ""
     return ", ".join(f"{name} {text}" for name, text in sharding.batch.items())
+
+
+def _layouts(plan: PlanData, field: str) -> dict[str, tuple[str, ...]]:
+    """Layouts by the name of a parameter or op: of every stage that has it, one after the other."""
+    found: dict[str, tuple[str, ...]] = {}
+    for stage in plan.stages:
+        layouts = {} if stage.sharding is None else getattr(stage.sharding, field)
+        for name, layout in layouts.items():
+            found[name] = (*found.get(name, ()), *((layout,) if isinstance(layout, str) else layout))
+    return found
 
 
 def _layout_lines(old: PlanData, new: PlanData) -> list[str]:
     """Parameters kept otherwise, ops run otherwise; of two sharded plans."""
-    a, b = _sharding(old), _sharding(new)
-    if a is None or b is None:
+    if not all(any(stage.sharding is not None for stage in plan.stages) for plan in (old, new)):
         return []
     lines = []
     for what, field, word in (
@@ -90,7 +106,7 @@ def _layout_lines(old: PlanData, new: PlanData) -> list[str]:
         ("gradients and optimizer state otherwise", "state", "parameter"),
         ("run otherwise", "choices", "op"),
     ):
-        before, after = getattr(a, field), getattr(b, field)
+        before, after = _layouts(old, field), _layouts(new, field)
         names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
         if names:
             examples = f"{names[0]}: {_text(before.get(names[0]))} -> {_text(after.get(names[0]))}"
@@ -99,9 +115,9 @@ def _layout_lines(old: PlanData, new: PlanData) -> list[str]:
     return lines
 
 
-def _text(layout: str | tuple[str, ...] | None) -> str:
+def _text(layouts: tuple[str, ...] | None) -> str:
     """None: what is not listed is as it is elsewhere."""
-    return "not listed" if layout is None else layout if isinstance(layout, str) else "; ".join(layout)
+    return "not listed" if layouts is None else "; ".join(layouts)
 
 
 def _placement_lines(old: PlanData, new: PlanData) -> list[str]:

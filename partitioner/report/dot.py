@@ -10,7 +10,7 @@ import networkx as nx
 
 from cost_models.units import format_bytes, format_seconds
 from partitioner.record.modules import shorten
-from partitioner.report.sharding import ranks_text
+from partitioner.report.sharding import devices_text
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
@@ -60,7 +60,7 @@ def stage_graph(plan: PlanData) -> nx.DiGraph[str]:
 def device_name(plan: PlanData, rank: int, *others: int) -> str:
     """ "rank 3 (node1 H100-80GB)", "ranks 0-7"."""
     if others:
-        return f"ranks {ranks_text((rank, *others))}"
+        return devices_text((rank, *others))
     device = plan.cluster.devices[rank]
     return f"rank {rank} ({device.node_name} {device.model})"
 

@@ -33,12 +33,12 @@ SHORTER = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "c
 
 
 def sharding_sections(plan: PlanData) -> list[str]:
-    """Of every sharded stage: its layouts, and what its devices send."""
+    """Describe every sharded stage: its layouts, and what its devices send. Named where the plan has several stages."""
     return [
         section
-        for stage in plan.stages
+        for index, stage in enumerate(plan.stages)
         if stage.sharding is not None and len(stage.devices) > 1
-        for section in (_mesh(plan, stage, stage.sharding), _layouts(stage.sharding), _sent(plan, stage))
+        for section in (_mesh(plan, index, stage.sharding), _layouts(stage.sharding), _sent(plan, stage))
         if section
     ]
 
@@ -55,11 +55,17 @@ def ranks_text(ranks: tuple[int, ...]) -> str:
     return runs(ranks) if list(ranks) == sorted(set(ranks)) else ",".join(map(str, ranks))
 
 
+def devices_text(ranks: tuple[int, ...]) -> str:
+    """ "rank 3", "ranks 0-7"."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {ranks_text(ranks)}"
+
+
 # --------------------------------------------------------------------------------------------------
 # The mesh, and what is true of the whole stage
 
 
-def _mesh(plan: PlanData, stage: Stage, sharding: StageSharding) -> str:
+def _mesh(plan: PlanData, index: int, sharding: StageSharding) -> str:
+    stage = plan.stages[index]
     mesh = sharding.mesh(stage.devices)
     inner = list(sharding.axes)[-1]
     first = all_ranks_along(mesh, (inner,))[0]
@@ -68,7 +74,8 @@ def _mesh(plan: PlanData, stage: Stage, sharding: StageSharding) -> str:
         text = f"{mesh_text(sharding)} devices in a row, called {inner}"
     else:
         text = f"{mesh_text(sharding)}, ranks row by row: {ranks_text(first)} are the first along {inner}"
-    lines = [labelled("mesh", "; ".join(filter(None, (text, *where))))]
+    lines = [labelled(f"stage {index}", devices_text(stage.devices))] if len(plan.stages) > 1 else []
+    lines.append(labelled("mesh", "; ".join(filter(None, (text, *where)))))
     arrivals: dict[str, list[str]] = {}
     for name, text in sharding.batch.items():
         arrivals.setdefault(text, []).append(name)
@@ -320,11 +327,12 @@ def _sent(plan: PlanData, stage: Stage) -> str:
 
 
 def communication_share(plan: PlanData) -> float:
-    """Of the step, by sharded stages' collectives; nothing overlapped."""
-    total = sum(
-        row.seconds
-        for stage in plan.stages
-        if stage.sharding is not None
-        for row in sent_by_a_device(plan, stage)
-    )
-    return total / plan.prediction.step_seconds
+    """Return the part of the step that collectives of sharded stages take, nothing overlapped.
+
+    Stages on other devices run at the same time, so it is that of the devices that communicate longest.
+    """
+    seconds: dict[tuple[int, ...], float] = defaultdict(float)
+    for stage in plan.stages:
+        if stage.sharding is not None:
+            seconds[stage.devices] += sum(row.seconds for row in sent_by_a_device(plan, stage))
+    return max(seconds.values(), default=0.0) / plan.prediction.step_seconds

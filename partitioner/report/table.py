@@ -5,6 +5,7 @@ Everything fits into WIDTH columns; the full texts of the certificate and the pr
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from cost_models.precision import NAMES, WORDS, ParameterPrecision
@@ -53,11 +54,9 @@ def _heading(plan: PlanData) -> str:
     rates += [f"{_rate(p.tokens_per_second)} tokens/s"] if p.tokens_per_second is not None else []
     rates += [f"MFU {percent(p.mfu)}"] if p.mfu is not None else []
     whole = _is_one_sharded_stage(plan)
-    rates += [
-        f"communication {percent(communication_share(plan))}"
-        if whole
-        else f"bubble {percent(p.bubble_fraction)}"
-    ]
+    rates += [] if whole else [f"bubble {percent(p.bubble_fraction)}"]
+    shared = any(stage.sharding is not None for stage in plan.stages)
+    rates += [f"communication {percent(communication_share(plan))}"] if shared else []
     batch = f"batch {plan.batch_size:,} = {microbatch_text(plan.batch_size, plan.microbatches)}"
     one_by_one = ", one after the other" if plan.microbatches > 1 else ""
     schedule = f"{batch}{one_by_one}" if whole else f"{plan.schedule}, {batch}"
@@ -86,22 +85,29 @@ def _heading(plan: PlanData) -> str:
 
 
 def _strategy(plan: PlanData) -> str:
-    """ "layer-wise", "feature-wise"; "free", with how many ops are in blocks."""
-    if plan.strategy != "free":
+    """ "layer-wise", "feature-wise", "hybrid"; "free", with how many ops are in blocks."""
+    if plan.strategy in ("layer", "feature"):
         return f"{plan.strategy}-wise"
+    if plan.strategy != "free":
+        return plan.strategy
     return f"free ({counted(len(plan.splits), 'op')} in blocks of neurons)" if plan.splits else "free"
 
 
 def _is_one_sharded_stage(plan: PlanData) -> bool:
+    """True if there is no pipeline: no order of stages, no bubble, no message."""
     return len(plan.stages) == 1 and plan.stages[0].sharding is not None
 
 
 def _shape(plan: PlanData) -> str:
-    """ "4 stages"; of one that is sharded its mesh."""
-    only = plan.stages[0].sharding if len(plan.stages) == 1 else None
-    if only is None:
-        return counted(len(plan.stages), "stage")
-    return f"mesh {mesh_text(only)}" if plan.world_size > 1 else "nothing to split"
+    """ "4 stages"; "3 stages (2 on mesh 4, 1 on one device)"; of one that is sharded its mesh."""
+    stages = counted(len(plan.stages), "stage")
+    meshes = [None if stage.sharding is None else mesh_text(stage.sharding) for stage in plan.stages]
+    if not any(meshes):
+        return stages
+    if len(meshes) == 1:
+        return f"mesh {meshes[0]}" if plan.world_size > 1 else "nothing to split"
+    groups = Counter("one device" if mesh is None else f"mesh {mesh}" for mesh in meshes)
+    return f"{stages} ({', '.join(f'{count} on {group}' for group, count in groups.items())})"
 
 
 def precision_line(plan: PlanData) -> list[str]:
@@ -144,7 +150,7 @@ def blocks_line(plan: PlanData) -> list[str]:
     alike: dict[str, list[str]] = {}
     for split in plan.splits:
         ranks = [plan.placements.get(f"{split.op}_b{number}", ()) for number in range(len(split.sizes))]
-        where = ", ".join(str(rank[0]) if rank else "-" for rank in ranks)
+        where = ", ".join(ranks_text(group) or "-" for group in ranks)
         sizes = " + ".join(map(str, split.sizes))
         alike.setdefault(f"{sizes} on {'rank' if len(ranks) == 1 else 'ranks'} {where}", []).append(split.op)
     texts = [f"{shorten(compress(ops), 40)}: {blocks}" for blocks, ops in alike.items()]

@@ -137,7 +137,8 @@ def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
     result = StepResult(total, gradients, {})
     if graph.parts:
         parameters = {n: t for n, t in state.items() if isinstance(t, nn.Parameter)}
-        (result,) = put_together([replace(result, parameters=parameters)], replace(task, shardings={}))
+        (whole,) = put_together([replace(result, parameters=parameters)], replace(task, shardings={}))
+        result = replace(whole, loss=total)
     return Unpartitioned(replace(result, parameters={}), notes)
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
-from cost_models.layout import Partial, Replicate
+from cost_models.layout import Mesh, Partial, Replicate
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import ranks_in_order
 from passes.shard.words import Placements
@@ -23,17 +23,21 @@ Wholes: TypeAlias = Iterator[tuple[str, list[Note]]]
 
 
 def noted_copies(plan: PlanData, per_rank: Sequence[Mapping[str, list[Note]]]) -> Callable[[str], Wholes]:
-    """Op -> notes of the whole value, once per copy."""
-    stage = next((stage for stage in plan.stages if stage.sharding is not None), None)
-    if stage is None or stage.sharding is None:
-        return lambda op: ((str(rank), notes.get(op, [])) for rank, notes in enumerate(per_rank))
-    mesh = stage.sharding.mesh(ranks_in_order(plan).ranks(stage.devices))
-    choices = stage.sharding.placement(stage.devices, plan.microbatches).choices
-    layouts = {op: tuple(choice.outputs[0] for choice in ways) for op, ways in choices.items()}
-    whole: Placements = (Replicate(),) * len(mesh.shape)
+    """Op -> notes of the whole value, once per copy: every rank of its own where no stage shares the op."""
+    shared: dict[str, tuple[Mesh, Placements]] = {}
+    for stage in plan.stages:
+        if stage.sharding is None:
+            continue
+        mesh = stage.sharding.mesh(ranks_in_order(plan).ranks(stage.devices))
+        choices = stage.sharding.placement(stage.devices, plan.microbatches).choices
+        shared |= dict.fromkeys(stage.ops, (mesh, (Replicate(),) * len(mesh.shape)))
+        shared |= {op: (mesh, tuple(choice.outputs[0] for choice in ways)) for op, ways in choices.items()}
 
     def notes(op: str) -> Wholes:
-        layout = layouts.get(op, whole)
+        if op not in shared:
+            yield from ((str(rank), notes.get(op, [])) for rank, notes in enumerate(per_rank))
+            return
+        mesh, layout = shared[op]
         copies: dict[tuple[int, ...], list[int]] = {}
         for rank in mesh.ranks:
             place = coordinates(mesh, rank)

@@ -91,11 +91,16 @@ def _block(kind: str, name: str, rank: int, task: VerificationTask) -> Block:
 
 
 def _loss(losses: Sequence[float], task: VerificationTask) -> float:
-    """Of the batch. Ranks that share a segment have parts of it; else one rank has it, and the others nan."""
-    if task.shardings:
-        return sum(losses)
-    found = [loss for loss in losses if loss == loss]
-    return found[0] if len(found) == 1 else float("nan")
+    """Return the loss of the batch: what ranks have that share its segment are parts of it; all others have nan."""
+    segments = task.segments.segments
+    computing = {
+        rank
+        for index, code in task.codes.items()
+        if any(output.kind == "loss" for output in code.outputs)
+        for rank in segments[index].ranks
+    }
+    found = {rank for rank, loss in enumerate(losses) if loss == loss}
+    return sum(losses[rank] for rank in sorted(found)) if found == computing else float("nan")
 
 
 def _blocks(found: Sequence[tuple[Block, Tensor]]) -> int:

@@ -63,7 +63,7 @@ class VerifyReport:
     notes: tuple[str, ...]
     first_difference: str | None = None
     mesh: tuple[int, ...] = ()
-    """How the devices of the one stage share it; () where each stage has a device."""
+    """How its devices share the stage that is all of the plan; () for a plan of several stages, or on one device."""
 
     @property
     def passed(self) -> bool:
@@ -196,8 +196,14 @@ def verify_plan(
         seconds=time.monotonic() - started,
         notes=tuple(notes),
         first_difference=first,
-        mesh=next((tuple(s.sharding.axes.values()) for s in plan.stages if s.sharding is not None), ()),
+        mesh=_mesh_of_all(plan),
     )
+
+
+def _mesh_of_all(plan: PlanData) -> tuple[int, ...]:
+    """The sizes of the mesh of the only stage; () where there are others, or where it has one device."""
+    shapes = [() if s.sharding is None else tuple(s.sharding.axes.values()) for s in plan.stages]
+    return shapes[0] if len(shapes) == 1 else ()
 
 
 def _notes(plan: PlanData, graph: OpGraph, dropped: int) -> list[str]:

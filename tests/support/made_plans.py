@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -150,8 +151,69 @@ def _stage(index: int, rank: int, count: int, blocks: int) -> Stage:
 
 def made_sharded_plan(cluster: ClusterSpec, axes: dict[str, int], *, layers: int = 4, **changes: Any) -> Plan:
     """A feature-wise plan of ``layers`` equal blocks: tensor parallel along the last axis, ZeRO-1 along the first."""
-    world = math.prod(axes.values())
-    ranks = tuple(range(world))
+    plan = made_plan(cluster, (0,))
+    ranks, ops = tuple(range(math.prod(axes.values()))), _ops(range(layers))
+    stage = plan.stages[0].model_copy(
+        update={
+            "devices": ranks,
+            "ops": ops,
+            "modules": ("embed", "h", "head"),
+            "sharding": made_sharding(axes, range(layers)),
+        }
+    )
+    fields: dict[str, Any] = {
+        "strategy": "feature",
+        "batch_size": 64,
+        "microbatches": 2,
+        "recompute": "none",
+        "stages": (stage,),
+        "placements": dict.fromkeys(ops, ranks),
+        "recomputed": (),
+        "transfers": (),
+        "prediction": plan.prediction.model_copy(update={"messages": 0, "collectives": 321}),
+        "proof": plan.proof.model_copy(update={"messages": 0}),
+        "not_considered": ("pipeline stages",),
+    }
+    return plan.model_copy(update={**fields, **changes})
+
+
+def made_hybrid_plan(
+    cluster: ClusterSpec, meshes: Sequence[dict[str, int]], *, layers: int = 2, crossing: bool = False
+) -> Plan:
+    """Stages of ``layers`` equal blocks, each sharded on devices of its own; {}: on one device.
+
+    Nothing goes from stage to stage, unless ``crossing``: then the last op's value of each goes to the next.
+    """
+    plan = made_plan(cluster, tuple(range(len(meshes))), blocks_per_stage=layers)
+    stages, first = [], 0
+    for index, (stage, axes) in enumerate(zip(plan.stages, meshes, strict=True)):
+        blocks, count = range(index * layers, (index + 1) * layers), math.prod(axes.values())
+        sharding = made_sharding(axes, blocks) if axes else None
+        devices = tuple(range(first, first + count))
+        stages.append(
+            stage.model_copy(update={"devices": devices, "ops": _ops(blocks), "sharding": sharding})
+        )
+        first += count
+    values = tuple(v.model_copy(update={"name": stages[v.producer].ops[-1]}) for v in plan.values)
+    fields: dict[str, Any] = {
+        "strategy": "hybrid",
+        "batch_size": 64,
+        "microbatches": 4,
+        "stages": tuple(stages),
+        "placements": {op: stage.devices for stage in stages for op in stage.ops},
+        "values": values if crossing else (),
+        "transfers": (),
+    }
+    return plan.model_copy(update=fields)
+
+
+def _ops(blocks: range) -> tuple[str, ...]:
+    return tuple(f"op{2 * block + half}" for block in blocks for half in (0, 1))
+
+
+def made_sharding(axes: dict[str, int], blocks: range) -> StageSharding:
+    """Equal blocks on a mesh of one or two axes: tensor parallel along the last, ZeRO-1 along the first of two."""
+    layers = len(blocks)
     outer, inner = next(iter(axes)), list(axes)[-1]
     two = len(axes) == 2
 
@@ -170,9 +232,9 @@ def made_sharded_plan(cluster: ClusterSpec, axes: dict[str, int], *, layers: int
             **fields,
         )
 
-    names = [f"h.{i}.{kind}.weight" for i in range(layers) for kind in ("up", "down")]
-    ops = tuple(f"op{i}" for i in range(2 * layers))
-    sharding = StageSharding(
+    names = [f"h.{i}.{kind}.weight" for i in blocks for kind in ("up", "down")]
+    ops = _ops(blocks)
+    return StageSharding(
         axes=axes,
         choices={op: ("S0 R~ -> S0", "R~ S0 -> S2")[-len(axes) :] for op in ops},
         stored={name: of("R", "S0" if "up" in name else "S1") for name in names},
@@ -181,14 +243,14 @@ def made_sharded_plan(cluster: ClusterSpec, axes: dict[str, int], *, layers: int
         samples_multiple=axes[outer] if two else 1,
         collectives=tuple(
             StageCollective(
-                value=f"op{i}__all_reduce_{inner}",
+                value=f"{op}__all_reduce_{inner}",
                 kind="all_reduce",
                 axis=inner,
                 size_bytes=32 * MIB,
                 sent_bytes=2 * (axes[inner] - 1) / axes[inner] * 32 * MIB,
                 backward=back,
             )
-            for i in range(layers)
+            for op in ops[:layers]
             for back in (False, True)
         ),
         sums=(
@@ -226,21 +288,3 @@ def made_sharded_plan(cluster: ClusterSpec, axes: dict[str, int], *, layers: int
         replicated_seconds=0.004,
         replicated_matmul_share=0.031,
     )  # fmt: skip
-    plan = made_plan(cluster, (0,))
-    stage = plan.stages[0].model_copy(
-        update={"devices": ranks, "ops": ops, "modules": ("embed", "h", "head"), "sharding": sharding}
-    )
-    fields: dict[str, Any] = {
-        "strategy": "feature",
-        "batch_size": 64,
-        "microbatches": 2,
-        "recompute": "none",
-        "stages": (stage,),
-        "placements": dict.fromkeys(ops, ranks),
-        "recomputed": (),
-        "transfers": (),
-        "prediction": plan.prediction.model_copy(update={"messages": 0, "collectives": 321}),
-        "proof": plan.proof.model_copy(update={"messages": 0}),
-        "not_considered": ("pipeline stages",),
-    }
-    return plan.model_copy(update={**fields, **changes})

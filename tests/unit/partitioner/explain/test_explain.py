@@ -21,6 +21,7 @@ from passes.search.feature.explain import alternatives
 from passes.search.feature.problem import Setting, links_of
 from passes.shard.words import FeaturePlacement, read_choice, read_placements
 from tests.distributed.sharded_models import Mlp
+from tests.support.made_plans import made_hybrid_plan
 
 
 class Smaller(Mlp):
@@ -48,6 +49,16 @@ def made(cluster: str = "A100-40GB:2", batch_size: int = 8, **options: object) -
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     return made(pins=COLUMN_ROW)
+
+
+def test_a_stage_of_several_says_how_it_runs() -> None:
+    """What other layouts would cost is known where the whole graph is one stage."""
+    planned = made_hybrid_plan(ClusterSpec.parse("A100-40GB:3"), ({}, {"all": 2}), crossing=True)
+    found = planned.explain("op5")
+    assert found.facts["runs in"].startswith("stage 1 on ranks 1-2 (model.layers.2-3")
+    assert found.facts["layout"] == "stage 1: op5 R~ S0 -> S2"
+    assert not found.ways
+    assert "layout" not in planned.explain("op1").facts
 
 
 def changed(placement: FeaturePlacement, name: str, equals: tuple[str, ...], layout: str) -> FeaturePlacement:

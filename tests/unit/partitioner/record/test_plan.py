@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, PlanError
 from cost_models.precision import Precision
 from partitioner.plan import Plan
-from tests.support.made_plans import made_plan, made_sharded_plan
+from tests.support.made_plans import made_hybrid_plan, made_plan, made_sharded_plan
 
 PLAN = made_plan(ClusterSpec.parse("A100-40GB:2"))
 DATA: dict[str, Any] = json.loads(PLAN.model_dump_json())
@@ -234,6 +235,19 @@ def test_a_damaged_sharding_is_refused_with_the_key(path: str, value: Any, messa
     with pytest.raises(PlanError) as caught:
         Plan.from_json(changed(path, value, SHARDED_DATA), source="plan.json")
     assert message in str(caught.value)
+
+
+def test_groups_of_devices_that_overlap_are_refused() -> None:
+    plan = made_hybrid_plan(ClusterSpec.parse("A100-40GB:4"), ({"all": 2}, {"all": 2}), crossing=True)
+    data = json.loads(plan.model_dump_json())
+    Plan.from_json(changed("stages.1.devices", [2, 3], data))
+    ops = plan.stages[1].ops
+    for devices, message in (([1, 2], "and [0, 1] of stages[0], overlap"), ([1, 0], "overlap")):
+        moved = {**data, "placements": {**data["placements"], **dict.fromkeys(ops, devices)}}
+        with pytest.raises(PlanError, match=re.escape(message)):
+            Plan.from_json(changed("stages.1.devices", devices, moved))
+    chunks = {**data, "placements": {**data["placements"], **{op: [0, 1] for op in ops}}}
+    Plan.from_json(changed("stages.1.devices", [0, 1], chunks))
 
 
 @pytest.mark.parametrize("key", [key for key in DATA if key not in ("schema_version", "splits")])

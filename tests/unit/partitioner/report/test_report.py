@@ -12,9 +12,10 @@ from cost_models.precision import Precision
 from cost_models.units import counted, percent
 from partitioner.plan import Plan
 from partitioner.report.dot import stage_graph, to_dot, to_json
+from partitioner.report.sharding import communication_share
 from partitioner.report.table import microbatch_text
 from partitioner.report.text import WIDTH, columns, labelled, printable
-from tests.support.made_plans import GIB, made_plan, made_sharded_plan
+from tests.support.made_plans import GIB, made_hybrid_plan, made_plan, made_sharded_plan
 
 Golden = Callable[[str, str], None]
 CLUSTERS = Path(__file__).parents[4] / "docs" / "clusters"
@@ -64,6 +65,17 @@ def test_a_sharded_plan_on_one_axis(golden: Golden) -> None:
     golden("plan_sharded_4", str(plan))
 
 
+def test_a_plan_of_several_sharded_stages(golden: Golden) -> None:
+    """Every stage's mesh, layouts and collectives; communication is that of the devices that communicate longest."""
+    plan = made_hybrid_plan(gpus(7), ({"outer": 2, "inner": 2}, {"all": 2}, {}), crossing=True)
+    Plan.from_json(plan.model_dump_json())
+    golden("plan_hybrid", str(plan))
+    alone = plan.model_copy(update={"stages": plan.stages[:1]})
+    assert communication_share(plan) == communication_share(alone) > 0
+    chunks = plan.model_copy(update={"stages": (plan.stages[0], plan.stages[0])})
+    assert communication_share(chunks) == 2 * communication_share(alone)
+
+
 def test_devices_that_differ_are_said_to_wait_for_the_slowest() -> None:
     text = str(
         made_sharded_plan(ClusterSpec.load(CLUSTERS / "two-unlike-nodes.yaml"), {"outer": 2, "inner": 3})
@@ -85,6 +97,16 @@ def test_a_diff_of_shardings_names_mesh_and_layouts() -> None:
     assert "run otherwise: 8 ops (op0: S0 R~ -> S0; R~ S0 -> S2 -> R~ S0 -> S2 …)" in lines
     assert old.diff(old) == ""
     assert "strategy: layer -> feature" in made_plan(gpus(4)).diff(new)
+
+
+def test_a_diff_of_several_sharded_stages_looks_at_all_of_them() -> None:
+    old = made_hybrid_plan(gpus(6), ({"all": 4}, {"outer": 1, "inner": 2}))
+    new = made_hybrid_plan(gpus(6), ({"all": 4}, {"all": 2}))
+    lines = old.diff(new).splitlines()
+    assert "mesh: stage 0: 4; stage 1: outer 1 × inner 2 -> stage 0: 4; stage 1: 2" in lines
+    assert "inputs: stage 1: ids S0 R, labels S0 R -> whole" in lines
+    assert "stored otherwise: 4 parameters (h.2.up.weight: R S0 -> S0 …)" in lines
+    assert old.diff(old) == ""
 
 
 def test_the_data_type_of_a_model_is_told_where_no_other_line_does() -> None:

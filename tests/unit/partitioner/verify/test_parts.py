@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
 
 from partitioner.verify.compare import StepResult
 from partitioner.verify.rank import VerificationTask, own_state
@@ -14,7 +15,8 @@ from partitioner.verify.ranks import compare_ranks, put_together
 from passes.lower.lower import lower
 from passes.lower.segment import Segmentation
 from runtime.mesh.sharding import Block
-from runtime.program.program import SegmentGraph
+from runtime.program.program import Segment, SegmentCost, SegmentGraph
+from runtime.segment.code import SegmentCode, SegmentOutput
 from runtime.state.rank_state import StatePart
 from tests.support.split_model import SIZES, model, traced, workload
 from tests.support.split_model import split as split_graph
@@ -33,10 +35,11 @@ STATE = {
     "n": torch.tensor([-1, -1, -1]),
 }
 GRADIENT = torch.ones(3, 3, dtype=torch.float64)
+LOSS = SegmentCode(0, GraphModule(nn.Module(), Graph()), (), (SegmentOutput("loss", "loss"),))
 TASK = VerificationTask(
     programs=(),
-    codes={},
-    segments=SegmentGraph((), (), 2),
+    codes={0: LOSS},
+    segments=SegmentGraph((Segment(0, (1,), SegmentCost(1.0, 1.0, 1.0)),), (), 2),
     batch_spec=None,  # type: ignore[arg-type]
     batch={},
     state=STATE,
@@ -142,6 +145,10 @@ def test_no_gradient_of_a_part_is_zero() -> None:
 
 def test_two_losses_or_none_agree_with_nothing() -> None:
     assert different([replace(r, loss=1.5) for r in ranks()]) == {("loss", "loss")}
+    first, second = ranks()
+    assert different([replace(first, loss=3.0), replace(second, loss=NAN)]) == {("loss", "loss")}, (
+        "not its rank"
+    )
     assert different([replace(r, loss=NAN) for r in ranks()]) == {("loss", "loss")}
 
 
