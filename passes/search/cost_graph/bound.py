@@ -17,12 +17,11 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import pulp
 
 from passes.search.cost_graph.groups import FloatArray, GroupProblem
+from passes.search.ilp import Program, Terms
 
 CLOSE = 1e-7
 """Relative distance of bound and value at which nothing is left to prove."""
@@ -229,29 +228,32 @@ class SetBound:
     def _measure(self, target: float) -> tuple[FloatArray, float]:
         """The measure under which known sets that cost less than ``target`` hold least; by how much less than 1/k."""
         count, k = self.problem.count, max(1, self.machine.accelerators)
-        lp = pulp.LpProblem("measure", pulp.LpMaximize)
-        pi = [pulp.LpVariable(f"pi_{g}", lowBound=0) for g in range(count)]
-        room = pulp.LpVariable("room")
-        cpu = [pulp.LpVariable(f"cpu_{g}", lowBound=0) for g in range(count)] if self.machine.cpus else []
-        price = pulp.LpVariable("price", lowBound=0)
-        lp += room
-        lp += pulp.lpSum(pi) == 1
-        taken = pulp.LpAffineExpression()
-        if cpu:
+        program = Program("measure")
+        pi = [program.variable(f"pi_{g}") for g in range(count)]
+        room = program.variable("room", None)
+        program.minimize({room: -1.0})
+        program.row(dict.fromkeys(pi, 1.0), "==", 1.0)
+        taken: Terms = {}
+        if self.machine.cpus:
             # dual of the fractional knapsack: measure on CPUs ≤ price·ℓ·T + Σ (π - price·cost)+
+            price = program.variable("price")
             for g in range(count):
+                cpu = program.variable(f"cpu_{g}")
+                taken[cpu] = 1.0
                 if self.problem.cpu_cost[g] <= target:
-                    lp += cpu[g] >= pi[g] - float(self.problem.cpu_cost[g]) * self.scale * price
-            taken = pulp.lpSum(cpu) + target * self.scale * self.machine.cpus * price
+                    cost = float(self.problem.cpu_cost[g]) * self.scale
+                    program.row({cpu: 1.0, pi[g]: -1.0, price: cost}, ">=", 0.0)
+            taken[price] = target * self.scale * self.machine.cpus
         for groups, cost in self.sets.items():
             if cost < target * (1 - 1e-9):
-                lp += k * pulp.lpSum(pi[g] for g in groups) + taken + k * room <= 1
-        lp += room <= 1
-        lp.solve(pulp.HiGHS(msg=False, presolve="off", threads=1))
-        if lp.sol_status != pulp.LpSolutionOptimal:
+                program.row({**{pi[g]: float(k) for g in groups}, **taken, room: float(k)}, "<=", 1.0)
+        program.row({room: 1.0}, "<=", 1.0)
+        solution = program.solve()
+        values = solution.values
+        if solution.status != "optimal" or values is None:
             return np.full(count, 1.0 / count), 0.0
-        measure = np.maximum([variable.value() or 0.0 for variable in pi], 0.0)
-        return measure / max(measure.sum(), 1e-300), float(room.value() or 0.0)
+        measure = np.maximum([values[variable] for variable in pi], 0.0)
+        return measure / max(measure.sum(), 1e-300), values[room]
 
     def _cheapest(
         self, measure: FloatArray, target: float, deadline: float
@@ -278,52 +280,40 @@ class OneDevice:
 
     def __init__(self, problem: GroupProblem, measure: FloatArray, share: float, scale: float) -> None:
         self.problem, self.scale = problem, scale
-        self.lp = pulp.LpProblem("cheapest", pulp.LpMinimize)
+        self.program = program = Program("cheapest")
         allowed = ~np.isinf(problem.accelerator_cost)
-        self.y = [
-            pulp.LpVariable(f"y_{g}", cat=pulp.LpBinary, upBound=int(allowed[g]), lowBound=0)
-            for g in range(problem.count)
-        ]
-        objective: dict[Any, float] = {}
+        self.y = [program.variable(f"y_{g}", 0, int(allowed[g]), integer=True) for g in range(problem.count)]
+        objective: Terms = {}
         for g, variable in enumerate(self.y):
             objective[variable] = float(problem.accelerator_cost[g]) * scale if allowed[g] else 0.0
-            if not allowed[g]:
-                variable.upBound = 0
         rows = []
         for e, pins in enumerate(problem.nets):
             weight = float(problem.weight[e]) * scale
             if len(pins) == 2:
                 g, h = pins
-                cut = pulp.LpVariable(f"c_{e}", 0, 1)
+                cut = program.variable(f"c_{e}", 0, 1)
                 objective[cut] = weight
                 rows += [
                     {cut: 1.0, self.y[g]: -1.0, self.y[h]: 1.0},
                     {cut: 1.0, self.y[g]: 1.0, self.y[h]: -1.0},
                 ]
                 continue
-            touched, whole = pulp.LpVariable(f"t_{e}", 0, 1), pulp.LpVariable(f"h_{e}", 0, 1)
+            touched, whole = program.variable(f"t_{e}", 0, 1), program.variable(f"h_{e}", 0, 1)
             objective[touched], objective[whole] = weight, -weight
             for g in pins:
                 rows += [{touched: 1.0, self.y[g]: -1.0}, {self.y[g]: 1.0, whole: -1.0}]
-        self.lp.setObjective(pulp.LpAffineExpression(objective))
+        program.minimize(objective)
         for terms in rows:
-            self._at_least(terms, 0.0)
-        self._at_least({v: float(m) / share for v, m in zip(self.y, measure, strict=True) if m > 0}, 1.0)
+            program.row(terms, ">=", 0.0)
+        program.row({v: float(m) / share for v, m in zip(self.y, measure, strict=True) if m > 0}, ">=", 1.0)
         if problem.memory_binds:
             size = problem.machine.memory_size
-            self._at_least({v: -float(s) / size for v, s in zip(self.y, problem.size, strict=True)}, -1.0)
-
-    def _at_least(self, terms: dict[Any, float], value: float) -> None:
-        self.lp.addConstraint(
-            pulp.LpConstraint(pulp.LpAffineExpression(terms), pulp.LpConstraintGE, rhs=value)
-        )
+            program.row({v: -float(s) / size for v, s in zip(self.y, problem.size, strict=True)}, ">=", -1.0)
 
     def solve(self, seconds: float) -> tuple[tuple[int, ...], float]:
-        """(groups, proved lower bound on their cost); no groups if none was found."""
-        self.lp.solve(pulp.HiGHS(msg=False, presolve="off", threads=1, timeLimit=seconds, gapRel=1e-9))
-        if self.lp.sol_status == pulp.LpSolutionInfeasible:
-            return (), math.inf
-        bound = float(self.lp.solverModel.getInfo().mip_dual_bound) / self.scale
-        if self.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        """Return (groups, proved lower bound on their cost); no groups if none was found."""
+        found = self.program.solve(seconds, 1e-9)
+        values, bound = found.values, found.bound / self.scale
+        if values is None:
             return (), bound
-        return tuple(g for g, variable in enumerate(self.y) if (variable.value() or 0.0) > 0.5), bound
+        return tuple(g for g, variable in enumerate(self.y) if values[variable] > 0.5), bound

@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any
-
-import pulp
 
 from passes.search.cost_graph.layouts import Layout, Sharded, ShardedProblem, evaluate_layouts
+from passes.search.ilp import Program, Terms, Variable
 
 PROVED = 1e-7
 """The solver's tolerance, as elsewhere."""
@@ -42,7 +40,7 @@ def improve_layouts(problem: ShardedProblem, start: Sharded, time_limit: float) 
     while True:
         known = costs.step_seconds
         model = _Program(problem, known)
-        layouts, bound = model.solve(max(0.0, deadline - time.monotonic()))
+        layouts, bound, variables = model.solve(max(0.0, deadline - time.monotonic()))
         if layouts is not None:
             found = evaluate_layouts(problem, layouts)
             if found.step_seconds < known:
@@ -52,7 +50,7 @@ def improve_layouts(problem: ShardedProblem, start: Sharded, time_limit: float) 
             break
     value = costs.step_seconds
     proved = value - bound <= PROVED * value
-    size = f"integer program of {len(model.lp.variables()):,} variables (HiGHS)"
+    size = f"integer program of {variables:,} variables (HiGHS)"
     return Sharded(
         best,
         costs,
@@ -68,19 +66,19 @@ class _Program:
     def __init__(self, problem: ShardedProblem, value: float) -> None:
         self.problem = problem
         self.scale, self.most = 100.0 / value, value * (1 + 1e-9)
-        self.lp = pulp.LpProblem("layouts", pulp.LpMinimize)
-        self.objective: dict[Any, float] = {}
-        self.x: list[dict[Layout, Any]] = []
+        self.program = Program("layouts")
+        self.objective: Terms = {}
+        self.x: list[dict[Layout, Variable]] = []
         for v in range(len(problem.ops)):
             self._op(v)
         for u, op in enumerate(problem.ops):
             if op.kind != "input":
                 self._output(u)
-        self.lp.setObjective(pulp.LpAffineExpression(self.objective))
+        self.program.minimize(self.objective)
 
     def _op(self, v: int) -> None:
         problem = self.problem
-        row: dict[Layout, Any] = {}
+        row: dict[Layout, Variable] = {}
         for k in LAYOUTS:
             if not problem.can_be(v, k):
                 continue
@@ -88,53 +86,49 @@ class _Program:
             seconds += problem.reduce_seconds(v) if k == "samples" else 0.0
             seconds += problem.gather_seconds(v) if k == "inputs" else 0.0
             if seconds <= self.most:
-                row[k] = pulp.LpVariable(f"x_{v}_{k}", cat=pulp.LpBinary)
+                row[k] = self.program.binary(f"x_{v}_{k}")
                 self.objective[row[k]] = seconds * self.scale
         self.x.append(row)
-        self._row(dict.fromkeys(row.values(), 1.0), pulp.LpConstraintEQ, 1.0)
+        self.program.row(dict.fromkeys(row.values(), 1.0), "==", 1.0)
 
     def _output(self, u: int) -> None:
         problem, row = self.problem, self.x[u]
         exchange, gather = problem.exchange_seconds(u), problem.gather_seconds(u)
         if gather <= 0:
             return
-        form = pulp.LpVariable(f"f_{u}", cat=pulp.LpBinary)
+        form = self.program.binary(f"f_{u}")
         whole, sent = self._paid(f"w_{u}", gather), self._paid(f"e_{u}", exchange)
         if "samples" in row:
-            self._row({form: 1.0, row["samples"]: 1.0}, pulp.LpConstraintLE, 1.0)
+            self.program.row({form: 1.0, row["samples"]: 1.0}, "<=", 1.0)
         if "features" in row:
-            self._row({form: 1.0, row["features"]: -1.0}, pulp.LpConstraintGE, 0.0)
+            self.program.row({form: 1.0, row["features"]: -1.0}, ">=", 0.0)
         for v in problem.readers[u]:
             reads = dict(self.x[v])
             if problem.ops[v].kind == "neurons" and "features" in reads:
-                self._row({whole: 1.0, reads.pop("features"): -1.0}, pulp.LpConstraintGE, 0.0)
+                self.program.row({whole: 1.0, reads.pop("features"): -1.0}, ">=", 0.0)
             split = [reads[k] for k in reads if k != "samples"]
             if split:
                 terms = {sent: 1.0, form: 1.0, whole: 1.0, **dict.fromkeys(split, -1.0)}
-                self._row(terms, pulp.LpConstraintGE, 0.0)
+                self.program.row(terms, ">=", 0.0)
             if "samples" in reads:
                 terms = {sent: 1.0, form: -1.0, whole: 1.0, reads["samples"]: -1.0}
-                self._row(terms, pulp.LpConstraintGE, -1.0)
+                self.program.row(terms, ">=", -1.0)
         if not problem.readers[u]:  # the loss
-            self._row({sent: 1.0, form: -1.0}, pulp.LpConstraintGE, 0.0)
+            self.program.row({sent: 1.0, form: -1.0}, ">=", 0.0)
 
-    def _paid(self, name: str, seconds: float) -> Any:
+    def _paid(self, name: str, seconds: float) -> Variable:
         """A transfer, in the objective; not to be had where it alone costs more than what is known."""
-        variable = pulp.LpVariable(name, 0, 1 if seconds <= self.most else 0)
+        variable = self.program.variable(name, 0, 1 if seconds <= self.most else 0)
         self.objective[variable] = min(seconds, self.most) * self.scale
         return variable
 
-    def _row(self, terms: dict[Any, float], sense: int, value: float) -> None:
-        self.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, rhs=value))
-
-    def solve(self, seconds: float) -> tuple[tuple[Layout, ...] | None, float]:
-        """(layouts, if any were found; seconds that no choice is below)."""
-        # without presolve, as for every bound of placements: it has been seen to cut off solutions
-        self.lp.solve(
-            pulp.HiGHS(msg=False, presolve="off", threads=1, timeLimit=seconds, gapRel=1e-9, gapAbs=0.0)
-        )
-        bound = (float(self.lp.solverModel.getInfo().mip_dual_bound) - 2 * ABSOLUTE) / self.scale
+    def solve(self, seconds: float) -> tuple[tuple[Layout, ...] | None, float, int]:
+        """Return layouts, if any were found; seconds that no choice is below; how many variables there are."""
+        found = self.program.solve(seconds, 1e-9, absolute_gap=0.0)
+        bound = (found.bound - 2 * ABSOLUTE) / self.scale
         bound = max(0.0, bound) if math.isfinite(bound) else 0.0
-        if self.lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-            return None, bound
-        return tuple(max(row, key=lambda k: row[k].value() or 0.0) for row in self.x), bound
+        values = found.values
+        if values is None:
+            return None, bound, found.variables
+        layouts = tuple(max(row, key=lambda k: values[row[k]]) for row in self.x)
+        return layouts, bound, found.variables

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import pulp
 
 from passes.search.cost_graph.groups import GroupProblem
+from passes.search.ilp import Program, Terms
 
 MOST_GROUPS = 160
 """Larger pairs of devices are left to annealing."""
@@ -85,30 +84,30 @@ def _divide(
         return None
     first_pays, second_pays = (device < machine.accelerators for device in pair)
     scale = 100.0 / max(group_loads(problem, homes)[d] for d in pair)
-    lp = pulp.LpProblem("divide", pulp.LpMinimize)
-    top = pulp.LpVariable("top", lowBound=0)
-    y = {g: pulp.LpVariable(f"y_{g}", cat=pulp.LpBinary) for g in groups}
-    first: dict[Any, float] = {}
-    second: dict[Any, float] = {}
+    program = Program("divide")
+    top = program.variable("top")
+    program.minimize({top: 1.0})
+    y = {}
+    first: Terms = {}
+    second: Terms = {}
     constant = [0.0, 0.0]
-    for g, variable in y.items():
-        on_first = problem.accelerator_cost[g] if first_pays else problem.cpu_cost[g]
-        on_second = problem.accelerator_cost[g] if second_pays else problem.cpu_cost[g]
-        if np.isinf(on_first):
-            variable.upBound, on_first = 0, 0.0
-        if np.isinf(on_second):
-            variable.lowBound, on_second = 1, 0.0
-        first[variable] = float(on_first) * scale
-        second[variable] = -float(on_second) * scale
-        constant[1] += float(on_second) * scale
+    for g in groups:
+        on_first = float((problem.accelerator_cost if first_pays else problem.cpu_cost)[g])
+        on_second = float((problem.accelerator_cost if second_pays else problem.cpu_cost)[g])
+        low, high = float(np.isinf(on_second)), float(np.isfinite(on_first))
+        y[g] = program.variable(f"y_{g}", low, high, integer=True)
+        on_first, on_second = (cost if np.isfinite(cost) else 0.0 for cost in (on_first, on_second))
+        first[y[g]] = on_first * scale
+        second[y[g]] = -on_second * scale
+        constant[1] += on_second * scale
     for e in sorted({e for g in groups for e in problem.nets_of[g]}):
         pins, weight = problem.nets[e], float(problem.weight[e]) * scale
         own = [g for g in pins if g in y]
         elsewhere = len(own) < len(pins)
-        touches_first, touches_second = pulp.LpVariable(f"a_{e}", 0, 1), pulp.LpVariable(f"b_{e}", 0, 1)
+        touches_first, touches_second = program.variable(f"a_{e}", 0, 1), program.variable(f"b_{e}", 0, 1)
         for g in own:
-            lp += touches_first >= y[g]
-            lp += touches_second >= 1 - y[g]
+            program.row({touches_first: 1.0, y[g]: -1.0}, ">=", 0.0)
+            program.row({touches_second: 1.0, y[g]: 1.0}, ">=", 1.0)
         if elsewhere:
             first[touches_first] = second[touches_second] = weight
             continue
@@ -117,24 +116,20 @@ def _divide(
             if pays:
                 load[touches_first] = load[touches_second] = weight
                 constant[at] -= weight
-    if not first_pays:
-        first = {variable: value for variable, value in first.items() if variable in set(y.values())}
-    if not second_pays:
-        second = {variable: value for variable, value in second.items() if variable in set(y.values())}
-    lp += top
-    lp += top >= pulp.LpAffineExpression(first) + constant[0]
-    lp += top >= pulp.LpAffineExpression(second) + constant[1]
+    for load, pays, own_work in ((first, first_pays, constant[0]), (second, second_pays, constant[1])):
+        held = load if pays else {variable: load[variable] for variable in y.values()}
+        program.row({top: 1.0, **{v: -seconds for v, seconds in held.items()}}, ">=", own_work)
     if problem.memory_binds:
         total = float(problem.size[groups].sum())
-        held = pulp.lpSum(float(problem.size[g]) / machine.memory_size * v for g, v in y.items())
+        held = {v: float(problem.size[g]) / machine.memory_size for g, v in y.items()}
         if first_pays:
-            lp += held <= 1
+            program.row(held, "<=", 1.0)
         if second_pays:
-            lp += held >= total / machine.memory_size - 1
-    lp.solve(pulp.HiGHS(msg=False, presolve="off", threads=1, timeLimit=seconds, gapRel=1e-7))
-    if lp.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+            program.row(held, ">=", total / machine.memory_size - 1)
+    values = program.solve(seconds, 1e-7).values
+    if values is None:
         return None
     found = list(homes)
     for g, variable in y.items():
-        found[g] = pair[0] if (variable.value() or 0.0) > 0.5 else pair[1]
+        found[g] = pair[0] if values[variable] > 0.5 else pair[1]
     return tuple(found)

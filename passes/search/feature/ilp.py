@@ -1,4 +1,4 @@
-"""The feature-wise problem as an integer linear program: PuLP states it, HiGHS solves it (CBC where it is absent).
+"""The feature-wise problem as an integer linear program.
 
     x[u,k] ∈ {0,1}      unit u runs as its option k;   Σ_k x[u,k] = 1
     X[w,s]              = Σ x[producer, k] over options that make wire w's value as s
@@ -18,14 +18,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-import pulp
 from numpy.typing import NDArray
 
 from passes.search.feature.bridges import BridgeTable
 from passes.search.feature.problem import FeatureProblem, UnitNumbers
+from passes.search.ilp import Program, Status, Terms, Variable
 
 FREE_SECONDS = 1e-15
 """Costs below are rounding."""
@@ -39,7 +39,7 @@ class IlpResult:
     """
 
     chosen: tuple[int, ...] | None
-    status: str
+    status: Status
     bound_seconds: float
     solver: str
     variables: int
@@ -78,12 +78,11 @@ class _Model:
         least = sum(float(unit.seconds.min()) for unit in problem.units)
         self.time_scale = max(least, 1e-9) / 100.0
         self.byte_scale = max(problem.capacity_bytes, 1.0) / 100.0
-        self.objective: dict[Any, float] = {}
-        self.held: dict[Any, float] = {}
-        self.lp = pulp.LpProblem("features", pulp.LpMinimize)
-        self.x: list[list[Any]] = []
-        self.rows: list[Any] = []
-        self.buffer = pulp.LpVariable("b", lowBound=0) if memory else None
+        self.objective: Terms = {}
+        self.held: Terms = {}
+        self.program = Program("features")
+        self.x: list[list[Variable]] = []
+        self.buffer = self.program.variable("b") if memory else None
         for u, unit in enumerate(problem.units):
             self._unit(u, unit)
         for w in range(len(problem.space.wires)):
@@ -91,18 +90,12 @@ class _Model:
         self._finish()
 
     def _unit(self, u: int, unit: UnitNumbers) -> None:
-        own = [pulp.LpVariable(f"x_{u}_{k}", cat=pulp.LpBinary) for k in range(len(unit.seconds))]
+        own = [self.program.binary(f"x_{u}_{k}") for k in range(len(unit.seconds))]
         self.x.append(own)
-        self._equal(dict.fromkeys(own, 1.0), 1.0)
+        self.program.row(dict.fromkeys(own, 1.0), "==", 1.0)
         for variable, seconds, size in zip(own, unit.seconds.tolist(), unit.bytes.tolist(), strict=True):
             self.objective[variable] = seconds / self.time_scale
             self.held[variable] = size / self.byte_scale
-
-    def _equal(self, terms: dict[Any, float], value: float) -> None:
-        self._row(terms, pulp.LpConstraintEQ, value)
-
-    def _row(self, terms: dict[Any, float], sense: int, value: float) -> None:
-        self.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, rhs=value))
 
     def _wire(self, w: int) -> None:
         wire = self.problem.space.wires[w]
@@ -132,7 +125,7 @@ class _Model:
             np.logical_or.at(grouped, (rows[:, None], columns[None, :]), allowed)
             flows.append(self._flow(f"{w}_{i}", members, read, grouped))
         bridges = flows[0] if single else self._shared(w, flows)
-        buffers: dict[Any, float] = {}
+        buffers: Terms = {}
         for (s, n), variable in bridges.items():
             at = first_row[s], first_column[n]
             self.objective[variable] = float(table.seconds[at]) / self.time_scale
@@ -140,17 +133,17 @@ class _Model:
                 self.held[variable] = float(table.copies[at]) / self.byte_scale
                 buffers[variable] = -float(table.buffers[at]) / self.byte_scale
         if self.buffer is not None and any(buffers.values()):
-            self._row({self.buffer: 1.0, **buffers}, pulp.LpConstraintGE, 0.0)
+            self.program.row({self.buffer: 1.0, **buffers}, ">=", 0.0)
 
     def _is_free(self, table: BridgeTable) -> bool:
         costly = bool((table.seconds > FREE_SECONDS).any()) or not table.allowed.all()
         return not costly and not (self.memory and (table.copies.any() or table.buffers.any()))
 
     def _members(
-        self, codes: NDArray[np.int64], distinct: Sequence[int], groups: NDArray[np.intp], x: list[Any]
-    ) -> list[list[Any]]:
+        self, codes: NDArray[np.int64], distinct: Sequence[int], groups: NDArray[np.intp], x: list[Variable]
+    ) -> list[list[Variable]]:
         """Per group of codes, the options' variables."""
-        found: list[list[Any]] = [[] for _ in range(int(groups.max()) + 1)]
+        found: list[list[Variable]] = [[] for _ in range(int(groups.max()) + 1)]
         at = {code: int(groups[i]) for i, code in enumerate(distinct)}
         for code, variable in zip(codes.tolist(), x, strict=True):
             found[at[code]].append(variable)
@@ -159,79 +152,57 @@ class _Model:
     def _flow(
         self,
         name: str,
-        sources: list[list[Any]],
-        needs: list[list[Any]],
+        sources: list[list[Variable]],
+        needs: list[list[Variable]],
         allowed: NDArray[np.bool_],
-    ) -> dict[tuple[int, int], Any]:
+    ) -> dict[tuple[int, int], Variable]:
         flow = {
-            (s, n): pulp.LpVariable(f"f_{name}_{s}_{n}", 0, 1)
+            (s, n): self.program.variable(f"f_{name}_{s}_{n}", 0, 1)
             for s in range(len(sources))
             for n in range(len(needs))
             if needs[n] and allowed[s, n]
         }
-        out: list[dict[Any, float]] = [{} for _ in sources]
-        into: list[dict[Any, float]] = [{} for _ in needs]
+        out: list[Terms] = [{} for _ in sources]
+        into: list[Terms] = [{} for _ in needs]
         for (s, n), variable in flow.items():
             out[s][variable] = 1.0
             into[n][variable] = 1.0
         for terms, options in zip((*out, *into), (*sources, *needs), strict=True):
             if options:
-                self._equal({**terms, **dict.fromkeys(options, -1.0)}, 0.0)
+                self.program.row({**terms, **dict.fromkeys(options, -1.0)}, "==", 0.0)
         return flow
 
-    def _shared(self, w: int, flows: list[dict[tuple[int, int], Any]]) -> dict[tuple[int, int], Any]:
+    def _shared(
+        self, w: int, flows: list[dict[tuple[int, int], Variable]]
+    ) -> dict[tuple[int, int], Variable]:
         """One bridge variable per pair that more than one reader may use."""
-        bridges: dict[tuple[int, int], Any] = {}
+        bridges: dict[tuple[int, int], Variable] = {}
         for pair in sorted({pair for flow in flows for pair in flow}):
             using = [flow[pair] for flow in flows if pair in flow]
             if len(using) == 1:
                 bridges[pair] = using[0]
                 continue
-            bridges[pair] = pulp.LpVariable(f"z_{w}_{pair[0]}_{pair[1]}", 0, 1)
+            bridges[pair] = self.program.variable(f"z_{w}_{pair[0]}_{pair[1]}", 0, 1)
             for variable in using:
-                self._row({bridges[pair]: 1.0, variable: -1.0}, pulp.LpConstraintGE, 0.0)
+                self.program.row({bridges[pair]: 1.0, variable: -1.0}, ">=", 0.0)
         return bridges
 
     def _finish(self) -> None:
-        self.lp.setObjective(pulp.LpAffineExpression(self.objective))
+        self.program.minimize(self.objective)
         if self.memory:
             assert self.buffer is not None
             capacity = self.problem.capacity_bytes / self.byte_scale
-            self._row({**self.held, self.buffer: 1.0}, pulp.LpConstraintLE, capacity)
+            self.program.row({**self.held, self.buffer: 1.0}, "<=", capacity)
 
     def solve(self, time_limit_seconds: float, gap: float) -> IlpResult:
-        # Without presolve: HiGHS 1.15 takes some continuous variables for implied integers there and then calls a choice
-        # optimal that is not (tests/unit/passes/search/feature/test_optimum.py, seed 227: 7% too dear).
-        highs = pulp.HiGHS(
-            msg=False, timeLimit=time_limit_seconds, gapRel=gap, gapAbs=0.0, threads=1, presolve="off"
-        )
-        name = "HiGHS" if highs.available() else "CBC"
-        if name == "HiGHS":
-            self.lp.solve(highs)
-        else:
-            self.lp.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_seconds, gapRel=gap))
-        status = {pulp.LpSolutionOptimal: "optimal", pulp.LpSolutionIntegerFeasible: "feasible"}.get(
-            self.lp.sol_status, "infeasible" if self.lp.sol_status == pulp.LpSolutionInfeasible else "unknown"
-        )
-        variables = self.lp.numVariables()
-        if status == "infeasible":
-            return IlpResult(None, status, math.inf, name, variables)
-        bound = self._bound(status)
-        if status == "unknown":
-            return IlpResult(None, status, bound, name, variables)
-        chosen = tuple(int(np.argmax([v.value() or 0.0 for v in own])) for own in self.x)
-        return IlpResult(chosen, status, bound, name, variables)
-
-    def _bound(self, status: str) -> float:
-        """The solver's proved bound; PuLP hides CBC's, then that of an optimal solution or all units at their least."""
-        info = getattr(self.lp.solverModel, "getInfo", None)
-        if info is not None:
-            bound = float(info().mip_dual_bound)
-            if math.isfinite(bound):
-                return bound * self.time_scale
-        if status == "optimal":
-            return float(pulp.value(self.lp.objective)) * self.time_scale
-        return sum(float(unit.seconds.min()) for unit in self.problem.units)
+        found = self.program.solve(time_limit_seconds, gap, absolute_gap=0.0)
+        bound = found.bound * self.time_scale
+        if bound == -math.inf:  # all units at their least
+            bound = sum(float(unit.seconds.min()) for unit in self.problem.units)
+        values, chosen = found.values, None
+        if values is not None:
+            chosen = tuple(int(np.argmax([values[v] for v in own])) for own in self.x)
+        return IlpResult(chosen, found.status, bound, found.solver, found.variables)
 
 
 def group(table: BridgeTable, memory: bool, *, by_source: bool) -> NDArray[np.intp]:

@@ -20,12 +20,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import pulp
 
 from passes.search.free.problem import FreeProblem
+from passes.search.ilp import Program, Terms, Variable
 
 MOST_TERMS = 60_000
 """Nonzeros beyond which building and presolving takes longer than a round may."""
@@ -90,14 +89,14 @@ class _Program:
         for group in self.groups:  # the start must obey ``_symmetry``
             renamed = _first_come(group, self.home, self.heaviest)
             self.home = [renamed.get(d, d) for d in self.home]
-        self.lp = pulp.LpProblem("free_placement", pulp.LpMinimize)
-        self.start: dict[str, float] = {}
+        self.program = Program("free_placement")
+        self.start: dict[Variable, float] = {}
         self.top = self._variable("T", bound * self.scale * (1 - 1e-9), 100.0 * (1 + 1e-7), 100.0)
-        self.lp.setObjective(pulp.LpAffineExpression({self.top: 1.0}))
-        self.x: dict[tuple[int, int], Any] = {}
-        self.load: list[dict[Any, float]] = [{self.top: -1.0} for _ in self.devices]
+        self.program.minimize({self.top: 1.0})
+        self.x: dict[tuple[int, int], Variable] = {}
+        self.load: list[Terms] = [{self.top: -1.0} for _ in self.devices]
         self.fixed_load = [0.0 for _ in self.devices]
-        self.memory: list[dict[Any, float]] = [{} for _ in self.devices]
+        self.memory: list[Terms] = [{} for _ in self.devices]
         self.fixed_memory = [0.0 for _ in self.devices]
         self._units()
         for e in range(len(problem.nets)):
@@ -108,14 +107,14 @@ class _Program:
             self._symmetry()
         self._devices()
 
-    def _variable(self, name: str, low: float, high: float | None, start: float, cat: str = "") -> Any:
-        self.start[name] = start
-        return pulp.LpVariable(name, low, high, cat=cat or pulp.LpContinuous)
+    def _variable(
+        self, name: str, low: float, high: float, start: float, *, integer: bool = False
+    ) -> Variable:
+        variable = self.program.variable(name, low, high, integer=integer)
+        self.start[variable] = start
+        return variable
 
-    def _row(self, terms: dict[Any, float], sense: int, value: float) -> None:
-        self.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, rhs=value))
-
-    def _on(self, unit: int, device: int) -> tuple[Any, float]:
+    def _on(self, unit: int, device: int) -> tuple[Variable | None, float]:
         """(variable or None, constant) that says whether the unit is on the device."""
         if unit in self.free:
             return self.x[unit, device], 0.0
@@ -133,11 +132,11 @@ class _Program:
                 seconds = float(problem.seconds[d, u])
                 possible = bool(problem.allowed[d, u]) and seconds <= self.value * (1 + 1e-9)
                 here = float(self.home[u] == d)
-                x = self._variable(f"x_{u}_{d}", 0, float(possible), here, pulp.LpInteger)
+                x = self._variable(f"x_{u}_{d}", 0, float(possible), here, integer=True)
                 self.x[u, d] = x
                 self.load[d][x] = seconds * self.scale
                 self.memory[d][x] = float(problem.unit_bytes[u])
-            self._row({self.x[u, d]: 1.0 for d in self.devices}, pulp.LpConstraintEQ, 1.0)
+            self.program.row({self.x[u, d]: 1.0 for d in self.devices}, "==", 1.0)
 
     def _net(self, e: int) -> None:
         problem, net = self.problem, self.problem.nets[e]
@@ -152,7 +151,7 @@ class _Program:
             return
         sources = list(self.devices) if net.producer in self.free else [self.home[net.producer]]
         targets = self._targets(net.readers)
-        sent: dict[tuple[int, int], Any] = {}
+        sent: dict[tuple[int, int], Variable] = {}
         start_home = self.home[net.producer]
         start_targets = {self.home[r] for r in net.readers}
         for a in sources:
@@ -167,7 +166,7 @@ class _Program:
                 if problem.received_bytes[e]:
                     self.memory[b][s] = float(problem.received_bytes[e])
                 if net.producer in self.free:
-                    self._row({s: 1.0, self.x[net.producer, a]: -1.0}, pulp.LpConstraintLE, 0.0)
+                    self.program.row({s: 1.0, self.x[net.producer, a]: -1.0}, "<=", 0.0)
         for r in net.readers:
             for d in self.devices:
                 self._reader(sent, net.producer, r, d)
@@ -177,7 +176,7 @@ class _Program:
             return list(self.devices)
         return sorted({self.home[r] for r in readers})
 
-    def _reader(self, sent: dict[tuple[int, int], Any], producer: int, reader: int, d: int) -> None:
+    def _reader(self, sent: dict[tuple[int, int], Variable], producer: int, reader: int, d: int) -> None:
         """Arrivals at d for the reader, departures from d for the producer."""
         mine, mine_constant = self._on(reader, d)
         made, made_constant = self._on(producer, d)
@@ -185,7 +184,7 @@ class _Program:
             (1.0, [s for (_, b), s in sent.items() if b == d]),
             (-1.0, [s for (a, _), s in sent.items() if a == d]),
         ):
-            terms: dict[Any, float] = dict.fromkeys(arcs, 1.0)
+            terms: Terms = dict.fromkeys(arcs, 1.0)
             if mine is not None:
                 terms[mine] = terms.get(mine, 0.0) - sign
             if made is not None:
@@ -193,7 +192,7 @@ class _Program:
             constant = sign * (mine_constant - made_constant)
             if mine is None and made is None and constant <= 0:
                 continue
-            self._row(terms, pulp.LpConstraintGE, constant)
+            self.program.row(terms, ">=", constant)
 
     def _tie(self, tie: int) -> None:
         problem, members = self.problem, self.problem.ties[tie]
@@ -210,53 +209,40 @@ class _Program:
                 self.load[d][held] = seconds * self.scale
                 self.memory[d][held] = held_bytes
                 for u in moving:
-                    self._row({held: 1.0, self.x[u, d]: -1.0}, pulp.LpConstraintGE, 0.0)
+                    self.program.row({held: 1.0, self.x[u, d]: -1.0}, ">=", 0.0)
 
     def _symmetry(self) -> None:
         """Of devices that are alike, the i-th takes none of the first i heaviest units."""
         for group in self.groups:
             for place, u in enumerate(self.heaviest[: len(group) - 1]):
                 for d in group[place + 1 :]:
-                    self.x[u, d].upBound = 0
+                    self.program.limit(self.x[u, d], 0.0)
 
     def _devices(self) -> None:
         for d in self.devices:
-            self._row(self.load[d], pulp.LpConstraintLE, -self.fixed_load[d])
+            self.program.row(self.load[d], "<=", -self.fixed_load[d])
             capacity = float(self.problem.capacity_bytes[d])
             if math.isfinite(capacity) and self.memory[d]:
                 size = max(capacity, 1.0)
                 terms = {v: used / size for v, used in self.memory[d].items() if used}
                 if terms:
-                    self._row(terms, pulp.LpConstraintLE, (capacity - self.fixed_memory[d]) / size)
+                    self.program.row(terms, "<=", (capacity - self.fixed_memory[d]) / size)
 
     def solve(self, seconds: float, gap: float) -> Solution:
-        """As :func:`solve_program`."""
-        solver = pulp.HiGHS(msg=False, threads=1, timeLimit=max(0.05, seconds), gapRel=gap)
-        solver.callSolver = self._run
-        self.lp.solve(solver)
-        if self.lp.sol_status == pulp.LpSolutionInfeasible:
-            return Solution(
-                None, self.value, True
-            )  # nothing is as good as what is known, which then is the best
-        information = self.lp.solverModel.getInfo()
-        proved = float(information.mip_dual_bound) / self.scale
-        proved = (
-            min(max(self.bound, proved * (1 - 1e-8)), self.value) if math.isfinite(proved) else self.bound
-        )
-        optimal = self.lp.sol_status == pulp.LpSolutionOptimal
-        if information.primal_solution_status != 2:  # kSolutionStatusFeasible
+        """Carry out :func:`solve_program`."""
+        found = self.program.solve(max(0.05, seconds), gap, presolve=True, start=self.start)
+        if found.status == "infeasible":  # nothing is as good as the incumbent, which then is the best
+            return Solution(None, self.value, True)
+        proved = self.bound
+        if math.isfinite(found.bound):
+            proved = min(max(self.bound, found.bound / self.scale * (1 - 1e-8)), self.value)
+        optimal, values = found.status == "optimal", found.values
+        if values is None:
             return Solution(None, proved, optimal)
-        found = self.home.copy()
+        home = self.home.copy()
         for u in self.free:
-            found[u] = int(np.argmax([self.x[u, d].value() or 0.0 for d in self.devices]))
-        return Solution(tuple(found), proved, optimal)
-
-    def _run(self, lp: Any) -> None:
-        """Give the incumbent to the solver, then run it."""
-        variables = lp.variables()
-        values = np.array([self.start[v.name] for v in variables])
-        lp.solverModel.setSolution(len(values), np.arange(len(values), dtype=np.int32), values)
-        lp.solverModel.run()
+            home[u] = int(np.argmax([values[self.x[u, d]] for d in self.devices]))
+        return Solution(tuple(home), proved, optimal)
 
 
 def alike(problem: FreeProblem) -> list[list[int]]:

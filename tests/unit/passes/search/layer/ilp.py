@@ -1,31 +1,36 @@
-"""The same layer-wise problem as an integer linear program: PuLP states it, HiGHS solves it (CBC where it is
-absent).
+"""The layer-wise problem as an integer linear program: an oracle that the dynamic program is tested against.
 
-An independent formulation, by units instead of cuts, that the dynamic program is tested against; and the
-method of choice where a graph branches so much that its downsets cannot be listed.
+An independent formulation, by units instead of cuts; k counts stages from the end.
 
-    z[u,k] ∈ {0,1}      unit u is in the k-th stage from the end       y[u,k] = Σ_{k' ≥ k} z[u,k']  (there or
-    before) a[k,d] ∈ {0,1}      that stage runs on kind d                      used[k] = Σ_d a[k,d], without
-    gaps y[u,k] ≥ y[v,k]     for every edge u → v: each cut is a downset
-    c[i,k] ≥ y[producer,k+1] - y[reader,k+1]                           crossing i passes the cut into stage k
-    h[i,k] ≥ z[saver,k], z[reader,k] - z[producer,k], z[producer,k] - z[reader,k]      the stage holds
-    storage i t[k] ≥ Σ_u seconds[d,u]·z[u,k] - M(1 - a[k,d]);  x[k] ≥ link(d,e) - M(2 - a[k+1,d] - a[k,e]);
-    T ≥ t[k], x[k], r[k] and, where stages alternate, t[k] + later[k] + earlier[k-1]: cut k is charged to its
-    later or its earlier stage, later[k] ≥ x[k] - M·o[k], earlier[k] ≥ x[k] - M(1 - o[k]), o[k] ∈ {0,1}
+    z[u,k] ∈ {0,1}      unit u is in stage k
+    y[u,k]              = Σ_{k' ≥ k} z[u,k']: the unit is in stage k or before it
+    a[k,d] ∈ {0,1}      stage k runs on kind d
+    used[k]             = Σ_d a[k,d], without gaps
+    y[u,k] ≥ y[v,k]     for every edge u → v: each cut is a downset
+    c[i,k]              crossing i passes the cut into stage k:  c[i,k] ≥ y[producer,k+1] - y[reader,k+1]
+    h[i,k]              stage k holds storage i:
+                        h[i,k] ≥ z[saver,k], z[reader,k] - z[producer,k], z[producer,k] - z[reader,k]
+    t[k]                its seconds of work:  t[k] ≥ Σ_u seconds[d,u]·z[u,k] - M(1 - a[k,d])
+    x[k]                seconds of sending into it:  x[k] ≥ link(d,e) - M(2 - a[k+1,d] - a[k,e])
+    T                   the bottleneck:  T ≥ t[k], x[k], r[k]
+                        and, where stages alternate, T ≥ t[k] + later[k] + earlier[k-1]
+    o[k] ∈ {0,1}        cut k is charged to its later or its earlier stage:
+                        later[k] ≥ x[k] - M·o[k],  earlier[k] ≥ x[k] - M(1 - o[k])
     g[k] ∈ {0,1}        stage k computes its blocks again: t[k] grows by their second forward, and its memory is that of
                         h'[i,k] (as h, over ``structure.recomputed``) and e[k] ≥ transient[u]·z[u,k]
-    minimize fill·Σ(t + x) + (m - fill)·v·T
+    minimize            fill·Σ(t + x) + (m - fill)·v·T
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pulp
 
+from passes.search.ilp import Program, Variable
 from passes.search.layer.problem import FloatArray, LayerProblem, Split, Touch, evaluate
 
 
@@ -41,20 +46,18 @@ class IlpResult:
 
 
 def solve_ilp(problem: LayerProblem, time_limit_seconds: float = 60.0) -> IlpResult:
-    """The best split over all downsets of the DAG (over the prefixes if the structure names no downsets)."""
+    """Return the best split over all downsets of the DAG (over the prefixes if the structure names no downsets)."""
     model = _Model(problem)
-    solver_name = model.solve(time_limit_seconds)
-    status = {pulp.LpSolutionOptimal: "optimal", pulp.LpSolutionIntegerFeasible: "feasible"}.get(
-        model.lp.sol_status, "infeasible" if model.lp.sol_status == pulp.LpSolutionInfeasible else "unknown"
-    )
-    if status in ("infeasible", "unknown"):
-        return IlpResult(
-            None, status, math.inf if status == "infeasible" else model.floor_seconds(), solver_name
-        )
-    stage_of, kinds = model.solution()
+    found = model.program.solve(time_limit_seconds, 0.0, absolute_gap=0.0, presolve=True)
+    if found.values is None:
+        bound = math.inf if found.status == "infeasible" else model.floor_seconds()
+        return IlpResult(None, found.status, bound, found.solver)
+    stage_of, kinds = model.solution(found.values)
     split = evaluate(problem, stage_of, kinds)
-    bound = model.dual_bound_seconds() if status == "feasible" else split.objective_seconds
-    return IlpResult(split, status, min(bound, split.objective_seconds), solver_name)
+    bound = split.objective_seconds
+    if found.status == "feasible":
+        bound = max(found.bound * model.time_scale, model.floor_seconds())
+    return IlpResult(split, found.status, min(bound, split.objective_seconds), found.solver)
 
 
 class _Model:
@@ -75,7 +78,7 @@ class _Model:
             float(max(sum(problem.storage_bytes), sum(problem.state_bytes), sum(problem.gradient_bytes)))
             or 1.0
         )
-        self.lp = pulp.LpProblem("layers", pulp.LpMinimize)
+        self.program = Program("layers")
         self.steps = range(1, self.stages + 1)
         binary, real = self._binary, self._real
         self.z = {(u, k): binary(f"z_{u}_{k}") for u in range(self.units) for k in self.steps}
@@ -84,8 +87,9 @@ class _Model:
         self.t = {k: real(f"t_{k}") for k in self.steps}
         self.x = {k: real(f"x_{k}") for k in self.steps}
         self.bottleneck = real("T")
-        self.lp += problem.fill * pulp.lpSum([*self.t.values(), *self.x.values()]) + (
-            problem.bottleneck_weight * self.bottleneck
+        self.program.minimize(
+            problem.fill * pulp.lpSum([*self.t.values(), *self.x.values()])
+            + problem.bottleneck_weight * self.bottleneck
         )
         self.again = self._again()
         self._stages()
@@ -101,10 +105,13 @@ class _Model:
         self._memory()
 
     def _binary(self, name: str) -> Any:
-        return pulp.LpVariable(name, cat=pulp.LpBinary)
+        return self.program.binary(name)
 
     def _real(self, name: str, up: float | None = None) -> Any:
-        return pulp.LpVariable(name, lowBound=0, upBound=up)
+        return self.program.variable(name, high=up)
+
+    def _row(self, left: Any, sense: Literal["<=", "==", ">="], right: Any) -> None:
+        self.program.row(left - right, sense, 0.0)
 
     def _before(self, unit: int, k: int) -> Any:
         """y[unit, k]: the unit is in the k-th stage from the end or in an earlier one."""
@@ -122,22 +129,22 @@ class _Model:
     def _stages(self) -> None:
         structure = self.problem.structure
         for u in range(self.units):
-            self.lp += pulp.lpSum(self.z[u, k] for k in self.steps) == 1
+            self._row(pulp.lpSum(self.z[u, k] for k in self.steps), "==", 1)
         edges = set(structure.edges)
         if structure.downsets is None:
             edges |= {(u, u + 1) for u in range(self.units - 1)}
         for u, v in sorted(edges):
             for k in range(2, self.stages + 1):
-                self.lp += self._before(u, k) >= self._before(v, k)
+                self._row(self._before(u, k), ">=", self._before(v, k))
         for k in self.steps:
-            self.lp += pulp.lpSum(self.z[u, k] for u in range(self.units)) >= self.used[k]
-            self.lp += pulp.lpSum(self.z[u, k] for u in range(self.units)) <= self.units * self.used[k]
-            self.lp += self.used[k] <= 1
+            self._row(pulp.lpSum(self.z[u, k] for u in range(self.units)), ">=", self.used[k])
+            self._row(pulp.lpSum(self.z[u, k] for u in range(self.units)), "<=", self.units * self.used[k])
+            self._row(self.used[k], "<=", 1)
             if k > 1:
-                self.lp += self.used[k] <= self.used[k - 1]
+                self._row(self.used[k], "<=", self.used[k - 1])
         count = pulp.lpSum(self.used.values())
-        self.lp += count >= self.problem.stage_counts[0]
-        self.lp += count <= self.problem.stage_counts[1]
+        self._row(count, ">=", self.problem.stage_counts[0])
+        self._row(count, "<=", self.problem.stage_counts[1])
 
     def _devices(self) -> None:
         problem = self.problem
@@ -145,41 +152,43 @@ class _Model:
             for k in self.steps:
                 for d in range(self.kinds):
                     if d != problem.sequence[-k]:
-                        self.lp += self.a[k, d] == 0
+                        self._row(self.a[k, d], "==", 0)
             return
         for d, kind in enumerate(problem.kinds):
             limit = 1 if problem.assignment == "ordered" else kind.count
-            self.lp += pulp.lpSum(self.a[k, d] for k in self.steps) <= limit
+            self._row(pulp.lpSum(self.a[k, d] for k in self.steps), "<=", limit)
         if problem.assignment == "ordered":
             place = {k: pulp.lpSum(d * self.a[k, d] for d in range(self.kinds)) for k in self.steps}
             for k in range(1, self.stages):
-                self.lp += place[k + 1] + 1 <= place[k] + (self.kinds + 1) * (1 - self.used[k + 1])
+                self._row(place[k + 1] + 1, "<=", place[k] + (self.kinds + 1) * (1 - self.used[k + 1]))
 
     def _pins(self) -> None:
         # stage s from the front is k = p - s from the end: used[k + s] holds and used[k + s + 1] does not
         for unit, stage in self.problem.pins.items():
             for k in self.steps:
-                self.lp += self.z[unit, k] == self.used.get(k + stage, 0) - self.used.get(k + stage + 1, 0)
+                self._row(
+                    self.z[unit, k], "==", self.used.get(k + stage, 0) - self.used.get(k + stage + 1, 0)
+                )
 
     def _times(self) -> None:
         seconds = self.problem.seconds / self.time_scale
         for k in self.steps:
-            self.lp += self.bottleneck >= self.t[k]
-            self.lp += self.bottleneck >= self.x[k]
+            self._row(self.bottleneck, ">=", self.t[k])
+            self._row(self.bottleneck, ">=", self.x[k])
             held = self.problem.in_flight[k - 1]
             if held < self.problem.microbatches:  # the cut into stage k itself is not on its round trip
                 behind = pulp.lpSum([self.t[i] for i in range(1, k + 1)] + [self.x[i] for i in range(1, k)])
                 unused = self._longest * (1 - self.used[k])
-                self.lp += held * self.problem.chunks * self.bottleneck >= behind - unused
+                self._row(held * self.problem.chunks * self.bottleneck, ">=", behind - unused)
             for d, kind in enumerate(self.problem.kinds):
                 row = seconds[kind.row]
                 work = pulp.lpSum(float(row[u]) * self.z[u, k] for u in range(self.units))
-                self.lp += self.t[k] >= work - float(row.sum()) * (1 - self.a[k, d])
+                self._row(self.t[k], ">=", work - float(row.sum()) * (1 - self.a[k, d]))
                 if self.problem.recompute is not None:
                     second = self.problem.recompute.seconds[kind.row] / self.time_scale
                     more = pulp.lpSum(float(second[u]) * self.z[u, k] for u in range(self.units))
                     slack = float((row + second).sum()) * (2 - self.a[k, d] - self.again[k])
-                    self.lp += self.t[k] >= work + more - slack
+                    self._row(self.t[k], ">=", work + more - slack)
 
     def _charges(self) -> None:
         later: dict[int, Any] = {}
@@ -189,16 +198,16 @@ class _Model:
                 continue
             side = self._binary(f"o_{k}")
             later[k], earlier[k] = self._real(f"later_{k}"), self._real(f"earlier_{k}")
-            self.lp += later[k] >= self.x[k] - self._longest * side
-            self.lp += earlier[k] >= self.x[k] - self._longest * (1 - side)
+            self._row(later[k], ">=", self.x[k] - self._longest * side)
+            self._row(earlier[k], ">=", self.x[k] - self._longest * (1 - side))
         for k in self.steps if later else ():
-            self.lp += self.bottleneck >= self.t[k] + later.get(k, 0) + earlier.get(k - 1, 0)
+            self._row(self.bottleneck, ">=", self.t[k] + later.get(k, 0) + earlier.get(k - 1, 0))
 
     def _crossed(self, index: int, k: int) -> Any:
         crossing = self.problem.structure.crossings[index]
         variable = self._real(f"c_{index}_{k}", up=1)
         for reader in crossing.readers:
-            self.lp += variable >= self._before(crossing.producer, k + 1) - self._before(reader, k + 1)
+            self._row(variable, ">=", self._before(crossing.producer, k + 1) - self._before(reader, k + 1))
         return variable
 
     def _links(self) -> None:
@@ -212,7 +221,7 @@ class _Model:
                     moved = pulp.lpSum(rate * float(sizes[i]) * c[k] for i, c in enumerate(self.crossed))
                     large = latency + rate * float(sizes.sum())
                     slack = large * (2 - self.a[k + 1, d] - self.a[k, e])
-                    self.lp += self.x[k] >= latency + moved - slack
+                    self._row(self.x[k], ">=", latency + moved - slack)
 
     def _memory(self) -> None:
         problem, scale = self.problem, self.byte_scale
@@ -248,14 +257,14 @@ class _Model:
             for d, kind in enumerate(problem.kinds):
                 if math.isfinite(kind.capacity_bytes):
                     slack = large / scale * (1 - self.a[k, d] + unless)
-                    self.lp += used <= kind.capacity_bytes / scale + slack
+                    self._row(used, "<=", kind.capacity_bytes / scale + slack)
 
     def _transient(self, k: int) -> Any:
         """e[k]: what the largest block of the stage saves while its backward runs."""
         assert self.problem.recompute is not None
         largest = self._real(f"e_{k}")
         for u, size in enumerate(self.problem.recompute.transient_bytes.tolist()):
-            self.lp += largest >= size / self.byte_scale * self.z[u, k]
+            self._row(largest, ">=", size / self.byte_scale * self.z[u, k])
         return largest
 
     def _touched(self, prefix: str, touches: tuple[Touch, ...], sizes: Any, k: int) -> Any:
@@ -263,39 +272,22 @@ class _Model:
         for index, touch in enumerate(touches):
             held = self._real(f"{prefix}_{index}_{k}", up=1)
             for unit in touch.savers:
-                self.lp += held >= self.z[unit, k]
+                self._row(held, ">=", self.z[unit, k])
             for unit in touch.readers if touch.producer >= 0 else ():
-                self.lp += held >= self.z[unit, k] - self.z[touch.producer, k]
-                self.lp += held >= self.z[touch.producer, k] - self.z[unit, k]
+                self._row(held, ">=", self.z[unit, k] - self.z[touch.producer, k])
+                self._row(held, ">=", self.z[touch.producer, k] - self.z[unit, k])
             terms.append(float(sizes[index]) * held)
         return pulp.lpSum(terms)
-
-    def solve(self, time_limit_seconds: float) -> str:
-        highs = pulp.HiGHS(msg=False, timeLimit=time_limit_seconds, gapRel=0.0, gapAbs=0.0)
-        if highs.available():
-            self.lp.solve(highs)
-            return "HiGHS"
-        self.lp.solve(pulp.PULP_CBC_CMD(msg=False, timeLimit=time_limit_seconds, gapRel=0.0, gapAbs=0.0))
-        return "CBC"
-
-    def dual_bound_seconds(self) -> float:
-        """The solver's proved bound; CBC through PuLP reports none, then a trivial one."""
-        info: Callable[[], Any] | None = getattr(self.lp.solverModel, "getInfo", None)
-        if info is None:
-            return self.floor_seconds()
-        return max(float(info().mip_dual_bound) * self.time_scale, self.floor_seconds())
 
     def floor_seconds(self) -> float:
         """What no split can be below: all work once, and an equal share of it as the bottleneck."""
         work = float(self.problem.seconds.min(axis=0).sum())
         return self.problem.fill * work + self.problem.bottleneck_weight * work / max(1, self.stages)
 
-    def solution(self) -> tuple[list[int], list[int]]:
-        """Stage of each unit (from the front) and kind of each stage."""
-        on = {key for key, variable in {**self.z}.items() if (variable.value() or 0) > 0.5}
+    def solution(self, values: Mapping[Variable, float]) -> tuple[list[int], list[int]]:
+        """Return the stage of each unit (from the front) and the kind of each stage."""
+        on = {key for key, variable in self.z.items() if values[variable] > 0.5}
         p = max(k for _, k in on)
         stage_of = [next(p - k for k in self.steps if (u, k) in on) for u in range(self.units)]
-        kinds = [
-            next(d for d in range(self.kinds) if (self.a[p - s, d].value() or 0) > 0.5) for s in range(p)
-        ]
+        kinds = [next(d for d in range(self.kinds) if values[self.a[p - s, d]] > 0.5) for s in range(p)]
         return stage_of, kinds
