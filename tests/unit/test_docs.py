@@ -10,15 +10,19 @@ import jsonschema
 import pytest
 import yaml
 
-from benchmarks.make_docs import DOCS, cluster_schema, files, plan_schema
+from benchmarks.docstrings import docstrings
+from benchmarks.make_docs import DOCS, ROOT, cluster_schema, files, plan_schema
 from benchmarks.room_table import purpose, room_table
-from benchmarks.rooms import make_house, read_house
+from benchmarks.rooms import FLOORS, make_house, read_house
 from cost_models.cluster import ClusterSpec
 from partitioner import partition
 from tests.support.bad_workloads import net
 from tests.support.made_plans import made_plan
+from tests.support.mentions import missing
 
 HOUSE = read_house()
+CHECKOUT = read_house(floors=(*FLOORS, "benchmarks", "examples", "tests"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 CLUSTERS = sorted((DOCS / "clusters").glob("*.yaml"))
 
 
@@ -80,3 +84,48 @@ def test_the_index_names_every_page() -> None:
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
     assert [link for link in links if "://" not in link and not (DOCS / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_pages_name_exists(page: Path) -> None:
+    assert missing(page.read_text(), CHECKOUT) == []
+
+
+@pytest.mark.parametrize("package", [*FLOORS, "benchmarks", "examples"])
+def test_what_docstrings_name_exists(package: str) -> None:
+    found = {
+        f"{module}:{text.line}": missing(text.text, CHECKOUT)
+        for module, tree in CHECKOUT.trees.items()
+        if CHECKOUT.files[module][0] == package
+        for text in docstrings(tree)
+    }
+    assert {place: names for place, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "passes/graph/no_such_file.py",
+        "passes/no_such_room/",
+        "tests/unit/no_such_*.py",
+        "docs/99",
+        "no_such_file.py",
+        "`graph/no_such_file.py`",
+        "passes.no_such_module",
+        "passes.graph.graph.NoSuchClass",
+        "runtime.program.program.Send.no_such_method",
+    ],
+)
+def test_a_name_of_nothing_is_found(name: str) -> None:
+    assert missing(f"Read\nthis: {name}, or this", CHECKOUT) == [f"2: {name.strip('`')}"]
+
+
+def test_names_of_what_exists() -> None:
+    assert (
+        missing(
+            "passes/graph/graph.py, `graph.py`, graph/graph.py, docs/09, tests/unit/test_*.py, passes/shard/rules/, "
+            'partitioner.ClusterSpec, passes.graph.graph.OpGraph, "train.py"',
+            CHECKOUT,
+        )
+        == []
+    )
