@@ -1,6 +1,7 @@
 """Proves that programs run to their end and lose no gradient, before a plan is saved or executed.
 
-``check`` reads nothing but the programs and the segment graph: it shares no code with what made the programs.
+``check`` reads nothing but the programs and the segment graph: it shares no code with what made the programs, but for
+``refuse_impossible_groups``, by which both refuse graphs that programs cannot serve.
 Each rule is a function that yields faults; all rules run, and all faults are reported at once.
 """
 
@@ -14,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 from cost_models.errors import DeadlockError, InternalError
 from runtime.check.deadlock import Place, find_deadlock
 from runtime.collector import collector_paused
+from runtime.program.groups import refuse_impossible_groups
 from runtime.program.program import (
     Backward,
     BackwardInput,
@@ -28,7 +30,6 @@ from runtime.program.program import (
     Send,
     TiedGroup,
 )
-from runtime.program.timing import led_by_first_ranks
 
 
 @dataclass(frozen=True)
@@ -81,22 +82,17 @@ class _Facts:
     last_backward: dict[int, int] = field(default_factory=dict)
     """Rank -> index of its last backward of any kind."""
 
-    def at(self, kind: str, segment: int, microbatch: int, rank: int | None = None) -> int | None:
-        """Index of a compute on ``rank``, by default the first of its segment's; None if it is not there."""
-        places = self.computes.get((kind, segment, microbatch))
-        if places is None:
-            return None
-        if rank is None:
-            rank = self.graph.segments[segment].rank
-        for place in places:
+    def at(self, kind: str, segment: int, microbatch: int, rank: int) -> int | None:
+        """Return the index of a compute on ``rank``; None if it is not there."""
+        for place in self.computes.get((kind, segment, microbatch), ()):
             if place[0] == rank:
                 return place[1]
         return None
 
-    def gradients_at(self, segment: int, microbatch: int) -> int | None:
-        """Index of the compute that takes and makes gradients between segments: B, or I if split."""
-        whole = self.at("B", segment, microbatch)
-        return whole if whole is not None else self.at("I", segment, microbatch)
+    def gradients_at(self, segment: int, microbatch: int, rank: int) -> int | None:
+        """Return the index of the compute that takes and makes gradients between segments: B, or I if split."""
+        whole = self.at("B", segment, microbatch, rank)
+        return whole if whole is not None else self.at("I", segment, microbatch, rank)
 
     def text(self, place: Place) -> str:
         return f"rank {place[0]}: {self.programs[place[0]].instructions[place[1]]} (instruction {place[1]})"
@@ -123,7 +119,7 @@ def check(
     ``blocking``: judge programs whose sends and receives block their rank until they complete.
     Raises ``DeadlockError`` if some rank would wait forever, ``InternalError`` for every other fault.
     """
-    led_by_first_ranks(graph)  # refuses device groups that overlap
+    refuse_impossible_groups(graph)
     misplaced = [
         f"program {index} of {len(programs)} is for rank {program.rank}"
         for index, program in enumerate(programs)
@@ -246,21 +242,24 @@ def _messages_matched(facts: _Facts) -> Iterator[Fault]:
 def _data_flows(facts: _Facts) -> Iterator[Fault]:
     """Every value and every owed gradient is sent after it is made and received before it is used."""
     wanted: set[Message] = set()
-    rank_of = [segment.rank for segment in facts.graph.segments]
-    segments, all_of_them = range(len(rank_of)), range(facts.microbatches)
-    forward = [[facts.at("F", s, mb) for mb in all_of_them] for s in segments]
-    gradients = [[facts.gradients_at(s, mb) for mb in all_of_them] for s in segments]
+    ranks_of = [segment.ranks for segment in facts.graph.segments]
+    everywhere = [(s, rank) for s, ranks in enumerate(ranks_of) for rank in ranks]
+    all_of_them = range(facts.microbatches)
+    forward = {(s, r): [facts.at("F", s, mb, r) for mb in all_of_them] for s, r in everywhere}
+    gradients = {(s, r): [facts.gradients_at(s, mb, r) for mb in all_of_them] for s, r in everywhere}
     for value in facts.graph.values:
-        home = rank_of[value.producer]
-        for away in dict.fromkeys(rank_of[c] for c in value.consumers):
-            users = [c for c in value.consumers if rank_of[c] == away]
-            used = _over(min, [forward[c] for c in users])
-            way = Message(value.name, 0, False, home, away)
-            yield from _all_pass(facts, wanted, way, forward[value.producer], used)
-            if facts.training and value.needs_grad:
-                made = _over(max, [gradients[c] for c in users])
-                way = Message(value.name, 0, True, away, home)
-                yield from _all_pass(facts, wanted, way, made, gradients[value.producer])
+        producer, group = value.producer, ranks_of[value.producer]
+        for users_group in dict.fromkeys(ranks_of[c] for c in value.consumers):
+            users = [c for c in value.consumers if ranks_of[c] == users_group]
+            # One group on every rank of it, or two ranks: ``refuse_impossible_groups`` has refused anything else.
+            for home, away in zip(group, users_group, strict=True):
+                used = _over(min, [forward[c, away] for c in users])
+                way = Message(value.name, 0, False, home, away)
+                yield from _all_pass(facts, wanted, way, forward[producer, home], used)
+                if facts.training and value.needs_grad:
+                    made = _over(max, [gradients[c, away] for c in users])
+                    way = Message(value.name, 0, True, away, home)
+                    yield from _all_pass(facts, wanted, way, made, gradients[producer, home])
     if not (facts.sends.keys() <= wanted and facts.receives.keys() <= wanted):
         for message, entries in (*facts.sends.items(), *facts.receives.items()):
             if message not in wanted:

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from cost_models.errors import InternalError
 from runtime.collector import collector_paused
+from runtime.program.groups import OnLeaders, on_leaders
 from runtime.program.program import (
     ComputeOrder,
     Instruction,
@@ -47,7 +48,6 @@ from runtime.program.timing import (
     Timing,
     TransferSeconds,
     consumers_by_rank,
-    led_by_first_ranks,
     quick_makespan,
     time_orders,
 )
@@ -103,39 +103,27 @@ def build_programs(
     back once, if ``needs_grad``. Tied gradients are summed after the rank's last backward; then the optimizer
     steps. ``training=False`` makes forward programs: no gradients, no reduction, no step.
 
-    Ranks that share a segment run one order: that of the first of them.
+    Ranks that share a segment run one order, that of the first of them (``groups``): its computes and the collectives
+    of the group. Messages belong to the rank that they name. Raises ``InternalError`` where groups overlap or a value
+    goes to or from several ranks.
     """
-    if any(len(segment.ranks) > 1 for segment in graph.segments):
-        led = led_by_first_ranks(graph)
-        alone = build_programs(
-            led.graph,
-            tuple(order if led.leader_of[rank] == rank else () for rank, order in enumerate(orders)),
-            microbatches,
-            transfer_seconds=transfer_seconds,
-            optimizer=False,
-            training=training,
-        )
-        tails = _tails_together(graph, tied, optimizer) if training else [[] for _ in alone]
-        return tuple(
-            Program(rank, (*alone[led.leader_of[rank]].instructions, *tails[rank]))
-            for rank in range(len(alone))
-        )
     _refuse_impossible(graph, orders, training)
+    led = on_leaders(graph)
     timing = time_orders(graph, orders, microbatches, transfer_seconds)
     _refuse_incomplete(graph, timing, microbatches, training)
-    planned = sorted(_messages(graph, timing, microbatches, transfer_seconds, training))
-    slots = _place(planned, timing, graph)
-    tails = _tails(graph, timing, tied, optimizer) if training else [[] for _ in range(graph.world_size)]
+    planned = sorted(_messages(led.graph, timing, microbatches, transfer_seconds, training))
+    slots = _place(planned, timing, led.graph)
+    tails = _tails(graph, led, timing, tied, optimizer) if training else [[] for _ in range(graph.world_size)]
     programs = []
-    for rank in range(graph.world_size):
+    for rank, leader in enumerate(led.leader_of):
+        order = orders[leader] if leader < len(orders) else ()
         instructions: list[Instruction] = []
         issued = slots[rank]
-        for slot, compute in enumerate(orders[rank] if rank < len(orders) else ()):
+        for slot, compute in enumerate(order):
             if slot in issued:
                 instructions += issued[slot]
             instructions.append(compute)
-        end = len(orders[rank]) if rank < len(orders) else 0
-        instructions += issued.get(end, ())
+        instructions += issued.get(len(order), ())
         programs.append(Program(rank, (*instructions, *tails[rank])))
     return tuple(programs)
 
@@ -226,37 +214,23 @@ def _latest_posts(planned: Sequence[_Planned]) -> list[float]:
 
 
 def _tails(
-    graph: SegmentGraph, timing: Timing, tied: Sequence[TiedGroup], optimizer: bool
+    graph: SegmentGraph, led: OnLeaders, timing: Timing, tied: Sequence[TiedGroup], optimizer: bool
 ) -> list[list[Instruction]]:
-    """What each rank does after its last compute: reductions of tied gradients, then the optimizer step.
+    """List what each rank does after its last compute: sums of tied gradients, then the optimizer step.
 
-    A reduction's time is the last end of any compute on its ranks, so every message of these ranks comes
-    before it in the one order, without merging; reductions among themselves go by (time, place in ``tied``).
+    A sum's time is the last end of any compute on its ranks, so every message of these ranks comes before it in the
+    one order, without merging; sums among themselves go by (time, place in ``tied``).
     """
     tails: list[list[Instruction]] = [[] for _ in range(graph.world_size)]
     last_end = [ends[-1] if ends else 0.0 for ends in timing.rank_ends]
     last_end += [0.0] * (graph.world_size - len(last_end))
-    shared = [(group.parameters, tuple(sorted(set(group.ranks)))) for group in tied]
-    shared = [(parameters, ranks) for parameters, ranks in shared if len(ranks) > 1]
-    for parameters, ranks in sorted(shared, key=lambda group: max(last_end[r] for r in group[1])):
+    shared = [group._replace(ranks=tuple(sorted(set(group.ranks)))) for group in tied]
+    shared = [group for group in shared if len(group.ranks) > 1]
+    for parameters, ranks, scattered in sorted(
+        shared, key=lambda group: max(last_end[led.leader_of[rank]] for rank in group.ranks)
+    ):
         for rank in ranks:
-            tails[rank].append(ReduceGradients(parameters, ranks, group_queue(ranks)))
-    if optimizer:
-        for rank in {segment.rank for segment in graph.segments if segment.has_backward}:
-            tails[rank].append(OptimizerStep())
-    return tails
-
-
-def _tails_together(
-    graph: SegmentGraph, tied: Sequence[TiedGroup], optimizer: bool
-) -> list[list[Instruction]]:
-    """Reductions in the order of ``tied`` on every rank, then the optimizer step."""
-    tails: list[list[Instruction]] = [[] for _ in range(graph.world_size)]
-    for parameters, ranks, scattered in tied:
-        group = tuple(sorted(set(ranks)))
-        if len(group) > 1:
-            for rank in group:
-                tails[rank].append(ReduceGradients(parameters, group, group_queue(group), scattered))
+            tails[rank].append(ReduceGradients(parameters, ranks, group_queue(ranks), scattered))
     if optimizer:
         for rank in {rank for s in graph.segments if s.has_backward for rank in s.ranks}:
             tails[rank].append(OptimizerStep())

@@ -22,10 +22,11 @@ Behind them, m numbers per tensor that goes from one rank to another: its arriva
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from cost_models.errors import DeadlockError, InternalError
+from runtime.program.groups import on_leaders
 from runtime.program.program import (
     Backward,
     BackwardInput,
@@ -64,40 +65,7 @@ class Timing:
     sequence: list[int]
     """A topological number of the node: causes before effects, even at equal times."""
     rank_ends: list[list[float]]
-    """End times of each rank's computes, in its order (never decreasing)."""
-
-
-@dataclass(frozen=True)
-class Led:
-    """A graph whose every segment runs on the first rank of its group, which stands for all of them."""
-
-    graph: SegmentGraph
-    leader_of: list[int]
-    """By rank: the first of its group, or itself."""
-
-
-def led_by_first_ranks(graph: SegmentGraph) -> Led:
-    """Groups are the same or have no rank in common, and no value goes from a group to other ranks."""
-    leader_of = list(range(graph.world_size))
-    groups = {segment.ranks for segment in graph.segments}
-    for ranks in groups:
-        for rank in ranks:
-            leader_of[rank] = ranks[0]
-    because = [
-        f"ranks {a} and {b} overlap" for a in groups for b in groups if a < b and not set(a).isdisjoint(b)
-    ]
-    because += [
-        f"value {value.name} goes from ranks {graph.segments[value.producer].ranks} "
-        f"to ranks {graph.segments[consumer].ranks}"
-        for value in graph.values
-        for consumer in value.consumers
-        if graph.segments[value.producer].ranks != graph.segments[consumer].ranks
-        and len(graph.segments[value.producer].ranks) + len(graph.segments[consumer].ranks) > 2
-    ]
-    if because:
-        raise InternalError("derive messages between segments of device groups", because)
-    segments = tuple(replace(segment, ranks=segment.ranks[:1]) for segment in graph.segments)
-    return Led(replace(graph, segments=segments), leader_of)
+    """End times of each rank's computes, in its order (never decreasing); none for ranks that follow a leader."""
 
 
 def quick_makespan(
@@ -112,10 +80,11 @@ def time_orders(
 ) -> Timing:
     """Times every compute of ``orders``; raises ``DeadlockError`` if they wait for each other in a circle.
 
-    Segments of several ranks are timed on the first of them.
+    Segments of several ranks are timed on the leader of their group (``groups``).
     """
     if any(len(segment.ranks) > 1 for segment in graph.segments):
-        graph = led_by_first_ranks(graph).graph
+        led = on_leaders(graph)
+        graph, orders = led.graph, led.orders(orders)
     ways = _ways(graph, microbatches, transfer_seconds)
     steps = _steps(graph, orders, microbatches, ways)
     nodes = 3 * len(graph.segments) * microbatches

@@ -16,8 +16,9 @@ import numpy as np
 
 from cost_models.errors import DeadlockError, InternalError
 from runtime.collector import collector_paused
+from runtime.program.groups import OnLeaders, on_leaders
 from runtime.program.program import Instruction, Message, Program, ReduceGradients, SegmentGraph
-from runtime.program.timing import NODE_PLANE, Led, led_by_first_ranks
+from runtime.program.timing import NODE_PLANE
 from runtime.simulate.event_loop import COMPUTE, NOT_YET, REDUCE, STEP, TOGETHER, Run
 from runtime.simulate.fair_share import Links
 from runtime.simulate.flatten import FlatPrograms, Overheads, count_microbatches
@@ -114,7 +115,7 @@ def simulate(
     reduce_bytes       what each of its ranks sends to the next one meanwhile (default: not counted)
     device_queues      all point-to-point of a rank shares one queue (default: the queues that instructions name)
     """
-    led = led_by_first_ranks(graph)
+    led = on_leaders(graph)
     world, microbatches = graph.world_size, count_microbatches(programs)
     scale = list(microbatch_scale) or [1.0] * microbatches
     problems = [
@@ -157,7 +158,7 @@ def _refuse_stuck(programs: Sequence[Program], run: Run) -> None:
 
 def _report(
     programs: Sequence[Program],
-    led: Led,
+    led: OnLeaders,
     flat: FlatPrograms,
     run: Run,
     state_bytes: Sequence[float],
@@ -217,7 +218,7 @@ def _reduction_bytes(
 
 
 def _memory(
-    led: Led, times: StepTimes, state_bytes: Sequence[float], scale: Sequence[float]
+    led: OnLeaders, times: StepTimes, state_bytes: Sequence[float], scale: Sequence[float]
 ) -> tuple[MemoryCurve, ...]:
     """Ranks of one group hold alike, beside their state."""
     curves = memory_curves(led.graph, times, state_bytes, scale)

@@ -185,17 +185,6 @@ def test_ranks_of_a_group_get_one_order_and_sums_in_one_order() -> None:
     ]
 
 
-def test_groups_that_overlap_or_exchange_values_are_refused() -> None:
-    overlapping = SegmentGraph((Segment(0, (0, 1), COST), Segment(1, (1, 2), COST)), (), 3)
-    with pytest.raises(InternalError, match=r"ranks \(0, 1\) and \(1, 2\) overlap"):
-        build_programs(overlapping, (), 1, transfer_seconds=no_time)
-    apart = (Segment(0, (0, 1), COST), Segment(1, (2, 3), COST))
-    with pytest.raises(InternalError, match=r"value x goes from ranks \(0, 1\) to ranks \(2, 3\)"):
-        build_programs(
-            SegmentGraph(apart, (Value("x", 0, (1,), 8, True),), 4), (), 1, transfer_seconds=no_time
-        )
-
-
 @pytest.mark.parametrize("order", [gpipe, one_f_one_b])
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (2, 4), (4, 4), (4, 9), (8, 32)])
 def test_quick_makespan_of_equal_stages_is_the_closed_form(order, p: int, m: int) -> None:  # type: ignore[no-untyped-def]
