@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import os
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -17,7 +16,7 @@ from pydantic import Field, ValidationError, model_validator
 from cost_models.errors import PlanError, UsageError
 from cost_models.units import counted, percent
 from partitioner.cost_graphs.read import GraphFormat, ReadGraph
-from partitioner.record.base import Count, Record, Seconds
+from partitioner.record.base import Count, Record, Seconds, package_version
 from partitioner.record.file import read_json, read_text, validation_problems, write_text
 from partitioner.report.text import columns, labelled, printable
 from passes.search.cost_graph.contiguous import place_contiguous
@@ -235,14 +234,6 @@ def _record(read: ReadGraph, found: Placed, contiguous: bool, objective: Objecti
             search_seconds=found.seconds,
         ),
     )
-
-
-def package_version() -> str:
-    """Of the installed package."""
-    try:
-        return version("partitioner")
-    except PackageNotFoundError:
-        return "source"
 
 
 def _render(plan: GraphPlan) -> str:

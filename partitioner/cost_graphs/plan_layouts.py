@@ -13,9 +13,9 @@ from partitioner.cost_graphs.plan import (
     GraphPrediction,
     MachineInfo,
     graph_info,
-    package_version,
 )
 from partitioner.cost_graphs.read import ReadGraph
+from partitioner.record.base import package_version
 from passes.search.cost_graph.layouts import Sharded
 from passes.search.cost_graph.place_layouts import place_sharded
 

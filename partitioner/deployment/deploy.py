@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from cost_models.errors import UsageError
 from partitioner.deployment.agree import agree_on_ranks
 from partitioner.deployment.copies import refuse_unlike_copies
-from partitioner.deployment.first_rank_logs import log_on_first_rank
 from partitioner.deployment.share import Recipe, build_share
 from partitioner.deployment.start import make_engine, start_executor
 from partitioner.engine.callbacks import Callback
@@ -140,3 +139,18 @@ def workload_of(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[...,
         example_inputs = given.example_inputs if example_inputs is None else example_inputs
         loss_fn = loss_fn or given.loss_fn
     return Workload(module, example_inputs, loss_fn, "" if given is None else given.name)
+
+
+class _WarningsOnly(logging.Filter):
+    """Drops what is below WARNING: rank 0 says it for all."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.WARNING
+
+
+def log_on_first_rank(rank: int) -> None:
+    """From now on this process, which is ``rank``, logs below WARNING only if it is the first."""
+    for before in [one for one in logger.filters if isinstance(one, _WarningsOnly)]:
+        logger.removeFilter(before)
+    if rank != 0:
+        logger.addFilter(_WarningsOnly())

@@ -16,8 +16,8 @@ from torch import nn
 from cost_models import host
 from cost_models.precision import Precision
 from partitioner.deployment.ranks import Place, own_place
+from partitioner.record.base import package_version
 from partitioner.record.data import PlanData
-from partitioner.record.describe import package_version
 
 _OPINIONS = {
     "certificate", "alternatives", "not_considered", "notes", "prediction", "proof", "partitioner_version"

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from partitioner.batches.absent_batch import AbsentBatch
 from partitioner.batches.batch_check import BatchCheck
-from partitioner.batches.checks import refuse_autocast, refuse_no_grad
 from partitioner.batches.loader import Consumer, EngineDataLoader, make_loader
 from partitioner.batches.order import Sampler
 from partitioner.batches.part_batch import PartBatch, data_place, given_part, normalized
@@ -35,6 +34,8 @@ from partitioner.batches.step import (
     SharedResults,
     StepInfo,
     microbatches_for,
+    refuse_autocast,
+    refuse_no_grad,
     seed_scale,
     share_results,
     tokens_in,

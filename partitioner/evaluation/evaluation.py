@@ -16,9 +16,8 @@ from typing import Any, get_args
 from torch import Tensor
 
 from cost_models.errors import UsageError
-from partitioner.batches.checks import refuse_autocast
 from partitioner.batches.part_batch import PartBatch, given_part, normalized
-from partitioner.batches.step import share_results, shared_and_rest
+from partitioner.batches.step import refuse_autocast, share_results, shared_and_rest
 from partitioner.evaluation.graphs import Deployed, EvaluationGraph, EvaluationGraphs
 from passes.graph.token_counts import valid_tokens
 from passes.trace.loss.reduction import loss_weights, samples_in

@@ -1,7 +1,8 @@
-"""What every part of a plan is: data that cannot change and admits nothing unknown."""
+"""The base of every part of a plan: data that cannot change and admits nothing unknown, and the version that made it."""
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,3 +18,11 @@ class Record(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, strict=True
     )
+
+
+def package_version() -> str:
+    """Return the installed version; "source" when run from a checkout that is not installed."""
+    try:
+        return version("partitioner")
+    except PackageNotFoundError:
+        return "source"

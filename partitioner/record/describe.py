@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from torch import fx
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import NAMES
 from cost_models.units import counted, format_bytes, percent
+from partitioner.record.base import package_version
 from partitioner.record.data import PlanT
 from partitioner.record.describe_sharding import describe_sharding
 from partitioner.record.modules import modules_of_stages
@@ -104,14 +104,6 @@ def describe(
         ),
         notes=(*graph.notes, *precision_notes(graph, request.precision), *_notes(graph, recompute)),
     )
-
-
-def package_version() -> str:
-    """The installed version; "source" when run from a checkout that is not installed."""
-    try:
-        return version("partitioner")
-    except PackageNotFoundError:
-        return "source"
 
 
 def tokens_per_sample(graph: OpGraph) -> int | None:

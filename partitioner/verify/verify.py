@@ -25,13 +25,12 @@ from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
-from partitioner.verify.compare import Comparison, StepResult
+from partitioner.verify.compare import Comparison, StepResult, in_reverse, rounding_only
 from partitioner.verify.first_difference import first_difference
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly, to_double
 from partitioner.verify.rank import VerificationTask, run_rank
 from partitioner.verify.ranks import compare_ranks, put_together
 from partitioner.verify.reference import copied_module, reference_step, why_in_pieces
-from partitioner.verify.rounding import in_reverse, rounding_only
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import in_float64, widen_module
 from passes.graph.graph import OpGraph

@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
-from partitioner.batches.checks import refuse_autocast, refuse_no_grad
 from partitioner.batches.reader import same_constant
-from partitioner.batches.step import microbatches_for, replanned, seed_scale, share_results, shared_and_rest
+from partitioner.batches.step import (
+    microbatches_for,
+    refuse_autocast,
+    refuse_no_grad,
+    replanned,
+    seed_scale,
+    share_results,
+    shared_and_rest,
+)
 from partitioner.record.rebuild import plan_programs
 from runtime.execute.results import StepSums
 from runtime.ranks.collective import Pending

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from partitioner.verify.compare import StepResult, compare
-from partitioner.verify.rounding import rounding_only
+from partitioner.verify.compare import StepResult, compare, rounding_only
 
 RATE = 1e-3
 
