@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from cost_models.precision import Precision
     from partitioner.api import partition
-    from partitioner.deploy import deploy
+    from partitioner.deploy_together import deploy
     from partitioner.engine.callbacks import Callback
     from partitioner.engine.loggers import CsvLogger, LineLogger, TensorBoardLogger
     from partitioner.models.workload import Workload
@@ -66,7 +66,7 @@ _EXPORTS = {
     "VerificationError": "cost_models.errors",
     "VerifyReport": "partitioner.verify.verify",
     "Workload": "partitioner.models.workload",
-    "deploy": "partitioner.deploy",
+    "deploy": "partitioner.deploy_together",
     "is_checkpoint": "runtime.checkpoint.directory",
     "partition": "partitioner.api",
     "trace": "passes.trace.trace",

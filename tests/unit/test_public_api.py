@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,11 @@ def test_every_export_resolves_and_says_what_it_is(name: str) -> None:
     found = getattr(partitioner, name)
     assert found.__name__ == name
     assert inspect.getdoc(found)
+
+
+def test_no_module_of_the_package_has_the_name_of_an_export() -> None:
+    modules = {module.name for module in pkgutil.iter_modules(partitioner.__path__)}
+    assert not modules & set(partitioner.__all__)  # importing it would put the module where the export is
 
 
 def test_unknown_names_are_attribute_errors() -> None:

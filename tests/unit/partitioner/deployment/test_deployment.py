@@ -14,7 +14,7 @@ from torch import nn
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import ClusterError, InfeasibleError, PlanError, RankFailureError, UsageError
 from partitioner import Plan
-from partitioner.deploy import error_as_data, error_from_data, sorted_options
+from partitioner.deploy_together import error_as_data, error_from_data, sorted_options
 from partitioner.deployment.agree import ranks_or_differences, refusal
 from partitioner.deployment.facts import (
     DeviceFacts,
