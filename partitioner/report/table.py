@@ -13,6 +13,7 @@ from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.record.modules import common_parent, compress, shorten
 from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
 from partitioner.report.text import WIDTH, columns, labelled, printable
+from passes.split.values import block_name
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
@@ -149,7 +150,7 @@ def blocks_line(plan: PlanData) -> list[str]:
     """Which ops run in blocks of which sizes, alike ones together, and on which ranks the blocks lie."""
     alike: dict[str, list[str]] = {}
     for split in plan.splits:
-        ranks = [plan.placements.get(f"{split.op}_b{number}", ()) for number in range(len(split.sizes))]
+        ranks = [plan.placements.get(block_name(split.op, number), ()) for number in range(len(split.sizes))]
         where = ", ".join(ranks_text(group) or "-" for group in ranks)
         sizes = " + ".join(map(str, split.sizes))
         alike.setdefault(f"{sizes} on {'rank' if len(ranks) == 1 else 'ranks'} {where}", []).append(split.op)

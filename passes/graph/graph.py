@@ -135,6 +135,8 @@ class OpGraph:
     """Of which tensor of the model a parameter or buffer is a block, where ops were split (``passes.split.split``).
 
     ``parameters`` and ``buffers`` then have the parts instead of the whole tensor, with their own shapes."""
+    blocks: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """(name of the whole op, number of the block) of each op that is a block of another, where ops were split."""
 
     @property
     def graph(self) -> fx.Graph:

@@ -169,7 +169,7 @@ class Pusher:
         return self.values.emit(name, aten.add.Tensor, tuple(pair), {}, node)
 
     def _name(self, node: fx.Node, number: int) -> str:
-        return self.values.fresh(f"{node.name}_b{number}")
+        return self.values.fresh_block(node.name, number)
 
     def _attempt(
         self,

@@ -102,7 +102,7 @@ def _projected(values: Values, node: fx.Node) -> Made | None:
         assert isinstance(blocks, Blocks)
         return _within(values, blocks, *made.ranges[index])
     if isinstance(made, Bundles):
-        names = [values.fresh(f"{node.name}_b{k}") for k in range(len(made.nodes))]
+        names = [values.fresh_block(node.name, k) for k in range(len(made.nodes))]
         nodes = [
             values.emit(name, operator.getitem, (run, index), {}, node)
             for name, run in zip(names, made.nodes, strict=True)

@@ -90,12 +90,18 @@ class _Rewriting:
         made = replace(
             with_parts(self.old, parts),
             module=new_module(self.old.module, self.values.new),
+            blocks=self._blocks(),
             outputs=tuple(
                 replace(output, node=node.name) for output, node in zip(outputs, returned, strict=True)
             ),
         )
         self._refuse_lost_gradients(made, {whole.name: len(cut) for whole, cut in parts.items()})
         return made
+
+    def _blocks(self) -> dict[str, tuple[str, int]]:
+        """The ops of the new graph that are blocks, these and those of splits before; not what was tried and dropped."""
+        known = {**self.old.blocks, **self.values.blocks}
+        return {node.name: known[node.name] for node in self.values.new.nodes if node.name in known}
 
     def _op(self, node: fx.Node) -> None:
         values = self.values

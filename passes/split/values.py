@@ -71,11 +71,17 @@ def ranges_of(sizes: tuple[int, ...]) -> tuple[Range, ...]:
     return tuple(pairwise((0, *accumulate(sizes))))
 
 
+def block_name(whole: str, number: int) -> str:
+    """The name of a block of the op ``whole`` (followed by "_1", "_2", … where the model has an op of that name)."""
+    return f"{whole}_b{number}"
+
+
 class Values:
     """The new graph as it grows, and what became of each node of the old one.
 
     ``unparted``: nodes of parameters and buffers that stay whole.
     ``pull``: makes a range of what an op computes from parameters alone, from parts of them; None where it cannot.
+    ``blocks``: (name of the whole op, number of the block), by the name that each block was given.
     """
 
     def __init__(self, old: OpGraph, unparted: frozenset[str] = frozenset()) -> None:
@@ -83,6 +89,7 @@ class Values:
         self.new = fx.Graph()
         self.fake = FakeValues(fake_mode_of(old.graph), old.memo.setdefault("fake values", {}))
         self.made: dict[fx.Node, Made] = {}
+        self.blocks: dict[str, tuple[str, int]] = {}
         self.pull: Callable[[fx.Node, int, Range], fx.Node | None] = lambda node, dim, span: None
         self.requests: dict[fx.Node, dict[Key, fx.Node]] = {}
         """Ranges of parameters and buffers that blocks read: placeholders for now."""
@@ -102,6 +109,12 @@ class Values:
             number += 1
         self._names.add(found)
         return found
+
+    def fresh_block(self, whole: str, number: int) -> str:
+        """A name that is free for a block of the op ``whole``, noted in ``blocks``."""
+        name = self.fresh(block_name(whole, number))
+        self.blocks[name] = (whole, number)
+        return name
 
     def emit(
         self, name: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: fx.Node

@@ -68,8 +68,8 @@ def given_splits(graph: OpGraph, wanted: Mapping[str, Sequence[int]]) -> tuple[S
 
 def _refuse_what_stays_whole(graph: OpGraph, splits: Sequence[Split]) -> None:
     """Ops that cannot run in blocks along the dimension that was named."""
-    made = split_neurons(graph, splits).nodes
-    whole = [split for split in splits if f"{split.op}_b0" not in made]
+    in_blocks = {whole for whole, _ in split_neurons(graph, splits).blocks.values()}
+    whole = [split for split in splits if split.op not in in_blocks]
     if whole:
         raise UsageError(
             "cannot split as asked",

@@ -173,7 +173,9 @@ def _starts(
         placed = _with_blocks(variant.graph, recomputed, candidate.rank_of, ranks)
         yield FreeCandidate(placed, m or candidate.microbatches, f"{candidate.description}, {word}")
     if shape is not None:
-        together = {node.name: ranks[0] for node in variant.graph.ops if block_number(node.name) is None}
+        together = {
+            node.name: ranks[0] for node in variant.graph.ops if node.name not in variant.graph.blocks
+        }
         placed = _with_blocks(variant.graph, recomputed, together, ranks)
         yield FreeCandidate(placed, shape.microbatches, word)
 
@@ -187,17 +189,11 @@ def _with_blocks(
         if node.name in recomputed:
             continue
         sources = [rank_of[source.name] for source in node.all_input_nodes if source.name in rank_of]
-        block = block_number(node.name) if node.name not in known else None
         if node.name in known:
             rank_of[node.name] = known[node.name]
-        elif block is not None:
-            rank_of[node.name] = ranks[block % len(ranks)]
+        elif node.name in graph.blocks:
+            _, number = graph.blocks[node.name]
+            rank_of[node.name] = ranks[number % len(ranks)]
         else:
             rank_of[node.name] = sources[-1] if sources else ranks[0]
     return rank_of
-
-
-def block_number(name: str) -> int | None:
-    """Of ``linear_b2`` 2; None of an op that is no block."""
-    _, separator, number = name.rpartition("_b")
-    return int(number) if separator and number.isdigit() else None

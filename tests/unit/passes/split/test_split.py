@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -58,6 +59,17 @@ def test_an_mlp_split_60_40() -> None:
         "fc2.weight#1": ("fc2.weight", Block((0, 6), (4, 4))),
     }
     assert set(made.parameters) == {*made.parts, "fc2.bias"}
+    assert made.blocks == {
+        f"{op}_b{number}": (op, number) for op in ("linear", "gelu", "linear_1") for number in (0, 1)
+    }
+
+
+def test_a_block_is_known_by_its_op_whatever_name_is_free_for_it() -> None:
+    graph, _, _ = traced(MLP(), {"x": torch.randn(3, 6)})
+    graph.nodes["pow_1"]._rename("linear_b1")
+    made = split_neurons(replace(graph), [Split("linear", -1, (6, 4))])
+    assert made.blocks["linear_b1_0"] == ("linear", 1)
+    assert "linear_b1" not in made.blocks
     assert made.trained == set(made.parameters)
 
 
