@@ -29,6 +29,8 @@ STRETCHES = 100
 """Of a line at most, to begin with."""
 SHRINK = 1 - 1e-7
 """Solvers' tolerances: a measure of 1/k is asked for a little less strictly."""
+LEAST_SHARE = 1e-9
+"""A smaller measure is what rounding left over: rows divided by it would have coefficients that HiGHS refuses (1e15)."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,7 @@ class SetBound:
         """Cheap sets with enough measure, and what is proved: no placement's largest load is below."""
         k = max(1, self.machine.accelerators)
         share = (1.0 - self._cpu_part(measure, target)) / k * SHRINK
-        if share <= 0:
+        if share <= LEAST_SHARE:
             return [], 0.0  # the CPUs might hold it all
         model = OneDevice(self.problem, measure, share, self.scale)
         groups, proved = model.solve(max(0.05, deadline - time.monotonic()))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+import time
 
 import pytest
 
 from cost_models.errors import GraphError, InfeasibleError
+from passes.search.cost_graph.bound import SetBound, simple_bound
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.downsets import Order, all_downsets, prefixes
 from passes.search.cost_graph.free import place_freely
@@ -21,7 +23,7 @@ from passes.search.cost_graph.graph import (
     evaluate,
     named,
 )
-from passes.search.cost_graph.groups import contiguous_groups, free_groups
+from passes.search.cost_graph.groups import colour_groups, contiguous_groups, free_groups
 from passes.search.cost_graph.recut import group_loads, recut
 from passes.search.cost_graph.tidy import tidied
 from tests.support.placement_evaluator import is_contiguous, loads_of, random_graph
@@ -167,3 +169,14 @@ def test_a_placement_of_nodes_loses_nothing_as_one_of_groups(seed: int) -> None:
     problem = free_groups(graph)
     again = problem.of_nodes(problem.of_groups(found.placement))
     assert evaluate(graph, again).max_load <= found.value * (1 + 1e-12)
+
+
+def test_no_bound_where_the_cpus_hold_everything_but_for_rounding() -> None:
+    graph = random_graph(0, count=12, accelerators=2, cpus=2, tight=True, colours=True)
+    problem = colour_groups(graph)
+    homes = (3,) * problem.count
+    value = max(group_loads(problem, homes))
+    search = SetBound(problem, value)
+    search.know(homes)
+    found = search.improve(simple_bound(problem), time.monotonic() + 20)
+    assert found.value <= min(value, place_freely(graph, 5.0).value) * (1 + 1e-9)
