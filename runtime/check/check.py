@@ -1,4 +1,4 @@
-"""Proves that programs run to their end and lose no gradient, before a plan is saved or executed.
+"""The check that programs run to their end and lose no gradient, before a plan is saved or executed.
 
 ``check`` reads nothing but the programs and the segment graph: it shares no code with what made the programs, but for
 ``refuse_impossible_groups``, by which both refuse graphs that programs cannot serve.
@@ -34,7 +34,7 @@ from runtime.program.program import (
 
 @dataclass(frozen=True)
 class Proof:
-    """What was proved about a set of programs."""
+    """The facts proved about a set of programs."""
 
     ranks: int
     instructions: int
@@ -63,7 +63,7 @@ class Fault(NamedTuple):
 
 @dataclass
 class _Facts:
-    """Where everything stands in the programs, gathered in one pass."""
+    """The places of everything in the programs, gathered in one pass."""
 
     programs: Sequence[Program]
     graph: SegmentGraph
@@ -73,14 +73,14 @@ class _Facts:
     optimizer: bool | None
     blocking: bool
     computes: dict[tuple[str, int, int], list[Place]] = field(default_factory=dict)
-    """(F, B, I or W; segment; micro-batch) -> places."""
+    """Places by (F, B, I or W; segment; micro-batch)."""
     sends: dict[Message, list[tuple[Place, str]]] = field(default_factory=dict)
-    """Message -> places and queues."""
+    """Places and queues of each message's sends."""
     receives: dict[Message, list[tuple[Place, str]]] = field(default_factory=dict)
     reductions: list[tuple[Place, ReduceGradients]] = field(default_factory=list)
     steps: list[Place] = field(default_factory=list)
     last_backward: dict[int, int] = field(default_factory=dict)
-    """Rank -> index of its last backward of any kind."""
+    """Index of each rank's last backward of any kind."""
 
     def at(self, kind: str, segment: int, microbatch: int, rank: int) -> int | None:
         """Return the index of a compute on ``rank``; None if it is not there."""
@@ -113,10 +113,11 @@ def check(
     optimizer: bool | None = None,
     blocking: bool = False,
 ) -> Proof:
-    """Proves the rules of ``RULES`` for ``programs``, or raises with every fault it finds.
+    """Prove the rules of ``RULES`` for ``programs``, or raise with every fault found.
 
-    ``optimizer``: whether ranks with a backward must step; None: all of them or none.
-    ``blocking``: judge programs whose sends and receives block their rank until they complete.
+    optimizer   True: ranks with a backward must step; False: none may; None: all of them or none
+    blocking    judge programs whose sends and receives block their rank until they complete
+
     Raises ``DeadlockError`` if some rank would wait forever, ``InternalError`` for every other fault.
     """
     refuse_impossible_groups(graph)
@@ -175,7 +176,7 @@ def _gather(
 
 
 def _computes_owed(facts: _Facts) -> Iterator[Fault]:
-    """Each forward once on each rank; each owed backward once, whole or as both halves; nothing else; in that order."""
+    """Find computes that break: each forward once on each rank, each owed backward once, whole or halved; in that order."""
     owed: set[tuple[str, int, int]] = set()
     for segment in facts.graph.segments:
         s = segment.index
@@ -214,7 +215,7 @@ def _owed_by(facts: _Facts, segment: int, microbatch: int, kinds: str, rank: int
 
 
 def _messages_matched(facts: _Facts) -> Iterator[Fault]:
-    """Every send has exactly its receive on the right peer and the converse, on the same queue."""
+    """Find sends without exactly their receive on the right peer and queue, and the converse."""
     for mine, theirs, name, other in (
         (facts.sends, facts.receives, "send", "receive"),
         (facts.receives, facts.sends, "receive", "send"),
@@ -240,7 +241,7 @@ def _messages_matched(facts: _Facts) -> Iterator[Fault]:
 
 
 def _data_flows(facts: _Facts) -> Iterator[Fault]:
-    """Every value and every owed gradient is sent after it is made and received before it is used."""
+    """Find values and owed gradients that are not sent after they are made or not received before they are used."""
     wanted: set[Message] = set()
     ranks_of = [segment.ranks for segment in facts.graph.segments]
     everywhere = [(s, rank) for s, ranks in enumerate(ranks_of) for rank in ranks]
@@ -267,7 +268,7 @@ def _data_flows(facts: _Facts) -> Iterator[Fault]:
 
 
 def _over(choose: Callable[..., int], rows: list[list[int | None]]) -> list[int | None]:
-    """Per micro-batch the first or last of several computes, of those that are there."""
+    """Choose the first or last of several computes, of those that are there, per micro-batch."""
     if len(rows) == 1:
         return rows[0]
     return [choose((i for i in places if i is not None), default=None) for places in zip(*rows, strict=True)]
@@ -276,7 +277,7 @@ def _over(choose: Callable[..., int], rows: list[list[int | None]]) -> list[int 
 def _all_pass(
     facts: _Facts, wanted: set[Message], way: Message, made: list[int | None], used: list[int | None]
 ) -> Iterator[Fault]:
-    """The ways of one value (or gradient) between two ranks, per micro-batch."""
+    """Find faults on the ways of one value (or gradient) between two ranks, per micro-batch."""
     value, _, gradient, source, target = way
     for mb, (maker, user) in enumerate(zip(made, used, strict=True)):
         message = Message(value, mb, gradient, source, target)
@@ -298,7 +299,7 @@ def _all_pass(
 def _passes(
     facts: _Facts, wanted: set[Message], message: Message, made: int | None, first_use: int | None
 ) -> Iterator[Fault]:
-    """The way of one tensor: made, sent, received, used. Within a rank there is no message, only an order."""
+    """Find faults on the way of one tensor: made, sent, received, used. Within a rank there is only an order."""
     if message.source == message.target:
         if made is not None and first_use is not None and first_use < made:
             user, maker = facts.text((message.target, first_use)), facts.text((message.source, made))
@@ -319,7 +320,7 @@ def _passes(
 
 
 def _tied_summed(facts: _Facts) -> Iterator[Fault]:
-    """Every tied parameter's gradient is summed once over its ranks, after their last backward."""
+    """Find gradients of tied parameters that are not summed once over their ranks, after their last backward."""
     wanted = {
         (parameter, tuple(sorted(set(group.ranks))), group.scattered)
         for group in facts.tied
@@ -354,7 +355,7 @@ def _tied_summed(facts: _Facts) -> Iterator[Fault]:
 
 
 def _step_last(facts: _Facts) -> Iterator[Fault]:
-    """One optimizer step on every rank with a backward, as the last instruction."""
+    """Find ranks with a backward that do not step once, as their last instruction."""
     stepping = {rank for rank, _ in facts.steps}
     wants = facts.optimizer if facts.optimizer is not None else bool(stepping)
     for rank, index in facts.steps:
@@ -370,7 +371,7 @@ def _step_last(facts: _Facts) -> Iterator[Fault]:
 
 
 def _no_deadlock(facts: _Facts) -> Iterator[Fault]:
-    """Nothing waits in a circle."""
+    """Find a circle of waits."""
     if any(len(entries) > 1 for side in (facts.sends, facts.receives) for entries in side.values()):
         return  # which of the repeated ones matches is undefined; the repetition is reported already
     circle = find_deadlock(facts.programs, facts.graph, blocking=facts.blocking)

@@ -1,8 +1,8 @@
-"""Whether programs can deadlock: one graph of everything that waits, and a shortest circle in it.
+"""The search for deadlocks: one graph of everything that waits, and a shortest circle in it.
 
 A send completes only when its receive runs, so a matched pair is ONE node; so is a collective over all its
-ranks, and a compute of a segment that several ranks run together. Edges,
-each "the right one cannot start before the left one is done":
+ranks, and a compute of a segment that several ranks run together. Every edge says that the right one cannot
+start before the left one is done:
 
     program   compute -> next compute of the rank; collectives and the optimizer step are links of this chain
     issue     compute -> every send and receive that the rank issues after it
@@ -42,7 +42,7 @@ Place: TypeAlias = tuple[int, int]
 
 _TRANSFER = (Send, Recv)
 _SEARCHES = 64
-"""Starting points when looking for a short circle; each costs one sweep over what is stuck."""
+"""Number of starting points when looking for a short circle; each costs one sweep over what is stuck."""
 
 
 @dataclass
@@ -75,7 +75,7 @@ class WaitGraph:
 def find_deadlock(
     programs: Sequence[Program], graph: SegmentGraph, *, rule: QueueRule = "device", blocking: bool = False
 ) -> list[str]:
-    """Lines that tell a circle of waits, or none. ``programs[r].rank`` must be ``r``.
+    """Describe a circle of waits in lines; none if there is no circle. ``programs[r].rank`` must be ``r``.
 
     Messages that lack a counterpart are left out: a checker reports them as what they are.
     """
@@ -147,7 +147,7 @@ def _wait_graph(
 
 
 def _matched(programs: Sequence[Program]) -> set[Message]:
-    """Messages that are issued exactly once on either side, on the right ranks."""
+    """Return the messages that are issued on both sides, on the right ranks."""
     sent: list[Message] = []
     received: list[Message] = []
     for rank, program in enumerate(programs):
@@ -160,7 +160,7 @@ def _matched(programs: Sequence[Program]) -> set[Message]:
 
 
 def _stuck(waits: WaitGraph) -> set[int]:
-    """Nodes that can never start (Kahn's algorithm: take what waits for nothing until none is left)."""
+    """Return the nodes that can never start (Kahn's algorithm: take what waits for nothing until none is left)."""
     waiting_for = [0] * len(waits.after)
     for targets in waits.after:
         for target in targets:
@@ -175,7 +175,7 @@ def _stuck(waits: WaitGraph) -> set[int]:
 
 
 def _short_circle(waits: WaitGraph, stuck: set[int]) -> list[int]:
-    """A circle among ``stuck``: the shortest through any of the first nodes of some circle.
+    """Return a circle among ``stuck``: the shortest through any of the first nodes of some circle.
 
     Every stuck node waits for a stuck node, so walking back must come round; breadth-first sweeps from the
     nodes of that circle then find the shortest way from each to itself.
@@ -198,7 +198,7 @@ def _short_circle(waits: WaitGraph, stuck: set[int]) -> list[int]:
 
 
 def _way_round(waits: WaitGraph, start: int, stuck: set[int], limit: int) -> list[int] | None:
-    """The shortest circle through ``start`` with fewer than ``limit`` nodes."""
+    """Return the shortest circle through ``start`` with fewer than ``limit`` nodes."""
     reached_from: dict[int, int] = {}
     depth = {start: 1}
     todo = deque([start])
@@ -220,7 +220,7 @@ def _way_round(waits: WaitGraph, start: int, stuck: set[int], limit: int) -> lis
 
 
 def _explain(waits: WaitGraph, first: int, then: int) -> str:
-    """Why ``then`` waits for ``first``, in one line."""
+    """Explain in one line why ``then`` waits for ``first``."""
     common = [(a, b) for a in waits.places[first] for b in waits.places[then] if a[0] == b[0] and a[1] < b[1]]
     a, b = common[0]
     earlier, later = waits.instruction(a), waits.instruction(b)

@@ -42,7 +42,7 @@ class StoredCheckpoint:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """A new, empty folder for a checkpoint."""
+    """Return a new, empty folder for a checkpoint."""
     path = directory / f"step-{step:08}-{secrets.token_hex(4)}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def remove(path: Path) -> None:
 
 
 def find(directory: Path) -> Path:
-    """The checkpoint that ``directory`` means: itself, or the newest in it."""
+    """Return the checkpoint that ``directory`` means: itself, or the newest in it."""
     if (directory / _RECORD).is_file():
         return directory
     others = sorted(path.name for path in _whole(directory)) if directory.is_dir() else []
@@ -112,7 +112,7 @@ def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
 
 
 def read(path: Path) -> StoredCheckpoint:
-    """The record and the index of the checkpoint in the folder ``path``; checked, since a disk may lie."""
+    """Return the record and the index of the checkpoint in the folder ``path``; checked, since a disk may lie."""
     try:
         data = json.loads((path / _RECORD).read_bytes())
         if data["format"] != FORMAT:

@@ -33,7 +33,7 @@ def optimizer_record(
     written: Sequence[str],
     parts: Parts,
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor], dict[str, Part]]:
-    """This rank's share of the record, with the state of the parameters called ``written``; its tensors, and their parts.
+    """Return this rank's share of the record, with the state of the parameters ``written``, its tensors, and their parts.
 
     ``parts``: of all parameters here. State of a parameter's own shape is a part of what the whole one would have.
     """
@@ -65,7 +65,7 @@ def optimizer_record(
 
 
 def merged_record(records: Sequence[dict[str, Any] | None], order: Sequence[str]) -> dict[str, Any] | None:
-    """The ranks' parts as one record. ``order``: every name of the model."""
+    """Return the ranks' parts as one record. ``order``: every name of the model."""
     present = [record for record in records if record is not None]
     if not present:
         return None
@@ -114,7 +114,7 @@ def refuse_other_optimizer(
 
 
 def groups_of(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """The number of each own parameter's group."""
+    """Return the number of each own parameter's group."""
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     return {name_of[id(p)]: number for number, g in enumerate(optimizer.param_groups) for p in g["params"]}
 
@@ -181,13 +181,13 @@ def restore_optimizer(
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
-    """The class, as a checkpoint names it."""
+    """Return the class, as a checkpoint names it."""
     kind = type(optimizer)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _whole(name: str, parts: Parts) -> str:
-    """The model's own name of the parameter that a rank has as ``name``."""
+    """Return the model's own name of the parameter that a rank has as ``name``."""
     return parts[name].of or name if name in parts else name
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """The generators of this process: torch's (and the device's), Python's and numpy's."""
+    """Return the generators of this process: torch's (and the device's), Python's and numpy's."""
     version, words, gauss = random.getstate()
     legacy: tuple[Any, ...] = tuple(np.random.get_state())
     _, key, position, has_gauss, cached = legacy

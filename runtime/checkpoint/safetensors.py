@@ -132,7 +132,7 @@ class StoredTensor:
         return self._read_through_buffer(file, target)
 
     def checksum(self) -> int:
-        """The CRC-32 of the stored bytes."""
+        """Return the CRC-32 of the stored bytes."""
         checksum, left = 0, self.size_bytes
         buffer = memoryview(bytearray(min(CHUNK_BYTES, left)))
         with FileIO(self.path) as file:
@@ -162,7 +162,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, by name. Raises CheckpointError where the file is not what it claims to be."""
+    """Return the tensors of a file, by name. Raises CheckpointError where the file is not what it claims to be."""
     try:
         size = path.stat().st_size
         with FileIO(path) as file:
@@ -225,12 +225,12 @@ def write_file(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The numbers as they lie in memory: on the CPU, contiguous, nothing left to be conjugated or negated."""
+    """Return the numbers as they lie in memory: on the CPU, contiguous, nothing left to be conjugated or negated."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor."""
+    """Return the memory of a contiguous CPU tensor."""
     if not tensor.numel():
         return memoryview(b"")
     numbers: Any = tensor.view(-1).view(torch.uint8).numpy()

@@ -207,7 +207,7 @@ class TensorReader(StorageReader):
 
 
 def locate(directory: Path, wanted: Iterable[tuple[Piece, torch.dtype]]) -> list[StoredTensor]:
-    """The place of each wanted piece. Raises CheckpointError naming what files lack, or hold otherwise."""
+    """Return the place of each wanted piece. Raises CheckpointError naming what files lack, or hold otherwise."""
     headers: dict[str, Mapping[str, StoredTensor]] = {}
     found: list[StoredTensor] = []
     problems: list[str] = []
@@ -252,7 +252,7 @@ class StoredPieces:
 
 
 def stored_pieces(directory: Path, index: Index, names: Iterable[str]) -> dict[str, StoredPieces]:
-    """The tensors called ``names``, by name."""
+    """Return the tensors called ``names``, by name."""
     wanted = [(name, piece) for name in names for piece in index[name].pieces]
     located = locate(directory, ((piece, index[name].dtype) for name, piece in wanted))
     pieces: dict[str, list[tuple[Piece, StoredTensor]]] = {}
@@ -287,7 +287,7 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> Tensor:
 
 
 def _key(item: WriteItem, data: TensorWriteData) -> str:
-    """A tensor's name in its file. A rank may hold several pieces of one tensor."""
+    """Return a tensor's name in its file. A rank may hold several pieces of one tensor."""
     if tuple(data.chunk.sizes) == tuple(data.size):
         return str(item.index.fqn)
     return f"{item.index.fqn}@{','.join(map(str, data.chunk.offsets))}"

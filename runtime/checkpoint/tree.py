@@ -79,7 +79,7 @@ def written_out(data: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def tensor_names(data: Any) -> list[str]:
-    """The tensors that ``decode`` needs."""
+    """Return the tensors that ``decode`` needs."""
     if isinstance(data, list):
         return [name for item in data for name in tensor_names(item)]
     if not isinstance(data, dict):

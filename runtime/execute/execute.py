@@ -280,7 +280,7 @@ class Executor:
     # Before a run
 
     def _next_run(self) -> int:
-        """The first wait number of another run."""
+        """Return the first wait number of another run."""
         return next(self._runs) * _RUN
 
     def _prepare(

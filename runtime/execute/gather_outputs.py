@@ -63,7 +63,7 @@ def refuse_unjoinable(places: Sequence[OutputPlace], microbatches: int) -> None:
 
 
 def joined(place: OutputPlace, parts: Sequence[Tensor], foreign: frozenset[int]) -> Tensor:
-    """The parts of all micro-batches as one tensor that shares memory with nothing in ``foreign``."""
+    """Return the parts of all micro-batches as one tensor that shares memory with nothing in ``foreign``."""
     if place.joining == "stack":
         return torch.stack(list(parts))
     if place.joining == "concatenate" and len(parts) > 1:
@@ -77,7 +77,7 @@ def memory_of(tensor: Tensor) -> int:
 
 
 def whole_shape(place: OutputPlace, symbols: Sequence[Mapping[sympy.Symbol, int]]) -> tuple[int, ...]:
-    """The shape once it is put together. ``symbols``: the numbers of each micro-batch's sizes."""
+    """Return the shape once it is put together. ``symbols``: the numbers of each micro-batch's sizes."""
     shapes = [place.spec.concrete(numbers) for numbers in symbols]
     if place.joining == "stack":
         return (len(shapes), *shapes[0])
@@ -95,7 +95,7 @@ def gather_outputs(
     rank: int,
     collectives: Collectives,
 ) -> dict[str, Tensor] | None:
-    """Every output by name where ``gather`` says, on the rank's own device; None elsewhere. Collective.
+    """Return every output by name where ``gather`` says, on the rank's own device; None elsewhere. Collective.
 
     ``own``: what this rank has, by the first of an output's names. ``shapes``: of each output.
     """
@@ -120,7 +120,7 @@ def _moved(
     rank: int,
     collectives: Collectives,
 ) -> Tensor | None:
-    """The output on the ranks that get it. Travels as bytes: no backend sends every data type."""
+    """Return the output on the ranks that get it. Travels as bytes: no backend sends every data type."""
     source = place.rank
     assert source is not None
     if own is not None and (tuple(own.shape), own.dtype) != (shape, place.spec.dtype):

@@ -22,12 +22,12 @@ from runtime.ranks.collective import Collectives
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that there are."""
+    """Return the gradients that there are."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def global_norm(gradients: Sequence[Tensor], norm_type: float, collectives: Collectives) -> Tensor:
-    """The norm over every rank's ``gradients``, as a float64 tensor of shape (). Collective; the same everywhere."""
+    """Return the norm over every rank's ``gradients``, as a float64 tensor of shape (). Collective; the same everywhere."""
     if not norm_type > 0:
         raise UsageError(
             f"cannot clip by a {norm_type:g}-norm", suggestions=["norm_type is 2.0, another p > 0, or inf"]
@@ -42,7 +42,7 @@ def global_norm(gradients: Sequence[Tensor], norm_type: float, collectives: Coll
 
 
 def _local_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm of this rank's ``gradients``. 16-bit ones are squared in 32 bits: float16 overflows at 65504."""
+    """Return the norm of this rank's ``gradients``. 16-bit ones are squared in 32 bits: float16 overflows at 65504."""
     narrow: list[Tensor] = []
     wide: list[Tensor] = []
     for gradient in gradients:

@@ -152,7 +152,7 @@ class Loaded:
         return SegmentWait(around.monitor, around.waited, on_gpu=around.device.type == "cuda")
 
     def axis(self, sharding: Sharding, axis: int) -> Axis:
-        """This rank's place on the axis of a sharding along which owners are parts of leaves."""
+        """Return this rank's place on the axis of a sharding along which owners are parts of leaves."""
         mesh = sharding.mesh
         return axis_of(mesh, mesh.axes[axis], self.program.rank, self._channels)
 
@@ -179,7 +179,7 @@ class Loaded:
             self._bound, self._make_binder = before, Binder
 
     def _setting(self, training: bool, microbatches: int) -> Setting:
-        """Everything about a program for ``microbatches``, kept for the next batch."""
+        """Return everything about a program for ``microbatches``, kept for the next batch."""
         key = (training, microbatches)
         if key not in self._settings:
             around = self._surroundings
@@ -207,7 +207,7 @@ class Loaded:
         return self._settings[key]
 
     def _program(self, microbatches: int) -> tuple[Program, Sequence[Program] | None]:
-        """This rank's program for ``microbatches`` and, where at hand, everybody's."""
+        """Return this rank's program for ``microbatches`` and, where at hand, everybody's."""
         if self.microbatches == 0:
             return self._programs[0]
         if microbatches not in self._programs:

@@ -27,7 +27,7 @@ class Works:
 
 
 def _in_memory(parameter: Tensor) -> Tensor:
-    """The gradient as plain numbers, as a collective reads them: dense, conjugated where it says so."""
+    """Return the gradient as plain numbers, as a collective reads them: dense, conjugated where it says so."""
     if parameter.grad is None:
         return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
@@ -96,7 +96,7 @@ class GradientReduction:
         return _in_memory(self.parameters[name]) if found is None else found
 
     def _writable(self, name: str, gradient: Tensor) -> Tensor:
-        """The gradient in memory where it may be summed."""
+        """Return the gradient in memory where it may be summed."""
         if gradient is self.parameters[name].grad and name not in self._fresh:
             return gradient.clone(memory_format=torch.contiguous_format)
         return gradient.contiguous()

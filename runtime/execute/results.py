@@ -35,7 +35,7 @@ class StepSums:
 
     @classmethod
     def of(cls, shared: Shared, share: float = 1.0) -> Self:
-        """The results that a finished run has left."""
+        """Return the results that a finished run has left."""
         names = dict.fromkeys(name for metrics in shared.metrics for name in metrics)
         metrics = {
             name: _weighted_sum([found[name] for found in shared.metrics], shared.weights) for name in names

@@ -67,7 +67,7 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """The clock that measures what runs on ``device``."""
+    """Return the clock that measures what runs on ``device``."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
@@ -115,7 +115,7 @@ class Recorder:
         return _MeasuringBinder(setting, shared, self)
 
     def take(self) -> RunRecord:
-        """The run since the last call. Waits for the device."""
+        """Return the run since the last call. Waits for the device."""
         assert self.program is not None
         seconds = self.clock.seconds
         spans = zip(seconds(self.starts), seconds(self.ends), strict=True)

@@ -55,7 +55,7 @@ class RankTimes:
 
 
 def measured_step(records: Sequence[StepRecord], offsets: Sequence[float]) -> Simulation:
-    """The step of all ranks on rank 0's clock, from the first instruction of any to the last one's end.
+    """Return the step of all ranks on rank 0's clock, from the first instruction of any to the last one's end.
 
     ``offsets``: what to subtract from each rank's clock.
     """
@@ -101,7 +101,7 @@ def measured_times(record: StepRecord) -> RankTimes:
 
 
 def simulated_times(simulation: Simulation, rank: int) -> RankTimes:
-    """The same of a simulated step; what is not computing or communicating is waiting."""
+    """Return the same of a simulated step; what is not computing or communicating is waiting."""
     spans = simulation.timeline[rank]
     forward, backward = _busy(spans, (Forward,)), _busy(spans, COMPUTES[1:])
     reduction, optimizer = _busy(spans, (ReduceGradients,)), _busy(spans, (OptimizerStep,))
@@ -138,7 +138,7 @@ def _spans(record: StepRecord, zero: float) -> list[Span]:
 
 
 def _transfers(records: Sequence[StepRecord], zeros: Sequence[float]) -> tuple[Transfer, ...]:
-    """Every message that was sent, by start."""
+    """Return every message that was sent, by start."""
     arrived: dict[Message, float] = {}
     for record, zero in zip(records, zeros, strict=True):
         for wait in record.run.waits:

@@ -30,7 +30,7 @@ def summarized(value: Tensor) -> Note:
 
 
 def take_notes() -> dict[str, list[Note]]:
-    """All notes since the last call: per op, one per forward."""
+    """Return all notes since the last call: per op, one per forward."""
     taken = dict(_notes)
     _notes.clear()
     return taken

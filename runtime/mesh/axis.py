@@ -27,37 +27,38 @@ from torch import Tensor
 from cost_models.errors import InternalError
 from runtime.mesh.gloo import start_gather, start_sum_part
 
-# The names since torch 2.13, and the ones before.
+# torch 2.13 renamed both.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Wait = Callable[[Any], None]
-"""Waits for the pending work of a collective."""
+"""A function that waits for the pending work of a collective."""
 
 
 def plainly(work: Any) -> None:
-    """Without a time limit of its own."""
+    """Wait without a time limit of its own."""
     work.wait()
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Where a rank stands on an axis. ``order``: rank in ``group`` of each place; None: place i is rank i."""
+    """A rank's place on an axis of a mesh, and the collectives along it."""
 
     name: str
     size: int
     index: int
     group: Any = field(repr=False, compare=False)
     order: tuple[int, ...] | None = None
+    """The rank in ``group`` of each place; None: place i is rank i."""
     wait: Wait = field(default=plainly, repr=False, compare=False)
 
     @property
     def rank(self) -> int:
-        """This rank's place, as ``runtime.ops.local`` calls it."""
+        """This rank's place, by the name that ``runtime.ops.local`` gives it."""
         return self.index
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
-        """The sum or maximum over the axis, for ``runtime.ops.local``."""
+        """Return the sum or maximum over the axis, for ``runtime.ops.local``."""
         if op == "sum":
             return self.sum(tensor)
         highest = _plain(tensor).clone()
@@ -65,19 +66,19 @@ class Axis:
         return highest
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """(places, *shape): everybody's, for ``runtime.ops.local``."""
+        """Return everybody's tensors, stacked (places, *shape), for ``runtime.ops.local``."""
         return self.gather(tensor.unsqueeze(0), 0)
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of ``x`` along ``dim``: contiguous where ``x`` is."""
+        """Return this rank's part of ``x`` along ``dim``: contiguous where ``x`` is."""
         return _chunks(x, dim, self)[self.index].contiguous()
 
     def sum(self, x: Tensor, *, reuse: bool = False) -> Tensor:
-        """The sum over the axis. ``reuse``: ``x`` may be written into."""
+        """Return the sum over the axis. ``reuse``: ``x`` may be written into."""
         return self.start_sum(x, reuse=reuse)()
 
     def start_sum(self, x: Tensor, *, reuse: bool = False) -> Callable[[], Tensor]:
-        """Start ``sum``; what waits for it."""
+        """Start ``sum`` and return a function that waits for it."""
         total = _plain(x)
         if total is x or total.data_ptr() == x.data_ptr():
             total = (
@@ -91,39 +92,39 @@ class Axis:
         return result
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """The parts of all ranks joined along ``dim``."""
+        """Return the parts of all ranks joined along ``dim``."""
         parts = x.new_empty((self.size, *x.shape))
         self.wait(self.start_gather(parts, x))
         return self.joined(parts, dim)
 
     def start_gather(self, parts: Tensor, x: Tensor) -> Any:
-        """Start to fill ``parts`` [n, …] with ``x`` of every rank of the group; the pending work."""
+        """Start to fill ``parts`` [n, …] with ``x`` of every rank of the group; return the pending work."""
         x = _plain(x)
         if self._of_messages and x.device.type == "cpu":
             return start_gather(self.group, self._here, parts, x)
         return _all_gather(parts.view(-1), x.view(-1), group=self.group, async_op=True)
 
     def joined(self, parts: Tensor, dim: int) -> Tensor:
-        """What ``start_gather`` has filled, joined along ``dim`` of a part, in the order of places."""
+        """Join what ``start_gather`` has filled along ``dim`` of a part, in the order of places."""
         return _joined(parts, dim % (parts.dim() - 1), self.order)
 
     def sum_part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of the sum over the axis."""
+        """Return this rank's part of the sum over the axis."""
         return self.start_sum_of_parts(x, dim)()
 
     def start_sum_of_parts(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
-        """Start ``sum_part``; what waits for it."""
+        """Start ``sum_part`` and return a function that waits for it."""
         parts = self.stacked(x, dim)
         result = parts.new_empty(parts.shape[1:])
         work = self.start_sum_part(result, parts)
         return lambda: self._waited_for(work, result)
 
     def stacked(self, x: Tensor, dim: int) -> Tensor:
-        """[n, …]: the parts of ``x`` along ``dim``, in the order of the group's ranks."""
+        """Stack the parts of ``x`` along ``dim``, [n, …], in the order of the group's ranks."""
         return _stacked(_plain(x), dim, self)
 
     def start_sum_part(self, part: Tensor, parts: Tensor) -> Any:
-        """Start to fill ``part`` […] with this rank's row of the sum of ``parts`` [n, …]; the pending work."""
+        """Start to fill ``part`` […] with this rank's row of the sum of ``parts`` [n, …]; return the pending work."""
         if self._of_messages and parts.device.type == "cpu":
             return start_sum_part(self.group, self._here, part, parts)
         return _reduce_scatter(part.view(-1), parts.view(-1), group=self.group, async_op=True)
@@ -138,19 +139,19 @@ class Axis:
         return self.index if self.order is None else self.order[self.index]
 
     def exchange(self, x: Tensor, cut: int, join: int) -> Tensor:
-        """``x``, whole along ``cut`` and parted along ``join``, the other way round."""
+        """Cut ``x``, which is whole along ``cut``, and make it whole along ``join`` instead."""
         sent = _stacked(_plain(x), cut, self)
         received = torch.empty_like(sent)
         self.wait(dist.all_to_all_single(received.view(-1), sent.view(-1), group=self.group, async_op=True))
         return _joined(received, join % x.dim(), self.order)
 
     def first(self, x: Tensor) -> Tensor:
-        """``x`` on the first rank of the axis, zeros elsewhere."""
+        """Return ``x`` on the first rank of the axis, zeros elsewhere."""
         return x if self.index == 0 else torch.zeros_like(x)
 
 
 def _plain(x: Tensor) -> Tensor:
-    """As numbers in memory, which is what a collective reads: contiguous, no pending conjugation or sign."""
+    """Return ``x`` as a collective reads it: contiguous numbers in memory, no conjugation or sign pending."""
     return x.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -165,7 +166,7 @@ def _chunks(x: Tensor, dim: int, axis: Axis) -> tuple[Tensor, ...]:
 
 
 def _stacked(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """[n, …]: what goes to each rank of the group."""
+    """Stack what goes to each rank of the group: [n, …]."""
     dim %= x.dim()
     chunks = _chunks(x, dim, axis)
     if dim == 0 and axis.order is None:
@@ -177,7 +178,7 @@ def _stacked(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 
 def _joined(parts: Tensor, dim: int, order: tuple[int, ...] | None) -> Tensor:
-    """[n, …] joined along ``dim`` of the rest."""
+    """Join the rows of ``parts`` [n, …] along ``dim`` of a row."""
     if dim == 0 and order is None:
         return parts.flatten(0, 1)
     places = parts.unbind(0)

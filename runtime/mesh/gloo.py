@@ -27,7 +27,7 @@ from torch import Tensor
 from runtime.ranks.groups import TAG_BASE
 
 _TAG = TAG_BASE - 3
-"""Next to those of ``runtime.ranks.collective`` and ``runtime.ranks.groups``."""
+"""A tag of its own, next to those of ``runtime.ranks.collective`` and ``runtime.ranks.groups``."""
 
 
 class Messages:
@@ -38,7 +38,7 @@ class Messages:
         self._done = False
 
     def wait(self, *timeout: timedelta) -> None:
-        """``timeout``: of all messages together."""
+        """Wait for all messages, ``timeout`` in all, and call ``after`` the first time."""
         if self._done:
             return
         deadline = time.monotonic() + timeout[0].total_seconds() if timeout else 0.0
@@ -80,7 +80,7 @@ def start_sum_part(group: Any, here: int, part: Tensor, parts: Tensor) -> Messag
 
 
 def _others(here: int, size: int) -> list[int]:
-    """From the next rank on, so that not all begin with the same one."""
+    """List the other ranks, the next one first, so that not all begin with the same one."""
     return [(here + step) % size for step in range(1, size)]
 
 

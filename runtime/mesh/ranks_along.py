@@ -1,4 +1,4 @@
-"""The axes of a mesh as one rank sees them: with whom it talks along each, and which part of a tensor is its own.
+"""The axes of a mesh as one rank sees them: the ranks that it talks to along each, and its own part of a tensor.
 
 mesh ranks (0 1 / 2 3), axes ("data", "tensor")      rank 2:  "data" 0 2, place 1     "data+tensor" 0 1 2 3, place 2
 """
@@ -23,7 +23,7 @@ JOINT = "+"
 
 
 def ranks_along(mesh: Mesh, names: Sequence[str], rank: int) -> tuple[int, ...]:
-    """The ranks that differ from ``rank`` on the axes called ``names`` only, the first of these outermost."""
+    """Return the ranks that differ from ``rank`` on the axes called ``names`` only, the first of these outermost."""
     own = coordinates(mesh, rank)
     axes = [mesh.axes.index(name) for name in names]
     strides = [math.prod(mesh.shape[axis + 1 :]) for axis in range(len(mesh.shape))]
@@ -35,7 +35,7 @@ def ranks_along(mesh: Mesh, names: Sequence[str], rank: int) -> tuple[int, ...]:
 
 
 def all_ranks_along(mesh: Mesh, names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """``ranks_along`` for every rank, each group once."""
+    """Return ``ranks_along`` of every rank, each group once."""
     return _groups_along(mesh, tuple(names))
 
 
@@ -45,7 +45,7 @@ def _groups_along(mesh: Mesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], 
 
 
 def axis_of(mesh: Mesh, name: str, rank: int, channels: Mapping[str, Channel], wait: Wait = plainly) -> Axis:
-    """The place of ``rank`` on an axis, or on several taken together."""
+    """Return the place of ``rank`` on an axis, or on several taken together."""
     ranks = ranks_along(mesh, name.split(JOINT), rank)
     channel = channels[group_queue(ranks)]
     order = tuple(channel.rank_in_group[r] for r in ranks)
@@ -54,7 +54,7 @@ def axis_of(mesh: Mesh, name: str, rank: int, channels: Mapping[str, Channel], w
 
 
 def axis_among(sharding: Sharding, ranks: Sequence[int], rank: int) -> int:
-    """The axis of a sharding's owner cuts along which ``ranks`` lie."""
+    """Return the axis of a sharding's owner cuts along which ``ranks`` lie."""
     return next(
         axis
         for axis, _ in sharding.cuts
@@ -63,7 +63,7 @@ def axis_among(sharding: Sharding, ranks: Sequence[int], rank: int) -> int:
 
 
 def part_of(tensor: Tensor, placements: Sequence[Placement], mesh: Mesh, rank: int) -> Tensor:
-    """The part of a whole tensor that ``rank`` has: a view."""
+    """Return the part of a whole tensor that ``rank`` has: a view."""
     for placement, size, index in zip(placements, mesh.shape, coordinates(mesh, rank), strict=True):
         if isinstance(placement, Shard) and size > 1:
             length = tensor.shape[placement.dim] // size

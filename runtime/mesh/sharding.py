@@ -1,4 +1,4 @@
-"""How a parameter or buffer is spread over the ranks of a mesh: what each stores, and what each trains.
+"""The spread of a parameter or buffer over the ranks of a mesh: the part that each stores, and the part that each trains.
 
 leaf     what a rank's graph reads: its block of the tensor, by the placements on each axis (the first outermost)
 owner    what its optimizer updates: the leaf, or a part of it where gradients and optimizer state are sharded further
@@ -19,30 +19,30 @@ from cost_models.layout import Mesh, Placement, Shard
 
 @dataclass(frozen=True)
 class Block:
-    """``shape`` elements of a tensor from ``offsets`` on."""
+    """A block of a tensor: ``shape`` elements from ``offsets`` on."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """This block of a tensor: a view."""
+        """Return this block of a tensor: a view."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.shape, strict=True)):
             whole = whole.narrow(dim, offset, size)
         return whole
 
     def shared_with(self, other: Block) -> Block | None:
-        """What both have, as a block of the same tensor; None where that is nothing."""
+        """Return the block of the same tensor that both have; None if they have nothing in common."""
         begins = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, map(add, self.offsets, self.shape), map(add, other.offsets, other.shape))
         shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
         return Block(begins, shape) if all(size > 0 for size in shape) else None
 
     def within(self, offsets: Sequence[int]) -> Block:
-        """This block as a part of the block that starts at ``offsets``."""
+        """Return this block as a part of the block that starts at ``offsets``."""
         return Block(tuple(map(sub, self.offsets, offsets)), self.shape)
 
     def cut(self, dim: int, parts: int, index: int) -> Block:
-        """The ``index``-th of equal parts along ``dim``."""
+        """Return the ``index``-th of equal parts along ``dim``."""
         dim %= len(self.shape)
         size = self.shape[dim] // parts
         return Block(
@@ -72,14 +72,14 @@ class Sharding:
 
     @property
     def is_cut(self) -> bool:
-        """Whether ranks train parts of the tensor."""
+        """True if ranks train parts of the tensor."""
         return any(
             isinstance(owner, Shard) and size > 1
             for owner, size in zip(self.owner, self.mesh.shape, strict=True)
         )
 
     def leaf_block(self, shape: Sequence[int], rank: int) -> Block:
-        """What ``rank`` stores of a tensor of ``shape``."""
+        """Return the block that ``rank`` stores of a tensor of ``shape``."""
         block = Block((0,) * len(shape), tuple(shape))
         place = coordinates(self.mesh, rank)
         for placement, size, index in zip(self.leaf, self.mesh.shape, place, strict=True):
@@ -88,7 +88,7 @@ class Sharding:
         return block
 
     def owner_block(self, shape: Sequence[int], rank: int) -> Block:
-        """What ``rank`` trains of a tensor of ``shape``."""
+        """Return the block that ``rank`` trains of a tensor of ``shape``."""
         block = self.leaf_block(shape, rank)
         place = coordinates(self.mesh, rank)
         for axis, dim in self.cuts:
@@ -96,7 +96,7 @@ class Sharding:
         return block
 
     def part(self, leaf: Tensor, rank: int, cuts: Sequence[tuple[int, int]] | None = None) -> Tensor:
-        """The owner's part of a leaf, or of its gradient: a view. ``cuts``: those still to be made (default: all)."""
+        """Return the owner's part of a leaf or its gradient: a view. ``cuts``: the cuts still to make (default: all)."""
         place = coordinates(self.mesh, rank)
         for axis, dim in self.cuts if cuts is None else cuts:
             size = leaf.shape[dim] // self.mesh.shape[axis]
@@ -104,15 +104,15 @@ class Sharding:
         return leaf
 
     def leaf_part(self, rank: int) -> tuple[int, ...]:
-        """Which of the leaf's blocks ``rank`` stores: its place on the axes that cut it."""
+        """Return the number of the leaf's block that ``rank`` stores: its place on the axes that cut it."""
         return _places(coordinates(self.mesh, rank), self.leaf)
 
     def owner_part(self, rank: int) -> tuple[int, ...]:
-        """Which of the owner's blocks ``rank`` trains."""
+        """Return the number of the owner's block that ``rank`` trains: its place on the axes that cut it."""
         return _places(coordinates(self.mesh, rank), self.owner)
 
     def speaks(self, rank: int) -> bool:
-        """Whether ``rank`` is the first of those that train the same block."""
+        """Tell whether ``rank`` is the first of those that train the same block."""
         place = coordinates(self.mesh, rank)
         return all(
             index == 0 or isinstance(placement, Shard)
@@ -125,7 +125,7 @@ def _places(place: Sequence[int], placements: Sequence[Placement]) -> tuple[int,
 
 
 def coordinates(mesh: Mesh, rank: int) -> tuple[int, ...]:
-    """Where ``rank`` stands on each axis."""
+    """Return the place of ``rank`` on each axis."""
     place, found = mesh.ranks.index(rank), []
     for size in reversed(mesh.shape):
         place, index = divmod(place, size)

@@ -32,20 +32,20 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool = False,
 ) -> Tensor:
-    """``aten.batch_norm`` with the statistics of all ranks of axis "samples"."""
+    """Run ``aten.batch_norm`` with the statistics of all ranks of axis "samples"."""
     samples = axes["samples"]
     result, mean, variance = _Normalize.apply(x, weight, bias, eps, samples)  # type: ignore[no-untyped-call]
     if running_mean is not None and running_var is not None:
         count = x.numel() // x.shape[1] * samples.size
         unbiased = variance * (count / (count - 1))
-        # As the kernel does, behind autograd's back: another norm on the same statistics may have saved them, unread.
+        # The kernel, too, writes behind autograd's back: another norm on the same statistics may have saved them, unread.
         running_mean.data.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
         running_var.data.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
     return result  # type: ignore[no-any-return]
 
 
 class _Normalize(torch.autograd.Function):
-    """(y, mean, variance), the statistics without a gradient."""
+    """The normalized tensor, mean and variance; the statistics have no gradient."""
 
     @staticmethod
     def forward(

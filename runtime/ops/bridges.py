@@ -38,46 +38,46 @@ Way = Callable[[Tensor], Tensor]
 
 
 # ----------------------------------------------------------------------------------------------------------
-# As they stand in a graph: shapes only.
+# Bridges in a graph: shapes only. R replicated, S(d) sharded along d, P parts of a sum.
 
 
 def all_reduce(x: Tensor, *, axis: str, partial: bool = False) -> Tensor:
-    """P -> R."""
+    """Stand for P -> R: the sum."""
     return _fake(x).clone(memory_format=torch.contiguous_format)
 
 
 def sum_gradient(x: Tensor, *, axis: str) -> Tensor:
-    """R -> R for consumers whose gradients are parts of a sum."""
+    """Stand for R -> R, for consumers whose gradients are parts of a sum."""
     return _fake(x).view_as(x)
 
 
 def split(x: Tensor, dim: int, *, axis: str, parts: int) -> Tensor:
-    """R -> S(dim)."""
+    """Stand for R -> S(dim): this rank's part."""
     return _fake(x).narrow(dim, 0, x.shape[dim] // parts).clone(memory_format=torch.contiguous_format)
 
 
 def all_gather(x: Tensor, dim: int, *, axis: str, parts: int, partial: bool = False) -> Tensor:
-    """S(dim) -> R."""
+    """Stand for S(dim) -> R: the parts joined."""
     return torch.cat([_fake(x)] * parts, dim)
 
 
 def reduce_scatter(x: Tensor, dim: int, *, axis: str, parts: int) -> Tensor:
-    """P -> S(dim)."""
+    """Stand for P -> S(dim): this rank's part of the sum."""
     return split(x, dim, axis=axis, parts=parts)
 
 
 def all_to_all(x: Tensor, cut: int, join: int, *, axis: str, parts: int) -> Tensor:
-    """S(join) -> S(cut)."""
+    """Stand for S(join) -> S(cut): cut along one dimension, joined along the other."""
     return torch.cat([_fake(x).narrow(cut, 0, x.shape[cut] // parts)] * parts, join)
 
 
 def keep_first(x: Tensor, *, axis: str) -> Tensor:
-    """R -> P."""
+    """Stand for R -> P: zeros but on the first rank."""
     return _fake(x).clone()
 
 
 def first_gradient(x: Tensor, *, axis: str) -> Tensor:
-    """R -> R; makes a whole gradient a part of a sum, where other consumers give parts."""
+    """Stand for R -> R: makes a whole gradient a part of a sum, where other consumers give parts."""
     return _fake(x).view_as(x)
 
 
@@ -88,11 +88,11 @@ def _fake(x: Tensor) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# Bound: what a rank runs.
+# Bridges bound to process groups: what a rank runs.
 
 
 class _Bridge(torch.autograd.Function):
-    """``there`` forward and ``back`` for the gradient; None is the identity."""
+    """A bridge: ``there`` forward and ``back`` for the gradient; None is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Way | None, back: Way | None) -> Tensor:
@@ -108,7 +108,7 @@ class _Bridge(torch.autograd.Function):
 
 
 class Reuse:
-    """Which tensors of a bridge nobody else reads, so that a sum may be made in place."""
+    """The tensors of a bridge that nobody else reads, its input and its gradient: a sum may be made in them."""
 
     def __init__(self, node: fx.Node) -> None:
         source = node.args[0]
@@ -117,7 +117,7 @@ class Reuse:
 
 
 def _ways(target: Any, axis: Axis, args: Sequence[Any], options: Mapping[str, Any], reuse: Reuse) -> Any:
-    """(there, back) of a bridge on ``axis``. ``args``: behind the tensor."""
+    """Return (there, back) of a bridge on ``axis``. ``args``: the arguments behind the tensor."""
     partial = options.get("partial", False)
     total, total_gradient = given(axis.sum, reuse=reuse.input), given(axis.sum, reuse=reuse.gradient)
     match target.__name__, *args:
@@ -155,12 +155,12 @@ BRIDGES: frozenset[Callable[..., Tensor]] = frozenset(
 
 
 def is_bridge(node: fx.Node) -> bool:
-    """Whether ``node`` is a bridge."""
+    """Tell whether ``node`` is a bridge."""
     return node.op == "call_function" and node.target in BRIDGES
 
 
 def bridge_function(node: fx.Node, axis: Axis) -> Callable[..., Tensor]:
-    """What runs in place of a bridge: takes the node's own arguments."""
+    """Return the function that runs in place of a bridge; it takes the node's own arguments."""
     target: Any = node.target
     there, back = _ways(target, axis, node.args[1:], node.kwargs, Reuse(node))
 
@@ -173,7 +173,7 @@ def bridge_function(node: fx.Node, axis: Axis) -> Callable[..., Tensor]:
 
 
 def bind(module: fx.GraphModule, axes: Mapping[str, Axis], *, fused: bool = False) -> fx.GraphModule:
-    """A copy of ``module`` whose bridges and local ops run on ``axes``.
+    """Return a copy of ``module`` whose bridges and local ops run on ``axes``.
 
     ``fused``: sums in backward travel while linear layers compute (``runtime.ops.fused_linear``); else nodes keep their
     names.
@@ -192,14 +192,14 @@ def bind(module: fx.GraphModule, axes: Mapping[str, Axis], *, fused: bool = Fals
 
 
 def _sums_gradient(bridge: fx.Node) -> bool:
-    """Whether backward sums and nothing is summed forward."""
+    """Tell whether backward sums and nothing is summed forward."""
     return bridge.target is sum_gradient or (
         bridge.target is all_gather and bool(bridge.kwargs.get("partial"))
     )
 
 
 def _with_linears(bridge: fx.Node, axis: Axis) -> Callable[..., Any]:
-    """``bridge``, one of ``_sums_gradient``, and the linear layers behind it as one function."""
+    """Make one function of ``bridge``, one of ``_sums_gradient``, and the linear layers behind it."""
     if bridge.target is sum_gradient:
         return linears_behind("sum_gradient", None, given(axis.start_sum, reuse=True))
     dim: Any = bridge.args[1]
@@ -207,7 +207,7 @@ def _with_linears(bridge: fx.Node, axis: Axis) -> Callable[..., Any]:
 
 
 def axes_of(graph: fx.Graph) -> tuple[str, ...]:
-    """Names of the axes, and of several taken together, that the graph's bridges and local ops run along."""
+    """Return the names of the axes, and of several taken together, that the graph's bridges and local ops run along."""
     names: dict[str, None] = {}
     for node in graph.nodes:
         if is_bridge(node):

@@ -21,7 +21,7 @@ from torch import Tensor
 from runtime.ops.peers import Peers
 
 NONE, MEAN, SUM = 0, 1, 2
-"""``reduction`` as ATen counts it."""
+"""Values of ``reduction``, numbered like ATen's."""
 
 
 def cross_entropy(
@@ -34,7 +34,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """``axes``: "classes", "samples" (for means) or both."""
+    """Compute the loss with ``axes`` "classes", "samples" (for means) or both."""
     if "classes" in axes:
         losses: Tensor = _ClassParallel.apply(  # type: ignore[no-untyped-call]
             logits, target, weight, ignore_index, label_smoothing, axes["classes"]
@@ -58,7 +58,7 @@ def mean_nll_loss(
     reduction: int = MEAN,
     ignore_index: int = -100,
 ) -> Tensor:
-    """The rank's sum over the valid weight of all ranks."""
+    """Return the rank's sum over the valid weight of all ranks."""
     total: Tensor = op(logs, target, weight, SUM, ignore_index)
     return total / _valid_weight(target, weight, ignore_index, total.dtype, axes)
 
@@ -66,7 +66,7 @@ def mean_nll_loss(
 def _valid_weight(
     target: Tensor, weight: Tensor | None, ignore_index: int, dtype: torch.dtype, axes: Mapping[str, Peers]
 ) -> Tensor:
-    """Σ w_y over the samples that count, on all ranks."""
+    """Return Σ w_y over the samples of all ranks that are not ignored."""
     valid = target != ignore_index
     if weight is None:
         total = valid.sum().to(dtype)
@@ -133,5 +133,5 @@ class _ClassParallel(torch.autograd.Function):
 
 
 def _along(vector: Tensor, like: Tensor, dim: int) -> Tensor:
-    """The vector as dimension ``dim`` of something that broadcasts over ``like``."""
+    """Return the vector as dimension ``dim`` of something that broadcasts over ``like``."""
     return vector.to(like.dtype).view(*(-1 if d == dim else 1 for d in range(like.dim())))

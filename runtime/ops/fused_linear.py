@@ -21,13 +21,13 @@ from torch import Tensor, fx
 from torch.nn import functional as F
 
 Start: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
-"""Starts a sum over ranks, and gives what waits for it. May write into its argument."""
+"""A function that starts a sum over ranks and returns another that waits for it. May write into its argument."""
 
 aten = torch.ops.aten
 
 
 class _Linears(torch.autograd.Function):
-    """``parameters``: weight and bias (or None) of each layer in turn."""
+    """Linear layers on one input. ``parameters``: weight and bias (or None) of each layer in turn."""
 
     @staticmethod
     def forward(
@@ -62,7 +62,7 @@ def _pairs(items: Any) -> Any:
 
 
 def _input_gradient(x: Tensor, rows: list[Tensor | None], weights: list[Tensor]) -> Tensor:
-    """Of all layers together, in memory of its own."""
+    """Sum the layers' gradients of their common input, in memory of its own."""
     total: Tensor | None = None
     for g, w in zip(rows, weights, strict=True):
         if g is not None:
@@ -71,7 +71,10 @@ def _input_gradient(x: Tensor, rows: list[Tensor | None], weights: list[Tensor])
 
 
 def linears_behind(bridge: str, there: Callable[[Tensor], Tensor] | None, start: Start) -> Callable[..., Any]:
-    """What runs in place of a bridge and the layers behind it. Takes x, then weight and bias of each layer."""
+    """Return the function that runs in place of a bridge and the layers behind it.
+
+    It takes x, then weight and bias of each layer.
+    """
 
     def run(x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         result: tuple[Tensor, ...] = _Linears.apply(x, there, start, *parameters)  # type: ignore[no-untyped-call]
@@ -101,7 +104,7 @@ def fuse(graph: fx.Graph, runs: Mapping[fx.Node, Callable[..., Any]]) -> None:
 
 
 def layers_behind(bridge: fx.Node) -> list[fx.Node]:
-    """The linear layers that read ``bridge``, in order; none if anything else reads it too."""
+    """Return the linear layers that read ``bridge``, in order; none if anything else reads it too."""
     users = list(bridge.users)
     plain = all(
         user.target is aten.linear.default and not user.kwargs and bridge not in user.args[1:]
@@ -111,7 +114,7 @@ def layers_behind(bridge: fx.Node) -> list[fx.Node]:
 
 
 def _place(layers: list[fx.Node]) -> fx.Node | None:
-    """The layer in whose place all of them can be computed: their parameters are there, and nobody has read a result."""
+    """Return the layer in whose place all can be computed: parameters are there, and nobody has read a result."""
     first, last = layers[0], layers[-1]
     if all(node < first for layer in layers for node in layer.all_input_nodes):
         return first

@@ -1,4 +1,4 @@
-"""What a rank computes where its part of an op is not the op on its shards.
+"""Local ops: what a rank computes where its part of an op is not the op on its shards.
 
 A ``Choice`` names them as "function:role". ``LOCAL[function](op, axes, *args, **kwargs)`` is called in place of
 ``op(*args, **kwargs)``; ``axes`` has ``Peers`` per role: the ranks of all mesh axes with that role, taken together
@@ -50,7 +50,7 @@ def _mean(op: LocalOp, axes: Axes, *args: Any, **kwargs: Any) -> Any:
 def _embedding(
     op: LocalOp, axes: Axes, weight: Tensor, indices: Tensor, padding_idx: int = -1, *rest: Any, **kwargs: Any
 ) -> Tensor:
-    """weight (rows / ranks, width), indices (…) of all rows -> (…, width)."""
+    """Look up indices (…) of all rows in this rank's weight (rows / ranks, width): (…, width), zeros for other rows."""
     first = axes["vocabulary"].rank * weight.shape[0]
     elsewhere = (indices < first) | (indices >= first + weight.shape[0])
     here = (indices - first).masked_fill(elsewhere, 0)
@@ -86,11 +86,11 @@ LOCAL: Mapping[str, LocalOp] = {
 }
 
 LEADING = 3
-"""Arguments of ``run_local`` before the op's own."""
+"""Number of arguments of ``run_local`` before the op's own."""
 
 
 def run_local(function: str, op: str, roles: Mapping[str, str], *args: Any, **options: Any) -> Any:
-    """The op on shards, which has the same shapes. ``roles``: axis of each role."""
+    """Stand for the op on shards, which has the same shapes. ``roles``: the axis that plays each role."""
     given = [a for a in args if isinstance(a, Tensor)]
     if not all(isinstance(a, FakeTensor) or a.is_meta for a in given):
         raise InternalError(f"the local form of {op} was run without its axes")
@@ -98,7 +98,7 @@ def run_local(function: str, op: str, roles: Mapping[str, str], *args: Any, **op
 
 
 def with_axes(axes: Mapping[str, Peers]) -> Callable[..., Any]:
-    """``run_local`` on ``axes``."""
+    """Return ``run_local`` on ``axes``."""
 
     def bound(function: str, op: str, roles: Mapping[str, str], *args: Any, **options: Any) -> Any:
         played = {role: axes[name] for role, name in roles.items()}
@@ -110,7 +110,7 @@ def with_axes(axes: Mapping[str, Peers]) -> Callable[..., Any]:
 
 @lru_cache
 def op_called(name: str) -> Callable[..., Any]:
-    """``torch.ops.aten.add.Tensor`` by its name "aten.add.Tensor"."""
+    """Return an op by its name: ``torch.ops.aten.add.Tensor`` is "aten.add.Tensor"."""
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part)

@@ -26,7 +26,7 @@ PRODUCTS = frozenset(
 
 
 def multiplies(op: fx.Node, operand: fx.Node) -> bool:
-    """Whether ``operand`` is a factor in ``op``; what is added gets the output's own gradient, which others may read."""
+    """Tell whether ``operand`` is a factor in ``op``; a summand gets the output's own gradient, which others may read."""
     return op.target in PRODUCTS and is_factor(op, operand)
 
 

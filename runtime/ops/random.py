@@ -4,7 +4,7 @@ Every forward that draws random numbers (dropout) runs with a seed made of (seed
 afterwards the generator is as it was before. Which micro-batch a rank runs when, and what ran before it, thus
 do not change the masks. Another partition has other segments, so its masks differ.
 
-All ranks of a segment that several run have the same seed: what they all compute, they draw alike. Ops that they run on
+Ranks that run one segment together have the same seed: what they all compute, they draw alike. Ops that they run on
 shards draw from seeds of their own (``runtime.ops.local``).
 """
 
@@ -19,7 +19,7 @@ _MASK = (1 << 64) - 1
 
 
 def mix(*numbers: int) -> int:
-    """A 63-bit hash of ``numbers`` (chained splitmix64; Steele, Lea and Flood, 2014)."""
+    """Return a 63-bit hash of ``numbers`` (chained splitmix64; Steele, Lea and Flood, 2014)."""
     state = 0x9E3779B97F4A7C15
     for number in numbers:
         state = (state ^ number) + 0x9E3779B97F4A7C15 & _MASK
@@ -30,7 +30,7 @@ def mix(*numbers: int) -> int:
 
 
 class Seeded:
-    """Runs functions under a seed of their own."""
+    """Random numbers for functions that run under a seed of their own."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed = seed
@@ -42,7 +42,7 @@ class Seeded:
     def run(
         self, step: int, segment: int, microbatch: int, function: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
-        """``function()`` with the generators seeded for this place in the training, restored afterwards."""
+        """Call ``function`` with the generators seeded for this place in the training; restore them afterwards."""
         before = [generator.get_state() for generator in self._generators]
         seed = mix(self.seed, step, segment, microbatch)
         for generator in self._generators:

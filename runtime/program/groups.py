@@ -28,7 +28,7 @@ class OnLeaders:
 
     graph: SegmentGraph
     leader_of: tuple[int, ...]
-    """By rank: the first of its group; ranks without a segment lead themselves."""
+    """The first of each rank's group; ranks without a segment lead themselves."""
 
     def orders(self, orders: ComputeOrder) -> ComputeOrder:
         """Return the leaders' orders and empty ones for the other ranks, who may come with their leader's or with none.
@@ -70,7 +70,7 @@ def refuse_impossible_groups(graph: SegmentGraph) -> None:
 
 
 def _overlaps(graph: SegmentGraph) -> Iterator[str]:
-    """Two different groups with a rank in common."""
+    """Yield a text for every two different groups with a rank in common."""
     group_of: dict[int, tuple[int, ...]] = {}
     found: dict[tuple[tuple[int, ...], ...], None] = {}
     for segment in graph.segments:
@@ -83,7 +83,7 @@ def _overlaps(graph: SegmentGraph) -> Iterator[str]:
 
 
 def _values_between_meshes(graph: SegmentGraph) -> Iterator[str]:
-    """A value between different groups of which one has several ranks."""
+    """Yield a text for every value between different groups of which one has several ranks."""
     for value in graph.values:
         source = graph.segments[value.producer].ranks
         for consumer in value.consumers:

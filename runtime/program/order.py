@@ -82,7 +82,7 @@ class _Planned(NamedTuple):
     consumer: int
     """Position on the target of the first compute that needs it."""
     needed_seconds: float
-    """When that compute starts."""
+    """Start of that compute."""
     transfer_seconds: float
 
 
@@ -97,7 +97,7 @@ def build_programs(
     optimizer: bool = True,
     training: bool = True,
 ) -> tuple[Program, ...]:
-    """One program per rank of the world; ranks without segments get an empty one.
+    """Return one program per rank of the world; ranks without segments get an empty one.
 
     A value is sent once per rank that consumes it, and its gradient (summed over that rank's consumers) comes
     back once, if ``needs_grad``. Tied gradients are summed after the rank's last backward; then the optimizer
@@ -131,7 +131,7 @@ def build_programs(
 def _messages(
     graph: SegmentGraph, timing: Timing, microbatches: int, transfer_seconds: TransferSeconds, training: bool
 ) -> Iterator[_Planned]:
-    """Every message that the values of ``graph`` cause, with its time and its window on both ranks."""
+    """Yield every message that the values of ``graph`` cause, with its time and its window on both ranks."""
     position, start, end, sequence = timing.position, timing.start, timing.end, timing.sequence
     backward = len(graph.segments) * microbatches
     for number, value in enumerate(graph.values):
@@ -161,7 +161,7 @@ def _messages(
 def _place(
     planned: Sequence[_Planned], timing: Timing, graph: SegmentGraph
 ) -> list[dict[int, list[Instruction]]]:
-    """Slot -> communications, per rank: each rank's projection of the one order.
+    """Give every rank its projection of the one order: slot -> communications.
 
     Slots must not decrease along the order. Going up, a receive wants a late slot but none before an earlier
     send's; going down, it is moved ahead of whatever must be issued before. Sends never move: along the order
@@ -196,10 +196,10 @@ def _place(
 
 
 def _latest_posts(planned: Sequence[_Planned]) -> list[float]:
-    """For each message the last moment to post its receive so that nobody waits longer than in the timing pass.
+    """Return, for each message, the last moment to post its receive so that nobody waits longer than in the timing pass.
 
-    Backwards along each pair's queue: a message must leave the queue before its consumer starts and before the next
-    message must begin; posting before it is sent would gain nothing.
+    Goes backwards along each pair's queue: a message must leave the queue before its consumer starts and before the
+    next message must begin; posting before it is sent would gain nothing.
     """
     latest = [0.0] * len(planned)
     next_begins: dict[tuple[int, int], float] = {}
@@ -238,7 +238,7 @@ def _tails(
 
 
 def _refuse_impossible(graph: SegmentGraph, orders: ComputeOrder, training: bool) -> None:
-    """Graphs and orders that no program can come from."""
+    """Raise ``InternalError`` for graphs and orders that no program can come from."""
     problems = []
     if len(orders) > graph.world_size:
         problems.append(f"{len(orders)} orders for a world of {graph.world_size} ranks")
@@ -263,7 +263,7 @@ def _refuse_impossible(graph: SegmentGraph, orders: ComputeOrder, training: bool
 
 
 def _refuse_incomplete(graph: SegmentGraph, timing: Timing, microbatches: int, training: bool) -> None:
-    """Computes that the orders lack, which messages would have to wait for."""
+    """Raise ``InternalError`` for computes that the orders lack, which messages would have to wait for."""
     backward = len(graph.segments) * microbatches
     missing = []
     for segment in graph.segments:

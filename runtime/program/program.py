@@ -154,7 +154,7 @@ Instruction: TypeAlias = Compute | Communication | OptimizerStep
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does in one training step, in order."""
+    """The instructions of one rank in one training step, in order."""
 
     rank: int
     instructions: tuple[Instruction, ...]
@@ -164,32 +164,32 @@ class Program:
 
 
 def pair_queue(a: int, b: int) -> str:
-    """The queue of an unordered pair of ranks: both directions share it, as NCCL's communicators do."""
+    """Return the queue of an unordered pair of ranks: both directions share it, as NCCL's communicators do."""
     return f"p2p:{min(a, b)}-{max(a, b)}"
 
 
 def group_queue(ranks: Sequence[int]) -> str:
-    """The queue of collectives among ``ranks``."""
+    """Return the queue of collectives among ``ranks``."""
     return "group:" + "-".join(map(str, sorted(ranks)))
 
 
 # --------------------------------------------------------------------------------------------------
-# What a schedule is made for: the DAG of segments, with costs but without tensors.
+# The DAG of segments, with costs but without tensors: what a schedule is made for.
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentCost:
-    """What one segment costs per micro-batch on the device that runs it."""
+    """Costs of one segment per micro-batch on the device that runs it."""
 
     forward_seconds: float
     backward_input_seconds: float
     backward_weight_seconds: float
     saved_bytes: int = 0
-    """Held from the forward until the backward (or the weight half of it) of the same micro-batch."""
+    """Bytes held from the forward until the backward (or the weight half of it) of the same micro-batch."""
     weight_saved_bytes: int = 0
     """The part of ``saved_bytes``, plus output gradients kept for it, that a deferred weight half still holds."""
     transient_bytes: int = 0
-    """Held while the backward (or its input half) runs, on top: activations that it computes again."""
+    """Bytes held on top while the backward (or its input half) runs: activations that it computes again."""
 
     @property
     def backward_seconds(self) -> float:
@@ -200,7 +200,7 @@ class SegmentCost:
 class Collective:
     """Communication inside of a segment: each of ``ranks`` sends ``sent_bytes`` to the next one, round in a ring.
 
-    Per (full) micro-batch. Its seconds are part of the segment's.
+    Bytes are those of a (full) micro-batch. Its seconds are part of the segment's.
     """
 
     kind: str
@@ -251,16 +251,16 @@ class SegmentGraph:
         return tuple(s for s in self.segments if rank in s.ranks)
 
     def edges(self) -> set[tuple[int, int]]:
-        """(producer, consumer) pairs of segments."""
+        """Return the (producer, consumer) pairs of segments."""
         return {(v.producer, c) for v in self.values for c in v.consumers}
 
 
 ComputeOrder: TypeAlias = tuple[tuple[Compute, ...], ...]
-"""For each rank, its compute instructions in order: what a schedule returns."""
+"""Compute instructions of each rank, in order: what a schedule returns."""
 
 
 def compute_of(instructions: Iterable[Instruction]) -> tuple[Compute, ...]:
-    """The compute instructions among ``instructions``, in order."""
+    """Return the compute instructions among ``instructions``, in order."""
     return tuple(
         i for i in instructions if isinstance(i, Forward | Backward | BackwardInput | BackwardWeight)
     )

@@ -1,4 +1,4 @@
-"""From the devices of a plan to the ranks of a launch: programs and segments with their ranks renamed.
+"""Programs and segments with their ranks renamed: from the devices of a plan to the ranks of a launch.
 
 A plan speaks of the devices of a cluster, numbered in the cluster's order. Processes have ranks of their own: devices
 that the plan leaves idle get no process, and a launcher numbers hosts as it likes.
@@ -35,7 +35,7 @@ from runtime.program.program import (
 
 @dataclass(frozen=True)
 class RankMap:
-    """Which device of the plan each rank plays. ``device_of_rank[r]`` is the device of rank r."""
+    """The device of the plan that each rank plays: ``device_of_rank[r]`` is the device of rank r."""
 
     device_of_rank: tuple[int, ...]
 
@@ -56,12 +56,12 @@ class RankMap:
         return len(self.device_of_rank)
 
     def ranks(self, devices: Sequence[int]) -> tuple[int, ...]:
-        """The ranks that play ``devices``, in the same order."""
+        """Return the ranks that play ``devices``, in the same order."""
         return tuple(self.rank_of_device[device] for device in devices)
 
 
 def relabelled_programs(programs: Sequence[Program], ranks: RankMap) -> tuple[Program, ...]:
-    """One program per rank: that of the device it plays, with peers and queues renamed."""
+    """Return one program per rank: that of the device it plays, with peers and queues renamed."""
     idle = [p for p in programs if p.rank not in ranks.rank_of_device and p.instructions]
     if idle:
         raise InternalError(
@@ -78,7 +78,7 @@ def relabelled_programs(programs: Sequence[Program], ranks: RankMap) -> tuple[Pr
 
 
 def relabelled_segments(graph: SegmentGraph, ranks: RankMap) -> SegmentGraph:
-    """The same DAG, each segment on the ranks that play its devices."""
+    """Return the same DAG, each segment on the ranks that play its devices."""
     segments = tuple(
         replace(
             segment,
@@ -117,7 +117,7 @@ def _pair(queue: str, message: Message, ranks: RankMap) -> str:
 
 
 def _renamed(queue: str, old: str, new: str) -> str:
-    """Queues are named after their ranks; any other name would silently keep the devices' numbers."""
+    """Return ``new`` if the queue is called ``old``; refuse a name that would silently keep the devices' numbers."""
     if queue != old:
         raise InternalError("rename the ranks of a queue", [f"it is called {queue}, not {old}"])
     return new

@@ -1,4 +1,4 @@
-"""When each compute of a schedule would run, if links were never shared: the fast timing pass.
+"""The fast timing pass: when each compute of a schedule would run if links were never shared.
 
 Used twice: to rank candidates (``quick_makespan``) and to put communications into their one global order.
 A compute starts when its rank has finished the one before and everything it needs has arrived; a transfer starts when
@@ -45,7 +45,7 @@ UNSET = -1.0
 """The time of a node that has not run."""
 
 NODE_PLANE: dict[type, int] = {Forward: 0, Backward: 1, BackwardInput: 1, BackwardWeight: 2}
-"""Which of the three planes of node numbers an instruction type lives in."""
+"""The one of the three planes of node numbers that an instruction type lives in."""
 
 _Outgoing: TypeAlias = tuple[int, int, float, list[int] | None]
 """(arrival at micro-batch 0, pair of ranks, transfer seconds, contributions missing per micro-batch or None)."""
@@ -71,14 +71,14 @@ class Timing:
 def quick_makespan(
     graph: SegmentGraph, orders: ComputeOrder, microbatches: int, transfer_seconds: TransferSeconds
 ) -> float:
-    """Seconds from the first forward to the last backward; a lower bound, see above."""
+    """Return the seconds from the first forward to the last backward; a lower bound, see above."""
     return time_orders(graph, orders, microbatches, transfer_seconds).makespan_seconds
 
 
 def time_orders(
     graph: SegmentGraph, orders: ComputeOrder, microbatches: int, transfer_seconds: TransferSeconds
 ) -> Timing:
-    """Times every compute of ``orders``; raises ``DeadlockError`` if they wait for each other in a circle.
+    """Time every compute of ``orders``; raise ``DeadlockError`` if they wait for each other in a circle.
 
     Segments of several ranks are timed on the leader of their group (``groups``).
     """
@@ -93,7 +93,7 @@ def time_orders(
     free_at = [0.0] * len(ways.pairs)
     clock, next_step = [0.0] * len(orders), [0] * len(orders)
     waiters: dict[int, int] = {}
-    """What is waited for -> the rank that waits: a node or an arrival is needed on one rank only."""
+    """The rank that waits for a node or an arrival; each is needed on one rank only."""
     done = 0
     ready = list(range(len(orders) - 1, -1, -1))
     while ready:
@@ -135,7 +135,7 @@ def time_orders(
 
 @dataclass
 class _Ways:
-    """What each row (plane and segment) needs and sends."""
+    """The needs and sends of each row; a row is a segment in one of the three planes."""
 
     rows: int
     microbatches: int
@@ -143,7 +143,7 @@ class _Ways:
     sends: list[list[_Outgoing]] = field(default_factory=list)
     pairs: dict[tuple[int, int], int] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
-    """Tensor -> what it is, for errors."""
+    """Description of each tensor, for errors."""
 
     @property
     def tensors(self) -> int:
@@ -152,7 +152,7 @@ class _Ways:
     def carry(
         self, text: str, producers: list[int], users: list[int], ends: tuple[int, int], seconds: float
     ) -> None:
-        """A tensor from rank to rank, sent when all ``producers`` (rows) have run; ``users`` (rows) need it."""
+        """Carry a tensor from rank to rank when all ``producers`` (rows) have run; ``users`` (rows) need it."""
         tensor = (self.rows + self.tensors) * self.microbatches
         self.texts.append(text)
         pair = self.pairs.setdefault(ends, len(self.pairs))
@@ -186,7 +186,7 @@ def _ways(graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSeco
 
 
 def consumers_by_rank(graph: SegmentGraph, value: Value) -> dict[int, list[int]]:
-    """The segments that use ``value``, by the rank they run on."""
+    """Return the segments that use ``value``, by the rank they run on."""
     grouped: dict[int, list[int]] = {}
     for segment in value.consumers:
         grouped.setdefault(graph.segments[segment].rank, []).append(segment)
@@ -194,7 +194,7 @@ def consumers_by_rank(graph: SegmentGraph, value: Value) -> dict[int, list[int]]
 
 
 def _steps(graph: SegmentGraph, orders: ComputeOrder, microbatches: int, ways: _Ways) -> list[list[_Step]]:
-    """The orders as flat tuples, one per compute."""
+    """Return the orders as flat tuples, one per compute."""
     duration = compute_seconds(graph)
     base = [row * microbatches for row in range(ways.rows)]
     offset = {kind: plane * len(graph.segments) for kind, plane in NODE_PLANE.items()}
@@ -214,7 +214,7 @@ def _steps(graph: SegmentGraph, orders: ComputeOrder, microbatches: int, ways: _
 
 
 def compute_seconds(graph: SegmentGraph) -> dict[type, list[float]]:
-    """Seconds of one micro-batch: by instruction type, then by segment."""
+    """Return the seconds of one micro-batch by instruction type, then by segment."""
     costs = [segment.cost for segment in graph.segments]
     return {
         Forward: [c.forward_seconds for c in costs],
@@ -227,7 +227,7 @@ def compute_seconds(graph: SegmentGraph) -> dict[type, list[float]]:
 def _stuck(
     orders: ComputeOrder, next_step: Sequence[int], waiters: dict[int, int], ways: _Ways, microbatches: int
 ) -> DeadlockError:
-    """The error for orders whose ranks wait for each other, or for computes that nobody runs."""
+    """Return the error for orders whose ranks wait for each other, or for computes that nobody runs."""
     reasons = []
     for waited, rank in sorted(waiters.items(), key=lambda item: item[1]):
         compute: Compute = orders[rank][next_step[rank]]

@@ -30,7 +30,7 @@ class ClockOffset:
 
 
 def system_name() -> str:
-    """The same for processes that share a monotonic clock; "" where that cannot be known."""
+    """Return the same for processes that share a monotonic clock; "" where that cannot be known."""
     return _BOOT.read_text().strip() if _BOOT.exists() else ""
 
 

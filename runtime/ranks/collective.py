@@ -35,7 +35,7 @@ class Pending:
         self._tensor, self._wait = tensor, wait
 
     def wait(self) -> Tensor:
-        """The tensor, once it is complete (on a GPU: for whatever the current stream does next)."""
+        """Return the tensor, once it is complete (on a GPU: for whatever the current stream does next)."""
         if self._wait is not None:
             self._wait()
             self._wait = None

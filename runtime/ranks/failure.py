@@ -90,7 +90,7 @@ class FailureMonitor:
     def explain(
         self, step: int, peers: Sequence[int], instruction: str, error: BaseException
     ) -> RankFailureError:
-        """The error to raise where waiting on ``peers`` for ``instruction`` failed with ``error``."""
+        """Return the error to raise where waiting on ``peers`` for ``instruction`` failed with ``error``."""
         self._over = True
         with self._ending:  # else the watcher could still be at it when this process ends
             self._report({"peers": list(peers), "instruction": instruction})
@@ -158,7 +158,7 @@ class FailureMonitor:
             raise
 
     def _follow(self, peers: Sequence[int], instruction: str) -> tuple[list[int], str | None]:
-        """The ranks from one of ``peers`` to the one that waits on nobody, and what that one reported of itself."""
+        """Return the ranks from one of ``peers`` to the one that waits on nobody, and what that one reported of itself."""
         chain: list[int] = []
         while True:
             chain.append(self._missing(peers, instruction, chain))

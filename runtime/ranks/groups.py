@@ -47,7 +47,7 @@ _created: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Channel]] = weakr
 def create_channels(
     program: Program, group: Any, timeout_seconds: float, among: Iterable[tuple[int, ...]] = ()
 ) -> dict[str, Channel]:
-    """A channel per queue of ``program``. Collective: every rank of ``group`` calls it, with its own.
+    """Return a channel per queue of ``program``. Collective: every rank of ``group`` calls it, with its own.
 
     ``among``: further sets of ranks, in ascending order; their channels are under ``group_queue`` of them.
     """
@@ -102,7 +102,7 @@ def hang_up(group: Any) -> None:
 
 
 def _wanted_by_any(mine: set[tuple[int, ...]], group: Any) -> list[tuple[int, ...]]:
-    """Every set of ranks that some rank of ``group`` needs a communicator for, in the same order everywhere.
+    """Return every set of ranks that some rank of ``group`` needs a communicator for, in the same order everywhere.
 
     Groups could be created by their members only, but torch then names them after the number of groups that a
     process is in already, and members in different numbers of groups would wait for each other under two

@@ -55,7 +55,7 @@ class WorkerError(RankFailureError):
 def init_distributed(
     device: torch.device | str, timeout_seconds: float = 30.0, *, meeting: Meeting | None = None
 ) -> Any:
-    """The default process group: the existing one, or one over the processes ``torchrun`` started.
+    """Return the default process group: the existing one, or one over the processes ``torchrun`` started.
 
     ``meeting``: where these processes found each other already.
     """

@@ -97,7 +97,7 @@ class Meeting:
         self.store.set(self._key(key), json.dumps(value))
 
     def _get(self, keys: Sequence[str], ranks: Sequence[int], timeout_seconds: float) -> list[Any]:
-        """The values of ``keys``, left there by ``ranks``; names the ranks that did not come."""
+        """Return the values of ``keys``, left there by ``ranks``; names the ranks that did not come."""
         if not keys:
             return []
         names = [self._key(key) for key in keys]

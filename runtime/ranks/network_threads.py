@@ -28,7 +28,7 @@ GLOO_NETWORK_THREAD = "gloo_tcp_loop"
 
 
 def network_threads() -> list[int]:
-    """The thread ids of this process's Gloo network threads; none where the system does not list threads."""
+    """Return the thread ids of this process's Gloo network threads; none where the system does not list threads."""
     found = []
     for entry in Path("/proc/self/task").glob("*"):
         try:

@@ -26,7 +26,7 @@ _CHANGE: dict[Kind, tuple[int, int]] = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1),
 
 
 def fullest_moments(steps: Iterable[Step], chunks: int) -> tuple[Moment, ...]:
-    """The moments of a rank's order that no other moment holds at least as much as, in every count.
+    """Return the moments of a rank's order that no other moment holds at least as much as, in every count.
 
     The peak of any non-negative weighting of the counts, so of bytes, is reached at one of them.
     """
@@ -73,7 +73,7 @@ def chunk_corners(steps: Iterable[Step], chunks: int) -> tuple[tuple[tuple[int, 
 
 
 def _corners(points: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """The upper right of the convex hull, by falling x and rising y."""
+    """Return the upper right of the convex hull, by falling x and rising y."""
     hull: list[tuple[int, int]] = []
     for x, y in sorted(points, reverse=True):
         if hull and y <= hull[-1][1]:

@@ -48,7 +48,7 @@ def list_order(
     mode: Mode = "whole",
     forward_first: bool = False,
 ) -> ComputeOrder:
-    """Each rank's instructions in order of their simulated start.
+    """Return each rank's instructions in order of their simulated start.
 
     limits         per rank, most unfinished micro-batches at once; ``default_limits`` if None
     mode           forwards only, whole backwards, or backwards in halves

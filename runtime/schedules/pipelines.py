@@ -17,7 +17,7 @@ from runtime.schedules.held import Step
 
 
 def gpipe(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
-    """All forwards, then all backwards.
+    """Return all forwards, then all backwards.
 
     Backwards run in the order of the forwards (the paper draws them reversed; time and memory are the same),
     so that gradients are added up in the order in which the unpartitioned model adds them.

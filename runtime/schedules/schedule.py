@@ -47,18 +47,18 @@ class Schedule:
     """Whether stages are placed as a V (down the ranks and up again) and not round and round."""
 
     def stage_ranks(self, stages: int, ranks: Sequence[int]) -> tuple[int, ...]:
-        """The rank of each stage, in stage order."""
+        """Return the rank of each stage, in stage order."""
         return tuple(ranks[position] for position in self.positions(stages, len(ranks)))
 
     def positions(self, stages: int, ranks: int) -> tuple[int, ...]:
-        """The place in the pipeline (0 .. ranks-1) that runs each stage."""
+        """Return the place in the pipeline (0 .. ranks-1) that runs each stage."""
         if not self.folded:
             return tuple(stage % ranks for stage in range(stages))
         turns = (divmod(stage, ranks) for stage in range(stages))
         return tuple(place if turn % 2 == 0 else ranks - 1 - place for turn, place in turns)
 
     def stages_at(self, position: int, stages: int, ranks: int) -> tuple[int, ...]:
-        """The stages that a place in the pipeline runs: element c is its chunk c."""
+        """Return the stages that a place in the pipeline runs: element c is its chunk c."""
         return tuple(s for s, place in enumerate(self.positions(stages, ranks)) if place == position)
 
     def check(self, stages: int, ranks: int, microbatches: int) -> str | None:
@@ -82,7 +82,7 @@ class Schedule:
         return _in_flight(self, position, ranks, chunks, self.settled(ranks, microbatches))
 
     def moments(self, position: int, ranks: int, chunks: int, microbatches: int) -> tuple[Moment, ...]:
-        """The moments at which the rank may hold the most; ``peak_bytes`` turns them into bytes. Exact."""
+        """Return the moments at which the rank may hold the most; ``peak_bytes`` turns them into bytes. Exact."""
         return fullest_moments(self.steps(position, ranks, chunks, microbatches), chunks)
 
     def corners(
@@ -92,7 +92,7 @@ class Schedule:
         return _corners(self, position, ranks, chunks, self.settled(ranks, microbatches))
 
     def settled(self, ranks: int, microbatches: int) -> int:
-        """A number of micro-batches, as small as is known, with which every rank holds as many at once."""
+        """Return a number of micro-batches, as small as is known, with which every rank holds as many at once."""
         return microbatches
 
     def steps(self, position: int, ranks: int, chunks: int, microbatches: int) -> Sequence[Step]:
@@ -106,7 +106,7 @@ class Schedule:
         memory_bytes: Sequence[int] | None = None,
         transfer_seconds: TransferSeconds | None = None,
     ) -> ComputeOrder:
-        """Each rank's compute instructions in order; ranks without segments get none.
+        """Return each rank's compute instructions in order; ranks without segments get none.
 
         memory_bytes      per rank, what it may hold in saved activations. Only ``list`` bends to it; what a
                           published order holds is fixed (``moments``).

@@ -32,7 +32,7 @@ UNIT_TIMES: Mapping[str, int] = {"F": 1, "B": 1, "I": 1, "W": 1}
 def table(
     order: ComputeOrder, graph: SegmentGraph | None = None, units: Mapping[str, int] = UNIT_TIMES
 ) -> str:
-    """The clock table of ``order``.
+    """Return the clock table of ``order``.
 
     graph  whose values say what waits for what; None: the segments form a chain
     units  time units per kind of instruction; transfers take none
@@ -120,7 +120,7 @@ def _edges(order: ComputeOrder, graph: SegmentGraph | None) -> dict[tuple[int, i
 def _inputs(
     instruction: Compute, edges: Mapping[tuple[int, int], bool], known: Mapping[Compute, list[int]]
 ) -> list[Compute]:
-    """The instructions of the order that must be done before this one."""
+    """Return the instructions of the order that must be done before this one."""
     segment, microbatch = instruction.segment, instruction.microbatch
     if isinstance(instruction, Forward):
         return [Forward(producer, microbatch) for producer, consumer in edges if consumer == segment]

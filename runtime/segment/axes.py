@@ -15,13 +15,13 @@ from runtime.segment.code import SegmentCode
 def groups_needed(
     codes: Iterable[SegmentCode], shardings: Iterable[Sharding], rank: int
 ) -> set[tuple[int, ...]]:
-    """The sets of ranks, ascending, with which ``rank`` shares the bridges of ``codes`` and the owners of parameters."""
+    """Return the groups, ranks ascending, in which ``rank`` runs the bridges of ``codes`` and shares owners of parameters."""
     wanted = {(code.mesh, name) for code in codes if code.mesh for name in axes_of(code.module.graph)}
     wanted |= {(s.mesh, s.mesh.axes[axis]) for s in shardings for axis, _ in s.cuts}
     return {tuple(sorted(ranks_along(mesh, name.split(JOINT), rank))) for mesh, name in wanted}
 
 
 def axes_for(code: SegmentCode, rank: int, channels: Mapping[str, Channel], wait: Wait) -> dict[str, Axis]:
-    """The axes that the bridges of ``code`` run along, by name."""
+    """Return the axes that the bridges of ``code`` run along, by name."""
     assert code.mesh is not None
     return {name: axis_of(code.mesh, name, rank, channels, wait) for name in axes_of(code.module.graph)}

@@ -25,7 +25,7 @@ class TensorSpec:
     dtype: torch.dtype
 
     def concrete(self, symbols: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
-        """The shape, in elements per dimension, once every symbol has a number."""
+        """Return the shape, in elements per dimension, once every symbol has a number."""
         return tuple(d if isinstance(d, int) else int(d.subs(symbols)) for d in self.shape)
 
 

@@ -119,7 +119,7 @@ def cut(tensor: torch.Tensor, dim: int | None, microbatches: int, multiple: int 
 
 
 def cut_part(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """A rank's part of a leaf per micro-batch: views. ``sizes``: samples of each as a whole."""
+    """Return a rank's part of a leaf per micro-batch: views. ``sizes``: samples of each as a whole."""
     parts = sum(sizes) // max(1, tensor.shape[dim])
     if [size // parts * parts for size in sizes] != list(sizes) or tensor.shape[dim] * parts != sum(sizes):
         raise InternalError(
@@ -131,7 +131,7 @@ def cut_part(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch
 def symbol_sizes(
     spec: BatchSpec, shapes: Mapping[str, tuple[int, ...]], microbatch_size: int
 ) -> dict[sympy.Symbol, int]:
-    """The number that each symbol stands for in a micro-batch of ``microbatch_size`` samples.
+    """Return the number that each symbol stands for in a micro-batch of ``microbatch_size`` samples.
 
     ``shapes``: of the whole batch's leaves.
     """

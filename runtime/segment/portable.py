@@ -47,7 +47,7 @@ class PackedNode:
 
 
 def pack(module: fx.GraphModule) -> tuple[PackedNode, ...]:
-    """The module's graph as data. Its nodes' ``meta`` stays behind."""
+    """Return the module's graph as data. Its nodes' ``meta`` stays behind."""
 
     def refer(argument: Any) -> Any:
         return Reference(argument.name) if isinstance(argument, fx.Node) else argument
@@ -65,7 +65,7 @@ def pack(module: fx.GraphModule) -> tuple[PackedNode, ...]:
 
 
 def unpack(nodes: tuple[PackedNode, ...]) -> fx.GraphModule:
-    """The graph module that ``pack`` was given."""
+    """Return the graph module that ``pack`` was given."""
     graph = fx.Graph()
     made: dict[str, fx.Node] = {}
 

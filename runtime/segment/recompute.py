@@ -35,7 +35,7 @@ aten = torch.ops.aten
 
 
 def marked(module: fx.GraphModule, regions: Sequence[Sequence[str]]) -> fx.GraphModule:
-    """A copy of ``module`` whose nodes know their region, so that rewrites which replace nodes keep it."""
+    """Return a copy of ``module`` whose nodes know their region, so that rewrites which replace nodes keep it."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, val_map={}))
     region_of = {name: index for index, names in enumerate(regions) for name in names}
@@ -165,7 +165,7 @@ def _first_argument(node: fx.Node) -> int | None:
 
 
 def _without_writes(body: fx.GraphModule) -> fx.GraphModule:
-    """A copy of ``body`` that writes throw-away copies of running statistics.
+    """Return a copy of ``body`` that writes throw-away copies of running statistics.
 
     What training computes does not depend on them; left out, autograd would save fewer tensors than the first time.
     """

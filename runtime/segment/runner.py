@@ -82,7 +82,7 @@ class SegmentRunner:
     def forward(
         self, microbatch: int, values: Sequence[Tensor], leaves: Sequence[Tensor], *, keep: bool = True
     ) -> Sequence[Any]:
-        """Every output of the graph, in the order of ``code.outputs``.
+        """Return every output of the graph, in the order of ``code.outputs``.
 
         ``values`` and ``leaves`` are in the order of ``value_names`` and ``leaf_names``. ``keep``: a
         backward follows.
@@ -200,7 +200,7 @@ def _written_buffers(code: SegmentCode) -> list[tuple[int, list[int], str]]:
 
 
 def _with_emits(module: fx.GraphModule, early: Sequence[int], emit: Emit) -> fx.GraphModule:
-    """A copy of ``module`` that calls ``emit(position, tensor)`` after making each output in ``early``."""
+    """Return a copy of ``module`` that calls ``emit(position, tensor)`` after making each output in ``early``."""
     graph = fx.Graph()
     result = graph.graph_copy(module.graph, val_map={})
     output = graph.output(result)

@@ -233,7 +233,7 @@ class Site:
 
 
 def find_site(node: fx.Node, parameters: Mapping[fx.Node, str]) -> Site | None:
-    """The site that ``node`` is, or None where it keeps its ordinary autograd.
+    """Return the site that ``node`` is, or None where it keeps its ordinary autograd.
 
     ``parameters``: the placeholders that stand for parameters.
     """
@@ -289,7 +289,7 @@ _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 
 def _transposed(node: fx.Node) -> fx.Node | None:
-    """The node that ``node`` is the two-dimensional transpose of."""
+    """Return the node that ``node`` is the two-dimensional transpose of."""
     is_t = node.target is aten.t.default
     is_transpose = node.target is aten.transpose.int and set(node.args[1:]) in ({0, 1}, {-1, -2})
     is_permute = node.target is aten.permute.default and node.args[1] in ([1, 0], (1, 0))
@@ -299,7 +299,7 @@ def _transposed(node: fx.Node) -> fx.Node | None:
 
 
 def split(module: fx.GraphModule, code: SegmentCode) -> tuple[fx.GraphModule, DeferredWork]:
-    """A copy of ``module`` whose parameterized ops defer their weight gradients into the returned queue."""
+    """Return a copy of ``module`` whose parameterized ops defer their weight gradients into the returned queue."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, val_map={}))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]

@@ -23,7 +23,7 @@ class Links(Protocol):
         ...
 
     def path(self, a: int, b: int) -> Path:
-        """The links from rank ``a`` to rank ``b``."""
+        """Return the links from rank ``a`` to rank ``b``."""
         ...
 
 
@@ -36,7 +36,7 @@ class UniformLinks:
     links: dict[str, Link] = field(default_factory=dict)
 
     def path(self, a: int, b: int) -> Path:
-        """The wire from ``a`` to ``b``."""
+        """Return the wire from ``a`` to ``b``."""
         name = f"{a}>{b}"
         if name not in self.links:
             self.links[name] = Link(name, self.bandwidth_bytes_per_second, self.latency_seconds)
@@ -61,7 +61,7 @@ class FairShare:
         self._rates: dict[tuple[tuple[str, ...], ...], tuple[float, ...]] = {}
 
     def join(self, flow: int, path: Path, size_bytes: float, now: float) -> list[tuple[int, float]]:
-        """A transfer starts to move bytes at time ``now``, in seconds."""
+        """Return a transfer starts to move bytes at time ``now``, in seconds."""
         rate = path.bandwidth_bytes_per_second
         self._flows[flow] = _Flow(path, size_bytes, rate, now)
         shares = False
@@ -75,7 +75,7 @@ class FairShare:
         return ends
 
     def leave(self, flow: int, now: float) -> list[tuple[int, float]]:
-        """A transfer has moved its last byte."""
+        """Return a transfer has moved its last byte."""
         neighbours: dict[int, None] = {}
         for link in self._flows.pop(flow).path.links:
             users = self._users[link]

@@ -23,7 +23,7 @@ class Overheads:
 
 
 def count_microbatches(programs: Sequence[Program]) -> int:
-    """One more than the highest micro-batch that any compute names."""
+    """Return one more than the highest micro-batch that any compute names."""
     return 1 + max(
         (
             i.microbatch  # type: ignore[union-attr]  # what NODE_PLANE names has one
@@ -117,7 +117,7 @@ class FlatPrograms:
             self.operations.append(operations)
 
     def machine(self, contention: float) -> Machine:
-        """The input of the event loop."""
+        """Return the input of the event loop."""
         return Machine(
             operations=self.operations,
             nodes=len(self.node_places),
@@ -132,7 +132,7 @@ class FlatPrograms:
         )
 
     def _meeting(self, known: dict[Any, int], key: Any, ranks: tuple[int, ...]) -> int:
-        """The number of what ``ranks`` come together for."""
+        """Return the number of what ``ranks`` come together for."""
         if key not in known:
             known[key] = len(self.reduction_ranks)
             self.reduction_ranks.append(ranks)
@@ -150,7 +150,7 @@ class FlatPrograms:
         return number
 
     def path(self, ends: tuple[int, int]) -> Path:
-        """The way from rank to rank."""
+        """Return the way from rank to rank."""
         path = self._paths.get(ends)
         if path is None:
             path = self._paths[ends] = self.links.path(*ends)

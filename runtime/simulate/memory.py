@@ -93,7 +93,7 @@ class _Ledger:
 def memory_curves(
     graph: SegmentGraph, times: StepTimes, state_bytes: Sequence[float], scale: Sequence[float]
 ) -> tuple[MemoryCurve, ...]:
-    """One curve per rank; see the table above."""
+    """Return one curve per rank; see the table above."""
     ledger = _Ledger(graph.world_size, np.asarray(scale, dtype=np.float64))
     begun = [(times.start[0, s], times.place[0, s]) for s in range(len(graph.segments))]
     forward, backward, weight = ([_ends(times, p, s) for s in range(len(graph.segments))] for p in range(3))
@@ -140,7 +140,7 @@ def _ends(times: StepTimes, plane: int, segment: int) -> Moment:
 
 
 def _latest(*moments: Moment) -> Moment:
-    """The last of several moments; computes that never ran have negative times and never win."""
+    """Return the last of several moments; computes that never ran have negative times and never win."""
     return np.max([m[0] for m in moments], axis=0), np.max([m[1] for m in moments], axis=0)
 
 

@@ -248,7 +248,7 @@ def _spans(program: Program, flat: FlatPrograms, run: Run) -> tuple[Span, ...]:
 
 
 def _step_times(graph: SegmentGraph, flat: FlatPrograms, run: Run) -> StepTimes:
-    """The run's flat lists as arrays over micro-batches."""
+    """Return the run's flat lists as arrays over micro-batches."""
     count = len(flat.scale)
     by_node = (3, len(graph.segments), count)
     messages: dict[tuple[str, bool, int, int], list[int]] = {}

@@ -44,7 +44,7 @@ _MICRO = 1e6
 
 
 def render(simulation: Simulation, width: int = 100) -> str:
-    """One row of ``width`` columns per rank, time from left to right; idle ranks without a program are left out."""
+    """Return one row of ``width`` columns per rank, time from left to right; idle ranks without a program are left out."""
     step = simulation.step_seconds
     if step <= 0.0:
         return "the step takes no time"
@@ -73,7 +73,7 @@ def _row(spans: tuple[Span, ...], columns_per_second: float, width: int) -> str:
 
 
 def _cell(instruction: Instruction, columns: int, several_segments: bool) -> str:
-    """The most telling text that fits, filled up to ``columns``."""
+    """Return the most telling text that fits, filled up to ``columns``."""
     letter = _LETTER[type(instruction)]
     if isinstance(instruction, Forward | Backward | BackwardInput | BackwardWeight):
         short = f"{letter}{instruction.microbatch}"
@@ -100,7 +100,7 @@ def _bytes(size: float) -> str:
 
 
 def chrome_trace(simulation: Simulation, label: str = "", first: int = 0) -> dict[str, Any]:
-    """The step in the trace event format, for https://ui.perfetto.dev or chrome://tracing (JSON).
+    """Return the step in the trace event format, for https://ui.perfetto.dev or chrome://tracing (JSON).
 
     One process per rank: its computes, its outgoing transfers (asynchronous slices), its memory where known. To lay
     several steps over each other: ``label`` tells their processes apart, which are numbered from ``first``.

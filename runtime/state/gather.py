@@ -42,7 +42,7 @@ class HeldPiece:
 
 
 def pieces_of(state: RankState, name: str, shape: tuple[int, ...]) -> tuple[HeldPiece, ...]:
-    """The blocks that make up the tensor called ``name``, and who has them; the same on every rank."""
+    """Return the blocks that make up the tensor called ``name``, and who has them; the same on every rank."""
     sharding = state.shardings.get(name)
     if sharding is not None:
         speakers = [rank for rank in sharding.mesh.ranks if sharding.speaks(rank)]
@@ -87,7 +87,7 @@ def gather_state(
 
 
 def _gathered(entry: StateEntry, state: RankState, side: SideGroup, ahead_bytes: int) -> Tensor:
-    """The tensor of one entry: full on rank 0, on the meta device elsewhere."""
+    """Return the tensor of one entry: full on rank 0, on the meta device elsewhere."""
     pieces = pieces_of(state, entry.name, entry.shape)
     full = torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if side.rank == 0 else "meta")
     for piece in pieces:

@@ -27,7 +27,7 @@ from runtime.state.rank_state import RankState
 def leaf_and_owner(
     value: Tensor, types: ParameterPrecision, requires_grad: bool
 ) -> tuple[Tensor, nn.Parameter]:
-    """The leaf and the owner of a parameter. ``value``, in the model's type or the owner's, is handed over: one of
+    """Return the leaf and the owner of a parameter. ``value``, in the model's type or the owner's, is handed over: one of
     them may be it.
     """
     owner = nn.Parameter(value.to(types.owner), requires_grad)
@@ -44,7 +44,7 @@ def leaf_and_owner(
 
 
 def gradient_dtype(leaf: Tensor) -> torch.dtype:
-    """The type in which autograd sums the gradient of ``leaf``."""
+    """Return the type in which autograd sums the gradient of ``leaf``."""
     return leaf.dtype if leaf.grad_dtype is None else leaf.grad_dtype
 
 

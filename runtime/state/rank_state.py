@@ -37,12 +37,12 @@ class StatePart:
 
 
 def part_name(whole: str, number: int) -> str:
-    """The name of the ``number``-th part of a tensor."""
+    """Return the name of the ``number``-th part of a tensor."""
     return f"{whole}#{number}"
 
 
 def names_of_parts(parts: Mapping[str, StatePart]) -> dict[str, tuple[str, ...]]:
-    """The parts of every tensor that is held in parts, by its own name."""
+    """Return the parts of every tensor that is held in parts, by its own name."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, part in parts.items():
         found[part.whole].append(name)
@@ -69,7 +69,7 @@ class RankState:
         return self._names_of_parts.get(name, (name,))
 
     def whole_of(self, name: str) -> str:
-        """The model's own name of what ranks hold as ``name``."""
+        """Return the model's own name of what ranks hold as ``name``."""
         return self.parts[name].whole if name in self.parts else name
 
     def own(self, name: str) -> Tensor:
@@ -87,5 +87,5 @@ class RankState:
         return self.holders[name][0] == self.rank
 
     def spoken_for(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters this rank speaks for: over all ranks, each parameter of the model once."""
+        """Yield the parameters this rank speaks for: over all ranks, each parameter of the model once."""
         return ((name, p) for name, p in self.parameters.items() if self.is_first_holder(name))
