@@ -14,8 +14,15 @@ from typing import NamedTuple, TypeAlias
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import ring_all_reduce_seconds, slowest_hop
 from runtime.program.order import build_programs
-from runtime.program.program import Collective, Program, ReduceGradients, SegmentGraph, TiedGroup
-from runtime.schedules import SCHEDULES, TransferSeconds
+from runtime.program.program import (
+    Collective,
+    Program,
+    ReduceGradients,
+    SegmentGraph,
+    TiedGroup,
+    TransferSeconds,
+)
+from runtime.schedules import SCHEDULES
 from runtime.simulate.simulate import Overheads, Simulation, simulate
 
 SumKey: TypeAlias = tuple[tuple[str, ...], tuple[int, ...]]

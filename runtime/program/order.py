@@ -41,12 +41,12 @@ from runtime.program.program import (
     SegmentGraph,
     Send,
     TiedGroup,
+    TransferSeconds,
     group_queue,
     pair_queue,
 )
 from runtime.program.timing import (
     Timing,
-    TransferSeconds,
     consumers_by_rank,
     quick_makespan,
     time_orders,

@@ -22,7 +22,7 @@ Text form (the notation of the field's pipeline tools: ``<segment><action><micro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -257,6 +257,10 @@ class SegmentGraph:
 
 ComputeOrder: TypeAlias = tuple[tuple[Compute, ...], ...]
 """Compute instructions of each rank, in order: what a schedule returns."""
+
+
+TransferSeconds: TypeAlias = Callable[[int, int, int], float]
+"""Function from (source rank, target rank, bytes) to the seconds of the transfer alone on its links."""
 
 
 def compute_of(instructions: Iterable[Instruction]) -> tuple[Compute, ...]:

@@ -21,7 +21,7 @@ Behind them, m numbers per tensor that goes from one rank to another: its arriva
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -35,11 +35,9 @@ from runtime.program.program import (
     ComputeOrder,
     Forward,
     SegmentGraph,
+    TransferSeconds,
     Value,
 )
-
-TransferSeconds: TypeAlias = Callable[[int, int, int], float]
-"""(source rank, target rank, bytes) -> seconds of the transfer alone on its links."""
 
 UNSET = -1.0
 """The time of a node that has not run."""
@@ -49,7 +47,7 @@ NODE_PLANE: dict[type, int] = {Forward: 0, Backward: 1, BackwardInput: 1, Backwa
 
 _Outgoing: TypeAlias = tuple[int, int, float, list[int] | None]
 """(arrival at micro-batch 0, pair of ranks, transfer seconds, contributions missing per micro-batch or None)."""
-_Step: TypeAlias = tuple[int, int, float, list[int], list[_Outgoing]]
+_TimedCompute: TypeAlias = tuple[int, int, float, list[int], list[_Outgoing]]
 """(node, micro-batch, duration in seconds, what it needs at micro-batch 0, what it sends)."""
 
 
@@ -193,7 +191,9 @@ def consumers_by_rank(graph: SegmentGraph, value: Value) -> dict[int, list[int]]
     return grouped
 
 
-def _steps(graph: SegmentGraph, orders: ComputeOrder, microbatches: int, ways: _Ways) -> list[list[_Step]]:
+def _steps(
+    graph: SegmentGraph, orders: ComputeOrder, microbatches: int, ways: _Ways
+) -> list[list[_TimedCompute]]:
     """Return the orders as flat tuples, one per compute."""
     duration = compute_seconds(graph)
     base = [row * microbatches for row in range(ways.rows)]

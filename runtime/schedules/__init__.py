@@ -17,7 +17,7 @@ from runtime.schedules.list_scheduler import (
     list_order,
 )
 from runtime.schedules.pipelines import gpipe, interleaved, one_f_one_b
-from runtime.schedules.schedule import PipelineSchedule, Schedule, TransferSeconds
+from runtime.schedules.schedule import PipelineSchedule, Schedule
 from runtime.schedules.table import table
 from runtime.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
@@ -25,7 +25,6 @@ __all__ = [
     "SCHEDULES",
     "Moment",
     "Schedule",
-    "TransferSeconds",
     "default_limits",
     "inference_order",
     "limits_within",

@@ -1,4 +1,4 @@
-"""What an order holds: micro-batches in flight, and the bytes that autograd saves for them.
+"""The memory of an order: micro-batches in flight, and the bytes that autograd saves for them.
 
 Counted from the instruction order itself, so it is exact for whatever a schedule generates. Only the rank's
 own order matters: holding begins with a forward and ends with a backward of the same rank.
@@ -16,7 +16,7 @@ Step: TypeAlias = tuple[Kind, int, int]
 """(forward, whole backward, input half or weight half; chunk on the rank; micro-batch)"""
 
 Moment: TypeAlias = tuple[tuple[int, int], ...]
-"""Per chunk: micro-batches held whole, and micro-batches of which only the weight half is left.
+"""Micro-batches of each chunk that are held whole, and those of which only the weight half is left.
 
 whole         forward done, (input) backward not done: each holds ``saved_bytes``
 weights left  input half done, weight half not done:   each holds ``weight_saved_bytes``
@@ -37,7 +37,7 @@ def fullest_moments(steps: Iterable[Step], chunks: int) -> tuple[Moment, ...]:
         more_whole, more_weights = _CHANGE[kind]
         whole[chunk] += more_whole
         weights[chunk] += more_weights
-        # Whoever only releases leaves a moment that the one before holds at least as much as.
+        # A step that only releases leads to a moment that holds no more than the one before: it cannot be the fullest.
         if more_whole > 0 or more_weights > 0:
             seen.add(tuple(zip(whole, weights, strict=True)))
     return _undominated(seen)
@@ -57,7 +57,7 @@ def _dominates(one: Moment, other: Moment) -> bool:
 
 
 def chunk_corners(steps: Iterable[Step], chunks: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Per chunk, looked at alone: the few (whole, weights left) at which it may hold the most.
+    """Return, for each chunk alone, the few (whole, weights left) at which it may hold the most.
 
     ``whole·a + weights·b`` with a, b >= 0 is largest at a corner of the counts' convex hull, whatever a and b are.
     """
@@ -85,12 +85,12 @@ def _corners(points: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _right_of(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> int:
-    """Positive if ``b`` lies beyond the line from ``a`` up to ``c``, seen from the origin."""
+    """Return a positive number if ``b`` lies beyond the line from ``a`` up to ``c``, seen from the origin."""
     return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
 
 
 def held_microbatches(steps: Iterable[Step], chunks: int) -> tuple[int, ...]:
-    """Per chunk, the most micro-batches at once whose forward is done and last backward half is not."""
+    """Return, for each chunk, the most micro-batches at once whose forward is done and last backward half is not."""
     now = [0] * chunks
     most = [0] * chunks
     for kind, chunk, _ in steps:
@@ -105,7 +105,7 @@ def held_microbatches(steps: Iterable[Step], chunks: int) -> tuple[int, ...]:
 def peak_bytes(
     moments: Iterable[Moment], saved_bytes: Sequence[int], weight_saved_bytes: Sequence[int]
 ) -> int:
-    """Most bytes saved for backward at once on a rank, given the bytes per chunk and micro-batch."""
+    """Return the most bytes saved for backward at once on a rank, given the bytes per chunk and micro-batch."""
     return max(
         (
             sum(
@@ -119,7 +119,7 @@ def peak_bytes(
 
 
 def peak_saved_bytes(graph: SegmentGraph, order: ComputeOrder) -> tuple[int, ...]:
-    """Per rank, the most bytes saved for backward at once when it runs ``order``: any graph, any schedule."""
+    """Return, for each rank, the most bytes saved for backward at once in ``order``: any graph, any schedule."""
     peaks = []
     for instructions in order:
         held = peak = 0

@@ -12,8 +12,8 @@ from runtime.schedules.list_work import Work
 from runtime.schedules.schedule import INSTRUCTION
 
 
-def play(graph: SegmentGraph, work: Work, microbatches: int, limits: Sequence[int]) -> Clock:
-    """Play ``microbatches`` with at most ``limits`` of them unfinished on each rank; the clock has run out."""
+def play(graph: SegmentGraph, work: Work, microbatches: int, limits: Sequence[int]) -> ListClock:
+    """Play ``microbatches`` with at most ``limits`` of them unfinished on each rank; return the clock, run out."""
     problems = []
     if microbatches < 1:
         problems.append(f"there must be a micro-batch, not {microbatches}")
@@ -21,13 +21,13 @@ def play(graph: SegmentGraph, work: Work, microbatches: int, limits: Sequence[in
         problems.append(f"each of {graph.world_size} ranks needs a limit of 1 or more, not {list(limits)}")
     if problems:
         raise UsageError("the list scheduler cannot order these segments", problems)
-    clock = Clock(graph, work, microbatches, limits)
+    clock = ListClock(graph, work, microbatches, limits)
     clock.run()
     return clock
 
 
-class Clock:
-    """State of the play.
+class ListClock:
+    """The state of the play.
 
     task   node * m + microbatch
     unit   a device group: the ranks that run a segment together
@@ -168,7 +168,7 @@ class Clock:
             self._arrive(task, touched)
 
     def order(self) -> ComputeOrder:
-        """What every rank started, in order."""
+        """Return what every rank started, in order."""
         nodes, m = self.work.nodes, self.microbatches
         made = [(INSTRUCTION[node.kind], node.segment.index) for node in nodes]
         return tuple(
@@ -181,7 +181,7 @@ class Clock:
         return max(self.last_seconds)
 
     def span_seconds(self) -> list[float]:
-        """Per rank, from its first start to its last finish."""
+        """Return the seconds of each rank from its first start to its last finish."""
         return [
             max(0.0, last - first) if tasks else 0.0
             for first, last, tasks in zip(self.first_seconds, self.last_seconds, self.started, strict=True)

@@ -28,15 +28,16 @@ from runtime.program.program import (
     Segment,
     SegmentCost,
     SegmentGraph,
+    TransferSeconds,
     Value,
 )
 from runtime.schedules.held import Kind, Step
 from runtime.schedules.list_clock import play
 from runtime.schedules.list_work import Mode, Work, work_of
-from runtime.schedules.schedule import INSTRUCTION, Schedule, TransferSeconds
+from runtime.schedules.schedule import INSTRUCTION, Schedule
 
 WORTH_TWICE_THE_MEMORY = 0.01
-"""The part of the step that twice the micro-batches in flight must save to be chosen."""
+"""Part of the step that twice the micro-batches in flight must save to be chosen."""
 
 
 def list_order(
@@ -63,7 +64,7 @@ def list_order(
 def default_limits(
     graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSeconds | None = None
 ) -> tuple[int, ...]:
-    """Per rank, how many unfinished micro-batches keep the slowest rank busy (and no more).
+    """Return, for each rank, how many unfinished micro-batches keep the slowest rank busy (and no more).
 
     Little's law: L = λW. λ is one micro-batch per period, the work of the busiest rank; W is the time from a
     micro-batch's first forward to its last backward on the rank when it is alone. On p equal stages this is
@@ -73,9 +74,9 @@ def default_limits(
 
 
 def limits_within(graph: SegmentGraph, limits: Sequence[int], memory_bytes: Sequence[int]) -> tuple[int, ...]:
-    """``limits`` lowered to what fits: all saved bytes of one micro-batch on the rank, times the limit.
+    """Lower ``limits`` to what fits: all saved bytes of one micro-batch on the rank, times the limit.
 
-    At least one micro-batch each: less cannot run, and whether one fits is not for a schedule to say.
+    Every rank keeps at least one micro-batch: less cannot run, and whether one fits is not for a schedule to say.
     """
     saved = [0] * graph.world_size
     for segment in graph.segments:
@@ -91,7 +92,7 @@ def limits_within(graph: SegmentGraph, limits: Sequence[int], memory_bytes: Sequ
 def inference_order(
     graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSeconds | None = None
 ) -> ComputeOrder:
-    """Forwards only, on any placement: micro-batches follow each other as fast as the ranks allow."""
+    """Order forwards only, on any placement: micro-batches follow each other as fast as the ranks allow."""
     return list_order(
         graph,
         microbatches,
@@ -110,7 +111,7 @@ class ListSchedule(Schedule):
 
     @property
     def mode(self) -> Mode:
-        """How backwards run."""
+        """Backwards whole, or in halves."""
         return "split" if self.splits_backward else "whole"
 
     def check(self, stages: int, ranks: int, microbatches: int) -> str | None:
@@ -119,7 +120,7 @@ class ListSchedule(Schedule):
         return None
 
     def steps(self, position: int, ranks: int, chunks: int, microbatches: int) -> Sequence[Step]:
-        """On a chain of equal stages placed round and round: other graphs may be ordered otherwise."""
+        """Return the steps on a chain of equal stages placed round and round; other graphs may be ordered otherwise."""
         return _chain_steps(self, ranks, chunks, microbatches)[position]
 
     def order(
@@ -168,16 +169,16 @@ def _chain_steps(
 
 @dataclass(frozen=True)
 class _Alone:
-    """One micro-batch played alone."""
+    """Times of one micro-batch played alone."""
 
     step_seconds: float
     period_seconds: float
-    """Work of the busiest rank."""
+    """Seconds of work of the busiest rank."""
     span_seconds: Sequence[float]
-    """Per rank, from its first start to its last finish."""
+    """Seconds of each rank from its first start to its last finish."""
 
     def limits(self, microbatches: int) -> tuple[int, ...]:
-        """Little's law, see ``default_limits``."""
+        """Apply Little's law, see ``default_limits``."""
         if self.period_seconds <= 0:
             return (microbatches,) * len(self.span_seconds)
         # A little less than the quotient, so that rounding of equal times does not add a micro-batch.

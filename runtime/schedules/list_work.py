@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from cost_models.errors import UsageError
-from runtime.program.program import Segment, SegmentGraph
+from runtime.program.program import Segment, SegmentGraph, TransferSeconds
 from runtime.schedules.held import Kind
-from runtime.schedules.schedule import TransferSeconds
 
 Mode: TypeAlias = Literal["inference", "whole", "split"]
 """Forwards only, whole backwards, or backwards in halves."""
@@ -16,7 +15,7 @@ Mode: TypeAlias = Literal["inference", "whole", "split"]
 
 @dataclass(frozen=True)
 class WorkNode:
-    """What one segment does to every micro-batch: its forward, backward, or a half of it."""
+    """A piece of one segment's work on every micro-batch: its forward, backward, or a half of it."""
 
     kind: Kind
     segment: Segment
@@ -30,17 +29,17 @@ class Work:
 
     nodes: tuple[WorkNode, ...]
     after: tuple[tuple[tuple[int, float], ...], ...]
-    """Per node: (node that needs its result, seconds until the result is there)."""
+    """Nodes that need each node's result, with the seconds until the result is there."""
     needs: tuple[int, ...]
-    """Per node: how many results it waits for."""
+    """Number of results that each node waits for."""
     place: tuple[int, ...]
-    """Per node: its place among the nodes of the same urgency, longest remaining path first."""
+    """Place of each node in the order of urgency, longest remaining path first among equals."""
 
 
 def _transfers(
     graph: SegmentGraph, transfer_seconds: TransferSeconds | None
 ) -> dict[tuple[int, int], tuple[float, bool]]:
-    """(producer, consumer) -> seconds on the way, and whether a gradient comes back."""
+    """Return, by (producer, consumer), the seconds on the way and whether a gradient comes back."""
     size_bytes: dict[tuple[int, int], int] = {}
     gradient: dict[tuple[int, int], bool] = {}
     for value in graph.values:
@@ -62,6 +61,7 @@ def _transfers(
 def work_of(
     graph: SegmentGraph, transfer_seconds: TransferSeconds | None, mode: Mode, forward_first: bool
 ) -> Work:
+    """Make the DAG of one micro-batch. ``forward_first``: forwards are more urgent than backwards."""
     count = len(graph.segments)
     nodes = [WorkNode("F", s, s.cost.forward_seconds, 0 if forward_first else 1) for s in graph.segments]
     backward: dict[int, int] = {}

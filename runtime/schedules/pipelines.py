@@ -17,7 +17,7 @@ from runtime.schedules.held import Step
 
 
 def gpipe(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
-    """Return all forwards, then all backwards.
+    """Run all forwards, then all backwards.
 
     Backwards run in the order of the forwards (the paper draws them reversed; time and memory are the same),
     so that gradients are added up in the order in which the unpartitioned model adds them.
@@ -34,7 +34,7 @@ def gpipe(position: int, ranks: int, chunks: int, microbatches: int) -> list[Ste
 
 
 def one_f_one_b(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
-    """p-1-i forwards to fill the pipeline, then one forward and one backward in turn.
+    """Run p-1-i forwards to fill the pipeline, then one forward and one backward in turn.
 
     Bubble (p-1)/(m+p-1), as GPipe; rank i holds only min(m, p-i) micro-batches.
     Source: Narayanan et al. 2019, "PipeDream"; with a flush: Fan et al. 2021, "DAPPLE", arXiv 2007.01045.
@@ -52,7 +52,7 @@ def one_f_one_b(position: int, ranks: int, chunks: int, microbatches: int) -> li
 
 
 def interleaved(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
-    """1F1B over v chunks per rank: micro-batches go round the ranks v times, in groups.
+    """Run 1F1B over v chunks per rank: micro-batches go round the ranks v times, in groups.
 
     Megatron-LM's groups are of p micro-batches, so p must divide m. Here m//p groups share the micro-batches
     evenly (all of size p where p divides m, else up to 2p-1 in one), which keeps the bubble at (p-1)/(vm+p-1)

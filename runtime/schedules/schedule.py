@@ -1,11 +1,11 @@
-"""What a schedule is: which rank runs which stage, in which order, and what it holds meanwhile."""
+"""Schedules: the rank that runs each stage, the order in which it does, and what it holds meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from cost_models.errors import UsageError
 from runtime.program.program import (
@@ -16,11 +16,9 @@ from runtime.program.program import (
     ComputeOrder,
     Forward,
     SegmentGraph,
+    TransferSeconds,
 )
 from runtime.schedules.held import Kind, Moment, Step, chunk_corners, fullest_moments, held_microbatches
-
-TransferSeconds: TypeAlias = Callable[[int, int, int], float]
-"""(source rank, target rank, bytes) -> seconds"""
 
 INSTRUCTION: dict[Kind, type[Forward] | type[Backward] | type[BackwardInput] | type[BackwardWeight]] = {
     "F": Forward,
@@ -37,14 +35,14 @@ class Schedule:
     name: str
     title: str
     source: str
-    """Where it was published."""
+    """Publication that it comes from."""
     splits_backward: bool
-    """Whether backwards come in halves (``BackwardInput``, ``BackwardWeight``)."""
+    """True if backwards come in halves (``BackwardInput``, ``BackwardWeight``)."""
     chunks: int | None
     """Stages per rank; None if any number from ``minimum_chunks`` up."""
     minimum_chunks: int = 1
     folded: bool = False
-    """Whether stages are placed as a V (down the ranks and up again) and not round and round."""
+    """True if stages are placed as a V (down the ranks and up again) and not round and round."""
 
     def stage_ranks(self, stages: int, ranks: Sequence[int]) -> tuple[int, ...]:
         """Return the rank of each stage, in stage order."""
@@ -62,7 +60,7 @@ class Schedule:
         return tuple(s for s, place in enumerate(self.positions(stages, ranks)) if place == position)
 
     def check(self, stages: int, ranks: int, microbatches: int) -> str | None:
-        """Why the schedule cannot be used, or None if it can."""
+        """Tell why the schedule cannot be used; None if it can."""
         if ranks < 1 or microbatches < 1:
             return f"{self.name} needs at least one rank and one micro-batch, not {ranks} and {microbatches}"
         if self.chunks is not None and stages != self.chunks * ranks:
@@ -74,9 +72,9 @@ class Schedule:
         return None
 
     def in_flight(self, position: int, ranks: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-        """Per chunk of the rank, the most micro-batches at once whose forward is done and backward is not.
+        """Return, for each chunk of the rank, the most micro-batches at once whose forward is done and backward is not.
 
-        A split backward is done with its weight half. Exact, but per chunk: chunks need not peak together,
+        A split backward is done with its weight half. Exact for each chunk; but chunks need not peak together,
         and a micro-batch that waits for its weight half holds less. ``moments`` has both.
         """
         return _in_flight(self, position, ranks, chunks, self.settled(ranks, microbatches))
@@ -88,7 +86,7 @@ class Schedule:
     def corners(
         self, position: int, ranks: int, chunks: int, microbatches: int
     ) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Per chunk of the rank, looked at alone, the (whole, weights left) at which it may hold the most."""
+        """Return, for each chunk of the rank alone, the (whole, weights left) at which it may hold the most."""
         return _corners(self, position, ranks, chunks, self.settled(ranks, microbatches))
 
     def settled(self, ranks: int, microbatches: int) -> int:
@@ -96,7 +94,7 @@ class Schedule:
         return microbatches
 
     def steps(self, position: int, ranks: int, chunks: int, microbatches: int) -> Sequence[Step]:
-        """What the rank at ``position`` does, in order, on a chain of equal stages."""
+        """Return what the rank at ``position`` does, in order, on a chain of equal stages."""
         raise NotImplementedError
 
     def order(
@@ -108,7 +106,7 @@ class Schedule:
     ) -> ComputeOrder:
         """Return each rank's compute instructions in order; ranks without segments get none.
 
-        memory_bytes      per rank, what it may hold in saved activations. Only ``list`` bends to it; what a
+        memory_bytes      bytes that each rank may hold in saved activations. Only ``list`` bends to it; what a
                           published order holds is fixed (``moments``).
         transfer_seconds  time of a message between two ranks. Only ``list`` looks at times at all.
         """
@@ -120,9 +118,9 @@ class PipelineSchedule(Schedule):
     """A published order: what a rank does follows from its place in the pipeline, not from any times."""
 
     generate: Callable[[int, int, int, int], list[Step]] = lambda position, ranks, chunks, microbatches: []
-    """(position, ranks, chunks, microbatches) -> steps of that rank"""
+    """Function from (position, ranks, chunks, microbatches) to the steps of that rank."""
     settles: Literal["never", "always", "in groups"] = "never"
-    """Whether more than 2p micro-batches only repeat what p ranks do; "in groups": where p divides their number."""
+    """Cases in which more than 2p micro-batches only repeat what p ranks do; "in groups": p divides their number."""
 
     def settled(self, ranks: int, microbatches: int) -> int:
         repeats = self.settles == "always" or (self.settles == "in groups" and microbatches % ranks == 0)

@@ -105,7 +105,7 @@ def _kind(instruction: Compute) -> str:
 
 
 def _edges(order: ComputeOrder, graph: SegmentGraph | None) -> dict[tuple[int, int], bool]:
-    """(producer, consumer) -> whether a gradient comes back."""
+    """Tell, by (producer, consumer), whether a gradient comes back."""
     if graph is None:
         last = max((i.segment for instructions in order for i in instructions), default=0)
         return {(s, s + 1): True for s in range(last)}

@@ -14,7 +14,7 @@ from runtime.schedules.held import Kind, Step
 
 
 def zb_h1(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
-    """1F1B whose weight halves lag behind by i micro-batches on rank i.
+    """Run 1F1B with weight halves that lag behind by i micro-batches on rank i.
 
     With F=I=W=1 and m >= p the step takes 3m + p-1: a third of 1F1B's bubble. Rank i holds p-i micro-batches
     whole, as in 1F1B, and i more of which only the weight half is left: p in all, as 1F1B on its first rank.
@@ -26,7 +26,7 @@ def zb_h1(position: int, ranks: int, chunks: int, microbatches: int) -> list[Ste
 
 
 def zb_h2(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
-    """As ZB-H1 with so many forwards ahead (2(p-i)-1 on rank i) that no bubble is left.
+    """Run ZB-H1 with so many forwards ahead (2(p-i)-1 on rank i) that no bubble is left.
 
     Weight halves lag by 2i: 2p-1 micro-batches are held in all. With F=I=W=1 and m >= 2p-1 each rank is busy
     without a pause, for 3m.
@@ -38,7 +38,7 @@ def zb_h2(position: int, ranks: int, chunks: int, microbatches: int) -> list[Ste
 
 
 def _lagging_weights(microbatches: int, ahead: int, lag: int) -> list[Step]:
-    """Forwards ``ahead`` of the input halves, weight halves ``lag`` micro-batches behind them."""
+    """Run forwards ``ahead`` of the input halves and weight halves ``lag`` micro-batches behind them."""
     steps: list[Step] = [("F", 0, j) for j in range(min(microbatches, ahead - 1))]
     for j in range(microbatches):
         if j + ahead - 1 < microbatches:
@@ -51,7 +51,7 @@ def _lagging_weights(microbatches: int, ahead: int, lag: int) -> list[Step]:
 
 
 def zb_v(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
-    """Two chunks per rank, placed as a V: rank i runs stages i and 2p-1-i, the last rank turns round alone.
+    """Run two chunks per rank, placed as a V: rank i runs stages i and 2p-1-i, the last rank turns round alone.
 
     Zero bubble for F=I=W and m >= 2p-1. A rank holds at most 2p chunks, in bytes the p stages that 1F1B holds
     on its first rank (its stages are twice as large). Fewer than 2p-1 micro-batches run the order for 2p-1

@@ -15,7 +15,7 @@ from runtime.segment.code import SegmentCode
 def groups_needed(
     codes: Iterable[SegmentCode], shardings: Iterable[Sharding], rank: int
 ) -> set[tuple[int, ...]]:
-    """Return the groups, ranks ascending, in which ``rank`` runs the bridges of ``codes`` and shares owners of parameters."""
+    """Return the groups, ranks ascending, in which ``rank`` runs bridges of ``codes`` and shares owners of parameters."""
     wanted = {(code.mesh, name) for code in codes if code.mesh for name in axes_of(code.module.graph)}
     wanted |= {(s.mesh, s.mesh.axes[axis]) for s in shardings for axis, _ in s.cuts}
     return {tuple(sorted(ranks_along(mesh, name.split(JOINT), rank))) for mesh, name in wanted}

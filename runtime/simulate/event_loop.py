@@ -1,4 +1,4 @@
-"""The simulator's machine: programs as flat operations, run event by event.
+"""The simulator's event loop: programs as flat operations, one event after the other.
 
 Meaning of the instructions (the executor's and the checker's):
     a compute waits for the messages it is the first on its rank to consume, then occupies the rank
@@ -28,27 +28,27 @@ _COMPUTE_END, _BYTES_START, _BYTES_END, _REDUCE_END, _GO_ON = range(5)
 
 
 class Operation(NamedTuple):
-    """One instruction, flattened."""
+    """An instruction as numbers."""
 
     code: int
     target: int
     """Node of a compute, number of a message or of a reduction (or of a compute that several ranks run together)."""
     seconds: float
-    """Of a compute or step; the host's time to issue a send or receive; of a reduction's collective."""
+    """Seconds of a compute, step or reduction; the host's time to issue a send or receive."""
     queue: int = -1
     """Queue of a send or receive, private to the rank."""
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Everything the loop needs, as flat lists."""
+class FlatStep:
+    """Everything that the loop needs of a step, as flat lists."""
 
     operations: Sequence[Sequence[Operation]]
     nodes: int
     message_bytes: Sequence[float]
     message_paths: Sequence[Path]
     message_ranks: Sequence[tuple[int, int]]
-    """(source, target)."""
+    """(source, target) of each message."""
     message_consumers: Sequence[int]
     """The node on the target that waits for the message; -1 if none does."""
     reduction_ranks: Sequence[Sequence[int]]
@@ -57,38 +57,38 @@ class Machine:
     links: Links
 
 
-class Run:
-    """What happened when. Times in seconds; ``NOT_YET`` where something never ran."""
+class EventLoop:
+    """The times of everything that happened, in seconds; ``NOT_YET`` where something never ran."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-        count = len(machine.message_bytes)
-        ranks = range(len(machine.operations))
-        self.start = [NOT_YET] * machine.nodes
-        self.end = [NOT_YET] * machine.nodes
+    def __init__(self, flat: FlatStep) -> None:
+        self.flat = flat
+        count = len(flat.message_bytes)
+        ranks = range(len(flat.operations))
+        self.start = [NOT_YET] * flat.nodes
+        self.end = [NOT_YET] * flat.nodes
         self.posted_send = [NOT_YET] * count
         self.posted_receive = [NOT_YET] * count
         self.transfer_start = [NOT_YET] * count
         self.transfer_end = [NOT_YET] * count
-        self.reduction_start = [NOT_YET] * len(machine.reduction_ranks)
-        self.reduction_end = [NOT_YET] * len(machine.reduction_ranks)
+        self.reduction_start = [NOT_YET] * len(flat.reduction_ranks)
+        self.reduction_end = [NOT_YET] * len(flat.reduction_ranks)
         self.step_start = [NOT_YET for _ in ranks]
         self.step_end = [NOT_YET for _ in ranks]
         self.finish_seconds = 0.0
 
-        self._awaited = [0] * machine.nodes
-        for consumer in machine.message_consumers:
+        self._awaited = [0] * flat.nodes
+        for consumer in flat.message_consumers:
             if consumer >= 0:
                 self._awaited[consumer] += 1
         self._next = [0 for _ in ranks]
         self._asleep_at = [-1 for _ in ranks]
         self._running = [-1 for _ in ranks]
         self._heads = [0] * count
-        self._fifo: list[deque[int]] = [deque() for _ in range(machine.queues)]
+        self._fifo: list[deque[int]] = [deque() for _ in range(flat.queues)]
         self._queues_of: list[list[int]] = [[] for _ in range(count)]
         self._version = [0] * count
-        self._arrived = [0] * len(machine.reduction_ranks)
-        self._share = FairShare(machine.links)
+        self._arrived = [0] * len(flat.reduction_ranks)
+        self._share = FairShare(flat.links)
         self._transfers_at = [0 for _ in ranks]
         self._work_left = [0.0 for _ in ranks]
         self._since = [0.0 for _ in ranks]
@@ -96,9 +96,9 @@ class Run:
         self._events: list[tuple[float, int, int, int, int]] = []
         self._count = 0
 
-    def run(self) -> Run:
-        """Until nothing happens any more: every rank is at its end, or some wait forever (``unfinished``)."""
-        for rank in range(len(self.machine.operations)):
+    def run(self) -> EventLoop:
+        """Run until nothing happens any more: every rank is at its end, or some wait forever (``unfinished``)."""
+        for rank in range(len(self.flat.operations)):
             self._advance(rank, 0.0)
         handle = {
             _COMPUTE_END: self._compute_ends,
@@ -121,8 +121,8 @@ class Run:
     # Ranks
 
     def _advance(self, rank: int, now: float) -> None:
-        """Runs the rank's program until it has to wait."""
-        operations = self.machine.operations[rank]
+        """Run the rank's program until it has to wait."""
+        operations = self.flat.operations[rank]
         index, length = self._next[rank], len(operations)
         while index < length:
             code, target, seconds, queue = operations[index]
@@ -151,7 +151,7 @@ class Run:
                     break
             elif code in (REDUCE, TOGETHER):
                 self._arrived[target] += 1
-                if self._arrived[target] == len(self.machine.reduction_ranks[target]):
+                if self._arrived[target] == len(self.flat.reduction_ranks[target]):
                     self.reduction_start[target] = now
                     self._at(now + seconds, _REDUCE_END, target)
                 break
@@ -169,10 +169,10 @@ class Run:
     # Computes
 
     def _begin_compute(self, rank: int, seconds: float, now: float) -> None:
-        slow = self.machine.contention != 1.0 and self._transfers_at[rank] > 0
+        slow = self.flat.contention != 1.0 and self._transfers_at[rank] > 0
         self._work_left[rank], self._since[rank] = seconds, now
         self._compute_version[rank] += 1
-        end = now + (seconds * self.machine.contention if slow else seconds)
+        end = now + (seconds * self.flat.contention if slow else seconds)
         self._at(end, _COMPUTE_END, rank, self._compute_version[rank])
 
     def _compute_ends(self, rank: int, version: int, now: float) -> None:
@@ -184,12 +184,12 @@ class Run:
         self._advance(rank, now)
 
     def _transfers_change(self, rank: int, change: int, now: float) -> None:
-        """Re-times the rank's running compute when its first transfer starts or its last one ends."""
+        """Time the rank's running compute again when its first transfer starts or its last one ends."""
         before = self._transfers_at[rank]
         self._transfers_at[rank] = after = before + change
         if (before > 0) == (after > 0) or self._running[rank] < 0:
             return
-        speed = 1.0 / self.machine.contention if before > 0 else 1.0
+        speed = 1.0 / self.flat.contention if before > 0 else 1.0
         left = max(0.0, self._work_left[rank] - (now - self._since[rank]) * speed)
         self._begin_compute(rank, left, now)
 
@@ -197,16 +197,16 @@ class Run:
 
     def _start_transfer(self, message: int, now: float) -> None:
         self.transfer_start[message] = now
-        if self.machine.contention != 1.0:
-            for rank in self.machine.message_ranks[message]:
+        if self.flat.contention != 1.0:
+            for rank in self.flat.message_ranks[message]:
                 self._transfers_change(rank, 1, now)
-        latency = self.machine.message_paths[message].latency_seconds
+        latency = self.flat.message_paths[message].latency_seconds
         self._at(now + latency, _BYTES_START, message)
 
     def _bytes_start(self, message: int, _: int, now: float) -> None:
-        machine = self.machine
+        flat = self.flat
         self._reschedule(
-            self._share.join(message, machine.message_paths[message], machine.message_bytes[message], now)
+            self._share.join(message, flat.message_paths[message], flat.message_bytes[message], now)
         )
 
     def _reschedule(self, ends: list[tuple[int, float]]) -> None:
@@ -217,12 +217,12 @@ class Run:
     def _bytes_end(self, message: int, version: int, now: float) -> None:
         if version != self._version[message]:
             return  # its rate has changed since: another event ends it
-        machine = self.machine
+        flat = self.flat
         self.transfer_end[message] = now
         self.finish_seconds = max(self.finish_seconds, now)
         self._reschedule(self._share.leave(message, now))
-        if machine.contention != 1.0:
-            for rank in machine.message_ranks[message]:
+        if flat.contention != 1.0:
+            for rank in flat.message_ranks[message]:
                 self._transfers_change(rank, -1, now)
         for queue in self._queues_of[message]:
             fifo = self._fifo[queue]
@@ -232,10 +232,10 @@ class Run:
                 self._heads[head] += 1
                 if self._heads[head] == 2:
                     self._start_transfer(head, now)
-        consumer = machine.message_consumers[message]
+        consumer = flat.message_consumers[message]
         if consumer >= 0:
             self._awaited[consumer] -= 1
-            target = machine.message_ranks[message][1]
+            target = flat.message_ranks[message][1]
             if self._awaited[consumer] == 0 and self._asleep_at[target] == consumer:
                 self._asleep_at[target] = -1
                 self._advance(target, now)
@@ -245,14 +245,14 @@ class Run:
     def _reduction_ends(self, reduction: int, _: int, now: float) -> None:
         self.reduction_end[reduction] = now
         self.finish_seconds = max(self.finish_seconds, now)
-        for rank in self.machine.reduction_ranks[reduction]:
+        for rank in self.flat.reduction_ranks[reduction]:
             self._next[rank] += 1
             self._advance(rank, now)
 
     def unfinished(self) -> list[tuple[int, int]]:
-        """(rank, index of the instruction it stands before) of every rank that did not reach its end."""
+        """List (rank, index of the instruction that it stands before) for every rank that did not reach its end."""
         return [
             (rank, self._next[rank])
-            for rank, operations in enumerate(self.machine.operations)
+            for rank, operations in enumerate(self.flat.operations)
             if self._next[rank] < len(operations) or self._running[rank] >= 0
         ]

@@ -15,7 +15,7 @@ from cost_models.links import Link, Path, fair_rates
 
 
 class Links(Protocol):
-    """What the simulator asks of a cluster."""
+    """A cluster as the simulator asks about it."""
 
     @property
     def links(self) -> Mapping[str, Link]:
@@ -29,7 +29,7 @@ class Links(Protocol):
 
 @dataclass(frozen=True)
 class UniformLinks:
-    """A wire of its own from each rank to each other: nothing is ever shared."""
+    """Links on which nothing is ever shared: a wire of its own from each rank to each other."""
 
     bandwidth_bytes_per_second: float
     latency_seconds: float = 0.0
@@ -61,7 +61,7 @@ class FairShare:
         self._rates: dict[tuple[tuple[str, ...], ...], tuple[float, ...]] = {}
 
     def join(self, flow: int, path: Path, size_bytes: float, now: float) -> list[tuple[int, float]]:
-        """Return a transfer starts to move bytes at time ``now``, in seconds."""
+        """Let a transfer start to move bytes at time ``now``, in seconds."""
         rate = path.bandwidth_bytes_per_second
         self._flows[flow] = _Flow(path, size_bytes, rate, now)
         shares = False
@@ -75,7 +75,7 @@ class FairShare:
         return ends
 
     def leave(self, flow: int, now: float) -> list[tuple[int, float]]:
-        """Return a transfer has moved its last byte."""
+        """Let a transfer go that has moved its last byte."""
         neighbours: dict[int, None] = {}
         for link in self._flows.pop(flow).path.links:
             users = self._users[link]

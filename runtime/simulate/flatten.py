@@ -9,7 +9,7 @@ from typing import Any
 from cost_models.links import Path
 from runtime.program.program import Message, OptimizerStep, Program, Recv, ReduceGradients, SegmentGraph, Send
 from runtime.program.timing import NODE_PLANE, compute_seconds
-from runtime.simulate.event_loop import COMPUTE, RECV, REDUCE, SEND, STEP, TOGETHER, Machine, Operation
+from runtime.simulate.event_loop import COMPUTE, RECV, REDUCE, SEND, STEP, TOGETHER, FlatStep, Operation
 from runtime.simulate.fair_share import Links
 
 
@@ -37,26 +37,27 @@ def count_microbatches(programs: Sequence[Program]) -> int:
 
 @dataclass
 class FlatPrograms:
-    """``flatten`` fills it; ``machine`` hands it to the event loop; the rest leads back to the instructions."""
+    """Programs as flat lists: ``flatten`` fills them, ``step`` hands them to the event loop; places lead back from them."""
 
     programs: Sequence[Program]
     graph: SegmentGraph
     links: Links
     scale: Sequence[float]
-    """Per micro-batch: its size relative to a full one."""
+    """Size of each micro-batch relative to a full one."""
     operations: list[list[Operation]] = field(default_factory=list)
     messages: dict[Message, int] = field(default_factory=dict)
     message_bytes: list[float] = field(default_factory=list)
     message_paths: list[Path] = field(default_factory=list)
     message_consumers: list[int] = field(default_factory=list)
     send_places: list[int] = field(default_factory=list)
+    """Index of each message's send in its program."""
     receive_places: list[int] = field(default_factory=list)
-    """Message -> index of its send and its receive in their programs."""
+    """Index of each message's receive in its program."""
     node_places: list[int] = field(default_factory=list)
-    """Node (see ``timing``) -> index of the compute in its program."""
+    """Index in its program of each node (see ``timing``), which is a compute."""
     reductions: dict[tuple[ReduceGradients, int], int] = field(default_factory=dict)
     together: dict[int, int] = field(default_factory=dict)
-    """Node of a compute that several ranks run together -> its number among the reductions, which wait as it does."""
+    """Number of each node that several ranks run together, among the reductions: it waits for its ranks as they do."""
     reduction_ranks: list[tuple[int, ...]] = field(default_factory=list)
     queues: dict[tuple[int, str], int] = field(default_factory=dict)
     _paths: dict[tuple[int, int], Path] = field(default_factory=dict)
@@ -68,7 +69,7 @@ class FlatPrograms:
         reduce_seconds: Callable[[ReduceGradients], float],
         device_queues: bool,
     ) -> None:
-        """Fills the lists."""
+        """Fill the lists."""
         graph, scale = self.graph, self.scale
         durations = compute_seconds(graph)
         stride = len(scale)
@@ -78,7 +79,7 @@ class FlatPrograms:
         for rank, program in enumerate(self.programs):
             operations: list[Operation] = []
             awaited: dict[int, list[int]] = {}
-            """Node -> messages received here that it consumes."""
+            """Messages received here that each node consumes."""
             times_reduced: dict[ReduceGradients, int] = {}
             for index, i in enumerate(program.instructions):
                 if isinstance(i, Send) or isinstance(i, Recv):  # noqa: SIM101 (a third faster)
@@ -116,9 +117,9 @@ class FlatPrograms:
                         operations.append(Operation(COMPUTE, node, seconds))
             self.operations.append(operations)
 
-    def machine(self, contention: float) -> Machine:
+    def step(self, contention: float) -> FlatStep:
         """Return the input of the event loop."""
-        return Machine(
+        return FlatStep(
             operations=self.operations,
             nodes=len(self.node_places),
             message_bytes=self.message_bytes,

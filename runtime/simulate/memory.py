@@ -1,4 +1,4 @@
-"""What every rank holds over time, from the times of a simulated step.
+"""The memory of every rank over time, from the times of a simulated step.
 
 Charged to a rank (times are of the simulated instructions; bytes are multiplied by the micro-batch's scale):
 
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from runtime.program.program import SegmentGraph
 
 Floats: TypeAlias = NDArray[np.float64]
-Moment: TypeAlias = tuple[Floats, Floats]
+Instant: TypeAlias = tuple[Floats, Floats]
 """(seconds, place in the program: settles what comes first at equal times), per micro-batch."""
 
 
@@ -52,10 +52,10 @@ class MemoryCurve:
 class MessageTimes:
     """One value's (or gradient's) way between two ranks, per micro-batch."""
 
-    sent: Moment
-    """When the send completes."""
-    posted: Moment
-    """When the receive is posted."""
+    sent: Instant
+    """Moments at which the send completes."""
+    posted: Instant
+    """Moments at which the receive is posted."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StepTimes:
     place: Floats
     """Twice the index in the rank's program."""
     messages: Mapping[tuple[str, bool, int, int], MessageTimes]
-    """By (value, gradient, source, target)."""
+    """Times by (value, gradient, source, target)."""
 
 
 class _Ledger:
@@ -77,8 +77,8 @@ class _Ledger:
         self._scale = scale
         self._entries: list[list[tuple[Floats, Floats, Floats]]] = [[] for _ in range(world_size)]
 
-    def hold(self, rank: int, size_bytes: float | Floats, since: Moment, until: Moment) -> None:
-        """``size_bytes``: of a full micro-batch; an array where micro-batches differ."""
+    def hold(self, rank: int, size_bytes: float | Floats, since: Instant, until: Instant) -> None:
+        """Hold ``size_bytes`` (of a full micro-batch; an array where they differ) from ``since`` to ``until``."""
         held = size_bytes * self._scale
         if held.any():
             self._entries[rank] += [(*since, held), (*until, -held)]
@@ -135,14 +135,14 @@ def memory_curves(
     return tuple(ledger.curve(rank, state_bytes[rank]) for rank in range(graph.world_size))
 
 
-def _ends(times: StepTimes, plane: int, segment: int) -> Moment:
+def _ends(times: StepTimes, plane: int, segment: int) -> Instant:
     return times.end[plane, segment], times.place[plane, segment] + 1.0
 
 
-def _latest(*moments: Moment) -> Moment:
+def _latest(*moments: Instant) -> Instant:
     """Return the last of several moments; computes that never ran have negative times and never win."""
     return np.max([m[0] for m in moments], axis=0), np.max([m[1] for m in moments], axis=0)
 
 
-def _earliest(*moments: Moment) -> Moment:
+def _earliest(*moments: Instant) -> Instant:
     return np.min([m[0] for m in moments], axis=0), np.min([m[1] for m in moments], axis=0)

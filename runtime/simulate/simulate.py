@@ -1,7 +1,7 @@
-"""What a step would cost: time, memory, traffic and a timeline, from the programs that will run.
+"""The cost of a step: time, memory, traffic and a timeline, from the programs that will run.
 
 The step begins with every rank at the start of its program and ends when the last instruction and the last
-transfer are done. ``event_loop`` says what instructions mean in time, ``memory_timeline`` what is held when.
+transfer are done. ``event_loop`` says what instructions mean in time, ``memory`` what is held when.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runtime.collector import collector_paused
 from runtime.program.groups import OnLeaders, on_leaders
 from runtime.program.program import Instruction, Message, Program, ReduceGradients, SegmentGraph
 from runtime.program.timing import NODE_PLANE
-from runtime.simulate.event_loop import COMPUTE, NOT_YET, REDUCE, STEP, TOGETHER, Run
+from runtime.simulate.event_loop import COMPUTE, NOT_YET, REDUCE, STEP, TOGETHER, EventLoop
 from runtime.simulate.fair_share import Links
 from runtime.simulate.flatten import FlatPrograms, Overheads, count_microbatches
 from runtime.simulate.memory import MemoryCurve, MessageTimes, StepTimes, memory_curves
@@ -60,10 +60,10 @@ class Simulation:
     """Time in forwards and backwards, as slow as contention made them."""
     memory: tuple[MemoryCurve, ...]
     transfers: tuple[Transfer, ...]
-    """By start."""
+    """Messages in the order of their starts."""
     link_bytes: Mapping[str, float]
     pair_bytes: Mapping[tuple[int, int], float]
-    """(source, target) -> bytes in the step, collectives by the volume of their algorithms included."""
+    """Bytes in the step by (source, target), collectives by the volume of their algorithms included."""
 
     @property
     def bubble_fraction(self) -> float:
@@ -105,14 +105,14 @@ def simulate(
     reduce_bytes: Callable[[ReduceGradients], float] | None = None,
     device_queues: bool = False,
 ) -> Simulation:
-    """Runs ``programs``, which must have passed ``check``, on paper.
+    """Run ``programs``, which must have passed ``check``, on paper.
 
     contention         factor by which a rank's computes slow down while a transfer of that rank is under way
-    state_bytes        per rank: parameters, gradients and optimizer state
-    microbatch_scale   per micro-batch: its size relative to a full one (the last may be smaller); scales times and bytes
-    optimizer_seconds  per rank: an optimizer step
+    state_bytes        bytes of each rank's parameters, gradients and optimizer state
+    microbatch_scale   size of each micro-batch relative to a full one (the last may be smaller); scales times and bytes
+    optimizer_seconds  seconds of an optimizer step on each rank
     reduce_seconds     time of a reduction once all its ranks have come
-    reduce_bytes       what each of its ranks sends to the next one meanwhile (default: not counted)
+    reduce_bytes       bytes that each of its ranks sends to the next one meanwhile (default: not counted)
     device_queues      all point-to-point of a rank shares one queue (default: the queues that instructions name)
     """
     led = on_leaders(graph)
@@ -132,7 +132,7 @@ def simulate(
         raise InternalError("simulate a step", problems)
     flat = FlatPrograms(programs, graph, links, scale)
     flat.flatten(overheads, optimizer_seconds or [0.0] * world, reduce_seconds or _free, device_queues)
-    run = Run(flat.machine(contention)).run()
+    run = EventLoop(flat.step(contention)).run()
     _refuse_stuck(programs, run)
     for node, number in flat.together.items():
         run.start[node], run.end[node] = run.reduction_start[number], run.reduction_end[number]
@@ -147,8 +147,8 @@ def _no_bytes(_: ReduceGradients) -> float:
     return 0.0
 
 
-def _refuse_stuck(programs: Sequence[Program], run: Run) -> None:
-    """Programs that the checker accepts never come here."""
+def _refuse_stuck(programs: Sequence[Program], run: EventLoop) -> None:
+    """Raise ``DeadlockError`` if the run never ended; programs that the checker accepts do not come to that."""
     stuck = run.unfinished()
     if stuck or NOT_YET in run.transfer_end:
         waiting = [f"rank {rank} waits before {programs[rank].instructions[index]}" for rank, index in stuck]
@@ -160,7 +160,7 @@ def _report(
     programs: Sequence[Program],
     led: OnLeaders,
     flat: FlatPrograms,
-    run: Run,
+    run: EventLoop,
     state_bytes: Sequence[float],
     reduce_bytes: Callable[[ReduceGradients], float],
 ) -> Simulation:
@@ -195,7 +195,7 @@ def _report(
 
 
 def _ring_bytes(flat: FlatPrograms) -> Iterator[tuple[int, int, float]]:
-    """(source, target, bytes) of the collectives inside of segments: rings, in the order of their ranks."""
+    """Yield (source, target, bytes) of the collectives inside of segments: rings, in the order of their ranks."""
     plane_size = len(flat.graph.segments) * len(flat.scale)
     for node in flat.together:
         plane, rest = divmod(node, plane_size)
@@ -220,7 +220,7 @@ def _reduction_bytes(
 def _memory(
     led: OnLeaders, times: StepTimes, state_bytes: Sequence[float], scale: Sequence[float]
 ) -> tuple[MemoryCurve, ...]:
-    """Ranks of one group hold alike, beside their state."""
+    """Return every rank's memory; ranks of one group hold alike, beside their state."""
     curves = memory_curves(led.graph, times, state_bytes, scale)
     return tuple(
         curves[rank]
@@ -232,8 +232,8 @@ def _memory(
     )
 
 
-def _spans(program: Program, flat: FlatPrograms, run: Run) -> tuple[Span, ...]:
-    """What occupied the rank, in order."""
+def _spans(program: Program, flat: FlatPrograms, run: EventLoop) -> tuple[Span, ...]:
+    """Return what occupied the rank, in order."""
     spans = []
     for (code, target, _, _), instruction in zip(
         flat.operations[program.rank], program.instructions, strict=True
@@ -247,7 +247,7 @@ def _spans(program: Program, flat: FlatPrograms, run: Run) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _step_times(graph: SegmentGraph, flat: FlatPrograms, run: Run) -> StepTimes:
+def _step_times(graph: SegmentGraph, flat: FlatPrograms, run: EventLoop) -> StepTimes:
     """Return the run's flat lists as arrays over micro-batches."""
     count = len(flat.scale)
     by_node = (3, len(graph.segments), count)

@@ -40,11 +40,11 @@ _CATEGORY: dict[type, str] = {
     OptimizerStep: "optimizer",
 }
 _MICRO = 1e6
-"""Trace files count in microseconds."""
+"""Microseconds in a second; trace files count in them."""
 
 
 def render(simulation: Simulation, width: int = 100) -> str:
-    """Return one row of ``width`` columns per rank, time from left to right; idle ranks without a program are left out."""
+    """Draw one row of ``width`` columns per rank, time from left to right; ranks that do nothing are left out."""
     step = simulation.step_seconds
     if step <= 0.0:
         return "the step takes no time"
@@ -102,8 +102,8 @@ def _bytes(size: float) -> str:
 def chrome_trace(simulation: Simulation, label: str = "", first: int = 0) -> dict[str, Any]:
     """Return the step in the trace event format, for https://ui.perfetto.dev or chrome://tracing (JSON).
 
-    One process per rank: its computes, its outgoing transfers (asynchronous slices), its memory where known. To lay
-    several steps over each other: ``label`` tells their processes apart, which are numbered from ``first``.
+    Each rank is a process with its computes, its outgoing transfers (asynchronous slices) and, where known, its memory.
+    Steps can be laid over each other: ``label`` tells their processes apart, which are numbered from ``first``.
     """
     events: list[dict[str, Any]] = []
     for rank, spans in enumerate(simulation.timeline):
