@@ -10,6 +10,7 @@ from collections.abc import Container, Iterable
 
 from cost_models.cluster_fields import Problem, did_you_mean
 from cost_models.cluster_schema import NetworkSpec, NodeSpec
+from cost_models.units import listed
 
 MAX_DEVICES = 65536
 
@@ -84,8 +85,7 @@ def _switch_problems(network: NetworkSpec, nodes: tuple[str, ...], complete: boo
             )
     outside = [name for name in nodes if name not in parent]
     if network.switches and outside and complete:
-        listed = ", ".join(outside[:4]) + (", …" if len(outside) > 4 else "")
-        yield "network.switches", f"expected every node in a switch, got none for {listed}"
+        yield "network.switches", f"expected every node in a switch, got none for {listed(outside, 4)}"
 
 
 def _climbs_forever(name: str, parent: dict[str, str]) -> bool:
@@ -147,8 +147,10 @@ def _unreached(neighbours: dict[str, set[str]], counts: dict[str, int]) -> Itera
         reached |= near
     missing = [end for end in ends if end not in reached]
     if missing or (start not in neighbours and len(ends) > 1):
-        listed = ", ".join(missing[:4]) + (", …" if len(missing) > 4 else "")
-        yield "network.links", f'expected a way from "{start}" to every node, got none to {listed}'
+        yield (
+            "network.links",
+            f'expected a way from "{start}" to every node, got none to {listed(missing, 4)}',
+        )
 
 
 def graph_ends(name: str, count: int, vertices: Container[str]) -> list[str]:

@@ -42,7 +42,7 @@ from cost_models.devices import DeviceKind
 from cost_models.node_names import expand_names
 from cost_models.op_profile import OpTimes
 from cost_models.presets import DEVICES, LINKS, MACHINES
-from cost_models.units import BANDWIDTH_EXPECTED, SECONDS_EXPECTED, SIZE_EXPECTED, format_bytes, show
+from cost_models.units import BANDWIDTH_EXPECTED, SECONDS_EXPECTED, SIZE_EXPECTED, format_bytes, listed, show
 
 Duplex = Literal["full", "half"]
 
@@ -264,10 +264,10 @@ def _pair_problems(links: NodeLinks, count: int) -> Iterable[Problem]:
     if links.default is None and count <= 1024:
         missing = [p for p in itertools.combinations(range(count), 2) if frozenset(p) not in seen]
         if missing:
-            listed = ", ".join(f"{a}-{b}" for a, b in missing[:4]) + (", …" if len(missing) > 4 else "")
+            shown = listed((f"{a}-{b}" for a, b in missing), 4)
             yield (
                 "default",
-                f"expected a link for the pairs that have none of their own ({listed}), got nothing",
+                f"expected a link for the pairs that have none of their own ({shown}), got nothing",
             )
 
 

@@ -8,7 +8,7 @@ already in base units. Parsing is exact (decimal, not binary, arithmetic) up to 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from typing import TypeVar
 
@@ -148,6 +148,16 @@ def counted(number: int, word: str) -> str:
     """1, "stage" -> "1 stage"; 2,000 -> "2,000 stages"."""
     ending = "" if number == 1 else "es" if word.endswith(("s", "ch", "x")) else "s"
     return f"{number:,} {word}{ending}"
+
+
+def listed(items: Iterable[object], most: int | None = None, *, count_rest: bool = False) -> str:
+    """Name the first ``most`` of ``items``: 3, 4, 5 with 2 -> "3, 4, …", or "3, 4, and 1 more" with ``count_rest``."""
+    words = [str(item) for item in items]
+    shown = words[:most]
+    rest = len(words) - len(shown)
+    if rest:
+        shown.append(f"and {rest:,} more" if count_rest else "…")
+    return ", ".join(shown)
 
 
 def percent(part: float) -> str:

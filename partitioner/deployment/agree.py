@@ -14,7 +14,7 @@ from torch import nn
 
 from cost_models.errors import PlanError
 from cost_models.presets import DEVICES
-from cost_models.units import counted, format_bytes
+from cost_models.units import counted, format_bytes, listed
 from partitioner.deployment.facts import RankFacts, choose_device, own_facts
 from partitioner.deployment.ranks import ranks_by_host
 from partitioner.record.data import PlanData
@@ -163,13 +163,11 @@ def _memory(plan: PlanData, facts: Sequence[RankFacts], ranks: RankMap) -> Itera
             found = facts[members[0]].device
             assert found is not None
             who = (
-                f"rank {members[0]} needs" if len(members) == 1 else f"ranks {_listed(members)} together need"
+                f"rank {members[0]} needs"
+                if len(members) == 1
+                else f"ranks {listed(members, 8)} together need"
             )
             yield (
                 f"{who} {format_bytes(needed)} on {found.name} of {facts[members[0]].place.names[0]}, "
                 f"{format_bytes(free)} are free"
             )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from cost_models.units import counted
+from cost_models.units import counted, listed
 from partitioner.record.data import PlanData
 from runtime.program.relabel import RankMap
 
@@ -112,13 +112,12 @@ def _devices_by_host(plan: PlanData) -> tuple[Mapping[str, list[int]], list[int]
 def _running(ranks: Sequence[int]) -> str:
     if not ranks:
         return "none is running"
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"{len(ranks)} {'is' if len(ranks) == 1 else 'are'} running (global rank {shown})"
+    return f"{len(ranks)} {'is' if len(ranks) == 1 else 'are'} running (global rank {listed(ranks, 8)})"
 
 
 def _hosts(places: Sequence[Place], ranks: Sequence[int]) -> str:
     hosts = sorted({places[rank].names[0] for rank in ranks})
-    return f" on {', '.join(hosts[:4])}{', …' if len(hosts) > 4 else ''}" if hosts else ""
+    return f" on {listed(hosts, 4)}" if hosts else ""
 
 
 def _is_address(name: str) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from cost_models.errors import CheckpointError, PartitionerError, RankFailureError, UsageError
 from partitioner.engine.state_keys import StateKeys
-from partitioner.engine.weights import MODEL_PREFIX, converts, listed
+from partitioner.engine.weights import MODEL_PREFIX, converts, problem_of
 from passes.graph.graph import OpGraph
 from runtime.checkpoint.directory import StoredCheckpoint, begin, commit, find, is_checkpoint, read, remove
 from runtime.checkpoint.optimizer import (
@@ -313,8 +313,8 @@ class Checkpoints:
             elif name in held and name in stored and not converts(stored[name].dtype, held[name]):
                 problems.append(f"{name} is {stored[name].dtype} there, {held[name]} here")
         problems = problems[:20]
-        problems += listed("missing", [name for name in self._shapes if name not in stored])
-        problems += listed("not in the model", [name for name in stored if name not in self._shapes])
+        problems += problem_of("missing", [name for name in self._shapes if name not in stored])
+        problems += problem_of("not in the model", [name for name in stored if name not in self._shapes])
         if problems:
             raise CheckpointError(
                 f"the checkpoint {checkpoint.path} of {checkpoint.record['model']} is not of {self._model_name}",

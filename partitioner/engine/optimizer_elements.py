@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.errors import UsageError
+from cost_models.units import listed
 from partitioner.engine.optimizer_memory import FOREIGN_ERRORS, PROBE_SIZE, options_of
 
 logger = logging.getLogger("partitioner")
@@ -39,12 +40,12 @@ def refuse_whole_tensors(
             found += cut
     if not found:
         return
-    kind, more = type(optimizer).__name__, f", and {len(found) - 5} more" if len(found) > 5 else ""
+    kind = type(optimizer).__name__
     raise UsageError(
         f"{kind} cannot train parts of parameters",
         because=[
             f"{kind} treats a tensor as a whole: half a matrix becomes something else by itself",
-            f"this plan trains parts of {', '.join(found[:5])}{more}",
+            f"this plan trains parts of {listed(found, 5, count_rest=True)}",
         ],
         suggestions=[
             "one that treats every element by itself, such as torch.optim.AdamW",

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from cost_models.errors import CheckpointError
+from cost_models.units import listed
 from partitioner.engine.state_keys import StateKeys
 from runtime.checkpoint.directory import find, is_checkpoint, read
 from runtime.checkpoint.safetensors import StoredTensor, read_header
@@ -123,7 +124,7 @@ def match_weights(
             problems.append(f"{name} is {tensor.dtype} there, {entry.dtype} in the model")
         matched.setdefault(entry.name, []).append(tensor)
     missing = [key for name, key in keys.first_key.items() if name not in matched]
-    problems = problems[:_MOST] + listed("missing", missing) + listed("not in the model", unexpected)
+    problems = problems[:_MOST] + problem_of("missing", missing) + problem_of("not in the model", unexpected)
     if problems:
         raise CheckpointError(
             f"the weights in {source} are not those of {type(model).__name__}",
@@ -146,11 +147,9 @@ def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return stored.is_floating_point and wanted.is_floating_point
 
 
-def listed(what: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    more = f", and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return [f"{len(names)} {what}: {', '.join(names[:_MOST])}{more}"]
+def problem_of(what: str, names: list[str]) -> list[str]:
+    """Return the line that says how many ``names`` are ``what``, and which; none where there are none."""
+    return [f"{len(names)} {what}: {listed(names, _MOST, count_rest=True)}"] if names else []
 
 
 def _prefix_hint(missing: list[str], unexpected: list[str]) -> list[str]:

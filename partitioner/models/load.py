@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cost_models.errors import ModelError, PartitionerError, UsageError
+from cost_models.units import listed
 from partitioner.models.bundled import NAMES, bundled
 from partitioner.models.hugging_face import from_config_file
 from partitioner.models.workload import Workload
@@ -72,7 +73,7 @@ def _factory(text: str) -> Callable[..., Any]:
         here = [n for n, f in vars(module).items() if inspect.isfunction(f) and not n.startswith("_")]
         raise UsageError(
             f"{place} has no function {attribute!r}",
-            [f"its functions are {', '.join(here[:10]) or 'none'}{', …' if len(here) > 10 else ''}"],
+            [f"its functions are {listed(here, 10) or 'none'}"],
             [f"{place}:{match}" for match in get_close_matches(attribute, here)],
         )
     return found  # type: ignore[no-any-return]

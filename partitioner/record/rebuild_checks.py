@@ -6,10 +6,11 @@ Whoever runs it has the model, and looks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from cost_models.errors import PlanError
+from cost_models.units import listed
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import colocated
@@ -54,10 +55,10 @@ def _misplaced(plan: PlanData, graph: OpGraph, stage_of: dict[str, int]) -> Iter
     for group in colocated(graph):
         stages = sorted({stage_of[op] for op in group if op in stage_of})
         if len(stages) > 1:
-            yield f"{', '.join(sorted(group)[:3])} must share a stage, and are in {_listed(stages)}"
+            yield f"{', '.join(sorted(group)[:3])} must share a stage, and are in {listed(stages)}"
     costly = sorted(set(plan.recomputed) - recomputed_ops(graph))
     if costly:
-        yield f"{_listed(costly[:3])} may not be computed by every stage for itself"
+        yield f"{listed(costly[:3])} may not be computed by every stage for itself"
 
 
 def _values(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Iterator[str]:
@@ -69,14 +70,14 @@ def _values(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Itera
     given = {v.name: (v.producer, tuple(sorted(v.consumers)), v.needs_grad) for v in plan.values}
     for name in sorted(needed.keys() | given.keys()):
         if name not in given:
-            yield f"values: {name} goes from stage {needed[name][0]} to {_listed(needed[name][1])}, and is missing"
+            yield f"values: {name} goes from stage {needed[name][0]} to {listed(needed[name][1])}, and is missing"
         elif name not in needed:
             yield f"values: nothing called {name} crosses between stages"
         elif given[name] != needed[name]:
             (source, targets, gradient), (s, t, g) = needed[name], given[name]
             yield (
-                f"values: {name} goes from stage {source} to {_listed(targets)}"
-                f"{' and its gradient back' if gradient else ', without a gradient'}; the plan says {s}, {_listed(t)}"
+                f"values: {name} goes from stage {source} to {listed(targets)}"
+                f"{' and its gradient back' if gradient else ', without a gradient'}; the plan says {s}, {listed(t)}"
                 f"{' and back' if g else ', without a gradient'}"
             )
 
@@ -87,10 +88,6 @@ def _tied(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Iterato
     given = {tied.name: tuple(sorted(tied.ranks)) for tied in plan.tied}
     for name in sorted(needed.keys() | given.keys()):
         if needed.get(name) != given.get(name):
-            held = f"ranks {_listed(needed[name])}" if name in needed else "one rank at most"
-            says = f"ranks {_listed(given[name])}" if name in given else "nothing of it"
+            held = f"ranks {listed(needed[name])}" if name in needed else "one rank at most"
+            says = f"ranks {listed(given[name])}" if name in given else "nothing of it"
             yield f"tied: {name} gets its gradient from {held}; the plan says {says}"
-
-
-def _listed(items: Collection[object]) -> str:
-    return ", ".join(map(str, items))

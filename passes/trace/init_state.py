@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.errors import ModelError
+from cost_models.units import listed
 from passes.trace.names import StateNames, state_names
 from runtime.mesh.sharding import Block
 from runtime.state.rank_state import StatePart
@@ -143,20 +144,16 @@ def _compare_names(state_dict: Mapping[str, Tensor], known: StateNames, model: n
     if unknown:
         raise ModelError(
             f"state_dict= has tensors that {type(model).__name__} does not have",
-            [_some(unknown)],
+            [listed(unknown, _MOST_NAMED, count_rest=True)],
             ["rename or drop them: names are those of model.state_dict()"],
         )
     given = {known.canonical(name) for name in state_dict}
     missing = [name for name in expected if known.canonical(name) not in given]
     if missing:
         logger.warning(
-            "state_dict= lacks %s: what the model or init_fn has there is trained on", _some(missing)
+            "state_dict= lacks %s: what the model or init_fn has there is trained on",
+            listed(missing, _MOST_NAMED, count_rest=True),
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f", and {more} more" if more > 0 else "")
 
 
 class _NoValueError(Exception):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from cost_models.errors import DeadlockError, InternalError
+from cost_models.units import counted
 from runtime.check.deadlock import Place, find_deadlock
 from runtime.collector import collector_paused
 from runtime.program.groups import refuse_impossible_groups
@@ -43,15 +44,11 @@ class Proof:
     rules: tuple[str, ...]
 
     def __str__(self) -> str:
-        counted = f"{_count(self.instructions, 'instruction')} on {_count(self.ranks, 'rank')}"
-        counted += f", {_count(self.messages, 'message')}"
+        size = f"{counted(self.instructions, 'instruction')} on {counted(self.ranks, 'rank')}"
+        size += f", {counted(self.messages, 'message')}"
         if self.collectives:
-            counted += f", {_count(self.collectives, 'collective')}"
-        return f"checked {counted}:\n" + "\n".join(f"  - {rule}" for rule in self.rules)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+            size += f", {counted(self.collectives, 'collective')}"
+        return f"checked {size}:\n" + "\n".join(f"  - {rule}" for rule in self.rules)
 
 
 class Fault(NamedTuple):
@@ -133,7 +130,7 @@ def check(
     if faults:
         error = DeadlockError if any(fault.hangs for fault in faults) else InternalError
         raise error(
-            f"check the programs of {_count(len(programs), 'rank')}: {_count(len(faults), 'fault')}",
+            f"check the programs of {counted(len(programs), 'rank')}: {counted(len(faults), 'fault')}",
             [fault.text for fault in faults],
         )
     return Proof(

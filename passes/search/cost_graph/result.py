@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 
 from cost_models.errors import InfeasibleError, InternalError
+from cost_models.units import listed
 from passes.search.cost_graph.graph import PlacementGraph, broken_rules, evaluate
 from passes.search.cost_graph.groups import GroupProblem
 
@@ -68,7 +69,7 @@ def check_feasible(graph: PlacementGraph, problem: GroupProblem) -> None:
         return  # a CPU runs everything and has no memory limit
     problems = []
     for g, nodes in enumerate(problem.members):
-        ids = ", ".join(graph.nodes[v].id for v in nodes[:4]) + (", …" if len(nodes) > 4 else "")
+        ids = listed((graph.nodes[v].id for v in nodes), 4)
         if math.isinf(problem.accelerator_cost[g]):
             problems.append(f"nodes {ids} cannot run on an accelerator, and there is no CPU")
         elif problem.size[g] > machine.memory_size:

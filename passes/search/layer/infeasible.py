@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from cost_models.errors import InfeasibleError
-from cost_models.units import format_bytes
+from cost_models.units import counted, format_bytes
 from passes.search.layer.dp import solve_dp
 from passes.search.layer.options import MAX_COUNTS, Option, layer_problem, microbatch_counts, numbers
 from passes.search.layer.problem import DeviceKind, LayerProblem, Split
@@ -77,13 +77,9 @@ def _leanest(options: Sequence[Option]) -> Option:
 
 def _words(search: LayerSearch, option: Option) -> str:
     return (
-        f"{option.schedule} with {_count(option.microbatches, 'micro-batch', 'es')} of up to "
-        f"{_count(option.size(search.batch_size), 'sample')}"
+        f"{option.schedule} with {counted(option.microbatches, 'micro-batch')} of up to "
+        f"{counted(option.size(search.batch_size), 'sample')}"
     )
-
-
-def _count(number: int, word: str, plural: str = "s") -> str:
-    return f"{number} {word}{plural if number != 1 else ''}"
 
 
 def _rows(search: LayerSearch, used: Sequence[tuple[int, int]]) -> list[str]:
@@ -163,7 +159,7 @@ def _ways_out(search: LayerSearch, option: Option, auto_microbatches: bool, scal
     while batch >= 1:
         m = microbatch_counts(batch, "auto")[-1] if auto_microbatches else min(option.microbatches, batch)
         if _fits(search, replace(option, microbatches=m), batch, scale):
-            yield f"a smaller batch: {_count(batch, 'sample')}, as {_count(m, 'micro-batch', 'es')}"
+            yield f"a smaller batch: {counted(batch, 'sample')}, as {counted(m, 'micro-batch')}"
             break
         batch //= 2
     for factor in GROWTH if not (lean_fits and option.chunks > 1) else ():
@@ -234,7 +230,7 @@ def _recompute(search: LayerSearch, option: Option, scale: float) -> Iterator[st
         if split is not None:
             yield (
                 f'recompute the activations of blocks in backward (recompute "auto"): in {sum(split.recomputed)} '
-                f"of {_count(split.stages, 'stage')}, {format_bytes(max(split.memory_bytes))} on the fullest "
-                f"device with {_count(option.microbatches, 'micro-batch', 'es')}"
+                f"of {counted(split.stages, 'stage')}, {format_bytes(max(split.memory_bytes))} on the fullest "
+                f"device with {counted(option.microbatches, 'micro-batch')}"
             )
             return

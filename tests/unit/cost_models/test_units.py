@@ -14,16 +14,19 @@ from cost_models.units import (
     UnitError,
     bandwidth_text,
     bytes_text,
+    counted,
     flops_text,
     format_bandwidth,
     format_bytes,
     format_flops,
     format_flops_rate,
     format_seconds,
+    listed,
     parse_bandwidth,
     parse_bytes,
     parse_flops,
     parse_seconds,
+    percent,
     seconds_text,
     show,
 )
@@ -162,3 +165,14 @@ def test_show_is_short() -> None:
     assert show({"a": 1, "b": 2}) == "a mapping with a, b"
     assert show([]) == "an empty list"
     assert len(show("x" * 1000)) == 60
+
+
+def test_counts_and_lists_read_well() -> None:
+    assert counted(1, "stage") == "1 stage"
+    assert counted(0, "process") == "0 processes"
+    assert counted(2000, "micro-batch") == "2,000 micro-batches"
+    assert listed([3, 4, 5]) == listed(iter([3, 4, 5]), 3) == "3, 4, 5"
+    assert listed(["a", "b", "c"], 2) == "a, b, …"
+    assert listed(["a", "b", "c"], 2, count_rest=True) == "a, b, and 1 more"
+    assert listed([]) == ""
+    assert [percent(part) for part in (0, 0.0004, 0.123, -0.5)] == ["0%", "0.04%", "12.3%", "-50.0%"]
