@@ -30,7 +30,7 @@ from runtime.execute.execute import Executor
 from runtime.mesh.sharding import coordinates
 from runtime.ranks.collective import Collectives
 from runtime.segment.code import BatchSpec
-from runtime.segment.microbatch import Part
+from runtime.segment.microbatch import GivenPart
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ _TRY = [
 
 def given_part(
     part: PartBatch, leaves: Mapping[str, Tensor], spec: BatchSpec, sizes: Sequence[int], place: DataPlace
-) -> Part:
+) -> GivenPart:
     """How the executor reads ``leaves``, the tensors of ``part``. ``sizes``: what micro-batches are to be.
 
     ``spec``: of the graph that reads them. Raises UsageError where they are not the samples that this rank should have,
@@ -175,7 +175,7 @@ def given_part(
             wrong,
             _TRY[1:],
         )
-    return Part(part.samples, frozenset(leaves))
+    return GivenPart(part.samples, frozenset(leaves))
 
 
 def normalized(

@@ -30,7 +30,7 @@ from runtime.execute.gather_outputs import (
     whole_shape,
 )
 from runtime.execute.results import StepSums
-from runtime.segment.microbatch import Part, cut_at, symbol_sizes
+from runtime.segment.microbatch import GivenPart, cut_at, symbol_sizes
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ _TOKENS = "(valid tokens)"
 
 def _given_part(
     made: EvaluationGraph, part: PartBatch, leaves: Mapping[str, Tensor], sizes: Sequence[int]
-) -> Part:
+) -> GivenPart:
     if made.place is None:
         raise UsageError("cannot evaluate a part of a batch", ["it was loaded for another engine"])
     return given_part(part, leaves, made.graph.batch, sizes, made.place)

@@ -37,7 +37,7 @@ from runtime.ranks.groups import hang_up
 from runtime.ranks.network_threads import let_compute_go_first
 from runtime.segment.code import BatchSpec, SegmentCode
 from runtime.segment.compiled import CompileOptions
-from runtime.segment.microbatch import Part, batch_size_of, check_cut, cut, cut_part, microbatch_sizes
+from runtime.segment.microbatch import GivenPart, batch_size_of, check_cut, cut, cut_part, microbatch_sizes
 from runtime.segment.warm_up import warm_up
 from runtime.state.rank_state import RankState
 from runtime.state.sharded_owners import ShardedOwners
@@ -200,7 +200,7 @@ class Executor:
         *,
         weights: Sequence[float] | None = None,
         gradient_scale: float = 1.0,
-        part: Part | None = None,
+        part: GivenPart | None = None,
     ) -> StepSums:
         """``train_step`` with all that this rank computes. ``gradient_scale`` multiplies gradients, not the loss.
 
@@ -227,7 +227,7 @@ class Executor:
         loaded: Loaded,
         weights: Sequence[float] | None = None,
         keep_outputs: bool = True,
-        part: Part | None = None,
+        part: GivenPart | None = None,
     ) -> Evaluation:
         """Forwards without gradients; buffers, gradients and ``step`` stay as they are.
 
@@ -291,7 +291,7 @@ class Executor:
         microbatches: int,
         weights: Sequence[float] | None,
         gradient_scale: float = 1.0,
-        part: Part | None = None,
+        part: GivenPart | None = None,
     ) -> tuple[Binder, Shared]:
         self._refuse_broken()
         spec = loaded.batch_spec

@@ -30,7 +30,7 @@ Mark = Any
 
 
 class Clock(Protocol):
-    """Marks moments, and reads the marks in seconds of this process's ``time.perf_counter``."""
+    """A clock that marks moments, and reads the marks in seconds of this process's ``time.perf_counter``."""
 
     def mark(self) -> Mark: ...
 
@@ -38,7 +38,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """``time.perf_counter``."""
+    """The clock of the CPU: ``time.perf_counter``."""
 
     mark = staticmethod(time.perf_counter)
 
@@ -47,7 +47,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Events in the current stream of ``device``."""
+    """The clock of a GPU: events in the current stream of ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +73,7 @@ def clock_for(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class Wait:
-    """The rank stood still until the communication at ``position`` of its program was over."""
+    """A time in which the rank stood still until the communication at ``position`` of its program was over."""
 
     position: int
     start_seconds: float
@@ -82,7 +82,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Sent:
-    """The tensor of the send at ``position`` was put on its way."""
+    """The moment at which the tensor of the send at ``position`` was put on its way."""
 
     position: int
     seconds: float
@@ -100,7 +100,7 @@ class RunRecord:
 
 
 class Recorder:
-    """Measures runs on one rank: ``bind`` makes handlers, ``take`` reads what they noted."""
+    """A recorder of runs on one rank: ``bind`` makes handlers, ``take`` reads what they noted."""
 
     def __init__(self, device: torch.device) -> None:
         self.clock = clock_for(device)
@@ -111,7 +111,7 @@ class Recorder:
         self.sent: list[tuple[int, Mark, int]] = []
 
     def bind(self, setting: Setting, shared: Shared) -> Binder:
-        """Handlers for a batch shape, measured."""
+        """Make measured handlers for a batch shape."""
         return _MeasuringBinder(setting, shared, self)
 
     def take(self) -> RunRecord:

@@ -1,4 +1,4 @@
-"""What all ranks recorded of one step, as the simulator would have told it: spans, transfers, busy time.
+"""One step that all ranks recorded, told as the simulator tells it: spans, transfers, busy time.
 
 A compute begins when what it waits for is there, as in the simulator, so waits at its start are not part of it. A
 transfer lasts from its send until nobody waits for it any more; one that nobody waited for ends when it is sent.
@@ -41,23 +41,23 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Where a rank's step went, in seconds. They add up to the step."""
+    """The seconds of a rank's step by what it did; they add up to the step."""
 
     forward: float
     backward: float
     waiting: float
-    """For tensors of other ranks, and for sends to be over."""
+    """Seconds of waiting for tensors of other ranks, and for sends to be over."""
     communication: float
-    """Putting tensors on their way; summing gradients, the wait for other ranks' included."""
+    """Seconds of putting tensors on their way, and of summing gradients, the wait for other ranks' included."""
     optimizer: float
     other: float
-    """Cutting the batch, clipping, sharing the loss; and whatever else is between the instructions."""
+    """Seconds of cutting the batch, clipping, sharing the loss, and whatever else is between the instructions."""
 
 
 def measured_step(records: Sequence[StepRecord], offsets: Sequence[float]) -> Simulation:
     """Return the step of all ranks on rank 0's clock, from the first instruction of any to the last one's end.
 
-    ``offsets``: what to subtract from each rank's clock.
+    ``offsets``: seconds to subtract from each rank's clock.
     """
     zeros = [
         min((start for start, _ in record.run.spans), default=record.start_seconds) - offset
@@ -83,7 +83,7 @@ def measured_step(records: Sequence[StepRecord], offsets: Sequence[float]) -> Si
 
 
 def measured_times(record: StepRecord) -> RankTimes:
-    """Where the step of one rank went."""
+    """Add up what the seconds of one rank's step went into."""
     spans = list(_spans(record, 0.0))
     forward, backward = _busy(spans, (Forward,)), _busy(spans, COMPUTES[1:])
     reducing = {p for p, i in enumerate(record.run.program.instructions) if isinstance(i, ReduceGradients)}
@@ -114,7 +114,7 @@ def _busy(spans: Sequence[Span], kinds: tuple[type, ...]) -> float:
 
 
 def _spans(record: StepRecord, zero: float) -> list[Span]:
-    """What occupied the rank, by start."""
+    """Return what occupied the rank, by start."""
     run, spans = record.run, []
     waits = sorted(run.waits, key=lambda wait: wait.start_seconds)
     at = 0

@@ -1,4 +1,4 @@
-"""Note what every op computed, in order: how a verification finds the first op that differs."""
+"""Notes of what every op computed, in order: by them a verification finds the first op that differs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from runtime.segment.code import SegmentCode
 
 Note = tuple[float, float]
-"""(sum, 2-norm) of a tensor."""
+"""The (sum, 2-norm) of a tensor."""
 
 _notes: dict[str, list[Note]] = defaultdict(list)
 
@@ -22,7 +22,7 @@ def note(name: str, value: Tensor) -> None:
 
 
 def summarized(value: Tensor) -> Note:
-    """What is kept of a tensor. Two tensors that differ almost never agree in both numbers."""
+    """Return what is noted of a tensor. Two tensors that differ almost never agree in both numbers."""
     with torch.no_grad():
         wide = value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
         total = wide.sum()
@@ -30,14 +30,14 @@ def summarized(value: Tensor) -> Note:
 
 
 def take_notes() -> dict[str, list[Note]]:
-    """Return all notes since the last call: per op, one per forward."""
+    """Return all notes since the last call, by op: one for each forward."""
     taken = dict(_notes)
     _notes.clear()
     return taken
 
 
 def with_notes(code: SegmentCode, tensors: frozenset[str]) -> SegmentCode:
-    """``code`` with a note after each op in ``tensors`` (the ops whose result is one tensor).
+    """Return ``code`` with a note after each op in ``tensors`` (the ops whose result is one tensor).
 
     No block is computed again, so that each op is noted once.
     """

@@ -31,7 +31,7 @@ from runtime.mesh.gloo import start_gather, start_sum_part
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-Wait = Callable[[Any], None]
+WaitFor = Callable[[Any], None]
 """A function that waits for the pending work of a collective."""
 
 
@@ -50,7 +50,7 @@ class Axis:
     group: Any = field(repr=False, compare=False)
     order: tuple[int, ...] | None = None
     """The rank in ``group`` of each place; None: place i is rank i."""
-    wait: Wait = field(default=plainly, repr=False, compare=False)
+    wait: WaitFor = field(default=plainly, repr=False, compare=False)
 
     @property
     def rank(self) -> int:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from cost_models.layout import Mesh, Placement, Shard
-from runtime.mesh.axis import Axis, Wait, plainly
+from runtime.mesh.axis import Axis, WaitFor, plainly
 from runtime.mesh.sharding import Sharding, coordinates
 from runtime.program.program import group_queue
 from runtime.ranks.groups import Channel
@@ -44,7 +44,9 @@ def _groups_along(mesh: Mesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], 
     return tuple(dict.fromkeys(ranks_along(mesh, names, rank) for rank in mesh.ranks))
 
 
-def axis_of(mesh: Mesh, name: str, rank: int, channels: Mapping[str, Channel], wait: Wait = plainly) -> Axis:
+def axis_of(
+    mesh: Mesh, name: str, rank: int, channels: Mapping[str, Channel], wait: WaitFor = plainly
+) -> Axis:
     """Return the place of ``rank`` on an axis, or on several taken together."""
     ranks = ranks_along(mesh, name.split(JOINT), rank)
     channel = channels[group_queue(ranks)]

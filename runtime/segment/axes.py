@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from runtime.mesh.axis import Axis, Wait
+from runtime.mesh.axis import Axis, WaitFor
 from runtime.mesh.ranks_along import JOINT, axis_of, ranks_along
 from runtime.mesh.sharding import Sharding
 from runtime.ops.bridges import axes_of
@@ -21,7 +21,7 @@ def groups_needed(
     return {tuple(sorted(ranks_along(mesh, name.split(JOINT), rank))) for mesh, name in wanted}
 
 
-def axes_for(code: SegmentCode, rank: int, channels: Mapping[str, Channel], wait: Wait) -> dict[str, Axis]:
+def axes_for(code: SegmentCode, rank: int, channels: Mapping[str, Channel], wait: WaitFor) -> dict[str, Axis]:
     """Return the axes that the bridges of ``code`` run along, by name."""
     assert code.mesh is not None
     return {name: axis_of(code.mesh, name, rank, channels, wait) for name in axes_of(code.module.graph)}

@@ -1,4 +1,4 @@
-"""What the executor runs for one segment: its graph, and where every input comes from and output goes."""
+"""The code of one segment as the executor runs it: its graph, and where every input comes from and output goes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SegmentInput:
     kind: InputKind
     name: str
     needs_grad: bool = False
-    """For values: whether the segment owes the producer a gradient."""
+    """True for a value if the segment owes its producer a gradient."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class SegmentOutput:
     kind: OutputKind
     name: str
     needs_grad: bool = False
-    """For values: whether some consumer sends a gradient back."""
+    """True for a value if some consumer sends a gradient back."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class SegmentCode:
     values: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Specs of every value the segment receives or produces."""
     random: bool = False
-    """Whether it contains an op that draws random numbers (dropout): then it is seeded per micro-batch."""
+    """True if it contains an op that draws random numbers (dropout): then it is seeded per micro-batch."""
     mesh: Mesh | None = None
-    """The ranks that run it together, each on its shards; None where one rank does."""
+    """Ranks that run it together, each on its shards; None where one rank runs it."""
     recomputed: tuple[tuple[str, ...], ...] = ()
     """Names of the ops of each block whose activations are computed again in backward (``runtime.segment.recompute``)."""
 
@@ -89,7 +89,7 @@ class SegmentCode:
         return {**written, **kinds}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travels to another process as plain data (``runtime.segment.portable``)."""
+        """Give plain data that can travel to another process (``runtime.segment.portable``)."""
         rest = (self.inputs, self.outputs, dict(self.values), self.random, self.mesh, self.recomputed)
         return _unpacked, (self.index, pack(self.module), *rest)
 
@@ -100,7 +100,7 @@ def _unpacked(index: int, nodes: tuple[PackedNode, ...], *rest: Any) -> SegmentC
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """How a batch is cut into micro-batches.
+    """The rules by which a batch is cut into micro-batches.
 
     ``batch_dims[name]`` is the batch dimension of the leaf, or None if it is handed whole to every micro-batch.
     ``symbols[symbol]`` is the (leaf, dimension) where the symbol's number is read.
@@ -112,8 +112,8 @@ class BatchSpec:
     leaves: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Shapes and types that the leaves were traced with; a batch is checked against those that are given."""
     multiple: int = 1
-    """Micro-batches have a multiple of so many samples; in local graphs the batch symbol counts them in these."""
+    """Samples that every micro-batch has a multiple of; the batch symbol of local graphs counts in these."""
     mesh: Mesh | None = None
-    """The ranks of a sharded model,"""
+    """Ranks of a sharded model."""
     placements: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
-    """and how they part the leaves that not every one of them reads as a whole."""
+    """Placements, on ``mesh``, of the leaves that not every rank reads as a whole."""

@@ -28,7 +28,7 @@ CompileOptions = Mapping[str, Any]
 
 
 def compile_options(compile: bool | CompileOptions) -> CompileOptions | None:
-    """What a user's ``compile=`` means: None for no. Raises UsageError for options that cannot be had."""
+    """Read a user's ``compile=``: None for no. Raises UsageError for options that cannot be had."""
     if isinstance(compile, bool):
         return {} if compile else None
     known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
@@ -52,7 +52,7 @@ def compile_options(compile: bool | CompileOptions) -> CompileOptions | None:
 
 
 def _replays(compile: CompileOptions) -> bool:
-    """Whether the options turn CUDA graphs on."""
+    """Tell whether the options turn CUDA graphs on."""
     options = compile.get("options") or {}
     return (
         compile.get("mode") in ("reduce-overhead", "max-autotune")
@@ -62,7 +62,7 @@ def _replays(compile: CompileOptions) -> bool:
 
 
 def compiled(module: fx.GraphModule, options: CompileOptions) -> Callable[..., Any]:
-    """``module.forward``, compiled."""
+    """Compile ``module.forward``."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, val_map={}))
     for node in graph.nodes:
@@ -73,7 +73,7 @@ def compiled(module: fx.GraphModule, options: CompileOptions) -> Callable[..., A
 
 
 def _is_operation(target: Any) -> bool:
-    """Whether a call computes only, so that the compiler may look into it."""
+    """Tell whether a call computes only, so that the compiler may look into it."""
     return isinstance(target, torch._ops.OpOverload | torch._ops.HigherOrderOperator) or (
         getattr(operator, getattr(target, "__name__", ""), None) is target
     )

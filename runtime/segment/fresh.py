@@ -19,7 +19,7 @@ _WEIGHTED = PRODUCTS | {
 
 
 def fresh_gradients(code: SegmentCode) -> frozenset[str]:
-    """Parameters of ``code`` whose gradients' memory is theirs alone."""
+    """Return the parameters of ``code`` whose gradients' memory is theirs alone."""
     found: dict[str, bool] = {}
     placeholders = code.module.graph.find_nodes(op="placeholder")
     for node, given in zip(placeholders, code.inputs, strict=True):

@@ -18,15 +18,15 @@ from runtime.segment.code import BatchSpec, TensorSpec
 
 
 @dataclass(frozen=True)
-class Part:
-    """What a rank was given of a batch of ``samples`` samples: of the leaves ``names`` its own part of each micro-batch."""
+class GivenPart:
+    """A batch of ``samples`` samples of which a rank has, for the leaves ``names``, its own part of each micro-batch."""
 
     samples: int
     names: frozenset[str]
 
 
 def microbatch_sizes(batch_size: int, microbatches: int, multiple: int = 1) -> tuple[int, ...]:
-    """Samples per micro-batch: multiples of ``multiple``, which divides ``batch_size``."""
+    """Return the samples of each micro-batch: multiples of ``multiple``, which divides ``batch_size``."""
     small, larger = divmod(batch_size // multiple, microbatches)
     return ((small + 1) * multiple,) * larger + (small * multiple,) * (microbatches - larger)
 
@@ -34,7 +34,7 @@ def microbatch_sizes(batch_size: int, microbatches: int, multiple: int = 1) -> t
 def batch_size_of(
     batch: Mapping[str, torch.Tensor], spec: BatchSpec, needed: Collection[str] | None = None
 ) -> int:
-    """Samples in ``batch``; every leaf with a batch dimension must agree.
+    """Return the number of samples in ``batch``; raise UsageError unless every leaf with a batch dimension agrees.
 
     ``needed``: the leaves that may not be missing (default: all).
     """
@@ -80,7 +80,7 @@ def batch_size_of(
 
 
 def mismatch(name: str, leaf: torch.Tensor, spec: TensorSpec) -> str:
-    """What is wrong with a leaf; "" where nothing is. Open sizes may be anything."""
+    """Tell what is wrong with a leaf; "" where nothing is. Open sizes may be anything."""
     sizes = zip(leaf.shape, spec.shape, strict=False)
     if leaf.dim() != len(spec.shape) or any(isinstance(want, int) and got != want for got, want in sizes):
         expected = ", ".join(str(size) if isinstance(size, int) else "any" for size in spec.shape)
@@ -91,7 +91,7 @@ def mismatch(name: str, leaf: torch.Tensor, spec: TensorSpec) -> str:
 
 
 def check_cut(batch_size: int, microbatches: int, multiple: int = 1) -> None:
-    """Every micro-batch needs at least one sample, or ``multiple`` of them where ranks share its samples."""
+    """Raise UsageError unless every micro-batch gets a sample, or ``multiple`` of them where ranks share its samples."""
     if multiple > 1 and (batch_size % multiple or batch_size < microbatches * multiple):
         raise UsageError(
             f"cannot cut a batch of {batch_size} samples into {microbatches} micro-batches",
@@ -109,7 +109,7 @@ def check_cut(batch_size: int, microbatches: int, multiple: int = 1) -> None:
 
 
 def cut(tensor: torch.Tensor, dim: int | None, microbatches: int, multiple: int = 1) -> list[torch.Tensor]:
-    """``tensor`` per micro-batch: views along ``dim``, or the whole of it."""
+    """Return ``tensor`` for each micro-batch: views along ``dim``, or the whole of it."""
     if dim is None:
         return [tensor] * microbatches
     if multiple == 1:
@@ -119,7 +119,7 @@ def cut(tensor: torch.Tensor, dim: int | None, microbatches: int, multiple: int 
 
 
 def cut_part(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Return a rank's part of a leaf per micro-batch: views. ``sizes``: samples of each as a whole."""
+    """Return a rank's part of a leaf for each micro-batch: views. ``sizes``: samples of each as a whole."""
     parts = sum(sizes) // max(1, tensor.shape[dim])
     if [size // parts * parts for size in sizes] != list(sizes) or tensor.shape[dim] * parts != sum(sizes):
         raise InternalError(
@@ -133,7 +133,7 @@ def symbol_sizes(
 ) -> dict[sympy.Symbol, int]:
     """Return the number that each symbol stands for in a micro-batch of ``microbatch_size`` samples.
 
-    ``shapes``: of the whole batch's leaves.
+    ``shapes``: shapes of the whole batch's leaves.
     """
     microbatch_size //= spec.multiple
     sizes = {
@@ -145,7 +145,7 @@ def symbol_sizes(
 
 
 def cut_at(tensor: torch.Tensor, dim: int | None, ends: Sequence[int]) -> list[torch.Tensor]:
-    """``tensor`` in pieces that end before ``ends`` along ``dim``: views; the whole of it each time without ``dim``."""
+    """Cut ``tensor`` in pieces that end before ``ends`` along ``dim``: views; without ``dim`` the whole of it each time."""
     if dim is None:
         return [tensor] * len(ends)
     return list(torch.tensor_split(tensor, list(ends[:-1]), dim))

@@ -27,7 +27,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class AtenOp:
-    """``aten::add.Tensor`` by its parts. ``module``: what a custom op written in Python is defined in, and its file."""
+    """An op by its names: ``aten::add.Tensor``. ``module``: the module and file that define a custom op in Python."""
 
     namespace: str
     name: str
@@ -47,7 +47,7 @@ class PackedNode:
 
 
 def pack(module: fx.GraphModule) -> tuple[PackedNode, ...]:
-    """Return the module's graph as data. Its nodes' ``meta`` stays behind."""
+    """Return the module's graph as plain data; its nodes' ``meta`` stays behind."""
 
     def refer(argument: Any) -> Any:
         return Reference(argument.name) if isinstance(argument, fx.Node) else argument
@@ -104,7 +104,7 @@ def _defined_in(qualified_name: str) -> tuple[str, str]:
 
 
 def _import(module: str, file: str) -> None:
-    """Import what registers a custom op: by name, or from the file that ``file.py:factory`` named."""
+    """Import the module that registers a custom op: by name, or from the file that ``file.py:factory`` named."""
     if not file or importlib.util.find_spec(module.partition(".")[0]) is not None:
         importlib.import_module(module)
         return

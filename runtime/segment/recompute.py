@@ -48,10 +48,10 @@ def marked(module: fx.GraphModule, regions: Sequence[Sequence[str]]) -> fx.Graph
 def checkpointed(
     module: fx.GraphModule, *, random: bool, as_function: AsFunction | None = None
 ) -> fx.GraphModule:
-    """``module``, with the ops of each region that ``marked`` noted run as one recomputed call.
+    """Make one recomputed call of the ops of each region that ``marked`` noted, in a copy of ``module``.
 
-    ``random``: whether the segment draws random numbers; else no generator's state need be kept.
-    ``as_function``: compiles the ops of a region that writes no statistics (default: they run as they are).
+    random       True if the segment draws random numbers; else no generator's state need be kept
+    as_function  compiles the ops of a region that writes no statistics (default: they run as they are)
     """
     members: dict[int, list[fx.Node]] = {}
     for node in module.graph.nodes:
@@ -85,7 +85,7 @@ def _emit_region(
     random: bool,
     as_function: AsFunction | None,
 ) -> None:
-    """Append the region's call and its results to ``graph``."""
+    """Add the region's call and its results to ``graph``."""
     inside = set(nodes)
     inputs = list(dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in inside))
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
@@ -119,7 +119,7 @@ def _body(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence
 
 
 def recomputed(first: Function, again: Function | None = None, *, random: bool = True) -> Function:
-    """``first``, whose activations are computed a second time in backward: by ``again`` where that differs."""
+    """Return ``first`` with its activations computed a second time in backward, by ``again`` where that differs."""
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():
@@ -134,7 +134,7 @@ def recomputed(first: Function, again: Function | None = None, *, random: bool =
 
 
 def _first_then(first: Function, again: Function) -> Function:
-    """``first`` when called for the first time, ``again`` from then on."""
+    """Return a function that is ``first`` when called for the first time, ``again`` from then on."""
     ran = False
 
     def run(*inputs: Any) -> tuple[Any, ...]:
@@ -148,7 +148,7 @@ def _first_then(first: Function, again: Function) -> Function:
 
 
 def writes_statistics(node: fx.Node) -> bool:
-    """Whether the op writes running statistics: the one kind of op in a segment's graph that writes anything.
+    """Tell whether the op writes running statistics: the one kind of op in a segment's graph that writes anything.
 
     aten.batch_norm(input, weight, bias, running_mean, running_var, training, …)
     """
@@ -157,7 +157,7 @@ def writes_statistics(node: fx.Node) -> bool:
 
 
 def _first_argument(node: fx.Node) -> int | None:
-    """Where the arguments of a batch norm begin, its form over several ranks (``runtime.ops.local``) included."""
+    """Return where a batch norm's arguments begin, in its form over several ranks (``runtime.ops.local``), too."""
     if node.target is aten.batch_norm.default:
         return 0
     is_local = getattr(node.target, "__name__", "") == run_local.__name__ and node.args[0] == "batch_norm"

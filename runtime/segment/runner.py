@@ -96,21 +96,20 @@ class SegmentRunner:
         if keep:
             self._roots[microbatch] = [outputs[p] for p in self.root_positions]
         for source, targets, buffer in self._buffers:
-            # The next micro-batch reads the new contents; the old ones stay as this one's autograd saved
-            # them.
+            # The next micro-batch reads the new contents; the old ones stay as this one's autograd saved them.
             self._newest[buffer] = contents = outputs[source].detach()
             for target in targets:
                 self._template[target] = contents
         return outputs
 
     def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
-        """Input gradients into the input leaves' ``.grad``, weight gradients into the parameters'."""
+        """Compute input gradients into the input leaves' ``.grad``, weight gradients into the parameters'."""
         if self._deferred is not None:
             self._deferred.items = None
         self._run_backward(microbatch, gradients)
 
     def backward_input(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
-        """As ``backward``, with the weight gradients of split ops left for ``backward_weight``."""
+        """Run ``backward`` with the weight gradients of split ops left for ``backward_weight``."""
         assert self._deferred is not None, "BackwardInput needs SegmentRunner(split_backward=True)"
         items: list[WeightWork] = []
         self._deferred.items = items
@@ -119,11 +118,11 @@ class SegmentRunner:
         self._weight_work[microbatch] = items
 
     def backward_weight(self, microbatch: int) -> None:
-        """The weight gradients that ``backward_input`` of this micro-batch left."""
+        """Compute the weight gradients that ``backward_input`` of this micro-batch left."""
         run_deferred(self._weight_work.pop(microbatch))
 
     def fails_uncompiled(self, values: Sequence[Tensor], leaves: Sequence[Tensor]) -> bool:
-        """Whether the graph as it was traced cannot take these inputs either."""
+        """Tell whether the graph as it was traced cannot take these inputs either."""
         arguments = self._template.copy()
         for position, tensor in zip(
             (*self._value_positions, *self._leaf_positions), (*values, *leaves), strict=True
@@ -167,13 +166,13 @@ class SegmentRunner:
 
 
 def as_leaf(tensor: Tensor, needs_grad: bool) -> Tensor:
-    """``tensor`` as its consumers read it: cut off from its producer, with their gradients in ``.grad``."""
+    """Return ``tensor`` for its consumers: cut off from its producer, with their gradients in ``.grad``."""
     leaf = tensor.detach()
     return leaf.requires_grad_() if needs_grad else leaf
 
 
 def gradient_of(leaf: Tensor) -> Tensor:
-    """What consumers collected in ``leaf``; zeros where autograd gave none."""
+    """Return the gradient that consumers collected in ``leaf``; zeros where autograd gave none."""
     return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
@@ -189,7 +188,7 @@ def _bind_state(code: SegmentCode, state: Mapping[str, Tensor]) -> list[Any]:
 
 
 def _written_buffers(code: SegmentCode) -> list[tuple[int, list[int], str]]:
-    """(output position, input positions, buffer name) of every buffer the segment writes."""
+    """List (output position, input positions, buffer name) for every buffer that the segment writes."""
     written = []
     for position, output in enumerate(code.outputs):
         if output.kind != "buffer":

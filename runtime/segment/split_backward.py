@@ -8,7 +8,7 @@ computed when asked for.
     before   linear = torch.ops.aten.linear.default(x, weight, bias)
     after    linear = split_linear(x, weight, bias)
 
-Which ops are rewritten: linear, mm, matmul, bmm, addmm and convolutions whose weight is a parameter (or its
+Rewritten ops: linear, mm, matmul, bmm, addmm and convolutions whose weight is a parameter (or its
 transpose), and embedding. Any other use of a parameter, of a tied one too, keeps its ordinary autograd
 node: its gradient is then computed together with the input gradients and summed into the same ``.grad``, so
 the result is right whatever is covered. Hooks on parameters do not see the deferred part.
@@ -31,13 +31,13 @@ from runtime.state.precision import gradient_dtype
 
 aten = torch.ops.aten
 
-WeightWork: TypeAlias = tuple["Rule", Tensor, Tensor | None, Tensor, Tensor]
-"""(rule, weight, bias, input, output gradient)"""
+WeightWork: TypeAlias = tuple["SplitRule", Tensor, Tensor | None, Tensor, Tensor]
+"""A weight gradient to compute: (rule, weight, bias, input, output gradient)."""
 
 
 @dataclass
 class DeferredWork:
-    """Where the split ops of one segment put their weight work. ``items`` is None: compute it at once."""
+    """The queue in which a segment's split ops put their weight work; where ``items`` is None they do it at once."""
 
     items: list[WeightWork] | None = field(default=None)
 
@@ -52,8 +52,8 @@ def run_deferred(items: list[WeightWork]) -> None:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How one op's gradients are computed apart.
+class SplitRule:
+    """The rule by which one op's input and weight gradients are computed apart.
 
     ``applies`` decides on the real tensors, because a graph may come without shapes.
     """
@@ -62,15 +62,15 @@ class Rule:
     applies: Callable[[Tensor, Tensor], bool]
     forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """(output gradient, weight, input) -> input gradient"""
+    """Function from (output gradient, weight, input) to the input gradient."""
     accumulate: Callable[[Tensor, Tensor | None, Tensor, Tensor], None]
-    """(weight, bias, input, output gradient): add to ``weight.grad`` and ``bias.grad``"""
+    """Function of (weight, bias, input, output gradient) that adds to ``weight.grad`` and ``bias.grad``."""
 
 
 class _SplitOp(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rule: Rule, deferred: DeferredWork, x: Tensor, weight: Tensor, bias: Tensor | None
+        ctx: Any, rule: SplitRule, deferred: DeferredWork, x: Tensor, weight: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.rule, ctx.deferred = rule, deferred
         # Parameters as they are: inside a recomputed block autograd hands out detached copies of what it saved.
@@ -110,7 +110,7 @@ def _add_gradient(parameter: Tensor | None, gradient: Callable[[], Tensor]) -> N
 # x @ W + b. x: [..., in], grad: [..., out]; W: [out, in] where transposed (as in linear), else [in, out].
 
 
-def _affine(transposed: bool, forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> Rule:
+def _affine(transposed: bool, forward: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> SplitRule:
     def input_gradient(grad: Tensor, weight: Tensor, x: Tensor) -> Tensor:
         return grad.matmul(weight if transposed else weight.t())
 
@@ -128,7 +128,7 @@ def _affine(transposed: bool, forward: Callable[[Tensor, Tensor, Tensor | None],
     def applies(x: Tensor, weight: Tensor) -> bool:
         return weight.dim() == 2 and x.dim() >= 1
 
-    return Rule("affine", applies, forward, input_gradient, accumulate)
+    return SplitRule("affine", applies, forward, input_gradient, accumulate)
 
 
 def _with_bias(product: Tensor, bias: Tensor | None) -> Tensor:
@@ -149,7 +149,7 @@ def _accumulate_bmm(weight: Tensor, bias: Tensor | None, x: Tensor, grad: Tensor
         weight.grad.baddbmm_(x.transpose(1, 2), grad)
 
 
-BMM = Rule(
+BMM = SplitRule(
     "bmm",
     lambda x, weight: True,
     lambda x, weight, bias: torch.bmm(x, weight),
@@ -158,7 +158,9 @@ BMM = Rule(
 )
 
 
-def _embedding(padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Rule | None:
+def _embedding(
+    padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> SplitRule | None:
     if sparse:
         return None
 
@@ -168,7 +170,7 @@ def _embedding(padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: 
             weight, lambda: aten.embedding_dense_backward(grad, ids, rows, padding_idx, scale_grad_by_freq)
         )
 
-    return Rule(
+    return SplitRule(
         "embedding",
         lambda ids, weight: True,
         lambda ids, weight, bias: aten.embedding(weight, ids, padding_idx, scale_grad_by_freq),
@@ -184,8 +186,8 @@ def _convolution(
     transposed: bool = False,
     output_padding: Sequence[int] = (0,),
     groups: int = 1,
-) -> Rule:
-    """x: [batch, in, *space], W: [out, in / groups, *window]. Unbatched inputs keep ordinary autograd."""
+) -> SplitRule:
+    """Make the rule of x [batch, in, *space], W [out, in / groups, *window]; unbatched inputs keep ordinary autograd."""
 
     def arguments(weight: Tensor) -> tuple[object, ...]:
         space = weight.dim() - 2
@@ -215,7 +217,7 @@ def _convolution(
     def applies(x: Tensor, weight: Tensor) -> bool:
         return x.dim() == weight.dim()
 
-    return Rule("convolution", applies, forward, input_gradient, accumulate)
+    return SplitRule("convolution", applies, forward, input_gradient, accumulate)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -224,9 +226,9 @@ def _convolution(
 
 @dataclass(frozen=True)
 class Site:
-    """A node that can be split: its rule and which nodes are input, parameter and bias parameter."""
+    """A node that can be split: its rule and the nodes of its input, weight and bias."""
 
-    rule: Rule
+    rule: SplitRule
     x: fx.Node
     weight: fx.Node
     bias: fx.Node | None
@@ -265,8 +267,8 @@ def find_site(node: fx.Node, parameters: Mapping[fx.Node, str]) -> Site | None:
 
 def _site(
     parameters: Mapping[fx.Node, str],
-    rule: Rule | None,
-    rule_t: Rule | None,
+    rule: SplitRule | None,
+    rule_t: SplitRule | None,
     x: object,
     weight: object,
     bias: object,
@@ -322,7 +324,7 @@ def split(module: fx.GraphModule, code: SegmentCode) -> tuple[fx.GraphModule, De
     return fx.GraphModule(module, graph), deferred
 
 
-def _call(rule: Rule, deferred: DeferredWork) -> Callable[..., Tensor]:
+def _call(rule: SplitRule, deferred: DeferredWork) -> Callable[..., Tensor]:
     def split_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if rule.applies(x, weight):
             result: Tensor = _SplitOp.apply(rule, deferred, x, weight, bias)  # type: ignore[no-untyped-call]

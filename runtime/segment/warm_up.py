@@ -1,8 +1,8 @@
 """Run every segment of a rank once on made-up inputs, before ranks wait for each other.
 
 Compiling takes minutes where a step takes seconds: in the first step the others would wait for it and give up.
-All inputs are zeros, labels and token ids too. Nothing of it stays: gradients are dropped, buffers keep their contents,
-the random generators their state.
+All inputs are zeros, labels and token ids too. The run leaves no trace: gradients are dropped, buffers keep their
+contents, the random generators their state.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def warm_up(
     sizes: Iterable[int],
     device: torch.device,
 ) -> None:
-    """Forward and backward of each segment, for micro-batches of each of ``sizes`` samples.
+    """Run forward and backward of each segment, for micro-batches of each of ``sizes`` samples.
 
-    ``state``: what the segments are bound to. ``shapes``: of a whole batch's leaves, for sizes that are open and not
-    the batch's.
+    state   the tensors that the segments are bound to
+    shapes  shapes of a whole batch's leaves, for sizes that are open and not the batch's
     """
     wanted = [symbol_sizes(batch, shapes, size) for size in dict.fromkeys(sizes)]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -65,9 +65,8 @@ def _run_once(
         runner.backward(0, [torch.ones_like(root) for root in roots])
     except Exception as error:
         runner.discard()
-        if runner.fails_uncompiled(
-            values, leaves
-        ):  # zeros are no inputs for this model: singular matrices, say
+        # Zeros may be no inputs for this model: singular matrices, say.
+        if runner.fails_uncompiled(values, leaves):
             logger.warning(
                 "segment %d compiles in the first step: it fails on zeros (%s)", runner.code.index, error
             )

@@ -1,7 +1,7 @@
 """The whole model's state on rank 0, tensor by tensor, under the names of ``model.state_dict()``.
 
     StateEntry  key of the state dict → canonical name, stored dtype, full shape
-    Piece       which block of a named tensor a rank has: the whole of it, a part, or of a sharded one what it trains
+    HeldPiece   the block of a named tensor that a rank has: the whole of it, a part, or of a sharded one what it trains
 
 Each block comes from the first rank that has it, and they are put together here.
 """
@@ -66,7 +66,7 @@ def gather_state(
     state: RankState,
     side: SideGroup,
 ) -> dict[str, Any]:
-    """``model.state_dict()`` on rank 0's CPU, with its keys in ``order``; an empty dict elsewhere. Collective.
+    """Gather ``model.state_dict()`` on rank 0's CPU, with its keys in ``order``; an empty dict elsewhere. Collective.
 
     ``others``: entries that are no tensors of the model (a module's extra state), by key. A sender holds one tensor
     more than usual at a time.

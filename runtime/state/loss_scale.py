@@ -23,10 +23,10 @@ INITIAL_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
 """Good steps in a row after which the scale doubles."""
 SMALLEST, LARGEST = 2.0**-24, 2.0**24
-"""Below, every gradient is infinite or not a number in itself; above, 1 / scale times the scale is no longer exact."""
+"""Bounds of the scale. Below, gradients are infinite or no numbers in themselves; above, 1 / scale is no longer exact."""
 
 Reduce = Callable[[Tensor], Tensor]
-"""The maximum over all ranks. Collective."""
+"""A function that returns the maximum over all ranks. Collective."""
 
 
 class LossScale:
@@ -39,7 +39,7 @@ class LossScale:
     def unscale_or_drop(
         self, parameters: Iterable[nn.Parameter], device: torch.device, reduce: Reduce
     ) -> bool:
-        """Divide gradients by the scale; where any rank has one that is not finite, drop all. Returns whether.
+        """Divide gradients by the scale, or drop all of them if any rank has one that is not finite; True if dropped.
 
         Collective. Updates the scale.
         """
@@ -66,11 +66,11 @@ class LossScale:
             self.scale, self.good_steps = min(self.scale * 2, LARGEST), 0
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return what a checkpoint keeps."""
         return {"scale": self.scale, "good_steps": float(self.good_steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run went on that wrote ``state``."""
+        """Restore the scale of the run that wrote ``state``; raise ``CheckpointError`` if no run wrote it."""
         scale, steps = state.get("scale"), state.get("good_steps")
         valid = isinstance(scale, int | float) and isinstance(steps, int | float)
         if not valid or not (math.isfinite(scale) and scale > 0 and 0 <= steps < GROWTH_INTERVAL):  # type: ignore[arg-type,operator]
@@ -82,7 +82,7 @@ class LossScale:
 
 
 def _not_finite(gradient: Tensor) -> Tensor:
-    """1 where any element is infinite or not a number, else 0, as a 0-dim float32. Needs no memory of its size."""
+    """Return 1 if any element is infinite or not a number, else 0, as a 0-dim float32; needs no memory of its size."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     values = torch.view_as_real(values) if values.is_complex() else values
     if values.numel() == 0:

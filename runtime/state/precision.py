@@ -27,8 +27,9 @@ from runtime.state.rank_state import RankState
 def leaf_and_owner(
     value: Tensor, types: ParameterPrecision, requires_grad: bool
 ) -> tuple[Tensor, nn.Parameter]:
-    """Return the leaf and the owner of a parameter. ``value``, in the model's type or the owner's, is handed over: one of
-    them may be it.
+    """Make the leaf and the owner of a parameter from ``value``, in the model's type or the owner's.
+
+    ``value`` is handed over: one of them may be it.
     """
     owner = nn.Parameter(value.to(types.owner), requires_grad)
     sums_elsewhere = requires_grad and types.gradient != types.owner
@@ -49,7 +50,7 @@ def gradient_dtype(leaf: Tensor) -> torch.dtype:
 
 
 def cast_gradients(owners: Iterable[nn.Parameter]) -> None:
-    """Gradients in the owners' types, one parameter at a time."""
+    """Cast gradients to the owners' types, one parameter at a time."""
     for owner in owners:
         if owner.grad is not None and owner.grad.dtype != owner.dtype:
             owner.grad = owner.grad.to(owner.dtype)
@@ -84,16 +85,16 @@ class LeavesAndOwners:
         )
 
     def collect(self) -> None:
-        """After backward: every owner's gradient is what its leaf has summed."""
+        """Hand every owner the gradient that its leaf has summed, after backward."""
         for leaf, owner in self._pairs:
             owner.grad, leaf.grad = leaf.grad, None
 
     def cast_gradients(self) -> None:
-        """Before an optimizer steps: owners' gradients in the owners' types."""
+        """Cast owners' gradients to the owners' types, before an optimizer steps."""
         cast_gradients(owner for _, owner in self._pairs)
 
     def publish(self) -> None:
-        """After owners changed (a step, a loaded checkpoint): leaves have their values."""
+        """Copy owners' values to their leaves, after owners changed (a step, a loaded checkpoint)."""
         with torch.no_grad():
             for leaf, owner in self._copies:
                 leaf.copy_(owner)

@@ -1,4 +1,4 @@
-"""What one rank holds of the model, and who else holds it.
+"""The tensors that one rank holds of the model, and the ranks that hold each tensor.
 
     leaves       what the segments' graphs read: parameters, buffers and lifted constants, by canonical name
     parameters   what the optimizer updates and a checkpoint stores; the leaf itself unless the precision differs
@@ -30,7 +30,7 @@ from runtime.mesh.sharding import Block, Sharding
 
 @dataclass(frozen=True)
 class StatePart:
-    """``block`` of the model's tensor called ``whole``. The parts of a tensor do not overlap and leave nothing out."""
+    """A part of the model's tensor ``whole``: ``block`` of it. The parts of a tensor are disjoint and leave nothing out."""
 
     whole: str
     block: Block
@@ -58,14 +58,14 @@ class RankState:
     parameters: Mapping[str, nn.Parameter]
     buffers: Mapping[str, Tensor]
     holders: Mapping[str, tuple[int, ...]]
-    """Every name of the model, in the model's own order; ranks in ascending order."""
+    """Ranks that hold each tensor, ascending; every name of the model, in the model's own order."""
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
-    """Of tensors that ranks hold blocks of: ``leaves`` has what this rank stores, ``parameters`` what it trains."""
+    """Shardings of tensors that ranks hold blocks of: ``leaves`` has the stored, ``parameters`` the trained block."""
     parts: Mapping[str, StatePart] = field(default_factory=dict)
     """Every part that some rank holds instead of a tensor of the model, by its name."""
 
     def names_of(self, name: str) -> tuple[str, ...]:
-        """What ranks hold of the model's tensor called ``name``: its parts, or itself."""
+        """Return the names of what ranks hold of the model's tensor called ``name``: its parts, or itself."""
         return self._names_of_parts.get(name, (name,))
 
     def whole_of(self, name: str) -> str:
@@ -73,7 +73,7 @@ class RankState:
         return self.parts[name].whole if name in self.parts else name
 
     def own(self, name: str) -> Tensor:
-        """What the optimizer updates of ``name`` on this rank, or the buffer that it is."""
+        """Return what the optimizer updates of ``name`` on this rank, or the buffer that it is."""
         return self.parameters[name] if name in self.parameters else self.buffers[name]
 
     @cached_property
@@ -81,7 +81,7 @@ class RankState:
         return names_of_parts(self.parts)
 
     def is_first_holder(self, name: str) -> bool:
-        """Whether this rank speaks for the tensor called ``name``, or for the block that it has of it."""
+        """Tell whether this rank speaks for the tensor called ``name``, or for the block that it has of it."""
         if name in self.shardings:
             return self.shardings[name].speaks(self.rank)
         return self.holders[name][0] == self.rank

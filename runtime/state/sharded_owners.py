@@ -25,13 +25,13 @@ from runtime.state.precision import around_steps, cast_gradients, leaf_and_owner
 from runtime.state.rank_state import RankState
 
 AxisNamed = Callable[[Sharding, int], Axis]
-"""(sharding, axis of its mesh) -> this rank's place on that axis."""
+"""Function from (sharding, axis of its mesh) to this rank's place on that axis."""
 
 
 def sharded_leaf_and_owner(
     value: Tensor, types: ParameterPrecision, requires_grad: bool, sharding: Sharding, rank: int
 ) -> tuple[Tensor, nn.Parameter]:
-    """As ``leaf_and_owner``, for ``value``, the block that this rank stores. The owner has memory of its own."""
+    """Do what ``leaf_and_owner`` does for ``value``, the block that this rank stores; the owner has memory of its own."""
     if not sharding.cuts:
         return leaf_and_owner(value, types, requires_grad)
     owner = nn.Parameter(sharding.part(value, rank).to(types.owner, copy=True).contiguous(), requires_grad)
@@ -66,7 +66,7 @@ class ShardedOwners:
         return bool(self._owners)
 
     def collect(self) -> None:
-        """After backward and its sums: every owner has its gradient."""
+        """Hand every owner its gradient, after backward and its sums."""
         for name, owner in self._owners.items():
             sharding, leaf = self._state.shardings[name], self._state.leaves[name]
             summed = self._sums.pop(name, None)
@@ -83,13 +83,13 @@ class ShardedOwners:
             leaf.grad = None
 
     def cast_gradients(self) -> None:
-        """Before an optimizer steps: gradients in the owners' types."""
+        """Cast gradients to the owners' types, before an optimizer steps."""
         cast_gradients(self._owners.values())
 
     def publish(self) -> None:
-        """After owners changed: leaves have their values. Collective; one all-gather per bucket and cut.
+        """Gather owners' values in their leaves, after owners changed. Collective; one all-gather per bucket and cut.
 
-        Some are under way at once. One that does not end in time is explained as in a step.
+        Some are under way at once. One that does not end in time is explained as it is in a step.
         """
         under_way: deque[Iterator[None]] = deque()
         with torch.no_grad():
@@ -108,7 +108,7 @@ class ShardedOwners:
             around_steps(optimizer, self.cast_gradients, self.publish)
 
     def _gather(self, names: tuple[str, ...]) -> Iterator[None]:
-        """Fill leaves of parameters that are cut alike, from the innermost cut outwards. Yields with a gather under way."""
+        """Fill leaves of parameters that are cut alike, innermost cut first. Yields while a gather is under way."""
         leaves = [self._state.leaves[name].detach() for name in names]
         pieces = [self._owners[name].to(leaf.dtype) for name, leaf in zip(names, leaves, strict=True)]
         sharding = self._state.shardings[names[0]]
@@ -137,13 +137,13 @@ class ShardedOwners:
 
 
 _UNDER_WAY = 4
-"""Gathers at once: each holds a bucket as large as its leaves."""
+"""Number of gathers at once: each holds a bucket as large as its leaves."""
 
 _BUCKET_BYTES = 25 * 2**20
-"""Of leaves' values that are gathered together."""
+"""Bytes of leaves' values that are gathered together."""
 
 _ALONE_BYTES = 2**20
-"""A larger leaf is gathered by itself, and into its own memory where it is cut along its rows."""
+"""Bytes from which a leaf is gathered by itself, and into its own memory where it is cut along its rows."""
 
 
 def _finish(gather: Iterator[None]) -> None:
@@ -160,7 +160,7 @@ def _called(names: Sequence[str]) -> str:
 
 
 def _alike(state: RankState, owners: Mapping[str, nn.Parameter]) -> tuple[tuple[str, ...], ...]:
-    """Names whose leaves are gathered together."""
+    """Group the names whose leaves are gathered together."""
     groups: dict[object, list[list[str]]] = defaultdict(lambda: [[]])
     sizes: dict[object, int] = defaultdict(int)
     for name, owner in owners.items():

@@ -1,4 +1,4 @@
-"""What a training step does about precision: scale, collect, check, and keep leaves and owners together."""
+"""The precision of a training step: scale, collect and check gradients, and keep leaves and owners together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.state.sharded_owners import ShardedOwners
 
 
 class StepPrecision:
-    """What happens to gradients and parameters between backward and the next forward. Collective where it scales."""
+    """The work on gradients and parameters between backward and the next forward. Collective where it scales."""
 
     def __init__(
         self,
@@ -33,13 +33,13 @@ class StepPrecision:
 
     @property
     def gradient_scale(self) -> float:
-        """What the next backward multiplies its gradients by."""
+        """Factor that the next backward multiplies its gradients by."""
         return 1.0 if self.loss_scale is None else self.loss_scale.scale
 
     def after_backward(self, scale: float = 1.0) -> bool:
-        """Owners have their gradients, unscaled. True where they overflowed somewhere and all ranks dropped theirs.
+        """Hand owners their gradients, unscaled. Returns True if some overflowed and all ranks dropped theirs.
 
-        ``scale``: what backward multiplied gradients by beside ``gradient_scale``.
+        ``scale``: a factor that backward multiplied gradients by beside ``gradient_scale``.
         """
         self._pairs.collect()
         if self._sharded is not None:
@@ -61,20 +61,20 @@ class StepPrecision:
             self._sharded.attach(optimizer)
 
     def publish(self) -> None:
-        """Owners were written by something else than the optimizer: leaves follow."""
+        """Copy owners' values to their leaves, after something else than the optimizer wrote them."""
         self._pairs.publish()
         if self._sharded is not None:
             self._sharded.publish()
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint keeps, the same on every rank; empty without a loss scale."""
+        """Return what a checkpoint keeps, the same on every rank; empty without a loss scale."""
         return {} if self.loss_scale is None else self.loss_scale.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``. What is saved of a run without a loss scale leaves this one's as it starts."""
+        """Restore what ``state_dict`` returned. A run without a loss scale saved nothing: this one's stays at its start."""
         if self.loss_scale is not None and saved:
             self.loss_scale.load_state_dict(saved)
 
     def _maximum(self, value: Tensor) -> Tensor:
-        """Over all ranks."""
+        """Return the maximum over all ranks."""
         return self._collectives.all_reduce(value, "the check for overflow", dist.ReduceOp.MAX).wait()
