@@ -12,7 +12,7 @@ from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.models.made_with import MadeWith
 from partitioner.plan import Plan
 from partitioner.planning.options import PlanOptions
-from passes.search.free.place import Objective
+from passes.search.free.request import Objective
 from passes.search.layer.options import RecomputeMode
 from passes.trace.loss.reduction import LossReduction
 from passes.trace.precision import check_precision

@@ -31,8 +31,9 @@ from partitioner.commands.options import (
 from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
 from partitioner.planning.options import PlanOptions
-from passes.search.free.place import Objective
+from passes.search.free.request import Objective
 from passes.search.layer.options import RecomputeMode
+from passes.search.words import STRATEGY_WORDS
 from passes.trace.loss.reduction import checked_reduction
 
 
@@ -167,7 +168,7 @@ def plan(
             f"the search stopped after {time_limit:g} s with a plan that fits",
             because=[
                 f"it is within {percent(made.certificate.gap)} of the best "
-                + {"layer": "its schedule", "free": "any placement"}.get(made.strategy, "any sharding")
+                + STRATEGY_WORDS[made.strategy].best_of
                 + " can have"
                 if made.certificate.gap < 1
                 else "how far it is from the best was not found out in that time"

@@ -15,8 +15,10 @@ from partitioner.record.modules import range_of, shorten
 from partitioner.record.rebuild import refuse_wrong_choices
 from partitioner.report.sharding import mesh_text
 from passes.costs.costs import costs_of
-from passes.search.feature.explain import Alternatives, Way, alternatives
+from passes.search.explain import Way
+from passes.search.feature.explain import Alternatives, alternatives
 from passes.search.feature.problem import Setting
+from passes.search.words import STRATEGY_WORDS
 from passes.shard.discover import Discovery
 
 if TYPE_CHECKING:
@@ -39,7 +41,9 @@ def explain_plan(
         graph = None
         if model is not None or plan._made_with.graph is not None:
             graph = graph_of(plan, model, f"explain {name}", options)
-        return of_free(plan, name, graph) if plan.strategy == "free" else of_layers(plan, name, graph)
+        words = STRATEGY_WORDS.get(plan.strategy)
+        pieces = words is not None and words.stages == "pieces"
+        return of_free(plan, name, graph) if pieces else of_layers(plan, name, graph)
     graph = graph_of(plan, model, f"explain {name}", options)
     # A tied parameter goes by any of its names.
     return _of_shards(plan, only, only.sharding, graph.aliases.get(name, name), graph)

@@ -8,7 +8,7 @@ from typing import Any
 
 from cost_models.units import format_bytes, format_seconds
 from partitioner.report.text import columns, labelled, printable
-from passes.search.feature.explain import Way
+from passes.search.explain import Way
 
 MOST_WAYS = 20
 """Ways that the text shows; ``ways`` has all."""
@@ -38,7 +38,7 @@ class Explanation:
         return {
             "name": self.name,
             "facts": dict(self.facts),
-            "ways": [{**asdict(way), "possible": way.possible} for way in self.ways],
+            "ways": [asdict(way) for way in self.ways],
         }
 
 

@@ -10,23 +10,17 @@ from __future__ import annotations
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from cost_models.errors import UsageError
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.explain.explanation import Explanation
 from partitioner.record.modules import shorten
 from partitioner.record.rebuild import simulate_plan, split_graph
 from partitioner.report.sharding import devices_text
-from passes.costs.costs import GraphCosts, costs_of
-from passes.graph.state import owning_units
-from passes.search.feature.explain import Way
-from passes.search.free.candidates import FreeCandidates
-from passes.search.free.request import FreeCandidate, FreeRequest
-from runtime.segment.microbatch import microbatch_sizes
-
-MOST_DEVICES = 32
-"""Of a cluster, that are tried: each is a simulation or two."""
+from passes.costs.costs import costs_of
+from passes.lower.job import Job
+from passes.search.explain import Way
+from passes.search.free.explain import moved_together, ways_elsewhere
+from passes.search.free.list_judge import ListJudge
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
@@ -63,63 +57,15 @@ def of_free(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
                 "the search chose it for all ops together; the model is needed to try other devices"
             )
         return Explanation(name, facts, ())
-    moved = _moved_together(split, plan, ops)
+    job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
+    judge = ListJudge(split, costs_of(split, plan.cluster), plan.cluster, job)
+    moved = moved_together(judge, ops)
     if moved != ops & set(plan.placements):
         facts["together"] = f"with {counted(len(moved - ops), 'op')} that must share a device with it"
-    ways = _other_devices(plan, split, moved)
+    rank_of = {op: ranks[0] for op, ranks in plan.placements.items()}
+    ways = ways_elsewhere(judge, rank_of, plan.microbatches, moved, simulate_plan(plan))
     facts["why"] = _why_there(ways, plan)
     return Explanation(name, facts, ways)
-
-
-def _moved_together(graph: OpGraph, plan: PlanData, ops: set[str]) -> set[str]:
-    """The placed ones of ``ops``, and what shares a device with them whatever the placement."""
-    unit_of = owning_units(graph, frozenset(plan.recomputed))
-    units = {unit_of[op] for op in ops if op in unit_of}
-    return {op for op, unit in unit_of.items() if unit in units}
-
-
-def _other_devices(plan: PlanData, graph: OpGraph, moved: set[str]) -> tuple[Way, ...]:
-    """The step with ``moved`` on each device, fastest first; the plan's own is as it was predicted."""
-    costs = costs_of(graph, plan.cluster)
-    request = FreeRequest(
-        plan.batch_size, plan.microbatches, optimizer=plan.optimizer_memory, precision=plan.precision
-    )
-    candidates = FreeCandidates(graph, costs, plan.cluster, request, frozenset(plan.recomputed))
-    home = {op: ranks[0] for op, ranks in plan.placements.items()}
-    here = {home[op] for op in moved}
-    own = simulate_plan(plan)
-    ways = []
-    for rank, device in enumerate(plan.cluster.devices[:MOST_DEVICES]):
-        chosen = here == {rank}
-        candidate = FreeCandidate({**home, **dict.fromkeys(moved, rank)}, plan.microbatches)
-        simulation = own if chosen else candidates.realized(candidate).realized.simulation
-        sends = sum(transfer.end_seconds - transfer.start_seconds for transfer in simulation.transfers)
-        ways.append(
-            Way(
-                layout=f"rank {rank} ({device.model})",
-                step_seconds=simulation.step_seconds,
-                computes_seconds=_computes(costs, plan, moved, rank),
-                sends_seconds=sends,
-                memory_bytes=simulation.peak_bytes[rank],
-                chosen=chosen,
-            )
-        )
-    if len(here) > 1:  # a module's ops, or a parameter's readers, on several devices
-        spread = f"ranks {', '.join(map(str, sorted(here)))}, as planned"
-        sends = sum(transfer.end_seconds - transfer.start_seconds for transfer in own.transfers)
-        seconds = sum(
-            _computes(costs, plan, {op for op in moved if home[op] == rank}, rank) for rank in sorted(here)
-        )
-        ways.append(Way(spread, own.step_seconds, seconds, sends, max(own.peak_bytes), True))
-    return tuple(sorted(ways, key=lambda way: way.step_seconds))
-
-
-def _computes(costs: GraphCosts, plan: PlanData, ops: set[str], rank: int) -> float:
-    """Seconds of ``ops`` on a device in a step."""
-    size = microbatch_sizes(plan.batch_size, plan.microbatches)[0]
-    indices = np.array([i for i, name in enumerate(costs.ops) if name in ops], dtype=np.int64)
-    seconds = costs.segment_seconds(indices, size, plan.cluster.devices[rank])
-    return plan.microbatches * (seconds.forward + seconds.backward_input + seconds.backward_weight)
 
 
 def _why_there(ways: tuple[Way, ...], plan: PlanData) -> str:

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError
-from cost_models.units import percent
+from cost_models.units import counted, percent
 from partitioner.record.data import PlanData, PlanT
-from partitioner.record.describe import NOT_CONSIDERED, describe
+from partitioner.record.describe import describe
 from partitioner.record.records import Alternative
-from passes.compile import Request, compile_graph
+from passes.compile import compile_graph
 from passes.graph.graph import OpGraph
-from passes.search.feature.place import FeatureRequest
-from passes.search.free.place import FreeRequest
-
-NAMES = {"layer": "layer-wise", "feature": "feature-wise", "free": "free"}
-"""Strategies in sentences."""
+from passes.search.request import Request
+from passes.search.strategies import STRATEGIES
+from passes.search.words import AUTO_NOT_CONSIDERED
+from passes.timings import run_pass
 
 
 def best_plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]) -> PlanT:
@@ -32,7 +31,7 @@ def best_plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests:
         try:
             plans.append(_plan(kind, graph, cluster, request))
         except (InfeasibleError, TimeLimitError) as error:
-            failures[NAMES[strategy_of(request)]] = error
+            failures[STRATEGIES[request.strategy].words.adverb] = error
     if not plans:
         raise InfeasibleError(
             f"{graph.model_name} fits {cluster.name} by no strategy",
@@ -52,25 +51,21 @@ def best_plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests:
         for name, error in failures.items()
     ]
     return best.model_copy(
-        update={"alternatives": (*others, *best.alternatives), "not_considered": NOT_CONSIDERED["auto"]}
+        update={"alternatives": (*others, *best.alternatives), "not_considered": AUTO_NOT_CONSIDERED}
     )
 
 
-def strategy_of(request: Request) -> str:
-    """layer, feature or free."""
-    if isinstance(request, FreeRequest):
-        return "free"
-    return "feature" if isinstance(request, FeatureRequest) else "layer"
-
-
 def _plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, request: Request) -> PlanT:
-    return describe(kind, graph, cluster, request, compile_graph(graph, cluster, request))
+    compiled = compile_graph(graph, cluster, request)
+    return run_pass(
+        "describe", lambda plan: counted(len(plan.stages), "stage"), describe, kind, graph, cluster, compiled
+    )
 
 
 def _alternative(plan: PlanData, best: PlanData) -> Alternative:
     slower = plan.prediction.step_seconds / best.prediction.step_seconds - 1
     return Alternative(
-        strategy=f"{NAMES[plan.strategy]}, the best found",
+        strategy=f"{STRATEGIES[plan.strategy].words.adverb}, the best found",
         feasible=True,
         reason=f"{percent(slower)} slower",
         step_seconds=plan.prediction.step_seconds,

@@ -11,22 +11,37 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.memory import OPTIMIZERS
 from cost_models.precision import Precision
-from passes.compile import Request
 from passes.graph.graph import OpGraph
+from passes.lower.job import Job
 from passes.search.feature.meshes import MAX_AXES, meshes
 from passes.search.feature.pins import axes_of_layout
 from passes.search.feature.place import FeatureRequest
-from passes.search.free.place import FreeRequest, Objective
+from passes.search.free.request import FreeRequest, Objective
 from passes.search.layer.options import RecomputeMode
 from passes.search.layer.place import LayerRequest
+from passes.search.request import Request
+from passes.search.words import STRATEGY_WORDS
 from runtime.schedules import SCHEDULES
 
-STRATEGIES = ("layer", "feature", "free", "auto")
+STRATEGIES = (*STRATEGY_WORDS, "auto")
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 MOST_SAMPLES = 1 << 30
 MOST_MICROBATCHES = 1 << 16
 """Beyond these a number is a typing error: programs list every micro-batch."""
+
+_ABOUT_STAGES = "{option}={value!r} is about stages of a pipeline; strategy {mine!r} has its own way"
+_IS_FOR = '{option}={value!r} is for strategy "{knows}"'
+NOT_HERE = {
+    "mesh": 'mesh= arranges the devices of strategy "{knows}"; strategy {mine!r} has none',
+    "objective": _IS_FOR,
+    "splits": _IS_FOR,
+    "schedule": _ABOUT_STAGES,
+    "min_stages": _ABOUT_STAGES,
+    "max_stages": _ABOUT_STAGES,
+    "recompute": _ABOUT_STAGES,
+}
+"""What is said of an option that the strategy does not know."""
 
 Pins = Mapping[str, int] | Mapping[str, str]
 
@@ -64,7 +79,7 @@ class PlanOptions:
         """Refuse a mesh that is not the cluster's devices, and pins to others, before anything is traced for them."""
         if self.mesh is not None:
             meshes(cluster, MAX_AXES, self.mesh)
-        if self.strategy == "free":
+        if self.strategy != "auto" and STRATEGY_WORDS[self.strategy].pinned_to == "device":
             world = cluster.world_size
             problems = [
                 f"{glob!r} is pinned to device {rank}; {cluster.name} has devices 0 to {world - 1}"
@@ -78,45 +93,42 @@ class PlanOptions:
         """One per strategy to plan by."""
         size = graph.example_batch_size if self.batch_size is None else self.batch_size
         self._check_microbatches(size)
-        layer = LayerRequest(
-            batch_size=size,
+        job = Job(size, self.optimizer_memory, precision)
+        make = {"layer": self._layer_request, "feature": self._feature_request, "free": self._free_request}
+        names = STRATEGY_WORDS if self.strategy == "auto" else (self.strategy,)
+        return tuple(make[name](job, graph) for name in names)
+
+    def _layer_request(self, job: Job, graph: OpGraph) -> LayerRequest:
+        return LayerRequest(
+            job,
             microbatches=self.microbatches,
-            schedule=self.schedule,
-            optimizer=self.optimizer_memory,
-            precision=precision,
             pins={glob: stage for glob, stage in (self.pins or {}).items() if isinstance(stage, int)},
+            time_limit_seconds=self.time_limit_seconds,
+            schedule=self.schedule,
             min_stages=self.min_stages,
             max_stages=self.max_stages,
             recompute=self.recompute or ("full" if graph.checkpointing else "auto"),
-            time_limit_seconds=self.time_limit_seconds,
         )
-        feature = FeatureRequest(
-            batch_size=size,
+
+    def _feature_request(self, job: Job, graph: OpGraph) -> FeatureRequest:
+        return FeatureRequest(
+            job,
             microbatches=self.microbatches,
-            optimizer=self.optimizer_memory,
-            precision=precision,
             pins={glob: layout for glob, layout in (self.pins or {}).items() if isinstance(layout, str)},
-            mesh=None if self.mesh is None else tuple(self.mesh),
             time_limit_seconds=self.time_limit_seconds,
+            mesh=None if self.mesh is None else tuple(self.mesh),
         )
-        free = FreeRequest(
-            batch_size=size,
+
+    def _free_request(self, job: Job, graph: OpGraph) -> FreeRequest:
+        return FreeRequest(
+            job,
             microbatches=self.microbatches,
+            pins={glob: device for glob, device in (self.pins or {}).items() if isinstance(device, int)},
+            time_limit_seconds=self.time_limit_seconds,
             objective=self.objective or "throughput",
-            optimizer=self.optimizer_memory,
-            precision=precision,
-            pins=layer.pins,
             split=self.splits is None,
             splits={glob: tuple(sizes) for glob, sizes in (self.splits or {}).items()},
-            time_limit_seconds=self.time_limit_seconds,
         )
-        by_strategy: dict[str, tuple[Request, ...]] = {
-            "layer": (layer,),
-            "feature": (feature,),
-            "free": (free,),
-            "auto": (layer, feature, free),
-        }
-        return by_strategy[self.strategy]
 
     def _unknown_words(self) -> Iterator[str]:
         if self.strategy not in STRATEGIES:
@@ -169,44 +181,43 @@ class PlanOptions:
             yield from (f"pin {glob!r}: expected a text" for glob in pins if not isinstance(glob, str))
 
     def _of_the_other_strategy(self) -> Iterator[str]:
-        """Options that a strategy would silently ignore."""
-        strategy = self.strategy
-        if strategy in ("layer", "free") and self.mesh is not None:
-            yield f'mesh= arranges the devices of strategy "feature"; strategy {strategy!r} has none'
-        if strategy in ("layer", "feature"):
-            given: Mapping[str, object] = {"objective": self.objective, "splits": self.splits}
-            for option, value in given.items():
-                if value is not None:
-                    yield f'{option}={value!r} is for strategy "free"'
-        if strategy in ("feature", "free"):
-            for option, value in self._about_stages().items():
-                if value is not None:
-                    yield f"{option}={value!r} is about stages of a pipeline; strategy {strategy!r} has its own way"
+        """Name options that the strategy would silently ignore."""
+        if self.strategy != "auto":
+            words = STRATEGY_WORDS[self.strategy]
+            for option, value in self._given().items():
+                if option not in words.options:
+                    knows = next(name for name, other in STRATEGY_WORDS.items() if option in other.options)
+                    yield NOT_HERE[option].format(option=option, value=value, mine=self.strategy, knows=knows)
         yield from self._wrong_pins()
 
-    def _about_stages(self) -> Mapping[str, object]:
-        """What is given that only layer-wise plans have."""
-        return {
+    def _given(self) -> Mapping[str, object]:
+        """The options that not every strategy knows, as far as they were given."""
+        given = {
+            "mesh": self.mesh,
+            "objective": self.objective,
+            "splits": self.splits,
             "schedule": None if self.schedule == "auto" else self.schedule,
             "min_stages": self.min_stages,
             "max_stages": self.max_stages,
             "recompute": None if self.recompute in (None, "none") else self.recompute,
         }
+        return {option: value for option, value in given.items() if value is not None}
 
     def _wrong_pins(self) -> Iterator[str]:
-        """Pins of another strategy."""
+        """Name pins that are not the strategy's."""
         for glob, pinned in (self.pins or {}).items():
-            number = isinstance(pinned, int) and not isinstance(pinned, bool)
             if self.strategy == "auto":
                 yield (
                     f'pin {glob!r}: give the strategy as well, "layer" for stages, "feature" for layouts or '
                     '"free" for devices'
                 )
-            elif self.strategy == "feature" and not isinstance(pinned, str):
+                continue
+            place = STRATEGY_WORDS[self.strategy].pinned_to
+            number = isinstance(pinned, int) and not isinstance(pinned, bool)
+            if place == "layout" and not isinstance(pinned, str):
                 yield f'pin {glob!r}: the layout {pinned!r} is not a text such as "S0" or "R S1"'
-            elif self.strategy in ("layer", "free") and not number:
-                what = "stage" if self.strategy == "layer" else "device"
-                yield f"pin {glob!r}: the {what} {pinned!r} is not a number"
+            elif place != "layout" and not number:
+                yield f"pin {glob!r}: the {place} {pinned!r} is not a number"
 
     def _check_layouts(self) -> None:
         """Refuse pinned layouts that cannot be read, or name other axes than the mesh has."""

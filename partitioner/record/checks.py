@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from cost_models.memory import OPTIMIZERS
 from cost_models.units import counted
 from partitioner.record.sharding import contradictions
+from passes.search.words import STRATEGY_WORDS
 from runtime.schedules import SCHEDULES
 
 if TYPE_CHECKING:
@@ -30,16 +31,25 @@ def inconsistencies(plan: PlanFields) -> Iterator[str]:
         yield f"schedule: {plan.schedule!r} is not one of {', '.join(SCHEDULES)}"
     if plan.optimizer_memory not in OPTIMIZERS:
         yield f"optimizer_memory: {plan.optimizer_memory!r} is not one of {', '.join(OPTIMIZERS)}"
-    if plan.strategy == "feature" and (len(plan.stages) != 1 or plan.stages[0].sharding is None):
-        yield "stages: a feature-wise plan has one, with a sharding"
-    if plan.strategy in ("layer", "free") and any(stage.sharding is not None for stage in plan.stages):
-        yield f"stages: a plan of strategy {plan.strategy!r} has none with a sharding"
-    if plan.splits and plan.strategy != "free":
-        yield f"splits: a plan of strategy {plan.strategy!r} has none"
+    yield from _of_the_strategy(plan)
     yield from _splits(plan)
     yield from _stages(plan, world)
     yield from _values(plan, world)
     yield from _per_rank(plan, world)
+
+
+def _of_the_strategy(plan: PlanFields) -> Iterator[str]:
+    """Name what plans of the strategy cannot have."""
+    words = STRATEGY_WORDS.get(plan.strategy)
+    if words is None:
+        return
+    if words.stages == "one mesh":
+        if len(plan.stages) != 1 or plan.stages[0].sharding is None:
+            yield f"stages: a {words.adverb} plan has one, with a sharding"
+    elif any(stage.sharding is not None for stage in plan.stages):
+        yield f"stages: a plan of strategy {plan.strategy!r} has none with a sharding"
+    if plan.splits and "splits" not in words.options:
+        yield f"splits: a plan of strategy {plan.strategy!r} has none"
 
 
 def _splits(plan: PlanFields) -> Iterator[str]:

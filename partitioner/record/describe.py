@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 import torch
@@ -29,54 +29,46 @@ from partitioner.record.records import (
     TiedParameter,
     Transfer,
 )
-from passes.compile import Compiled, Request
+from passes.compile import Compiled
 from passes.graph.graph import OpGraph
+from passes.lower.candidate import Candidate
+from passes.lower.realize import Realized
 from passes.lower.summarize import state_names_of_segments
-from passes.search.baselines import Baseline, data_parallel, one_device
-from passes.search.feature.place import FeatureResult, Tried
+from passes.search.baselines import Baseline
 from passes.search.layer.options import RecomputeMode
-from passes.search.layer.place import LayerRequest, RunnerUp
-from passes.search.placed import Placed
+from passes.search.outcome import MeshLabel, MeshTried, Outcome, RunnerUp
+from passes.search.request import Request
+from passes.search.strategies import STRATEGIES
 from passes.trace.precision import dominant_dtype, precision_notes
 from runtime.program.program import Backward, BackwardWeight, Forward, Program, SegmentGraph
 
-NOT_CONSIDERED = {
-    "layer": ("data parallelism", "tensor parallelism", "ZeRO sharding"),
-    "feature": ("pipeline stages", "recomputing activations", "overlap of communication with computing"),
-    "free": ("data parallelism", "ZeRO sharding", "recomputing activations, but in the layer-wise plan"),
-    "auto": ("pipeline stages that are sharded inside", "recomputing activations of shards"),
-}
-"""What a strategy does not look at; an expert should hear it from the plan itself."""
 MOST_RUNNER_UPS = 5
 
 
-def describe(
-    kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, request: Request, compiled: Compiled
-) -> PlanT:
+def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> PlanT:
     """Write the outcome of a compile down as a plan of class ``kind``."""
-    placed, realized = compiled.placed, compiled.placed.realized
-    # A free plan that is the layer-wise one may compute blocks again; it was not asked for anything else.
-    anew: RecomputeMode = "auto" if any(placed.recomputed_blocks) else "none"
-    recompute = request.recompute if isinstance(request, LayerRequest) else anew
+    request, outcome, realized = compiled.request, compiled.outcome, compiled.realized
+    job, candidate = request.job, outcome.best.candidate
+    recompute = _recompute(request, candidate)
     return kind(
         partitioner_version=package_version(),
         model=_model(graph),
         cluster=cluster,
-        strategy=placed.strategy,
-        batch_size=request.batch_size,
-        microbatches=placed.microbatches,
-        schedule=placed.schedule,
-        optimizer_memory=request.optimizer,
-        precision=request.precision,
+        strategy=request.strategy,
+        batch_size=job.batch_size,
+        microbatches=candidate.microbatches,
+        schedule=candidate.schedule,
+        optimizer_memory=job.optimizer,
+        precision=job.precision,
         loss_reduction=graph.loss_reduction,
         recompute=recompute,
-        splits=tuple(SplitRecord(op=s.op, dim=s.dim, sizes=s.sizes) for s in placed.splits),
-        stages=_stages(placed.graph, compiled),
-        placements={name: placed.groups[stage] for name, stage in placed.stage_of.items()},
-        recomputed=tuple(sorted(placed.recomputed)),
+        splits=tuple(SplitRecord(op=s.op, dim=s.dim, sizes=s.sizes) for s in outcome.splits),
+        stages=_stages(compiled),
+        placements={name: realized.groups[stage] for name, stage in realized.stage_of.items()},
+        recomputed=tuple(sorted(_recomputed(realized))),
         tied=tuple(
             TiedParameter(name=name, ranks=group.ranks, size_bytes=realized.step.tied_bytes[name])
-            for group in (realized.tied if placed.sharded is None else ())
+            for group in (realized.tied if realized.sharded is None else ())
             for name in group.parameters
         ),
         values=tuple(
@@ -93,16 +85,16 @@ def describe(
         state_bytes={str(r): size for r, size in enumerate(realized.step.state_bytes)},
         optimizer_seconds={str(r): s for r, s in enumerate(realized.step.optimizer_seconds)},
         attention_backend=compiled.costs.attention_backend,
-        prediction=_prediction(graph, cluster, request, compiled),
+        prediction=_prediction(graph, cluster, compiled),
         certificate=_certificate(compiled),
-        alternatives=_alternatives(graph, cluster, request, compiled),
-        not_considered=NOT_CONSIDERED[placed.strategy],
+        alternatives=_alternatives(compiled),
+        not_considered=STRATEGIES[request.strategy].words.not_considered,
         proof=ProofRecord(
             instructions=compiled.proof.instructions,
             messages=compiled.proof.messages,
             rules=compiled.proof.rules,
         ),
-        notes=(*graph.notes, *precision_notes(graph, request.precision), *_notes(graph, recompute)),
+        notes=(*graph.notes, *precision_notes(graph, job.precision), *_notes(graph, recompute)),
     )
 
 
@@ -156,18 +148,20 @@ def _model(graph: OpGraph) -> ModelInfo:
     )
 
 
-def _stages(graph: OpGraph, compiled: Compiled) -> tuple[Stage, ...]:
-    placed, realized = compiled.placed, compiled.placed.realized
+def _stages(compiled: Compiled) -> tuple[Stage, ...]:
+    graph, realized = compiled.outcome.judge.graph, compiled.realized
     paths = {node.name: str(node.meta.get("module_path", "")) for node in graph.ops}
-    ordered = {node.name: placed.stage_of[node.name] for node in graph.ops if node.name in placed.stage_of}
-    modules = modules_of_stages(paths, ordered, len(placed.groups))
-    local = graph if placed.sharded is None else placed.sharded.graph
+    ordered = {
+        node.name: realized.stage_of[node.name] for node in graph.ops if node.name in realized.stage_of
+    }
+    modules = modules_of_stages(paths, ordered, len(realized.groups))
+    local = graph if realized.sharded is None else realized.sharded.graph
     names = state_names_of_segments(local, realized.segmentation)
     flying = _in_flight(realized.programs, realized.segments)
-    ops: list[list[str]] = [[] for _ in placed.groups]
+    ops: list[list[str]] = [[] for _ in realized.groups]
     for name, stage in ordered.items():
         ops[stage].append(name)
-    blocks = placed.recomputed_blocks
+    blocks = compiled.outcome.best.candidate.recomputed_blocks
     stages = []
     for segment in realized.segments.segments:
         cost = segment.cost
@@ -187,9 +181,7 @@ def _stages(graph: OpGraph, compiled: Compiled) -> tuple[Stage, ...]:
                 recomputed_blocks=blocks[segment.index] if blocks else (),
                 transient_bytes=cost.transient_bytes,
                 has_backward=segment.has_backward,
-                sharding=describe_sharding(graph, compiled.costs, placed)
-                if placed.sharded is not None
-                else None,
+                sharding=describe_sharding(compiled) if realized.sharded is not None else None,
                 in_flight=flying[segment.index],
             )
         )
@@ -211,7 +203,7 @@ def _in_flight(programs: tuple[Program, ...], segments: SegmentGraph) -> list[in
 
 
 def _transfers(compiled: Compiled) -> tuple[Transfer, ...]:
-    size_of = {value.name: value.size_bytes for value in compiled.placed.realized.segments.values}
+    size_of = {value.name: value.size_bytes for value in compiled.realized.segments.values}
     return tuple(
         Transfer(
             value=bridge.value,
@@ -221,112 +213,115 @@ def _transfers(compiled: Compiled) -> tuple[Transfer, ...]:
             size_bytes=size_of[bridge.value],
             gradient=bridge.needs_grad,
         )
-        for bridge in compiled.placed.bridges
+        for bridge in compiled.bridges
     )
 
 
-def _prediction(graph: OpGraph, cluster: ClusterSpec, request: Request, compiled: Compiled) -> Prediction:
-    simulation = compiled.placed.realized.simulation
+def _prediction(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> Prediction:
+    simulation, batch_size = compiled.realized.simulation, compiled.request.job.batch_size
     step = simulation.step_seconds
     tokens = tokens_per_sample(graph)
     return Prediction(
         step_seconds=step,
-        samples_per_second=request.batch_size / step,
-        tokens_per_second=None if tokens is None else tokens * request.batch_size / step,
-        mfu=_mfu(graph, cluster, request, compiled),
+        samples_per_second=batch_size / step,
+        tokens_per_second=None if tokens is None else tokens * batch_size / step,
+        mfu=_mfu(graph, cluster, compiled),
         bubble_fraction=simulation.bubble_fraction,
         peak_memory_bytes={str(rank): int(peak) for rank, peak in enumerate(simulation.peak_bytes)},
         communication_bytes=int(sum(simulation.pair_bytes.values())),
         messages=simulation.message_count,
-        collectives=_collectives(compiled.placed),
+        collectives=_collectives(compiled),
         confidence=cluster.provenance,
     )
 
 
-def _collectives(placed: Placed) -> int:
+def _collectives(compiled: Compiled) -> int:
     """Collectives of a step: inside of segments, sums of gradients, what is gathered after the update."""
-    realized = placed.realized
+    realized, count = compiled.realized, compiled.outcome.best.candidate.microbatches
     inside = sum(len(segment.collectives) for segment in realized.segments.segments)
-    return inside * placed.microbatches + len(realized.tied) + len(realized.step.gathers)
+    return inside * count + len(realized.tied) + len(realized.step.gathers)
 
 
 def _certificate(compiled: Compiled) -> CertificateRecord:
-    found = compiled.placed.certificate
-    return CertificateRecord(
-        objective=found.objective,
-        objective_seconds=found.objective_seconds,
-        bound_seconds=found.bound_seconds,
-        gap=found.gap,
-        simulated_lower_bound_seconds=found.simulated_lower_bound_seconds,
-        space=_well_counted(found.space),
-        method=found.method,
-        solver_status=found.solver_status,
-        search_seconds=found.search_seconds,
-    )
+    return CertificateRecord(**asdict(compiled.outcome.certificate))
 
 
-def _mfu(graph: OpGraph, cluster: ClusterSpec, request: Request, compiled: Compiled) -> float | None:
+def _recompute(request: Request, candidate: Candidate) -> RecomputeMode:
+    """The mode of recomputation that was asked for; a free plan that is the layer-wise one recomputes where it must."""
+    asked: RecomputeMode | None = getattr(request, "recompute", None)
+    return asked or ("auto" if any(candidate.recomputed_blocks) else "none")
+
+
+def _recomputed(realized: Realized) -> frozenset[str]:
+    """Ops of the model that every stage computes for itself; on shards, none is told apart."""
+    return frozenset() if realized.sharded is not None else realized.segmentation.recomputed
+
+
+def _mfu(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> float | None:
     """Model FLOPs utilisation: FLOPs of forward and backward over step time times the used devices' peak rates."""
-    table = compiled.costs.at(request.batch_size)
+    table = compiled.costs.at(compiled.request.job.batch_size)
     flops = float(np.sum(table.forward_flops + table.backward_input_flops + table.backward_weight_flops))
     own = dominant_dtype(graph)
     if not flops or own is None:
         return None
-    dtype = request.precision.of(own).leaf
-    ranks = {rank for stage in compiled.placed.realized.segments.segments for rank in stage.ranks}
+    dtype = compiled.request.job.precision.of(own).leaf
+    ranks = {rank for stage in compiled.realized.segments.segments for rank in stage.ranks}
     peak = sum(cluster.devices[rank].peak_flops(dtype) for rank in ranks)
-    return flops / (compiled.placed.realized.simulation.step_seconds * peak)
+    return flops / (compiled.realized.simulation.step_seconds * peak)
 
 
-def _alternatives(
-    graph: OpGraph, cluster: ClusterSpec, request: Request, compiled: Compiled
-) -> tuple[Alternative, ...]:
-    """Not partitioning at all, and the best other layer-wise plans."""
-    others = [_baseline(one_device(graph, compiled.costs, cluster, request), "")]
-    if cluster.world_size > 1:
-        replicas = data_parallel(graph, compiled.costs, cluster, request)
-        others.append(_baseline(replicas, " on each device"))
+def _alternatives(compiled: Compiled) -> tuple[Alternative, ...]:
+    """List not partitioning at all, and the best other plans of the strategy."""
+    alone, *replicas = compiled.baselines
+    others = [_baseline(alone, ""), *(_baseline(each, " on each device") for each in replicas)]
+    best_seconds = compiled.outcome.best.step_seconds
     others += [
         Alternative(
-            strategy=_well_counted(entry.description),
-            feasible=entry.feasible,
-            reason=_readable_sizes(entry.reason),
+            strategy=str(entry.label),
+            feasible=entry.fits,
+            reason=_why_not_chosen(entry, best_seconds),
             step_seconds=entry.step_seconds,
-            peak_memory_bytes=entry.peak_memory_bytes,
+            peak_memory_bytes=entry.peak_bytes,
         )
-        for entry in distinct_runner_ups(compiled.placed.runner_ups)
+        for entry in distinct_runner_ups(compiled.outcome.runner_ups)
     ]
-    if isinstance(compiled.placed.search, FeatureResult):
-        others += _other_meshes(compiled.placed.search)
+    if compiled.outcome.details is not None:
+        others += _other_meshes(compiled.outcome)
     return tuple(others)
 
 
-def _other_meshes(search: FeatureResult) -> list[Alternative]:
-    """The best of each other mesh and number of micro-batches, as far as the search looked: by its own count of seconds."""
-    chosen = (search.placement.mesh.shape, search.placement.microbatches)
-    own = search.cost.seconds
-    best: dict[tuple[tuple[int, ...], int], Tried] = {}
-    for tried in sorted(search.tried, key=_at_least):
-        best.setdefault((tried.shape, tried.microbatches), tried)
-    best.pop(chosen, None)
+def _why_not_chosen(entry: RunnerUp, best_seconds: float) -> str:
+    if not entry.fits:
+        return f"exceeds a device by {format_bytes(entry.overflow_bytes)}"
+    slower = entry.step_seconds / best_seconds - 1 if best_seconds > 0 else 0.0
+    return f"{'at least ' if entry.bounded else ''}{slower:.1%} slower"
+
+
+def _other_meshes(outcome: Outcome) -> list[Alternative]:
+    """List the best of each other mesh and number of micro-batches looked at, by the search's own count of seconds."""
+    details, chosen = outcome.details, outcome.label
+    assert details is not None
+    best: dict[MeshLabel, MeshTried] = {}
+    for tried in sorted(details.tried, key=_at_least):
+        best.setdefault(MeshLabel(tried.shape, tried.microbatches), tried)
     return [
         Alternative(
-            strategy=f"mesh {'×'.join(map(str, shape))}, {counted(count, 'micro-batch')}",
+            strategy=str(label),
             feasible=tried.status != "infeasible",
-            reason=_why_not(tried, own),
+            reason=_why_not(tried, details.seconds),
             step_seconds=None,
             peak_memory_bytes=None,
         )
-        for (shape, count), tried in list(best.items())[:MOST_RUNNER_UPS]
+        for label, tried in [pair for pair in best.items() if pair[0] != chosen][:MOST_RUNNER_UPS]
     ]
 
 
-def _at_least(tried: Tried) -> float:
+def _at_least(tried: MeshTried) -> float:
     """Seconds that its best choice takes, or no less than."""
     return tried.seconds if math.isfinite(tried.seconds) else tried.bound_seconds
 
 
-def _why_not(tried: Tried, own_seconds: float) -> str:
+def _why_not(tried: MeshTried, own_seconds: float) -> str:
     if tried.status == "infeasible":
         return "does not fit (proved)"
     slower = max(0.0, _at_least(tried) / own_seconds - 1)
@@ -350,24 +345,11 @@ def _baseline(baseline: Baseline, where: str) -> Alternative:
 
 
 def distinct_runner_ups(runner_ups: Sequence[RunnerUp]) -> list[RunnerUp]:
-    """The best of each (schedule, micro-batches), a few: neighbours of one split teach nothing new."""
-    best: dict[str, RunnerUp] = {}
-    for entry in sorted(runner_ups, key=lambda entry: (not entry.feasible, entry.step_seconds)):
-        key = ", ".join(
-            entry.description.split(", ")[1:3]
-        )  # of "2 stages, 1f1b, 8 micro-batches, 1 stages recompute"
-        best.setdefault(key, entry)
+    """Choose the best of each kind, a few: neighbours of one split teach nothing new."""
+    best: dict[object, RunnerUp] = {}
+    for entry in sorted(runner_ups, key=lambda entry: (not entry.fits, entry.step_seconds)):
+        best.setdefault(entry.label.kind, entry)
     return list(best.values())[:MOST_RUNNER_UPS]
-
-
-def _well_counted(description: str) -> str:
-    """ "1 stages, 1f1b, 1 micro-batches" -> "1 stage, 1f1b, 1 micro-batch"."""
-    return re.sub(r"\b1 (stage|micro-batch)(?:es|s)\b", r"1 \1", description)
-
-
-def _readable_sizes(reason: str) -> str:
-    """ "exceeds a device by 1,048,576 bytes" -> "exceeds a device by 1.00 MiB"."""
-    return re.sub(r"([\d,]+) bytes", lambda size: format_bytes(int(size[1].replace(",", ""))), reason)
 
 
 def _notes(graph: OpGraph, recompute: str) -> tuple[str, ...]:

@@ -22,21 +22,22 @@ from partitioner.record.sharding import (
     UpdateGatherRecord,
     texts_of,
 )
+from passes.compile import Compiled
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.search.feature.place import FeatureResult
-from passes.search.placed import Placed
 from passes.shard.shard import Sharded
 from passes.shard.traffic import Traffic
 from passes.shard.words import Placements, operands, placements_text
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 
 
-def describe_sharding(graph: OpGraph, costs: GraphCosts, placed: Placed) -> StageSharding:
-    """The record of a feature-wise placement of ``graph``."""
-    sharded, search, realized = placed.sharded, placed.search, placed.realized
+def describe_sharding(compiled: Compiled) -> StageSharding:
+    """Record how the devices of the one stage share it."""
+    graph, realized, details = compiled.outcome.judge.graph, compiled.realized, compiled.outcome.details
+    sharded = realized.sharded
     assert sharded is not None
-    assert isinstance(search, FeatureResult)
+    assert details is not None
+    origins = details.origins
     fields: dict[str, Any] = dict(texts_of(sharded.placement))
     return StageSharding(
         **fields,
@@ -58,11 +59,11 @@ def describe_sharding(graph: OpGraph, costs: GraphCosts, placed: Placed) -> Stag
             )
             for item in realized.gathers
         ),
-        layouts=_layout_rows(graph, sharded, costs),
-        discovered_ops=search.origins.discovered,
-        replicated_ops=search.origins.replicated,
-        replicated_seconds=search.origins.replicated_seconds,
-        replicated_matmul_share=search.replicated_matmul_share,
+        layouts=_layout_rows(graph, sharded, compiled.costs),
+        discovered_ops=origins.discovered,
+        replicated_ops=origins.replicated,
+        replicated_seconds=origins.replicated_seconds,
+        replicated_matmul_share=origins.replicated_matmul_share,
     )
 
 

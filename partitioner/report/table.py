@@ -13,6 +13,7 @@ from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.record.modules import common_parent, compress, shorten
 from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
 from partitioner.report.text import WIDTH, columns, labelled, printable
+from passes.search.words import STRATEGY_WORDS
 from passes.split.values import block_name
 
 if TYPE_CHECKING:
@@ -87,11 +88,9 @@ def _heading(plan: PlanData) -> str:
 
 def _strategy(plan: PlanData) -> str:
     """ "layer-wise", "feature-wise", "hybrid"; "free", with how many ops are in blocks."""
-    if plan.strategy in ("layer", "feature"):
-        return f"{plan.strategy}-wise"
-    if plan.strategy != "free":
-        return plan.strategy
-    return f"free ({counted(len(plan.splits), 'op')} in blocks of neurons)" if plan.splits else "free"
+    words = STRATEGY_WORDS.get(plan.strategy)
+    name = plan.strategy if words is None else words.adverb
+    return f"{name} ({counted(len(plan.splits), 'op')} in blocks of neurons)" if plan.splits else name
 
 
 def _is_one_sharded_stage(plan: PlanData) -> bool:
@@ -295,7 +294,8 @@ def _evidence(plan: PlanData) -> str:
 
 def _kind(plan: PlanData) -> str:
     """What the bound on the simulated step is about: of a free plan, not about other blocks of neurons."""
-    if plan.strategy != "free":
+    words = STRATEGY_WORDS.get(plan.strategy)
+    if words is None or words.stages != "pieces":
         return "plan of this kind"
     blocks = f"these blocks in {counted(plan.microbatches, 'micro-batch')}" if plan.splits else "whole ops"
     return f"placement of {blocks}"

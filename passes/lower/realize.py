@@ -1,46 +1,82 @@
-"""Segments with one device each, carried through: schedule ─► programs ─► simulated step."""
+"""The one way from a placement to a simulated step, whatever the strategy.
+
+candidate ─► segments ─► their costs, sums of gradients, state ─► one program per rank ─► simulated step
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
 from cost_models.cluster import ClusterSpec
-from cost_models.compute import optimizer_seconds
-from cost_models.precision import Precision
+from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.lower.segment import Segmentation
-from passes.lower.step import StepCosts, programs_for, simulate_step
-from passes.lower.summarize import gradient_bytes, state_of_ranks, tied_groups, trained_tensors
-from passes.search.placed import Realized
-from runtime.program.program import SegmentGraph
+from passes.graph.recomputed import recomputed_ops
+from passes.graph.state import owning_units
+from passes.lower.candidate import Candidate
+from passes.lower.costed import Costed, costed_segments
+from passes.lower.costed_shards import costed_shards
+from passes.lower.job import Job
+from passes.lower.segment import Segmentation, by_reach, by_stage
+from passes.lower.step import programs_for, simulate_step
+from runtime.program.program import Program
 from runtime.segment.microbatch import microbatch_sizes
+from runtime.simulate.simulate import Simulation
 
 
-def realize_segments(
+@dataclass(frozen=True, eq=False)
+class Realized(Costed):
+    """A placement carried through to programs and their simulation."""
+
+    programs: tuple[Program, ...] = field(kw_only=True)
+    """One program per rank."""
+    simulation: Simulation = field(kw_only=True)
+    """The simulated step of ``programs``."""
+
+
+def realize(
     graph: OpGraph,
-    segmentation: Segmentation,
-    segments: SegmentGraph,
+    costs: GraphCosts,
     cluster: ClusterSpec,
-    schedule: str,
-    *,
-    batch_size: int,
-    microbatches: int,
-    optimizer: str,
-    precision: Precision,
+    job: Job,
+    candidate: Candidate,
+    segmentation: Segmentation | None = None,
 ) -> Realized:
-    """``segments``: the costs of ``segmentation`` for the largest micro-batch."""
-    tied = tied_groups(graph, segmentation)
-    state = state_of_ranks(graph, segmentation, cluster.world_size, optimizer, precision)
-    tensors = trained_tensors(graph, segmentation, cluster.world_size)
-    step = StepCosts(
-        state_bytes=tuple(held.total for held in state),
-        optimizer_seconds=tuple(
-            optimizer_seconds(held, device, optimizer, count)
-            for held, device, count in zip(state, cluster.devices, tensors, strict=True)
-        ),
-        tied_bytes={
-            name: gradient_bytes(graph, name, precision) for group in tied for name in group.parameters
-        },
+    """Carry a candidate through segments, schedule, order and simulation.
+
+    ``segmentation``: the candidate's segments, where they are known or were merged.
+    """
+    if candidate.sharding is not None:
+        costed = costed_shards(graph, cluster, job, candidate)
+    else:
+        segmentation = segmentation or segmented(graph, candidate, recomputed_ops(graph))
+        costed = costed_segments(graph, costs, cluster, job, candidate, segmentation)
+    programs = programs_for(
+        costed.segments,
+        cluster,
+        candidate.schedule,
+        candidate.microbatches,
+        costed.tied,
+        state_bytes=costed.step.state_bytes,
     )
-    programs = programs_for(segments, cluster, schedule, microbatches, tied, state_bytes=step.state_bytes)
-    sizes = microbatch_sizes(batch_size, microbatches)
-    simulation = simulate_step(programs, segments, cluster, step, sizes)
-    return Realized(segmentation, segments, tied, programs, state, step, simulation)
+    sizes = microbatch_sizes(job.batch_size, candidate.microbatches)
+    simulation = simulate_step(programs, costed.segments, cluster, costed.step, sizes)
+    return Realized(**vars(costed), programs=programs, simulation=simulation)
+
+
+def segmented(
+    graph: OpGraph,
+    candidate: Candidate,
+    recomputed: frozenset[str],
+    unit_of: Mapping[str, int] | None = None,
+) -> Segmentation:
+    """The segments of a candidate whose groups are single ranks.
+
+    ``unit_of``: the ops that are never parted (``passes.graph.state.owning_units``), where that is known.
+    """
+    if candidate.contiguous:
+        return by_stage(graph, candidate.stage_of, candidate.ranks, recomputed, candidate.recomputed_blocks)
+    group_of = {name: candidate.groups[stage] for name, stage in candidate.stage_of.items()}
+    if unit_of is None:
+        unit_of = owning_units(graph, recomputed)
+    return by_reach(graph, group_of, recomputed, unit_of)

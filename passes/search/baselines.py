@@ -15,13 +15,9 @@ from cost_models.devices import Device
 from cost_models.memory import StateBytes
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
+from passes.lower.job import Job
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import state_of_ranks
-from passes.search.feature.place import FeatureRequest
-from passes.search.free.place import FreeRequest
-from passes.search.layer.place import LayerRequest
-
-Request = LayerRequest | FeatureRequest | FreeRequest
 
 MAX_DOUBLINGS = 11
 """At most 1,024 micro-batches."""
@@ -40,41 +36,44 @@ class Baseline:
     microbatches: int
 
 
-def one_device(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: Request) -> Baseline:
+def baselines(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> tuple[Baseline, ...]:
+    """Cost the step on one device and, where there are several, with a replica on each."""
+    alone = one_device(graph, costs, cluster, job)
+    return (alone,) if cluster.world_size == 1 else (alone, data_parallel(graph, costs, cluster, job))
+
+
+def one_device(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> Baseline:
     """The whole batch on the device that does it fastest, accumulated over as few micro-batches as memory needs."""
     kinds = {_kind(device): device for device in reversed(cluster.devices)}
     tried = [
-        _replica(graph, costs, request, [device], request.batch_size, "one device", 0.0)
-        for device in kinds.values()
+        _replica(graph, costs, job, [device], job.batch_size, "one device", 0.0) for device in kinds.values()
     ]
     return min(tried, key=lambda baseline: (not baseline.feasible, baseline.step_seconds))
 
 
-def data_parallel(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: Request) -> Baseline:
+def data_parallel(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> Baseline:
     """A replica of the model per device and one all-reduce of all gradients after the last backward.
 
     Equal shares of the batch: the slowest device paces the step, the smallest must hold a replica.
     """
     world = cluster.world_size
-    seconds = data_parallel_seconds(_state(graph, request).gradients, cluster)
-    local_batch = -(-request.batch_size // world)
+    seconds = data_parallel_seconds(_state(graph, job).gradients, cluster)
+    local_batch = -(-job.batch_size // world)
     kinds = {_kind(device): device for device in cluster.devices}
-    return _replica(
-        graph, costs, request, list(kinds.values()), local_batch, f"data parallel x{world}", seconds
-    )
+    return _replica(graph, costs, job, list(kinds.values()), local_batch, f"data parallel x{world}", seconds)
 
 
 def _replica(
     graph: OpGraph,
     costs: GraphCosts,
-    request: Request,
+    job: Job,
     devices: Sequence[Device],
     batch: int,
     strategy: str,
     reduce_seconds: float,
 ) -> Baseline:
     """``batch`` samples on each of ``devices``, in the fewest micro-batches that fit all of them."""
-    state = _state(graph, request)
+    state = _state(graph, job)
     tensors = sum(
         node_input.kind == "parameter" and node_input.node in graph.needs_grad for node_input in graph.inputs
     )
@@ -90,7 +89,7 @@ def _replica(
         for device in devices:
             each = costs.segment_seconds(every_op, size, device)
             backward = each.backward_input + each.backward_weight if graph.needs_grad else 0.0
-            optimizer = optimizer_seconds(state, device, request.optimizer, tensors)
+            optimizer = optimizer_seconds(state, device, job.optimizer, tensors)
             seconds.append(microbatches * (each.forward + backward) + optimizer)
         fits = peak <= capacity
         return Baseline(strategy, fits, max(seconds) + reduce_seconds, peak, capacity, microbatches)
@@ -102,6 +101,6 @@ def _kind(device: Device) -> tuple[object, ...]:
     return replace(device, rank=0, node=0, node_name="", host=None), device.memory_bytes
 
 
-def _state(graph: OpGraph, request: Request) -> StateBytes:
+def _state(graph: OpGraph, job: Job) -> StateBytes:
     whole = Segmentation({node.name: 0 for node in graph.ops}, ((0,),), frozenset())
-    return state_of_ranks(graph, whole, 1, request.optimizer, request.precision)[0]
+    return state_of_ranks(graph, whole, 1, job.optimizer, job.precision)[0]

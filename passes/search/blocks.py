@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.costs.recompute import computed_again
-from passes.search.layer.problem import FloatArray, Touch
+from passes.search.touches import FloatArray, Touch
 
 IntArray: TypeAlias = NDArray[np.int64]
 

@@ -1,14 +1,8 @@
-"""How sure a plan is: what was minimized, over which space, how close to the proved minimum, and what no
-plan can beat."""
+"""The certificate: what was minimized, over which space, how close to the proved minimum, and what no plan can beat."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -41,80 +35,3 @@ def relative_gap(objective_seconds: float, bound_seconds: float) -> float:
     if objective_seconds <= 0:
         return 0.0
     return max(0.0, (objective_seconds - bound_seconds) / objective_seconds)
-
-
-@dataclass(frozen=True, eq=False)
-class OpTimes:
-    """Ops in a topological order, with their seconds by phase on each device. Shapes: [P devices, n ops]."""
-
-    readers: tuple[tuple[int, ...], ...]
-    """Ops that read each op's result."""
-    forward: FloatArray
-    backward_input: FloatArray
-    backward_weight: FloatArray
-    differentiable: NDArray[np.bool_]
-    """[n] ops that a gradient passes; the others have no backward."""
-    loss: int | None
-    """The op that backward starts from."""
-
-
-def simulated_lower_bound(ops: OpTimes, microbatches: int) -> float:
-    """Seconds that no plan with every op whole on one device can beat, whatever its schedule and links.
-
-    Times must be those of the *smallest* micro-batch if sizes differ. The largest of four bounds; none
-    counts links, so free ones do not break it. Let t_d(u) = f + b + w be op u's seconds on device d, t(u)
-    the least of them.
-
-    work    Device d is busy m·Σ t_d(u) over its ops, and the step takes at least any weighted mean of the
-    busy times.
-            With weights λ_d ∝ 1/Σ_u t_d(u), Σ_d λ_d = 1: step ≥ m·Σ_u min_d λ_d·t_d(u). On identical devices
-            this is m·Σt / P, on proportional ones total work over total speed.
-    chain   One micro-batch passes the longest path of forwards into the loss, and after it a longest path of
-    input
-            halves, each op at its fastest.
-    op      Op u runs m times on one device. Before its first forward lies the longest path into u, and after
-    its last
-            input half the longest way back, along edges that carry gradients: step ≥ into(u) + m·(f + b)(u)
-            + back(u).
-    late    Weight halves may run after all that, but on the same device: step ≥ into(u) + m·t(u).
-    """
-    if not len(ops.readers):
-        return 0.0
-    m = microbatches
-    backward_input = np.where(ops.differentiable, ops.backward_input, 0.0)
-    backward_weight = np.where(ops.differentiable, ops.backward_weight, 0.0)
-    both = ops.forward + backward_input
-    total = both + backward_weight
-    busy = total.sum(axis=1)
-    work = float(total.min(axis=0).sum()) / len(busy)
-    if (busy > 0).all():
-        weights = (1.0 / busy) / (1.0 / busy).sum()
-        work = max(work, float((weights[:, None] * total).min(axis=0).sum()))
-    forward, backward = ops.forward.min(axis=0), backward_input.min(axis=0)
-    into = _longest_into(ops.readers, forward)
-    back = _longest_into(_gradient_edges(ops), backward)
-    chain = 0.0
-    if ops.loss is not None:
-        chain = float(into[ops.loss] + forward[ops.loss] + (back + backward).max())
-    through = into + m * both.min(axis=0) + back
-    late = into + m * total.min(axis=0)
-    return max(m * work, chain, float(through.max()), float(late.max()))
-
-
-def _gradient_edges(ops: OpTimes) -> tuple[tuple[int, ...], ...]:
-    """Readers that send a gradient back to each op."""
-    passes = ops.differentiable
-    return tuple(
-        tuple(v for v in readers if passes[v]) if passes[u] else () for u, readers in enumerate(ops.readers)
-    )
-
-
-def _longest_into(readers: tuple[tuple[int, ...], ...], seconds: FloatArray) -> FloatArray:
-    """[n] the longest path, in ``seconds``, of ops before each op."""
-    longest = [0.0] * len(readers)
-    each = seconds.tolist()
-    for u, targets in enumerate(readers):
-        end = longest[u] + each[u]
-        for v in targets:
-            longest[v] = max(longest[v], end)
-    return np.array(longest)

@@ -21,6 +21,7 @@ from cost_models.errors import UsageError
 from cost_models.layout import Mesh, Replicate
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
+from passes.search.explain import Way
 from passes.search.feature.bound import FORBIDDEN_SECONDS, WireTable, price, wire_tables
 from passes.search.feature.codes import DEFERRED, WHOLE, needs_of
 from passes.search.feature.graph import FeatureGraph, Unit, UnitKind, feature_graph
@@ -31,25 +32,6 @@ from passes.shard.words import FeaturePlacement, Placements, choice_text, placem
 
 ALIKE = 1e-9
 """Relative difference of costs that is rounding."""
-
-
-@dataclass(frozen=True)
-class Way:
-    """One layout, and what the step is with it. ``computes``: seconds of the op itself, all its equals together; ``sends``:
-    of the bridges on its operands and results, of sums of its parameters' gradients and of updates. Seconds per step, one
-    device's bytes."""
-
-    layout: str
-    step_seconds: float
-    computes_seconds: float
-    sends_seconds: float
-    memory_bytes: float
-    chosen: bool
-
-    @property
-    def possible(self) -> bool:
-        """Whether its bridges may be used at all."""
-        return self.step_seconds < FORBIDDEN_SECONDS
 
 
 @dataclass(frozen=True)
@@ -261,6 +243,7 @@ def _ways(
             sends_seconds=sends,
             memory_bytes=cost.bytes,
             chosen=_is_held(graph, placement, unit, numbers, k),
+            possible=cost.seconds < FORBIDDEN_SECONDS,
         )
         known = best.get(way.layout)
         if known is None or way.step_seconds < known.step_seconds:

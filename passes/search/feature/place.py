@@ -19,14 +19,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import ClassVar
 
 import numpy as np
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import TimeLimitError, UsageError
 from cost_models.layout import Mesh
-from cost_models.precision import Precision
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
@@ -45,9 +44,12 @@ from passes.search.feature.problem import (
     least_saved_bytes,
     links_of,
 )
-from passes.search.feature.result import OtherLayout, assemble, explain, replicated_share
+from passes.search.feature.result import assemble, replicated_share
 from passes.search.feature.solve import ProblemSearch, Solved
 from passes.search.feature.ties import with_split_batch
+from passes.search.outcome import ChoiceOrigins, MeshTried
+from passes.search.request import Request
+from passes.search.words import StrategyName
 from passes.shard.discover import Discovery
 from passes.shard.words import FeaturePlacement
 
@@ -61,62 +63,31 @@ PROVED = 1e-9
 
 
 @dataclass(frozen=True)
-class FeatureRequest:
-    """What the user fixed. ``mesh``: its shape; None to search it. ``pins``: see ``passes.search.feature.pins``."""
+class FeatureRequest(Request):
+    """A sharding of every op over all devices is wanted. ``pins``: see ``passes.search.feature.pins``."""
 
-    batch_size: int
-    microbatches: int | Literal["auto"] = "auto"
-    optimizer: str = "adamw"
-    precision: Precision = field(default_factory=Precision)
+    strategy: ClassVar[StrategyName] = "feature"
+
     pins: Mapping[str, str] = field(default_factory=dict)
-    mesh: tuple[int, ...] | None = None
-    max_axes: int = 2
     time_limit_seconds: float | None = 60.0
+    mesh: tuple[int, ...] | None = None
+    """The shape of the mesh; None to search it."""
+    max_axes: int = 2
     reserved_bytes: float = 0.0
-    """Of every device's memory: not to be planned with."""
-
-
-@dataclass(frozen=True)
-class Tried:
-    """One mesh and micro-batch count. ``status`` as in ``passes.search.feature.solve``; ``seconds`` is infinite where
-    nothing better than the best before was found."""
-
-    shape: tuple[int, ...]
-    microbatches: int
-    status: str
-    seconds: float
-    bound_seconds: float
-    search_seconds: float
-
-
-@dataclass(frozen=True)
-class Origins:
-    """Where choices came from, in ops. ``replicated``: ops of which only one way is known, every rank doing everything;
-    ``replicated_seconds``: what they take of a step."""
-
-    by_rule: int
-    discovered: int
-    replicated: tuple[str, ...]
-    replicated_seconds: float
+    """Memory of every device that is not to be planned with."""
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureResult:
-    """The chosen placement, what it costs, how sure that is, and what else was looked at."""
+    """The sharding that costs least by the search's own count, how sure that is, and what else was looked at."""
 
     placement: FeaturePlacement
     cost: FeatureCost
     certificate: Certificate
-    tried: tuple[Tried, ...]
-    replicated_matmul_share: float
-    """Of the FLOPs of matrix products, convolutions and attention: those of ops that an axis or more does not split."""
-    origins: Origins
+    tried: tuple[MeshTried, ...]
+    origins: ChoiceOrigins
     problem: FeatureProblem = field(repr=False)
     options: tuple[int, ...] = field(repr=False)
-
-    def explain(self, name: str) -> tuple[OtherLayout, ...]:
-        """Every layout that an op, parameter or batch leaf could have had; see ``passes.search.feature.result.explain``."""
-        return explain(self.problem, self.options, name)
 
 
 def place_features(
@@ -138,7 +109,7 @@ def place_features(
     discovery = discovery or Discovery()
     space = feature_graph(graph, costs, discovery.choices, {node: pin.mark for node, pin in pins.items()})
     setting = Setting(
-        cluster, request.batch_size, request.optimizer, request.precision, request.reserved_bytes
+        cluster, request.job.batch_size, request.job.optimizer, request.job.precision, request.reserved_bytes
     )
     search = _Search(space, setting, pins, deadline)
     counts = _counts(graph, request)
@@ -157,14 +128,13 @@ def place_features(
         cost,
         _certificate(search, cost, solved, request, time.perf_counter() - started),
         tuple(search.tried),
-        replicated_share(problem, options),
         _origins(discovery, problem, options),
         problem,
         options,
     )
 
 
-def _origins(discovery: Discovery, problem: FeatureProblem, options: Sequence[int]) -> Origins:
+def _origins(discovery: Discovery, problem: FeatureProblem, options: Sequence[int]) -> ChoiceOrigins:
     ops: dict[str, list[str]] = {"rule": [], "discovered": [], "replicated": []}
     seconds = 0.0
     for unit, numbers, option in zip(problem.space.units, problem.units, options, strict=True):
@@ -173,7 +143,8 @@ def _origins(discovery: Discovery, problem: FeatureProblem, options: Sequence[in
             ops[how] += unit.members
             if how == "replicated":
                 seconds += float(numbers.seconds[numbers.index.tolist().index(option)])
-    return Origins(len(ops["rule"]), len(ops["discovered"]), tuple(ops["replicated"]), seconds)
+    share = replicated_share(problem, options)
+    return ChoiceOrigins(len(ops["rule"]), len(ops["discovered"]), tuple(ops["replicated"]), seconds, share)
 
 
 def _check(seconds: float, solved: Solved) -> None:
@@ -187,7 +158,7 @@ def _check(seconds: float, solved: Solved) -> None:
 def _counts(graph: OpGraph, request: FeatureRequest) -> list[int]:
     """Micro-batch counts: divisors of the batch size, so that all micro-batches are alike, fewest first."""
     least, reason = least_samples(graph)
-    size = request.batch_size
+    size = request.job.batch_size
     wanted = range(1, size + 1) if request.microbatches == "auto" else [request.microbatches]
     counts = [m for m in wanted if m >= 1 and size % m == 0 and size // m >= least]
     if not counts:
@@ -223,7 +194,7 @@ class _Search:
     ) -> None:
         self.space, self.setting, self.pins, self.deadline = space, setting, pins, deadline
         self.capacity = setting.capacity_bytes
-        self.tried: list[Tried] = []
+        self.tried: list[MeshTried] = []
         self.best: tuple[FeatureProblem, Solved] | None = None
         self.open: list[tuple[float, int, _Candidate]] = []
         self.started = 0
@@ -266,13 +237,13 @@ class _Search:
         shape, count = candidate.mesh.shape, candidate.counts[0]
         if candidate.floor_seconds >= self.known_seconds or late:
             status = "time limit" if late and candidate.floor_seconds < self.known_seconds else "bounded"
-            self.tried.append(Tried(shape, count, status, math.inf, candidate.floor_seconds, 0.0))
+            self.tried.append(MeshTried(shape, count, status, math.inf, candidate.floor_seconds, 0.0))
             return
         least = least_saved_bytes(self.space, math.prod(shape), self.setting.batch_size // count)
         if least > self.capacity:
             self.started += 1
             self.least_bytes = min(self.least_bytes, least)
-            self.tried.append(Tried(shape, count, "infeasible", math.inf, math.inf, 0.0))
+            self.tried.append(MeshTried(shape, count, "infeasible", math.inf, math.inf, 0.0))
             self._more_microbatches(candidate, candidate.floor_seconds)
             return
         problem = build_problem(
@@ -324,7 +295,7 @@ class _Search:
             self.best = search.problem, search.result(math.inf)
         solved = search.result(math.inf if mine else self.known_seconds)
         self.tried.append(
-            Tried(
+            MeshTried(
                 candidate.mesh.shape,
                 search.problem.microbatches,
                 solved.status,
@@ -381,7 +352,7 @@ def _certificate(
         simulated_lower_bound_seconds=min(least, bound),
         space=(
             f"every choice of the rules for every op and parameter, equal blocks alike; meshes {text}; "
-            f"micro-batches that divide {request.batch_size}; memory counted per device"
+            f"micro-batches that divide {request.job.batch_size}; memory counted per device"
         ),
         method="dual ascent, then integer program over what it leaves",
         solver_status="optimal" if optimal else "time limit",

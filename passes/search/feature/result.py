@@ -1,15 +1,11 @@
-"""What a solved feature-wise problem says: the placement, the share of work that is replicated, what else could be."""
+"""From a solved feature-wise problem to the placement it chose, and the share of the work that it replicates."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from cost_models.errors import UsageError
 from cost_models.layout import Replicate
-from passes.search.feature.bound import price, wire_tables
-from passes.search.feature.graph import Unit
 from passes.search.feature.options import Options
 from passes.search.feature.problem import FeatureProblem
 from passes.shard.words import Choice, FeaturePlacement, Placements
@@ -70,47 +66,3 @@ def replicated_share(problem: FeatureProblem, options: Sequence[int]) -> float:
         total += own
         whole += own if numbers.detail.work_share[option] > 1.001 / ranks else 0.0
     return whole / total if total else 0.0
-
-
-@dataclass(frozen=True)
-class OtherLayout:
-    """A layout that an op, parameter or batch leaf could have had, with everything else left as it is."""
-
-    layout: str
-    step_seconds: float
-    memory_bytes: float
-    chosen: bool
-
-
-def explain(problem: FeatureProblem, options: Sequence[int], name: str) -> tuple[OtherLayout, ...]:
-    """Every layout that ``name`` could have had, cheapest first; what else was chosen is fixed, equal ops change alike."""
-    unit = next((u for u in problem.space.units if _is_named(problem, u, name)), None)
-    if unit is None:
-        raise UsageError(f"there is no op, parameter or batch leaf {name!r} to explain")
-    tables = wire_tables(problem)
-    chosen = [n.index.tolist().index(k) for n, k in zip(problem.units, options, strict=True)]
-    found = []
-    own = problem.units[unit.index]
-    for k in range(len(own.seconds)):
-        other = [*chosen[: unit.index], k, *chosen[unit.index + 1 :]]
-        cost = price(problem, tables, other)
-        found.append(
-            OtherLayout(
-                _words(own.detail, int(own.index[k])), cost.seconds, cost.bytes, k == chosen[unit.index]
-            )
-        )
-    return tuple(sorted(found, key=lambda o: (o.step_seconds, not o.chosen, o.layout)))
-
-
-def _is_named(problem: FeatureProblem, unit: Unit, name: str) -> bool:
-    inputs = problem.space.graph.input_of
-    return any(
-        member == name or (member in inputs and inputs[member].name == name) for member in unit.members
-    )
-
-
-def _words(detail: object, option: int) -> str:
-    if isinstance(detail, Options):
-        return " | ".join(map(str, detail.per_axis(option)))
-    assert isinstance(detail, tuple)
-    return " | ".join(str(choice) for choice in detail[option])

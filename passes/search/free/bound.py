@@ -9,10 +9,10 @@ cut      two devices: minimum s–t cuts, messages included (``free_cut``)
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
+from passes.search.bound import Bound, BoundMethod
 from passes.search.free.cut import Cuts
 from passes.search.free.problem import FloatArray, FreeProblem
 
@@ -20,23 +20,15 @@ STEPS = 300
 """Of multiplicative weights: the best of them is within about 1% of the relaxation's optimum."""
 
 
-@dataclass(frozen=True)
-class Bound:
-    """``method``: which of the bounds is the tightest, in words."""
-
-    seconds: float
-    method: str
-
-
 def simple_bound(problem: FreeProblem, cuts: Cuts | None = None) -> Bound:
     """The tightest of the bounds that are cheap: O(K · n) each."""
     open_seconds = np.where(problem.allowed, problem.seconds, math.inf)
     found = [
-        Bound(float(open_seconds.min(axis=0).max(initial=0.0)), "the largest unit"),
-        Bound(work_bound(problem), "all work shared without loss (linear relaxation)"),
+        Bound(float(open_seconds.min(axis=0).max(initial=0.0)), BoundMethod.LARGEST_UNIT),
+        Bound(work_bound(problem), BoundMethod.SHARED_WORK),
     ]
     if cuts is not None and cuts.bound_seconds > 0:
-        found.append(Bound(cuts.bound_seconds, "minimum s-t cuts, weighted"))
+        found.append(Bound(cuts.bound_seconds, BoundMethod.MINIMUM_CUTS))
     return max(found, key=lambda bound: bound.seconds)
 
 

@@ -6,38 +6,24 @@ from collections.abc import Mapping, Sequence
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
-from cost_models.units import format_bytes
+from cost_models.units import counted
 from passes.graph.graph import OpGraph
-from passes.graph.least_samples import least_samples
 from passes.graph.state import owning_groups
-from passes.search.free.judge import FreeJudge
+from passes.lower.candidate import Candidate
 from passes.search.free.model import FreeModel
-from passes.search.free.request import FreeCandidate, FreeRequest
+from passes.search.free.request import FreeRequest
+from passes.search.infeasible import shortfalls
+from passes.search.judge import Judge
 from passes.search.layer.options import microbatch_counts
+from passes.search.microbatches import accepted_counts
 from passes.search.pins import resolve_pins
 
 
-def accepted_counts(graph: OpGraph, request: FreeRequest) -> list[int]:
-    """Numbers of micro-batches to try: those whose smallest micro-batch the model accepts; one for latency."""
-    least, reason = least_samples(graph)
-    wanted = request.microbatches
-    if request.objective == "latency" and wanted == "auto":
-        wanted = 1
-    counts = microbatch_counts(request.batch_size, wanted)
-    accepted = [count for count in counts if request.batch_size // count >= max(1, least)]
-    if not accepted:
-        raise UsageError(
-            f"cannot train {graph.model_name} on {request.batch_size} samples in {counts[0]} micro-batches",
-            [f"{reason} needs {least} samples or more in every micro-batch"]
-            if reason
-            else ["every micro-batch needs a sample"],
-            [
-                f"at most {request.batch_size // least} micro-batches"
-                if request.batch_size >= least
-                else f"a batch of {least} samples or more"
-            ],
-        )
-    return accepted
+def counts_to_try(graph: OpGraph, request: FreeRequest) -> list[int]:
+    """Choose the numbers of micro-batches to try; for latency one, unless the request says otherwise."""
+    wanted = 1 if request.objective == "latency" and request.microbatches == "auto" else request.microbatches
+    size = request.job.batch_size
+    return accepted_counts(graph, size, microbatch_counts(size, wanted))
 
 
 def resolved_pins(
@@ -59,11 +45,9 @@ def resolved_pins(
     )
 
 
-def usable_starts(
-    model: FreeModel, starts: Sequence[FreeCandidate], counts: Sequence[int]
-) -> list[FreeCandidate]:
+def usable_starts(model: FreeModel, starts: Sequence[Candidate], counts: Sequence[int]) -> list[Candidate]:
     """The starts that obey pins, keep together what must be, and have a number of micro-batches that may be used."""
-    return [start for start in starts if start.microbatches in counts and _legal(model, start.rank_of)]
+    return [start for start in starts if start.microbatches in counts and _legal(model, start.stage_of)]
 
 
 def _legal(model: FreeModel, rank_of: Mapping[str, int]) -> bool:
@@ -75,20 +59,10 @@ def _legal(model: FreeModel, rank_of: Mapping[str, int]) -> bool:
     return all(len({rank_of[names[op]] for op in group}) == 1 for group in model.together)
 
 
-def infeasible(
-    graph: OpGraph, cluster: ClusterSpec, request: FreeRequest, judge: FreeJudge
-) -> InfeasibleError:
-    """What overflows least, by how much on which device, and what would help."""
-    least = min(judge.tried, key=judge.overflow_bytes)
-    because = [
-        f"{least.candidate.microbatches} micro-batches, the least-bad of {len(judge.tried)} simulated placements:"
-    ]
-    for rank, (peak, device) in enumerate(zip(least.peak_memory_bytes, cluster.devices, strict=True)):
-        over = peak - device.memory_bytes
-        state = f"exceeds it by {format_bytes(over)}" if over > 0 else "fits"
-        because.append(
-            f"rank {rank} needs {format_bytes(peak)} of {format_bytes(device.memory_bytes)}: {state}"
-        )
+def infeasible(request: FreeRequest, judge: Judge) -> InfeasibleError:
+    """Say what overflows least, by how much on which device, and what would help."""
+    least = min(judge.tried, key=lambda s: s.overflow_bytes)
+    count = counted(least.candidate.microbatches, "micro-batch")
     ways = ["devices with more memory, or more of them", "a smaller batch"]
     if request.microbatches != "auto":
         ways.insert(0, "more micro-batches, or their number left open")
@@ -96,5 +70,10 @@ def infeasible(
         ways.append("fewer pins")
     ways.append("the layer-wise strategy with recompute")
     return InfeasibleError(
-        f"no free placement of {graph.model_name} was found that fits {cluster.name}", because, ways
+        f"no free placement of {judge.graph.model_name} was found that fits {judge.cluster.name}",
+        [
+            f"{count}, the least-bad of {counted(len(judge.tried), 'simulated placement')}:",
+            *shortfalls(enumerate(least.peak_bytes), judge.cluster.devices),
+        ],
+        ways,
     )

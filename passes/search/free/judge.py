@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from passes.lower.candidate import Candidate, Origin, Trail, anywhere
 from passes.search.free.climb import Neighbourhood
-from passes.search.free.request import FreeCandidate, SimulatedFree, SimulateFree
 from passes.search.free.search import EXACT_CHOICES, CountSearch
 from passes.search.free.starts import Home
+from passes.search.judge import Judge, Simulated, fastest_fitting
 
-MOVED = "moved in simulation"
-"""What candidates of the climb are called."""
 PREDICTED_PER_SIMULATION = 6
 """Neighbours predicted for each that is simulated, while climbing."""
 SLACK = 0.01
@@ -27,59 +25,53 @@ QUIET_SECONDS, LEAST_QUIET, MOST_QUIET = 2.0, 16, 120
 """Simulations in a row without a better one, after which climbing ends: as many as take this long."""
 
 
-@dataclass
+@dataclass(eq=False)
 class FreeJudge:
-    """What was simulated. ``capacity_bytes``: per rank."""
+    """Simulates placements of a search's units, each once, and moves units of the best."""
 
-    simulate: SimulateFree
-    capacity_bytes: Sequence[int]
-    tried: list[SimulatedFree] = field(default_factory=list)
+    judge: Judge
     homes: dict[int, tuple[CountSearch, Home]] = field(default_factory=dict)
-    """By position in ``tried``."""
-    _known: dict[object, SimulatedFree] = field(default_factory=dict)
+    """Placements of units, by their position in ``judge.tried``."""
+    _known: dict[object, Simulated] = field(default_factory=dict)
     _seen: set[object] = field(default_factory=set)
     _spent_seconds: float = 0.0
 
-    def candidate(self, candidate: FreeCandidate) -> SimulatedFree:
-        """A candidate as it is."""
-        key = (candidate.microbatches, frozenset(candidate.rank_of.items()))
+    @property
+    def tried(self) -> list[Simulated]:
+        """Everything that was simulated, in order."""
+        return self.judge.tried
+
+    def candidate(self, candidate: Candidate) -> Simulated:
+        """Simulate a candidate as it is, unless one like it was simulated."""
+        key = (candidate.microbatches, frozenset(candidate.stage_of.items()))
         if key not in self._known:
             started = time.perf_counter()
-            self._known[key] = self.simulate(candidate)
+            self._known[key] = self.judge.simulate(candidate)
             self._spent_seconds += time.perf_counter() - started
-            self.tried.append(self._known[key])
         return self._known[key]
 
     def seen(self, search: CountSearch, home: Home) -> bool:
-        """Whether a placement that costs the same was simulated."""
+        """Tell whether a placement that costs the same was simulated."""
         return (search.microbatches, search.predict.signature(home)) in self._seen
 
-    def placement(self, search: CountSearch, home: Home, name: str) -> SimulatedFree:
-        """A placement of the search's units."""
+    def placement(self, search: CountSearch, home: Home, trail: Trail) -> Simulated:
+        """Simulate a placement of the search's units."""
         self._seen.add((search.microbatches, search.predict.signature(home)))
-        ranks = search.model.ranks(home)
+        world = len(search.model.cluster.devices)
         known = len(self.tried)
-        simulated = self.candidate(FreeCandidate(ranks, search.microbatches, name))
+        simulated = self.candidate(anywhere(search.model.ranks(home), world, search.microbatches, trail))
         if len(self.tried) > known:
             self.homes[known] = search, home
         return simulated
 
     @property
     def each_seconds(self) -> float:
-        """What a simulation takes, about."""
+        """Seconds that a simulation takes, about."""
         return self._spent_seconds / max(1, len(self.tried))
 
-    def overflow_bytes(self, simulated: SimulatedFree) -> int:
-        """Of the fullest device; 0 or less if all fit."""
-        return max(
-            peak - capacity
-            for peak, capacity in zip(simulated.peak_memory_bytes, self.capacity_bytes, strict=True)
-        )
-
-    def best(self) -> SimulatedFree | None:
-        """The fastest that fits."""
-        fitting = [s for s in self.tried if self.overflow_bytes(s) <= 0]
-        return min(fitting, key=lambda s: s.step_seconds, default=None)
+    def best(self) -> Simulated | None:
+        """Choose the fastest that fits."""
+        return fastest_fitting(self.tried)
 
     def climb(self, deadline: float, seed: int) -> int:
         """Move units of the best placement while its simulated step gets shorter; how many were simulated.
@@ -87,22 +79,22 @@ class FreeJudge:
         Of a large problem then of others that were found, and of the best again, while there is time: which moves are
         drawn decides much.
         """
-        fitting = [i for i in self.homes if self.overflow_bytes(self.tried[i]) <= 0]
+        fitting = [i for i in self.homes if self.tried[i].fits]
         if not fitting:
             return 0
         ranked = sorted(fitting, key=lambda i: self.tried[i].step_seconds)
         problem = self.homes[ranked[0]][0].problem
         if problem.units * problem.devices <= EXACT_CHOICES:
             return self._climb_from(ranked[0], deadline, seed)
-        unlike: dict[str, int] = {}
+        unlike: dict[Trail, int] = {}
         for i in ranked:
-            unlike.setdefault(self.tried[i].candidate.description, i)
+            unlike.setdefault(self.tried[i].candidate.trail, i)
         count = 0
         for number, first in enumerate(list(unlike.values())[:CLIMBED]):
             patience = PATIENCE * (deadline - time.perf_counter())
             count += self._climb_from(first, deadline, seed + number, patience)
         best = min(
-            (i for i in self.homes if self.overflow_bytes(self.tried[i]) <= 0),
+            (i for i in self.homes if self.tried[i].fits),
             key=lambda i: self.tried[i].step_seconds,
         )
         return count + self._climb_from(best, deadline, seed + CLIMBED)
@@ -127,9 +119,9 @@ class FreeJudge:
             if not unknown:
                 continue
             other = min(unknown, key=search.predict)
-            simulated = self.placement(search, other, MOVED)
+            simulated = self.placement(search, other, Trail.of(Origin.MOVED_IN_SIMULATION))
             count += 1
-            if self.overflow_bytes(simulated) > 0:
+            if not simulated.fits:
                 continue
             if simulated.step_seconds < least:
                 least, silent = simulated.step_seconds, 0

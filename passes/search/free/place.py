@@ -17,32 +17,20 @@ from dataclasses import replace
 import numpy as np
 
 from cost_models.cluster import ClusterSpec
+from cost_models.units import counted
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.search.certificate import Certificate, OpTimes, relative_gap, simulated_lower_bound
-from passes.search.free.choices import accepted_counts, infeasible, resolved_pins, usable_starts
-from passes.search.free.judge import MOVED, FreeJudge
+from passes.lower.candidate import Candidate, Origin, Trail
+from passes.search.bound import Bound, BoundMethod, OpTimes, simulated_lower_bound
+from passes.search.certificate import Certificate, relative_gap
+from passes.search.free.choices import counts_to_try, infeasible, resolved_pins, usable_starts
+from passes.search.free.judge import FreeJudge
 from passes.search.free.model import FreeModel, read_free_model
 from passes.search.free.problem import evaluate
-from passes.search.free.request import (
-    FreeCandidate,
-    FreeRequest,
-    FreeResult,
-    Objective,
-    SimulatedFree,
-    SimulateFree,
-)
+from passes.search.free.request import FreeRequest
 from passes.search.free.search import CountSearch
-
-__all__ = [
-    "FreeCandidate",
-    "FreeRequest",
-    "FreeResult",
-    "Objective",
-    "SimulateFree",
-    "SimulatedFree",
-    "place_free",
-]
+from passes.search.judge import Judge, Simulated, memory_rounds
+from passes.search.outcome import Outcome, RunnerUp, TrailLabel
 
 log = logging.getLogger("partitioner")
 
@@ -58,7 +46,6 @@ SEARCH_SHARE, SIMULATE_SHARE = 0.5, 0.75
 """Parts of the time after which searching, and simulating what was found, end; the rest is for climbing."""
 SIMULATIONS_LEFT = 2.5
 """As many are left time for when the search ends, where one is long."""
-MEMORY_ROUNDS = 4
 ROOM_LEFT = 0.97
 """How full a further search may make a device, if the estimate is as far off as it was where it overflowed."""
 PROVED = 1e-6
@@ -66,6 +53,7 @@ PROVED = 1e-6
 LATE = 0.98
 """Of the time limit: a search that took so much of it was ended by it."""
 THROUGHPUT = "busiest device, messages included"
+CLIMBED = Trail.of(Origin.MOVED_IN_SIMULATION)
 LATENCY = "makespan of one micro-batch, list schedule"
 
 
@@ -74,63 +62,72 @@ def place_free(
     costs: GraphCosts,
     cluster: ClusterSpec,
     request: FreeRequest,
-    recomputed: frozenset[str],
-    simulate: SimulateFree,
-    starts: Sequence[FreeCandidate] = (),
-) -> FreeResult:
+    judge: Judge,
+    starts: Sequence[Candidate] = (),
+) -> Outcome:
     """Search, simulate the best candidates and their neighbours, return the best that fits.
 
-    ``recomputed``: ops that every segment runs for itself; they have no rank. ``starts`` are simulated first. Raises
-    ``UsageError`` for pins that cannot hold, ``InfeasibleError`` if nothing fits.
+    ``starts`` are simulated first. Raises ``UsageError`` for pins that cannot hold, ``InfeasibleError`` if nothing fits.
     """
     started = time.perf_counter()
     choices = len(graph) * len(cluster.devices)
     limit = request.time_limit_seconds or min(MOST_SECONDS, LEAST_SECONDS + choices / CHOICES_PER_SECOND)
-    counts = accepted_counts(graph, request)
+    counts = counts_to_try(graph, request)
+    recomputed, job = judge.recomputed, request.job
     pins = resolved_pins(graph, recomputed, request, cluster)
-    work_size = max(1, request.batch_size // counts[-1])
-    model = read_free_model(
-        graph, costs, cluster, recomputed, request.optimizer, request.precision, pins, work_size
-    )
-    judge = FreeJudge(simulate, [device.memory_bytes for device in cluster.devices])
+    work_size = max(1, job.batch_size // counts[-1])
+    model = read_free_model(graph, costs, cluster, recomputed, job.optimizer, job.precision, pins, work_size)
+    free = FreeJudge(judge)
     first = usable_starts(model, starts, counts)
     for start in first:
-        judge.candidate(start)
+        free.candidate(start)
     searches: list[CountSearch] = []
-    scale = 1.0
-    for number in range(MEMORY_ROUNDS):
+
+    def look(number: int, scale: float) -> float | None:
+        """Search with this share of the memory, and simulate; the share to try next, or None."""
+        nonlocal searches
         left = started + limit - time.perf_counter()
-        if number and left < 0.1 * limit and judge.best() is not None:
-            break
+        if number and left < 0.1 * limit and free.best() is not None:
+            return None
         begun = time.perf_counter()
-        room = max(0.1 * left, left - SIMULATIONS_LEFT * judge.each_seconds)
+        room = max(0.1 * left, left - SIMULATIONS_LEFT * free.each_seconds)
         searches = _search(model, request, counts, first, scale, begun + min(SEARCH_SHARE * left, room))
-        _simulate(judge, searches, request, begun + SIMULATE_SHARE * left, started + limit)
-        missed = _missed(judge)
+        _simulate(free, searches, request, begun + SIMULATE_SHARE * left, started + limit)
+        missed = _missed(free)
         if missed is None:
-            break
-        scale *= ROOM_LEFT * _estimated_share(judge, missed)
-        log.info("the fastest placements overflow; searching again with %.0f%% of the memory", 100 * scale)
-    if judge.best() is None:
-        raise infeasible(graph, cluster, request, judge)
-    climbed = judge.climb(started + limit, seed=0)
-    best = judge.best()
+            return None
+        smaller = scale * ROOM_LEFT * _estimated_share(free, missed)
+        log.info("the fastest placements overflow; searching again with %.0f%% of the memory", 100 * smaller)
+        return smaller
+
+    memory_rounds(look, 1.0)
+    if free.best() is None:
+        raise infeasible(request, judge)
+    climbed = free.climb(started + limit, seed=0)
+    best = free.best()
     assert best is not None
     spent = time.perf_counter() - started
     log.info("free search: %d simulated, %d while climbing, %.2f s", len(judge.tried), climbed, spent)
-    told = [s for s in judge.tried if s is best or s.candidate.description != MOVED]
-    tried = tuple(sorted(told, key=lambda s: s.step_seconds))
     certificate = _certificate(model, request, counts, best, searches, spent)
     if certificate.gap > PROVED and spent > LATE * limit:
         certificate = replace(certificate, solver_status="time limit")
-    return FreeResult(best, tried, certificate)
+    return Outcome(best, judge, certificate, _runner_ups(judge.tried, best))
+
+
+def _runner_ups(tried: Sequence[Simulated], best: Simulated) -> tuple[RunnerUp, ...]:
+    """List what was simulated and not chosen, fastest first, but for the neighbours that climbing looked at."""
+    told = [s for s in tried if s is not best and s.candidate.trail != CLIMBED]
+    return tuple(
+        RunnerUp.of(TrailLabel(s.candidate.trail, s.candidate.microbatches), s)
+        for s in sorted(told, key=lambda s: s.step_seconds)
+    )
 
 
 def _search(
     model: FreeModel,
     request: FreeRequest,
     counts: Sequence[int],
-    starts: Sequence[FreeCandidate],
+    starts: Sequence[Candidate],
     scale: float,
     deadline: float,
 ) -> list[CountSearch]:
@@ -140,9 +137,9 @@ def _search(
     def look(count: int) -> None:
         if count in looked:
             return
-        search = CountSearch(model, request.batch_size, count, capacity_scale=scale)
+        search = CountSearch(model, request.job.batch_size, count, capacity_scale=scale)
         for start in starts:
-            search.offer(model.home_of(start.rank_of, search.problem), start.description or "start")
+            search.offer(model.home_of(start.stage_of, search.problem), start.trail)
         looked[count] = search.start(), search
 
     spread = np.unique(np.linspace(0, len(counts) - 1, FIRST_COUNTS).round().astype(int)).tolist()
@@ -162,7 +159,7 @@ def _search(
         now = time.perf_counter()
         for other in worth[:number]:  # what is good for one number is worth a look for the next
             for found in other.ranked(request.simulations):
-                search.offer(found.home, found.name)
+                search.offer(found.home, found.trail)
         if now < deadline:
             latency = request.objective == "latency"
             search.run(now + (deadline - now) / (len(worth) - number), latency=latency)
@@ -183,29 +180,29 @@ def _simulate(
         if late and judge.best() is not None:
             return
         if not judge.seen(search, found.home):
-            judge.placement(search, found.home, found.name)
+            judge.placement(search, found.home, found.trail)
 
 
-def _missed(judge: FreeJudge) -> SimulatedFree | None:
+def _missed(judge: FreeJudge) -> Simulated | None:
     """The placement that overflows least, if one of them is faster than all that fit."""
     best = judge.best()
     seconds = math.inf if best is None else best.step_seconds
     over = [
         judge.tried[i]
         for i in judge.homes
-        if judge.overflow_bytes(judge.tried[i]) > 0 and judge.tried[i].step_seconds * 1.01 < seconds
+        if not judge.tried[i].fits and judge.tried[i].step_seconds * 1.01 < seconds
     ]
-    return min(over, key=judge.overflow_bytes, default=None)
+    return min(over, key=lambda s: s.overflow_bytes, default=None)
 
 
-def _estimated_share(judge: FreeJudge, missed: SimulatedFree) -> float:
+def _estimated_share(judge: FreeJudge, missed: Simulated) -> float:
     """Estimated / simulated bytes, the least of all devices that overflow; below 1."""
     search, home = next(judge.homes[i] for i in judge.homes if judge.tried[i] is missed)
     estimated = evaluate(search.problem, home).memory_bytes.tolist()
     shares = [
         held / peak
-        for held, peak, room in zip(estimated, missed.peak_memory_bytes, judge.capacity_bytes, strict=True)
-        if peak > room
+        for held, peak, device in zip(estimated, missed.peak_bytes, judge.judge.cluster.devices, strict=True)
+        if peak > device.memory_bytes
     ]
     return float(min([1.0, *shares]))
 
@@ -218,30 +215,31 @@ def _certificate(
     model: FreeModel,
     request: FreeRequest,
     counts: Sequence[int],
-    best: SimulatedFree,
+    best: Simulated,
     searches: Sequence[CountSearch],
     search_seconds: float,
 ) -> Certificate:
     """About the number of micro-batches that won: the surrogate of the placement, and what none can beat."""
-    m = best.candidate.microbatches
+    m, size, rank_of = best.candidate.microbatches, request.job.batch_size, best.candidate.stage_of
     search = next((s for s in searches if s.microbatches == m), None)
     if search is None:
-        search = CountSearch(model, request.batch_size, m)
+        search = CountSearch(model, size, m)
     devices = model.cluster.devices
-    lower = min(simulated_lower_bound(_times(model, request.batch_size, count), count) for count in counts)
+    lower = min(simulated_lower_bound(_times(model, size, count), count) for count in counts)
     ops = np.arange(len(model.layers.names))
-    home = [best.candidate.rank_of[name] for name in model.layers.names]
+    home = [rank_of[name] for name in model.layers.names]
     if request.objective == "latency":
-        objective, name = search.predict(model.home_of(best.candidate.rank_of, search.problem)), LATENCY
-        bound = simulated_lower_bound(_times(model, request.batch_size, m), m)
-        method = "longest path, work, largest op"
+        objective, name = search.predict(model.home_of(rank_of, search.problem)), LATENCY
+        proved = Bound(simulated_lower_bound(_times(model, size, m), m), BoundMethod.LONGEST_PATH)
     else:
-        objective = evaluate(model.problem(ops, request.batch_size, m), home).objective_seconds
-        bound, method, name = search.bound.seconds, search.bound.method, THROUGHPUT
-    fitting = " whose memory is estimated to fit" if method.startswith("integer program") else ""
-    if bound > objective * (1 + PROVED) and not fitting:
-        log.warning("the bound by %s, %.6g s, is above what was found, %.6g s", method, bound, objective)
-    bound = min(bound, objective)
+        objective = evaluate(model.problem(ops, size, m), home).objective_seconds
+        proved, name = search.bound, THROUGHPUT
+    fits = proved.method is BoundMethod.INTEGER_PROGRAM
+    fitting = " whose memory is estimated to fit" if fits else ""
+    if proved.seconds > objective * (1 + PROVED) and not fits:
+        text = "the bound by %s, %.6g s, is above what was found, %.6g s"
+        log.warning(text, proved.method.value, proved.seconds, objective)
+    bound = min(proved.seconds, objective)
     gap = relative_gap(objective, bound)
     return Certificate(
         objective=name,
@@ -251,9 +249,9 @@ def _certificate(
         simulated_lower_bound_seconds=lower,
         space=(
             f"every placement{fitting} of {search.exact.units} units ({len(ops)} ops; what must share a device is one) "
-            f"on {len(devices)} devices, {m} micro-batches; searched over {search.problem.units} units"
+            f"on {counted(len(devices), 'device')}, {counted(m, 'micro-batch')}; searched over {search.problem.units} units"
         ),
-        method=f"{', '.join(dict.fromkeys(search.methods)) or 'starts'}; bound: {method}",
+        method=f"{', '.join(m.value for m in dict.fromkeys(search.methods)) or 'starts'}; bound: {proved.method.value}",
         solver_status="optimal" if gap <= PROVED else "stalled",
         search_seconds=search_seconds,
     )

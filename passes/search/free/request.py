@@ -1,68 +1,30 @@
-"""What the free search is asked, what it proposes and what it answers."""
+"""The request that the free search is given."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
-from cost_models.precision import Precision
-from passes.search.certificate import Certificate
+from passes.search.request import Request
+from passes.search.words import StrategyName
 
 Objective = Literal["throughput", "latency"]
 
 
 @dataclass(frozen=True)
-class FreeRequest:
-    """What the user fixed and what is left to the search.
+class FreeRequest(Request):
+    """A free placement is wanted. ``pins``: glob over module paths or op names -> rank."""
 
-    ``objective``: "throughput" (the busiest device, over the micro-batches of a step) or "latency" (the makespan of one
-    batch, in one micro-batch if their number is left open). ``pins``: glob over module paths or op names -> rank.
-    ``split``: whether ops may be split into blocks of neurons. ``splits``: which are, and into which sizes (glob over
-    families of ``passes.split.families``, or an op's name -> sizes of blocks); then no others.
-    """
+    strategy: ClassVar[StrategyName] = "free"
 
-    batch_size: int
-    microbatches: int | Literal["auto"] = "auto"
-    objective: Objective = "throughput"
-    optimizer: str = "adamw"
-    precision: Precision = field(default_factory=Precision)
     pins: Mapping[str, int] = field(default_factory=dict)
+    objective: Objective = "throughput"
+    """Throughput: the busiest device, over the micro-batches of a step. Latency: the makespan of one batch, in one
+    micro-batch if their number is left open."""
     split: bool = True
+    """True if ops may be split into blocks of neurons."""
     splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    time_limit_seconds: float | None = None
+    """Glob over families of ``passes.split.families``, or an op's name -> sizes of its blocks; then no others are split."""
     simulations: int = 12
     """Candidates simulated at most, for each number of micro-batches."""
-
-
-@dataclass(frozen=True, eq=False)
-class FreeCandidate:
-    """A placement. Recomputed ops have no rank."""
-
-    rank_of: Mapping[str, int]
-    microbatches: int
-    description: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class SimulatedFree:
-    """What the simulation of a candidate's programs says. ``peak_memory_bytes``: per rank."""
-
-    candidate: FreeCandidate
-    step_seconds: float
-    peak_memory_bytes: Sequence[int]
-
-
-@dataclass(frozen=True, eq=False)
-class FreeResult:
-    """The chosen candidate and how it was found. ``tried``: what was simulated, fastest first.
-
-    Of the neighbours of good placements, only the one that was chosen.
-    """
-
-    best: SimulatedFree
-    tried: tuple[SimulatedFree, ...]
-    certificate: Certificate
-
-
-SimulateFree = Callable[[FreeCandidate], SimulatedFree]

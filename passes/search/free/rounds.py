@@ -22,7 +22,7 @@ from cost_models.errors import InfeasibleError
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
-from passes.search.free.choices import accepted_counts
+from passes.search.free.choices import counts_to_try
 from passes.search.free.outcome import fastest
 from passes.search.free.request import FreeRequest
 from passes.search.free.shapes import Shape, equalized, family_seconds, shapes
@@ -31,11 +31,13 @@ from passes.search.free.variants import (
     Attempt,
     TimeBudget,
     Variant,
+    layer_start,
     means_something,
     place_variant,
     split_variant,
 )
-from passes.search.placed import Placed
+from passes.search.judge import Judge
+from passes.search.outcome import Outcome
 
 log = logging.getLogger("partitioner")
 
@@ -57,15 +59,16 @@ LEAST_SECONDS = 0.3
 """A search of a shape is not worth less."""
 
 
-def place_rounds(
-    graph: OpGraph,
-    costs: GraphCosts,
-    cluster: ClusterSpec,
-    request: FreeRequest,
-    start: Placed | None,
-    budget: TimeBudget,
-) -> Placed:
-    """The fastest of everything. Raises InfeasibleError where nothing fits."""
+def place_anywhere(
+    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FreeRequest, judge: Judge
+) -> Outcome:
+    """Choose the fastest of everything; in simulation never slower than the layer-wise plan.
+
+    Raises InfeasibleError where nothing fits.
+    """
+    budget = TimeBudget.of(request)
+    # With all of the time, as layer-wise planning would have it: with less, the plan may be worse than layer-wise.
+    start = layer_start(request, judge)
     rounds = _Rounds(graph, costs, cluster, request, start, budget)
     if request.splits:
         rounds.attempt(split_variant(graph, cluster, given_splits(graph, request.splits)), ALONE_SHARE)
@@ -73,7 +76,7 @@ def place_rounds(
         rounds.run()
     if not rounds.found and start is None:
         raise rounds.failures[0]
-    return fastest(rounds.found, start, cluster, budget)
+    return fastest(rounds.found, start, budget)
 
 
 @dataclass(eq=False)
@@ -82,7 +85,7 @@ class _Rounds:
     costs: GraphCosts
     cluster: ClusterSpec
     request: FreeRequest
-    start: Placed | None
+    start: Outcome | None
     budget: TimeBudget
     found: list[Attempt] = field(default_factory=list)
     failures: list[InfeasibleError] = field(default_factory=list)
@@ -107,13 +110,11 @@ class _Rounds:
                 break
             found = self.shape(shape, SHAPE_SHARE)
             for _ in range(MOST_CUTS):
-                if found is None or found.scheduled.seconds > CUT_AGAIN * self.best_seconds:
+                if found is None or found.carried.seconds > CUT_AGAIN * self.best_seconds:
                     break
                 again = self.cut_again(found)
                 other = None if again is None else self.shape(again, SHAPE_SHARE, found)
-                found = (
-                    other if other is not None and other.scheduled.seconds < found.scheduled.seconds else None
-                )
+                found = other if other is not None and other.carried.seconds < found.carried.seconds else None
 
     def ranked(self) -> list[Shape]:
         """All shapes, best estimated first; none where nothing is to be split."""
@@ -122,15 +123,15 @@ class _Rounds:
         chosen = automatic_families(self.graph, self.costs, self.cluster)
         if not chosen:
             return []
-        counts = accepted_counts(self.graph, self.request)
+        counts = counts_to_try(self.graph, self.request)
         return shapes(self.graph, self.costs, self.cluster, self.request, counts, chosen)
 
     @property
     def best_seconds(self) -> float:
         """Of the fastest known step."""
-        known = [attempt.scheduled.seconds for attempt in self.found]
+        known = [attempt.carried.seconds for attempt in self.found]
         return min(
-            known if self.start is None else [*known, self.start.realized.simulation.step_seconds],
+            known if self.start is None else [*known, self.start.best.step_seconds],
             default=math.inf,
         )
 
@@ -143,8 +144,8 @@ class _Rounds:
         if self.budget.left_seconds < 1.5 * making + LEAST_SECONDS / share:
             return None
         began = time.perf_counter()
-        alone = self.request.batch_size % shape.microbatches == 0
-        size = self.request.batch_size // shape.microbatches if alone else None
+        alone = self.request.job.batch_size % shape.microbatches == 0
+        size = self.request.job.batch_size // shape.microbatches if alone else None
         variant = replace(split_variant(self.graph, self.cluster, shape.splits, size), shape=shape)
         self.making_per_op = (time.perf_counter() - began) / len(variant.graph)
         if not all(means_something(glob, variant.graph) for glob in self.request.pins):
@@ -165,7 +166,7 @@ class _Rounds:
             self.failures.append(error)
             return None
         self.found.append(found)
-        log.info("%s: step %.4g s", found.description, found.scheduled.seconds)
+        log.info("%s: step %.4g s", found.label, found.carried.seconds)
         return found
 
     def cut_again(self, attempt: Attempt) -> Shape | None:
@@ -182,7 +183,7 @@ class _Rounds:
         total = seconds.whole.sum(axis=0)[list(shape.ranks)]
         units = np.array([family.units for family in shape.families])
         share = np.mean([_shares(sizes, len(shape.ranks)) for sizes in shape.sizes], axis=0)
-        busy = np.array(attempt.scheduled.realized.simulation.busy_seconds)[list(shape.ranks)]
+        busy = np.array(attempt.carried.realized.simulation.busy_seconds)[list(shape.ranks)]
         wanted = equalized(total.tolist(), np.maximum(busy - share * total, 0.0).tolist())
         if np.abs(np.array(wanted) - share).max() < LEAST_CHANGE:
             return None

@@ -16,11 +16,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 
 import numpy as np
 
+from passes.lower.candidate import Origin, Trail
+from passes.search.bound import Bound, BoundMethod
 from passes.search.free.anneal import Cooling, anneal
-from passes.search.free.bound import Bound, simple_bound
+from passes.search.free.bound import simple_bound
 from passes.search.free.climb import Neighbourhood, climb
 from passes.search.free.coarsen import Level, levels
 from passes.search.free.cut import Cuts, minimum_cuts
@@ -56,12 +59,22 @@ ENOUGH = 0.5
 """Of what the last took: so much time must be left for the next."""
 
 
+class Method(Enum):
+    """A way of looking for placements; the value is how people read it."""
+
+    MINIMUM_CUTS = "minimum s-t cuts"
+    ANNEALING = "annealing"
+    INTEGER_PROGRAM = "integer program"
+    NEIGHBOURHOODS = "integer programs over neighbourhoods"
+    CLIMBING = "hill climbing"
+
+
 @dataclass
 class Found:
     """A placement of the search's units."""
 
     home: Home
-    name: str
+    trail: Trail
     objective_seconds: float
     fits: bool
 
@@ -85,27 +98,27 @@ class CountSearch:
         self.tasks = model.tasks(self.batch_size, m)
         self.predict = Predictor(self.problem, self.tasks, model.unit_of_task, m)
         self.bound: Bound = simple_bound(self.exact)
-        self.methods: list[str] = []
+        self.methods: list[Method] = []
 
     def _scaled(self, problem: FreeProblem) -> FreeProblem:
         problem.capacity_bytes[:] *= self.capacity_scale
         return problem
 
-    def offer(self, home: Sequence[int], name: str) -> Found:
+    def offer(self, home: Sequence[int], trail: Trail) -> Found:
         """Remember a placement; pins are made to hold."""
         key = obeying(self.problem, home)
         if key not in self.found:
             loads = evaluate(self.problem, key)
             fits = overflow_bytes(self.problem, loads.memory_bytes) == 0
-            self.found[key] = Found(key, name, loads.objective_seconds, fits)
+            self.found[key] = Found(key, trail, loads.objective_seconds, fits)
         return self.found[key]
 
     def start(self) -> float:
         """Simple placements; the least predicted seconds of them."""
-        for home, name in all_starts(
+        for home, trail in all_starts(
             self.problem, self.tasks, self.model.unit_of_task, self.model.module_of_unit
         ):
-            self.offer(home, name)
+            self.offer(home, trail)
         return min(self.predict(found.home) for found in self._promising(FEW))
 
     def best(self) -> Found:
@@ -166,10 +179,10 @@ class CountSearch:
             return
         cuts = minimum_cuts(self.problem, deadline)
         for home in cuts.homes:
-            self.offer(home, "minimum cut")
+            self.offer(home, Trail.of(Origin.MINIMUM_CUT))
         proof: Cuts = cuts if self.lossless else minimum_cuts(self.exact, deadline)
         self._raise_bound(simple_bound(self.exact, proof))
-        self.methods.append("minimum s-t cuts")
+        self.methods.append(Method.MINIMUM_CUTS)
 
     def _raise_bound(self, bound: Bound) -> None:
         if bound.seconds > self.bound.seconds:
@@ -195,7 +208,7 @@ class CountSearch:
             until = time.perf_counter() + share
             home = anneal(coarse, home, Cooling(steps), self.seed + number, until)
             best.append((home, self._value(coarse, home)))
-        self.methods.append("annealing")
+        self.methods.append(Method.ANNEALING)
         best.sort(key=lambda pair: pair[1])
         solved = self._program(coarse, best[0][0], time.perf_counter() + share, exact=not chain)
         homes = [home for home, _ in best] if solved is None else [solved, *(home for home, _ in best)]
@@ -217,7 +230,7 @@ class CountSearch:
             if left > 0:
                 cooling = Cooling(steps, first=2e-3)
                 home = anneal(below, home, cooling, self.seed + number, time.perf_counter() + 0.3 * left)
-        self.offer(home, "annealed")
+        self.offer(home, Trail.of(Origin.ANNEALED))
 
     def _program(self, problem: FreeProblem, home: Home, deadline: float, *, exact: bool) -> Home | None:
         """One integer program over all units of ``problem``."""
@@ -230,9 +243,9 @@ class CountSearch:
         value = self._value(problem, home)
         known = self.bound.seconds if exact and self.lossless else 0.0
         found = solve_program(problem, home, value, bound_seconds=known, limit_seconds=seconds)
-        self.methods.append("integer program")
+        self.methods.append(Method.INTEGER_PROGRAM)
         if exact and self.lossless and self.capacity_scale == 1:
-            self._raise_bound(Bound(found.bound_seconds, "integer program over all units"))
+            self._raise_bound(Bound(found.bound_seconds, BoundMethod.INTEGER_PROGRAM))
         return found.home
 
     def _neighbourhoods(self, deadline: float) -> None:
@@ -249,7 +262,7 @@ class CountSearch:
             if self.problem.devices > 2:
                 cuts = minimum_cuts(self.problem, deadline, pair=(busiest, other), home=best.home, most=6)
                 for home in cuts.homes:
-                    self.offer(home, "cut anew")
+                    self.offer(home, Trail.of(Origin.CUT_ANEW))
             free = self._freed(best.home, (busiest, other), draw)
             if len(free) > 1 and program_terms(self.problem, free) <= MOST_TERMS:
                 seconds = min(2.0, deadline - time.perf_counter())
@@ -263,13 +276,13 @@ class CountSearch:
                     gap=1e-4,
                 )
                 if solved.home is not None:
-                    self.offer(solved.home, "integer program")
+                    self.offer(solved.home, Trail.of(Origin.INTEGER_PROGRAM))
             after = self.best()
             improved = after.objective_seconds < best.objective_seconds * (1 - 1e-6) or (
                 after.fits and not best.fits
             )
             silent = 0 if improved else silent + 1
-        self.methods.append("integer programs over neighbourhoods")
+        self.methods.append(Method.NEIGHBOURHOODS)
 
     def _freed(self, home: Home, pair: tuple[int, int], draw: np.random.Generator) -> list[int]:
         """Units of the pair at borders, then their neighbours, up to ``FREED_UNITS``."""
@@ -306,8 +319,8 @@ class CountSearch:
                 seed=self.seed + number,
                 deadline=now + (deadline - now) / (len(leaders) - number),
             )
-            self.offer(home, leader.name if home == leader.home else f"{leader.name}, moved")
-        self.methods.append("hill climbing")
+            self.offer(home, leader.trail if home == leader.home else leader.trail.then(Origin.MOVED))
+        self.methods.append(Method.CLIMBING)
 
 
 def _up(chain: Sequence[Level], home: Home) -> Home:

@@ -183,7 +183,7 @@ def family_seconds(
     families: Sequence[Family],
 ) -> FamilySeconds:
     """What families and all other ops take on each device, and the messages of a block away from the fastest device."""
-    size = -(-request.batch_size // m)
+    size = -(-request.job.batch_size // m)
     position = {name: number for number, name in enumerate(costs.ops)}
     each = []
     for device in cluster.devices:
@@ -221,9 +221,9 @@ def _optimizer(graph: OpGraph, cluster: ClusterSpec, request: FreeRequest, famil
     read = {source.name for name in family.members for source in graph.nodes[name].all_input_nodes}
     given = [graph.input_of[name] for name in read if name in graph.input_of]
     names = sorted({i.name for i in given if i.kind == "parameter" and i.name in graph.trained})
-    counted = [(graph.parameters[n].elements, graph.types_of(n, request.precision), True) for n in names]
-    held = state_bytes(counted, request.optimizer)
-    return np.array([optimizer_seconds(held, d, request.optimizer, len(names)) for d in cluster.devices])
+    counted = [(graph.parameters[n].elements, graph.types_of(n, request.job.precision), True) for n in names]
+    held = state_bytes(counted, request.job.optimizer)
+    return np.array([optimizer_seconds(held, d, request.job.optimizer, len(names)) for d in cluster.devices])
 
 
 def _sent(

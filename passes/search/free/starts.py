@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from passes.lower.candidate import Origin, Trail
 from passes.search.free.makespan import TaskGraph
 from passes.search.free.problem import FloatArray, FreeProblem, IntArray
 
@@ -22,17 +23,17 @@ BISECTIONS = 40
 
 def all_starts(
     problem: FreeProblem, tasks: TaskGraph, unit_of_task: IntArray, modules: Sequence[str]
-) -> list[tuple[Home, str]]:
-    """Distinct placements that obey pins, each with its name."""
-    found: dict[Home, str] = {}
+) -> list[tuple[Home, Trail]]:
+    """Distinct placements that obey pins, each with its origin."""
+    found: dict[Home, Trail] = {}
     named = itertools.chain(
         one_device(problem),
-        [(earliest_finish(problem, tasks, unit_of_task), "earliest finish")],
+        [(earliest_finish(problem, tasks, unit_of_task), Trail.of(Origin.EARLIEST_FINISH))],
         contiguous(problem, modules),
         modules_apart(problem, modules),
     )
-    for home, name in named:
-        found.setdefault(obeying(problem, home), name)
+    for home, trail in named:
+        found.setdefault(obeying(problem, home), trail)
     return list(found.items())
 
 
@@ -44,17 +45,17 @@ def obeying(problem: FreeProblem, home: Sequence[int]) -> Home:
     return tuple(np.where(wrong, fastest, where).tolist())
 
 
-def one_device(problem: FreeProblem) -> Iterator[tuple[Home, str]]:
+def one_device(problem: FreeProblem) -> Iterator[tuple[Home, Trail]]:
     """All units on each of the devices, of those that are as fast and as large on the first."""
     seen: set[tuple[float, float]] = set()
     for d, seconds in enumerate(problem.seconds.sum(axis=1).tolist()):
         kind = seconds, float(problem.capacity_bytes[d])
         if kind not in seen:
-            yield (d,) * problem.units, f"all on rank {d}"
+            yield (d,) * problem.units, Trail.of(Origin.ALL_ON_RANK, d)
         seen.add(kind)
 
 
-def contiguous(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[Home, str]]:
+def contiguous(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[Home, Trail]]:
     """Runs that take equally long, of the program's order and of the modules', on the fastest devices."""
     speed = problem.seconds.sum(axis=1)
     fastest = np.argsort(speed, kind="stable").tolist()
@@ -66,8 +67,8 @@ def contiguous(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[H
     for used in numbers.tolist() if problem.devices > 1 else []:
         chosen = fastest[:used]
         for order in dict.fromkeys((tuple(sorted(chosen)), tuple(chosen), tuple(chosen[::-1]))):
-            yield split(problem, order, np.arange(problem.units)), f"{used} contiguous runs"
-            yield split(problem, order, by_module), f"{used} runs of modules"
+            yield split(problem, order, np.arange(problem.units)), Trail.of(Origin.CONTIGUOUS_RUNS, used)
+            yield split(problem, order, by_module), Trail.of(Origin.RUNS_OF_MODULES, used)
 
 
 def split(problem: FreeProblem, devices: Sequence[int], line: IntArray) -> Home:
@@ -100,7 +101,7 @@ def _filled(cumulated: FloatArray, devices: Sequence[int], most: float) -> list[
     return home if len(home) == cumulated.shape[1] - 1 else None
 
 
-def modules_apart(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[Home, str]]:
+def modules_apart(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[Home, Trail]]:
     """Modules of each depth of the paths on devices of their own, the largest first where it ends soonest."""
     for depth in range(1, MAX_DEPTH + 1):
         groups: dict[str, list[int]] = defaultdict(list)
@@ -116,7 +117,7 @@ def modules_apart(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tupl
             load[d] += size[path][d]
             for unit in groups[path]:
                 home[unit] = d
-        yield tuple(home), f"modules of depth {depth} apart"
+        yield tuple(home), Trail.of(Origin.MODULES_APART, depth)
 
 
 def earliest_finish(problem: FreeProblem, tasks: TaskGraph, unit_of_task: IntArray) -> Home:

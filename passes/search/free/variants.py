@@ -10,20 +10,22 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, TimeLimitError
 from passes.costs.costs import GraphCosts, cost_graph, costs_of
 from passes.graph.graph import OpGraph
-from passes.graph.recomputed import recomputed_ops
-from passes.search.free.candidates import FreeCandidates, Scheduled
-from passes.search.free.place import FreeCandidate, FreeRequest, FreeResult, place_free
+from passes.lower.candidate import Candidate, Origin, Trail, anywhere
+from passes.search.free.list_judge import ListJudge
+from passes.search.free.place import place_free
+from passes.search.free.request import FreeRequest
 from passes.search.free.shapes import Shape
-from passes.search.layer.place import LayerRequest
+from passes.search.judge import Carried, Judge
+from passes.search.layer.place import LayerRequest, place_layers
+from passes.search.outcome import Outcome, VariantLabel
 from passes.search.pins import matches
-from passes.search.placed import Placed
 from passes.split.split import Split, split_neurons
 
 log = logging.getLogger("partitioner")
@@ -84,27 +86,23 @@ def split_variant(
     return Variant(split, cost_graph(split, device_kind=cluster.devices[0].kind, only_size=size), splits)
 
 
-def layer_start(
-    graph: OpGraph, request: FreeRequest, layer_wise: Callable[[LayerRequest], Placed]
-) -> Placed | None:
-    """The layer-wise plan of the same request; None where there is none, or it breaks a pin."""
+def layer_start(request: FreeRequest, judge: Judge) -> Outcome | None:
+    """Plan the same request layer-wise; None where there is no such plan, or it breaks a pin."""
     if request.splits:
         return None
     one_batch = request.objective == "latency" and request.microbatches == "auto"
     layers = LayerRequest(
-        batch_size=request.batch_size,
+        request.job,
         microbatches=1 if one_batch else request.microbatches,
-        optimizer=request.optimizer,
-        precision=request.precision,
         time_limit_seconds=request.time_limit_seconds,
     )
     try:
-        placed = layer_wise(layers)
+        placed = place_layers(judge.graph, judge.costs, judge.cluster, layers, judge)
     except (InfeasibleError, TimeLimitError) as error:
         log.info("no layer-wise plan to start from: %s", error.what)
         return None
-    rank_of = ranks_of(placed)
-    for node in graph.ops:
+    rank_of = placed.best.candidate.rank_of
+    for node in judge.graph.ops:
         path = str(node.meta.get("module_path", ""))
         for glob, rank in request.pins.items():
             if matches(glob, node.name, path) and rank_of.get(node.name, rank) != rank:
@@ -117,67 +115,58 @@ class Attempt:
     """The best placement of a variant, with its segments as they are."""
 
     variant: Variant
-    candidates: FreeCandidates
-    search: FreeResult
-    scheduled: Scheduled
+    judge: ListJudge
+    search: Outcome
+    carried: Carried
 
     @property
-    def description(self) -> str:
-        """For comparisons."""
-        count, splits = self.search.best.candidate.microbatches, self.variant.splits
-        text = f"{len(self.scheduled.realized.segmentation)} segments, {count} micro-batches"
-        return f"{text}, {len(splits)} ops split" if splits else text
+    def label(self) -> VariantLabel:
+        """The attempt in a few words."""
+        count = self.search.best.candidate.microbatches
+        return VariantLabel(len(self.carried.realized.groups), count, len(self.variant.splits))
 
 
 def place_variant(
     variant: Variant,
     cluster: ClusterSpec,
     request: FreeRequest,
-    start: Placed | None,
-    before: Sequence[FreeCandidate],
+    start: Outcome | None,
+    before: Sequence[Candidate],
     budget: TimeBudget,
 ) -> Attempt:
     """The best placement of a variant, simulated. ``before``: placements of other variants to begin with too."""
     graph, costs = variant.graph, variant.costs
-    recomputed = recomputed_ops(graph)
-    candidates = FreeCandidates(graph, costs, cluster, request, recomputed)
-    starts = list(_starts(variant, cluster, recomputed, start, before))
-    search = place_free(graph, costs, cluster, request, recomputed, candidates.simulate, starts)
-    scheduled = candidates.realized(search.best.candidate, budget.left_seconds)
-    return Attempt(variant, candidates, search, scheduled)
-
-
-def ranks_of(placed: Placed) -> dict[str, int]:
-    """The device of each placed op, where stages have one each."""
-    return {name: placed.groups[stage][0] for name, stage in placed.stage_of.items()}
+    judge = ListJudge(graph, costs, cluster, request.job)
+    starts = list(_starts(variant, cluster, judge.recomputed, start, before))
+    search = place_free(graph, costs, cluster, request, judge, starts)
+    return Attempt(variant, judge, search, judge.finished(search.best.candidate, budget.left_seconds))
 
 
 def _starts(
     variant: Variant,
     cluster: ClusterSpec,
     recomputed: frozenset[str],
-    start: Placed | None,
-    before: Sequence[FreeCandidate],
-) -> Iterator[FreeCandidate]:
+    start: Outcome | None,
+    before: Sequence[Candidate],
+) -> Iterator[Candidate]:
     """The layer-wise placement and those of other variants, with blocks apart; blocks apart, all else on the fastest."""
     shape = variant.shape
     ranks = tuple(range(cluster.world_size)) if shape is None else shape.ranks
     m = None if shape is None else shape.microbatches
-    word = "blocks apart" if variant.splits else "layer-wise"
+    origin, world = Origin.BLOCKS_APART if variant.splits else Origin.LAYER_WISE, cluster.world_size
     if start is not None:
-        known = ranks_of(start)
-        yield FreeCandidate(
-            _with_blocks(variant.graph, recomputed, known, ranks), m or start.microbatches, word
-        )
+        known = start.best.candidate
+        placed = _with_blocks(variant.graph, recomputed, known.rank_of, ranks)
+        yield anywhere(placed, world, m or known.microbatches, Trail.of(origin))
     for candidate in before:
-        placed = _with_blocks(variant.graph, recomputed, candidate.rank_of, ranks)
-        yield FreeCandidate(placed, m or candidate.microbatches, f"{candidate.description}, {word}")
+        placed = _with_blocks(variant.graph, recomputed, candidate.stage_of, ranks)
+        yield anywhere(placed, world, m or candidate.microbatches, candidate.trail.then(origin))
     if shape is not None:
         together = {
             node.name: ranks[0] for node in variant.graph.ops if node.name not in variant.graph.blocks
         }
         placed = _with_blocks(variant.graph, recomputed, together, ranks)
-        yield FreeCandidate(placed, shape.microbatches, word)
+        yield anywhere(placed, world, shape.microbatches, Trail.of(origin))
 
 
 def _with_blocks(

@@ -24,8 +24,9 @@ from typing import TypeAlias
 import numpy as np
 
 from passes.search.layer.devices import DeviceState, device_levels
-from passes.search.layer.problem import FloatArray, Held, LayerProblem
+from passes.search.layer.problem import Held, LayerProblem
 from passes.search.layer.table import BoolArray, IntArray, StageTable
+from passes.search.touches import FloatArray
 
 LinkKey: TypeAlias = tuple[float, float]
 """(latency, seconds per byte): cuts over equal links cost the same."""

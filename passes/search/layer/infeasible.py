@@ -12,18 +12,18 @@ import numpy as np
 
 from cost_models.errors import InfeasibleError
 from cost_models.units import counted, format_bytes
+from passes.search.infeasible import shortfalls
 from passes.search.layer.dp import solve_dp
 from passes.search.layer.options import MAX_COUNTS, Option, layer_problem, microbatch_counts, numbers
 from passes.search.layer.problem import DeviceKind, LayerProblem, Split
 from passes.search.layer.search import LayerSearch, Solved, device_overflow
+from passes.search.layer.spaces import Space
 from passes.search.layer.table import Geometry
-from passes.search.model import Space
 
 NO_WAY = (
     "devices with more memory; more micro-batches, a smaller batch, more devices or recompute do not help"
 )
 NO_SPLIT = "other pins, another number of stages or another schedule: together they leave no split"
-MAX_ROWS = 8
 MAX_SCALE = 1 << 20
 GROWTH = (2, 4, 8, 16)
 """How many times as many devices are tried."""
@@ -42,12 +42,13 @@ def infeasible(
     ``least`` and ``peak_bytes`` (per rank): the least-bad candidate that was simulated; None if not even the
     surrogate's memory fitted anything.
     """
+    devices = search.cluster.devices
     option = _leanest(search.options)
     because = [f"{_words(search, option)}, the least-bad split:"]
     found: tuple[LayerProblem, Split] | None = None
     if least is not None and peak_bytes is not None:
         because = [f"{_words(search, least.option)}, the least-bad split, simulated:"]
-        because += _rows(search, list(enumerate(peak_bytes)))
+        because += shortfalls(enumerate(peak_bytes), devices)
     else:
         found = _least_bad(search, option)
         if found is None:
@@ -60,10 +61,10 @@ def infeasible(
             used: Counter[int] = Counter()
             for rank, size in zip(ranks, split.memory_bytes, strict=True):
                 used[rank] += round(size)
-            because += _rows(search, sorted(used.items()))
+            because += shortfalls(sorted(used.items()), devices)
     ways = list(_ways_out(search, option, auto_microbatches, capacity_scale))
     return InfeasibleError(
-        f"no layer-wise plan fits {len(search.cluster.devices)} devices at batch size {search.batch_size}",
+        f"no layer-wise plan fits {len(devices)} devices at batch size {search.batch_size}",
         because,
         ways or [NO_WAY if least is not None or found is not None else NO_SPLIT],
     )
@@ -80,21 +81,6 @@ def _words(search: LayerSearch, option: Option) -> str:
         f"{option.schedule} with {counted(option.microbatches, 'micro-batch')} of up to "
         f"{counted(option.size(search.batch_size), 'sample')}"
     )
-
-
-def _rows(search: LayerSearch, used: Sequence[tuple[int, int]]) -> list[str]:
-    rows = []
-    for rank, size in used:
-        device = search.cluster.devices[rank]
-        short = size - device.memory_bytes
-        if short > 0:
-            has = format_bytes(device.memory_bytes)
-            rows.append(
-                f"rank {rank} ({device.model}) needs {format_bytes(size)}, has {has}: "
-                f"{format_bytes(short)} short ({short:,} bytes)"
-            )
-    more = [f"… and {len(rows) - MAX_ROWS} more devices"] if len(rows) > MAX_ROWS else []
-    return [*rows[:MAX_ROWS], *more]
 
 
 def fitting_split(problem: LayerProblem | None, space: Space) -> Split | None:

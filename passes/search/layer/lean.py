@@ -12,8 +12,8 @@ from collections import defaultdict
 import numpy as np
 
 from passes.search.blocks import Blocks
-from passes.search.layer.problem import FloatArray
 from passes.search.layer.search import LayerSearch, Solved
+from passes.search.touches import FloatArray
 
 BlocksOfStages = tuple[tuple[str, ...], ...]
 

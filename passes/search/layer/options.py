@@ -13,8 +13,10 @@ import numpy as np
 
 from cost_models.devices import Device
 from cost_models.links import Path
-from passes.search.layer.problem import DeviceKind, FloatArray, Held, LayerProblem, Recompute
-from passes.search.model import LayerModel, Space
+from passes.search.layer.problem import DeviceKind, Held, LayerProblem, Recompute
+from passes.search.layer.spaces import Space
+from passes.search.model import LayerModel
+from passes.search.touches import FloatArray
 from runtime.schedules import SCHEDULES
 
 RecomputeMode: TypeAlias = Literal["none", "full", "auto"]

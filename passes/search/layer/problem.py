@@ -50,9 +50,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-FloatArray: TypeAlias = NDArray[np.float64]
+from passes.search.touches import Crossing, FloatArray, Touch
+
 Assignment: TypeAlias = Literal["unordered", "ordered", "sequence"]
 
 Held: TypeAlias = tuple[int, int]
@@ -60,28 +60,6 @@ Held: TypeAlias = tuple[int, int]
 
 MEMORY_TOLERANCE = 1e-9
 """Relative slack in memory comparisons, so that sums in another order do not change the answer."""
-
-
-@dataclass(frozen=True)
-class Touch:
-    """Who makes a stage hold a storage: any of ``savers``; a reader whose producer is elsewhere; a producer
-    read later.
-
-    ``producer`` is -1 for what no unit makes (parameters, batch inputs). Unit indices; ``readers`` exclude
-    the producer.
-    """
-
-    savers: tuple[int, ...]
-    producer: int = -1
-    readers: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Crossing:
-    """Values with one producer unit and one set of reading units."""
-
-    producer: int
-    readers: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)

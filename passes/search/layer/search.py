@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cost_models.devices import Device
-from passes.search.certificate import simulated_lower_bound
+from passes.search.bound import simulated_lower_bound
 from passes.search.layer.dp import DpResult, solve_dp
 from passes.search.layer.options import (
     Cluster,
@@ -24,8 +24,10 @@ from passes.search.layer.options import (
     layer_problem,
     numbers,
 )
-from passes.search.layer.problem import MEMORY_TOLERANCE, FloatArray, LayerProblem, Split, evaluate
-from passes.search.model import LayerModel, Space, smallest_share
+from passes.search.layer.problem import MEMORY_TOLERANCE, LayerProblem, Split, evaluate
+from passes.search.layer.spaces import Space
+from passes.search.model import LayerModel, smallest_share
+from passes.search.touches import FloatArray
 from runtime.schedules import SCHEDULES
 
 SLACK = 1.15

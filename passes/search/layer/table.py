@@ -20,14 +20,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.search.layer.problem import (
-    MEMORY_TOLERANCE,
-    FloatArray,
-    Held,
-    LayerProblem,
-    LayerStructure,
-    Touch,
-)
+from passes.search.layer.problem import MEMORY_TOLERANCE, Held, LayerProblem, LayerStructure
+from passes.search.touches import FloatArray, Touch
 
 IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]

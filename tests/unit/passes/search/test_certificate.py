@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from passes.search.certificate import OpTimes, simulated_lower_bound
+from passes.search.bound import OpTimes, simulated_lower_bound
 
 
 def _chain(seconds: list[float], speeds: list[float]) -> OpTimes:

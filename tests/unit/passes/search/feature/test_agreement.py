@@ -8,6 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from passes.lower.realize_features import realize_features
 
 from cost_models.cluster import ClusterSpec
 from cost_models.cluster_schema import HostSpec
@@ -17,7 +18,6 @@ from partitioner.models.as_graph import as_graph
 from partitioner.models.bundled import bundled
 from passes.costs.costs import cost_graph, costs_of
 from passes.graph.graph import OpGraph
-from passes.lower.realize_features import realize_features
 from passes.search.feature.evaluate import op_seconds
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
 from passes.search.feature.problem import Setting

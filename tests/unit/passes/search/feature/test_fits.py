@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from passes.lower.realize_features import realize_features
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
 from passes import compile as compiling
 from passes.compile import Compiled, compile_graph
-from passes.lower.realize_features import realize_features
 from passes.search.feature.place import FeatureRequest, FeatureResult
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import Mlp

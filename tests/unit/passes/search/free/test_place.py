@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from passes.search.free.candidates import FreeCandidates
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
-from passes.search.free.candidates import FreeCandidates
 from passes.search.free.place import FreeCandidate, FreeRequest, FreeResult, SimulatedFree, place_free
 from tests.support.random_graphs import random_model
 from tests.unit.passes.search.layer.toys import ToyCosts, toy_graph

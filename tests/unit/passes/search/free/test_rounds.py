@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from passes.search.free.candidates import FreeCandidates, Scheduled
 
 from cost_models.cluster import ClusterSpec
 from passes.compile import compile_graph, layer_wise
@@ -18,7 +19,6 @@ from passes.graph.recomputed import recomputed_ops
 from passes.lower.segment import Segmentation
 from passes.search.free import rounds as free_rounds
 from passes.search.free import variants as free_variants
-from passes.search.free.candidates import FreeCandidates, Scheduled
 from passes.search.free.place import FreeCandidate, FreeRequest
 from passes.search.free.rounds import place_rounds
 from passes.search.free.shapes import Shape, family_seconds

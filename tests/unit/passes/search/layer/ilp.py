@@ -31,7 +31,8 @@ from typing import Any, Literal
 import pulp
 
 from passes.search.ilp import Program, Variable
-from passes.search.layer.problem import FloatArray, LayerProblem, Split, Touch, evaluate
+from passes.search.layer.problem import LayerProblem, Split, evaluate
+from passes.search.touches import FloatArray, Touch
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,15 @@ from itertools import product
 import numpy as np
 
 from passes.search.layer.problem import (
-    Crossing,
     DeviceKind,
     LayerProblem,
     LayerStructure,
     Recompute,
     Split,
-    Touch,
     evaluate,
     violations,
 )
+from passes.search.touches import Crossing, Touch
 
 
 def all_downsets(units: int, edges: tuple[tuple[int, int], ...]) -> tuple[int, ...]:

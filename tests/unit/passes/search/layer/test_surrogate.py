@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from cost_models.links import Link, Path
-from passes.search.layer.problem import Crossing, DeviceKind, LayerProblem, LayerStructure, Split, evaluate
+from passes.search.layer.problem import DeviceKind, LayerProblem, LayerStructure, Split, evaluate
+from passes.search.touches import Crossing
 from runtime.program.order import build_programs
 from runtime.program.program import Segment, SegmentCost, SegmentGraph, Value
 from runtime.schedules import SCHEDULES

@@ -1,6 +1,6 @@
-"""From a feature-wise placement to a simulated step: the local graph's costs, its collectives, sums, state.
+"""The costs of a stage that several devices share: those of the local graph, its collectives, sums, state.
 
-    placement ─► shard_graph ─► one segment on all ranks (compute + collectives) ─► programs ─► simulated step
+    placement ─► shard_graph ─► one segment on all ranks (compute + collectives)
 
 Seconds of the segment are those of its ops on shards, one after the other with its collectives: no overlap is assumed
 beside what the simulator knows of host and device.
@@ -17,42 +17,38 @@ from cost_models.conversion import group_links
 from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
 from passes.costs.costs import cost_graph
 from passes.graph.graph import OpGraph
+from passes.graph.verify import verify_graph
+from passes.lower.candidate import Candidate
+from passes.lower.costed import Costed
+from passes.lower.job import Job
 from passes.lower.segment import on_mesh
-from passes.lower.step import StepCosts, SumCost, programs_for, simulate_step, sum_bytes
+from passes.lower.step import StepCosts, SumCost, sum_bytes
 from passes.lower.summarize import gradient_bytes, segment_graph
-from passes.search.feature.place import FeatureRequest
-from passes.search.placed import Realized
 from passes.shard.program import gradient_sums, shardings
-from passes.shard.shard import Sharded
+from passes.shard.shard import Sharded, shard_graph
 from passes.shard.sums import gradient_sum_costs, update_gathers
 from passes.shard.traffic import Traffic, collectives, traffic
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.program.program import SegmentGraph
 
-SCHEDULE = "1f1b"
-"""With one segment: each micro-batch's backward follows its forward."""
 
-
-def realize_features(
-    graph: OpGraph, sharded: Sharded, cluster: ClusterSpec, request: FeatureRequest
-) -> Realized:
-    """Carry ``graph``, sharded, through segments, programs and simulation."""
-    microbatches, world = sharded.placement.microbatches, cluster.world_size
-    size = request.batch_size // microbatches
+def costed_shards(graph: OpGraph, cluster: ClusterSpec, job: Job, candidate: Candidate) -> Costed:
+    """Cost ``graph`` as the ranks of the candidate's mesh share it."""
+    assert candidate.sharding is not None
+    sharded = shard_graph(graph, candidate.sharding)
+    verify_graph(sharded.graph, after="shard")
+    size, world = job.batch_size // candidate.microbatches, cluster.world_size
     sent = traffic(sharded, size)
-    segments = _segments(sharded, sent, cluster, size)
-    sums = gradient_sums(sharded)
-    state = _state(sharded, request)
-    summed_bytes = {
-        n: gradient_bytes(sharded.graph, n, request.precision) for s in sums for n in s.parameters
-    }
-    sum_costs = gradient_sum_costs(sharded, summed_bytes, cluster)
-    gathers = update_gathers(graph, sharded, request.precision, cluster)
+    tied = gradient_sums(sharded)
+    state = _state(sharded, job)
+    summed_bytes = {n: gradient_bytes(sharded.graph, n, job.precision) for s in tied for n in s.parameters}
+    sums = gradient_sum_costs(sharded, summed_bytes, cluster)
+    gathers = update_gathers(graph, sharded, job.precision, cluster)
     gather_seconds = math.fsum(gather.seconds for gather in gathers)
     step = StepCosts(
         state_bytes=(state.total,) * world,
         optimizer_seconds=tuple(
-            optimizer_seconds(state, device, request.optimizer, len(graph.trained)) + gather_seconds
+            optimizer_seconds(state, device, job.optimizer, len(graph.trained)) + gather_seconds
             for device in cluster.devices
         ),
         tied_bytes=summed_bytes,
@@ -60,23 +56,29 @@ def realize_features(
             (item.parameters, tuple(sorted(ranks))): SumCost(
                 item.seconds, sum_bytes(sum(item.size_bytes), len(ranks), item.sync.scattered)
             )
-            for item in sum_costs
+            for item in sums
             for ranks in item.groups
         },
         gathers=tuple(collective for gather in gathers for collective in gather.collectives()),
     )
-    programs = programs_for(segments, cluster, SCHEDULE, microbatches, sums)
-    simulation = simulate_step(programs, segments, cluster, step, (size,) * microbatches)
-    code = on_mesh(sharded.graph, sharded.mesh)
-    return Realized(
-        code, segments, sums, programs, (state,) * world, step, simulation, sent, sum_costs, gathers
+    return Costed(
+        segmentation=on_mesh(sharded.graph, sharded.mesh),
+        segments=_segments(sharded, sent, cluster, size),
+        tied=tied,
+        state=(state,) * world,
+        step=step,
+        stage_of=candidate.stage_of,
+        sharded=sharded,
+        traffic=sent,
+        sums=sums,
+        gathers=gathers,
     )
 
 
 def _segments(
     sharded: Sharded, found: tuple[Traffic, ...], cluster: ClusterSpec, microbatch_size: int
 ) -> SegmentGraph:
-    """The one segment: its ops on shards, and its collectives one after the other."""
+    """Make the one segment: its ops on shards, and its collectives one after the other."""
     graph = sharded.graph
     units = microbatch_size // graph.batch.multiple
     costs = cost_graph(graph, device_kind=cluster.devices[0].kind, only_size=units)
@@ -98,14 +100,14 @@ def _segments(
     return replace(plain, segments=(segment,))
 
 
-def _state(sharded: Sharded, request: FeatureRequest) -> StateBytes:
-    """Of any one rank: all hold as much."""
+def _state(sharded: Sharded, job: Job) -> StateBytes:
+    """Count the state of any one rank: all hold as much."""
     graph, mesh, spread, total = sharded.graph, sharded.mesh, shardings(sharded), StateBytes()
-    rule = OPTIMIZERS[request.optimizer]
+    rule = OPTIMIZERS[job.optimizer]
     for name, spec in (*graph.parameters.items(), *graph.buffers.items()):
-        types = graph.types_of(name, request.precision)
+        types = graph.types_of(name, job.precision)
         if not spread[name].cuts:
-            total += state_bytes([(spec.elements, types, name in graph.trained)], request.optimizer)
+            total += state_bytes([(spec.elements, types, name in graph.trained)], job.optimizer)
             continue
         owned = spec.elements // math.prod(mesh.shape[axis] for axis, _ in spread[name].cuts)
         leaf, owner = spec.elements * types.leaf.itemsize, owned * types.owner.itemsize

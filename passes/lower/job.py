@@ -1,0 +1,19 @@
+"""The training step that is to be placed: how many samples, whose optimizer, in which data types."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cost_models.precision import Precision
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training step, the same for every way of placing it."""
+
+    batch_size: int
+    """Samples per optimizer step."""
+    optimizer: str = "adamw"
+    """Name of the optimizer whose state is budgeted, a key of ``cost_models.memory.OPTIMIZERS``."""
+    precision: Precision = field(default_factory=Precision)
+    """Data types of leaves, gradients and updates; the model's own unless said otherwise."""

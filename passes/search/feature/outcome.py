@@ -1,0 +1,71 @@
+"""From the sharding that the search found to a simulated step; searched for again while that does not fit."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError
+from cost_models.units import format_bytes
+from passes.costs.costs import GraphCosts
+from passes.graph.graph import OpGraph
+from passes.lower.candidate import Candidate
+from passes.search.feature.place import FeatureRequest, place_features
+from passes.search.judge import Judge, memory_rounds
+from passes.search.outcome import Outcome, ShardingDetails
+from passes.shard.discover import Discovery
+from passes.shard.words import FeaturePlacement
+
+log = logging.getLogger("partitioner")
+
+LEAST_RESERVE = 0.01
+"""The share of a device's memory by which it is lessened at least. By hand."""
+SCHEDULE = "1f1b"
+"""The order of the one stage's work: each micro-batch's backward follows its forward."""
+
+
+def place_sharded(
+    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FeatureRequest, judge: Judge
+) -> Outcome:
+    """Search until the simulated step of what was found fits too; raises as :func:`place_features`."""
+    smallest = min(device.memory_bytes for device in cluster.devices)
+    outcomes: list[Outcome] = []
+
+    def search(number: int, reserved_bytes: float) -> float | None:
+        """Search with so much less memory; the memory to leave next, or None."""
+        found = place_features(
+            graph, costs, cluster, replace(request, reserved_bytes=reserved_bytes), Discovery.stored()
+        )
+        simulated = judge.simulate(sharded_candidate(graph, found.placement))
+        details = ShardingDetails(found.cost.seconds, found.tried, found.origins)
+        outcomes.append(Outcome(simulated, judge, found.certificate, details=details))
+        if simulated.fits:
+            return None
+        excess = simulated.overflow_bytes
+        log.info("the simulated step exceeds a device by %s: searching again", format_bytes(excess))
+        unseen = smallest + excess - found.cost.memory_bytes  # by the search, of what is simulated
+        return max(reserved_bytes + LEAST_RESERVE * smallest, unseen)
+
+    memory_rounds(search, request.reserved_bytes)
+    last = outcomes[-1]
+    if last.best.fits:
+        return last
+    raise InfeasibleError(
+        f"no sharding of {graph.model_name} was found whose simulated step fits {cluster.name}",
+        [
+            f"the last of {len(outcomes)} searches exceeds a device by {format_bytes(last.best.overflow_bytes)}"
+        ],
+        ["a smaller batch, more devices, an optimizer with less state, or the layer-wise strategy"],
+    )
+
+
+def sharded_candidate(graph: OpGraph, placement: FeaturePlacement) -> Candidate:
+    """The candidate of a sharding: one stage that all devices of the mesh share."""
+    return Candidate(
+        stage_of={node.name: 0 for node in graph.ops},
+        groups=(placement.mesh.ranks,),
+        microbatches=placement.microbatches,
+        schedule=SCHEDULE,
+        sharding=placement,
+    )

@@ -1,0 +1,167 @@
+"""The judge of every search: simulates candidates as the programs they become, and keeps the fastest that fits.
+
+candidate ─► segments ─► quick bound: cannot win        or        ─► programs ─► simulated step ─► fits, overflows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+from cost_models.cluster import ClusterSpec
+from passes.costs.costs import GraphCosts
+from passes.graph.graph import OpGraph
+from passes.graph.recomputed import recomputed_ops
+from passes.graph.state import owning_units
+from passes.lower.candidate import Candidate
+from passes.lower.costed import segments_of
+from passes.lower.job import Job
+from passes.lower.realize import Realized, realize, segmented
+from passes.lower.segment import Segmentation
+from passes.lower.step import transfer_seconds
+from passes.search.infeasible import overflow_bytes
+from runtime.program.order import quick_makespan
+from runtime.schedules import SCHEDULES
+from runtime.segment.microbatch import microbatch_sizes
+
+MEMORY_ROUNDS = 4
+"""Searches with less memory each, while what is simulated overflows: a search's memory is an estimate. By hand: no
+benchmark model needs more than two."""
+
+Room = TypeVar("Room")
+
+
+@dataclass(frozen=True, eq=False)
+class Simulated:
+    """A candidate and what the simulation of its programs says."""
+
+    candidate: Candidate
+    step_seconds: float
+    peak_bytes: Sequence[int]
+    """Peak memory of each rank."""
+    overflow_bytes: int
+    """Bytes that do not fit the fullest device; 0 or less if all fit."""
+
+    @property
+    def fits(self) -> bool:
+        """True if every device has the memory that its part of the simulated step needs."""
+        return self.overflow_bytes <= 0
+
+
+@dataclass(frozen=True, eq=False)
+class Carried:
+    """A candidate carried through to its programs and their simulation."""
+
+    candidate: Candidate
+    realized: Realized
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the simulated step."""
+        return self.realized.simulation.step_seconds
+
+
+class Judge:
+    """Simulates the candidates of one graph, and keeps the fastest that fits: most likely it will be chosen."""
+
+    def __init__(self, graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> None:
+        self.graph, self.costs, self.cluster, self.job = graph, costs, cluster, job
+        self.tried: list[Simulated] = []
+        """Everything that was simulated, in order."""
+        self._kept: tuple[Candidate, Carried] | None = None
+
+    @cached_property
+    def recomputed(self) -> frozenset[str]:
+        """Ops that every segment runs for itself."""
+        return recomputed_ops(self.graph)
+
+    def simulate(self, candidate: Candidate) -> Simulated:
+        """Simulate a candidate's step."""
+        found = self.measure(candidate)
+        self.tried.append(found)
+        return found
+
+    def measure(self, candidate: Candidate) -> Simulated:
+        """Step time and peak memory of a candidate, as its programs have them."""
+        carried = self.carry(candidate)
+        found = self.simulated(candidate, carried.realized)
+        self.keep(candidate, carried, found.fits)
+        return found
+
+    def simulated(self, candidate: Candidate, realized: Realized) -> Simulated:
+        """The figures of a realized candidate."""
+        peak_bytes = realized.simulation.peak_bytes
+        over = overflow_bytes(peak_bytes, self.cluster.devices)
+        return Simulated(candidate, realized.simulation.step_seconds, peak_bytes, over)
+
+    def keep(self, candidate: Candidate, carried: Carried, fits: bool) -> None:
+        """Remember what ``candidate`` became, if it fits and nothing faster is kept."""
+        if fits and (self._kept is None or carried.seconds < self._kept[1].seconds):
+            self._kept = candidate, carried
+
+    def choose(self, carried: Carried) -> None:
+        """Keep ``carried``, whatever was kept before: the search is over."""
+        self._kept = carried.candidate, carried
+
+    def kept(self, candidate: Candidate) -> Carried | None:
+        """What ``candidate`` became, if that was kept."""
+        return self._kept[1] if self._kept is not None and self._kept[0] is candidate else None
+
+    def carried(self, candidate: Candidate) -> Carried:
+        """What ``candidate`` became; carried through again only if it is not the one that was kept."""
+        return self.kept(candidate) or self.carry(candidate)
+
+    def carry(self, candidate: Candidate, segmentation: Segmentation | None = None) -> Carried:
+        """Carry a candidate through to programs and their simulation. ``segmentation``: its segments, if known."""
+        if segmentation is None and candidate.sharding is None:
+            segmentation = self.segmentation(candidate)
+        return Carried(
+            candidate, realize(self.graph, self.costs, self.cluster, self.job, candidate, segmentation)
+        )
+
+    def lower_bound_seconds(self, candidate: Candidate) -> float:
+        """Seconds that simulating the candidate cannot be below: no shared links, no queues, no optimizer.
+
+        20 times as fast as simulating; 0 where micro-batches differ in size.
+        """
+        sizes = microbatch_sizes(self.job.batch_size, candidate.microbatches)
+        if sizes[0] != sizes[-1]:
+            return 0.0
+        return self.makespan(candidate, self.segmentation(candidate))
+
+    def makespan(self, candidate: Candidate, segmentation: Segmentation) -> float:
+        """Seconds of the candidate's schedule over these segments, messages without contention."""
+        segments = segments_of(self.graph, self.costs, self.cluster, self.job, candidate, segmentation)
+        seconds = transfer_seconds(self.cluster)
+        order = SCHEDULES[candidate.schedule].order(
+            segments, candidate.microbatches, transfer_seconds=seconds
+        )
+        return quick_makespan(segments, order, candidate.microbatches, seconds)
+
+    def segmentation(self, candidate: Candidate) -> Segmentation:
+        """The segments of a candidate whose groups are single ranks."""
+        unit_of = None if candidate.contiguous else self._unit_of
+        return segmented(self.graph, candidate, self.recomputed, unit_of)
+
+    @cached_property
+    def _unit_of(self) -> dict[str, int]:
+        return dict(owning_units(self.graph, self.recomputed))
+
+
+def fastest_fitting(tried: Sequence[Simulated]) -> Simulated | None:
+    """Choose the fastest that fits."""
+    return min((s for s in tried if s.fits), key=lambda s: s.step_seconds, default=None)
+
+
+def memory_rounds(search: Callable[[int, Room], Room | None], room: Room) -> None:
+    """Search while too little memory was reckoned with, each time as if devices were smaller.
+
+    ``search(round, room)`` returns the room to search with next, or None when it is content.
+    """
+    for number in range(MEMORY_ROUNDS):
+        smaller = search(number, room)
+        if smaller is None:
+            return
+        room = smaller

@@ -1,0 +1,201 @@
+"""The outcome of a search, whatever the strategy: the best candidate, what else was looked at, and how sure that is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from cost_models.units import counted
+from passes.lower.candidate import Candidate, Trail
+from passes.search.certificate import Certificate
+from passes.search.judge import Carried, Judge, Simulated
+from passes.split.split import Split
+
+
+@dataclass(frozen=True)
+class StagesLabel:
+    """A pipeline: ``8 stages, 1f1b, 32 micro-batches, 2 stages recompute``."""
+
+    stages: int
+    schedule: str
+    microbatches: int
+    recomputing: int = 0
+    """Stages that compute activations again."""
+
+    @staticmethod
+    def of(candidate: Candidate) -> StagesLabel:
+        """Label a pipeline by its candidate."""
+        recomputing = sum(map(bool, candidate.recomputed_blocks))
+        return StagesLabel(len(candidate.groups), candidate.schedule, candidate.microbatches, recomputing)
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What runner-ups are told apart by: splits of one schedule are much alike."""
+        return self.schedule, self.microbatches
+
+    def __str__(self) -> str:
+        text = (
+            f"{counted(self.stages, 'stage')}, {self.schedule}, {counted(self.microbatches, 'micro-batch')}"
+        )
+        return f"{text}, {counted(self.recomputing, 'stage')} recompute" if self.recomputing else text
+
+
+@dataclass(frozen=True)
+class TrailLabel:
+    """A free placement by the way it was found: ``annealed, moved, 8 micro-batches``."""
+
+    trail: Trail
+    microbatches: int
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What runner-ups are told apart by: kinds of origins, whatever their numbers."""
+        return tuple(origin for origin, _ in self.trail.steps), self.microbatches
+
+    def __str__(self) -> str:
+        return f"{self.trail}, {counted(self.microbatches, 'micro-batch')}"
+
+
+@dataclass(frozen=True)
+class VariantLabel:
+    """The best free placement of one graph: ``14 segments, 2 micro-batches, 3 ops split``."""
+
+    segments: int
+    microbatches: int
+    splits: int
+    """Ops that run in blocks of neurons."""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What runner-ups are told apart by: each variant is a kind of its own."""
+        return self.segments, self.microbatches, self.splits
+
+    def __str__(self) -> str:
+        text = f"{counted(self.segments, 'segment')}, {counted(self.microbatches, 'micro-batch')}"
+        return f"{text}, {counted(self.splits, 'op')} split" if self.splits else text
+
+
+@dataclass(frozen=True)
+class LayerWiseLabel:
+    """The layer-wise plan that a free search began with."""
+
+    plan: StagesLabel
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What runner-ups are told apart by."""
+        return "layer-wise", *self.plan.kind
+
+    def __str__(self) -> str:
+        return f"layer-wise: {self.plan}"
+
+
+@dataclass(frozen=True)
+class MeshLabel:
+    """A sharding of all ops: ``mesh 2×4, 8 micro-batches``."""
+
+    shape: tuple[int, ...]
+    microbatches: int
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What runner-ups are told apart by."""
+        return self.shape, self.microbatches
+
+    def __str__(self) -> str:
+        return f"mesh {'×'.join(map(str, self.shape))}, {counted(self.microbatches, 'micro-batch')}"
+
+
+Label: TypeAlias = StagesLabel | TrailLabel | VariantLabel | LayerWiseLabel | MeshLabel
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """A candidate that was not chosen."""
+
+    label: Label
+    step_seconds: float
+    """Seconds of the simulated step, or the bound that excluded it."""
+    peak_bytes: int
+    """Peak memory of the fullest device, simulated or as the search estimates it."""
+    overflow_bytes: int = 0
+    """Bytes that do not fit the fullest device; 0 or less if all fit."""
+    bounded: bool = False
+    """True where it was proved slower without a simulation."""
+
+    @property
+    def fits(self) -> bool:
+        """True if every device has the memory for it."""
+        return self.overflow_bytes <= 0
+
+    @staticmethod
+    def of(label: Label, simulated: Simulated) -> RunnerUp:
+        """Keep the figures of a simulated candidate."""
+        return RunnerUp(label, simulated.step_seconds, max(simulated.peak_bytes), simulated.overflow_bytes)
+
+
+@dataclass(frozen=True)
+class MeshTried:
+    """One mesh and number of micro-batches that the feature-wise search looked at."""
+
+    shape: tuple[int, ...]
+    microbatches: int
+    status: str
+    """How its search ended: a status of ``passes.search.feature.solve``."""
+    seconds: float
+    """Seconds of its best sharding by the search's own count; infinite where none was better than the best before."""
+    bound_seconds: float
+    search_seconds: float
+
+
+@dataclass(frozen=True)
+class ChoiceOrigins:
+    """Where the choices of a sharding came from, in ops."""
+
+    by_rule: int
+    discovered: int
+    replicated: tuple[str, ...]
+    """Ops of which only one way is known, every rank doing everything."""
+    replicated_seconds: float
+    """Seconds of a step that those take."""
+    replicated_matmul_share: float
+    """Share of the FLOPs of matrix products, convolutions and attention in ops that an axis or more does not split."""
+
+
+@dataclass(frozen=True)
+class ShardingDetails:
+    """How a sharding was found. ``seconds``: of a step by the search's own count, to compare ``tried`` with."""
+
+    seconds: float
+    tried: tuple[MeshTried, ...]
+    origins: ChoiceOrigins
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """The answer of every search."""
+
+    best: Simulated
+    judge: Judge
+    """The judge that simulated it; it knows the graph that was placed, and keeps what the best became."""
+    certificate: Certificate
+    runner_ups: tuple[RunnerUp, ...] = ()
+    splits: tuple[Split, ...] = ()
+    """Ops of the model that run in blocks of neurons."""
+    details: ShardingDetails | None = None
+    """How a sharding was found; None for placements of whole ops."""
+
+    @property
+    def carried(self) -> Carried:
+        """The best candidate with its programs and their simulation."""
+        return self.judge.carried(self.best.candidate)
+
+    @property
+    def label(self) -> Label:
+        """The best candidate in a few words."""
+        candidate = self.best.candidate
+        if candidate.sharding is not None:
+            return MeshLabel(candidate.sharding.mesh.shape, candidate.microbatches)
+        if candidate.contiguous:
+            return StagesLabel.of(candidate)
+        return VariantLabel(len(self.carried.realized.groups), candidate.microbatches, len(self.splits))

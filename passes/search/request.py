@@ -1,0 +1,28 @@
+"""The request that every search is given: the job, and what the user fixed about its placement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from passes.lower.job import Job
+from passes.search.words import StrategyName
+
+
+@dataclass(frozen=True)
+class Request:
+    """One training step to place, with what is fixed; the rest is left to the search.
+
+    A strategy's own request adds what only that strategy knows.
+    """
+
+    strategy: ClassVar[StrategyName]
+    """The strategy that answers it, a key of ``passes.search.strategies.STRATEGIES``."""
+
+    job: Job
+    microbatches: int | Literal["auto"] = "auto"
+    pins: Mapping[str, int] | Mapping[str, str] = field(default_factory=dict)
+    """Glob over module paths or names -> place: a stage, a device or a layout, as the strategy has it."""
+    time_limit_seconds: float | None = None
+    """Seconds after which the search ends with the best found so far; None: when nothing is left to try."""

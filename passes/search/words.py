@@ -1,0 +1,67 @@
+"""The words of each strategy: its name, what it may be told, what it leaves out. Data only, cheap to import."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+StrategyName = Literal["layer", "feature", "free"]
+
+
+@dataclass(frozen=True)
+class StrategyWords:
+    """A strategy, as people and options speak of it."""
+
+    adverb: str
+    """The strategy in a sentence: planned layer-wise."""
+    pinned_to: str
+    """The place that a pin names: stage, layout or device."""
+    options: frozenset[str]
+    """Options of a plan that only some strategies know, and this one does."""
+    not_considered: tuple[str, ...]
+    """What the strategy does not look at; an expert should hear it from the plan itself."""
+    best_of: str
+    """The placements that a plan's gap is about, as a sentence goes on: the best … can have."""
+    stages: Literal["devices", "one mesh", "pieces"]
+    """The stages of its plans: a pipeline of single devices; one stage that all devices share; or pieces of single
+    devices, as they follow from the placement."""
+
+
+STRATEGY_WORDS: Mapping[str, StrategyWords] = {
+    "layer": StrategyWords(
+        adverb="layer-wise",
+        pinned_to="stage",
+        options=frozenset({"schedule", "min_stages", "max_stages", "recompute"}),
+        not_considered=("data parallelism", "tensor parallelism", "ZeRO sharding"),
+        best_of="its schedule",
+        stages="devices",
+    ),
+    "feature": StrategyWords(
+        adverb="feature-wise",
+        pinned_to="layout",
+        options=frozenset({"mesh"}),
+        not_considered=(
+            "pipeline stages",
+            "recomputing activations",
+            "overlap of communication with computing",
+        ),
+        best_of="any sharding",
+        stages="one mesh",
+    ),
+    "free": StrategyWords(
+        adverb="free",
+        pinned_to="device",
+        options=frozenset({"objective", "splits"}),
+        not_considered=(
+            "data parallelism",
+            "ZeRO sharding",
+            "recomputing activations, but in the layer-wise plan",
+        ),
+        best_of="any placement",
+        stages="pieces",
+    ),
+}
+
+AUTO_NOT_CONSIDERED = ("pipeline stages that are sharded inside", "recomputing activations of shards")
+"""What none of the strategies looks at."""
