@@ -24,11 +24,11 @@ demo: setup  ## plan GPT-2 on two local workers, verify it, train it
 test: setup  ## all tests, and a smoke subset of the verification matrix
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-lint: setup  ## ruff, strict mypy, floors and rooms
+lint: setup  ## ruff, strict mypy, floors, rooms and texts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/unit/test_rooms.py
+	$(BIN)/python -m pytest tests/unit/test_rooms.py tests/unit/test_texts.py
 
 verify-all: setup  ## every model x stages x schedule, and x mesh x pattern, in float64 on real processes
 	$(BIN)/python -m benchmarks.verify_matrix

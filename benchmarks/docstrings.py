@@ -2,12 +2,17 @@
 
 elliptical opening    the first word hides what is spoken of: "Of the time limit: …", "Whether it fits". The first word
                       is the thing for an attribute or a class, the verb for a function
-slid legend           a legend whose lines were filled like prose: its columns no longer stand below each other
+slid legend           a legend that was filled like prose, so that what a row goes on with stands at the row's beginning:
+
+                          work    the busiest device is busy for the sum over its ops, and the step takes at least
+                          that
+                                  long
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,6 +36,10 @@ ELLIPTICAL = frozenset(
     )
 ) | {"In", "On", "To", "That", "If"}
 """First words that are no thing and no verb."""
+FULL_LINE = 90
+"""Characters of a line that may have been broken because it was full."""
+ROW = re.compile(r"(\s*\S(?:.*?\S)?? {2,})\S")
+"""A row of a legend: a symbol, two spaces at least, and what it means. The group ends where the meaning begins."""
 
 
 @dataclass(frozen=True)
@@ -62,3 +71,30 @@ def is_elliptical(text: str) -> bool:
     """Tell whether a docstring begins with one of ELLIPTICAL."""
     words = text.split(maxsplit=1)
     return bool(words) and words[0].rstrip(",:;") in ELLIPTICAL
+
+
+def slid_lines(text: str) -> list[str]:
+    """Return the lines of a docstring that an automatic line break tore from the row before them.
+
+    Two signs, both of lines that begin where the row before begins:
+        the next line stands below the meaning in the row before, so this one belongs there as well
+        it is a line of one or two words in an indented block, and the line before is full
+    """
+    first, *others = text.split("\n")
+    closing = [len(others[-1])] if others and not others[-1].strip() else []  # where the closing quotes stand
+    base = min((*closing, *(_indent(line) for line in others if line.strip())), default=0)
+    lines = [" " * base + first, *others, ""]
+    found = []
+    for row, line, after in zip(lines, lines[1:], lines[2:], strict=False):
+        if not row.strip() or not line.strip() or _indent(line) != _indent(row) or ROW.match(line):
+            continue
+        meaning = ROW.match(row)
+        belongs = meaning is not None and after.strip() and _indent(after) == len(meaning[1])
+        rest = _indent(line) > base and len(line.split()) <= 2 and len(row) >= FULL_LINE
+        if belongs or rest:
+            found.append(line.strip())
+    return found
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())

@@ -1,4 +1,4 @@
-"""What scaled dot-product attention costs and saves for backward, per backend.
+"""Scaled dot-product attention: the memory traffic of each backend, and the tensors that it saves for backward.
 
 A trace made on a laptop must predict a GPU, and the backend that the trace's own machine would pick is not the one that
 the target picks (``math`` saves tensors of size s·s, the fused ones do not). So attention is not measured: this table says
@@ -51,7 +51,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """Which tensors a backend keeps for backward besides query, key, value and out."""
+    """The storages that a backend keeps for backward besides query, key, value and out."""
 
     name: str
     device_kind: Literal["cuda", "cpu", "any"]
@@ -79,14 +79,14 @@ BACKENDS: Mapping[str, AttentionBackend] = MappingProxyType(
         )
     }
 )
-"""``math`` is not a kernel but a chain of ops; what it saves is counted by tracing the chain."""
+"""The fused backends. ``math`` is none but a chain of ops: what it saves is counted by tracing the chain."""
 
 MAX_FLASH_HEAD_DIM = 256
 HALF_TYPES = (torch.float16, torch.bfloat16)
 
 
 def choose_backend(call: AttentionCall, device_kind: str, requested: str | None = None) -> str:
-    """The backend that runs ``call`` on a device of this kind: the requested one if it can, else the target's choice.
+    """Choose the backend that runs ``call`` on a device of this kind: the requested one if it can, else the usual one.
 
     The choice follows ``torch.nn.functional.scaled_dot_product_attention``: on CUDA flash, then efficient, then math
     (cudnn only when asked for); on CPU its flash, then math.
@@ -103,7 +103,7 @@ def choose_backend(call: AttentionCall, device_kind: str, requested: str | None 
 
 
 def supports(name: str, call: AttentionCall) -> bool:
-    """Whether the backend accepts the call."""
+    """Tell whether the backend accepts the call."""
     backend = BACKENDS[name]
     if name == "math":
         return True
@@ -124,7 +124,7 @@ def supports(name: str, call: AttentionCall) -> bool:
 
 
 def saved_tensors(name: str, call: AttentionCall) -> tuple[Saved | int, ...]:
-    """What autograd keeps for a fused backend: operands by name, and bytes for each storage of the op's own.
+    """List what autograd keeps for a fused backend: operands by name, and the bytes of each storage of the op's own.
 
     ``logsumexp`` [b, h, s rounded up] and the random generator's state are the op's own, and so is a boolean mask's
     floating-point copy.
@@ -145,7 +145,7 @@ def saved_tensors(name: str, call: AttentionCall) -> tuple[Saved | int, ...]:
 
 
 def output_storage_bytes(name: str, call: AttentionCall) -> int:
-    """Bytes behind the output: more than its own where heads are padded."""
+    """Return the bytes of the storage behind the output: more than the output's own where heads are padded."""
     out = (*call.query[:-1], call.value[-1])
     return math.prod(_padded(out, BACKENDS[name].head_alignment)) * call.dtype.itemsize
 
@@ -155,7 +155,7 @@ def _padded(shape: tuple[int, ...], alignment: int) -> tuple[int, ...]:
 
 
 def transferred_bytes(call: AttentionCall) -> tuple[int, int]:
-    """(forward, backward) bytes a fused kernel reads and writes; it keeps the s·t scores on chip.
+    """Return the (forward, backward) bytes that a fused kernel reads and writes; it keeps the s·t scores on chip.
 
     Forward reads query, key, value and mask, writes out and statistics. Backward reads those and the gradient of
     out, and writes three gradients (and twice the query's accumulator).

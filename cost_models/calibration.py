@@ -45,7 +45,7 @@ VARIABLE = "PARTITIONER_CALIBRATION"
 
 @dataclass(frozen=True)
 class Machine:
-    """What a calibration is valid for."""
+    """The machine and software that a calibration is valid for."""
 
     processor: str
     cores: int
@@ -64,7 +64,7 @@ class Calibration:
     machine: Machine
     date: str
     workers: int
-    """How many measured at the same time: rates are those with that many busy."""
+    """The number of workers that measured at the same time: rates are those with that many busy."""
     flops_per_second: Mapping[str, float]
     memory_bandwidth_bytes_per_second: float
     busy_slowdown: float
@@ -77,10 +77,10 @@ class Calibration:
     send_overhead_seconds: float
     receive_overhead_seconds: float
     seconds: float
-    """How long the calibration took."""
+    """The time that the calibration took."""
 
     def rates(self, workers: int) -> MeasuredRates:
-        """For a cluster of ``workers``; with more workers than cores each has a part of a core."""
+        """Return the rates of ``workers`` workers; with more workers than cores each has a part of a core."""
         slowdown = max(1.0, workers / self.machine.cores)
         return MeasuredRates(
             flops_per_second={dtype: rate / slowdown for dtype, rate in self.flops_per_second.items()},
@@ -97,7 +97,7 @@ class Calibration:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return the calibration as plain JSON data."""
         data = {key: value for key, value in vars(self).items() if key not in ("machine", "op_times")}
         return {
             "format": FORMAT_VERSION,
@@ -109,7 +109,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
-        """The inverse of ``to_dict``; raises ``ValueError`` that says what is wrong."""
+        """Read what ``to_dict`` wrote; raises ``ValueError`` that says what is wrong."""
         if not isinstance(data, Mapping) or data.get("format") != FORMAT_VERSION:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
             raise ValueError(f"expected a calibration of format {FORMAT_VERSION}, found {found}")
@@ -213,7 +213,7 @@ def calibrate(workers: int, count: Callable[[OpCase], CaseWork]) -> Calibration:
 
 
 def cache_path() -> Path:
-    """Where calibrations are kept: ``$PARTITIONER_CALIBRATION``, or a file in the user's cache folder."""
+    """Return the file of the calibration: ``$PARTITIONER_CALIBRATION``, or a file in the user's cache folder."""
     chosen = os.environ.get(VARIABLE, "")
     if chosen and chosen != "none":
         return Path(chosen)
@@ -222,7 +222,7 @@ def cache_path() -> Path:
 
 
 def stored_calibration() -> tuple[Calibration, Path] | None:
-    """The calibration of this machine, if there is a valid one; a file that is not is left aside with a warning."""
+    """Load this machine's calibration, if there is a valid one; a file that is not is left aside with a warning."""
     if os.environ.get(VARIABLE) == "none":
         return None
     path = cache_path()

@@ -1,4 +1,4 @@
-"""From seconds of cases to ``OpTimes``: curves through points, lines by least squares."""
+"""Fits of measured cases: seconds become ``OpTimes``, curves through points and lines by least squares."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CaseWork:
 def fit_op_times(
     cases: Sequence[OpCase], works: Sequence[CaseWork], seconds: Sequence[CaseSeconds]
 ) -> OpTimes:
-    """The cost of every kind and phase that was measured."""
+    """Fit the cost of every kind and phase that was measured."""
     samples: defaultdict[tuple[str, Phase], list[tuple[float, float, float]]] = defaultdict(list)
     for case, work, measured in zip(cases, works, seconds, strict=True):
         spent = {
@@ -52,7 +52,7 @@ def fit_op_times(
 
 
 def fit_curve(samples: Sequence[tuple[float, float, float]]) -> CostCurve:
-    """Through the samples (FLOPs, bytes, seconds), by bytes; more bytes never take less time."""
+    """Lay a curve through the samples (FLOPs, bytes, seconds), by bytes; more bytes never take less time."""
     points: dict[float, float] = {}
     for _, moved, seconds in samples:
         points[max(1.0, moved)] = seconds
@@ -65,9 +65,9 @@ def fit_curve(samples: Sequence[tuple[float, float, float]]) -> CostCurve:
 
 
 def fit_line(samples: Sequence[tuple[float, float, float]]) -> CostLine:
-    """Least squares of *relative* errors with coefficients ≥ 0: small ops count as much as large ones.
+    """Fit a line by least squares of *relative* errors, coefficients ≥ 0: small ops count as much as large ones.
 
-    min over c ≥ 0 of  Σ ((c₀ + c₁·FLOPs + c₂·bytes − t) / t)². With three unknowns, every set of unknowns that may be
+    min over c ≥ 0 of Σ ((c₀ + c₁·FLOPs + c₂·bytes − t) / t)². With three unknowns, every set of unknowns that may be
     zero is tried and the best feasible solution kept.
     """
     rows = np.array([[1.0, flops, moved] for flops, moved, _ in samples])

@@ -38,7 +38,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class WorkerTimes:
-    """What one worker measured. ``link`` and ``busy_slowdown`` are rank 0's."""
+    """The measurements of one worker. ``link`` and ``busy_slowdown`` are rank 0's."""
 
     cases: tuple[CaseSeconds, ...]
     flops_per_second: dict[str, float]

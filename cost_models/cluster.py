@@ -52,7 +52,7 @@ class ClusterSpec(Section):
     nodes: tuple[NodeSpec, ...] = Field(min_length=1)
     network: Annotated[NetworkSpec, short_form("preset")] | None = None
     provenance: Text = DEFAULTS
-    """What the rates rest on: ``"defaults"``, or ``"calibration <file>"``."""
+    """The source of the rates: ``"defaults"``, or ``"calibration <file>"``."""
     host_costs: HostSpec = HostSpec()
     """Contention and overheads of the hosts' runtime; measured by a calibration."""
 
@@ -70,7 +70,7 @@ class ClusterSpec(Section):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "<dict>") -> Self:
-        """From plain data in the vocabulary of a file."""
+        """Make a cluster of plain data in the vocabulary of a file."""
         return cls._from_document(Document(data), source)
 
     @classmethod
@@ -85,7 +85,7 @@ class ClusterSpec(Section):
 
     @classmethod
     def preset(cls, name: str, nodes: int = 1) -> Self:
-        """``nodes`` machines of a kind (``dgx-h100``), joined by that machine's own network cards."""
+        """Make a cluster of ``nodes`` machines of a kind (``dgx-h100``), joined by that machine's own network cards."""
         if name not in MACHINES:
             raise ClusterError(
                 f'there is no machine preset "{name}"{did_you_mean(name, MACHINES)}',
@@ -103,7 +103,7 @@ class ClusterSpec(Section):
 
     @classmethod
     def one_node(cls, device: str, count: int) -> Self:
-        """``count`` devices of a kind (``H100-80GB``) in one machine, joined as they usually are."""
+        """Make a cluster of ``count`` devices of a kind (``H100-80GB``) in one machine, joined as they usually are."""
         if device not in DEVICES:
             raise ClusterError(
                 f'there is no device preset "{device}"{did_you_mean(device, DEVICES)}',
@@ -115,7 +115,7 @@ class ClusterSpec(Section):
 
     @classmethod
     def local(cls, workers: int, memory: str | int | None = None) -> Self:
-        """``workers`` CPU processes on this machine, over Gloo.
+        """Make a cluster of ``workers`` CPU processes on this machine, over Gloo.
 
         Each has ``memory``, or an equal part of the machine's; with more workers than cores, also a part of a core.
         Rates are those of this machine's calibration where there is one (``cost_models.calibration``).
@@ -151,7 +151,7 @@ class ClusterSpec(Section):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """What a command line says: a file, ``dgx-h100:8`` (machines), ``H100-80GB:4`` (devices) or ``local:2``."""
+        """Read a command line's words: a file, ``dgx-h100:8`` (machines), ``H100-80GB:4`` (devices) or ``local:2``."""
         name, _, count_text = text.partition(":")
         if name == "local" or name in MACHINES or name in DEVICES:
             if not (count_text.isascii() and count_text.isdecimal() and len(count_text) < 9) and (
@@ -181,7 +181,7 @@ class ClusterSpec(Section):
     # Out again
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data in the vocabulary of a file, with human units where they are exact."""
+        """Return plain data in the vocabulary of a file, with human units where they are exact."""
         data: dict[str, Any] = self.model_dump(mode="json", exclude_none=True, exclude_unset=True)
         return {"version": self.version, **data}
 
@@ -230,12 +230,12 @@ class ClusterSpec(Section):
 
     @property
     def world_size(self) -> int:
-        """How many devices, which is how many ranks."""
+        """The number of devices, which is the number of ranks."""
         return len(self.devices)
 
     @cached_property
     def ranks_per_node(self) -> tuple[tuple[int, ...], ...]:
-        """For each node in file order, its ranks."""
+        """The ranks of each node, nodes in file order."""
         ranks: dict[int, list[int]] = {}
         for device in self.devices:
             ranks.setdefault(device.node, []).append(device.rank)
@@ -243,7 +243,7 @@ class ClusterSpec(Section):
 
     @cached_property
     def host_memory_bytes(self) -> tuple[int | None, ...]:
-        """For each node in file order, its main memory, if the file says."""
+        """The main memory of each node in file order, None where the file does not say."""
         return tuple(entry.resolved().host_memory for entry in self.nodes for _ in entry.names())
 
     @cached_property
@@ -259,11 +259,11 @@ class ClusterSpec(Section):
 
     @property
     def links(self) -> Mapping[str, Link]:
-        """Everything transfers compete for, by name (``cost_models.topology`` lists the names)."""
+        """All that transfers compete for, by name (``cost_models.topology`` lists the names)."""
         return self._topology.links
 
     def path(self, a: int, b: int) -> Path:
-        """The way from rank ``a`` to rank ``b``; kept, so asking again is a dictionary look-up."""
+        """Return the way from rank ``a`` to rank ``b``; kept, so asking again is a dictionary look-up."""
         if not (0 <= a < self.world_size and 0 <= b < self.world_size):
             raise ClusterError(
                 f"there is no path from rank {a} to rank {b}",
@@ -273,11 +273,11 @@ class ClusterSpec(Section):
 
     @property
     def calibrated(self) -> bool:
-        """Whether the rates were measured on these devices."""
+        """True if the rates were measured on these devices."""
         return self.provenance != DEFAULTS
 
     def with_device_rates(self, rates: MeasuredRates, provenance: str, device: str | None = None) -> Self:
-        """A copy whose devices and links have measured rates; what was not measured stays.
+        """Return a copy whose devices and links have measured rates; what was not measured stays.
 
         ``device`` restricts it to one model (``"H100-80GB"``). ``provenance`` names the measurement.
         """
@@ -294,7 +294,7 @@ class ClusterSpec(Section):
         return type(self).from_dict(data, source=f"{self.name} with measured rates")
 
     def describe(self) -> str:
-        """A few lines for people: devices by kind, links, what the numbers rest on."""
+        """Write a few lines for people: devices by kind, links, what the numbers rest on."""
         lines = [
             f"{self.name}: {self.world_size} devices on {len(self.ranks_per_node)} nodes ({self.provenance})"
         ]

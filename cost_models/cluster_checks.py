@@ -1,4 +1,4 @@
-"""What only a whole cluster file can tell: names used twice, unknown members, nodes that nothing joins.
+"""Checks of a whole cluster file, across its sections: names used twice, unknown members, nodes that nothing joins.
 
 Each check gets what could be read. ``None`` stands for an entry that could not: its names are not known, so nothing
 is called unknown then.
@@ -16,7 +16,7 @@ MAX_DEVICES = 65536
 
 
 def cluster_problems(nodes: list[NodeSpec | None], network: NetworkSpec | None) -> list[Problem]:
-    """Problems between sections: names used twice, unknown members, nodes that nothing joins."""
+    """Find problems between sections: names used twice, unknown members, nodes that nothing joins."""
     entry_of: dict[str, int] = {}
     found: list[Problem] = []
     total = 0
@@ -134,7 +134,7 @@ def _graph_problems(network: NetworkSpec, counts: dict[str, int], complete: bool
 
 
 def _unreached(neighbours: dict[str, set[str]], counts: dict[str, int]) -> Iterable[Problem]:
-    """Devices that have no link, or no way to the first one."""
+    """Find the devices that have no link, or no way to the first one."""
     ends = {end: None for name, count in counts.items() for end in graph_ends(name, count, neighbours)}
     start = next(iter(ends), None)
     if start is None:
@@ -154,5 +154,5 @@ def _unreached(neighbours: dict[str, set[str]], counts: dict[str, int]) -> Itera
 
 
 def graph_ends(name: str, count: int, vertices: Container[str]) -> list[str]:
-    """Where each device of a node meets an explicit link graph: at ``node:index`` if that is there, else at ``node``."""
+    """Name the vertex of a link graph at which each device of a node is: ``node:index`` if that is there, else ``node``."""
     return [f"{name}:{i}" if f"{name}:{i}" in vertices else name for i in range(count)]

@@ -31,7 +31,7 @@ _ROUNDS = 10
 
 
 def cluster_error(root: type[BaseModel], document: Document, source: str) -> ClusterError:
-    """Everything that is wrong with ``document``, as one error."""
+    """Make one error of everything that is wrong with ``document``."""
     by_path = {key_path(location): line for location, line in document.lines.items()}
     listed = [_render(path, text, by_path) for path, text in find_problems(root, document.data)]
     count = "1 problem" if len(listed) == 1 else f"{len(listed)} problems"
@@ -50,7 +50,7 @@ def _render(path: str, text: str, lines: Mapping[str, int]) -> str:
 
 
 def find_problems(root: type[BaseModel], data: object) -> list[Problem]:
-    """All problems of ``data``, each once, in the order in which they are found."""
+    """Find all problems of ``data``, each once, in the order in which they are found."""
     found: dict[Problem, None] = {}
     removed: set[str] = set()
     rest = copy.deepcopy(data)
@@ -73,7 +73,7 @@ def find_problems(root: type[BaseModel], data: object) -> list[Problem]:
 
 
 def _follows(problem: Problem, removed: set[str]) -> bool:
-    """Whether a report only says that something is gone which was reported and taken out before."""
+    """Tell whether a report only says that something is gone which was reported and taken out before."""
     path, text = problem
     section = path[: max(path.rfind("."), 0)]
     if "got nothing" in text and any(f"{s}.preset".lstrip(".") in removed for s in _prefixes(section)):
@@ -82,12 +82,12 @@ def _follows(problem: Problem, removed: set[str]) -> bool:
 
 
 def _prefixes(path: str) -> list[str]:
-    """The path and everything around it: ``a[0].b`` → ``a[0].b``, ``a[0]``, ``a``."""
+    """List a path and everything around it: ``a[0].b`` → ``a[0].b``, ``a[0]``, ``a``."""
     return [path[:i] for i in range(len(path), 0, -1) if i == len(path) or path[i] in ".["]
 
 
 def _validate(root: type[BaseModel], data: object) -> tuple[list[Problem], list[Location]]:
-    """(problems, locations of values that could not be read)."""
+    """Return (problems, locations of values that could not be read)."""
     try:
         root.model_validate(data)
     except ValidationError as error:
@@ -146,7 +146,7 @@ def _take_out(data: object, location: Location) -> Location | None:
 
 
 def _problems_between_sections(data: object, removed: set[str]) -> list[Problem]:
-    """The checks of the whole file on those sections that can be read, when others cannot."""
+    """Check the file as a whole on those sections that can be read, when others cannot."""
     if not isinstance(data, Mapping) or not isinstance(data.get("nodes"), list | tuple):
         return []
     named = ("name", "host", "replicas", "preset")
@@ -196,7 +196,7 @@ _BOUNDS = {
 
 
 def _text(details: ErrorDetails, root: type[BaseModel]) -> str:
-    """One of pydantic's errors in the words of the file."""
+    """Say one of pydantic's errors in the words of the file."""
     kind, got, context = details["type"], details["input"], details.get("ctx", {})
     if kind == "extra_forbidden":
         names = _keys_at(root, details["loc"][:-1])
@@ -216,7 +216,7 @@ def _text(details: ErrorDetails, root: type[BaseModel]) -> str:
 
 
 def _keys_at(root: type[BaseModel], location: Location) -> list[str]:
-    """The keys that the section at ``location`` may have."""
+    """List the keys that the section at ``location`` may have."""
     model: type[BaseModel] | None = root
     for key in location:
         if model is not None and isinstance(key, str):
@@ -225,7 +225,7 @@ def _keys_at(root: type[BaseModel], location: Location) -> list[str]:
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """The section inside ``Annotated[X, …] | None`` or ``tuple[X, ...]``."""
+    """Find the section inside ``Annotated[X, …] | None`` or ``tuple[X, ...]``."""
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return annotation
     inner: Iterable[Any] = typing.get_args(annotation)

@@ -54,12 +54,12 @@ FIELDS_ONLY: Mapping[str, bool] = {"fields_only": True}
 
 
 def whole(info: ValidationInfo) -> bool:
-    """Whether to check the section as a whole."""
+    """Tell whether to check the section as a whole."""
     return not (info.context or {}).get("fields_only", False)
 
 
 def problems_error(problems: Iterable[Problem], kind: str = "problems") -> PydanticCustomError:
-    """Several problems of one section as one error, which the diagnosis takes apart again."""
+    """Make one error of several problems of a section; the diagnosis takes it apart again."""
     listed = [list(problem) for problem in problems]
     text = "; ".join(f"{path}: {message}" if path else message for path, message in listed)
     # Braces are pydantic's template characters.
@@ -71,7 +71,7 @@ def expected(what: str, got: object) -> PydanticCustomError:
 
 
 def did_you_mean(name: object, names: Iterable[str]) -> str:
-    """``' (did you mean "H100-80GB"?)'``, or nothing where no name is close."""
+    """Return ``' (did you mean "H100-80GB"?)'``, or nothing where no name is close."""
     by_lower = {n.lower(): n for n in names}
     close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.5)
     return f' (did you mean "{by_lower[close[0]]}"?)' if close else ""
@@ -182,12 +182,12 @@ Index = Annotated[int, Field(strict=True, ge=0, le=65535)]
 
 
 def short_form(key: str) -> BeforeValidator:
-    """A text where a mapping is expected stands for ``{key: text}``."""
+    """Let a text stand for ``{key: text}`` where a mapping is expected."""
     return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value)
 
 
 def known_name(names: Iterable[str], what: str) -> BeforeValidator:
-    """One of ``names``; else an error that lists them."""
+    """Accept one of ``names``; raise an error that lists them for anything else."""
     listed = tuple(names)
 
     def check(value: object) -> object:

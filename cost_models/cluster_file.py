@@ -91,7 +91,7 @@ def _yaml_reason(error: yaml.YAMLError) -> str:
 
 
 def key_path(location: Sequence[Key]) -> str:
-    """``("nodes", 1, "device")`` → ``"nodes[1].device"``."""
+    """Write a path of keys: ``("nodes", 1, "device")`` → ``"nodes[1].device"``."""
     text = ""
     for key in location:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else str(key)

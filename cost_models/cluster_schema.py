@@ -96,18 +96,18 @@ class DeviceSpec(Section):
     """Measured seconds by kind of op (``cost_models.op_profile``); written by a calibration, not by hand."""
 
     def over(self, base: DeviceSpec) -> DeviceSpec:
-        """This section's keys over those of ``base``."""
+        """Lay this section's keys over those of ``base``."""
         given = {key: value for key, value in _written(self).items() if value is not None}
         if self.efficiency is not None and base.efficiency is not None:
             given["efficiency"] = {**base.efficiency, **self.efficiency}
         return base.model_copy(update=given)
 
     def resolved(self) -> DeviceSpec:
-        """With the preset's keys filled in."""
+        """Return the section with the preset's keys filled in."""
         return self.over(DeviceSpec.model_validate(DEVICES[self.preset])) if self.preset else self
 
     def problems(self) -> list[Problem]:
-        """What is missing once the preset has given what it has."""
+        """List what is missing once the preset has given what it has."""
         full = self.resolved()
         needed: dict[str, tuple[object, str]] = {
             "memory": (full.memory, SIZE_EXPECTED),
@@ -145,7 +145,7 @@ class LinkSpec(Section):
         return self
 
     def resolved(self) -> tuple[float, float, Duplex]:
-        """(bytes per second, seconds, duplex), the preset's values filled in."""
+        """Return (bytes per second, seconds, duplex), the preset's values filled in."""
         bandwidth, latency, duplex = self.bandwidth, self.latency, self.duplex
         if self.preset is not None:
             base = LinkSpec.model_validate(LINKS[self.preset])
@@ -194,7 +194,7 @@ class NodeSpec(Section):
     replicas: Count = 1
 
     def resolved(self) -> NodeSpec:
-        """With the preset's keys filled in."""
+        """Return the section with the preset's keys filled in."""
         if self.preset is None:
             return self if self.count is not None else self.model_copy(update={"count": 1})
         base = NodeSpec.model_validate(MACHINES[self.preset])
@@ -204,12 +204,12 @@ class NodeSpec(Section):
         return base.model_copy(update=given)
 
     def names(self) -> tuple[str, ...]:
-        """Names of the nodes this entry stands for, in order; ``name-0``, ``name-1``, … for replicas."""
+        """List the names of the nodes this entry stands for, in order; ``name-0``, ``name-1``, … for replicas."""
         base = expand_names(self.name or self.preset or "node")
         return tuple(f"{base[0]}-{i}" for i in range(self.replicas)) if self.replicas > 1 else base
 
     def hosts(self) -> tuple[str | None, ...]:
-        """One host per node."""
+        """Return one host per node, None where the entry names none."""
         if self.host is None:
             return (None,) * len(self.names())
         return expand_names(self.host)
@@ -277,7 +277,7 @@ class HostSpec(Section):
     contention: float = Field(default=1.0, ge=1.0, le=100.0, allow_inf_nan=False)
     """Factor by which a rank's computes slow down while a transfer of that rank is under way."""
     compute_overhead: Seconds = 0.0
-    """Per forward or backward of a segment: looking up tensors, starting autograd."""
+    """Time per forward or backward of a segment: looking up tensors, starting autograd."""
     send_overhead: Seconds = 0.0
     receive_overhead: Seconds = 0.0
 
@@ -291,7 +291,7 @@ class SwitchSpec(Section):
     latency: Seconds = 0.0
 
     def member_names(self) -> tuple[str, ...]:
-        """Members with ranges expanded."""
+        """List the members, ranges expanded."""
         return tuple(name for text in self.members for name in expand_names(text))
 
 
@@ -333,13 +333,13 @@ class NetworkSpec(Section):
         return self
 
     def cards_of(self, count: int) -> int:
-        """Network cards of a node with ``count`` devices: one per device unless told otherwise."""
+        """Return the number of network cards of a node with ``count`` devices: one per device unless told otherwise."""
         if self.cards is not None:
             return min(self.cards, count)
         return 1 if self.per == "node" else count
 
     def link(self) -> tuple[float, float, Duplex]:
-        """(bytes per second, seconds, duplex) of one card, as ``LinkSpec.resolved``."""
+        """Return (bytes per second, seconds, duplex) of one card, as ``LinkSpec.resolved`` does."""
         spec = LinkSpec(
             preset=self.preset, bandwidth=self.bandwidth, latency=self.latency, duplex=self.duplex
         )

@@ -1,9 +1,11 @@
-"""How long communication takes: the α–β model of messages and collectives, and the field's closed forms.
+"""Seconds of communication: the α–β model of messages and collectives, and the field's closed forms.
 
 Symbols
-    n   bytes. Of the tensor that is reduced, broadcast or gathered (whole); of what each rank holds for all-to-all
-    p   ranks                               α   latency of a message, seconds
-    β   seconds per byte (1 / bandwidth)    g   ranks of a node,  k = p / g nodes
+    n   bytes of the whole tensor that is reduced, broadcast or gathered; for all-to-all, of what each rank holds
+    p   ranks
+    g   ranks of a node, k = p / g nodes
+    α   latency of a message, seconds
+    β   seconds per byte (1 / bandwidth)
 
 Sources: Hockney, "The communication challenge for MPP", Parallel Computing 20 (1994) for α + nβ; Thakur, Rabenseifner,
 Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 19 (2005) for the collectives; Patarasuk,
@@ -23,7 +25,7 @@ from cost_models.links import Link, Path, fair_rates
 
 
 class Connection(Protocol):
-    """What a formula reads of a link or path; ``cost_models.links.Path`` is one."""
+    """The part of a link or path that a formula reads; ``cost_models.links.Path`` is one."""
 
     @property
     def latency_seconds(self) -> float: ...
@@ -40,30 +42,30 @@ class AlphaBeta:
 
 
 def point_to_point_seconds(size_bytes: float, link: Connection) -> float:
-    """One message: α + n·β."""
+    """Return the seconds of one message: α + n·β."""
     return link.latency_seconds + size_bytes / link.bandwidth_bytes_per_second
 
 
 def ring_reduce_scatter_seconds(size_bytes: float, ranks: int, link: Connection) -> float:
-    """Each rank ends with the sum of its 1/p of the tensor, p − 1 steps: (p−1)·α + (p−1)/p·n·β."""
+    """Return (p−1)·α + (p−1)/p·n·β: each rank ends with the sum of its 1/p of the tensor, after p − 1 steps."""
     steps = ranks - 1
     return steps * point_to_point_seconds(size_bytes / ranks, link)
 
 
 def ring_all_gather_seconds(size_bytes: float, ranks: int, link: Connection) -> float:
-    """Each rank ends with the whole tensor of n bytes, p − 1 steps: (p−1)·α + (p−1)/p·n·β."""
+    """Return (p−1)·α + (p−1)/p·n·β: each rank ends with the whole tensor of n bytes, after p − 1 steps."""
     return ring_reduce_scatter_seconds(size_bytes, ranks, link)
 
 
 def ring_all_reduce_seconds(size_bytes: float, ranks: int, link: Connection) -> float:
-    """Reduce-scatter, then all-gather: 2(p−1)·α + 2(p−1)/p·n·β. Moves the fewest bytes possible."""
+    """Return 2(p−1)·α + 2(p−1)/p·n·β: reduce-scatter, then all-gather. Moves the fewest bytes possible."""
     return 2 * ring_reduce_scatter_seconds(size_bytes, ranks, link)
 
 
 def tree_all_reduce_seconds(size_bytes: float, ranks: int, link: Connection) -> float:
-    """Two binary trees, pipelined, each for half of the tensor: 2⌈log₂ p⌉·α + 2·n·β. Few steps: for small tensors.
+    """Return 2⌈log₂ p⌉·α + 2·n·β: two binary trees, pipelined, each for half of the tensor.
 
-    The time to fill the pipeline with the first piece is neglected.
+    Few steps, so it is for small tensors. The time to fill the pipeline with the first piece is neglected.
     """
     if ranks == 1:
         return 0.0
@@ -73,22 +75,22 @@ def tree_all_reduce_seconds(size_bytes: float, ranks: int, link: Connection) -> 
 def hierarchical_all_reduce_seconds(
     size_bytes: float, ranks_per_node: int, nodes: int, inside: Connection, between: Connection
 ) -> float:
-    """Reduce-scatter in each node, g rings of n/g bytes between nodes at once, all-gather in each node.
+    """Return 2(g−1)(α₁ + n/g·β₁) + 2(k−1)(α₂ + n/(g·k)·β₂), for a hierarchy of nodes.
 
-    2(g−1)(α₁ + n/g·β₁) + 2(k−1)(α₂ + n/(g·k)·β₂). ``between`` is what *one* of the g rings gets: a network card
-    shared by a node's ranks gives each ring 1/g of its bandwidth.
+    Reduce-scatter in each node, g rings of n/g bytes between nodes at once, all-gather in each node. ``between`` is what
+    *one* of the g rings gets: a network card shared by a node's ranks gives each ring 1/g of its bandwidth.
     """
     within = ring_all_reduce_seconds(size_bytes, ranks_per_node, inside)
     return within + ring_all_reduce_seconds(size_bytes / ranks_per_node, nodes, between)
 
 
 def all_to_all_seconds(size_bytes: float, ranks: int, link: Connection) -> float:
-    """Each rank sends 1/p of its n bytes to every other, pairwise in p − 1 steps: (p−1)·(α + n/p·β)."""
+    """Return (p−1)·(α + n/p·β): each rank sends 1/p of its n bytes to every other, pairwise in p − 1 steps."""
     return (ranks - 1) * point_to_point_seconds(size_bytes / ranks, link)
 
 
 def broadcast_seconds(size_bytes: float, ranks: int, link: Connection) -> float:
-    """The faster of a binomial tree, ⌈log₂ p⌉·(α + n·β), and scatter + all-gather for long messages.
+    """Return the faster of a binomial tree, ⌈log₂ p⌉·(α + n·β), and scatter + all-gather for long messages.
 
     Scatter by a binomial tree, then a ring all-gather: (⌈log₂ p⌉ + p − 1)·α + 2(p−1)/p·n·β (Thakur et al., 2005).
     """
@@ -101,7 +103,7 @@ def broadcast_seconds(size_bytes: float, ranks: int, link: Connection) -> float:
 
 
 def parameter_server_seconds(size_bytes: float, workers: int, link: Connection) -> float:
-    """p workers, one of which is the server: all push to it, it sums, all pull: 2α + 2(p−1)·n·β at its link."""
+    """Return 2α + 2(p−1)·n·β: one of p workers is the server; all push to it, it sums, all pull, over its link."""
     if workers == 1:
         return 0.0
     return 2 * link.latency_seconds + 2 * (workers - 1) * size_bytes / link.bandwidth_bytes_per_second
@@ -113,32 +115,32 @@ def parameter_server_seconds(size_bytes: float, workers: int, link: Connection) 
 
 
 def layer_wise_messages(layers: int) -> int:
-    """Each of the L−1 cuts carries one activation forward and one gradient back: 2(L−1)."""
+    """Return 2(L−1): each of the L−1 cuts carries one activation forward and one gradient back."""
     return 2 * (layers - 1)
 
 
 def feature_wise_messages(layers: int, features: int) -> int:
-    """Between two layers every feature partition sends to the F−1 others, both ways: 2(L−1)·F(F−1)."""
+    """Return 2(L−1)·F(F−1): between two layers every feature partition sends to the F−1 others, both ways."""
     return 2 * (layers - 1) * features * (features - 1)
 
 
 def hybrid_messages(layers: int, features: int) -> int:
-    """Every partition of a layer is on another device than all F of the next: 2(L−1)·F²."""
+    """Return 2(L−1)·F²: every partition of a layer is on another device than all F of the next."""
     return 2 * (layers - 1) * features**2
 
 
 def parameter_server_elements(elements: int, workers: int) -> int:
-    """Elements through the server's link, in each direction, to all-reduce N elements over P workers: N(P−1)."""
+    """Return N(P−1): elements through the server's link, in each direction, to all-reduce N elements over P workers."""
     return elements * (workers - 1)
 
 
 def ring_elements(elements: int, workers: int) -> float:
-    """Elements through each link of a ring to all-reduce N elements over P workers: 2(N/P)(P−1)."""
+    """Return 2(N/P)(P−1): elements through each link of a ring to all-reduce N elements over P workers."""
     return 2 * elements / workers * (workers - 1)
 
 
 def bubble_fraction(stages: int, microbatches: int, chunks: int = 1) -> float:
-    """Idle share of a pipeline of p equal stages, m equal micro-batches, v interleaved chunks: (p−1)/(v·m + p−1).
+    """Return the idle share of a pipeline: (p−1)/(v·m + p−1) of p equal stages, m micro-batches, v interleaved chunks.
 
     GPipe and 1F1B have v = 1 (Huang et al. 2019; Narayanan et al. 2021).
     """
@@ -157,7 +159,7 @@ class DeviceOnNode(Protocol):
 
 
 class Machine(Protocol):
-    """What is read of ``cost_models.cluster.ClusterSpec``."""
+    """The part of ``cost_models.cluster.ClusterSpec`` that is read here."""
 
     @property
     def world_size(self) -> int: ...
@@ -169,10 +171,11 @@ class Machine(Protocol):
 
 
 def data_parallel_seconds(gradient_bytes: float, machine: Machine) -> float:
-    """All-reduce of ``gradient_bytes`` over all ranks, after the last backward: the faster of ring and hierarchy.
+    """Return the seconds to all-reduce ``gradient_bytes`` over all ranks, by the faster of ring and hierarchy.
 
-    One ring through the ranks in order; or a ring inside each node and, at the same time for each place in a node, a ring
-    across nodes (only when all nodes have equally many ranks). Rings that share links share their bandwidth.
+    The sum begins after the last backward. One ring through the ranks in order; or a ring inside each node and, at the same
+    time for each place in a node, a ring across nodes (only when all nodes have equally many ranks). Rings that share links
+    share their bandwidth.
     """
     ranks = list(range(machine.world_size))
     if len(ranks) == 1:
@@ -196,7 +199,7 @@ def data_parallel_seconds(gradient_bytes: float, machine: Machine) -> float:
 
 
 def slowest_hop(rings: Sequence[Sequence[int]], machine: Machine) -> AlphaBeta:
-    """The hop that paces the rings while all of them run: largest latency, smallest fair share of bandwidth."""
+    """Find the hop that paces the rings while all of them run: largest latency, smallest fair share of bandwidth."""
     paths = [machine.path(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
     return AlphaBeta(max(path.latency_seconds for path in paths), min(fair_rates(paths, machine.links)))
 

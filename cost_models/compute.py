@@ -1,8 +1,10 @@
-"""How long computation takes: the roofline, and why a segment is not the sum of its ops.
+"""Seconds of computation: the roofline, and why a segment is not the sum of its ops.
 
 Symbols
-    W   floating point operations          P   peak rate for the op's data type, FLOP/s
-    Q   bytes read and written             B   memory bandwidth, bytes/s
+    W   floating point operations
+    Q   bytes read and written
+    P   peak rate for the op's data type, FLOP/s
+    B   memory bandwidth, bytes/s
     e   achieved fraction of a peak, per class of op (``matmul``, ``attention``, ``conv``, ``memory``)
     o   seconds the host needs to launch one kernel
 
@@ -31,7 +33,7 @@ IndexArray: TypeAlias = NDArray[np.intp] | NDArray[np.bool_]
 
 
 class ComputeDevice(Protocol):
-    """What the compute model reads of a device; ``cost_models.cluster.Device`` is one."""
+    """The part of a device that the compute model reads; ``cost_models.devices.Device`` is one."""
 
     @property
     def kind(self) -> Literal["cuda", "cpu"]: ...
@@ -46,17 +48,17 @@ class ComputeDevice(Protocol):
 
 @dataclass(frozen=True)
 class OpWork:
-    """What one op does per micro-batch: arithmetic, memory traffic and kernels, forward and both halves of backward."""
+    """The work of one op per micro-batch: arithmetic, memory traffic and kernels, forward and both halves of backward."""
 
     forward_flops: float = 0.0
     backward_input_flops: float = 0.0
     backward_weight_flops: float = 0.0
     forward_bytes: float = 0.0
-    """Read and written, not held."""
+    """Bytes read and written, not held."""
     backward_input_bytes: float = 0.0
     backward_weight_bytes: float = 0.0
     forward_launches: float = 0.0
-    """What the host starts: the op's kernels, and at least the op itself if it is a view."""
+    """Kernels that the host starts: the op's, and at least the op itself if it is a view."""
     backward_input_launches: float = 0.0
     backward_weight_launches: float = 0.0
 
@@ -79,7 +81,7 @@ def kernel_seconds(
     dtype: torch.dtype,
     op_class: OpClass,
 ) -> FloatArray:
-    """Roofline time of a kernel (or of an array of them) of one data type and class, without launch overhead."""
+    """Return the roofline time of a kernel (or of an array of them) of one data type and class, without launch overhead."""
     memory = np.asarray(transferred_bytes, dtype=np.float64) / (
         device.memory_bandwidth_bytes_per_second * device.efficiency["memory"]
     )
@@ -128,7 +130,7 @@ def segment_seconds(phase: PhaseSeconds, device: ComputeDevice, ops: IndexArray 
 
 
 def additive_seconds(phase: PhaseSeconds, device: ComputeDevice) -> FloatArray:
-    """Per-op seconds, shape [ops], that add up to ``segment_seconds`` of the whole model.
+    """Return per-op seconds, shape [ops], that add up to ``segment_seconds`` of the whole model.
 
     On a GPU whichever of launching and running bounds the whole is charged to each op. For a part of the model the
     sum is then at most the part's own ``segment_seconds``, and equal to it when the same side bounds both.

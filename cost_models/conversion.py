@@ -39,7 +39,7 @@ COLLECTIVES: frozenset[Kind] = frozenset({"all_reduce", "all_gather", "reduce_sc
 
 
 class NeedLike(Protocol):
-    """``passes.shard.words.Need``."""
+    """The part of ``passes.shard.words.Need`` that is read here."""
 
     @property
     def placement(self) -> Placement: ...
@@ -51,10 +51,11 @@ class NeedLike(Protocol):
 class Step:
     """One change on one mesh axis.
 
-    ``dim``: along which the tensor is gathered, scattered or sliced, and from which all-to-all takes; -1 for all_reduce and
-    keep_first. ``to_dim``: along which all-to-all splits; -1 otherwise. ``share``: what the tensor of one rank would be
-    of the whole one if this axis did not split it (the other axes do): the n of the formulas in
-    ``cost_models.communication`` as a fraction.
+    dim      the dimension that is gathered, scattered or sliced, or that all-to-all puts together; -1 for all_reduce
+             and keep_first
+    to_dim   the dimension that all-to-all splits; -1 otherwise
+    share    one rank's tensor over the whole one, if this axis did not split it (the other axes do): the n of the
+             formulas in ``cost_models.communication`` as a fraction
     """
 
     kind: Kind
@@ -72,7 +73,7 @@ Steps: TypeAlias = tuple[Step, ...]
 
 
 def steps(source: Sequence[Placement], target: Sequence[NeedLike], mesh: Mesh) -> tuple[Steps, Steps]:
-    """(forward, backward) steps of the bridge between a value produced as ``source`` and a consumer's need of it."""
+    """Return the (forward, backward) steps of the bridge between a value produced as ``source`` and a consumer's need."""
     needed = tuple(need.placement for need in target)
     return path(tuple(source), needed, mesh.shape), path(
         given_gradient(target), expected_gradient(source), mesh.shape
@@ -80,7 +81,7 @@ def steps(source: Sequence[Placement], target: Sequence[NeedLike], mesh: Mesh) -
 
 
 def given_gradient(target: Sequence[NeedLike]) -> tuple[Placement, ...]:
-    """How the gradient leaves a consumer that took its operand so."""
+    """Return the placement in which the gradient leaves a consumer that took its operand so."""
     return tuple(
         need.placement
         if isinstance(need.placement, Shard)
@@ -92,12 +93,12 @@ def given_gradient(target: Sequence[NeedLike]) -> tuple[Placement, ...]:
 
 
 def expected_gradient(source: Sequence[Placement]) -> tuple[Placement, ...]:
-    """How the producer's backward expects the gradient of what it produced so."""
+    """Return the placement in which the producer's backward expects the gradient of what it produced so."""
     return tuple(p if isinstance(p, Shard) else Replicate() for p in source)
 
 
 def local_share(placements: Sequence[Placement], shape: Sequence[int]) -> float:
-    """What one rank holds of a tensor, as a fraction of its bytes: 1 / product of the axes that split it."""
+    """Return the fraction of a tensor's bytes that one rank holds: 1 / product of the axes that split it."""
     share = 1.0
     for placement, size in zip(placements, shape, strict=True):
         if isinstance(placement, Shard):
@@ -107,8 +108,10 @@ def local_share(placements: Sequence[Placement], shape: Sequence[int]) -> float:
 
 @cache
 def path(source: tuple[Placement, ...], target: tuple[Placement, ...], shape: tuple[int, ...]) -> Steps:
-    """The steps from one layout to another, by uniform-cost search over orders; every axis passes only through its
-    source's placement, R, and its target's, so that nothing is split that need not divide."""
+    """Find the steps from one layout to another, by uniform-cost search over orders.
+
+    Every axis passes only through its source's placement, R, and its target's, so that nothing is split that need not
+    divide."""
     assert len(source) == len(target) == len(shape)
     visited: set[tuple[Placement, ...]] = set()
     # (bytes per rank as a fraction of the tensor, collectives, steps, axes in order) decides; the counter never does.
@@ -136,7 +139,7 @@ def path(source: tuple[Placement, ...], target: tuple[Placement, ...], shape: tu
 
 
 def _step(here: tuple[Placement, ...], axis: int, wanted: Placement, shape: Sequence[int]) -> Step | None:
-    """The step that takes ``axis`` from what it is to ``wanted``; None where there is none."""
+    """Return the step that takes ``axis`` from what it is to ``wanted``; None where there is none."""
     now = here[axis]
     if now == wanted:
         return None
@@ -155,7 +158,7 @@ def _step(here: tuple[Placement, ...], axis: int, wanted: Placement, shape: Sequ
 
 
 def volume_share(step: Step, size: int) -> float:
-    """Bytes that each rank of the axis sends, as a fraction of the whole tensor, by the bandwidth-optimal algorithm.
+    """Return the bytes that each rank of the axis sends, by the bandwidth-optimal algorithm, over the whole tensor's.
 
     All-gather and reduce-scatter (p−1)/p·n, all-reduce twice that, all-to-all (p−1)/p·n/p; n = ``step.share``.
     """
@@ -165,7 +168,7 @@ def volume_share(step: Step, size: int) -> float:
 
 
 def buffer_share(step: Step, size: int) -> float:
-    """The larger of what a rank puts in and gets out of a collective, as a fraction of the whole tensor."""
+    """Return the larger of what a rank puts in and gets out of a collective, as a fraction of the whole tensor."""
     if step.kind not in COLLECTIVES:
         return 0.0
     return step.share / size if step.kind == "all_to_all" else step.share
@@ -173,10 +176,10 @@ def buffer_share(step: Step, size: int) -> float:
 
 @dataclass(frozen=True)
 class AxisLinks:
-    """What collectives along one mesh axis run over, paced by the slowest of its groups while all of them talk.
+    """The links of collectives along one mesh axis, paced by the slowest of its groups while all of them talk.
 
-    ``inside`` and ``between``: for a hierarchy of nodes, where every group has equally many ranks (``per_node`` > 1) in
-    each of several nodes.
+    ``inside`` and ``between`` are those of a hierarchy of nodes, where every group has equally many ranks
+    (``per_node`` > 1) in each of several nodes.
     """
 
     size: int
@@ -186,7 +189,7 @@ class AxisLinks:
     between: AlphaBeta | None = None
 
     def seconds(self, kind: Kind, size_bytes: float) -> float:
-        """Of one collective; ``size_bytes`` is the n of ``Step.share`` times the tensor's bytes."""
+        """Return the seconds of one collective; ``size_bytes`` is the n of ``Step.share`` times the tensor's bytes."""
         if self.size == 1 or kind not in COLLECTIVES:
             return 0.0
         if kind == "all_to_all":
@@ -211,7 +214,7 @@ class AxisLinks:
 
 
 def axis_groups(mesh: Mesh, axis: int) -> list[list[int]]:
-    """The groups of ranks that differ in this axis only, each in the axis' order."""
+    """List the groups of ranks that differ in this axis only, each in the axis' order."""
     size = mesh.shape[axis]
     stride = 1
     for later in mesh.shape[axis + 1 :]:
@@ -221,12 +224,12 @@ def axis_groups(mesh: Mesh, axis: int) -> list[list[int]]:
 
 
 def axis_links(mesh: Mesh, axis: int, machine: Machine) -> AxisLinks:
-    """The links of ``mesh``'s axis on ``machine``."""
+    """Return the links of ``mesh``'s axis on ``machine``."""
     return group_links(axis_groups(mesh, axis), machine)
 
 
 def group_links(groups: Sequence[Sequence[int]], machine: Machine) -> AxisLinks:
-    """The links of groups of ranks, equally large, that all talk at once."""
+    """Return the links of groups of ranks, equally large, that all talk at once."""
     size = len(groups[0])
     if size == 1:
         return AxisLinks(1, AlphaBeta(0.0, 1.0))
@@ -249,10 +252,10 @@ def _by_node(group: Sequence[int], machine: Machine) -> list[list[int]]:
 
 
 def steps_seconds(taken: Steps, tensor_bytes: float, links: Sequence[AxisLinks]) -> float:
-    """Seconds of these steps one after the other, for a tensor of ``tensor_bytes`` as a whole."""
+    """Return the seconds of these steps one after the other, for a tensor of ``tensor_bytes`` as a whole."""
     return sum(links[step.axis].seconds(step.kind, step.share * tensor_bytes) for step in taken)
 
 
 def steps_bytes_per_rank(taken: Steps, tensor_bytes: float, shape: Sequence[int]) -> float:
-    """Bytes that each rank sends for these steps, by the algorithm's volume (``volume_share``)."""
+    """Return the bytes that each rank sends for these steps, by the algorithm's volume (``volume_share``)."""
     return sum(volume_share(step, shape[step.axis]) for step in taken) * tensor_bytes

@@ -82,12 +82,12 @@ class Device:
     node: int
     node_name: str
     host: str | None
-    """Where the node is reached (for a launch command), if the file says."""
+    """The address of the node for a launch command, None if the file does not say."""
     model: str
-    """Of the preset, or the name the file gives: ``"H100-80GB"``."""
+    """The name of the preset, or the one that the file gives: ``"H100-80GB"``."""
     kind: DeviceKind
     memory_bytes: int
-    """Usable: memory − memory_reserved."""
+    """Usable bytes: memory − memory_reserved."""
     memory_bandwidth_bytes_per_second: float
     flops_per_second: Rates
     """Dense peak per rate name (``RATE_NAMES``)."""
@@ -99,11 +99,11 @@ class Device:
     """Measured seconds by kind of op, where calibrated: they replace the roofline for these kinds."""
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Whether ``flops`` has a rate for ``dtype``."""
+        """Tell whether ``flops`` has a rate for ``dtype``."""
         return _RATE_OF_DTYPE.get(dtype) in self.flops_per_second
 
     def peak_flops(self, dtype: torch.dtype, *, allow_tf32: bool = False) -> float:
-        """Dense peak in FLOP/s. With ``allow_tf32``, float32 runs at the ``tf32`` rate where the device has one.
+        """Return the dense peak in FLOP/s. With ``allow_tf32``, float32 has the ``tf32`` rate where the device has one.
 
         Raises ``ClusterError`` for a dtype without a rate: it is unsupported, not guessed.
         """

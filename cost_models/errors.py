@@ -27,7 +27,7 @@ class PartitionerError(Exception):
         super().__init__(self.render())
 
     def render(self) -> str:
-        """The error as the text that the command line prints on stderr."""
+        """Write the error as the command line prints it on stderr."""
         lines = [f"error[{self.kind}]: {self.what}"]
         lines += [f"  because: {reason}" for reason in self.because]
         lines += [f"  try: {suggestion}" for suggestion in self.suggestions]

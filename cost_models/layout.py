@@ -44,7 +44,7 @@ class Layout:
 
     @classmethod
     def on(cls, *ranks: int) -> Layout:
-        """Whole on each of ``ranks``."""
+        """Return the layout of a tensor that is whole on each of ``ranks``."""
         return cls(Mesh(ranks, (len(ranks),), ("replica",)), (Replicate(),))
 
     @property

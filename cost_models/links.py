@@ -30,12 +30,12 @@ class Path:
 
     links: tuple[str, ...]
     bandwidth_bytes_per_second: float
-    """Of the narrowest link: what one transfer gets that shares with nobody."""
+    """The bandwidth of the narrowest link: what one transfer gets that shares with nobody."""
     latency_seconds: float
 
     @classmethod
     def over(cls, links: Iterable[Link]) -> Path:
-        """The path over ``links``, in order."""
+        """Make the path over ``links``, in order."""
         hops = tuple(links)
         return cls(
             links=tuple(link.id for link in hops),
@@ -46,7 +46,7 @@ class Path:
         )
 
     def transfer_seconds(self, size_bytes: float) -> float:
-        """Latency + bytes / bandwidth, with the path to itself."""
+        """Return latency + bytes / bandwidth, for a transfer with the path to itself."""
         return self.latency_seconds + size_bytes / self.bandwidth_bytes_per_second
 
 
@@ -54,7 +54,7 @@ SAME_DEVICE = Path((), math.inf, 0.0)
 
 
 def fair_rates(paths: Sequence[Path], links: Mapping[str, Link]) -> tuple[float, ...]:
-    """Bytes per second that each of several simultaneous transfers gets: max–min fairness.
+    """Return the bytes per second that each of several simultaneous transfers gets: max–min fairness.
 
     Progressive filling (Bertsekas & Gallager, Data Networks, 6.5.2): all rates rise together until a link is full;
     the transfers over it stop there; the others go on. O(links · transfers). A path without links gets infinity.

@@ -1,4 +1,4 @@
-"""Time messages between two local processes: latency, bandwidth, the host's share, and what they do to computing.
+"""Times of messages between two local processes: latency, bandwidth, the host's share, and what they do to computing.
 
 Called in every worker of an initialized Gloo group; ranks 0 and 1 measure, the others wait at the next barrier.
 Messages go as the executor sends them: asynchronous sends and receives on both sides, then a wait.
@@ -28,11 +28,11 @@ class LinkTimes:
     send_seconds: float
     receive_seconds: float
     contention: float
-    """As in ``cost_models.cluster_schema.HostSpec``."""
+    """The slowdown of computing by messages, as in ``cost_models.cluster_schema.HostSpec``."""
 
 
 def measure_links(rank: int) -> LinkTimes | None:
-    """On rank 0 the result, elsewhere None. Ranks above 1 return at once."""
+    """Measure messages between ranks 0 and 1. Rank 0 gets the result, others None; ranks above 1 return at once."""
     if rank > 1:
         return None
     one_way = tuple((size, _one_way_seconds(rank, size)) for size in _SIZES_BYTES)
@@ -42,7 +42,7 @@ def measure_links(rank: int) -> LinkTimes | None:
 
 
 def fit_latency(one_way: tuple[tuple[int, float], ...]) -> tuple[float, float]:
-    """(latency in seconds, bytes per second) of seconds = latency + bytes / bandwidth.
+    """Fit seconds = latency + bytes / bandwidth; return (latency in seconds, bytes per second).
 
     The latency is the smallest message's time; the bandwidth the median of what the larger ones leave.
     """
@@ -59,7 +59,7 @@ def _exchange(rank: int, buffer: Tensor, first: bool) -> None:
 
 
 def _one_way_seconds(rank: int, size_bytes: int) -> float:
-    """Half a round trip: the least of several, because other programs only ever delay one (by milliseconds)."""
+    """Time half a round trip: the least of several, because other programs only ever delay one (by milliseconds)."""
     buffer = torch.ones(size_bytes, dtype=torch.uint8)
     spent = []
     for _ in range(_ROUND_TRIPS):
@@ -71,7 +71,7 @@ def _one_way_seconds(rank: int, size_bytes: int) -> float:
 
 
 def _starting_seconds(rank: int) -> tuple[float, float]:
-    """Host seconds to start a send and a receive of 64 KB."""
+    """Time how long the host takes to start a send and a receive of 64 KB, in seconds."""
     least = math.inf
     for _ in range(_ROUNDS):
         buffers = [torch.ones(16 * 1024) for _ in range(8)]
@@ -90,9 +90,9 @@ def _starting_seconds(rank: int) -> tuple[float, float]:
 
 
 def _contention(rank: int) -> float:
-    """How much slower rank 0 computes while messages of 512 KB arrive without a pause; medians of alternating runs.
+    """Measure how much slower rank 0 computes while messages of 512 KB arrive without a pause.
 
-    Both ranks compute, as in a pipeline; the transfers are the background threads' work.
+    Medians of alternating runs. Both ranks compute, as in a pipeline; the transfers are the background threads' work.
     """
     quiet, busy = [], []
     for _ in range(_ROUNDS):
@@ -112,12 +112,12 @@ _pairs: dict[int, dist.ProcessGroup] = {}
 
 
 def _pair() -> dist.ProcessGroup:
-    """A group of ranks 0 and 1; made by ``make_pair`` in every worker."""
+    """Return the group of ranks 0 and 1; ``make_pair`` has made it in every worker."""
     return _pairs[0]
 
 
 def make_pair() -> None:
-    """Collective over all workers."""
+    """Make the group of ranks 0 and 1. Collective: all workers call it."""
     _pairs[0] = dist.new_group([0, 1], backend="gloo")
 
 

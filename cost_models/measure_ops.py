@@ -1,4 +1,4 @@
-"""Time every case on this process's one thread, the way a training step runs it.
+"""Times of every case on this process's one thread, run the way a training step runs it.
 
 Forwards run one after another with their outputs kept, as autograd keeps them, and backwards as one sweep; both over
 weights and inputs that have left the cache, since a training step comes back to a weight only after all others.
@@ -32,7 +32,7 @@ class CaseSeconds:
 
 
 def measure_case(case: OpCase) -> CaseSeconds:
-    """One case's seconds; gradients of weights are added to existing ones, as with several micro-batches."""
+    """Time one case; gradients of weights are added to existing ones, as with several micro-batches."""
     inputs, weights = list(case.inputs()), list(case.weights())
     size = sum(t.numel() * t.itemsize for t in (*inputs, *weights))
     calls = max(3, min(_MOST_CALLS, _POOL_BYTES // size))
@@ -68,7 +68,7 @@ def _forward(case: OpCase, pool: Sequence[tuple[list[Tensor], list[Tensor]]]) ->
 
 
 def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Equal tensors of equal strides in memory of their own."""
+    """Make equal tensors of equal strides in memory of their own."""
     return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t.detach()) for t in tensors]
 
 
@@ -89,7 +89,7 @@ def _backward(case: OpCase, pool: Sequence[tuple[list[Tensor], list[Tensor]]], o
 
 
 def matmul_flops_per_second(dtype: torch.dtype, size: int = 512) -> float:
-    """Rate of a square product on one thread: 2·size³ over the least time."""
+    """Measure the rate of a square product on one thread: 2·size³ over the least time."""
     a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
 
     def run() -> float:
@@ -102,7 +102,7 @@ def matmul_flops_per_second(dtype: torch.dtype, size: int = 512) -> float:
 
 
 def copy_bytes_per_second(size_bytes: int = 32 * 2**20) -> float:
-    """Bytes read and written per second by a copy that no cache holds."""
+    """Measure the bytes read and written per second by a copy that no cache holds."""
     a = torch.ones(size_bytes // 4)
     b = torch.empty_like(a)
 
@@ -116,7 +116,7 @@ def copy_bytes_per_second(size_bytes: int = 32 * 2**20) -> float:
 
 
 def compute_overhead_seconds() -> float:
-    """Host seconds to start a forward and, apart, a backward of a segment: the mean of the two."""
+    """Time how long the host takes to start a forward and, apart, a backward of a segment: the mean of the two."""
     x = torch.ones(4, requires_grad=True)
     seed = torch.ones(4)
 
@@ -132,7 +132,7 @@ def compute_overhead_seconds() -> float:
 
 
 def optimizer_rates(steps: int = 4) -> dict[str, tuple[float, float]]:
-    """Of each kind of ``torch.optim`` optimizer: (seconds per tensor, seconds per byte of parameters)."""
+    """Measure (seconds per tensor, seconds per byte of parameters) of each kind of ``torch.optim`` optimizer."""
     makers: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
         "sgd": lambda p: torch.optim.SGD(p, lr=1e-3),
         "momentum": lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),

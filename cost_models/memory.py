@@ -1,6 +1,6 @@
-"""What lives on a device as long as training does: parameters, gradients, optimizer state.
+"""The memory that training holds from first to last: parameters, gradients, optimizer state.
 
-What is budgeted is what runs, in the data types of ``cost_models.precision``. What autograd saves for backward is counted
+The budget is for what runs, in the data types of ``cost_models.precision``. What autograd saves for backward is counted
 per op in ``passes.costs.costs``.
 """
 
@@ -47,15 +47,15 @@ class StateBytes:
     """Bytes that stay on a device from step to step, and what an optimizer step touches of them."""
 
     parameters: int = 0
-    """What the model computes with."""
+    """Parameters that the model computes with."""
     gradients: int = 0
     optimizer_state: int = 0
     owners: int = 0
-    """What the optimizer updates, where that is a copy of another type."""
+    """Parameters that the optimizer updates, where those are copies of another type."""
     trained: int = 0
-    """Of ``parameters`` and ``owners``: the part that the optimizer updates. Not memory of its own."""
+    """The part of ``parameters`` and ``owners`` that the optimizer updates. Not memory of its own."""
     cast: int = 0
-    """Read and written by the casts around a step: gradients for the owners, owners for the leaves. Traffic, not memory."""
+    """Bytes that the casts around a step read and write: gradients for the owners, owners for the leaves. Not memory."""
 
     @property
     def total(self) -> int:
@@ -66,7 +66,7 @@ class StateBytes:
 
 
 def state_bytes(parameters: Iterable[ParameterCount], optimizer: str) -> StateBytes:
-    """Bytes of parameters, gradients, optimizer state and owners' copies.
+    """Count the bytes of parameters, gradients, optimizer state and owners' copies.
 
     An owner's gradient is the very tensor that its leaf's micro-batches were summed in; where the optimizer needs it in
     another type it is cast one parameter at a time and the first is freed, so the wider of the two counts.

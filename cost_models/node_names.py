@@ -15,7 +15,7 @@ _LITERAL = re.compile(r"[A-Za-z0-9_.\-]*")
 
 
 def expand_names(text: str) -> tuple[str, ...]:
-    """All names that ``text`` stands for, in order; zeros in front are kept. ``ValueError`` if it is malformed."""
+    """List all names that ``text`` stands for, in order; zeros in front are kept. ``ValueError`` if it is malformed."""
     parts = _BRACKET.split(text)  # literal, range, literal, range, …, literal
     literals, ranges = parts[0::2], parts[1::2]
     for literal in literals:
@@ -37,7 +37,7 @@ def expand_names(text: str) -> tuple[str, ...]:
 
 
 def _spans(text: str) -> list[tuple[int, int, int]]:
-    """``"00-03,7"`` → ``[(0, 3, 2), (7, 7, 1)]``: first, last, width."""
+    """Read ranges as (first, last, width): ``"00-03,7"`` → ``[(0, 3, 2), (7, 7, 1)]``."""
     spans = []
     for piece in text.split(","):
         match = _SPAN.fullmatch(piece.strip())

@@ -49,14 +49,14 @@ ARITHMETIC = frozenset({"linear", "matmul", "conv2d", "conv_transpose2d", "scale
 
 
 def kind_of(target: Any) -> str:
-    """``aten.gelu.default`` -> ``gelu``; what an op is charged as."""
+    """Name the kind that an op is charged as: ``aten.gelu.default`` → ``gelu``."""
     name = target._schema.name.rpartition("::")[2] if isinstance(target, torch._ops.OpOverload) else ""
     return ALIASES.get(name, name)
 
 
 @dataclass(frozen=True)
 class OpCase:
-    """``call(*inputs, *weights)``; both are made by functions, so that a counter can make them fake."""
+    """One call to measure, ``call(*inputs, *weights)``; functions make both, so that a counter can make them fake."""
 
     kind: str
     call: Callable[..., Tensor]
@@ -65,7 +65,7 @@ class OpCase:
 
 
 def op_cases() -> tuple[OpCase, ...]:
-    """All cases, in a fixed order: every process that measures lists the same ones."""
+    """List all cases, in a fixed order: every process that measures lists the same ones."""
     return (*_elementwise(), *_rowwise(), *_lookups(), *_products(), *_attention(), *_images())
 
 

@@ -35,12 +35,12 @@ VIEW = "view"
 
 @dataclass(frozen=True)
 class CostCurve:
-    """``points``: (bytes, seconds), bytes rising."""
+    """Seconds over the bytes moved: ``points`` are (bytes, seconds), bytes rising."""
 
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, flops: FloatArray, moved_bytes: FloatArray) -> FloatArray:
-        """Seconds per op, shape of the arguments."""
+        """Return the seconds per op, in the shape of the arguments."""
         x, y = np.log(np.array(self.points)).T
         given = np.log(np.maximum(moved_bytes, 1.0))
         inside: FloatArray = np.exp(np.interp(given, x, y))
@@ -49,24 +49,24 @@ class CostCurve:
         return np.where(given > x[-1], beyond, inside)
 
     def slower(self, factor: float) -> CostCurve:
-        """Every duration ``factor`` times as long."""
+        """Return the cost with every duration ``factor`` times as long."""
         return CostCurve(tuple((moved, seconds * factor) for moved, seconds in self.points))
 
 
 @dataclass(frozen=True)
 class CostLine:
-    """seconds = overhead + flops · seconds_per_flop + bytes · seconds_per_byte."""
+    """Seconds of an op with arithmetic: overhead + flops · seconds_per_flop + bytes · seconds_per_byte."""
 
     overhead_seconds: float
     seconds_per_flop: float
     seconds_per_byte: float
 
     def seconds(self, flops: FloatArray, moved_bytes: FloatArray) -> FloatArray:
-        """Seconds per op, shape of the arguments."""
+        """Return the seconds per op, in the shape of the arguments."""
         return self.overhead_seconds + flops * self.seconds_per_flop + moved_bytes * self.seconds_per_byte
 
     def slower(self, factor: float) -> CostLine:
-        """Every duration ``factor`` times as long."""
+        """Return the cost with every duration ``factor`` times as long."""
         return CostLine(
             self.overhead_seconds * factor, self.seconds_per_flop * factor, self.seconds_per_byte * factor
         )
@@ -77,7 +77,7 @@ Cost: TypeAlias = CostCurve | CostLine
 
 @dataclass(frozen=True)
 class OpTimes:
-    """``costs``: ((kind, phase), how long), sorted: a frozen, hashable mapping.
+    """Measured costs by kind and phase: ``costs`` is ((kind, phase), cost), sorted, a frozen and hashable mapping.
 
     Arithmetic was measured in float32; ``CostLine`` is scaled by the ratio of the device's rates for other types.
     """
@@ -85,15 +85,15 @@ class OpTimes:
     costs: tuple[tuple[tuple[str, Phase], Cost], ...]
 
     def get(self, kind: str, phase: Phase) -> Cost | None:
-        """What was measured of ``kind``; None if it was not."""
+        """Return the cost that was measured of ``kind``; None if it was not."""
         return _index(self).get((kind, phase))
 
     def slower(self, factor: float) -> OpTimes:
-        """The same with every duration ``factor`` times as long."""
+        """Return the costs with every duration ``factor`` times as long."""
         return OpTimes(tuple((key, cost.slower(factor)) for key, cost in self.costs))
 
     def to_dict(self) -> dict[str, dict[str, object]]:
-        """Plain data: ``{kind: {phase: {"points": …} or {"line": …}}}``."""
+        """Return plain data: ``{kind: {phase: {"points": …} or {"line": …}}}``."""
         data: dict[str, dict[str, object]] = {}
         for (kind, phase), cost in self.costs:
             if isinstance(cost, CostCurve):
@@ -105,7 +105,7 @@ class OpTimes:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> OpTimes:
-        """The inverse of ``to_dict``; raises ``ValueError`` saying what is wrong."""
+        """Read what ``to_dict`` wrote; raises ``ValueError`` saying what is wrong."""
         costs: dict[tuple[str, Phase], Cost] = {}
         for kind, phases in data.items():
             if not isinstance(phases, Mapping):
@@ -158,9 +158,9 @@ def op_phase_seconds(
     launches: FloatArray,
     arithmetic_scale: float = 1.0,
 ) -> FloatArray:
-    """Seconds of one phase of ops of one kind, overhead included; 0 where there is nothing to do.
+    """Return the seconds of one phase of ops of one kind, overhead included; 0 where there is nothing to do.
 
-    ``arithmetic_scale``: how much slower the op's data type multiplies than float32.
+    ``arithmetic_scale`` is float32's rate of multiplying over that of the op's data type.
     """
     # One kernel may compute both halves of a backward (convolution, layer norm): the input half then launches nothing of
     # its own, but has work.

@@ -1,4 +1,4 @@
-"""Precision: in which data type each tensor of a training step lives.
+"""Precision: the data type in which each tensor of a training step lives.
 
 Per floating-point parameter of the model, ``Precision.of(its data type)`` says
 
@@ -47,12 +47,12 @@ WORDS: Mapping[str, torch.dtype] = MappingProxyType(
         "float64": torch.float64,
     }
 )
-"""What files and command lines call the types that can be trained in."""
+"""Names in files and on command lines of the types that can be trained in."""
 NAMES: Mapping[torch.dtype, str] = MappingProxyType({dtype: word for word, dtype in WORDS.items()})
-"""torch's own name of each of them (the later word of each pair above)."""
+"""The name that torch has for each of them (the later word of each pair above)."""
 DTYPE_FIELDS = ("compute", "parameters", "gradients", "master")
 ACCUMULATION = torch.float32
-"""In which sums of 16-bit gradients are kept: a bfloat16 sum stops growing after 256 equal terms."""
+"""Type of the sums of 16-bit gradients: a bfloat16 sum stops growing after 256 equal terms."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,18 @@ class ParameterPrecision:
 
     @classmethod
     def plain(cls, dtype: torch.dtype) -> ParameterPrecision:
-        """One type for everything: buffers, and what is not floating point."""
+        """Make the precision of one type for everything: of buffers, and of what is not floating point."""
         return cls(dtype, dtype, dtype, dtype)
 
     @property
     def has_copy(self) -> bool:
-        """Whether leaf and owner need memory of their own each."""
+        """True if leaf and owner need memory of their own each."""
         return self.leaf != self.owner
 
 
 @dataclass(frozen=True)
 class Precision:
-    """What the user fixes; None is the model's own. Raises UsageError for what cannot be trained."""
+    """The data types that the user fixes; None is the model's own. Raises UsageError for what cannot be trained."""
 
     compute: torch.dtype | None = None
     parameters: torch.dtype | None = None
@@ -112,9 +112,9 @@ class Precision:
         return problems
 
     def of(self, own: torch.dtype, *, trains: bool = True, keeps_dtype: bool = False) -> ParameterPrecision:
-        """The types of a parameter that the model has in ``own``.
+        """Return the types of a parameter that the model has in ``own``.
 
-        ``keeps_dtype``: it is not cast for compute or storage (batch norms).
+        With ``keeps_dtype`` it is not cast for compute or storage (batch norms).
         """
         if not own.is_floating_point:
             return ParameterPrecision.plain(own)
@@ -129,17 +129,17 @@ class Precision:
 
     @property
     def casts_to(self) -> torch.dtype | None:
-        """What the floating-point inputs of ``forward`` are cast to: the type that parameters were given, if any."""
+        """The type that the floating-point inputs of ``forward`` are cast to: the one parameters were given, if any."""
         return self.compute if self.compute is not None else self.parameters
 
     def fields(self) -> dict[str, str]:
-        """What is fixed, by field: {"compute": "bfloat16"}."""
+        """Return the fields that are fixed, as words: {"compute": "bfloat16"}."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: NAMES.get(value, value) for name, value in given.items() if value is not None}
 
     @classmethod
     def from_fields(cls, given: Mapping[str, str]) -> Precision:
-        """The inverse of ``fields``; short words such as bf16 are understood too. Raises UsageError."""
+        """Read what ``fields`` returns; short words such as bf16 are understood too. Raises UsageError."""
         problems = [
             f"{name!r} is not one of {', '.join((*DTYPE_FIELDS, 'loss_scale'))}"
             for name in given
@@ -159,7 +159,7 @@ class Precision:
 
     @classmethod
     def checked(cls, given: object) -> Precision:
-        """``given`` itself; the model's own types for None. Raises UsageError for anything else."""
+        """Return ``given`` itself; the model's own types for None. Raises UsageError for anything else."""
         if given is None:
             return cls()
         if isinstance(given, cls):

@@ -203,4 +203,4 @@ DEVICE_LINKS: Mapping[str, str] = {
     "GTX580-3GB": "PCIe2",
     "cpu-worker": "Gloo-local",
 }
-"""What joins several of a device inside one machine when only the device is named (``H100-80GB:4``)."""
+"""The link that joins several of a device in one machine when only the device is named (``H100-80GB:4``)."""

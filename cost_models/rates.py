@@ -12,7 +12,7 @@ from cost_models.op_profile import OpTimes
 
 @dataclass(frozen=True)
 class MeasuredRates:
-    """What was measured; ``None`` or an absent key was not, and stays as it is.
+    """Rates that were measured; what is ``None`` or has no key was not, and stays as it is.
 
     ``flops_per_second`` and ``efficiency`` are merged key by key. The link rates are those inside a node
     (``links.default``).
@@ -26,11 +26,11 @@ class MeasuredRates:
     link_latency_seconds: float | None = None
     op_times: OpTimes | None = None
     host_costs: HostSpec | None = None
-    """Of the cluster as a whole."""
+    """Overheads of the hosts, for the cluster as a whole."""
 
 
 def with_rates(node: NodeSpec, rates: MeasuredRates) -> NodeSpec:
-    """The node with ``rates`` written over its device's and its default link's."""
+    """Return the node with ``rates`` written over its device's and its default link's."""
     full = node.resolved()
     assert full.device is not None  # validated
     device = full.device.resolved()

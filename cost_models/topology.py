@@ -1,4 +1,4 @@
-"""From the sections of a cluster file to links and the path between any two ranks.
+"""Topology: the links of a cluster, from the sections of its file, and the path between any two ranks.
 
 Names of links (what transfers compete for):
 
@@ -35,7 +35,7 @@ Ways: TypeAlias = tuple[Link, Link]
 
 @dataclass(frozen=True)
 class NodeWiring:
-    """What one node brings to the topology. ``first_rank`` is its device 0."""
+    """The part of the topology that one node brings. ``first_rank`` is its device 0."""
 
     name: str
     first_rank: int
@@ -57,7 +57,7 @@ class Topology:
         self._paths: dict[tuple[int, int], Path] = {}
 
     def path(self, a: int, b: int) -> Path:
-        """The path from rank ``a`` to rank ``b``."""
+        """Return the path from rank ``a`` to rank ``b``."""
         found = self._paths.get((a, b))
         if found is None:
             found = self._paths[a, b] = SAME_DEVICE if a == b else Path.over(self._hops(a, b))
@@ -150,7 +150,7 @@ class _SwitchedNetwork:
         upward: dict[str, float] = {}
 
         def capacity(name: str) -> float:
-            """Bytes per second that ``name`` can send towards its parent."""
+            """Return the bytes per second that ``name`` can send towards its parent."""
             if name not in switches:
                 return card * len(self._cards[name])
             if name not in upward:
@@ -168,7 +168,7 @@ class _SwitchedNetwork:
                 self._across[name] = topology.links.setdefault(link.id, link)
 
     def hops(self, node_a: NodeWiring, i: int, node_b: NodeWiring, j: int) -> Iterator[Link]:
-        """Links from device ``i`` of one node to device ``j`` of another."""
+        """Yield the links from device ``i`` of one node to device ``j`` of another."""
         yield self._card(node_a, i)[0]
         above_a, above_b = self._above(node_a.name), self._above(node_b.name)
         shared = next((name for name in above_a if name in above_b), None)
@@ -215,7 +215,7 @@ class _GraphNetwork:
         self._routes: dict[str, dict[str, list[str]]] = {}
 
     def hops(self, node_a: NodeWiring, i: int, node_b: NodeWiring, j: int) -> Iterator[Link]:
-        """Links from device ``i`` of one node to device ``j`` of another (or the same)."""
+        """Yield the links from device ``i`` of one node to device ``j`` of another (or the same)."""
         start, end = self._ends[node_a.name][i], self._ends[node_b.name][j]
         # Searched from one side only, so that the way back is the way there even among equals.
         low, high = sorted((start, end))

@@ -58,22 +58,22 @@ class UnitError(UsageError, ValueError):
 
 
 def parse_bytes(value: str | int | float) -> int:
-    """``"80GiB"``, ``"80GB"`` or a number of bytes → bytes."""
+    """Read bytes: ``"80GiB"``, ``"80GB"`` or a number of bytes → bytes."""
     return round(_parse(value, _BYTE_UNITS, SIZE_EXPECTED))
 
 
 def parse_bandwidth(value: str | int | float) -> float:
-    """``"400Gb/s"`` (bits), ``"50GB/s"`` (bytes) or a number of bytes per second → bytes per second."""
+    """Read a bandwidth: ``"400Gb/s"`` (bits), ``"50GB/s"`` (bytes) or a number → bytes per second."""
     return float(_parse(value, _BANDWIDTH_UNITS, BANDWIDTH_EXPECTED))
 
 
 def parse_seconds(value: str | int | float) -> float:
-    """``"5us"``, ``"1.5ms"`` or a number of seconds → seconds."""
+    """Read a time: ``"5us"``, ``"1.5ms"`` or a number of seconds → seconds."""
     return float(_parse(value, _SECOND_UNITS, SECONDS_EXPECTED))
 
 
 def parse_flops(value: str | int | float) -> float:
-    """``"989TFLOPS"``, ``"989T"`` or a number → floating-point operations per second."""
+    """Read a rate: ``"989TFLOPS"``, ``"989T"`` or a number → floating-point operations per second."""
     return float(_parse(value, _FLOPS_UNITS, FLOPS_EXPECTED))
 
 
@@ -97,7 +97,7 @@ def _number_of(value: object, units: Mapping[str, Decimal]) -> Decimal | None:
 
 
 def show(value: object, limit: int = 60) -> str:
-    """A value as an error message quotes it: short, text in double quotes, nothing for what is absent."""
+    """Quote a value as an error message does: short, text in double quotes, nothing for what is absent."""
     if value is None:
         return "nothing"
     if isinstance(value, str):
@@ -118,34 +118,34 @@ def show(value: object, limit: int = 60) -> str:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """``85899345920`` → ``"80.0 GiB"``."""
+    """Write bytes: ``85899345920`` → ``"80.0 GiB"``."""
     return _scaled(size_bytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
 
 
 def format_bandwidth(bytes_per_second: float) -> str:
-    """``5e10`` → ``"50.0 GB/s"``."""
+    """Write a bandwidth in bytes per second: ``5e10`` → ``"50.0 GB/s"``."""
     return _scaled(bytes_per_second, 1000.0, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s", "PB/s", "EB/s"))
 
 
 def format_flops(flops: float) -> str:
-    """A count of operations: ``2.5e12`` → ``"2.50 TFLOP"``."""
+    """Write a count of operations: ``2.5e12`` → ``"2.50 TFLOP"``."""
     return _scaled(flops, 1000.0, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"))
 
 
 def format_flops_rate(flops_per_second: float) -> str:
-    """``9.89e14`` → ``"989 TFLOP/s"``."""
+    """Write a rate of operations per second: ``9.89e14`` → ``"989 TFLOP/s"``."""
     return f"{format_flops(flops_per_second)}/s"
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.00123`` → ``"1.23 ms"``. Two hours are ``"2.00 h"``; anything shorter stays in seconds or below."""
+    """Write seconds: ``0.00123`` → ``"1.23 ms"``. Two hours are ``"2.00 h"``; shorter ones stay in seconds or below."""
     if abs(seconds) >= 3600 and seconds not in (float("inf"), float("-inf")):
         return f"{_three_digits(seconds / 3600)} h"
     return _scaled(seconds * 1e9, 1000.0, ("ns", "us", "ms", "s"))
 
 
 def counted(number: int, word: str) -> str:
-    """1, "stage" -> "1 stage"; 2,000 -> "2,000 stages"."""
+    """Write a count in words: 1, "stage" → "1 stage"; 2,000 → "2,000 stages"."""
     ending = "" if number == 1 else "es" if word.endswith(("s", "ch", "x")) else "s"
     return f"{number:,} {word}{ending}"
 
@@ -161,7 +161,7 @@ def listed(items: Iterable[object], most: int | None = None, *, count_rest: bool
 
 
 def percent(part: float) -> str:
-    """0 -> "0%", 0.0004 -> "0.04%", 0.123 -> "12.3%"."""
+    """Write a share: 0 → "0%", 0.0004 → "0.04%", 0.123 → "12.3%"."""
     return "0%" if part == 0 else f"{part:.1%}" if abs(part) >= 0.001 else f"{part:.2%}"
 
 
@@ -184,24 +184,24 @@ def _three_digits(value: float) -> str:
 
 
 def bytes_text(size_bytes: int) -> str | int:
-    """The shortest exact text: ``85899345920`` → ``"80GiB"``; a number where no unit is exact."""
+    """Write bytes in the shortest exact text: ``85899345920`` → ``"80GiB"``; a number where no unit is exact."""
     return _exact(
         size_bytes, ("PiB", "TiB", "GiB", "MiB", "KiB", "TB", "GB", "MB", "kB"), parse_bytes, _BYTE_UNITS
     )
 
 
 def bandwidth_text(bytes_per_second: float) -> str | float:
-    """``5e10`` → ``"50GB/s"``, exactly."""
+    """Write a bandwidth exactly: ``5e10`` → ``"50GB/s"``."""
     return _exact(bytes_per_second, ("TB/s", "GB/s", "MB/s", "kB/s"), parse_bandwidth, _BANDWIDTH_UNITS)
 
 
 def seconds_text(seconds: float) -> str | float:
-    """``5e-6`` → ``"5us"``, exactly."""
+    """Write seconds exactly: ``5e-6`` → ``"5us"``."""
     return _exact(seconds, ("s", "ms", "us", "ns"), parse_seconds, _SECOND_UNITS)
 
 
 def flops_text(flops_per_second: float) -> str | float:
-    """``9.89e14`` → ``"989TFLOPS"``, exactly."""
+    """Write a rate of operations exactly: ``9.89e14`` → ``"989TFLOPS"``."""
     return _exact(flops_per_second, ("TFLOPS", "GFLOPS", "MFLOPS"), parse_flops, _FLOPS_UNITS)
 
 
