@@ -49,7 +49,7 @@ def partition(
     ``model``: a module, a :class:`Workload`, or the result of :func:`trace` (trace once to compare several plans).
     ``example_inputs``: one batch as the model is called with (a tensor, tuple or mapping); its values do not matter.
     ``batch_size``: samples per optimizer step; the example's own batch size if not given.
-    ``microbatches``: how many pieces the batch is cut into (this *is* gradient accumulation), or "auto".
+    ``microbatches``: the number of pieces that the batch is cut into (this *is* gradient accumulation), or "auto".
     ``schedule``: "auto" or one of gpipe 1f1b interleaved zb-h1 zb-h2 zb-v list list-split.
     ``optimizer_memory``: whose state is budgeted: none sgd momentum adam adamw amsgrad.
     ``precision``: a :class:`Precision`, the model's own data types if not given. A trace keeps what it was traced in.

@@ -45,7 +45,7 @@ COMMANDS = {
         "PLAN NAME [--model MODEL] [OPTIONS]",
     ),
 }
-"""Name -> where it lives, what the overview says, how it is called. Imported only when it is called."""
+"""Commands by name: where each lives, what the overview says of it, how it is called. Imported only when called."""
 
 EPILOGUE = """\
 Start with `partitioner plan gpt2 --set size=tiny --cluster local:2 --batch-size 8`
@@ -77,7 +77,7 @@ app.command(plan_graph.plan, name=plan_graph.NAME, show=False, usage=plan_graph.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point of the ``partitioner`` command; ends the process with the exit code."""
+    """Run the ``partitioner`` command, and end the process with its exit code."""
     _open_closed_streams()
     given = list(sys.argv[1:] if arguments is None else arguments)
     _quieten("--debug" in given)
@@ -116,13 +116,13 @@ def run_command(arguments: list[str]) -> int:
 
 
 def _open_closed_streams() -> None:
-    """A stream that the caller closed becomes the null device, before another file takes its descriptor."""
+    """Put the null device where the caller closed a stream, before another file takes its descriptor."""
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - it stays open as long as the process
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
 
 
 def _quieten(debug: bool) -> None:
-    """Third parties' chatter stays off the terminal, ours below a warning too; all of it comes with ``--debug``."""
+    """Keep third parties' chatter off the terminal, ours below a warning too; all of it comes with ``--debug``."""
     logging.basicConfig(level=logging.WARNING if debug else logging.ERROR, stream=sys.stderr)
     logging.getLogger("partitioner").setLevel(logging.DEBUG if debug else logging.WARNING)
     if not debug:
@@ -132,7 +132,7 @@ def _quieten(debug: bool) -> None:
 
 
 def _import_command(arguments: Sequence[str]) -> None:
-    """Import what the command needs where it shows: torch alone takes a second or more."""
+    """Import what the command needs, with a line that says so: torch alone takes a second or more."""
     name = next((argument for argument in arguments if not argument.startswith("-")), None)
     if name in COMMANDS:
         with progress("importing torch"):
@@ -146,7 +146,7 @@ def _usage_error(error: cyclopts.CycloptsError, arguments: Sequence[str]) -> Usa
 
 
 def _failed(error: PartitionerError, arguments: Sequence[str], debug: bool) -> int:
-    """Report on stderr; with ``--json`` on stdout as well, where nothing was printed before."""
+    """Report an error on stderr; with ``--json`` on stdout as well, where nothing was printed before."""
     if debug:
         traceback.print_exc()
     if "--json" in arguments:

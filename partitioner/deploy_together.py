@@ -1,4 +1,4 @@
-"""``deploy(model, cluster, …)``: under torchrun without a plan. Rank 0 plans, everybody gets its plan, and deploys it."""
+"""``deploy(model, cluster, …)`` under torchrun, without a plan: rank 0 plans, every rank gets its plan and deploys it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def deploy(
 
 
 def plan_together(meeting: Meeting, make: Callable[[], Plan], timeout_seconds: float) -> Plan:
-    """Rank 0's plan on every rank, or its error. Collective."""
+    """Return rank 0's plan on every rank, or raise its error there. Collective."""
     failure: Exception | None = None
 
     def told() -> dict[str, Any]:
@@ -64,7 +64,7 @@ def plan_together(meeting: Meeting, make: Callable[[], Plan], timeout_seconds: f
 
 
 def sorted_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """``options`` of ``as_graph``, of ``partition`` and of ``deploy_plan``; some belong to several."""
+    """Sort ``options`` into those of ``as_graph``, ``partition`` and ``deploy_plan``; some belong to several."""
     kinds = [_keywords(function) for function in (as_graph, partition, deploy_plan)]
     known = sorted(set().union(*kinds))
     unknown = [name for name in options if name not in known]
@@ -90,7 +90,7 @@ def _keywords(function: Callable[..., Any]) -> set[str]:
 
 
 def error_as_data(error: Exception) -> dict[str, Any]:
-    """An error as JSON data: its kind in ``cost_models.errors`` and its text."""
+    """Return an error as JSON data: its kind in ``cost_models.errors`` and its text."""
     if not isinstance(error, PartitionerError):
         return {"kind": None, "what": f"{type(error).__name__}: {error}", "because": [], "try": []}
     kind = next(cls for cls in type(error).__mro__ if vars(errors).get(cls.__name__) is cls)
@@ -103,7 +103,7 @@ def error_as_data(error: Exception) -> dict[str, Any]:
 
 
 def error_from_data(data: Mapping[str, Any]) -> PartitionerError:
-    """The same error on another rank."""
+    """Make the same error on another rank."""
     if data["kind"] is None:
         return RankFailureError(
             "rank 0 failed while it planned", because=[data["what"]], suggestions=["read the log of rank 0"]

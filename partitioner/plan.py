@@ -1,4 +1,4 @@
-"""Plan: what people do with a plan. It knows every room of this floor, and none of them knows it.
+"""A plan with everything that people do with one. It knows every room of this floor, and none of them knows it.
 
 The data, its checks and its file: :class:`partitioner.record.data.PlanData`, which is what the rooms take.
 """
@@ -28,11 +28,11 @@ class Plan(PlanData):
         return render_plan(self)
 
     def launch_command(self, model: str = "MODEL", plan_file: str = "plan.json", steps: int = 10) -> str:
-        """The torchrun command(s) that run it: one line per node."""
+        """Return the torchrun command(s) that run the plan: one line per node."""
         return launch_command(self, model, plan_file, steps)
 
     def diff(self, other: PlanData) -> str:
-        """What differs between two plans, as text; empty if nothing does."""
+        """Describe what differs between two plans; "" if nothing does."""
         return diff_plans(self, other)
 
     def simulate(self) -> Simulation:
@@ -51,7 +51,7 @@ class Plan(PlanData):
         return verify_plan(self, model, **self._made_with.completed(model, options))
 
     def deploy(self, model: ModelOrTrace, **options: Any) -> Engine:
-        """This rank's share, ready for ``train_step``; under torchrun, called on every rank.
+        """Return this rank's engine, ready for ``train_step``; under torchrun, called on every rank.
 
         Example inputs, loss and open sizes are those that the plan was made with, if that was in this process.
         """
@@ -60,17 +60,18 @@ class Plan(PlanData):
         return deploy_plan(self, model, **self._made_with.completed(model, options))
 
     def explain(self, name: str, model: ModelOrTrace | None = None, **options: Any) -> Explanation:
-        """What else an op, a parameter or an input could have been, what each would cost, and why it is as it is.
+        """Explain what else an op, a parameter or an input could have been, at which cost, and why it is as it is.
 
-        ``name``: as ``partitioner graph`` and ``model.named_parameters()`` have it. ``model``: to trace again, for a plan
-        from a file; ``options``: example_inputs, loss_fn, batch_dims and dynamic_dims, as :func:`partition` takes them.
+        ``name``: as ``partitioner graph`` and ``model.named_parameters()`` have it. ``model``: the plan's model, which is
+        traced again, for a plan from a file. ``options``: example_inputs, loss_fn, batch_dims and dynamic_dims of
+        :func:`partition`.
         """
         from partitioner.explain.explain import explain_plan
 
         return explain_plan(self, name, model, options)
 
     def graph(self, model: ModelOrTrace | None = None, *, rank: int = 0, **options: Any) -> RankGraph:
-        """What ``rank`` runs, op by op, with the bridges between its devices and others by name; ``print`` shows it.
+        """Return what ``rank`` runs, op by op, with its bridges to other devices by name; ``print`` shows it.
 
         ``model``, ``options``: as for ``explain``.
         """

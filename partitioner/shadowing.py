@@ -1,4 +1,4 @@
-"""``runtime`` and ``passes`` are common names: say plainly when a file of the user's hides one of our packages."""
+"""Refusal of files that hide our packages: ``runtime`` and ``passes`` are common names, so say plainly what hides them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a data loader hands to a rank that reads no input: how many samples there are, and nothing else.
+"""The batch that a data loader hands to a rank that reads no input: a number of samples, and nothing else.
 
 A middle stage of a pipeline computes with what its neighbours send. Loading, decoding and tokenizing the batch there
 would be work for nothing, times the number of such ranks.
@@ -19,7 +19,7 @@ from runtime.segment.code import BatchSpec
 
 
 class AbsentBatch:
-    """Stands for a batch of ``samples`` samples. ``train_step`` and ``eval_step`` take it; its contents do not exist."""
+    """A stand-in for a batch of ``samples`` samples, without contents. ``train_step`` and ``eval_step`` take it."""
 
     def __init__(self, samples: int, graph: OpGraph) -> None:
         self.samples = samples
@@ -31,7 +31,7 @@ class AbsentBatch:
         return self.leaves_of(user_leaves(self._graph.batch, self._graph.token_counts))
 
     def leaves_of(self, spec: BatchSpec) -> Mapping[str, Tensor]:
-        """``leaves`` as ``spec`` has them."""
+        """Return ``leaves`` under the names, and with the batch dimensions, of ``spec``."""
         sizes = dict.fromkeys((*spec.symbols, spec.batch_symbol), self.samples)
         return {
             name: torch.zeros((), dtype=leaf.dtype).expand(leaf.concrete(sizes))
@@ -39,7 +39,7 @@ class AbsentBatch:
         }
 
     def to(self, *_: Any, **__: Any) -> AbsentBatch:
-        """Itself: there is nothing to move."""
+        """Return itself: there is nothing to move."""
         return self
 
     def __repr__(self) -> str:

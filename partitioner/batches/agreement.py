@@ -1,4 +1,4 @@
-"""What all ranks must agree on before they load data, and what would make them load different batches."""
+"""Agreement of all ranks before they load data, and refusal of what would make them load different batches."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _OURS = {
     "batch_sampler": "batches of one size make one order for all ranks: sampler=, shuffle= and batch_size=",
     "generator": "the order must be the same on every rank: seed=",
 }
-"""Options of torch's loader that would break the order, and what to use."""
+"""Options of torch's loader that would break the order, and what to use instead."""
 
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """What all ranks must agree on. ``length``: samples in an epoch; None for iterables, and where there is no dataset."""
+    """The settings that all ranks must agree on. ``length``: samples in an epoch; None if there is none, or no dataset."""
 
     length: int | None
     iterable: bool
@@ -30,9 +30,9 @@ class LoaderPlan:
     seed: int
     drop_last: bool
     reads: bool
-    """Whether this rank loads; the one thing that may differ."""
+    """True if this rank loads; the one thing that may differ."""
     parts: bool = False
-    """Whether ranks load parts of batches, those that they read."""
+    """True if ranks load parts of batches, those that they read."""
 
 
 def refuse_options(dataset: Any, options: Mapping[str, Any], sampler: Any, *, shuffle: bool) -> None:
@@ -51,7 +51,7 @@ def refuse_options(dataset: Any, options: Mapping[str, Any], sampler: Any, *, sh
 
 
 def agreed(plans: list[LoaderPlan], rank: int) -> LoaderPlan:
-    """This rank's plan, once all ranks' are seen to fit. Raises the same UsageError on every rank."""
+    """Return this rank's plan, once all ranks' are seen to fit. Raises the same UsageError on every rank."""
     problems = []
     for name in (
         field.name for field in fields(LoaderPlan) if field.name not in ("reads", "length", "iterable")

@@ -1,4 +1,4 @@
-"""The first batches are compared between ranks: data that differ would train on garbage without a word.
+"""Comparison of the first batches between ranks: data that differ would train on garbage without a word.
 
 Loaders that shuffle by themselves on each rank are the usual reason: one rank embeds the tokens of some samples, another
 compares the result with the labels of others. What a rank was given of a batch becomes one number per tensor (a hash of
@@ -21,13 +21,13 @@ from runtime.ranks.collective import Collectives
 SAMPLED = 1 << 16
 """Elements of a tensor that are looked at, spread over all of it."""
 _NOT_HERE = -(2**63)
-"""Stands for a tensor that this rank was not given."""
+"""The number that stands for a tensor that this rank was not given."""
 
 
 class BatchCheck:
     """Compares ``steps`` batches, then costs nothing. ``names``: the leaves of a user's batch, alike on every rank.
 
-    ``parts``: into how many parts a batch may be loaded.
+    ``parts``: the number of parts that a batch may be loaded in.
     """
 
     def __init__(self, names: Sequence[str], collectives: Collectives, steps: int, parts: int = 1) -> None:
@@ -47,7 +47,7 @@ class BatchCheck:
         self._left = self._steps if len(self._collectives.ranks) > 1 else 0
 
     def __call__(self, leaves: Mapping[str, Tensor], samples: int, part: int | None = None) -> None:
-        """Collective. Raises UsageError, on every rank, where ``samples`` or a tensor differs between ranks.
+        """Compare a batch. Collective. Raises UsageError, on every rank, where ``samples`` or a tensor differs.
 
         ``part``: the number of the part that ``leaves`` are; None where they are of the whole batch.
         """
@@ -108,7 +108,7 @@ class BatchCheck:
 
 
 def _lanes(value: int | None) -> tuple[int, int]:
-    """Their maxima over ranks are the largest value and minus the smallest."""
+    """Return two numbers whose maxima over ranks are the largest value and minus the smallest."""
     return (_NOT_HERE, _NOT_HERE) if value is None else (value, -value)
 
 
@@ -117,7 +117,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def digest(tensor: Tensor) -> int:
-    """62 bits of shape, type and elements; the same on every machine with the same byte order."""
+    """Hash shape, type and elements to 62 bits; the same on every machine with the same byte order."""
     with torch.no_grad():
         plain = tensor.detach()
         plain = (plain if plain.layout == torch.strided else plain.to_dense()).resolve_conj().resolve_neg()
@@ -128,6 +128,6 @@ def digest(tensor: Tensor) -> int:
 
 
 def _spread(tensor: Tensor) -> Tensor:
-    """SAMPLED elements (or a few more) at even distances; the whole is not copied where it is contiguous."""
+    """Return SAMPLED elements (or a few more) at even distances; the whole is not copied where it is contiguous."""
     step = tensor.numel() // SAMPLED | 1  # odd, so that rows of a power of two are not met at one column only
     return tensor.reshape(-1)[::step]

@@ -5,7 +5,7 @@ rank 1   reads no input               gets an AbsentBatch: how many samples, not
 rank 2   reads the labels             loads every batch
 
 loader = engine.dataloader(dataset, shuffle=True, seed=1)
-for batch in loader:                          another order every epoch
+for batch in loader:                                             another order every epoch
     engine.train_step(batch)
 engine.save(directory, extra={"loader": loader.state_dict()})
 
@@ -32,7 +32,7 @@ from runtime.ranks.side_group import SideGroup
 
 @dataclass(frozen=True)
 class Consumer:
-    """What a loader knows of the engine that it loads for. ``batch_size``: the plan's."""
+    """The engine that a loader loads for, as far as the loader knows it. ``batch_size``: the plan's."""
 
     executor: Executor
     graph: OpGraph
@@ -52,12 +52,12 @@ class EngineDataLoader:
         self.epoch = 0
         """The number of the epoch that is under way, or of the next one."""
         self.position = 0
-        """How many of its batches were yielded."""
+        """The number of its batches that were yielded."""
         self._plan, self._source = plan, source
         self._loop: object | None = None
 
     def __len__(self) -> int:
-        """Batches in an epoch. TypeError for iterable datasets without a length."""
+        """Count the batches in an epoch. Raises TypeError for iterable datasets without a length."""
         if self._plan.length is None:
             raise TypeError("an iterable dataset has no length")
         return len(order_of(self._plan))
@@ -74,12 +74,12 @@ class EngineDataLoader:
         self.epoch, self.position, self._loop = self.epoch + 1, 0, None
 
     def set_epoch(self, epoch: int) -> None:
-        """The next ``for`` runs epoch ``epoch``, from its beginning unless it is the one that was resumed."""
+        """Let the next ``for`` run epoch ``epoch``, from its beginning unless it is the one that was resumed."""
         if self._loop is not None or epoch != self.epoch:
             self.epoch, self.position, self._loop = epoch, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: plain numbers, for ``engine.save(extra=...)``."""
+        """Return the loader's position as plain numbers, for ``engine.save(extra=...)``."""
         return {"epoch": self.epoch, "position": self.position, **order_fields(self._plan)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ def make_loader(
     sampler: Sampler | None,
     options: Mapping[str, Any],
 ) -> EngineDataLoader:
-    """See ``Engine.dataloader``. Collective."""
+    """Make a loader; see ``Engine.dataloader``. Collective."""
     reads = everywhere or bool(consumer.executor.leaf_names)
 
     def own() -> LoaderPlan:

@@ -1,9 +1,9 @@
-"""Which samples are in which batch: the same on every rank, every epoch another order, any batch at once.
+"""The order of samples in batches: the same on every rank, another one every epoch, any batch at once.
 
-    samples 0 … 9, batches of 4, shuffled          epoch 0   [4 1 7 5] [0 8 2 9] [6 3]
-                                                   epoch 1   [7 0 4 8] [3 1 5 2] [9 6]
-    in parts (``partitioner.batches.part_batch``), 0 of 2  epoch 0   [4 1]     [0 8]     [6]
-                                           1 of 2  epoch 0   [7 5]     [2 9]     [3]
+    samples 0 … 9, batches of 4, shuffled     epoch 0   [4 1 7 5]   [0 8 2 9]   [6 3]
+                                              epoch 1   [7 0 4 8]   [3 1 5 2]   [9 6]
+    part 0 of 2 (``batches.part_batch``)      epoch 0   [4 1]       [0 8]       [6]
+    part 1 of 2                               epoch 0   [7 5]       [2 9]       [3]
 
 The order is a function of (seed, epoch) alone, and each batch has a seed of its own, a function of (seed, epoch, number)
 and of the part, where it is one: whatever a dataset or a collate function draws at random (augmentation, masked words) is
@@ -26,7 +26,7 @@ from cost_models.errors import UsageError
 from runtime.ops.random import mix
 
 _ORDER, _BATCH = 1, 2
-"""What a seed is for."""
+"""The purposes of seeds: an epoch's order, and what is random in a batch."""
 
 
 class Sampler(Protocol):
@@ -36,12 +36,12 @@ class Sampler(Protocol):
 
 
 class Part(Protocol):
-    """Which samples of a batch are loaded: ``partitioner.batches.part_batch.DataPlace``."""
+    """A part of every batch, the samples that are loaded: ``partitioner.batches.part_batch.DataPlace``."""
 
     @property
     def rank(self) -> int: ...
     def sizes(self, samples: int) -> Sequence[int]:
-        """Of its micro-batches; nothing where the batch is loaded whole."""
+        """Return the samples of each of its micro-batches; nothing where the batch is loaded whole."""
 
     def spans(self, samples: int) -> Sequence[tuple[int, int]]: ...
 
@@ -66,16 +66,16 @@ class BatchOrder:
     sampler: Sampler | None = None
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Count the batches in an epoch."""
         full, rest = divmod(self.length, self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
     def samples(self, number: int) -> int:
-        """In batch ``number``."""
+        """Count the samples in batch ``number``."""
         return min(self.batch_size, self.length - number * self.batch_size)
 
     def draws(self, epoch: int, first: int = 0, part: Part | None = None) -> Iterator[Draw]:
-        """The batches of ``epoch`` from number ``first``, or a part of each."""
+        """Yield the batches of ``epoch`` from number ``first``, or a part of each."""
         order = self._order(epoch)
         for number in range(first, len(self)):
             start, samples, seed = (
@@ -110,18 +110,18 @@ def _taken(order: Any, start: int, end: int) -> Sequence[Any]:
 
 
 def batch_seed(seed: int, epoch: int, number: int) -> int:
-    """The seed of what is drawn at random while batch ``number`` of ``epoch`` is made."""
+    """Return the seed of what is drawn at random while batch ``number`` of ``epoch`` is made."""
     return mix(seed, epoch, _BATCH, number)
 
 
 def epoch_samples(dataset: Sized, sampler: Any) -> int:
-    """Samples in an epoch."""
+    """Count the samples in an epoch."""
     return len(dataset if sampler is None else sampler)
 
 
 @contextmanager
 def drawing(seed: int) -> Iterator[None]:
-    """Random numbers of torch (on the CPU), Python and numpy come from ``seed``; afterwards they are as before."""
+    """Draw random numbers of torch (on the CPU), Python and numpy from ``seed``; afterwards they are as before."""
     before = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
     torch.default_generator.manual_seed(seed)
     random.seed(seed)

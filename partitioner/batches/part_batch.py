@@ -5,7 +5,7 @@
     batch [s0 s1 s2 s3 | s4 s5 s6 s7]       ranks 0 1, part 0 of 2    [s0 s1 | s4 s5]
                                             ranks 2 3, part 1 of 2    [s2 s3 | s6 s7]
 
-So it is where all inputs arrive split by samples along the same axes. Where one arrives whole, has no batch dimension (a
+This is so if all inputs arrive split by samples along the same axes. If one arrives whole, has no batch dimension (a
 count of the whole batch, perhaps) or an open length (that a batch is padded to), every rank loads the whole batch.
 """
 
@@ -35,10 +35,10 @@ from runtime.segment.microbatch import GivenPart
 
 @dataclass(frozen=True)
 class DataPlace:
-    """Which part of every batch a rank takes: number ``rank`` of ``world``; all of it where ``world`` is 1.
+    """The part of every batch that a rank takes: number ``rank`` of ``world``; all of it where ``world`` is 1.
 
-    ``planned``: (samples, micro-batches) of the plan. ``least``: samples that a micro-batch needs; ``multiple``: of how
-    many it has a multiple. ``axes``: of the mesh, those along which samples are split.
+    ``planned``: (samples, micro-batches) of the plan. ``least``: samples that a micro-batch needs. ``multiple``: the number
+    that its samples are a multiple of. ``axes``: the axes of the mesh along which samples are split.
     """
 
     rank: int = 0
@@ -48,17 +48,17 @@ class DataPlace:
     multiple: int = 1
     axes: tuple[int, ...] = ()
     speaks: bool = True
-    """Whether this rank is the first of those with the same part."""
+    """True if this rank is the first of those with the same part."""
 
     def sizes(self, samples: int) -> tuple[int, ...]:
-        """Of the micro-batches of a batch that is loaded in parts; () for one that cannot be."""
+        """Return the samples of each micro-batch of a batch that is loaded in parts; () for one that cannot be."""
         if self.world == 1:
             return ()
         shared, rest = shared_and_rest(samples, self.planned, self.least, self.multiple)
         return () if rest else shared
 
     def spans(self, samples: int) -> list[tuple[int, int]]:
-        """The samples of a batch that this rank loads, as (first, end)."""
+        """List the samples of a batch that this rank loads, as (first, end)."""
         found, start = [], 0
         for size in self.sizes(samples):
             part = size // self.world
@@ -68,7 +68,7 @@ class DataPlace:
 
 
 def data_place(plan: PlanData, graph: OpGraph, executor: Executor) -> DataPlace:
-    """The part of this rank, where it reads its samples only. The same axes on every rank. ``graph``: of training."""
+    """Find this rank's part, of the samples that it reads. The same axes on every rank. ``graph``: the training graph."""
     planned, least = (plan.batch_size, plan.microbatches), least_samples(graph)[0]
     spec = executor.batch_spec
     axes = _axes_of_samples(graph, spec, executor.leaf_names)
@@ -83,7 +83,7 @@ def data_place(plan: PlanData, graph: OpGraph, executor: Executor) -> DataPlace:
 
 
 def _axes_of_samples(graph: OpGraph, spec: BatchSpec, read: frozenset[str]) -> tuple[int, ...]:
-    """Axes along which every leaf that is read is split by samples; none where that is not all there is to say."""
+    """Find the axes along which every leaf that is read is split by samples; none where that is not all there is to say."""
     counts, user = graph.token_counts, user_leaves(graph.batch, graph.token_counts)
     if spec.mesh is None or any(dim is None for dim in user.batch_dims.values()):
         return ()
@@ -104,23 +104,23 @@ def _split(spec: BatchSpec, mesh: Mesh, name: str) -> tuple[int, ...]:
 
 
 class PartBatch:
-    """``batch``: this rank's part of a batch of ``samples`` samples. ``train_step`` and ``eval_step`` take it."""
+    """This rank's part, ``batch``, of a batch of ``samples`` samples. ``train_step`` and ``eval_step`` take it."""
 
     def __init__(self, batch: Any, samples: int, place: DataPlace) -> None:
         self.batch, self.samples, self.place = batch, samples, place
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Samples of each micro-batch."""
+        """The samples of each micro-batch of the whole batch."""
         return self.place.sizes(self.samples)
 
     @property
     def own_samples(self) -> int:
-        """How many this rank has."""
+        """The number of samples that this rank has."""
         return self.samples // self.place.world
 
     def to(self, *args: Any, **options: Any) -> PartBatch:
-        """With the tensors of ``batch`` moved, where it knows how to, or is a mapping of tensors."""
+        """Move the tensors of ``batch``, where it knows how to, or is a mapping of tensors."""
         if isinstance(self.batch, Mapping):
             moved: Any = {
                 name: value.to(*args, **options) if isinstance(value, Tensor) else value
@@ -155,10 +155,10 @@ _TRY = [
 def given_part(
     part: PartBatch, leaves: Mapping[str, Tensor], spec: BatchSpec, sizes: Sequence[int], place: DataPlace
 ) -> GivenPart:
-    """How the executor reads ``leaves``, the tensors of ``part``. ``sizes``: what micro-batches are to be.
+    """Say how the executor reads ``leaves``, the tensors of ``part``. ``sizes``: the samples of each micro-batch.
 
-    ``spec``: of the graph that reads them. Raises UsageError where they are not the samples that this rank should have,
-    which is at ``place``.
+    ``spec``: the batch of the graph that reads them. Raises UsageError where they are not the samples that this rank,
+    which is at ``place``, should have.
     """
     wrong = [] if part.place == place else ["it was loaded for another engine"]
     wrong += [
@@ -186,7 +186,7 @@ def normalized(
     part: PartBatch | None,
     collectives: Collectives,
 ) -> Mapping[str, Tensor]:
-    """``leaves`` with those that a token mean reads. Of a part of a batch: what it divides by is summed over parts.
+    """Complete ``leaves`` by those that a token mean reads. For a part of a batch its divisor is summed over all parts.
 
     Collective where ``part`` is given.
     """

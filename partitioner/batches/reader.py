@@ -1,4 +1,4 @@
-"""From the batch a user has to the tensors that a plan takes, and what in it must stay as it was traced."""
+"""The way from a user's batch to the tensors that a plan takes, and refusal of values that are not as they were traced."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class BatchReader:
         self._constants = self._constants_of(example)
 
     def leaves(self, batch: Any, needed: Collection[str]) -> Mapping[str, Tensor]:
-        """Every tensor of ``batch`` by leaf name. Raises PlanError where plain values differ from the traced ones.
+        """Return every tensor of ``batch`` by leaf name. Raises PlanError where plain values differ from the traced ones.
 
-        It may lack tensors that this rank does not read; ``needed``: those it does. Of a batch in parts: this rank's.
+        It may lack tensors that this rank does not read; ``needed``: those it does. A batch in parts gives this rank's.
         """
         if isinstance(batch, AbsentBatch):
             refuse_absent(needed)
@@ -62,7 +62,7 @@ class BatchReader:
 
 
 def same_constant(a: object, b: object) -> bool:
-    """Whether a trace with ``a`` is a trace with ``b``: equal and of one kind (1, 1.0 and True compute other types).
+    """Tell whether a trace with ``a`` is one with ``b``: equal and of one kind (1, 1.0 and True compute other types).
 
     nan is itself here.
     """

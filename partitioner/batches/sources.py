@@ -1,4 +1,4 @@
-"""Where an epoch's batches come from: torch's DataLoader over samples with indices, or over a stream."""
+"""Sources of an epoch's batches: torch's DataLoader over samples with indices, or over a stream."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from passes.graph.graph import OpGraph
 from runtime.execute.execute import Executor
 
 Source = Callable[[int, int], Iterator[Any]]
-"""(epoch, number of a batch) -> the batches of that epoch from that one on."""
+"""A function (epoch, number of a batch) -> the batches of that epoch from that one on."""
 
 _END: Any = object()
 
 
 def reported(source: Source, executor: Executor) -> Source:
-    """``source``; what loading raises on one rank is told to the others, who wait for it in the next step."""
+    """Return ``source`` such that what loading raises on one rank is told to the others, who wait in the next step."""
 
     def batches(epoch: int, first: int) -> Iterator[Any]:
         with executor.reported():
@@ -43,7 +43,7 @@ class Counted:
     """Stand-ins of the right sizes, for a rank that reads nothing."""
 
     def __init__(self, order: BatchOrder, graph: OpGraph) -> None:
-        # Without the real order: it costs memory, and a sampler of the user's may look at the data.
+        # The real order is left out: it costs memory, and a sampler of the user's may look at the data.
         self._order = BatchOrder(order.length, order.batch_size, drop_last=order.drop_last)
         self._graph = graph
 
@@ -70,7 +70,7 @@ class Indexed:
             _Fetching(dataset, collate),
             batch_sampler=self._upcoming,
             collate_fn=_unchanged,
-            # Of workers' seeds: those of the script's own generator would move it on, and more often if resumed.
+            # A generator for workers' seeds: the script's own would move on, and more often in a resumed run.
             **{**options, "generator": torch.Generator()},
         )
 
@@ -82,7 +82,7 @@ class Indexed:
 
 
 class _Upcoming:
-    """What torch's loader takes for a batch sampler: the draws of one epoch, from one batch on."""
+    """The batch sampler that torch's loader sees: the draws of one epoch, from one batch on."""
 
     def __init__(self, order: BatchOrder, place: DataPlace) -> None:
         self._order, self._place = order, place
@@ -93,7 +93,7 @@ class _Upcoming:
 
 
 class _Fetching:
-    """What torch's loader takes for a dataset: one draw becomes one collated batch, random numbers included."""
+    """The dataset that torch's loader sees: one draw becomes one collated batch, random numbers included."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset, self._collate = dataset, collate
@@ -163,7 +163,7 @@ class Stream:
 
 
 def collate_numbers(samples: list[Any]) -> Any:
-    """torch's ``default_collate``, which would turn a sample's list of numbers inside out: here it is a tensor.
+    """Collate as torch's ``default_collate`` does, but make a sample's list of numbers a tensor; torch turns it inside out.
 
     [{"tokens": [1, 2, 3]}, {"tokens": [4, 5, 6]}]  ->  {"tokens": tensor of shape (2, 3)}
     """
@@ -177,7 +177,7 @@ def _tensors_of(sample: Any) -> Any:
 
 
 def _as_tensor(value: Any) -> Any:
-    """A list (of lists) of numbers as a tensor; anything else as it is."""
+    """Return a list (of lists) of numbers as a tensor; anything else as it is."""
     inner = value
     while isinstance(inner, list) and inner:
         inner = inner[0]

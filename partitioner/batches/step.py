@@ -1,4 +1,4 @@
-"""One training step as numbers: into how many micro-batches it is cut, and what every rank learns of it.
+"""One training step as numbers: its micro-batches, the results that every rank learns, and modes that are refused.
 
 Loss and metrics of a batch are Σ weight · (that of a micro-batch). Some ranks compute a result, some do not, some
 compute the same one (shards) or their part of it (replicas), so each rank brings a pair, all pairs are summed over the
@@ -28,21 +28,21 @@ from runtime.segment.microbatch import microbatch_sizes
 
 @dataclass(frozen=True)
 class StepInfo:
-    """What a training step did, the same on every rank; ``engine.last_step``. Tensors are of shape (), float64."""
+    """The results of a training step, the same on every rank; ``engine.last_step``. Tensors are of shape (), float64."""
 
     loss: Tensor
     grad_norm: Tensor | None
-    """Before clipping; None where gradients were not clipped, infinite where they overflowed (``skipped``)."""
+    """The norm before clipping; None where gradients were not clipped, infinite where they overflowed (``skipped``)."""
     metrics: Mapping[str, Tensor]
     samples: int
     tokens: int | None
     """Token ids in the batch, padding included; None if the model has no embedding of token ids."""
     seconds: float
-    """Of this rank, from the call to its return."""
+    """The time of this rank's call, from its beginning to its return."""
     step: int
     """Number of the step, from 1."""
     skipped: bool = False
-    """Whether gradients overflowed under the loss scale and were dropped on all ranks: nothing was updated."""
+    """True if gradients overflowed under the loss scale and were dropped on all ranks: nothing was updated."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class SharedResults:
     _weight: float
 
     def wait(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """(loss, metrics), float64 tensors of shape (). On a GPU nobody waits but the stream."""
+        """Return (loss, metrics), float64 tensors of shape (). On a GPU nobody waits but the stream."""
         pairs = self._pending.wait().view(-1, 2)
         loss, *metrics = (pairs[:, 0] * (self._weight / pairs[:, 1])).unbind()
         return loss, dict(zip(self._names, metrics, strict=True))
@@ -63,7 +63,7 @@ class SharedResults:
 def share_results(
     sums: StepSums, metric_names: Sequence[str], weights: Sequence[float], collectives: Collectives
 ) -> SharedResults:
-    """Start to sum what every rank brings. Collective. ``weights``: of the whole batch's micro-batches."""
+    """Start to sum what every rank brings. Collective. ``weights``: one for each micro-batch of the whole batch."""
     brought: list[Tensor | None] = [sums.loss, *(sums.metrics.get(name) for name in metric_names)]
     own = sum(sums.weights) * sums.share
     pairs = [number for result in brought for number in (0.0, 0.0 if result is None else own)]
@@ -77,9 +77,9 @@ def share_results(
 def tokens_in(
     spec: BatchSpec, leaf: str | None, leaves: Mapping[str, Tensor], samples: int, parts: int = 1
 ) -> int | None:
-    """Token ids in a batch of ``samples``, also where this rank was not given ``leaf``, which has them.
+    """Count the token ids in a batch of ``samples``, also where this rank was not given ``leaf``, which has them.
 
-    ``parts``: this rank was given one of so many.
+    ``parts``: the number of parts of the batch, of which this rank was given one.
     """
     if leaf is None or leaf in leaves:
         return None if leaf is None else leaves[leaf].numel() * parts
@@ -93,14 +93,14 @@ def tokens_in(
 
 
 def microbatches_for(plan: PlanData, samples: int, least_samples: int, reason: str, multiple: int = 1) -> int:
-    """Into how many micro-batches a batch of ``samples`` is cut: the plan's number, or as many as it is enough for.
+    """Choose the number of micro-batches of a batch of ``samples``: the plan's, or as many as the batch is enough for.
 
-        plan: 8 samples, 4 micro-batches      samples 8 -> 2 2 2 2    5 -> 2 1 1 1    3 -> 1 1 1
-        two ranks share each, 16 in 4                 16 -> 4 4 4 4   10 -> 4 2 2 2   6 -> 2 2 2    5 is refused
+        plan: 8 samples, 4 micro-batches         8 -> 2 2 2 2     5 -> 2 1 1 1    3 -> 1 1 1
+        plan: 16 in 4, two ranks share each     16 -> 4 4 4 4    10 -> 4 2 2 2    6 -> 2 2 2    5 is refused
 
-    A function of the batch alone, so all ranks decide alike. ``least_samples``: what a micro-batch needs, for
-    ``reason``. ``multiple``: of how many samples a micro-batch has a multiple. Raises PlanError for more samples than were
-    planned: their memory was not; and for what cannot be cut so.
+    The number depends on the batch alone, so all ranks decide alike. ``least_samples``: the least that a micro-batch
+    needs, for ``reason``. ``multiple``: the number that a micro-batch's samples are a multiple of. Raises PlanError for
+    more samples than were planned, because memory for them was not, and for a number that cannot be cut so.
     """
     title = f"this batch does not fit the plan for {plan.model.name}"
     if samples > plan.batch_size:
@@ -139,10 +139,10 @@ def microbatches_for(plan: PlanData, samples: int, least_samples: int, reason: s
 def shared_and_rest(
     samples: int, planned: tuple[int, int], least: int, multiple: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes of the micro-batches that ranks share (multiples of ``multiple``), and of the rest.
+    """Return the sizes of the micro-batches that ranks share (multiples of ``multiple``), and of the rest.
 
-    ``planned``: (samples, micro-batches). As many micro-batches as planned, or as many more as the batch is larger, or
-    fewer where it is small. Of the rest, a micro-batch has no more than a rank's part of a shared one.
+    ``planned``: (samples, micro-batches). There are as many micro-batches as planned, more where the batch is larger,
+    fewer where it is small. A micro-batch of the rest has no more samples than a rank's part of a shared one.
     """
     batch_size, microbatches = planned
     rest = samples % multiple
@@ -163,11 +163,11 @@ def shared_and_rest(
 
 
 def seed_scale(weights: Sequence[float], samples: int, loss_dtype: torch.dtype) -> float:
-    """Makes a loss's weights exact in its type: gradients are computed times this, and divided by it in float32.
+    """Return a factor that makes a loss's weights exact in its type: gradients are computed times it, then divided by it.
 
         6 samples, 3 micro-batches: 1/3 is 0.334 in bfloat16, and 1/3 · 6/8 = 0.25 is itself
 
-    1 where they are exact already. With it they are small integers over a power of two.
+    It is 1 where they are exact already. With it they are small integers over a power of two.
     """
     if loss_dtype.itemsize >= 4:
         return 1.0
@@ -178,7 +178,7 @@ def seed_scale(weights: Sequence[float], samples: int, loss_dtype: torch.dtype) 
 
 
 def replanned(plan: PlanData, microbatches: int) -> PlanData:
-    """The same plan for fewer micro-batches; for its programs only, its predictions are of the whole batch."""
+    """Return the plan for fewer micro-batches; for its programs only, for its predictions are of the whole batch."""
     return plan.model_copy(update={"microbatches": microbatches})
 
 

@@ -1,4 +1,4 @@
-"""What others may do while an engine trains: loggers, progress bars, early checkpoints.
+"""Callbacks: what others do while an engine trains, such as logs, progress bars and early checkpoints.
 
     class Beep(Callback):
         def on_step_end(self, engine, info):
@@ -6,8 +6,8 @@
 
     plan.deploy(model, callbacks=[Beep(), CsvLogger("run.csv")])
 
-Callbacks are called on every rank, in their order, after the engine has done what they are told of. What they raise reaches
-the caller of the engine's method. Numbers in a ``StepInfo`` are tensors: reading one (``.item()``) waits for a GPU.
+They are called on every rank, in their order, after the engine has done what they are told of. An error that one raises
+reaches the caller of the engine's method. Numbers in a ``StepInfo`` are tensors: reading one (``.item()``) waits for a GPU.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Does nothing; subclasses override what they need."""
+    """The base class: it does nothing, subclasses override what they need."""
 
     def on_train_start(self, engine: Engine) -> None:
-        """Before this engine's first training step: ``engine.step`` steps were done before, by a run that it resumes."""
+        """Hear of the first training step before it runs; a run that is resumed did ``engine.step`` steps before."""
 
     def on_step_end(self, engine: Engine, info: StepInfo) -> None:
-        """After a training step: ``train_step``, or ``optimizer.step`` after ``forward_backward``."""
+        """Hear of a training step after it ran: ``train_step``, or ``optimizer.step`` after ``forward_backward``."""
 
     def on_evaluate_end(self, engine: Engine, output: EvalOutput) -> None:
-        """After ``eval_step``."""
+        """Hear of an ``eval_step`` after it ran."""
 
     def on_save(self, engine: Engine, path: Path) -> None:
-        """After ``save``; an asynchronous one may still be writing ``path``."""
+        """Hear of a ``save``; an asynchronous one may still be writing ``path``."""
 
     def on_load(self, engine: Engine, directory: Path) -> None:
-        """After ``load``."""
+        """Hear of a ``load`` after it ran."""
 
     def on_close(self, engine: Engine) -> None:
-        """When the engine closes, also after an error. Called even where another callback's raises."""
+        """Hear that the engine closes, also after an error, and even where another callback's ``on_close`` raises."""

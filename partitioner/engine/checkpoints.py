@@ -1,12 +1,12 @@
 """``engine.state_dict``, ``engine.save`` and ``engine.load``: everything a run needs to go on, under any plan.
 
-    model/NAME             owners: what the optimizer updates; and buffers; of a sharded one each rank's block, of one that
-                           is held in parts each part
+    model/NAME             parameters (what the optimizer updates) and buffers: whole, each rank's block where sharded,
+                           each part where held in parts
     optimizer/NAME/KEY     the optimizer's state of a parameter
     random/RANK/GENERATOR  torch, cuda, python, numpy
     extra/PATH             tensors in what the user gave
 
-are tensors and go through ``torch.distributed.checkpoint``; the rest (step, groups and their options, loss scale,
+These are tensors and go through ``torch.distributed.checkpoint``; the rest (step, groups and their options, loss scale,
 ``extra``) is JSON. Names are the model's own, so the plan, the strategy and the number of ranks may change in between.
 """
 
@@ -69,11 +69,11 @@ class PendingSave:
             write()
 
     def done(self) -> bool:
-        """Whether nothing is being written any more."""
+        """Tell whether nothing is being written any more."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """The checkpoint, once every rank has written it. Raises what went wrong on any of them."""
+        """Return the checkpoint, once every rank has written it. Raises what went wrong on any of them."""
         if self._thread is not None:
             self._thread.join()
         error, self._error = self._error, None
@@ -105,7 +105,7 @@ class Checkpoints:
         self._pending: PendingSave | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """``model.state_dict()`` on rank 0's CPU, an empty dict elsewhere."""
+        """Gather ``model.state_dict()`` on rank 0's CPU; an empty dict elsewhere."""
         self._settle()
         if self._keys.strange:
             raise UsageError(
@@ -252,7 +252,7 @@ class Checkpoints:
     def _settle(self) -> None:
         """Wait for the save that is under way: two would meet in one group's queue.
 
-        What it ended with on one rank, such as lost news of the others, is raised on all: none goes on alone.
+        An error of one rank, such as lost news of the others, is raised on all: none goes on alone.
         """
         if self._pending is not None:
             pending, self._pending = self._pending, None
@@ -262,15 +262,15 @@ class Checkpoints:
         return self._state.own(name).detach()
 
     def _names(self) -> list[str]:
-        """What ranks have of what a checkpoint holds, the same on every rank."""
+        """List what ranks have of what a checkpoint holds, the same on every rank."""
         return [held for name in self._shapes for held in self._state.names_of(name)]
 
     def _held(self) -> list[str]:
-        """What this rank has of it."""
+        """List what this rank has of it."""
         return [name for name in self._names() if self._state.rank in self._state.holders[name]]
 
     def _written_here(self) -> list[str]:
-        """What this rank writes: of its tensors, or blocks of them, its share of those that others have as well."""
+        """List what this rank writes: its tensors or blocks, and its share of those that other ranks have as well."""
         written = []
         for number, name in enumerate(self._names()):
             holders = self._alike(name)
@@ -279,7 +279,7 @@ class Checkpoints:
         return written
 
     def _alike(self, name: str) -> tuple[int, ...]:
-        """The ranks with the same values under ``name``, this one among them if it has any."""
+        """Return the ranks with the same values under ``name``, this one among them if it has any."""
         sharding, rank = self._state.shardings.get(name), self._state.rank
         if sharding is None:
             return self._state.holders[name]
@@ -287,7 +287,7 @@ class Checkpoints:
         return tuple(other for other in sharding.mesh.ranks if sharding.owner_part(other) == part)
 
     def _parts(self, names: Iterable[str]) -> dict[str, Part]:
-        """Of those that this rank has a block of."""
+        """Return the parts of those that this rank has a block of."""
         parts = {}
         for name in names:
             whole = self._state.whole_of(name)
@@ -324,12 +324,12 @@ class Checkpoints:
 
 
 def _of_model(parts: Parts) -> dict[str, Part]:
-    """``parts`` by what the tensors themselves are called beside their optimizer's state."""
+    """Return ``parts`` by the names that the tensors themselves have, beside their optimizer's state."""
     return {MODEL_PREFIX + n: replace(p, of=p.of and MODEL_PREFIX + p.of) for n, p in parts.items()}
 
 
 def _stored_shapes(graph: OpGraph) -> dict[str, tuple[int, ...]]:
-    """What a checkpoint of this model holds, by canonical name: also buffers of no state dict that training writes."""
+    """Return the shapes in a checkpoint of this model, by canonical name: also buffers that no state dict has."""
     written = {output.name for output in graph.outputs if output.kind == "buffer"}
     buffers = {name: s for name, s in graph.buffers.items() if s.persistent or name in written}
     return {name: spec.shape for name, spec in (*graph.parameters.items(), *buffers.items())}
@@ -343,7 +343,7 @@ def _write(
     keep: int,
     side: SideGroup,
 ) -> None:
-    """All ranks' tensors, then, on rank 0, what makes them a checkpoint. Collective."""
+    """Write all ranks' tensors, then, on rank 0, what makes them a checkpoint. Collective."""
     writer = TensorWriter(path, side.rank, lambda index: commit(path, record, index, keep))
     planner = PartsSavePlanner(parts)
     try:
@@ -352,7 +352,7 @@ def _write(
             lambda: dcp.save(tensors, storage_writer=writer, planner=planner, process_group=side.group),
         )
     except PartitionerError:
-        # Where only the news of success was lost, the checkpoint is whole.
+        # If only the news of success was lost, the checkpoint is whole.
         if side.rank == 0 and path.is_dir() and not is_checkpoint(path):
             remove(path)
         raise

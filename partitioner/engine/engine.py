@@ -87,10 +87,10 @@ class Engine:
         self.state = state
         self.optimizer = optimizer
         self.last_step: StepInfo | None = None
-        """What the latest training step did."""
+        """The results of the latest training step."""
         sharded = executor.sharded_owners(state)
         self.precision = StepPrecision(state, plan.precision, executor.collectives, sharded)
-        """What is done about data types between steps; a loss scale keeps its state here."""
+        """The work on data types between steps; a loss scale keeps its state here."""
         self.precision.attach(optimizer)
         self.callbacks = list(callbacks)
         self._began = False
@@ -117,12 +117,12 @@ class Engine:
 
     @property
     def rank(self) -> int:
-        """Of this process; rank 0 is the one that logs."""
+        """The rank of this process; rank 0 is the one that logs."""
         return self.state.rank
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """What the optimizer updates on this rank, by the model's own names."""
+        """The parameters that the optimizer updates on this rank, by the model's own names."""
         return self.state.parameters
 
     @property
@@ -142,7 +142,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------ training
 
     def train_step(self, batch: Any, max_grad_norm: float | None = None) -> Tensor:
-        """One optimizer step on ``batch`` (the whole batch, or what a loader gave). Returns the loss, on every rank.
+        """Do one optimizer step on ``batch`` (the whole batch, or what a loader gave). Returns the loss, on every rank.
 
         The loss is a detached float64 tensor of shape (). A batch may be shorter than planned, not longer.
         ``max_grad_norm``: clips as ``clip_grad_norm_`` does. ``last_step`` tells more about it.
@@ -158,7 +158,7 @@ class Engine:
         return loss
 
     def forward_backward(self, batch: Any) -> Tensor:
-        """The loss of ``batch``, on every rank, and its gradients, in ``.grad`` of the parameters.
+        """Return the loss of ``batch``, on every rank, and leave its gradients in ``.grad`` of the parameters.
 
         Gradients are replaced, not added to: they are those of this batch, from zero. To accumulate over more
         samples, plan a larger ``batch_size``: micro-batches are what accumulates.
@@ -173,7 +173,7 @@ class Engine:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """``torch.nn.utils.clip_grad_norm_`` over the whole model, tied parameters once. The norm, on every rank."""
+        """Clip like ``torch.nn.utils.clip_grad_norm_``, over the whole model, tied parameters once. Returns the norm."""
         with self.executor.reported():
             norm = self._clip(max_norm, norm_type, error_if_nonfinite)
         if self.last_step is not None:
@@ -187,7 +187,7 @@ class Engine:
             tensor.grad = None
 
     def _forward_backward(self, batch: Any, method: str) -> tuple[SharedResults, int, int | None]:
-        """Leaves gradients in ``.grad``. (Loss and metrics on their way, samples, tokens)."""
+        """Leave gradients in ``.grad``. Returns (loss and metrics on their way, samples, tokens)."""
         with self.executor.needed():
             refuse_no_grad(method)
             refuse_autocast(method, self.executor.device.type)
@@ -245,7 +245,7 @@ class Engine:
         self._tell(lambda callback: callback.on_step_end(self, info))
 
     def _tell(self, what: Callable[[Listener], None]) -> None:
-        """Where a callback raises on one rank, the others must hear why this one is gone."""
+        """Call every callback. If one raises on one rank, the others must hear why this one is gone."""
         with self.executor.reported():
             for callback in self.callbacks:
                 what(callback)
@@ -254,12 +254,12 @@ class Engine:
 
     @property
     def data_rank(self) -> int:
-        """Which part of each batch this rank takes, of ``data_world``; ranks that split tensors take the same one."""
+        """The part of each batch that this rank takes, of ``data_world``; ranks that split tensors take the same one."""
         return self._place.rank
 
     @property
     def data_world(self) -> int:
-        """Into how many parts every batch is cut; 1 where ranks need all of its samples."""
+        """The number of parts that every batch is cut into; 1 where ranks need all of its samples."""
         return self._place.world
 
     def dataloader(
@@ -276,12 +276,12 @@ class Engine:
         everywhere: bool = False,
         **options: Any,
     ) -> EngineDataLoader:
-        """A ``torch.utils.data.DataLoader`` that yields the same batches in the same order on every rank. Collective.
+        """Make a ``torch.utils.data.DataLoader`` that yields the same batches in the same order on every rank. Collective.
 
         ``dataset``: with indices or iterable, the same on every rank; None is enough where no input is read.
-        ``batch_size``: the plan's if not given. ``seed``: of the order, another one every epoch, and of whatever the
+        ``batch_size``: the plan's if not given. ``seed``: decides the order, another one every epoch, and whatever the
         dataset and ``collate_fn`` draw at random; the engine's if not given. ``sampler``: indices in an order of their
-        own. ``pin_memory``: on GPUs, if not given. ``options``: of torch's DataLoader, such as ``num_workers``.
+        own. ``pin_memory``: true on GPUs if not given. ``options``: others of torch's DataLoader, such as ``num_workers``.
 
         A rank whose part of the model reads no input gets an ``AbsentBatch``, one that reads part ``data_rank`` of the
         samples a ``PartBatch``, unless ``everywhere`` is true; with a ``collate_fn`` that changes how many samples there
@@ -306,9 +306,9 @@ class Engine:
     # ------------------------------------------------------------------------------------------ evaluation
 
     def eval_step(self, batch: Any, gather: Gather | None = None) -> EvalOutput:
-        """Loss and metrics of ``batch`` in evaluation mode, on every rank; the model stays as it is.
+        """Return loss and metrics of ``batch`` in evaluation mode, on every rank; the model stays as it is.
 
-        ``batch``: of any number of samples. ``gather``: "rank0" or "all" also gives the model's outputs there, put
+        ``batch``: any number of samples. ``gather``: "rank0" or "all" also gives the model's outputs there, put
         together over micro-batches (``runtime.execute.gather_outputs``). The first call traces the model in evaluation
         mode.
         """
@@ -317,7 +317,7 @@ class Engine:
         return output
 
     def forward(self, batch: Any, gather: Gather = "rank0") -> Mapping[str, Tensor] | None:
-        """The model's outputs by name, in evaluation mode; None on ranks that ``gather`` leaves out.
+        """Return the model's outputs by name, in evaluation mode; None on ranks that ``gather`` leaves out.
 
         ``batch``: what the model's own ``forward`` takes; labels are not needed, nor any loss.
         """
@@ -345,7 +345,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """``model.state_dict()`` as the model would have it now: full on rank 0's CPU, an empty dict elsewhere."""
+        """Return the ``model.state_dict()`` of now: full on rank 0's CPU, an empty dict elsewhere."""
         with self.executor.reported():
             return self._checkpoints.state_dict()
 
@@ -367,8 +367,8 @@ class Engine:
     def load(self, directory: str | Path) -> Any:
         """Go on from the newest checkpoint in ``directory``, or the one that it is. Returns its ``extra``.
 
-        Under any plan, strategy and number of ranks. Learning rates and other options of the optimizer's groups are
-        restored too. Random states other than dropout's are where as many ranks saved it.
+        It may have been saved under any plan, strategy and number of ranks. Learning rates and other options of the
+        optimizer's groups are restored too; random states other than dropout's, if as many ranks saved it.
         """
         with self.executor.reported():
             extra = self._checkpoints.load(self, directory)

@@ -37,13 +37,13 @@ class ByParts:
     """Notices the end of a step whose parts are called alone: the optimizer's step after ``forward_backward``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, step_ended: Callable[[], None]) -> None:
-        """``step_ended``: the engine's own method, to be called after the optimizer's step."""
+        """Watch ``optimizer``. ``step_ended``: the engine's own method, called after the optimizer's step."""
         self._step_ended = weakref.WeakMethod(step_ended)  # the optimizer keeps this object, not the engine
         self._open = self._warned = False
         optimizer.register_step_post_hook(self._stepped)
 
     def begin(self) -> None:
-        """``forward_backward`` is over."""
+        """Expect the optimizer's step: ``forward_backward`` is over."""
         if self._open and not self._warned:
             self._warned = True
             logger.warning(
@@ -53,7 +53,7 @@ class ByParts:
         self._open = True
 
     def forget(self) -> None:
-        """Gradients were dropped: a step without an ``optimizer.step`` never ended."""
+        """Expect no step any more: its gradients were dropped, so it never ends."""
         self._open = False
 
     def _stepped(self, *_: object) -> None:
@@ -64,7 +64,7 @@ class ByParts:
 
 
 def close_all(listeners: Sequence[Listener], engine: object, *others: Callable[[], None]) -> None:
-    """Call ``on_close`` of each, then ``others``; all are tried, then what the first of them raised is raised."""
+    """Call ``on_close`` of each, then ``others``. All are tried; then the first error is raised."""
     first: BaseException | None = None
     for close in (*((lambda c=c: c.on_close(engine)) for c in listeners), *others):
         try:

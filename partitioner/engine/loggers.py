@@ -88,7 +88,7 @@ class _Table:
 
 
 class SummaryWriter(Protocol):
-    """What TensorBoard's ``torch.utils.tensorboard.SummaryWriter`` has, as far as it is used."""
+    """The methods of TensorBoard's ``torch.utils.tensorboard.SummaryWriter`` that are used."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any: ...
 
@@ -138,6 +138,6 @@ class LineLogger(StepLogger):
 
 
 def _line(row: Row) -> str:
-    """ "loss 2.301  lr 0.0003  …"; what is None or zero as usual is left out."""
+    """Write a row as "loss 2.301  lr 0.0003  …"; what is None, or zero as usual, is left out."""
     shown = {name: value for name, value in row.items() if value is not None and (value or name != "skipped")}
     return "  ".join(f"{name.removeprefix('metric/')} {value:.4g}" for name, value in shown.items())

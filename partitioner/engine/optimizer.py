@@ -1,4 +1,4 @@
-"""One optimizer over a model whose parameters are elsewhere, mostly.
+"""One optimizer over a model, most of whose parameters are on other ranks.
 
 Whatever makes it sees all of the model's trainable parameters, in the model's order, on every rank: this rank's own,
 and stand-ins of the right shape and type without memory (on the meta device) for the others. Afterwards stand-ins
@@ -47,9 +47,9 @@ def make_engine_optimizer(
     learning_rate: float,
     device: torch.device,
 ) -> torch.optim.Optimizer:
-    """The optimizer of this rank's trainable parameters, with the groups of the whole model's.
+    """Make the optimizer of this rank's trainable parameters, with the groups of the whole model's.
 
-    Where ``make`` is None it is the plan's own kind, with ``learning_rate``. Raises PlanError where it needs more
+    If ``make`` is None it is the plan's own kind, with ``learning_rate``. Raises PlanError where it needs more
     memory than the plan's ``optimizer_memory``.
     """
     pairs = [
@@ -103,7 +103,7 @@ def refuse_optimizer_options(make: object, options: Mapping[str, Any], learning_
 
 
 def _checked(made: object, names: Mapping[int, str], ranks: int) -> torch.optim.Optimizer:
-    """``made`` if it can run in parts, on every rank's own parameters. ``ranks``: how many have some."""
+    """Return ``made`` if it can run in parts, on every rank's own parameters. ``ranks``: the number that have some."""
     if not isinstance(made, torch.optim.Optimizer):
         raise UsageError(
             "optimizer= does not make an optimizer",

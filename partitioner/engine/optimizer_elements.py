@@ -1,4 +1,4 @@
-"""Whether an optimizer treats every element of a parameter by itself, as it must where ranks train parts of one.
+"""A trial: does an optimizer treat every element of a parameter by itself, as it must where ranks train parts of one?
 
 The optimizer's own class makes a few steps on a small matrix, and on the halves of the same matrix:
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("partitioner")
 
 STEPS = 3
 _NEAR = 1e-4
-"""Relative; float32 rounds at 1e-7 a step, means of half a matrix differ by tenths."""
+"""The relative difference that is rounding: float32 rounds at 1e-7 a step, means of half a matrix differ by tenths."""
 
 
 def refuse_whole_tensors(
@@ -31,7 +31,7 @@ def refuse_whole_tensors(
 ) -> None:
     """Raise UsageError where ``optimizer`` would do something else to ``parts`` than to whole parameters.
 
-    ``names``: of every parameter of the model, by its id; ``parts``: those of which ranks train blocks.
+    ``names``: the name of every parameter of the model, by its id; ``parts``: those of which ranks train blocks.
     """
     found: list[str] = []
     for group in optimizer.param_groups:
@@ -55,7 +55,7 @@ def refuse_whole_tensors(
 
 
 def _by_elements(cls: Any, group: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether halves of a matrix become what they become in the whole of it."""
+    """Tell whether halves of a matrix become what they become in the whole of it."""
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(STEPS + 1, PROBE_SIZE, PROBE_SIZE, generator=generator)
     # Unlike halves: those of one size would have nearly the same means.
@@ -74,7 +74,7 @@ def _by_elements(cls: Any, group: Mapping[str, Any], device: torch.device) -> bo
 
 
 def _stepped(cls: Any, group: Mapping[str, Any], numbers: Tensor) -> Tensor:
-    """``numbers``: a parameter, then its gradients. (1 + steps, rows, columns)"""
+    """Train a parameter. ``numbers``: it, then its gradients, of shape (1 + steps, rows, columns)."""
     parameter = nn.Parameter(numbers[0].clone())
     optimizer = cls([parameter], **options_of(cls, group))
     for gradient in numbers[1:]:

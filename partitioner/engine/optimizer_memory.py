@@ -1,4 +1,4 @@
-"""How much state an optimizer really keeps, and whether the plan has memory for it.
+"""The state that an optimizer really keeps, and refusal where the plan has no memory for it.
 
 The optimizer's own class is stepped once on a small matrix, with each group's options: what it then holds in its state,
 per byte of the parameter, is what it will hold for the model. Numbers (step counters) are left out.
@@ -25,15 +25,15 @@ from cost_models.units import format_bytes
 logger = logging.getLogger("partitioner")
 
 PROBE_SIZE = 16
-"""Rows and columns of the matrix. A matrix, because some optimizers take no vectors."""
+"""Rows and columns of the small matrix. It is a matrix because some optimizers take no vectors."""
 
 
 FOREIGN_ERRORS = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
-"""What an optimizer that somebody else wrote may raise when it is built again, or has no real model."""
+"""Errors that an optimizer that somebody else wrote may raise when it is built again, or has no real model."""
 
 
 def state_ratios(optimizer: torch.optim.Optimizer, device: torch.device) -> list[float] | None:
-    """Bytes of state per byte of parameter, for each group; None where the optimizer cannot be tried out."""
+    """Measure bytes of state per byte of parameter, for each group; None where the optimizer cannot be tried out."""
     try:
         return [_state_ratio(type(optimizer), group, device) for group in optimizer.param_groups]
     except FOREIGN_ERRORS as error:
@@ -56,7 +56,7 @@ def _state_ratio(cls: Any, group: Mapping[str, Any], device: torch.device) -> fl
 
 
 def options_of(cls: Any, group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options as the class takes them, tensors among them copied."""
+    """Return a group's options as the class takes them, tensors among them copied."""
     taken = inspect.signature(cls).parameters
     options = {name: value for name, value in group.items() if name in taken and name != "params"}
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in options.items()}

@@ -1,8 +1,8 @@
 """Parameters that ranks hold in parts, in an optimizer that was made with the whole ones.
 
-made     [fc1.weight (100, 32)  fc1.bias (100,)]      by the model's own names and shapes, whoever chooses groups
-rank 0   [fc1.weight#0 (60, 32)  fc1.bias#0 (60,)]
-rank 1   [fc1.weight#1 (40, 32)  fc1.bias#1 (40,)]
+made     [fc1.weight (100, 32)     fc1.bias (100,)]      the model's own names and shapes, for whoever chooses groups
+rank 0   [fc1.weight#0 (60, 32)    fc1.bias#0 (60,)]
+rank 1   [fc1.weight#1 (40, 32)    fc1.bias#1 (40,)]
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from runtime.state.rank_state import RankState
 
 
 def put_parts(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state: RankState) -> dict[int, str]:
-    """Every part in its group, where the parameter was that it is of; stand-ins for other ranks' parts.
+    """Put every part into the group, and the place, of the parameter that it is of; stand-ins for other ranks' parts.
 
-    ``names``: of what it was made with, by id. Returns the names of the parts, by id.
+    ``names``: those of the parameters that the optimizer was made with, by id. Returns the names of the parts, by id.
     """
     found: dict[int, str] = {}
     for group in optimizer.param_groups:
@@ -50,12 +50,12 @@ def put_parts(optimizer: torch.optim.Optimizer, names: Mapping[int, str], state:
 
 
 def stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
-    """A parameter without memory."""
+    """Make a parameter without memory."""
     return nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
 
 
 def _first_state(cls: Any, group: Mapping[str, Any], part: nn.Parameter) -> Any:
-    """What an optimizer that makes its state when it is made (Adagrad) would have made for ``part``."""
+    """Return the state that an optimizer which makes it at once (Adagrad) would have made for ``part``."""
     try:
         return cls([part], **options_of(cls, group)).state[part]
     except FOREIGN_ERRORS as error:

@@ -31,6 +31,6 @@ MAKE: dict[str, MakeOptimizer] = {
 def make_optimizer(
     name: str, parameters: Iterable[nn.Parameter], learning_rate: float
 ) -> torch.optim.Optimizer | None:
-    """The optimizer called ``name`` over ``parameters``; None where there are none (torch refuses an empty list)."""
+    """Make the optimizer called ``name`` over ``parameters``; None where there are none (torch refuses an empty list)."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return MAKE[name](trained, learning_rate) if trained else None

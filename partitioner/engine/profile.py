@@ -1,4 +1,4 @@
-"""``engine.profile(batches)``: what training steps cost, instruction by instruction, beside what the plan predicted.
+"""``engine.profile(batches)``: the cost of training steps, instruction by instruction, beside the plan's prediction.
 
 profile = engine.profile(batches)           trains on them, measured; the same on every rank
 print(profile)                              where each rank's time goes, measured and predicted
@@ -89,7 +89,7 @@ def profile_steps(
 
 
 def of_launch(simulation: Simulation, ranks: RankMap) -> Simulation:
-    """A simulation of a plan's devices, told of the ranks that play them."""
+    """Turn a simulation of a plan's devices into one of the ranks that play them."""
     devices, rank_of = ranks.device_of_rank, ranks.rank_of_device
     return replace(
         simulation,
@@ -110,7 +110,7 @@ def of_launch(simulation: Simulation, ranks: RankMap) -> Simulation:
 
 @contextmanager
 def _marked(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Iterator[list[Mark]]:
-    """Marks before and after every ``optimizer.step()``."""
+    """Take marks before and after every ``optimizer.step()``."""
     marks: list[Mark] = []
 
     def mark(*_: Any) -> None:
@@ -125,7 +125,7 @@ def _marked(optimizer: torch.optim.Optimizer, recorder: Recorder) -> Iterator[li
 
 
 def _typical(durations: tuple[float, ...], full: list[bool]) -> int:
-    """The median step: of full batches where there are any, without the first step where there are others."""
+    """Choose the median step: of full batches where there are any, without the first step where there are others."""
     later = list(range(1, len(durations))) or [0]
     numbers = [number for number in later if full[number]] or later
     middle = statistics.median_low(durations[number] for number in numbers)

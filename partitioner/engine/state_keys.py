@@ -1,4 +1,4 @@
-"""The keys of ``model.state_dict()``, and which tensor of the running plan each of them is."""
+"""The keys of ``model.state_dict()``, and the tensor of the running plan that each of them is."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from runtime.state.gather import StateEntry
 
 @dataclass(frozen=True)
 class StateKeys:
-    """``order``: every key, in the state dict's order."""
+    """The keys of a model's state dict. ``order``: all of them, in the state dict's order."""
 
     order: tuple[str, ...]
     entries: Mapping[str, StateEntry]
     """Parameters and buffers, by key."""
     others: Mapping[str, Any]
-    """What is neither (a module's extra state), by key: as it was in the model that was deployed."""
+    """Values that are neither (a module's extra state), by key: as they were in the model that was deployed."""
     not_saved: frozenset[str]
     """Buffers that the state dict leaves out (persistent=False), by every name."""
     strange: tuple[str, ...]
@@ -38,7 +38,7 @@ class StateKeys:
 
     @classmethod
     def of(cls, model: nn.Module, precision: Precision) -> StateKeys:
-        """Read off the model, which may be on the meta device."""
+        """Read the keys off the model, which may be on the meta device."""
         names = state_names(model)
         canonical = {
             id(tensor): names.canonical(name)

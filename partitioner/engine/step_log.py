@@ -1,4 +1,4 @@
-"""Training steps as numbers for a log: what every logger writes, in whatever form.
+"""Training steps as numbers for a log: the rows that every logger writes, in whatever form.
 
 Steps are collected and nothing is read from a device until the ``every``-th of them; then one row is made: loss, gradient
 norm, learning rate and metrics of that step, rates over all steps since the row before.
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from partitioner.evaluation.evaluation import EvalOutput
 
 Row = Mapping[str, float | None]
-"""Name -> number; None where there is none."""
+"""Numbers by name; None where there is none."""
 
 
 class StepLogger(Callback):
-    """Makes rows on rank 0; subclasses write them. ``every``: steps per row."""
+    """A callback that makes rows on rank 0; subclasses write them. ``every``: steps per row."""
 
     def __init__(self, every: int = 1) -> None:
         if every < 1:
@@ -57,11 +57,11 @@ class StepLogger(Callback):
             self.write_evaluation(engine.step, {"loss": output.loss.item(), **metrics})
 
     def write(self, step: int, row: Row) -> None:
-        """On rank 0, at the end of step number ``step``."""
+        """Write a row, on rank 0, at the end of step number ``step``."""
         raise NotImplementedError
 
     def write_evaluation(self, step: int, row: Row) -> None:
-        """On rank 0, after an evaluation once ``step`` steps were done: ``loss`` and metrics."""
+        """Write ``loss`` and metrics of an evaluation, on rank 0, once ``step`` steps were done."""
         raise NotImplementedError
 
     def _row(self, engine: Engine, info: StepInfo) -> Row:

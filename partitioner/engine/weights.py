@@ -28,7 +28,7 @@ from runtime.checkpoint.storage import StoredPieces, stored_pieces
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MODEL_PREFIX = "model/"
-"""What the names of the model's tensors start with in a checkpoint."""
+"""The beginning of the names of the model's tensors in a checkpoint."""
 
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _CONVERT = [
@@ -36,13 +36,13 @@ _CONVERT = [
     "else, where you trust the file: safetensors.torch.save_file(torch.load(FILE, weights_only=True), NEW)",
 ]
 _MOST = 20
-"""So many names of one kind are listed."""
+"""The most names of one kind that are listed."""
 
 Stored = StoredTensor | StoredPieces
 
 
 def open_weights(source: str | Path) -> dict[str, Stored]:
-    """The tensors in ``source``, by the names they have there; nothing but headers is read."""
+    """Find the tensors in ``source``, by the names they have there; nothing but headers is read."""
     path = Path(source)
     if path.suffix in _PICKLED and path.is_file():
         raise CheckpointError(
@@ -74,7 +74,7 @@ def open_weights(source: str | Path) -> dict[str, Stored]:
 
 
 def _sharded(path: Path) -> dict[str, Stored]:
-    """What the index file says, checked against the files' own headers."""
+    """Read the index file, and check it against the files' own headers."""
     try:
         weight_map = json.loads((path / INDEX).read_bytes())["weight_map"]
         files = sorted(set(weight_map.values()))
@@ -103,7 +103,7 @@ def _sharded(path: Path) -> dict[str, Stored]:
 def match_weights(
     source: str | Path, stored: Mapping[str, Stored], keys: StateKeys, model: nn.Module
 ) -> dict[str, list[Stored]]:
-    """The stored tensors of each canonical name; of a tied one, one per name it is stored under.
+    """Find the stored tensors of each canonical name; a tied one has one per name that it is stored under.
 
     Raises CheckpointError naming everything that is missing, unexpected, of another shape or not convertible.
     """
@@ -139,7 +139,7 @@ def match_weights(
 
 
 def converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether numbers stay what they are, but for rounding."""
+    """Tell whether numbers stay what they are, but for rounding."""
     if stored == wanted:
         return True
     if wanted.is_complex or stored.is_complex:
@@ -153,7 +153,7 @@ def problem_of(what: str, names: list[str]) -> list[str]:
 
 
 def _prefix_hint(missing: list[str], unexpected: list[str]) -> list[str]:
-    """What to do where all names differ by the same prefix, as those of a base model do."""
+    """Advise what to do where all names differ by the same prefix, as those of a base model do."""
     for ours, theirs, change in ((missing, unexpected, "lack"), (unexpected, missing, "have")):
         if not ours or not theirs:
             continue
@@ -168,5 +168,5 @@ def _prefix_hint(missing: list[str], unexpected: list[str]) -> list[str]:
 
 
 def weights_of(source: str | Path, keys: StateKeys, model: nn.Module) -> dict[str, Any]:
-    """``weights=`` as ``materialize`` takes it: by canonical name, what reads the values."""
+    """Return ``weights=`` as ``materialize`` takes it: by canonical name, what reads the values."""
     return match_weights(source, open_weights(source), keys, model)

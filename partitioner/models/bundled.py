@@ -31,14 +31,14 @@ class Bundled:
     """Default tokens per sample; 0: the model has no such length."""
     dtype: str = "float32"
     meta: bool = False
-    """Whether the full size is built without weights."""
+    """True if the full size is built without weights."""
     common: Mapping[str, Any] = field(default_factory=dict)
     tiny_experts: str = ""
-    """How the tiny size runs its experts: grouped matrix products do not know float64."""
+    """The way in which the tiny size runs its experts: grouped matrix products do not know float64."""
 
 
 def _llama(hidden: int, inner: int, layers: int, heads: int, tied: bool = False) -> Bundled:
-    """Llama 3: grouped-query attention with 8 key-value heads, vocabulary 128,256."""
+    """Describe a Llama 3: grouped-query attention with 8 key-value heads, vocabulary 128,256."""
     full = {
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -216,7 +216,7 @@ def bundled(
     layers: int = 0,
     seed: int = 0,
 ) -> Workload:
-    """A bundled model with an example batch of ``batch`` samples; 0 or "" is the model's own default.
+    """Build a bundled model with an example batch of ``batch`` samples; 0 or "" is the model's own default.
 
     Full-size Llama and Mixtral have no weights (they are on meta); everything else has random ones from
     ``seed``.

@@ -34,7 +34,7 @@ LABEL_KINDS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGener
 
 
 def transformers_module(wanted_by: str) -> Any:
-    """The ``transformers`` package, or a ModelError that says how to get it."""
+    """Import the ``transformers`` package. Raises a ModelError that says how to get it."""
     if find_spec("transformers") is None:
         raise ModelError(
             f"{wanted_by} needs the package transformers, which is not installed",
@@ -46,7 +46,7 @@ def transformers_module(wanted_by: str) -> Any:
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """ "bf16" or "bfloat16" -> torch.bfloat16."""
+    """Read the name of a data type: "bf16" or "bfloat16" -> torch.bfloat16."""
     name = text.removeprefix("torch.")
     if name not in _DTYPES:
         raise UsageError(f"unknown dtype {text!r}", suggestions=[f"one of {' '.join(_DTYPES)}"])
@@ -54,7 +54,7 @@ def parse_dtype(text: str) -> torch.dtype:
 
 
 def from_config_file(path: Path, seq: int = 0, dtype: str = "", batch: int = 2) -> Workload:
-    """The model of a ``config.json``, without weights. ``seq`` 0: 512, or the model's longest if shorter."""
+    """Build the model of a ``config.json``, without weights. ``seq`` 0: 512, or the model's longest if shorter."""
     transformers = transformers_module(f"hf:{path}")
     file = path / "config.json" if path.is_dir() else path
     try:
@@ -82,7 +82,7 @@ def from_config_file(path: Path, seq: int = 0, dtype: str = "", batch: int = 2) 
 
 
 def build(model_class: Any, config: Any, dtype: torch.dtype, *, on_meta: bool, seed: int = 0) -> Any:
-    """The model with random weights from ``seed``, or without any."""
+    """Build the model with random weights from ``seed``, or without any."""
     with _default_dtype(dtype), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         with torch.device("meta" if on_meta else "cpu"):
@@ -91,7 +91,7 @@ def build(model_class: Any, config: Any, dtype: torch.dtype, *, on_meta: bool, s
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Parameters in ``dtype``; tables that the model computes in 32 bits on purpose (rotary) stay so."""
+    """Make parameters in ``dtype``; tables that the model computes in 32 bits on purpose (rotary) stay so."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -105,10 +105,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def example_batch(model: Any, seq: int = 0, batch: int = 2, seed: int = 0) -> dict[str, Tensor]:
-    """A batch of ``batch`` samples that the model turns into a loss.
+    """Make a batch of ``batch`` samples that the model turns into a loss.
 
     ``input_ids`` (batch, seq), ``pixel_values`` (batch, channels, height, width) or ``input_features``
-    (batch, mel bins, frames), by the model's main input; labels by its class.
+    (batch, mel bins, frames), depending on the model's main input; the labels depend on its class.
     """
     config = model.config
     numbers = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Load the workload that ``MODEL`` names on the command line.
+"""The loaders behind ``MODEL`` on the command line: from its text to a workload.
 
     file.py:factory            a function in a file that returns a Workload
     package.module:factory     a function in an importable module
@@ -36,7 +36,7 @@ def load_workload(
     dtype: str | None = None,
     batch: int | None = None,
 ) -> Workload:
-    """The workload that ``text`` names. ``settings`` are the ``--set`` values, still as text.
+    """Load the workload that ``text`` names. ``settings`` are the ``--set`` values, still as text.
 
     ``seq``, ``dtype`` and ``batch`` (samples in the example) are handed to a factory under these names.
     """
@@ -65,7 +65,7 @@ def load_workload(
 
 
 def _factory(text: str) -> Callable[..., Any]:
-    """The function that ``file.py:factory`` or ``package.module:factory`` names."""
+    """Find the function that ``file.py:factory`` or ``package.module:factory`` names."""
     place, _, attribute = text.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else _import(place, text)
     found = getattr(module, attribute, None)
@@ -142,7 +142,7 @@ def _call(text: str, factory: Callable[..., Any], values: Mapping[str, str], **f
 def parse_settings(
     factory: Callable[..., Any], values: Mapping[str, str], hidden: frozenset[str] = frozenset()
 ) -> dict[str, Any]:
-    """Text to Python by the factory's annotations (or the types of its defaults); every problem at once."""
+    """Read texts as the factory's annotations (or the types of its defaults) ask. Raises UsageError with every problem."""
     parameters = {
         name: parameter
         for name, parameter in inspect.signature(factory).parameters.items()
@@ -184,7 +184,7 @@ def _annotations(factory: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """``int | None`` -> (int,); ``Literal["a", "b"]`` -> ("a", "b")."""
+    """List what an annotation admits: ``int | None`` -> (int,); ``Literal["a", "b"]`` -> ("a", "b")."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return tuple(
             k for part in typing.get_args(annotation) for k in _kinds(part) if part is not type(None)

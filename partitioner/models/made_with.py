@@ -1,4 +1,4 @@
-"""What a plan was made with, as long as it is in the process that made it: ``deploy`` and ``verify`` need it again.
+"""The memory of what a plan was made with, in the process that made it: ``deploy`` and ``verify`` need it again.
 
     plan = partition(model, cluster, example_inputs=batch, loss_fn=loss_fn)
     plan.deploy(model, optimizer=...)            example, loss and open sizes are known; the trace too, of this very model
@@ -23,7 +23,7 @@ _TRACED_WITH = ("example_inputs", "loss_fn", "batch_dims", "dynamic_dims")
 
 @dataclass(frozen=True)
 class MadeWith:
-    """Empty for a plan from a file; of one that was made from a trace, the trace alone."""
+    """The arguments of ``partition`` that are needed again: none for a plan from a file; of a trace, the trace alone."""
 
     example_inputs: Any = field(default=None, compare=False, repr=False)
     loss_fn: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
@@ -32,7 +32,7 @@ class MadeWith:
     graph: OpGraph | None = field(default=None, compare=False, repr=False)
     model: weakref.ref[nn.Module] | None = field(default=None, compare=False, repr=False)
     state: object = field(default=None, compare=False, repr=False)
-    """How the model was when it was traced."""
+    """The model's state when it was traced (``_state_of``)."""
 
     @classmethod
     def of(
@@ -44,7 +44,7 @@ class MadeWith:
         dynamic_dims: Mapping[str, list[int]] | None,
         graph: OpGraph,
     ) -> MadeWith:
-        """As :func:`partition` was called. ``graph``: what it traced."""
+        """Remember a call of :func:`partition`. ``graph``: what it traced."""
         if isinstance(model, Workload):
             example_inputs = model.example_inputs if example_inputs is None else example_inputs
             loss_fn = model.loss_fn if loss_fn is None else loss_fn
@@ -55,7 +55,7 @@ class MadeWith:
         return cls(example_inputs, loss_fn, batch_dims, dynamic_dims, graph, found, _state_of(model))
 
     def completed(self, model: object, options: Mapping[str, Any]) -> dict[str, Any]:
-        """``options`` of ``deploy`` or ``verify``, with what was not given. A Workload brings its example and loss."""
+        """Complete the options of ``deploy`` or ``verify`` by what is missing; a Workload brings its example and loss."""
         result = dict(options)
         own = {name: getattr(self, name) for name in _TRACED_WITH}
         brought: dict[str, Any] = {}
@@ -72,17 +72,17 @@ class MadeWith:
         return result
 
     def _has_traced(self, model: object) -> bool:
-        """Whether the trace is of this model, as it is now."""
+        """Tell whether the trace is of this model, as it is now."""
         same = self.model is not None and self.model() is model
         return same and isinstance(model, nn.Module) and _state_of(model) == self.state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Stays in its process."""
+        """Stay in this process: a copy in another one is empty."""
         return MadeWith, ()
 
 
 def _state_of(model: nn.Module) -> object:
-    """What a trace depends on and people change between two calls: types, what trains, modes of modules."""
+    """Return what a trace depends on and people change between two calls: types, what trains, modes of modules."""
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     tensors = [(name, id(tensor), tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in named]
     return tensors, [(name, id(module), module.training) for name, module in model.named_modules()]

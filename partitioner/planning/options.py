@@ -1,4 +1,4 @@
-"""What a user may fix about a plan, checked, and the requests to the searches that it makes."""
+"""Everything that a user may fix about a plan, checked, and the requests to the searches that follow from it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 MOST_SAMPLES = 1 << 30
 MOST_MICROBATCHES = 1 << 16
-"""Beyond these a number is a typing error: programs list every micro-batch."""
+"""The most micro-batches; a larger number is a typing error, for programs list every micro-batch."""
 
 _ABOUT_STAGES = "{option}={value!r} is about stages of a pipeline; strategy {mine!r} has its own way"
 _IS_FOR = '{option}={value!r} is for strategy "{knows}"'
@@ -41,14 +41,14 @@ NOT_HERE = {
     "max_stages": _ABOUT_STAGES,
     "recompute": _ABOUT_STAGES,
 }
-"""What is said of an option that the strategy does not know."""
+"""The problem with an option that the strategy does not know."""
 
 Pins = Mapping[str, int] | Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """As :func:`partitioner.partition` takes them."""
+    """The options of a plan, named as :func:`partitioner.partition` names them."""
 
     batch_size: int | None = None
     optimizer_memory: str = "adamw"
@@ -90,7 +90,7 @@ class PlanOptions:
                 raise UsageError("cannot use these pins", problems)
 
     def requests(self, graph: OpGraph, precision: Precision) -> tuple[Request, ...]:
-        """One per strategy to plan by."""
+        """Make one request per strategy to plan by."""
         size = graph.example_batch_size if self.batch_size is None else self.batch_size
         self._check_microbatches(size)
         job = Job(size, self.optimizer_memory, precision)
