@@ -3,12 +3,12 @@
 Each instruction becomes one closure over preallocated lists; a step then is a loop over them. Everything that
 can be known beforehand is: shapes, tags, which receive which compute waits for, who reads a value last.
 
-Where tensors wait, by slot = number of the value × micro-batches + micro-batch:
+Tensors wait in lists, by slot = number of the value × micro-batches + micro-batch, or by position in the program:
 
-    leaves[slot]     a received or local value as its consumers read it; their gradients meet in its .grad
-    outgoing[slot]   a produced value until its last send is issued
-    works[position]  the pending work of the communication at that position of the program
-    arrived[position] the gradient received there, until the producer's backward takes it
+    leaves[slot]       a received or local value as its consumers read it; their gradients meet in its .grad
+    outgoing[slot]     a produced value until its last send is issued
+    works[position]    the pending work of the communication at that position
+    arrived[position]  the gradient received there, until the producer's backward takes it
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime.execute.context import ProgramContext, Shared
 from runtime.execute.early_sends import EarlySends, PostTensor, following_sends
 from runtime.execute.overlap import overlap
 from runtime.execute.reduce import GradientReduction, ScatteredReduction
-from runtime.execute.setting import Setting, Shared
 from runtime.execute.shared_segment import shape_check, shared_compute
 from runtime.program.program import (
     Backward,
@@ -47,37 +47,37 @@ COMPUTES = (Forward, Backward, BackwardInput, BackwardWeight)
 
 
 class Binder:
-    """Makes the handlers of one program for one batch shape."""
+    """The handlers of one program for one batch shape."""
 
-    def __init__(self, setting: Setting, shared: Shared) -> None:
-        self.setting, self.shared = setting, shared
-        instructions = setting.program.instructions
+    def __init__(self, context: ProgramContext, shared: Shared) -> None:
+        self.context, self.shared = context, shared
+        instructions = context.program.instructions
         count = shared.microbatches
-        self.leaves: list[Tensor | None] = [None] * (len(setting.graph.values) * count)
+        self.leaves: list[Tensor | None] = [None] * (len(context.graph.values) * count)
         self.outgoing: list[Tensor | None] = [None] * len(self.leaves)
         self.works: list[Any] = [None] * len(instructions)
         self.arrived: list[Tensor | None] = [None] * len(instructions)
         self.reductions: list[GradientReduction] = []
-        self._on_gpu = setting.device.type == "cuda"
-        self._timeout = timedelta(seconds=setting.monitor.wait_seconds)
+        self._on_gpu = context.device.type == "cuda"
+        self._timeout = timedelta(seconds=context.monitor.wait_seconds)
         self._waits_at: dict[int, list[int]] = {}
         self._gradients_of: dict[tuple[str, int], list[int]] = {}
         self._last_send: dict[int, int] = {}
         self._last_forward: dict[int, int] = {}
         self._index(instructions)
         self._posts: dict[int, PostTensor] = {
-            p: self._post(p, i.message, setting.channels[i.queue])
+            p: self._post(p, i.message, context.channels[i.queue])
             for p, i in enumerate(instructions)
             if isinstance(i, Send)
         }
         self.handlers = [self._bind(p, instruction) for p, instruction in enumerate(instructions)]
         overlap(instructions, self.handlers, self.reductions)
         for p, instruction in enumerate(instructions):
-            if isinstance(instruction, COMPUTES) and setting.codes[instruction.segment].mesh is not None:
-                self.handlers[p] = shared_compute(setting.monitor, shared, p, self.handlers[p])
+            if isinstance(instruction, COMPUTES) and context.codes[instruction.segment].mesh is not None:
+                self.handlers[p] = shared_compute(context.monitor, shared, p, self.handlers[p])
 
     def slot(self, value: str, microbatch: int) -> int:
-        return self.setting.value_numbers[value] * self.shared.microbatches + microbatch
+        return self.context.value_numbers[value] * self.shared.microbatches + microbatch
 
     def wait(self, position: int) -> None:
         """Wait for the communication at ``position``; a failure is explained by the executor."""
@@ -85,11 +85,11 @@ class Binder:
         if work is None:
             return
         self.works[position] = None
-        monitor = self.setting.monitor
+        monitor = self.context.monitor
         monitor.waiting = number = self.shared.first_wait + position
         if self._on_gpu:
             work.wait()  # the stream waits, not this thread; with a time limit, the thread would
-            self.setting.waited.append((number, work))
+            self.context.waited.append((number, work))
         else:
             work.wait(self._timeout)
         monitor.waiting = -1
@@ -114,12 +114,12 @@ class Binder:
 
     def _index(self, instructions: tuple[Instruction, ...]) -> None:
         readers: dict[int, list[str]] = {
-            index: runner.value_names for index, runner in self.setting.runners.items()
+            index: runner.value_names for index, runner in self.context.runners.items()
         }
         for position, instruction in enumerate(instructions):
             if isinstance(instruction, Recv):
                 message = instruction.message
-                use = self.setting.first_uses.get(message)
+                use = self.context.first_uses.get(message)
                 if use is not None:
                     self._waits_at.setdefault(use, []).append(position)
                 if message.gradient:
@@ -131,7 +131,7 @@ class Binder:
             elif isinstance(instruction, Forward):
                 for name in readers[instruction.segment]:
                     self._last_forward[self.slot(name, instruction.microbatch)] = position
-        for position, sends in self.setting.released.items():  # over by then: this frees their buffers
+        for position, sends in self.context.released.items():  # over by then: this frees their buffers
             self._waits_at.setdefault(position, []).extend(sends)
 
     def _bind(self, position: int, instruction: Instruction) -> Handler:
@@ -139,20 +139,20 @@ class Binder:
             case Forward(segment=segment, microbatch=microbatch):
                 return self._forward(position, segment, microbatch)
             case Backward(segment=segment, microbatch=microbatch):
-                run = self.setting.runners[segment].backward
+                run = self.context.runners[segment].backward
                 return self._backward(position, segment, microbatch, run)
             case BackwardInput(segment=segment, microbatch=microbatch):
-                run = self.setting.runners[segment].backward_input
+                run = self.context.runners[segment].backward_input
                 return self._backward(position, segment, microbatch, run)
             case BackwardWeight(segment=segment, microbatch=microbatch):
-                run_weight = self.setting.runners[segment].backward_weight
+                run_weight = self.context.runners[segment].backward_weight
                 return lambda: run_weight(microbatch)
             case Send(message=message):
                 return self._send(position, message)
             case Recv(message=message, queue=queue):
-                return self._recv(position, message, self.setting.channels[queue])
+                return self._recv(position, message, self.context.channels[queue])
             case ReduceGradients(queue=queue):
-                return self._reduce(position, instruction, self.setting.channels[queue])
+                return self._reduce(position, instruction, self.context.channels[queue])
             case OptimizerStep():
                 return self._optimizer_step
 
@@ -160,15 +160,15 @@ class Binder:
     # Compute
 
     def _forward(self, position: int, segment: int, microbatch: int) -> Handler:
-        setting, shared, leaves, outgoing, wait = (
-            self.setting,
+        context, shared, leaves, outgoing, wait = (
+            self.context,
             self.shared,
             self.leaves,
             self.outgoing,
             self.wait,
         )
-        code, runner = setting.codes[segment], setting.runners[segment]
-        training, forward = setting.training, runner.forward
+        code, runner = context.codes[segment], context.runners[segment]
+        training, forward = context.training, runner.forward
         waits = self._waits_at.get(position, [])
         pieces = [shared.pieces[name] for name in runner.leaf_names]
         reads = [
@@ -179,7 +179,7 @@ class Binder:
         drops = [s for s, grad in reads if not grad and self._last_forward[s] == position]
         sent, local, loss_position, metrics, results = self._outputs_of(code, microbatch)
         check = shape_check(code, shared.shapes[microbatch])
-        seeded = setting.seeded.run if code.random else None
+        seeded = context.seeded.run if code.random else None
         early, early_queue = self._early_sends(position, segment)
 
         def run() -> None:
@@ -228,7 +228,7 @@ class Binder:
     ) -> tuple[
         list[tuple[int, int]], list[tuple[int, int, bool]], int, list[tuple[int, str]], list[tuple[int, str]]
     ]:
-        """Which outputs are sent, read on this rank, the loss, metrics, and results of an evaluation."""
+        """Sort outputs into those sent, those read on this rank, the loss, metrics, and results of an evaluation."""
         sent: list[tuple[int, int]] = []
         local: list[tuple[int, int, bool]] = []
         metrics: list[tuple[int, str]] = []
@@ -239,14 +239,14 @@ class Binder:
                 loss = at
             elif output.kind == "metric":
                 metrics.append((at, output.name))
-            elif output.kind == "output" and not self.setting.training:
+            elif output.kind == "output" and not self.context.training:
                 results.append((at, output.name))
             elif output.kind == "value":
                 slot = self.slot(output.name, microbatch)
                 if slot in self._last_send:
                     sent.append((at, slot))
                 if slot in self._last_forward:
-                    local.append((at, slot, output.needs_grad and self.setting.training))
+                    local.append((at, slot, output.needs_grad and self.context.training))
         return sent, local, loss, metrics, results
 
     def _backward(
@@ -260,8 +260,8 @@ class Binder:
         seeds = shared.seeds
         waits = self._waits_at.get(position, [])
         roots: list[tuple[int, list[int]] | None] = []
-        for at in self.setting.runners[segment].root_positions:
-            output = self.setting.codes[segment].outputs[at]
+        for at in self.context.runners[segment].root_positions:
+            output = self.context.codes[segment].outputs[at]
             if output.kind == "loss":
                 roots.append(None)
                 continue
@@ -304,10 +304,10 @@ class Binder:
         return TAG_BASE + 2 * self.slot(message.value, message.microbatch) + message.gradient
 
     def _post(self, position: int, message: Message, channel: Channel) -> PostTensor:
-        """How the tensor of one message is put on its way."""
+        """Return the function that puts the tensor of one message on its way."""
         tag, peer, post = self._tag(message), channel.rank_in_group[message.target], channel.group.send
         is_complex = self.shared.shapes[message.microbatch][message.value][1].is_complex
-        works, monitor, shared = self.works, self.setting.monitor, self.shared
+        works, monitor, shared = self.works, self.context.monitor, self.shared
 
         def run(tensor: Tensor) -> None:
             if not tensor.is_contiguous():  # Gloo would refuse here and leave the peer waiting
@@ -344,8 +344,8 @@ class Binder:
         peer, post, works = channel.rank_in_group[message.source], channel.group.recv, self.works
         shape, dtype = self.shared.shapes[message.microbatch][message.value]
         held, at = (self.arrived, position) if message.gradient else (self.leaves, slot)
-        device, is_complex = self.setting.device, dtype.is_complex
-        monitor, shared = self.setting.monitor, self.shared
+        device, is_complex = self.context.device, dtype.is_complex
+        monitor, shared = self.context.monitor, self.shared
 
         def run() -> None:
             buffer = torch.empty(shape, dtype=dtype, device=device)
@@ -359,12 +359,12 @@ class Binder:
         return run
 
     def _reduce(self, position: int, instruction: ReduceGradients, channel: Channel) -> Handler:
-        setting = self.setting
-        leaves = {name: setting.state[name] for name in instruction.parameters}
-        reduction = GradientReduction(position, leaves, setting.sums, setting.fresh)
+        context = self.context
+        leaves = {name: context.state[name] for name in instruction.parameters}
+        reduction = GradientReduction(position, leaves, context.sums, context.fresh)
         if instruction.scattered:
-            dims, axis = setting.scattered(instruction)
-            reduction = ScatteredReduction(position, leaves, setting.sums, dims, axis)
+            dims, axis = context.scattered(instruction)
+            reduction = ScatteredReduction(position, leaves, context.sums, dims, axis)
         before = [r for r in self.reductions if not leaves.keys().isdisjoint(r.parameters)]
         self.reductions.append(reduction)
         works, group = self.works, channel.group
@@ -391,9 +391,9 @@ class Binder:
     def _early_sends(
         self, position: int, segment: int
     ) -> tuple[EarlySends | None, list[tuple[int, PostTensor]]]:
-        if segment not in self.setting.early:
+        if segment not in self.context.early:
             return None, []
-        positions, sends = self.setting.early[segment]
-        produced = {self.setting.codes[segment].outputs[at].name: at for at in positions}
-        following = following_sends(self.setting.program, position, produced)
+        positions, sends = self.context.early[segment]
+        produced = {self.context.codes[segment].outputs[at].name: at for at in positions}
+        following = following_sends(self.context.program, position, produced)
         return sends, [(at, self._posts[p]) for p, at in following]

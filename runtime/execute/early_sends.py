@@ -30,12 +30,12 @@ class EarlySends:
         self._ready: dict[int, Tensor] = {}
 
     def start(self, queue: Sequence[tuple[int, PostTensor]]) -> None:
-        """``queue``: (output position, how to send it) of the sends to issue, in order."""
+        """Begin a forward. ``queue``: (output position, function that sends it) of the sends to issue, in order."""
         self._queue, self._next = queue, 0
         self._ready.clear()
 
     def emit(self, at: int, tensor: Tensor) -> None:
-        """The value at output position ``at`` exists."""
+        """Take the value at output position ``at``; send it and those that waited for it when their turn has come."""
         if self._next == len(self._queue):
             return
         self._ready[at] = tensor.detach()
@@ -49,7 +49,7 @@ class EarlySends:
 
 
 def early_outputs(code: SegmentCode, program: Program) -> tuple[int, ...]:
-    """Positions of the outputs worth sending early: sent values after which the segment still computes."""
+    """Return the positions of outputs worth sending early: sent values after which the segment still computes."""
     sent = {i.message.value for i in program.instructions if isinstance(i, Send) and not i.message.gradient}
     nodes = list(code.module.graph.nodes)
     ops = [n for n in nodes if n.op not in ("placeholder", "get_attr", "output")]
@@ -66,9 +66,9 @@ def early_outputs(code: SegmentCode, program: Program) -> tuple[int, ...]:
 
 
 def following_sends(program: Program, position: int, produced: dict[str, int]) -> list[tuple[int, int]]:
-    """(program position, output position) of the sends right after the forward at ``position``.
+    """List (program position, output position) of the sends right after the forward at ``position``.
 
-    ``produced``: output position by value name, of the values that can be sent early.
+    ``produced``: output positions, by name, of the values that can be sent early.
     """
     forward = program.instructions[position]
     assert isinstance(forward, Forward)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from cost_models.errors import InternalError, UsageError
 from runtime.execute.bind import Binder
+from runtime.execute.context import Shared
 from runtime.execute.loaded import Loaded, MakeBinder, Replan, Surroundings
 from runtime.execute.results import Evaluation, StepSums
-from runtime.execute.setting import Shared
 from runtime.mesh.ranks_along import part_of
 from runtime.mesh.sharding import Sharding
 from runtime.ops.random import Seeded
@@ -43,27 +43,30 @@ from runtime.state.rank_state import RankState
 from runtime.state.sharded_owners import ShardedOwners
 
 _executors: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
-"""Numbers the executors of a process group, alike on all of its ranks."""
+"""Counters that number the executors of each process group, alike on all of its ranks."""
 
 
 _RUN = 1 << 32
-"""Numbers of waits that one run of a program takes; the last of them is for collectives beside it."""
+"""Count of the wait numbers that one run of a program takes; the last of them is for collectives beside it."""
 
 
 class Optimizer(Protocol):
-    """What a step needs of an optimizer."""
+    """An optimizer, in so far as a step needs it."""
 
     def step(self) -> Any: ...
 
 
 class Executor:
-    """Runs the program of one rank. Collective: every rank of ``group`` builds its own.
+    """The executor of one rank's program. Collective: every rank of ``group`` builds its own.
 
-    ``codes`` holds at least the segments of this rank, ``state`` the parameters, buffers and constants they
-    name, on ``device``. ``programs``: all ranks' programs, where at hand; with them sent buffers are freed
-    earlier. ``replan``: makes the programs for another number of micro-batches; without it there is one number.
-    ``program.rank`` is the rank in ``group`` (default: all processes). ``seed``: of dropout. ``compile``: options of
-    ``torch.compile`` for the segments; None runs them as they are. ``shardings``: of tensors that ranks have blocks of.
+    program      the program of this rank; ``program.rank`` is its rank in ``group`` (default: all processes)
+    codes        at least the segments of this rank
+    state        the parameters, buffers and constants that they name, on ``device``
+    programs     all ranks' programs, where at hand; with them sent buffers are freed earlier
+    replan       makes the programs for another number of micro-batches; without it there is one number
+    seed         seed of dropout
+    compile      options of ``torch.compile`` for the segments; None runs them as they are
+    shardings    shardings of the tensors that ranks have blocks of
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class Executor:
         self.device, self.timeout_seconds = torch.device(device), timeout_seconds
         self.seed = seed
         self.step = 0
-        """Training steps so far. Dropout depends on it, so a resumed run sets it."""
+        """Number of training steps so far. Dropout depends on it, so a resumed run sets it."""
         self._runs = itertools.count()
         self._broken: BaseException | None = None
         self._active: Binder | None = None
@@ -132,16 +135,16 @@ class Executor:
         let_compute_go_first()
         self.program, self.graph, self.batch_spec = program, graph, batch_spec
         self.microbatches = self._training.microbatches
-        """What the given program is made for; 0 on a rank that computes nothing."""
+        """Number that the given program is made for; 0 on a rank that computes nothing."""
         self.leaf_names = self._training.leaf_names
-        """The leaves of a batch that this rank cannot do without."""
+        """Leaves of a batch that this rank cannot do without."""
 
     def sharded_owners(self, state: RankState) -> ShardedOwners:
-        """What keeps leaves and owners of ``state`` together where owners are parts (``Executor.shardings``)."""
+        """Make the keeper of leaves and owners of ``state`` where owners are parts (``shardings``)."""
         return ShardedOwners(state, self._training.sums, self._training.axis, self.collectives)
 
     def warm_up(self, shapes: Mapping[str, tuple[int, ...]], sizes: Iterable[int]) -> None:
-        """Compile this rank's segments, for micro-batches of each of ``sizes`` samples. ``shapes``: of batch leaves."""
+        """Compile this rank's segments for micro-batches of each of ``sizes`` samples, of leaves with ``shapes``."""
         training = self._training
         warm_up(training.runners.values(), training.state, training.batch_spec, shapes, sizes, self.device)
 
@@ -156,7 +159,7 @@ class Executor:
         programs: Sequence[Program] | None = None,
         replan: Replan | None = None,
     ) -> Loaded:
-        """Another graph to ``evaluate``, of any segments. Collective. Tensors it shares with training are not copied.
+        """Load another graph to ``evaluate``, of any segments. Collective. Tensors shared with training are not copied.
 
         It is not compiled: that takes minutes, and ranks would wait for each other meanwhile.
         """
@@ -185,10 +188,10 @@ class Executor:
         *,
         weights: Sequence[float] | None = None,
     ) -> Tensor | None:
-        """Forward, backward and reduction of one batch; then the optimizer's step, where one is given.
+        """Run forward, backward and reduction of one batch; then the optimizer's step, where one is given.
 
         Returns the loss as a 0-dim tensor on ranks that compute it, else None. Gradients are left in
-        ``.grad``. ``weights``: what each micro-batch's loss counts for (default: its share of the samples).
+        ``.grad``. ``weights``: factor of each micro-batch's loss (default: its share of the samples).
         """
         return self.run_step(batch, microbatches, optimizer, weights=weights).loss
 
@@ -202,9 +205,9 @@ class Executor:
         gradient_scale: float = 1.0,
         part: GivenPart | None = None,
     ) -> StepSums:
-        """``train_step`` with all that this rank computes. ``gradient_scale`` multiplies gradients, not the loss.
+        """Run ``train_step`` and return all that this rank computes. ``gradient_scale`` multiplies gradients, not the loss.
 
-        ``part``: where this rank was given its part of the batch only.
+        ``part``: given if this rank has only its part of the batch.
         """
         for parameter in self._training.parameters:
             parameter.grad = None
@@ -229,10 +232,11 @@ class Executor:
         keep_outputs: bool = True,
         part: GivenPart | None = None,
     ) -> Evaluation:
-        """Forwards without gradients; buffers, gradients and ``step`` stay as they are.
+        """Run forwards without gradients; buffers, gradients and ``step`` stay as they are.
 
-        ``loaded``: the graph to run, one of evaluation (batch norm in training mode would write its buffers in place).
-        ``keep_outputs``: whether the result has them, which costs their memory. ``part``: as of ``run_step``.
+        loaded        the graph to run, one of evaluation (batch norm in training mode would write buffers in place)
+        keep_outputs  True: the result has the outputs, which costs their memory
+        part          given if this rank has only its part of the batch
         """
         binder, shared = self._prepare(loaded, False, batch, microbatches, weights, part=part)
         shared.outputs = [{} for _ in range(microbatches)] if keep_outputs else []
@@ -245,23 +249,23 @@ class Executor:
         return result
 
     def binding_with(self, make: MakeBinder) -> AbstractContextManager[None]:
-        """Meanwhile ``make`` makes the handlers of training steps (``runtime.measure.instrument``)."""
+        """Let ``make`` make the handlers of training steps meanwhile (``runtime.measure.instrument``)."""
         return self._training.binding_with(make)
 
     def batch_size_of(self, batch: Mapping[str, Tensor]) -> int:
-        """Samples in ``batch``, which may lack leaves that this rank has no use for."""
+        """Return the number of samples in ``batch``, which may lack leaves that this rank has no use for."""
         return batch_size_of(batch, self.batch_spec, self.leaf_names)
 
     def reported(self, *, call: bool = False) -> AbstractContextManager[None]:
-        """Around what other ranks may wait for: they learn what this one raises in it. Refused after a failed step.
+        """Guard what other ranks may wait for: they learn what this rank raises in it. Refused after a failed step.
 
-        ``call``: a collective call, of which a run is a part.
+        ``call``: True for a collective call, of which a run is a part.
         """
         self._refuse_broken()
         return self._monitor.reported(call=call)
 
     def needed(self) -> AbstractContextManager[None]:
-        """Around what a call does before it runs: where it raises, ranks that run are told at once."""
+        """Guard what a call does before it runs: if it raises, ranks that run are told at once."""
         return self._monitor.needed()
 
     def _refuse_broken(self) -> None:
@@ -321,7 +325,7 @@ class Executor:
         return binder, shared
 
     def _own_part(self, name: str, piece: Tensor, spec: BatchSpec) -> Tensor:
-        """What this rank reads of a leaf's micro-batch."""
+        """Return what this rank reads of a leaf's micro-batch."""
         if name not in spec.placements or spec.mesh is None:
             return piece
         part = part_of(piece, spec.placements[name], spec.mesh, self.program.rank)
@@ -331,7 +335,7 @@ class Executor:
     # The run
 
     def _run(self, binder: Binder, shared: Shared) -> None:
-        """The loop. Everything else in this file happens once."""
+        """Run the loop. Everything else in this file happens once."""
         self._active = binder
         try:
             for handler in binder.handlers:
@@ -344,7 +348,7 @@ class Executor:
         shared.checked = True
 
     def _synchronize(self) -> None:
-        """On a GPU: let the device finish, within the time limit."""
+        """Let a GPU finish, within the time limit."""
         if self.device.type != "cuda":
             return
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -359,7 +363,7 @@ class Executor:
         self._waited.clear()
 
     def _fail(self, error: BaseException) -> None:
-        """Free what the step holds; raise who failed if it was not this rank itself."""
+        """Free what the step holds; raise an error that names who failed, unless it was this rank itself."""
         waiting = self._monitor.waiting
         self._broken = error
         if self._active is not None:
@@ -380,13 +384,13 @@ class Executor:
         position = waiting % _RUN
         if position == _RUN - 1 or self._active is None:
             return self.collectives.waits_on, self.collectives.waits_for
-        instruction = self._active.setting.program.instructions[position]
+        instruction = self._active.context.program.instructions[position]
         if isinstance(instruction, Send | Recv):
             message = instruction.message
             peer = message.target if isinstance(instruction, Send) else message.source
             return [peer], str(instruction)
         ranks = getattr(instruction, "ranks", ())
         if hasattr(instruction, "segment"):  # collectives inside of it
-            ranks = self._active.setting.graph.segments[instruction.segment].ranks
+            ranks = self._active.context.graph.segments[instruction.segment].ranks
         others = [r for r in ranks if r != self.program.rank]
         return others or [self.program.rank], str(instruction)

@@ -1,8 +1,8 @@
-"""A model's outputs, from the micro-batches and ranks that computed them to whoever wants them.
+"""A model's outputs, gathered from the micro-batches and ranks that computed them.
 
     rank 1, micro-batches 3 2 2 samples: logits (3, s, v) (2, s, v) (2, s, v)  ──►  (7, s, v) on rank 0, or on all ranks
 
-How an output's parts become one tensor
+The parts of an output become one tensor:
     it has a batch dimension                      concatenated along it, in the order of the samples
     it has none, and depends on the samples       stacked: a new first dimension, one entry per micro-batch
     it has none, and does not                     as it is: every micro-batch has the same
@@ -24,27 +24,27 @@ from runtime.ranks.collective import Collectives
 from runtime.segment.code import TensorSpec
 
 Gather: TypeAlias = Literal["rank0", "all"]
-"""Who gets the outputs."""
+"""Ranks that get the outputs."""
 
 Joining: TypeAlias = Literal["concatenate", "stack", "same", "refuse"]
-"""How parts become one. ``refuse``: two dimensions grow with the batch, so parts cannot be put together."""
+"""Way in which parts become one. ``refuse``: two dimensions grow with the batch, so parts cannot be put together."""
 
 
 @dataclass(frozen=True)
 class OutputPlace:
-    """One of the model's outputs: what it looks like, and who has it."""
+    """One of the model's outputs: its shape and type, and the rank that has it."""
 
     names: tuple[str, ...]
-    """Several where the model returns one tensor under several names."""
+    """Names of the output; several where the model returns one tensor under several names."""
     spec: TensorSpec
-    """Of one micro-batch."""
+    """Shape and type in one micro-batch."""
     joining: Joining
     batch_dim: int
-    """Where it is concatenated; 0 where it is not."""
+    """Dimension along which it is concatenated; 0 where it is not."""
     rank: int | None
-    """Who has it; None: everybody (an input of the model, or a constant)."""
+    """Rank that has it; None: every rank (an input of the model, or a constant)."""
     held: str = ""
-    """What it is where nothing computes it: the name of a parameter, buffer, constant or leaf of the batch."""
+    """Name of the parameter, buffer, constant or leaf of the batch that it is, where nothing computes it."""
 
 
 def refuse_unjoinable(places: Sequence[OutputPlace], microbatches: int) -> None:
@@ -72,7 +72,7 @@ def joined(place: OutputPlace, parts: Sequence[Tensor], foreign: frozenset[int])
 
 
 def memory_of(tensor: Tensor) -> int:
-    """Equal for tensors that share memory."""
+    """Return a number that is equal for tensors that share memory."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -97,7 +97,7 @@ def gather_outputs(
 ) -> dict[str, Tensor] | None:
     """Return every output by name where ``gather`` says, on the rank's own device; None elsewhere. Collective.
 
-    ``own``: what this rank has, by the first of an output's names. ``shapes``: of each output.
+    ``own``: this rank's tensors, by the first of an output's names. ``shapes``: the shape of each output.
     """
     wanted = gather == "all" or rank == 0
     found: dict[str, Tensor] = {}
@@ -145,5 +145,5 @@ def _moved(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Alike everywhere: what some ranks were sent, others have as a view."""
+    """Return the tensor in its plain form, alike everywhere: what some ranks were sent, others have as a view."""
     return tensor.resolve_conj().resolve_neg().contiguous()

@@ -22,7 +22,7 @@ from runtime.ranks.collective import Collectives
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients that there are."""
+    """Return the gradients of those parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
@@ -55,7 +55,7 @@ def _local_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 def clip_(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients of ``parameters`` by max_norm / (norm + 1e-6), where that is less than one.
 
-    As ``torch.nn.utils.clip_grad_norm_`` does; ``norm`` stays on its device.
+    Does what ``torch.nn.utils.clip_grad_norm_`` does; ``norm`` stays on its device.
     """
     clip_grads_with_norm_(list(parameters), max_norm, norm)
 

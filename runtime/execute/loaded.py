@@ -15,9 +15,9 @@ from torch import Tensor
 
 from cost_models.errors import UsageError
 from runtime.execute.bind import Binder
+from runtime.execute.context import ProgramContext, Shared
 from runtime.execute.early_sends import EarlySends, early_outputs
 from runtime.execute.release import releases
-from runtime.execute.setting import Setting, Shared
 from runtime.execute.shared_segment import SegmentWait
 from runtime.mesh.axis import Axis
 from runtime.mesh.ranks_along import axis_of
@@ -35,19 +35,19 @@ from runtime.segment.microbatch import microbatch_sizes, symbol_sizes
 from runtime.segment.runner import SegmentRunner
 
 _MOST_SHAPES = 32
-"""Batch shapes whose handlers are kept; the oldest go first."""
+"""Number of batch shapes whose handlers are kept; the oldest go first."""
 
 Replan = Callable[[int], Sequence[Program]]
-"""Number of micro-batches -> all ranks' programs for as many."""
+"""Function from a number of micro-batches to all ranks' programs for it."""
 
 
-MakeBinder = Callable[[Setting, Shared], Binder]
-"""Makes the handlers of a program for one batch shape."""
+MakeBinder = Callable[[ProgramContext, Shared], Binder]
+"""Function that makes the handlers of a program for one batch shape."""
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What all graphs of an executor share."""
+    """The things that all graphs of an executor share."""
 
     device: torch.device
     group: Any
@@ -61,8 +61,11 @@ class Surroundings:
 class Loaded:
     """The segments of one graph that this rank runs. Making it is collective: channels are created.
 
-    ``codes`` holds at least the segments of this rank, ``state`` every tensor that they name. ``program``: of this rank;
-    ``programs``: of all, where at hand. ``replan``: makes those for other numbers of micro-batches.
+    program    the program of this rank
+    programs   those of all ranks, where at hand
+    replan     makes them for other numbers of micro-batches
+    codes      at least the segments of this rank
+    state      every tensor that they name
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Loaded:
         mine = sorted({i.segment for i in program.instructions if isinstance(i, Forward)})
         self.shardings = dict(shardings or {})
         self.sums: dict[str, Tensor] = {}
-        """By parameter: this rank's part of its gradient's sum, where ranks keep parts only."""
+        """This rank's part of each gradient's sum, by parameter, where ranks keep parts only."""
         shared = groups_needed((codes[i] for i in mine), self.shardings.values(), program.rank)
         if shared and group is None:
             raise UsageError(
@@ -104,7 +107,7 @@ class Loaded:
             ),
             1,
         )
-        """The part of the batch's loss that this rank's loss is: ranks of one segment have parts of a sum."""
+        """Part of the batch's loss that this rank's loss is: ranks of one segment have parts of a sum."""
         split = {i.segment for i in program.instructions if isinstance(i, BackwardInput)}
         early = {index: early_outputs(codes[index], program) if send_early else () for index in mine}
         early_sends = {index: EarlySends() for index in mine if early[index]}
@@ -121,9 +124,9 @@ class Loaded:
         }
         self._early = {index: (early[index], sends) for index, sends in early_sends.items()}
         self.microbatches = len({i.microbatch for i in program.instructions if isinstance(i, Forward)})
-        """What the given program is made for; 0 on a rank that computes nothing."""
+        """Number that the given program is made for; 0 on a rank that computes nothing."""
         self._programs = {self.microbatches: (program, programs)}
-        self._settings: dict[tuple[bool, int], Setting] = {}
+        self._contexts: dict[tuple[bool, int], ProgramContext] = {}
         self._bound: dict[object, tuple[Binder, Shared]] = {}
         self._make_binder: MakeBinder = Binder
         self.parameters = list(
@@ -137,10 +140,10 @@ class Loaded:
         leaves = {name for runner in self.runners.values() for name in runner.leaf_names}
         sizes = {leaf for leaf, dim in batch_spec.symbols.values() if batch_spec.batch_dims.get(leaf) != dim}
         self.leaf_names = frozenset(leaves | sizes)
-        """The leaves of a batch that this rank cannot do without."""
+        """Leaves of a batch that this rank cannot do without."""
 
     def _on_axes(self, code: SegmentCode) -> SegmentCode:
-        """``code`` with its bridges bound to process groups."""
+        """Return ``code`` with its bridges bound to process groups."""
         axes = axes_for(code, self.program.rank, self._channels, self._segment_wait())
         # What recomputes, compiles or splits backward in two looks for linear layers and for nodes by their names.
         plain = not code.recomputed and self._surroundings.compile is None
@@ -159,18 +162,18 @@ class Loaded:
     def bound(
         self, training: bool, batch_size: int, microbatches: int, shapes: Mapping[str, tuple[int, ...]]
     ) -> tuple[Binder, Shared]:
-        """Handlers for batches whose leaves have ``shapes``, and what they share with the executor."""
+        """Return handlers for batches whose leaves have ``shapes``, and what they share with the executor."""
         key = (training, microbatches, tuple(shapes.items()))
         if key not in self._bound:
             if len(self._bound) >= _MOST_SHAPES:
                 self._bound.pop(next(iter(self._bound)))
-            setting = self._setting(training, microbatches)
-            self._bound[key] = self._bind(setting, batch_size, microbatches, shapes)
+            context = self._context(training, microbatches)
+            self._bound[key] = self._bind(context, batch_size, microbatches, shapes)
         return self._bound[key]
 
     @contextmanager
     def binding_with(self, make: MakeBinder) -> Iterator[None]:
-        """Meanwhile ``make`` makes the handlers, anew; afterwards those from before are back."""
+        """Let ``make`` make the handlers meanwhile, anew; afterwards those from before are back."""
         before = self._bound
         self._bound, self._make_binder = {}, make
         try:
@@ -178,16 +181,16 @@ class Loaded:
         finally:
             self._bound, self._make_binder = before, Binder
 
-    def _setting(self, training: bool, microbatches: int) -> Setting:
+    def _context(self, training: bool, microbatches: int) -> ProgramContext:
         """Return everything about a program for ``microbatches``, kept for the next batch."""
         key = (training, microbatches)
-        if key not in self._settings:
+        if key not in self._contexts:
             around = self._surroundings
             program, programs = self._program(microbatches)
             if not training:
                 program = _forwards_of(program)
                 programs = None if programs is None else [_forwards_of(p) for p in programs]
-            self._settings[key] = Setting(
+            self._contexts[key] = ProgramContext(
                 program=program,
                 graph=self.graph,
                 codes=self._codes,
@@ -204,7 +207,7 @@ class Loaded:
                 shardings=self.shardings,
                 sums=self.sums,
             )
-        return self._settings[key]
+        return self._contexts[key]
 
     def _program(self, microbatches: int) -> tuple[Program, Sequence[Program] | None]:
         """Return this rank's program for ``microbatches`` and, where at hand, everybody's."""
@@ -222,13 +225,13 @@ class Loaded:
 
     def _bind(
         self,
-        setting: Setting,
+        context: ProgramContext,
         batch_size: int,
         microbatches: int,
         shapes: Mapping[str, tuple[int, ...]],
     ) -> tuple[Binder, Shared]:
         sizes = microbatch_sizes(batch_size, microbatches, self.batch_spec.multiple)
-        moved = {i.message.value for i in setting.program.instructions if isinstance(i, Send | Recv)}
+        moved = {i.message.value for i in context.program.instructions if isinstance(i, Send | Recv)}
         specs = {name: s for r in self.runners.values() for name, s in r.code.values.items() if name in moved}
         by_size = {}
         for size in set(sizes):
@@ -241,7 +244,7 @@ class Loaded:
             weights=(),
             pieces={name: [] for name in sorted(leaves)},
         )
-        return self._make_binder(setting, shared), shared
+        return self._make_binder(context, shared), shared
 
 
 def _forwards_of(program: Program) -> Program:

@@ -20,7 +20,7 @@ from runtime.program.program import Backward, Instruction, Recv, ReduceGradients
 
 
 def overlapped(instructions: Sequence[Instruction]) -> tuple[int, list[int]]:
-    """Positions of the last backward and of the sums that may start in it; (-1, []) if there are none."""
+    """Return the positions of the last backward and of the sums that may start in it; (-1, []) if there are none."""
     sums = [p for p, i in enumerate(instructions) if isinstance(i, ReduceGradients)]
     if not sums or any(isinstance(i, Send | Recv) for i in instructions):
         return -1, []
@@ -44,7 +44,7 @@ def overlap(
     handlers: list[Callable[[], None]],
     reductions: Sequence[GradientReduction],
 ) -> None:
-    """Let the last backward among ``handlers`` start what it may. ``reductions``: in the program's order."""
+    """Let the last backward among ``handlers`` start the sums that it may. ``reductions`` are in the program's order."""
     last, early = overlapped(instructions)
     if early:
         parameters = [list(r.parameters.values()) for r in reductions[: len(early)]]
@@ -53,7 +53,7 @@ def overlap(
 
 
 class Overlap:
-    """``starts[i]()`` starts sum i, of ``parameters[i]``."""
+    """Sums beside a backward: ``starts[i]()`` starts sum i, of ``parameters[i]``."""
 
     def __init__(self, parameters: Sequence[Sequence[Tensor]], starts: Sequence[Callable[[], None]]) -> None:
         self._parameters = [[p for p in group if p.requires_grad] for group in parameters]

@@ -1,4 +1,4 @@
-"""Sum the gradients of parameters that several ranks hold, in one collective per dtype."""
+"""Sums of the gradients of parameters that several ranks hold, in one collective per dtype."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def _in_memory(parameter: Tensor) -> Tensor:
 
 
 Sums: TypeAlias = MutableMapping[str, Tensor]
-"""By parameter: this rank's part of its gradient's sum, where ranks keep parts only."""
+"""This rank's part of each gradient's sum, by parameter, where ranks keep parts only."""
 
 
 class GradientReduction:
     """The reduction at one ``position`` of the program. A missing gradient counts as zeros.
 
-    ``sums``: of parameters whose sums were scattered before; those parts are summed then. ``fresh``: parameters whose
-    gradients may be written into (``runtime.segment.fresh``).
+    sums    parts of sums that were scattered before; where a parameter has one, that part is summed
+    fresh   parameters whose gradients may be written into (``runtime.segment.fresh``)
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class GradientReduction:
 
     @property
     def started(self) -> bool:
-        """Whether it is under way, or done and not yet finished."""
+        """True if it is under way, or done and not yet finished."""
         return bool(self._pending)
 
     def start(self, all_reduce: Callable[[Tensor], Any]) -> Works:
@@ -109,9 +109,10 @@ class GradientReduction:
 
 
 class ScatteredReduction(GradientReduction):
-    """Each rank keeps its part of every sum, in ``sums``; the gradients themselves are freed.
+    """A reduction of which each rank keeps its part of every sum, in ``sums``; the gradients themselves are freed.
 
-    ``dims``: along which each parameter's gradient is cut. ``axis``: the ranks.
+    dims    dimension along which each parameter's gradient is cut
+    axis    the ranks
     """
 
     def __init__(

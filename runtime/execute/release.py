@@ -1,4 +1,4 @@
-"""When a sent buffer may be freed without waiting.
+"""The moments at which a sent buffer may be freed without waiting.
 
 A send completes when the peer has received it, and Gloo cannot be asked whether it has. But a later message
 from that peer may prove it: sent after the peer had used ours. The send is then waited on (it is complete,
@@ -25,7 +25,7 @@ from runtime.program.program import (
 
 
 def first_uses(program: Program, graph: SegmentGraph) -> dict[Message, int]:
-    """For each message the rank receives, the position of the compute instruction that waits for it.
+    """Return, for each message that the rank receives, the position of the compute instruction that waits for it.
 
     An activation is waited for by the first forward that reads it, a gradient by the backward of the
     value's producer.
@@ -58,7 +58,7 @@ def first_uses(program: Program, graph: SegmentGraph) -> dict[Message, int]:
 def releases(
     program: Program, graph: SegmentGraph, programs: Sequence[Program] | None
 ) -> dict[int, list[int]]:
-    """Position of a compute instruction -> positions of the sends that are complete once its waits are over.
+    """Return, by position of a compute instruction, the positions of sends that are complete once its waits are over.
 
     Without the other ranks' ``programs`` only a gradient is known to prove its activation received.
     """
@@ -82,7 +82,7 @@ def releases(
 
 
 def _earliest_proofs(peer: Program, rank: int, uses: Mapping[Message, int]) -> list[int | None]:
-    """Per position of the peer's program: where ``rank`` first waits for what the peer sends from there."""
+    """Return, for each position of the peer's program, where ``rank`` first waits for what the peer sends from there on."""
     earliest: int | None = None
     result: list[int | None] = []
     for instruction in reversed(peer.instructions):

@@ -1,4 +1,4 @@
-"""What a rank's run of a program computed: its share of the batch's results.
+"""The results of a rank's run of a program: its share of the batch's results.
 
     result of the batch = Σ over micro-batches of weight · result of the micro-batch
 
@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from runtime.execute.setting import Shared
+from runtime.execute.context import Shared
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,13 @@ class StepSums:
     loss: Tensor | None
     """Σ weight · loss over the micro-batches; None on ranks that compute none."""
     metrics: Mapping[str, Tensor]
-    """Those that this rank computes, by name; weighted like the loss."""
+    """Metrics that this rank computes, by name; weighted like the loss."""
     weights: tuple[float, ...]
-    """By micro-batch."""
+    """Weight of each micro-batch."""
     outputs: Sequence[Mapping[str, Tensor]]
-    """Per micro-batch: the model's outputs that this rank computes, by name. Of an evaluation."""
-
+    """The model's outputs that this rank computes in an evaluation, by name, for each micro-batch."""
     share: float = 1.0
-    """The part of each result that this rank's is: ranks that run one segment on shards have parts of a sum."""
+    """Part of each result that this rank's is: ranks that run one segment on shards have parts of a sum."""
 
     @classmethod
     def of(cls, shared: Shared, share: float = 1.0) -> Self:
@@ -46,10 +45,10 @@ class StepSums:
 
 
 class Evaluation(StepSums):
-    """What ``Executor.evaluate`` returns."""
+    """The results of ``Executor.evaluate``."""
 
 
 def _weighted_sum(results: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Σ weightᵢ · resultᵢ; results of shape ()."""
+    """Return Σ weightᵢ · resultᵢ; results have the shape ()."""
     stacked = torch.stack(list(results)).double()
     return (stacked * stacked.new_tensor(weights)).sum()

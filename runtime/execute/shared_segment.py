@@ -1,4 +1,4 @@
-"""Segments that talk: what waits for other ranks inside of a compute, and what a compute has promised to its readers."""
+"""Segments that talk to other ranks inside of a compute, and the shapes that a compute has promised to its readers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 
 from cost_models.errors import InternalError
-from runtime.execute.setting import Shared
+from runtime.execute.context import Shared
 from runtime.ranks.collective import Waited
 from runtime.ranks.failure import FailureMonitor
 from runtime.segment.code import SegmentCode
 
 
 class SegmentWait:
-    """Waits for a collective inside of a segment; its failure counts as that of the instruction that runs it."""
+    """The wait for a collective inside of a segment; its failure counts as that of the instruction that runs it."""
 
     def __init__(self, monitor: FailureMonitor, waited: Waited, *, on_gpu: bool) -> None:
         self._monitor, self._waited, self._on_gpu = monitor, waited, on_gpu
@@ -38,7 +38,7 @@ class SegmentWait:
 def shared_compute(
     monitor: FailureMonitor, shared: Shared, position: int, handler: Callable[[], None]
 ) -> Callable[[], None]:
-    """``handler`` of a compute that waits for other ranks inside (``SegmentWait``)."""
+    """Return ``handler``, of a compute that waits for other ranks inside, with its number set for ``SegmentWait``."""
 
     def run() -> None:
         monitor.running = shared.first_wait + position
@@ -50,7 +50,7 @@ def shared_compute(
 def shape_check(
     code: SegmentCode, promised: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> Callable[[Any], None]:
-    """Raises unless a segment's outputs are as their readers were told."""
+    """Return a check that raises InternalError unless a segment's outputs are as their readers were told."""
 
     def check(outputs: Any) -> None:
         wrong = []

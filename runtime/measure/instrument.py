@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from runtime.execute.bind import Binder, Handler
+from runtime.execute.context import ProgramContext, Shared
 from runtime.execute.early_sends import PostTensor
-from runtime.execute.setting import Setting, Shared
 from runtime.program.program import Message, Program
 from runtime.ranks.groups import Channel
 
@@ -110,9 +110,9 @@ class Recorder:
         self.waits: list[tuple[int, Mark, Mark]] = []
         self.sent: list[tuple[int, Mark, int]] = []
 
-    def bind(self, setting: Setting, shared: Shared) -> Binder:
+    def bind(self, context: ProgramContext, shared: Shared) -> Binder:
         """Make measured handlers for a batch shape."""
-        return _MeasuringBinder(setting, shared, self)
+        return _MeasuringBinder(context, shared, self)
 
     def take(self) -> RunRecord:
         """Return the run since the last call. Waits for the device."""
@@ -133,9 +133,9 @@ class Recorder:
 
 
 class _MeasuringBinder(Binder):
-    def __init__(self, setting: Setting, shared: Shared, recorder: Recorder) -> None:
+    def __init__(self, context: ProgramContext, shared: Shared, recorder: Recorder) -> None:
         self._recorder = recorder
-        super().__init__(setting, shared)
+        super().__init__(context, shared)
         self.handlers = [self._timed(handler) for handler in self.handlers]
         self.handlers.insert(0, self._begin)
 
@@ -147,7 +147,7 @@ class _MeasuringBinder(Binder):
         self._recorder.waits.append((position, start, self._recorder.clock.mark()))
 
     def _begin(self) -> None:
-        self._recorder.program = self.setting.program
+        self._recorder.program = self.context.program
 
     def _timed(self, handler: Handler) -> Handler:
         mark, starts, ends = self._recorder.clock.mark, self._recorder.starts, self._recorder.ends

@@ -1,4 +1,4 @@
-"""What the executor and the handlers of a program share."""
+"""The things that the executor and the handlers of a program share: for all batch shapes, and for one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from runtime.segment.runner import SegmentRunner
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What stays the same for every batch shape."""
+class ProgramContext:
+    """The things that stay the same for every batch shape."""
 
     program: Program
     graph: SegmentGraph
@@ -41,7 +41,7 @@ class Setting:
     released: Mapping[int, list[int]]
     seeded: Seeded
     early: Mapping[int, tuple[tuple[int, ...], EarlySends]]
-    """By segment: the outputs it can send early, and who sends them."""
+    """Outputs that each segment can send early, and their sender."""
     training: bool
     waited: Waited
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Setting:
     """Parts of gradients' sums that scattering reductions leave, by parameter."""
 
     def scattered(self, reduction: ReduceGradients) -> tuple[dict[str, int], Axis]:
-        """Along which dimension each parameter of a scattering reduction is cut, and over which ranks."""
+        """Return the dimension along which a scattering reduction cuts each parameter, and the axis of its ranks."""
         of = {name: self.shardings[name] for name in reduction.parameters}
         first = next(iter(of.values()))
         at = axis_among(first, reduction.ranks, self.program.rank)
@@ -69,7 +69,7 @@ class Setting:
 
     @cached_property
     def value_numbers(self) -> Mapping[str, int]:
-        """The same on every rank, so that tags agree."""
+        """Number of each value, the same on every rank, so that tags agree."""
         return {value.name: number for number, value in enumerate(self.graph.values)}
 
     @cached_property
@@ -79,30 +79,30 @@ class Setting:
 
 @dataclass
 class Shared:
-    """What the executor and the handlers hand each other."""
+    """The things that the executor and the handlers of one batch shape hand each other."""
 
     microbatches: int
     shapes: list[Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
-    """Per micro-batch: shape and dtype of every value this rank sends or receives."""
+    """Shape and dtype of every value that this rank sends or receives, for each micro-batch."""
     weights: tuple[float, ...]
-    """Per micro-batch: what its loss, and so its gradients, count for."""
+    """Factor of each micro-batch's loss, and so of its gradients."""
     pieces: dict[str, list[Tensor]]
-    """Per batch leaf: its part in each micro-batch. The lists stay, their contents change every step."""
+    """Part of each batch leaf in each micro-batch. The lists stay, their contents change every step."""
     losses: list[Tensor | None] = field(default_factory=list)
     metrics: list[dict[str, Tensor]] = field(default_factory=list)
     outputs: list[dict[str, Tensor]] = field(default_factory=list)
-    """Per micro-batch: results of an evaluation by name; empty where nobody wants them."""
+    """Results of an evaluation, by name, for each micro-batch; empty where nobody wants them."""
     seeds: list[Tensor | None] = field(default_factory=list)
-    """Per micro-batch: the gradient that its loss starts backward with; kept while the weights stay."""
+    """Gradient that each micro-batch's loss starts backward with; kept while the weights stay."""
     gradient_scale: float = 1.0
-    """All gradients are multiplied by it; the loss is not."""
+    """Factor of all gradients, not of the loss."""
     optimizer: Any = None
     step: int = 0
-    """Which training step it is: with it, the masks of dropout change."""
+    """Number of the training step: with it, the masks of dropout change."""
     first_wait: int = 0
-    """The number of the wait at position 0 of the program. Numbers never repeat on a rank."""
+    """Number of the wait at position 0 of the program. Numbers never repeat on a rank."""
     checked: bool = False
-    """Whether a step has shown that values have the shapes that were promised."""
+    """True once a step has shown that values have the shapes that were promised."""
 
     def begin(self, weights: tuple[float, ...], gradient_scale: float, step: int, first_wait: int) -> None:
         """Make ready for another step."""
