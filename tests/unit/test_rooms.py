@@ -32,6 +32,12 @@ def test_imports_go_down_the_floors_only() -> None:
     assert not upward(HOUSE), "\n".join(map(str, upward(HOUSE)))
 
 
+@pytest.mark.parametrize("folder", HOUSE.folders, ids=lambda folder: folder or "floors")
+def test_the_children_of_a_folder_import_each_other_one_way(folder: str) -> None:
+    found = [str(circle) for circle in circles(HOUSE) if circle.folder == folder]
+    assert not found, "\n".join(found)
+
+
 def test_rooms_stay_small() -> None:
     assert full_rooms(HOUSE) == {}
 
