@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from passes.search.candidates import Candidates, Realized
 
 from cost_models.cluster import ClusterSpec
 from passes import compile as compiler
 from passes.graph.recomputed import recomputed_ops
-from passes.search.candidates import Candidates, Realized
 from passes.search.layer.place import LayerCandidate, LayerRequest
 from runtime.segment.microbatch import microbatch_sizes
 from tests.support.traced_models import small_gpt2

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 from passes.search.free.candidates import FreeCandidates, Scheduled
+from passes.search.placed import Placed
 
 from cost_models.cluster import ClusterSpec
 from passes.compile import compile_graph, layer_wise
@@ -25,7 +26,6 @@ from passes.search.free.shapes import Shape, family_seconds
 from passes.search.free.splits import automatic_families
 from passes.search.free.variants import Attempt, TimeBudget, Variant
 from passes.search.layer.place import LayerRequest
-from passes.search.placed import Placed
 from tests.unit.passes.search.free.test_shapes import BATCH, cluster, graph
 
 __all__ = ["graph"]

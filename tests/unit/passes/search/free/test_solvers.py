@@ -13,8 +13,7 @@ import pytest
 from passes.search.free.anneal import Cooling, anneal
 from passes.search.free.bound import simple_bound, work_bound
 from passes.search.free.coarsen import levels
-from passes.search.free.cut import minimum_cuts
-from passes.search.free.flow import FlowNetwork
+from passes.search.free.cut import FlowNetwork, minimum_cuts
 from passes.search.free.ilp import alike, solve_program
 from passes.search.free.moves import Moves
 from passes.search.free.problem import FreeProblem, Net, evaluate, legal
