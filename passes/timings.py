@@ -48,7 +48,7 @@ def pass_times() -> Iterator[list[PassTime]]:
 
 
 def run_pass(
-    name: str, say: Callable[[T], object], run: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    name: str, say: Callable[[T], object], run: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Run a pass by its name; ``say`` puts its result in a few words, for the log and for timings."""
     began = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -31,9 +32,11 @@ from partitioner.commands.options import (
 from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
 from partitioner.planning.options import PlanOptions
+from partitioner.report.timings import pass_table
 from passes.search.free.request import Objective
 from passes.search.layer.options import RecomputeMode
 from passes.search.words import STRATEGY_WORDS
+from passes.timings import pass_times
 from passes.trace.loss.reduction import checked_reduction
 
 
@@ -63,6 +66,7 @@ def plan(
     dtype: str | None = None,
     set_: Settings = (),
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    timings: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     json: JsonFlag = False,
 ) -> int:
     """Plan how MODEL trains on a cluster.
@@ -123,6 +127,8 @@ def plan(
         key=value for the factory's arguments; may be repeated.
     output
         The file to write the plan to; without it nothing is written.
+    timings
+        Also print, on stderr, each pass of the compile with its seconds and what came out.
     json
         Print one JSON object: the plan.
     """
@@ -154,10 +160,13 @@ def plan(
     wanted.check_mesh(machines)
     with progress(f"loading {model}"):
         workload = load_workload(model, settings=settings(set_), seq=seq, dtype=dtype)
-    with progress(f"tracing {model}"):
-        traced = as_graph(workload, precision=types, loss_reduction=reduction, **dims)
-    with progress("searching"):
-        made = partition(traced, machines, precision=types, **vars(wanted))
+    with pass_times() as times:
+        with progress(f"tracing {model}"):
+            traced = as_graph(workload, precision=types, loss_reduction=reduction, **dims)
+        with progress("searching"):
+            made = partition(traced, machines, precision=types, **vars(wanted))
+    if timings:
+        print(pass_table(times), file=sys.stderr)
     if output is not None:
         made.save(output)
     emit(str(made), made.to_dict(), json)

@@ -9,8 +9,10 @@ import torch
 
 from cost_models.errors import UsageError
 from cost_models.precision import Precision
+from cost_models.units import counted
 from partitioner.models.workload import Workload
 from passes.graph.graph import OpGraph
+from passes.timings import run_pass
 from passes.trace.loss.reduction import LossReduction, refuse_other_reduction
 from passes.trace.trace import trace
 
@@ -48,7 +50,10 @@ def as_graph(
             because=["no example inputs were given"],
             suggestions=["give `example_inputs=`: one batch, as you would call the model with"],
         )
-    return trace(
+    return run_pass(
+        "trace",
+        lambda graph: counted(len(graph), "op"),
+        trace,
         model,
         example_inputs,
         loss_fn=loss_fn,
