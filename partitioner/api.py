@@ -11,6 +11,7 @@ from cost_models.precision import Precision
 from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.models.made_with import MadeWith
 from partitioner.plan import Plan
+from partitioner.planning.option_table import with_python_help
 from partitioner.planning.options import PlanOptions
 from passes.search.free.request import Objective
 from passes.search.layer.options import RecomputeMode
@@ -19,6 +20,7 @@ from passes.trace.precision import check_precision
 from runtime.collector import collector_paused
 
 
+@with_python_help
 def partition(
     model: ModelOrTrace,
     cluster: ClusterSpec,
@@ -48,28 +50,10 @@ def partition(
 
     ``model``: a module, a :class:`Workload`, or the result of :func:`trace` (trace once to compare several plans).
     ``example_inputs``: one batch as the model is called with (a tensor, tuple or mapping); its values do not matter.
-    ``batch_size``: samples per optimizer step; the example's own batch size if not given.
-    ``microbatches``: the number of pieces that the batch is cut into (this *is* gradient accumulation), or "auto".
-    ``schedule``: "auto" or one of gpipe 1f1b interleaved zb-h1 zb-h2 zb-v list list-split.
-    ``optimizer_memory``: whose state is budgeted: none sgd momentum adam adamw amsgrad.
-    ``precision``: a :class:`Precision`, the model's own data types if not given. A trace keeps what it was traced in.
-    ``loss_reduction``: how micro-batches' losses become the batch's: "mean" (weighted by samples), "sum", or "token_mean"
-    (by the whole batch's valid labels); what the loss itself asks for if not given.
-    ``strategy``: "layer" (every op on one device, every device one run of the model), "feature" (every op on all devices,
-    tensors sharded), "free" (any op, or any block of an op's neurons, on any device), or "auto": all are planned, the
-    fastest plan that fits is taken.
-    ``objective``: free: "throughput" (of micro-batches, the default), or "latency": of one batch, in one piece unless
-    ``microbatches`` says otherwise.
-    ``splits``: free: {glob over what can be split, or an op's name: sizes of its blocks}, such as {"mlp": (60, 40)} or, for
-    dimension 2 of an op's output, {"conv2d:2": (7, 7)}; {} for none; chosen for the devices if not given.
-    ``pins``: layer: {glob over module paths or op names: stage}; free: the same with devices; feature: {glob over
-    parameters, inputs, ops or module paths: layout}, such as {"*.up_proj.weight": "S0"}, one placement (R, S0, S1, …, P)
-    per axis of the mesh, or a pattern: {"*": "zero3"} or {"*": "data column_row"}; all of data zero1 zero3 column_row
-    sequence vocabulary.
-    ``mesh``: feature: the shape of the mesh of devices, such as (8, 4), outermost axis first; searched if not given.
-    ``min_stages``, ``max_stages``: use so many devices or more, each with a stage at least; so many stages or fewer.
-    ``recompute``: whether backward computes the activations of blocks (layers) again: "none", "full" (every block), or
-    "auto" (where memory asks for it). By default auto, but full for a model with gradient checkpointing enabled.
+    ``loss_fn``: (output, batch) -> loss; without it the model must return its loss itself.
+    ``name``: the model's name in the plan.
+
+    The options are those of ``partitioner.planning.option_table``, listed below.
 
     Raises ClusterError, ModelError, UsageError, or InfeasibleError with the computed ways out.
     """

@@ -31,6 +31,7 @@ from partitioner.commands.options import (
 )
 from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
+from partitioner.planning.option_table import with_command_help
 from partitioner.planning.options import PlanOptions
 from partitioner.report.timings import pass_table
 from passes.search.free.request import Objective
@@ -40,6 +41,7 @@ from passes.timings import pass_times
 from passes.trace.loss.reduction import checked_reduction
 
 
+@with_command_help
 def plan(
     model: str,
     /,
@@ -79,46 +81,6 @@ def plan(
         file.py:factory, package.module:factory, hf:PATH/config.json, or a bundled name (gpt2, llama-70b, …).
     cluster
         A cluster file, PRESET[:NODES] such as dgx-h100:8, or local:N for CPU workers on this machine.
-    batch_size
-        Samples per optimizer step.
-    strategy
-        layer: every op on one device, every device one contiguous run of the model. feature: every op on all devices,
-        tensors sharded. free: any op, or block of its neurons, on any device. auto: all are planned, the fastest plan
-        that fits is taken.
-    microbatches
-        auto, or into how many pieces the batch is cut.
-    schedule
-        auto, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, list or list-split.
-    optimizer_memory
-        Whose state is budgeted: none, sgd, momentum, adam, adamw or amsgrad.
-    precision
-        compute=bf16,master=fp32 and so on: any of compute, parameters, gradients, master, and loss_scale=dynamic.
-    loss_reduction
-        mean, sum or token_mean: how micro-batches' losses become the batch's; as the model's loss is made if not given.
-    min_stages
-        Use at least this many devices, each with a stage or more.
-    max_stages
-        Use at most this many stages.
-    recompute
-        none, full or auto: whether backward computes the activations of blocks again; auto: where memory asks for it.
-    pin
-        layer: GLOB=STAGE over module paths or op names, such as `layers.0.*=0`; free: GLOB=DEVICE. feature: GLOB=LAYOUT
-        over parameters, inputs, ops or module paths, such as `*.up_proj.weight=S0` or `input_ids=S0,R`; or a pattern:
-        `*=zero3`, `*=data,column_row` (of data zero1 zero3 column_row sequence vocabulary). May be repeated.
-    mesh
-        feature: the shape of the mesh of devices, such as 8x4, outermost axis first; searched if not given.
-    objective
-        free: throughput (of micro-batches, the default) or latency (of one batch).
-    split
-        free: NAME=SIZE,SIZE: how an op, or what NAME (a glob) can mean in this model, is split into blocks of neurons,
-        such as `mlp=60,40`, or `conv2d:2=7,7` for dimension 2 of an op's output; `none` for nothing; chosen for the
-        devices if not given. May be repeated.
-    batch_dims
-        NAME=DIM: where the batch is in an input, or NAME=none for an input without one; may be repeated.
-    dynamic_dims
-        NAME=DIM,DIM: sizes of an input that may differ from batch to batch; may be repeated.
-    time_limit
-        Seconds for the search; the best plan so far is kept.
     seq
         Sequence length of a bundled or hf: model.
     dtype

@@ -1,0 +1,130 @@
+"""The options of a plan, each explained once: for ``help(partition)`` and for ``partitioner plan --help``.
+
+Whoever takes these options says so with :func:`with_python_help` or :func:`with_command_help`, which add the table below
+to its docstring.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option. ``python`` and ``command`` say how it is given, where that differs."""
+
+    name: str
+    meaning: str
+    python: str = ""
+    command: str = ""
+    flag: str = ""
+    """The parameter's name in a command, where it is another: an option that may be repeated is singular there."""
+
+
+OPTIONS = (
+    Option("batch_size", "Samples per optimizer step", "; the example's own batch size if not given."),
+    Option(
+        "strategy",
+        "layer: every op on one device, every device one contiguous run of the model. feature: every op on all devices, "
+        "tensors sharded. free: any op, or block of its neurons, on any device. auto: all are planned, the fastest plan "
+        "that fits is taken",
+    ),
+    Option("microbatches", "auto, or into how many pieces the batch is cut (this is gradient accumulation)"),
+    Option("schedule", "auto, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, list or list-split"),
+    Option("optimizer_memory", "Whose state is budgeted: none, sgd, momentum, adam, adamw or amsgrad"),
+    Option(
+        "precision",
+        "Data types of a step",
+        ": a Precision, the model's own if not given. A trace keeps what it was traced in.",
+        ": compute=bf16,master=fp32 and so on: any of compute, parameters, gradients, master, and loss_scale=dynamic.",
+    ),
+    Option(
+        "loss_reduction",
+        "mean (weighted by samples), sum or token_mean (by the whole batch's valid labels): how micro-batches' losses "
+        "become the batch's; as the model's loss is made if not given",
+    ),
+    Option("min_stages", "Use at least this many devices, each with a stage or more"),
+    Option("max_stages", "Use at most this many stages"),
+    Option(
+        "recompute",
+        "none, full or auto: whether backward computes the activations of blocks again; auto: where memory asks for it. By "
+        "default auto, but full for a model with gradient checkpointing enabled",
+    ),
+    Option(
+        "pins",
+        "layer: stages by glob over module paths or op names; free: devices, likewise. feature: layouts by glob over "
+        "parameters, inputs, ops or module paths: a placement (R, S0, S1, …, P) per axis of the mesh, or a pattern of "
+        "data zero1 zero3 column_row sequence vocabulary",
+        '; as {"layers.0.*": 0}, {"*.up_proj.weight": "S0"} or {"*": "data column_row"}.',
+        "; as `layers.0.*=0`, `*.up_proj.weight=S0`, `input_ids=S0,R` or `*=data,column_row`. May be repeated.",
+        flag="pin",
+    ),
+    Option(
+        "mesh",
+        "feature: the shape of the mesh of devices, outermost axis first; searched if not given",
+        ", such as (8, 4).",
+        ", such as 8x4.",
+    ),
+    Option(
+        "objective",
+        "free: throughput (of micro-batches, the default) or latency (of one batch, in one piece unless the number of "
+        "micro-batches is given)",
+    ),
+    Option(
+        "splits",
+        "free: how an op, or what a glob can mean in this model, is split into blocks of neurons; chosen for the devices "
+        "if not given",
+        ': sizes by name, such as {"mlp": (60, 40)}, or {"conv2d:2": (7, 7)} for dimension 2 of an op\'s output; {} for '
+        "none.",
+        ": NAME=SIZE,SIZE, such as `mlp=60,40`, or `conv2d:2=7,7` for dimension 2 of an op's output; `none` for nothing. "
+        "May be repeated.",
+        flag="split",
+    ),
+    Option(
+        "batch_dims",
+        "Where the batch is in an input, or that it has none",
+        ": {leaf name: dimension or None}.",
+        ": NAME=DIM, or NAME=none; may be repeated.",
+    ),
+    Option(
+        "dynamic_dims",
+        "Sizes of an input that may differ from batch to batch",
+        ": {leaf name: dimensions}.",
+        ": NAME=DIM,DIM; may be repeated.",
+    ),
+    Option(
+        "time_limit_seconds",
+        "Seconds for the search; the best plan so far is kept",
+        flag="time_limit",
+    ),
+)
+
+
+def with_python_help(function: F) -> F:
+    """Add the options that ``function`` takes to its docstring, as ``help`` shows it."""
+    taken = inspect.signature(function).parameters
+    rows = [
+        textwrap.fill(f"``{o.name}``: {o.meaning}{o.python or '.'}", 116, subsequent_indent="    ")
+        for o in OPTIONS
+        if o.name in taken
+    ]
+    function.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Options:", "", *rows])
+    return function
+
+
+def with_command_help(function: F) -> F:
+    """Add the options that a command takes to the section ``Parameters`` of its docstring, which is the last one."""
+    taken = inspect.signature(function).parameters
+    rows = []
+    for option in OPTIONS:
+        name = option.flag or option.name
+        if name in taken:
+            rows += [name, textwrap.indent(f"{option.meaning}{option.command or '.'}", "    ")]
+    function.__doc__ = "\n".join([inspect.getdoc(function) or "", *rows])
+    return function
