@@ -13,9 +13,10 @@ from cost_models.memory import OPTIMIZERS
 from cost_models.precision import Precision
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
-from passes.search.feature.meshes import MAX_AXES, meshes
+from passes.search.feature.meshes import meshes
 from passes.search.feature.pins import axes_of_layout
 from passes.search.feature.place import FeatureRequest
+from passes.search.feature.tuning import TUNING
 from passes.search.free.request import FreeRequest, Objective
 from passes.search.layer.options import RecomputeMode
 from passes.search.layer.place import LayerRequest
@@ -78,7 +79,7 @@ class PlanOptions:
     def check_mesh(self, cluster: ClusterSpec) -> None:
         """Refuse a mesh that is not the cluster's devices, and pins to others, before anything is traced for them."""
         if self.mesh is not None:
-            meshes(cluster, MAX_AXES, self.mesh)
+            meshes(cluster, TUNING.most_axes, self.mesh)
         if self.strategy != "auto" and STRATEGY_WORDS[self.strategy].pinned_to == "device":
             world = cluster.world_size
             problems = [

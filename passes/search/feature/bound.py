@@ -25,9 +25,7 @@ from numpy.typing import NDArray
 from cost_models.compute import FloatArray
 from passes.search.feature.bridges import BridgeTable
 from passes.search.feature.problem import FeatureProblem
-
-FORBIDDEN_SECONDS = 1e7
-"""What a pair that is not allowed costs here: more than any step, little enough for sums to stay exact."""
+from passes.search.feature.tuning import TUNING
 
 
 @dataclass(eq=False)
@@ -109,7 +107,7 @@ class WireTable:
 
     @property
     def seconds(self) -> FloatArray:
-        return np.where(self.table.allowed, self.table.seconds, FORBIDDEN_SECONDS)
+        return np.where(self.table.allowed, self.table.seconds, TUNING.forbidden_seconds)
 
 
 def wire_tables(problem: FeatureProblem, larger: Sequence[WireTable] | None = None) -> list[WireTable]:
@@ -187,7 +185,9 @@ class DualBound:
 
     def wire_cost(self, wire: int) -> FloatArray:
         known = self.tables[wire]
-        seconds = np.where(known.table.allowed, self.time_weight * known.table.seconds, FORBIDDEN_SECONDS)
+        seconds = np.where(
+            known.table.allowed, self.time_weight * known.table.seconds, TUNING.forbidden_seconds
+        )
         cost: FloatArray = seconds + self.price * known.table.copies
         return cost
 

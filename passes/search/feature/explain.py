@@ -22,16 +22,14 @@ from cost_models.layout import Mesh, Replicate
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.search.explain import Way
-from passes.search.feature.bound import FORBIDDEN_SECONDS, WireTable, price, wire_tables
+from passes.search.feature.bound import WireTable, price, wire_tables
 from passes.search.feature.codes import DEFERRED, WHOLE, needs_of
 from passes.search.feature.graph import FeatureGraph, Unit, UnitKind, feature_graph
 from passes.search.feature.options import Options, StoredChoice
 from passes.search.feature.problem import FeatureProblem, Setting, UnitNumbers, build_problem, links_of
+from passes.search.feature.tuning import TUNING
 from passes.shard.discover import Discovery
 from passes.shard.words import FeaturePlacement, Placements, choice_text, placements_text
-
-ALIKE = 1e-9
-"""Relative difference of costs that is rounding."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Alternatives:
     @property
     def cheaper(self) -> tuple[Way, ...]:
         """Ways of which the step would be shorter, whether they fit or not."""
-        limit = self.chosen.step_seconds * (1 - ALIKE)
+        limit = self.chosen.step_seconds * (1 - TUNING.alike)
         return tuple(way for way in self.ways if way.step_seconds < limit)
 
     def fits(self, way: Way) -> bool:
@@ -243,7 +241,7 @@ def _ways(
             sends_seconds=sends,
             memory_bytes=cost.bytes,
             chosen=_is_held(graph, placement, unit, numbers, k),
-            possible=cost.seconds < FORBIDDEN_SECONDS,
+            possible=cost.seconds < TUNING.forbidden_seconds,
         )
         known = best.get(way.layout)
         if known is None or way.step_seconds < known.step_seconds:

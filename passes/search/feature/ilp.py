@@ -25,10 +25,8 @@ from numpy.typing import NDArray
 
 from passes.search.feature.bridges import BridgeTable
 from passes.search.feature.problem import FeatureProblem, UnitNumbers
+from passes.search.feature.tuning import TUNING
 from passes.search.ilp import Program, Status, Terms, Variable
-
-FREE_SECONDS = 1e-15
-"""Costs below are rounding."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class _Model:
             self.program.row({self.buffer: 1.0, **buffers}, ">=", 0.0)
 
     def _is_free(self, table: BridgeTable) -> bool:
-        costly = bool((table.seconds > FREE_SECONDS).any()) or not table.allowed.all()
+        costly = bool((table.seconds > TUNING.free_seconds).any()) or not table.allowed.all()
         return not costly and not (self.memory and (table.copies.any() or table.buffers.any()))
 
     def _members(

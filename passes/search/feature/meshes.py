@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.layout import Mesh
+from passes.search.feature.tuning import TUNING
 
-MAX_AXES = 3
 NAMES = ("outer", "middle", "inner")
 
 
@@ -59,8 +59,8 @@ def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 def mesh_problems(shape: Sequence[int], world: int) -> Iterator[str]:
     """What is wrong with a mesh for ``world`` devices."""
-    if not 1 <= len(shape) <= MAX_AXES:
-        yield f"it has {len(shape)} axes, expected 1 to {MAX_AXES}"
+    if not 1 <= len(shape) <= TUNING.most_axes:
+        yield f"it has {len(shape)} axes, expected 1 to {TUNING.most_axes}"
     if math.prod(shape) != world:
         yield f"it has {math.prod(shape):,} devices, the cluster {world:,}"
 

@@ -12,6 +12,7 @@ from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
 from passes.search.feature.place import FeatureRequest, place_features
+from passes.search.feature.tuning import TUNING
 from passes.search.judge import Judge, memory_rounds
 from passes.search.outcome import Outcome, ShardingDetails
 from passes.shard.discover import Discovery
@@ -19,8 +20,6 @@ from passes.shard.words import FeaturePlacement
 
 log = logging.getLogger("partitioner")
 
-LEAST_RESERVE = 0.01
-"""The share of a device's memory by which it is lessened at least. By hand."""
 SCHEDULE = "1f1b"
 """The order of the one stage's work: each micro-batch's backward follows its forward."""
 
@@ -45,7 +44,7 @@ def place_sharded(
         excess = simulated.overflow_bytes
         log.info("the simulated step exceeds a device by %s: searching again", format_bytes(excess))
         unseen = smallest + excess - found.cost.memory_bytes  # by the search, of what is simulated
-        return max(reserved_bytes + LEAST_RESERVE * smallest, unseen)
+        return max(reserved_bytes + TUNING.least_reserve * smallest, unseen)
 
     memory_rounds(search, request.reserved_bytes)
     last = outcomes[-1]

@@ -47,6 +47,7 @@ from passes.search.feature.problem import (
 from passes.search.feature.result import assemble, replicated_share
 from passes.search.feature.solve import ProblemSearch, Solved
 from passes.search.feature.ties import with_split_batch
+from passes.search.feature.tuning import TUNING
 from passes.search.outcome import ChoiceOrigins, MeshTried
 from passes.search.request import Request
 from passes.search.words import StrategyName
@@ -56,10 +57,6 @@ from passes.shard.words import FeaturePlacement
 log = logging.getLogger("partitioner")
 
 OBJECTIVE = "microbatches * (op seconds + bridge seconds) + parameter seconds, nothing overlapped"
-AGREEMENT = 1e-6
-"""How far, relatively, the search's objective and its evaluation on the whole graph may differ."""
-PROVED = 1e-9
-"""A gap that is rounding: nothing is left to search."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ def _origins(discovery: Discovery, problem: FeatureProblem, options: Sequence[in
 
 def _check(seconds: float, solved: Solved) -> None:
     """The search's classes and tables against the sum over the whole graph."""
-    if abs(seconds - solved.seconds) > AGREEMENT * max(seconds, solved.seconds):
+    if abs(seconds - solved.seconds) > TUNING.agreement * max(seconds, solved.seconds):
         raise AssertionError(
             f"the search's objective {solved.seconds} s is not the {seconds} s of the whole graph"
         )
@@ -338,7 +335,7 @@ def _certificate(
     """About all meshes and micro-batch counts of the search together."""
     bound = min([cost.seconds, *(t.bound_seconds for t in search.tried if t.status != "infeasible")])
     gap = relative_gap(cost.seconds, bound)
-    optimal = gap < PROVED or all(t.status != "time limit" for t in search.tried)
+    optimal = gap < TUNING.proved or all(t.status != "time limit" for t in search.tried)
     assert search.best is not None
     problem = search.best[0]
     shapes = dict.fromkeys(t.shape for t in search.tried)

@@ -19,25 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.search.feature import ilp as feature_ilp
-from passes.search.feature.bound import FORBIDDEN_SECONDS, DualBound, Priced, WireTable, price, wire_tables
+from passes.search.feature.bound import DualBound, Priced, WireTable, price, wire_tables
 from passes.search.feature.problem import FeatureProblem
-
-PROVED = 1e-8
-"""Relative distance of bound and cost at which nothing is left to prove: rounding."""
-SWEEPS = 30
-PRICES = 12
-"""Prices of memory tried at most."""
-NEAR = 1e-4
-"""Relative distance of prices, or of the bound from the best it could be, at which another price is of no use."""
-LONGEST_SECONDS = 1e6
-MARGINS = (1e-3, 1e-2, 6e-2, math.inf)
-"""How much more than the bound choices of a program may cost, relatively: one after the other."""
-CLOSE = 3.0
-"""A known choice that is so many margins off is the next limit."""
-SHRINKS = 0.9
-"""Options are left out again while at least a tenth of them goes."""
-ROUNDING = 1e-8
-"""The program's memory row holds to its solver's tolerance."""
+from passes.search.feature.tuning import TUNING
 
 
 @dataclass(frozen=True)
@@ -84,7 +68,7 @@ class ProblemSearch:
         self._cheapest = Priced(0.0, math.inf)
         self._tight = problem
         self._steps = [self._free, self._priced, self._core]
-        self._margins = list(MARGINS)
+        self._margins = list(TUNING.margins)
         if self.possible:
             self._does_not_fit(sum(float(u.bytes.min()) for u in problem.units) - problem.capacity_bytes)
         self._tables = self._whole_tables = wire_tables(problem) if self.possible else []
@@ -96,10 +80,10 @@ class ProblemSearch:
         return not self._steps or not self.possible or self.is_proved() or self.is_bounded(known_seconds)
 
     def is_bounded(self, known_seconds: float) -> bool:
-        return self.bound >= known_seconds * (1 - PROVED)
+        return self.bound >= known_seconds * (1 - TUNING.solved)
 
     def is_proved(self) -> bool:
-        return self.best is not None and self.bound >= self.best[0].seconds * (1 - PROVED)
+        return self.best is not None and self.bound >= self.best[0].seconds * (1 - TUNING.solved)
 
     def result(self, known_seconds: float) -> Solved:
         if not self.possible:
@@ -133,13 +117,15 @@ class ProblemSearch:
         if not self.short_of_memory:
             return
         least = DualBound(self.problem, self._tables, 1.0, time_weight=0.0)
-        over = least.ascend(SWEEPS)  # bytes beyond the capacity that every choice needs, buffers not counted
+        over = least.ascend(
+            TUNING.sweeps
+        )  # bytes beyond the capacity that every choice needs, buffers not counted
         if over > 0 and self.best is None:
             self._does_not_fit(over)
             return
         # What leaves no room for its buffer, or needs too many bytes by itself, is in no choice that fits.
         self._tight = replace(self.problem, largest_buffer_bytes=max(-over, 0.0))
-        self._shrink(least.needless(ROUNDING * self.problem.capacity_bytes))
+        self._shrink(least.needless(TUNING.rounding * self.problem.capacity_bytes))
         self._duals = self._latest = None
         if not self._tables:
             self.possible, self.bound = False, math.inf
@@ -147,7 +133,7 @@ class ProblemSearch:
         # Every choice x is a line t(x) + λ·(b(x) − capacity) above the bound: on to where the lowest lines cross.
         cheap, small = self._cheapest, None
         at = self.bound / self.problem.capacity_bytes
-        for _ in range(PRICES):
+        for _ in range(TUNING.prices):
             if self.is_bounded(known_seconds) or self.is_proved() or time.perf_counter() > deadline:
                 return
             found = self._ascend(at, known_seconds)
@@ -162,7 +148,7 @@ class ProblemSearch:
             if crossing <= 0.0:  # the smaller choice is the faster one: no price of memory tells them apart
                 return
             height = small.seconds + crossing * (small.bytes - self.problem.capacity_bytes)
-            if abs(crossing - at) < NEAR * at or height <= self.bound * (1 + NEAR):
+            if abs(crossing - at) < TUNING.near * at or height <= self.bound * (1 + TUNING.near):
                 return
             at = crossing
 
@@ -180,7 +166,7 @@ class ProblemSearch:
         known = min(known_seconds, self.best[0].seconds if self.best else math.inf)
         margin = self._margins.pop(0)
         limit = self.bound * (1 + margin)
-        if known <= self.bound * (1 + CLOSE * margin):
+        if known <= self.bound * (1 + TUNING.close * margin):
             limit = known
         core = self._core_problem(limit, deadline)
         if core is None:
@@ -203,10 +189,10 @@ class ProblemSearch:
                 return None
             tables = wire_tables(problem, tables)
             duals = DualBound(problem, tables, duals.price)
-            if duals.ascend(SWEEPS, target=limit) >= limit:
+            if duals.ascend(TUNING.sweeps, target=limit) >= limit:
                 return None
             after = sum(len(unit.seconds) for unit in problem.units)
-            if after > SHRINKS * before or time.perf_counter() > deadline:
+            if after > TUNING.shrinks * before or time.perf_counter() > deadline:
                 break
         return _Core(problem, tables, duals)
 
@@ -219,7 +205,7 @@ class ProblemSearch:
             found = feature_ilp.solve(
                 core.problem,
                 memory=memory,
-                time_limit_seconds=min(left, LONGEST_SECONDS),
+                time_limit_seconds=min(left, TUNING.longest_seconds),
                 tables=[known.table for known in core.tables],
                 pairs=pairs,
             )
@@ -239,7 +225,7 @@ class ProblemSearch:
         units = zip(self.problem.units, smaller.units, chosen, strict=True)
         index = [unit.index.tolist().index(int(small.index[k])) for unit, small, k in units]
         cost = price(self.problem, self._whole_tables, index)
-        fits = cost.bytes <= self.problem.capacity_bytes * (1 + ROUNDING)
+        fits = cost.bytes <= self.problem.capacity_bytes * (1 + TUNING.rounding)
         if not fits:
             self.short_of_memory = True
         elif self.best is None or cost.seconds < self.best[0].seconds:
@@ -249,7 +235,7 @@ class ProblemSearch:
     def _ascend(self, seconds_per_byte: float, known_seconds: float) -> Priced:
         """Bound at one price of memory, and the choice that its messages say."""
         duals = DualBound(self._tight, self._tables, seconds_per_byte, start=self._latest)
-        bound = duals.ascend(SWEEPS, target=known_seconds)
+        bound = duals.ascend(TUNING.sweeps, target=known_seconds)
         self._latest = duals
         if bound > self.bound or self._duals is None:
             self.bound, self._duals = max(bound, self.bound), duals
@@ -257,7 +243,7 @@ class ProblemSearch:
         cost = price(self._tight, self._tables, chosen)
         if cost.bytes > self.problem.capacity_bytes:
             self.short_of_memory = True
-        elif cost.seconds < min(FORBIDDEN_SECONDS, self.best[0].seconds if self.best else math.inf):
+        elif cost.seconds < min(TUNING.forbidden_seconds, self.best[0].seconds if self.best else math.inf):
             self._take(self._tight, chosen)
         return cost
 

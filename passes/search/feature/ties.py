@@ -22,9 +22,7 @@ from passes.search.feature.bridges import BridgeTable
 from passes.search.feature.graph import Unit
 from passes.search.feature.options import Options, bytes_of
 from passes.search.feature.problem import FeatureProblem
-
-EQUAL = 1e-12
-"""Relative difference of sums that is rounding."""
+from passes.search.feature.tuning import TUNING
 
 
 def with_split_batch(problem: FeatureProblem, options: Sequence[int]) -> tuple[int, ...]:
@@ -58,10 +56,10 @@ class _Ties:
         before = best = self.chosen[index]
         data = _data(self.problem, unit)
         cost = self._cost(index)
-        for k in np.flatnonzero(data < data[before] * (1 - EQUAL)).tolist():
+        for k in np.flatnonzero(data < data[before] * (1 - TUNING.equal)).tolist():
             self.chosen[index] = k
             if data[k] < data[best] and all(
-                new <= old * (1 + EQUAL) for new, old in zip(self._cost(index), cost, strict=True)
+                new <= old * (1 + TUNING.equal) for new, old in zip(self._cost(index), cost, strict=True)
             ):
                 best = k
         self.chosen[index] = best

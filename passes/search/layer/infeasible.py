@@ -14,19 +14,17 @@ from cost_models.errors import InfeasibleError
 from cost_models.units import counted, format_bytes
 from passes.search.infeasible import shortfalls
 from passes.search.layer.dp import solve_dp
-from passes.search.layer.options import MAX_COUNTS, Option, layer_problem, microbatch_counts, numbers
+from passes.search.layer.options import Option, layer_problem, microbatch_counts, numbers
 from passes.search.layer.problem import DeviceKind, LayerProblem, Split
 from passes.search.layer.search import LayerSearch, Solved, device_overflow
 from passes.search.layer.spaces import Space
 from passes.search.layer.table import Geometry
+from passes.search.layer.tuning import TUNING
 
 NO_WAY = (
     "devices with more memory; more micro-batches, a smaller batch, more devices or recompute do not help"
 )
 NO_SPLIT = "other pins, another number of stages or another schedule: together they leave no split"
-MAX_SCALE = 1 << 20
-GROWTH = (2, 4, 8, 16)
-"""How many times as many devices are tried."""
 
 
 def infeasible(
@@ -100,7 +98,7 @@ def _least_bad(search: LayerSearch, option: Option) -> tuple[LayerProblem, Split
     """The split that would fit if all devices had the least larger memory, by bisection of that factor."""
     found: tuple[LayerProblem, Split] | None = None
     low, high = 1.0, 2.0
-    while high <= MAX_SCALE and found is None:
+    while high <= TUNING.most_scale and found is None:
         found = _at_scale(search, option, high)
         if found is None:
             low, high = high, high * 2
@@ -130,7 +128,7 @@ def _ways_out(search: LayerSearch, option: Option, auto_microbatches: bool, scal
     if search.min_stages > 1 and _fits(replace(search, min_stages=1), option, search.batch_size, scale):
         yield f"fewer stages: min_stages={search.min_stages} keeps out what fits"
     if not auto_microbatches:
-        for m in microbatch_counts(search.batch_size, "auto")[-MAX_COUNTS:]:
+        for m in microbatch_counts(search.batch_size, "auto")[-TUNING.most_counts :]:
             if m > option.microbatches and _fits(
                 search, replace(option, microbatches=m), search.batch_size, scale
             ):
@@ -148,7 +146,7 @@ def _ways_out(search: LayerSearch, option: Option, auto_microbatches: bool, scal
             yield f"a smaller batch: {counted(batch, 'sample')}, as {counted(m, 'micro-batch')}"
             break
         batch //= 2
-    for factor in GROWTH if not (lean_fits and option.chunks > 1) else ():
+    for factor in TUNING.growth if not (lean_fits and option.chunks > 1) else ():
         if _fits_on_more(search, option, factor, scale):
             count = factor * len(search.cluster.devices)
             under = " under 1f1b" if option.chunks > 1 else ""  # all that was tried

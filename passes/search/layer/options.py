@@ -15,6 +15,7 @@ from cost_models.devices import Device
 from cost_models.links import Path
 from passes.search.layer.problem import DeviceKind, Held, LayerProblem, Recompute
 from passes.search.layer.spaces import Space
+from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel
 from passes.search.touches import FloatArray
 from runtime.schedules import SCHEDULES
@@ -22,14 +23,6 @@ from runtime.schedules import SCHEDULES
 RecomputeMode: TypeAlias = Literal["none", "full", "auto"]
 """Activation recomputation: no block, every block, or those of stages that do not fit otherwise."""
 
-MAX_COUNTS = 24
-"""Micro-batch counts tried at most: the largest ones are the ones that pipelines want."""
-MAX_DEVICE_STATES = 400
-"""Unlike devices are searched as a multiset of kinds while the dynamic program's device states stay below
-this."""
-MAX_SUBSEQUENCE_DEVICES = 12
-"""Otherwise as any subsequence of the file's order, up to this many devices; beyond, as a run of that
-order."""
 
 AUTO_SCHEDULES: tuple[tuple[str, int], ...] = (
     ("1f1b", 1),
@@ -83,7 +76,7 @@ def microbatch_counts(batch_size: int, wanted: int | str) -> list[int]:
     counts |= {batch_size // d for d in counts}
     if len(counts) < 4:
         counts |= {1 << i for i in range(batch_size.bit_length()) if 1 << i <= batch_size}
-    return sorted(counts)[-MAX_COUNTS:]
+    return sorted(counts)[-TUNING.most_counts :]
 
 
 def options(counts: Sequence[int], schedule: str, devices: int) -> list[Option]:
@@ -184,9 +177,9 @@ def device_plan(
             f"a run of {world} identical devices in file order",
         )
     states = len(groups) * math.prod(len(ranks) + 1 for ranks in groups.values())
-    if states <= MAX_DEVICE_STATES:
+    if states <= TUNING.most_device_states:
         return _multiset(cluster, list(groups.items()))
-    if world <= MAX_SUBSEQUENCE_DEVICES:
+    if world <= TUNING.most_subsequence_devices:
         return _single(cluster, table, "ordered", (), f"any subsequence of {world} devices in file order")
     return _single(
         cluster, table, "sequence", tuple(range(world)), f"a run of {world} unlike devices in file order"

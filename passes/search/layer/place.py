@@ -39,6 +39,7 @@ from passes.search.layer.options import (
 )
 from passes.search.layer.search import LayerSearch, OptionResult, Solved
 from passes.search.layer.spaces import spaces
+from passes.search.layer.tuning import TUNING
 from passes.search.microbatches import accepted_counts
 from passes.search.model import Costs, read_model
 from passes.search.outcome import Outcome, RunnerUp, StagesLabel
@@ -49,17 +50,11 @@ from passes.search.words import StrategyName
 log = logging.getLogger("partitioner")
 
 OBJECTIVE = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * largest"
-ANOTHER_SEARCH = 1.01
-"""How much slower than one that overflows the best that fits must be for another search."""
-ROOM_LEFT = 0.995
-"""How full that search may make a device, if the estimate is as far off as it was where it overflowed."""
 STAGES_RECOMPUTE = {
     "auto": "a stage that does not fit computes all its blocks again (the plan then keeps what fits)",
     "full": "every stage computes its blocks again",
 }
 """How recompute enters the surrogate, for the certificate."""
-ONE_OF_EACH = 1.25
-"""Every schedule whose best surrogate is within this factor of the best of all is simulated at least once."""
 
 
 @dataclass(frozen=True)
@@ -192,11 +187,13 @@ def _simulate_until_one_fits(
                 if not judged.simulated.fits:
                     overflowing[solved.option] = judged
         best_seconds = fastest_seconds(tried)
-        missed = [j for j in overflowing.values() if j.simulated.step_seconds * ANOTHER_SEARCH < best_seconds]
+        missed = [
+            j for j in overflowing.values() if j.simulated.step_seconds * TUNING.another_search < best_seconds
+        ]
         if not missed or (math.isfinite(best_seconds) and time.perf_counter() > enough):
             return None
         least = min(missed, key=lambda j: j.simulated.overflow_bytes)
-        smaller = ROOM_LEFT * estimated_share(search, least)
+        smaller = TUNING.room_left * estimated_share(search, least)
         log.info("the fastest candidates overflow; searching again with %.0f%% of the memory", 100 * smaller)
         last_scale = smaller
         return smaller
@@ -217,7 +214,7 @@ def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
     solved = sorted((s for r in results for s in r.solved), key=lambda s: s.split.objective_seconds)
     if not solved:
         return []
-    worth = solved[0].split.objective_seconds * ONE_OF_EACH
+    worth = solved[0].split.objective_seconds * TUNING.one_of_each
     first: dict[tuple[str, int], Solved] = {}
     for s in solved:
         if s.split.objective_seconds <= worth:

@@ -51,15 +51,13 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from passes.search.layer.tuning import TUNING
 from passes.search.touches import Crossing, FloatArray, Touch
 
 Assignment: TypeAlias = Literal["unordered", "ordered", "sequence"]
 
 Held: TypeAlias = tuple[int, int]
 """Micro-batches held whole, and micro-batches of which only the weight half is left."""
-
-MEMORY_TOLERANCE = 1e-9
-"""Relative slack in memory comparisons, so that sums in another order do not change the answer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +240,7 @@ def _recomputed(problem: LayerProblem, kinds: Sequence[int], memory: FloatArray)
     """Whether each stage computes its blocks again, given what it holds otherwise."""
     if problem.recompute is None:
         return [False] * len(kinds)
-    room = [problem.kinds[kind].capacity_bytes * (1 + MEMORY_TOLERANCE) for kind in kinds]
+    room = [problem.kinds[kind].capacity_bytes * (1 + TUNING.memory_tolerance) for kind in kinds]
     return [problem.recompute.always or used > free for used, free in zip(memory, room, strict=True)]
 
 
@@ -322,7 +320,7 @@ def touched_bytes(touches: Sequence[Touch], sizes: FloatArray, stage_of: Sequenc
 def overflow_bytes(problem: LayerProblem, split: Split) -> tuple[float, ...]:
     """Per stage: bytes that do not fit its device; 0 where it fits."""
     return tuple(
-        max(0.0, used - problem.kinds[kind].capacity_bytes * (1 + MEMORY_TOLERANCE))
+        max(0.0, used - problem.kinds[kind].capacity_bytes * (1 + TUNING.memory_tolerance))
         for used, kind in zip(split.memory_bytes, split.kinds, strict=True)
     )
 

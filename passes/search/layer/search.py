@@ -24,24 +24,12 @@ from passes.search.layer.options import (
     layer_problem,
     numbers,
 )
-from passes.search.layer.problem import MEMORY_TOLERANCE, LayerProblem, Split, evaluate
+from passes.search.layer.problem import LayerProblem, Split, evaluate
 from passes.search.layer.spaces import Space
+from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel, smallest_share
 from passes.search.touches import FloatArray
 from runtime.schedules import SCHEDULES
-
-SLACK = 1.15
-"""Options whose proved bound is this much above the best surrogate are not solved: the surrogate's optimum
-was up to 8–16% off the simulated one on random plans."""
-GAP = 1e-6
-"""Relative gap to which the surrogate's minimum is proved."""
-CAUTION = 4.0
-"""How much slower links are in a second look at the best options: transfers that share a link, or that
-interlock with unlike stages, take longer than the surrogate thinks, and a split that sends less may simulate
-better."""
-CAUTIOUS_OPTIONS = 3
-KEEP = 4
-"""Splits kept per option and space."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,10 +137,10 @@ class LayerSearch:
         for floor, index in queue:
             option = self.options[index]
             late = time.perf_counter() > deadline and math.isfinite(best)
-            if floor > best * SLACK or late:
+            if floor > best * TUNING.slack or late:
                 results.append(OptionResult(option, (), floor, False, not late))
                 continue
-            result = self._solve_option(option, floor, deadline, best * SLACK, capacity_scale)
+            result = self._solve_option(option, floor, deadline, best * TUNING.slack, capacity_scale)
             results.append(result)
             best = min([best, *(s.split.objective_seconds for s in result.solved)])
         self._second_look(results, deadline)
@@ -161,7 +149,7 @@ class LayerSearch:
     def _second_look(self, results: list[OptionResult], deadline: float) -> None:
         """Add to the best options their optimum under slower links, valued by the real ones."""
         ranking = sorted((r.solved[0].split.objective_seconds, i) for i, r in enumerate(results) if r.solved)[
-            :CAUTIOUS_OPTIONS
+            : TUNING.cautious_options
         ]
         for _, index in ranking:
             if time.perf_counter() > deadline:
@@ -169,7 +157,7 @@ class LayerSearch:
             known = results[index].solved
             first = known[0]
             slower = replace(
-                first.problem, link_seconds_per_byte=first.problem.link_seconds_per_byte * CAUTION
+                first.problem, link_seconds_per_byte=first.problem.link_seconds_per_byte * TUNING.caution
             )
             found = self._solve_problem(first.space, slower, deadline, math.inf).splits[:1]
             added = []
@@ -201,15 +189,15 @@ class LayerSearch:
         solved.sort(key=lambda s: s.split.objective_seconds)
         # a run of devices may be as good or better elsewhere than where the program puts it
         bound = min([bound, *(s.split.objective_seconds for s in solved)])
-        return OptionResult(option, tuple(solved[:KEEP]), max(bound, floor), True, optimal)
+        return OptionResult(option, tuple(solved[: TUNING.keep]), max(bound, floor), True, optimal)
 
     def _solve_problem(self, space: Space, problem: LayerProblem, deadline: float, cutoff: float) -> DpResult:
         def run(candidate: LayerProblem) -> DpResult:
             return solve_dp(
                 candidate,
                 geometry=space.geometry,
-                keep=KEEP,
-                relative_gap=GAP,
+                keep=TUNING.keep,
+                relative_gap=TUNING.gap,
                 deadline=deadline,
                 cutoff_seconds=cutoff,
             )
@@ -255,7 +243,7 @@ def device_overflow(problem: LayerProblem, split: Split) -> float:
     """Bytes that do not fit the fullest device when all its chunks are counted together."""
     used = np.zeros(len(problem.kinds))
     np.add.at(used, list(split.kinds), split.memory_bytes)
-    room = np.array([kind.capacity_bytes * (1 + MEMORY_TOLERANCE) for kind in problem.kinds])
+    room = np.array([kind.capacity_bytes * (1 + TUNING.memory_tolerance) for kind in problem.kinds])
     return float((used - room).max())
 
 

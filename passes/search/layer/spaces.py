@@ -15,19 +15,13 @@ from numpy.typing import NDArray
 from passes.graph.contraction import OpArrays, clusters, intervals, list_downsets
 from passes.search.layer.problem import LayerStructure
 from passes.search.layer.table import Geometry
+from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel
 from passes.search.touches import Crossing, FloatArray, Touch
 
 IntArray: TypeAlias = NDArray[np.int64]
 T = TypeVar("T")
 G = TypeVar("G", bound=Hashable)
-
-MAX_INTERVALS = 480
-"""Cut positions looked at along the order: about six in each block of an 80-block transformer."""
-MAX_DOWNSETS = 512
-"""Family of downsets that is listed where a graph branches; its pairs are the dynamic program's edges."""
-CLUSTER_SIZES = (40, 28, 20, 14)
-"""Units of the branching coarsening, tried in turn until the downsets can be listed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,10 +144,10 @@ def spaces(model: LayerModel, work: FloatArray, pins: Mapping[int, int], size: i
     """
     crossing = model.output_bytes(size) * (1.0 + model.differentiable)
     ops = OpArrays(model.readers, work, crossing, model.together, pins)
-    unit_of = intervals(ops, MAX_INTERVALS)
+    unit_of = intervals(ops, TUNING.most_intervals)
     count = max(unit_of) + 1
     found = [make_space(model, f"contiguous splits at {count - 1} cuts of the program order", unit_of, None)]
-    for most in CLUSTER_SIZES:
+    for most in TUNING.cluster_sizes:
         unit_of = clusters(ops, most)
         units = max(unit_of) + 1
         edges = {
@@ -162,7 +156,7 @@ def spaces(model: LayerModel, work: FloatArray, pins: Mapping[int, int], size: i
             for v in rs
             if unit_of[u] != unit_of[v]
         }
-        downsets = list_downsets(units, edges, MAX_DOWNSETS)
+        downsets = list_downsets(units, edges, TUNING.most_downsets)
         if downsets is None:
             continue
         if len(downsets) > units + 1:

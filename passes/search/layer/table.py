@@ -20,7 +20,8 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.search.layer.problem import MEMORY_TOLERANCE, Held, LayerProblem, LayerStructure
+from passes.search.layer.problem import Held, LayerProblem, LayerStructure
+from passes.search.layer.tuning import TUNING
 from passes.search.touches import FloatArray, Touch
 
 IntArray: TypeAlias = NDArray[np.int64]
@@ -264,7 +265,10 @@ def stage_table(problem: LayerProblem, geometry: Geometry) -> StageTable:
     fixed = geometry.state(problem.state_bytes) + gradient[source] + gradient[target]
     held = geometry.held(problem.storage_bytes)
     deferred = geometry.deferred(problem.deferred_bytes) if problem.moments else np.zeros_like(held)
-    free = {size: size * (1 + MEMORY_TOLERANCE) - fixed for size in {k.capacity_bytes for k in problem.kinds}}
+    free = {
+        size: size * (1 + TUNING.memory_tolerance) - fixed
+        for size in {k.capacity_bytes for k in problem.kinds}
+    }
     return StageTable(
         geometry,
         work,
