@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No cyclic collection inside; afterwards as before. Also a decorator."""
+    """Pause cyclic collection inside; afterwards it is as before. Also a decorator."""
     if not gc.isenabled():
         yield
         return

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: whole ones, and a file that says which is the newest.
+"""A directory of checkpoints: whole ones, and a file that names the newest.
 
     DIRECTORY/
       latest                        one line: the name of the newest whole checkpoint
@@ -34,7 +34,7 @@ _NAME = re.compile(r"step-\d+-[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint that was found. ``record``: its JSON data without the index."""
+    """A checkpoint on the disk. ``record``: its JSON data without the index."""
 
     path: Path
     record: Mapping[str, Any]
@@ -42,7 +42,7 @@ class StoredCheckpoint:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Return a new, empty folder for a checkpoint."""
+    """Make a new, empty folder for a checkpoint."""
     path = directory / f"step-{step:08}-{secrets.token_hex(4)}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def commit(path: Path, record: Mapping[str, Any], index: Index, keep: int) -> No
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint. What is not part of one stays, and is named in the log."""
+    """Delete a checkpoint. Files that are not part of one stay, and are named in the log."""
     try:
         # The record first: without it the folder is no checkpoint, however far this gets.
         for file in (path / _RECORD, *sorted(path.glob("rank-*.safetensors")), *path.glob("*.new")):
@@ -106,13 +106,13 @@ def find(directory: Path) -> Path:
 
 
 def is_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    """Whether ``directory`` is a checkpoint, or one was saved in it: what ``engine.load`` would look at."""
+    """Tell whether ``directory`` is a checkpoint, or one was saved in it: what ``engine.load`` would look at."""
     directory = Path(directory)
     return (directory / _RECORD).is_file() or (directory / _LATEST).is_file()
 
 
 def read(path: Path) -> StoredCheckpoint:
-    """Return the record and the index of the checkpoint in the folder ``path``; checked, since a disk may lie."""
+    """Read and check the record and the index of the checkpoint in the folder ``path``: a disk may lie."""
     try:
         data = json.loads((path / _RECORD).read_bytes())
         if data["format"] != FORMAT:

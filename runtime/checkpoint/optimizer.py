@@ -6,8 +6,8 @@ torch numbers parameters in the order of the groups, which depends on what a ran
      "groups": [{"options": {"lr": 0.1, …}, "names": ["embed.weight", …]}],
      "state": {"embed.weight": {"step": {"$tensor": "optimizer/embed.weight/step"}, …}}}
 
-Names are the model's own. Where ranks hold a parameter in parts (``Part.of``), each with a state of its own, what has the
-part's shape is a part of the tensor in the record, and everything else is alike in all parts.
+Names are the model's own. Ranks may hold a parameter in parts (``Part.of``), each with a state of its own: tensors of the
+part's shape are then parts of the tensor in the record, and everything else is alike in all parts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def optimizer_record(
 ) -> tuple[dict[str, Any] | None, dict[str, Tensor], dict[str, Part]]:
     """Return this rank's share of the record, with the state of the parameters ``written``, its tensors, and their parts.
 
-    ``parts``: of all parameters here. State of a parameter's own shape is a part of what the whole one would have.
+    ``parts``: those of all parameters here. State of a part's own shape is a part of what the whole parameter would have.
     """
     if optimizer is None:
         return None, {}, {}
@@ -65,7 +65,7 @@ def optimizer_record(
 
 
 def merged_record(records: Sequence[dict[str, Any] | None], order: Sequence[str]) -> dict[str, Any] | None:
-    """Return the ranks' parts as one record. ``order``: every name of the model."""
+    """Join the ranks' parts in one record. ``order``: every name of the model."""
     present = [record for record in records if record is not None]
     if not present:
         return None
@@ -126,10 +126,10 @@ def state_targets(
     parameters: Mapping[str, nn.Parameter],
     parts: Parts,
 ) -> tuple[dict[str, Tensor], dict[str, Part]]:
-    """Tensors for this rank's optimizer state, by name in the checkpoint, on the devices they will live on; their parts.
+    """Return tensors to load this rank's optimizer state into, by name in the checkpoint, and those that are parts.
 
-    Where the optimizer has such a tensor already it is the target: a state of its size is not held twice. ``parts``: of
-    the parameters.
+    They are on the devices they will live on. If the optimizer has such a tensor already it is the target: a state of
+    its size is not held twice. ``parts``: those of the parameters.
     """
     targets: dict[str, Tensor] = {}
     placed: dict[str, Part] = {}
@@ -160,7 +160,7 @@ def restore_optimizer(
     parameters: Mapping[str, nn.Parameter],
     parts: Parts,
 ) -> None:
-    """Continue with the state in ``tensors`` and the hyperparameters of the record."""
+    """Give the optimizer the state in ``tensors`` and the hyperparameters of the record."""
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     groups: list[dict[str, Any]] = []
     state: dict[int, Any] = {}
@@ -181,7 +181,7 @@ def restore_optimizer(
 
 
 def class_name(optimizer: torch.optim.Optimizer) -> str:
-    """Return the class, as a checkpoint names it."""
+    """Return the name of the optimizer's class in a checkpoint."""
     kind = type(optimizer)
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -192,7 +192,7 @@ def _whole(name: str, parts: Parts) -> str:
 
 
 def _own_key(tensor: str, name: str, parts: Parts) -> str:
-    """What a rank calls its tensor of the state of its parameter ``name``: parts have tensors of one name each."""
+    """Return a rank's name of its tensor of the state of its parameter ``name``: parts share the tensor's name."""
     return tensor if _whole(name, parts) == name else f"{tensor} of {name}"
 
 

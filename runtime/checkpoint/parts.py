@@ -5,8 +5,8 @@
 A rank may hand in several blocks of one tensor, by names of its own (``Part.of``).
 
 DCP knows blocks that lie anywhere in a tensor (``ChunkStorageMetadata``): it checks that together they are the whole of it,
-and finds, for a block that somebody asks for, those stored ones that it is cut from. How a DTensor lies on a mesh
-says less than ``runtime.mesh.sharding`` does, so what ranks hand in are plain tensors, with their places beside them.
+and finds, for a block that somebody asks for, those stored ones that it is cut from. A DTensor's placements say less
+than ``runtime.mesh.sharding`` does, so ranks hand in plain tensors, with their places beside them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from cost_models.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Part:
-    """Where a tensor lies in the one that it is a block of. ``shape``: of that one; ``of``: its name, if another."""
+    """The place of a tensor in the whole that it is a block of. ``shape``: the whole's; ``of``: its name, if another."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -46,11 +46,11 @@ class Part:
 
 
 Parts = Mapping[str, Part]
-"""Of tensors that are not the whole of what their name stands for."""
+"""Places of tensors that are not the whole of what their name stands for, by name."""
 
 
 class PartsSavePlanner(DefaultSavePlanner):
-    """Who writes what, where some tensors are parts."""
+    """The planner of what each rank writes, where some tensors are parts."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -58,14 +58,14 @@ class PartsSavePlanner(DefaultSavePlanner):
         self._written: Mapping[MetadataIndex, object] = {}
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank has to write."""
+        """Plan what this rank has to write."""
         items = {name: self._item(name, tensor) for name, tensor in self.state_dict.items()}
         self._written = {item.index: self.state_dict[name] for name, item in items.items()}
         self.plan = SavePlan(list(items.values()))
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        """What is written at ``index``: what a rank hands in has names of its own."""
+        """Return the tensor to write at ``index``; tensors that a rank hands in have names of their own."""
         found = self._written[index]
         assert isinstance(found, Tensor)
         return found
@@ -85,14 +85,14 @@ class PartsSavePlanner(DefaultSavePlanner):
 
 
 class PartsLoadPlanner(DefaultLoadPlanner):
-    """Who reads what, where some tensors are parts, now or when they were saved."""
+    """The planner of what each rank reads, where some tensors are parts, now or when they were saved."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._parts = parts
 
     def create_local_plan(self) -> LoadPlan:
-        """What this rank has to read. Raises CheckpointError where the checkpoint does not have it so."""
+        """Plan what this rank has to read. Raises CheckpointError where the checkpoint does not have it so."""
         assert self.metadata is not None
         items: list[ReadItem] = []
         problems = []
@@ -113,7 +113,7 @@ class PartsLoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """What is read into."""
+        """Return the tensor to read into."""
         found = self.state_dict[index.fqn]
         assert isinstance(found, Tensor)
         return found

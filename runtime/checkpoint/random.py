@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """Return the generators of this process: torch's (and the device's), Python's and numpy's."""
+    """Return the states of this process's generators: torch's (and the device's), Python's and numpy's."""
     version, words, gauss = random.getstate()
     legacy: tuple[Any, ...] = tuple(np.random.get_state())
     _, key, position, has_gauss, cached = legacy
@@ -29,7 +29,7 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_random_states(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Continue where ``random_states`` was called."""
+    """Set the generators of this process to what ``random_states`` returned."""
     torch.set_rng_state(states["torch"])
     version, gauss, *words = states["python"].tolist()
     random.setstate((int(version), tuple(map(int, words)), None if math.isnan(gauss) else gauss))

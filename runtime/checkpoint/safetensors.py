@@ -51,14 +51,14 @@ DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.
 
 CHUNK_BYTES = 2**20
 _SHORT_RUN_BYTES = 4096
-"""Shorter pieces of rows are not sought one by one."""
+"""Bytes below which pieces of rows are not sought one by one."""
 _HEADER_LIMIT_BYTES = 100 * 10**6
 _DAMAGED = ["copy or download the file again", "load an earlier checkpoint"]
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in its file. ``begin``: byte offset from the start of the file."""
+    """The place of a tensor in its file. ``begin``: byte offset from the start of the file."""
 
     path: Path
     name: str
@@ -114,7 +114,7 @@ class StoredTensor:
                     self._read(file, target[index].detach())
 
     def _read_short_runs(self, file: FileIO, begin: int, target: Tensor, offset: int) -> None:
-        """Elements from ``offset`` on of each of the rows that start at element ``begin``; many rows at once."""
+        """Read the elements from ``offset`` on of each of the rows that start at element ``begin``; many rows at once."""
         rest = target.shape[2:]
         width = self.shape[len(self.shape) - len(rest) - 1]
         row = width * math.prod(rest)
@@ -162,7 +162,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a file, by name. Raises CheckpointError where the file is not what it claims to be."""
+    """Return the tensors of a file, by name. Raises CheckpointError if the file is not what it claims to be."""
     try:
         size = path.stat().st_size
         with FileIO(path) as file:
@@ -225,7 +225,7 @@ def write_file(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return the numbers as they lie in memory: on the CPU, contiguous, nothing left to be conjugated or negated."""
+    """Return the tensor on the CPU, contiguous, with nothing left to be conjugated or negated."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
@@ -286,7 +286,7 @@ def _header(file: FileIO, path: Path, size: int) -> tuple[dict[str, Any], int]:
 
 
 def _entry_problem(entry: Any) -> str | None:
-    """What is wrong with a tensor's entry in the header; None if nothing is."""
+    """Tell what is wrong with a tensor's entry in the header; None if nothing is."""
     if not isinstance(entry, dict) or not _are_counts(entry.get("shape")):
         return "has no shape"
     if not _are_counts(entry.get("data_offsets")) or len(entry["data_offsets"]) != 2:

@@ -1,6 +1,6 @@
-"""Where ``torch.distributed.checkpoint`` puts tensors: one safetensors file per rank, and an index that is JSON.
+"""The storage behind ``torch.distributed.checkpoint``: one safetensors file per rank, and an index that is JSON.
 
-DCP plans (who writes a tensor that several ranks hold, which pieces of which file make up what a rank asks for, errors
+DCP plans (the writer of a tensor that several ranks hold, the pieces of files that make up what a rank asks for, errors
 of one rank raised on all); this file stores. DCP's own file formats keep their index, and everything that is no
 tensor, as pickles, which run code when they are read; its Hugging Face format keeps a whole file in memory while it
 writes. A tensor in the index:
@@ -68,7 +68,7 @@ class IndexEntry:
 
     @classmethod
     def from_json(cls, data: Any) -> IndexEntry:
-        """Raises KeyError, TypeError or ValueError where ``data`` is no entry."""
+        """Read an entry; raise KeyError, TypeError or ValueError if ``data`` is none."""
         pieces = tuple(
             Piece(
                 _file_name(piece["file"]),
@@ -83,7 +83,7 @@ class IndexEntry:
 
 
 def _file_name(name: Any) -> str:
-    """``name``, if it names a file beside the index: an index must not send the reader elsewhere."""
+    """Return ``name`` if it names a file beside the index: an index must not send the reader elsewhere."""
     if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
         raise ValueError(f"{name!r} is no file of a checkpoint")
     return name
@@ -93,16 +93,16 @@ Index = Mapping[str, IndexEntry]
 
 
 class TensorWriter(StorageWriter):
-    """Writes this rank's tensors into ``directory``. ``finish(index)`` runs on the coordinator when all have."""
+    """The writer of this rank's tensors into ``directory``; ``finish(index)`` runs on the coordinator after all ranks."""
 
     def __init__(self, directory: Path, rank: int, finish: Callable[[dict[str, IndexEntry]], None]) -> None:
         self._directory, self._rank, self._finish = directory, rank, finish
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one save to the next."""
+        """Keep nothing from one save to the next."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to set up."""
+        """Do nothing: there is nothing to set up."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -152,7 +152,7 @@ class TensorWriter(StorageWriter):
 
 
 class TensorReader(StorageReader):
-    """Reads pieces of a checkpoint in ``directory`` into the tensors of whoever asks, which may have other dtypes."""
+    """The reader of pieces of a checkpoint in ``directory`` into given tensors, which may have other dtypes."""
 
     def __init__(self, directory: Path, index: Index) -> None:
         self._directory, self._index = directory, index
@@ -163,7 +163,7 @@ class TensorReader(StorageReader):
         }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept from one load to the next."""
+        """Keep nothing from one load to the next."""
 
     def read_metadata(self) -> Metadata:  # type: ignore[override, unused-ignore]  # no rank-local metadata
         return Metadata(
@@ -180,7 +180,7 @@ class TensorReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Nothing to set up."""
+        """Do nothing: there is nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -207,7 +207,7 @@ class TensorReader(StorageReader):
 
 
 def locate(directory: Path, wanted: Iterable[tuple[Piece, torch.dtype]]) -> list[StoredTensor]:
-    """Return the place of each wanted piece. Raises CheckpointError naming what files lack, or hold otherwise."""
+    """Return the place of each wanted piece. Raises CheckpointError naming what files lack, or hold in another form."""
     headers: dict[str, Mapping[str, StoredTensor]] = {}
     found: list[StoredTensor] = []
     problems: list[str] = []
@@ -247,7 +247,7 @@ class StoredPieces:
                 _read_piece(stored, piece, shared.within(piece.offsets), shared.within(offsets).of(target))
 
     def checksum(self) -> int:
-        """Equal for equal contents in equal pieces."""
+        """Return a number that is equal for equal contents in equal pieces."""
         return hash(tuple((piece.offsets, piece.crc32) for piece, _ in self.pieces))
 
 
@@ -265,7 +265,7 @@ def stored_pieces(directory: Path, index: Index, names: Iterable[str]) -> dict[s
 
 
 def refuse_damage(stored: StoredTensor, piece: Piece, checksum: int) -> None:
-    """Raise CheckpointError where other bytes were read than were written."""
+    """Raise CheckpointError if other bytes were read than were written."""
     if checksum != piece.crc32:
         raise CheckpointError(
             f"{stored.path} is damaged",
@@ -294,7 +294,7 @@ def _key(item: WriteItem, data: TensorWriteData) -> str:
 
 
 def _read_piece(stored: StoredTensor, piece: Piece, block: Block, target: Tensor) -> None:
-    """A block of a stored piece into ``target``. What is read as a whole is checked."""
+    """Read a block of a stored piece into ``target``; the checksum of a whole piece is checked."""
     if block.shape == piece.shape:
         refuse_damage(stored, piece, stored.read_into(target))
     else:

@@ -24,7 +24,7 @@ _DICTS: Mapping[str, type[dict[Any, Any]]] = {"$dict": dict, "$ordered": Ordered
 
 
 def encode(value: Any, root: str) -> tuple[Any, dict[str, Tensor]]:
-    """``value`` as JSON data, and its tensors by name; names start with ``root``/.
+    """Return ``value`` as JSON data, and its tensors by name; names start with ``root``/.
 
     Raises CheckpointError naming every part that cannot be stored.
     """
@@ -44,7 +44,7 @@ def encode(value: Any, root: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What ``encode`` was given."""
+    """Return what ``encode`` was given."""
     if isinstance(data, list):
         return [decode(item, tensors) for item in data]
     if not isinstance(data, dict):
@@ -67,7 +67,7 @@ def decode(data: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def written_out(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """``data`` with its (small) tensors as numbers, so that ``decode`` needs no table."""
+    """Return ``data`` with its (small) tensors as numbers, so that ``decode`` needs no table."""
     if isinstance(data, list):
         return [written_out(item, tensors) for item in data]
     if not isinstance(data, dict):
@@ -79,7 +79,7 @@ def written_out(data: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def tensor_names(data: Any) -> list[str]:
-    """Return the tensors that ``decode`` needs."""
+    """Return the names of the tensors that ``decode`` needs."""
     if isinstance(data, list):
         return [name for item in data for name in tensor_names(item)]
     if not isinstance(data, dict):

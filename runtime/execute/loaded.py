@@ -145,7 +145,7 @@ class Loaded:
     def _on_axes(self, code: SegmentCode) -> SegmentCode:
         """Return ``code`` with its bridges bound to process groups."""
         axes = axes_for(code, self.program.rank, self._channels, self._segment_wait())
-        # What recomputes, compiles or splits backward in two looks for linear layers and for nodes by their names.
+        # Recomputing, compiling and splitting backward look for linear layers, and for nodes by their names.
         plain = not code.recomputed and self._surroundings.compile is None
         split = any(isinstance(i, BackwardInput) for i in self.program.instructions)
         return replace(code, module=bind(code.module, axes, fused=plain and not split))

@@ -1,4 +1,4 @@
-"""How far a rank's clock is from rank 0's, so that what ranks measured can be laid over each other.
+"""The offset of a rank's clock from rank 0's, so that what ranks measured can be laid over each other.
 
 Processes of one running system share its monotonic clock. Others exchange messages with rank 0 (Cristian, 1989):
 
@@ -23,19 +23,19 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class ClockOffset:
-    """Subtract ``seconds`` from this rank's clock to get rank 0's, up to ``error_seconds``."""
+    """Seconds to subtract from this rank's clock to get rank 0's, exact up to ``error_seconds``."""
 
     seconds: float
     error_seconds: float
 
 
 def system_name() -> str:
-    """Return the same for processes that share a monotonic clock; "" where that cannot be known."""
+    """Return a name that processes with one monotonic clock share; "" where that cannot be known."""
     return _BOOT.read_text().strip() if _BOOT.exists() else ""
 
 
 def clock_offset(side: SideGroup, system: str, now: Callable[[], float] = time.perf_counter) -> ClockOffset:
-    """Of this rank's ``now``. Collective. ``system``: see ``system_name``."""
+    """Measure the offset of this rank's ``now``. Collective. ``system``: see ``system_name``."""
     systems = side.agree("comparing clocks", lambda: system)
     strangers = [rank for rank, name in enumerate(systems) if rank and (not name or name != systems[0])]
     for rank in strangers:

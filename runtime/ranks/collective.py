@@ -22,10 +22,10 @@ from runtime.ranks.failure import FailureMonitor
 from runtime.ranks.groups import TAG_BASE
 
 MOVE_TAG = TAG_BASE - 1
-"""Next to the tags of programs, which start at TAG_BASE."""
+"""Tag of moved tensors, next to the tags of programs, which start at TAG_BASE."""
 
 Waited = list[tuple[int, Any]]
-"""On a GPU: (wait number, work) of everything that the stream was told to wait for and that may be unfinished."""
+"""The (wait number, work) of everything that a GPU's stream was told to wait for and that may be unfinished."""
 
 
 class Pending:
@@ -35,7 +35,7 @@ class Pending:
         self._tensor, self._wait = tensor, wait
 
     def wait(self) -> Tensor:
-        """Return the tensor, once it is complete (on a GPU: for whatever the current stream does next)."""
+        """Return the tensor once it is complete (on a GPU: for whatever the current stream does next)."""
         if self._wait is not None:
             self._wait()
             self._wait = None
@@ -45,7 +45,8 @@ class Pending:
 class Collectives:
     """Collectives of all ranks of ``group``. Every rank calls them in the same order.
 
-    ``number``: makes the number of the next wait. ``failed(error)``: raises what is to be raised.
+    ``number``: function that makes the number of the next wait. ``failed``: function that raises, for an error, the one
+    to raise instead.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class Collectives:
         self._number, self._failed = number, failed
         self.ranks: Sequence[int] = () if group is None else range(dist.get_world_size(group))
         self.waits_for = ""
-        """What is waited for,"""
+        """Name of what is waited for."""
         self.waits_on: Sequence[int] = ()
-        """and the ranks it comes from."""
+        """Ranks that it comes from."""
 
     def all_reduce(self, tensor: Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> Pending:
         """Start to reduce ``tensor`` in place over all ranks. ``what`` names it in an error."""
@@ -95,11 +96,11 @@ class Collectives:
         self._start(what, [peer], lambda: post([tensor], peer, MOVE_TAG))()
 
     def among(self, ranks: Sequence[int], what: str, start: Callable[[], Any]) -> Callable[[], None]:
-        """``start()`` a collective of ``ranks``, this one included; the function that waits for it."""
+        """Start a collective of ``ranks``, this one included, by ``start()``; return the function that waits for it."""
         return self._start(what, [rank for rank in ranks if rank != self._monitor.rank], start)
 
     def _start(self, what: str, others: Sequence[int], start: Callable[[], Any]) -> Callable[[], None]:
-        """Start what ``others`` take part in; the function that waits for it."""
+        """Start what ``others`` take part in; return the function that waits for it."""
         number = self._number()
         work = self._guard(number, what, others, start)
         return lambda: self._wait(number, what, others, work)

@@ -1,4 +1,4 @@
-"""Which rank failed, and what the others were waiting for.
+"""The search for the rank that failed, among ranks that wait for each other.
 
 Every wait has a time limit. The rank whose wait ends badly (the peer's process is gone: at once; the peer
 hangs: after the limit) looks up what the others reported in the process group's store, and follows them to
@@ -6,15 +6,15 @@ the cause:
 
     rank 3 waits on rank 2 for <h.9:0@2, rank 2 on rank 1 for <h.3:0@1, rank 1 reports nothing  →  rank 1
 
-Of the ranks of a collective, the one that is looked for is not in that collective itself.
+Among the ranks of a collective, the rank to find is one that is not in that collective itself.
 
 A rank reports a wait once it lasts for a second (a daemon thread watches, the step itself pays one attribute
-write per wait), and an exception of its own at once. The store is a help, not a need: where it died with the
+write per wait), and an exception of its own at once. The store is a help, not a need: if it died with the
 failed rank, the direct peer is named.
 
-Who waits for a rank that raised before it took part in the same call (a batch that it cannot read, say) waits in
-vain: the watcher then ends the wait (``hang_up``), long before the time limit. Ranks count their calls, so that a
-refusal which all of them raise and go on from is not taken for that.
+A rank that raised before it took part in a call (it cannot read its batch, say) is waited for in vain: the watcher
+then ends the wait (``hang_up``), long before the time limit. Ranks count their calls, so that a refusal which all of
+them raise and go on from is not taken for that.
 """
 
 from __future__ import annotations
@@ -40,17 +40,19 @@ WAIT_SHARE = 0.8
 
 
 REPORT_SECONDS = 1.0
-"""How long a wait lasts before it is reported, at most."""
+"""Seconds that a wait lasts before it is reported, at most."""
 
 GATHER_SHARE = 0.1
 """Share of the time limit in which the members of a failed collective are given time to say that they are in it."""
 
 Describe = Callable[[int], tuple[Sequence[int], str]]
-"""Wait number -> (the ranks that are waited for, instruction text)."""
+"""Function from a wait number to (the ranks that are waited for, text of the instruction)."""
 
 
 class FailureMonitor:
-    """Explains failed waits of one rank. ``name`` sets the executor apart from others that share the store.
+    """The watch over one rank's waits, which explains those that fail.
+
+    ``name`` sets the executor apart from others that share the store.
 
     ``waiting`` is the number of the wait that the compute thread is in, or -1. Numbers never repeat.
     """
@@ -64,18 +66,18 @@ class FailureMonitor:
         """Number of the instruction that waits by itself for other ranks: a segment with collectives in it."""
         self.describe: Describe | None = None
         self.hang_up: Callable[[], None] | None = None
-        """Makes the wait that the compute thread is in fail."""
+        """Function that makes the wait fail that the compute thread is in."""
         self._failed = False
         self._call = 0
         """Number of the collective call that this rank is in, or was in last; alike on all ranks."""
         self._unserved = False
-        """Whether what this rank raised keeps it from serving the others in this call."""
+        """True if what this rank raised keeps it from serving the others in this call."""
         self._ending = threading.Lock()
-        """Held while the watcher ends a wait."""
+        """Lock held while the watcher ends a wait."""
         self._over = False
-        """Whether a wait failed: what is reported then stays."""
+        """True once a wait failed: what is reported then stays."""
         self._vain: int | None = None
-        """Number of the wait that was ended so."""
+        """Number of the wait that the watcher ended."""
         # A connection apart: the watching thread must not queue behind other users of the store.
         self._store = None if store is None else dist.PrefixStore(f"partitioner/{name}", _cloned(store))
         self._stop = threading.Event()
@@ -124,12 +126,12 @@ class FailureMonitor:
             self._set(f"unserved/{self._call}", self.rank)
 
     def lost(self) -> None:
-        """This rank cannot serve the others in this call any more."""
+        """Note that this rank cannot serve the others in this call any more."""
         self._unserved = True
 
     @contextmanager
     def needed(self) -> Iterator[None]:
-        """What this rank raises inside keeps it from what the others wait for in this call."""
+        """Note that what this rank raises inside keeps it from what the others wait for in this call."""
         try:
             yield
         except BaseException:
@@ -138,10 +140,10 @@ class FailureMonitor:
 
     @contextmanager
     def reported(self, *, call: bool = False) -> Iterator[None]:
-        """What this rank raises inside is told to the others: if they wait for it, they name it as the cause.
+        """Tell the others what this rank raises inside: if they wait for it, they name it as the cause.
 
         All ranks may raise alike (a refusal) and go on, so what was told is taken back when the next call begins.
-        ``call``: whether it is a collective call, which all ranks make alike.
+        ``call``: True for a collective call, which all ranks make alike.
         """
         if call:
             self._call += 1
@@ -158,7 +160,7 @@ class FailureMonitor:
             raise
 
     def _follow(self, peers: Sequence[int], instruction: str) -> tuple[list[int], str | None]:
-        """Return the ranks from one of ``peers`` to the one that waits on nobody, and what that one reported of itself."""
+        """Return the ranks from one of ``peers`` to one that waits on nobody, and what that one reported of itself."""
         chain: list[int] = []
         while True:
             chain.append(self._missing(peers, instruction, chain))
@@ -173,7 +175,7 @@ class FailureMonitor:
                 return chain, f"waits on rank {waited} for `{instruction}`: a circle"
 
     def _missing(self, peers: Sequence[int], instruction: str, chain: Sequence[int]) -> int:
-        """Which of ``peers`` is to blame: one that failed, else one that waits for something else, or for nothing.
+        """Blame one of ``peers``: one that failed, else one that waits for something else, or for nothing.
 
         The members of a collective fail within moments of each other, so each is given some time to report.
         """

@@ -24,13 +24,13 @@ from runtime.program.program import Program, Recv, ReduceGradients, Send, group_
 logger = logging.getLogger("partitioner")
 
 TAG_BASE = 1 << 20
-"""Below it are the tags that other users of a shared group are likely to take."""
+"""Lowest tag of programs; below it are those that other users of a shared group are likely to take."""
 
 _HANG_UP_TAG = TAG_BASE - 2
-"""Nobody sends with it. Next to that of ``runtime.ranks.collective``."""
+"""Tag that nobody sends with, next to that of ``runtime.ranks.collective``."""
 
 SETUP_SECONDS = 300.0
-"""How long ranks wait for each other to create a group: some load a model for longer than a step may take."""
+"""Seconds that ranks wait for each other to create a group: some load a model for longer than a step may take."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ _created: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Channel]] = weakr
 def create_channels(
     program: Program, group: Any, timeout_seconds: float, among: Iterable[tuple[int, ...]] = ()
 ) -> dict[str, Channel]:
-    """Return a channel per queue of ``program``. Collective: every rank of ``group`` calls it, with its own.
+    """Return a channel for each queue of ``program``. Collective: every rank of ``group`` calls it, with its own.
 
-    ``among``: further sets of ranks, in ascending order; their channels are under ``group_queue`` of them.
+    ``among``: further sets of ranks, in ascending order; their channels are found under their ``group_queue``.
     """
     everyone = Channel(group, {r: r for r in range(dist.get_world_size(group))})
     tagged = dist.get_backend(group) == "gloo"

@@ -57,7 +57,7 @@ def init_distributed(
 ) -> Any:
     """Return the default process group: the existing one, or one over the processes ``torchrun`` started.
 
-    ``meeting``: where these processes found each other already.
+    ``meeting``: the one at which these processes found each other already.
     """
     device = torch.device(device)
     if device.type == "cuda":
@@ -82,7 +82,7 @@ def spawn_local(
     timeout_seconds: float = 300.0,
     threads: int = 1,
 ) -> list[Any]:
-    """``function(*arguments)`` in ``world_size`` fresh local processes; what each rank returned, by rank."""
+    """Run ``function(*arguments)`` in ``world_size`` fresh local processes; return what each rank returned, by rank."""
     with WorkerPool(world_size, threads=threads) as pool:
         return pool.run(function, *arguments, timeout_seconds=timeout_seconds)
 
@@ -126,7 +126,7 @@ class WorkerPool:
         world_size: int | None = None,
         timeout_seconds: float = 300.0,
     ) -> list[Any]:
-        """``function(*arguments)`` on ranks 0 … ``world_size`` − 1; what each returned, by rank."""
+        """Run ``function(*arguments)`` on ranks 0 … ``world_size`` − 1; return what each returned, by rank."""
         outcomes = self.run_each(function, *arguments, world_size=world_size, timeout_seconds=timeout_seconds)
         errors = {rank: str(text) for rank, (ok, text) in enumerate(outcomes) if not ok}
         if errors:
@@ -146,7 +146,7 @@ class WorkerPool:
         world_size: int | None = None,
         timeout_seconds: float = 300.0,
     ) -> list[tuple[bool, Any]]:
-        """As ``run``, but per rank (True, result) or (False, text of what went wrong)."""
+        """Do what ``run`` does, but return for each rank (True, result) or (False, text of what went wrong)."""
         count = self.world_size if world_size is None else world_size
         if not 1 <= count <= self.world_size:
             raise UsageError(f"the pool has {self.world_size} workers, not {count}")
@@ -262,7 +262,7 @@ class WorkerPool:
 
 
 def _serve(rank: int, pipe: Connection, port: int, threads: int, group_timeout_seconds: float) -> None:
-    """A worker's life: run what the parent sends until the parent closes the pipe."""
+    """Run what the parent sends until the parent closes the pipe: a worker's life."""
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -302,7 +302,7 @@ def _serve(rank: int, pipe: Connection, port: int, threads: int, group_timeout_s
 
 @contextmanager
 def _script_shown(shown: bool) -> Iterator[None]:
-    """Whether a process started meanwhile imports the caller's script (multiprocessing looks at these two)."""
+    """Let a process started meanwhile import the caller's script if ``shown``: multiprocessing looks at these two names."""
     main = sys.modules["__main__"]
     hidden = (
         {} if shown else {name: vars(main)[name] for name in ("__file__", "__spec__") if name in vars(main)}

@@ -1,4 +1,4 @@
-"""Ranks meet before anything is built: they compare notes through the store that they found each other by.
+"""Meetings of ranks before anything is built: they compare notes through the store that they found each other by.
 
     meeting = Meeting.join(timeout_seconds)          the existing process group's store, or torchrun's
     verdict = meeting.decide("plan", mine, judge)    rank 0 judges what all ranks say; everybody gets its verdict
@@ -24,15 +24,15 @@ import torch.distributed as dist
 from cost_models.errors import PartitionerError, RankFailureError, UsageError
 
 MEETING_SECONDS = 600.0
-"""How long ranks wait for each other to arrive: some load a model for longer than a step may take."""
+"""Seconds that ranks wait for each other to arrive: some load a model for longer than a step may take."""
 
-Judge = Callable[[list[Any]], Any]
-"""What every rank said, by rank -> the verdict (both JSON data)."""
+MakeVerdict = Callable[[list[Any]], Any]
+"""Function from what every rank said, by rank, to the verdict (both JSON data)."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """All ranks of a launch, and where they leave notes for each other. ``number``: how many meetings came before."""
+    """All ranks of a launch, and the store where they leave notes. ``number``: how many meetings came before."""
 
     store: Any
     rank: int
@@ -42,7 +42,7 @@ class Meeting:
 
     @classmethod
     def join(cls, timeout_seconds: float = MEETING_SECONDS) -> Meeting:
-        """Collective. ``timeout_seconds``: how long ranks wait for each other until everything is built."""
+        """Join the other ranks. Collective. ``timeout_seconds``: how long they wait for each other until all is built."""
         if dist.is_initialized():
             store = dist.distributed_c10d._get_default_store()
             rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -55,8 +55,8 @@ class Meeting:
         number = store.add(f"partitioner/meetings/{rank}", 1)
         return cls(store, rank, world_size, number, timeout_seconds)
 
-    def decide(self, topic: str, mine: Any, judge: Judge, timeout_seconds: float | None = None) -> Any:
-        """Rank 0's verdict over what all ranks said. Collective; the same value everywhere."""
+    def decide(self, topic: str, mine: Any, judge: MakeVerdict, timeout_seconds: float | None = None) -> Any:
+        """Return rank 0's verdict over what all ranks said. Collective; the same value everywhere."""
         limit = self.timeout_seconds if timeout_seconds is None else timeout_seconds
         if self.rank != 0:
             self._put(f"{topic}/{self.rank}", mine)
@@ -68,7 +68,7 @@ class Meeting:
         return verdict
 
     def tell(self, topic: str, make: Callable[[], Any], timeout_seconds: float | None = None) -> Any:
-        """What ``make`` returns on rank 0, everywhere. Collective; rank 0 waits for nobody."""
+        """Return everywhere what ``make`` returns on rank 0. Collective; rank 0 waits for nobody."""
         if self.rank == 0:
             made = json.loads(json.dumps(make()))
             self._put(topic, made)
@@ -78,7 +78,7 @@ class Meeting:
 
     @contextmanager
     def all_or_none(self, topic: str, timeout_seconds: float | None = None) -> Iterator[None]:
-        """What one rank cannot do alone, nobody goes on from: the others hear which rank failed, and why."""
+        """Let no rank go on from what one of them failed to do: the others hear which rank failed, and why."""
         try:
             yield
         except Exception as error:

@@ -3,7 +3,7 @@
 Gloo guards a connection with one lock. A thread that posts a send or a receive holds it while it writes to the
 socket; the network thread, woken by what arrives, only *tries* to take it (``Pair::handleEvents``) and, where it
 cannot, asks the kernel for the same event again at once. Woken on the processor of the thread that posts, it takes
-that processor away and then spins until its time slice is over, because who holds the lock cannot run:
+that processor away and then spins until its time slice is over, because the holder of the lock cannot run:
 
     normal   post: lock, write ─┐ pre-empted, holding the lock …………… 2–5 ms …………… ┌─ write, unlock
              network thread     └─ try, try, try, … until the slice is over ───────┘
@@ -24,7 +24,7 @@ from pathlib import Path
 logger = logging.getLogger("partitioner")
 
 GLOO_NETWORK_THREAD = "gloo_tcp_loop"
-"""What Gloo calls its network threads."""
+"""Name that Gloo gives its network threads."""
 
 
 def network_threads() -> list[int]:

@@ -18,10 +18,10 @@ from cost_models.errors import PartitionerError, RankFailureError
 Result = TypeVar("Result")
 
 SIDE_SECONDS = 1800.0
-"""How long a rank waits for another that writes or reads its part. A rank that died is noticed at once."""
+"""Seconds that a rank waits for another that writes or reads its part. A rank that died is noticed at once."""
 
 SLOWEST_BYTES_PER_SECOND = 20e6
-"""A network slower than this counts as hanging when tensors are gathered."""
+"""Rate below which a network counts as hanging when tensors are gathered."""
 
 
 class SideGroup:
@@ -30,8 +30,8 @@ class SideGroup:
     def __init__(self, timeout_seconds: float = SIDE_SECONDS) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        # Nobody returns before all are connected: who has nothing to wait for in the group may leave it at once, and
-        # would close connections that others are still making.
+        # Nobody returns before all are connected: a rank that has nothing to wait for in the group may leave it at once,
+        # and would close connections that others are still making.
         self._waiting("all ranks to be connected", lambda: dist.barrier(group=self.group))
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class SideGroup:
             dist.destroy_process_group(self.group)
 
     def agree(self, doing: str, function: Callable[[], Result]) -> list[Result]:
-        """What ``function()`` returned on each rank, on every rank; an error if it raised on any of them."""
+        """Return, on every rank, what ``function()`` returned on each; raise everywhere if it raised on any of them."""
         outcome: tuple[bool, Any]
         own: Exception | None = None
         try:
@@ -61,13 +61,13 @@ class SideGroup:
         return [value for _, value in outcomes]
 
     def from_first(self, doing: str, function: Callable[[], Result]) -> Result:
-        """What ``function()`` returned on rank 0, on every rank; its error on every rank."""
+        """Return, on every rank, what ``function()`` returned on rank 0; raise its error on every rank."""
         results = self.agree(doing, lambda: function() if self.rank == 0 else None)
         first: Any = results[0]
         return first  # type: ignore[no-any-return]
 
     def send(self, tensor: Tensor, target: int, *, ahead_bytes: int = 0) -> None:
-        """Send a contiguous CPU tensor. ``ahead_bytes``: what ``target`` receives from others before it."""
+        """Send a contiguous CPU tensor. ``ahead_bytes``: bytes that ``target`` receives from others before it."""
         self._transfer(f"rank {target} to take a tensor", dist.isend, tensor, target, ahead_bytes)
 
     def receive(self, tensor: Tensor, source: int) -> None:
@@ -79,7 +79,7 @@ class SideGroup:
     ) -> None:
         if not tensor.numel():
             return
-        # As bytes: Gloo sends no complex128 and no float8.
+        # Bytes, because Gloo sends no complex128 and no float8.
         numbers = tensor.view(-1).view(torch.uint8)
         seconds = 60.0 + (ahead_bytes + numbers.numel()) / SLOWEST_BYTES_PER_SECOND
 
@@ -104,7 +104,7 @@ def raise_together(
 ) -> None:
     """Raise what the ranks in ``failures`` met: the error itself where all met the same one, else all of them.
 
-    ``own``: this rank's, whose traceback is kept.
+    ``own``: this rank's error, whose traceback is kept.
     """
     if not failures:
         return
