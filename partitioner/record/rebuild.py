@@ -17,7 +17,7 @@ from partitioner.record.data import PlanData
 from partitioner.record.rebuild_checks import refuse_wrong_stages
 from partitioner.record.records import Stage
 from passes.graph.blocks import block_of
-from passes.graph.graph import OpGraph
+from passes.graph.graph import OpGraph, once_per_graph
 from passes.lower.segment import Segmentation, by_stage, on_mesh
 from passes.lower.step import StepCosts, SumCost, SumKey, programs_for, simulate_step, sum_bytes
 from passes.shard.discover import Discovery
@@ -182,18 +182,19 @@ def split_graph(plan: PlanData, graph: OpGraph) -> OpGraph:
     if not plan.splits:
         return graph
     splits = tuple(Split(record.op, record.dim, record.sizes) for record in plan.splits)
-    key = ("split", splits)
-    if key not in graph.memo:
-        try:
-            graph.memo[key] = split_neurons(graph, splits)
-        except UsageError as error:
-            raise PlanError(
-                f"the plan for {plan.model.name} splits ops in ways that {graph.model_name} cannot be split",
-                error.because,
-                ["plan this model anew; plans are not meant to be edited"],
-            ) from error
-    found: OpGraph = graph.memo[key]
-    return found
+    try:
+        return _in_blocks(graph, splits)
+    except UsageError as error:
+        raise PlanError(
+            f"the plan for {plan.model.name} splits ops in ways that {graph.model_name} cannot be split",
+            error.because,
+            ["plan this model anew; plans are not meant to be edited"],
+        ) from error
+
+
+@once_per_graph
+def _in_blocks(graph: OpGraph, splits: tuple[Split, ...]) -> OpGraph:
+    return split_neurons(graph, splits)
 
 
 def refuse_wrong_choices(model: str, graph: OpGraph, placement: FeaturePlacement) -> None:

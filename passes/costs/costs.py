@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 import sympy
@@ -31,37 +30,16 @@ from cost_models.compute import (
     OpSeconds,
     PhaseSeconds,
     additive_seconds,
-    kernel_seconds,
     segment_seconds,
 )
 from cost_models.op_cases import kind_of
-from cost_models.op_profile import OpTimes, Phase, op_phase_seconds
-from passes.costs.extra_work import Extra, extra_work
+from passes.costs.extra_work import extra_work
 from passes.costs.saved import OpProfile, profile
+from passes.costs.seconds import OpRates, OpTable
 from passes.costs.size_model import OUTPUT_BYTES, WORK_FIELDS, SizeModel, at_one_sample, at_one_size, fit
 from passes.costs.storages import StorageTable, name_storages
-from passes.graph.graph import OpGraph
+from passes.graph.graph import OpGraph, once_per_graph
 from passes.graph.signatures import Signature, SignatureTable, group_by_signature
-
-PHASES = ("forward", "backward_input", "backward_weight")
-
-
-@dataclass(frozen=True)
-class OpTable:
-    """Arrays over ``GraphCosts.ops``, shape [ops], for one micro-batch size."""
-
-    forward_flops: FloatArray
-    backward_input_flops: FloatArray
-    backward_weight_flops: FloatArray
-    forward_bytes: FloatArray
-    """Read and written."""
-    backward_input_bytes: FloatArray
-    backward_weight_bytes: FloatArray
-    forward_launches: FloatArray
-    backward_input_launches: FloatArray
-    backward_weight_launches: FloatArray
-    output_bytes: FloatArray
-    """Of the op's output tensors, were they sent: elements times element size."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +76,10 @@ class GraphCosts:
     """Which attention the costs assume ("flash", or "flash+math" for a mixture); None without attention."""
     estimated: tuple[str, ...]
     """Ops that could not be run alone; their costs come from shapes."""
-    signature_of: np.ndarray[tuple[int], np.dtype[np.intp]] = field(repr=False)
-    """Ops with one number here are the same op (``passes.graph.signatures``): measure one, know all."""
+    rates: OpRates = field(repr=False)
+    """How fast the ops' work is done."""
     _model: SizeModel = field(repr=False)
     _storages: StorageTable = field(repr=False)
-    _rates: tuple[tuple[torch.dtype, OpClass], ...] = field(repr=False)
-    """(data type, class) of each signature's arithmetic."""
-    _kinds: tuple[str, ...] = field(repr=False)
-    """What each signature is charged as on a calibrated device (``cost_models.op_cases.kind_of``)."""
-    _extra: Extra = field(repr=False)
     _one_sample: GraphCosts | None = field(repr=False)
     """The same for micro-batches of one sample; None if this is it."""
     _tables: dict[int, OpTable] = field(default_factory=dict, repr=False)
@@ -122,19 +95,18 @@ class GraphCosts:
             return self.exact(batch_size).at(batch_size)
         if batch_size not in self._tables:
             numbers = self._model.at(batch_size)
-            first = np.array(self._model.first_row[:-1], dtype=np.intp)[self.signature_of]
+            first = np.array(self._model.first_row[:-1], dtype=np.intp)[self.rates.signature_of]
             columns = {name: numbers[first + column] for column, name in enumerate(WORK_FIELDS)}
             columns["output_bytes"] = numbers[first + OUTPUT_BYTES]
-            self._extra.add_to(columns)
+            self.rates.extra.add_to(columns)
             self._tables[batch_size] = OpTable(**columns)
         return self._tables[batch_size]
 
     def phases(self, batch_size: int, device: ComputeDevice) -> tuple[PhaseSeconds, ...]:
         """Kernel and launch seconds per op: forward, input half, weight half."""
-        key = (batch_size, self._speed(device))
+        key = (batch_size, self.rates.speed(device))
         if key not in self._phases:
-            table = self.at(batch_size)
-            self._phases[key] = tuple(self._phase(table, name, device) for name in PHASES)
+            self._phases[key] = self.rates.phases(self.at(batch_size), device)
         return self._phases[key]
 
     def seconds(self, batch_size: int, device: ComputeDevice) -> OpSeconds:
@@ -160,12 +132,12 @@ class GraphCosts:
 
     def saved_operands(self, op_index: int) -> frozenset[int]:
         """Which of its tensor operands (by position) autograd keeps for this op, parameters too."""
-        saved = self._model.structures[int(self.signature_of[op_index])].saved
+        saved = self._model.structures[int(self.rates.signature_of[op_index])].saved
         return frozenset(which for place, which in saved if place == "operand")
 
     def op_class(self, op_index: int) -> OpClass:
         """Which peak rate bounds the op's arithmetic."""
-        return self._rates[int(self.signature_of[op_index])][1]
+        return self.rates.bounds[int(self.rates.signature_of[op_index])][1]
 
     def saved_bytes(self, op_indices: Iterable[int], batch_size: int) -> int:
         """Bytes that autograd keeps for these ops: the union of their storages."""
@@ -231,58 +203,8 @@ class GraphCosts:
                 received[name] = received.get(name, 0) + int(output_bytes[producer])
         return received
 
-    def _speed(self, device: ComputeDevice) -> tuple[object, ...]:
-        """All that seconds depend on: equal devices share what is computed for one of them."""
-        efficiency = tuple(sorted(device.efficiency.items()))
-        peaks = tuple(
-            device.peak_flops(dtype) for dtype, op_class in sorted_rates(self._rates) if op_class != "memory"
-        )
-        bandwidth = device.memory_bandwidth_bytes_per_second
-        times = getattr(device, "op_times", None)
-        return device.kind, bandwidth, device.launch_overhead_seconds, efficiency, peaks, times
-
     def _union(self, op_indices: Iterable[int]) -> set[str]:
         return {name for index in op_indices for name in self.saved[index]}
-
-    def _phase(self, table: OpTable, name: str, device: ComputeDevice) -> PhaseSeconds:
-        times: OpTimes | None = getattr(device, "op_times", None)
-        if times is not None:
-            return self._measured_phase(table, name, device, times)
-        flops = getattr(table, f"{name}_flops")
-        moved = getattr(table, f"{name}_bytes")
-        kernel = np.zeros(len(self.ops))
-        groups = np.array([self._rates.index(rate) for rate in self._rates], dtype=np.intp)[self.signature_of]
-        for group in np.unique(groups):
-            members = groups == group
-            dtype, op_class = self._rates[group]
-            kernel[members] = kernel_seconds(flops[members], moved[members], device, dtype, op_class)
-        return PhaseSeconds(kernel, getattr(table, f"{name}_launches") * device.launch_overhead_seconds)
-
-    def _measured_phase(
-        self, table: OpTable, name: str, device: ComputeDevice, times: OpTimes
-    ) -> PhaseSeconds:
-        """As ``_phase``, from what a calibration measured of each kind of op; launching is part of that."""
-        phase: Phase = cast("Phase", name)
-        summed = self._extra.fan_out * (phase == self._extra.phase_of_sums())
-        moved = getattr(table, f"{name}_bytes") - 3 * summed * table.output_bytes
-        launches = getattr(table, f"{name}_launches") - summed
-        flops = getattr(table, f"{name}_flops")
-        # What several consumers differentiate is summed: k - 1 additions, in place where autograd owns the buffer.
-        seconds = summed * op_phase_seconds(
-            times, "add", "forward", np.zeros_like(moved), 3 * table.output_bytes, np.ones_like(moved)
-        )
-        kinds = np.array(self._kinds, dtype=object)[self.signature_of]
-        rates = np.array([self._rates.index(rate) for rate in self._rates], dtype=np.intp)[self.signature_of]
-        for kind, rate in sorted({(str(k), int(r)) for k, r in zip(kinds, rates, strict=True)}):
-            chosen = (kinds == kind) & (rates == rate)
-            dtype, _ = self._rates[rate]
-            scale = 1.0
-            if flops[chosen].any():
-                scale = device.peak_flops(torch.float32) / device.peak_flops(dtype)
-            seconds[chosen] += op_phase_seconds(
-                times, kind, phase, flops[chosen], moved[chosen], launches[chosen], scale
-            )
-        return PhaseSeconds(seconds, np.zeros_like(seconds))
 
 
 def cost_graph(
@@ -312,12 +234,12 @@ def cost_graph(
 
 def costs_of(graph: OpGraph, cluster: ClusterSpec) -> GraphCosts:
     """The graph's costs on devices of the cluster's kind; computed once per graph."""
-    key = ("costs", cluster.devices[0].kind)
-    if key not in graph.memo:
-        graph.memo[key] = cost_graph(graph, device_kind=cluster.devices[0].kind)
-    costs = graph.memo[key]
-    assert isinstance(costs, GraphCosts)
-    return costs
+    return _costs_on(graph, cluster.devices[0].kind)
+
+
+@once_per_graph
+def _costs_on(graph: OpGraph, device_kind: str) -> GraphCosts:
+    return cost_graph(graph, device_kind=device_kind)
 
 
 def _assemble(
@@ -326,10 +248,6 @@ def _assemble(
     structures = [model.structures[index] for index in table.of]
     storages = name_storages(graph, table, model)
     backends = sorted({s.attention_backend for s in structures if s.attention_backend})
-    rates = tuple(
-        (_dtype(signature), structure.op_class)
-        for signature, structure in zip(table.signatures, model.structures, strict=True)
-    )
     return GraphCosts(
         ops=tuple(node.name for node in graph.ops),
         saved=storages.saved,
@@ -338,10 +256,15 @@ def _assemble(
         estimated=tuple(n.name for n, s in zip(graph.ops, structures, strict=True) if s.estimated),
         _model=model,
         _storages=storages,
-        signature_of=np.array(table.of, dtype=np.intp),
-        _rates=rates,
-        _kinds=tuple(kind_of(signature.target) for signature in table.signatures),
-        _extra=extra_work(graph, table, storages),
+        rates=OpRates(
+            signature_of=np.array(table.of, dtype=np.intp),
+            bounds=tuple(
+                (_dtype(signature), structure.op_class)
+                for signature, structure in zip(table.signatures, model.structures, strict=True)
+            ),
+            kinds=tuple(kind_of(signature.target) for signature in table.signatures),
+            extra=extra_work(graph, table, storages),
+        ),
         _one_sample=one_sample,
     )
 
@@ -353,11 +276,6 @@ def example_sizes(graph: OpGraph) -> dict[sympy.Symbol, int]:
         if leaf in graph.example_shapes:
             sizes[symbol] = graph.example_shapes[leaf][dim]
     return sizes
-
-
-def sorted_rates(rates: Iterable[tuple[torch.dtype, OpClass]]) -> list[tuple[torch.dtype, OpClass]]:
-    """Each (data type, class) once, in a stable order."""
-    return sorted(set(rates), key=str)
 
 
 def _dtype(signature: Signature) -> torch.dtype:

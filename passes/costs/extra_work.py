@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost_models.compute import FloatArray
+from cost_models.compute import FloatArray, IndexArray
 from passes.costs.storages import StorageTable
 from passes.graph.graph import OpGraph
 from passes.graph.signatures import SignatureTable
@@ -34,7 +34,19 @@ class Extra:
         """The half of backward that each op's fan-out is charged to, shape [ops]."""
         return np.where(self.weight_only, "backward_weight", "backward_input")
 
+    def rows(self, ops: IndexArray) -> Extra:
+        """Take the rows of these ops, in this order."""
+        return Extra(
+            self.fan_out[ops], self.accumulated_bytes[ops], self.parameters[ops], self.weight_only[ops]
+        )
+
+    def of(self, op_index: int) -> tuple[float, ...]:
+        """All numbers of one op."""
+        columns = (self.fan_out, self.accumulated_bytes, self.parameters, self.weight_only)
+        return tuple(float(column[op_index]) for column in columns)
+
     def add_to(self, columns: dict[str, FloatArray]) -> None:
+        """Count this work in ``columns`` (those of ``OpTable``, by name)."""
         summed = 3 * self.fan_out * columns["output_bytes"]
         for half, mine in (("input", ~self.weight_only), ("weight", self.weight_only)):
             columns[f"backward_{half}_bytes"] = columns[f"backward_{half}_bytes"] + summed * mine
@@ -44,7 +56,7 @@ class Extra:
 
 
 def extra_work(graph: OpGraph, table: SignatureTable, storages: StorageTable) -> Extra:
-    """Of every op of ``graph``; O(ops)."""
+    """Count the sums of gradients on the account of every op of ``graph``; O(ops)."""
     name_of = {i.node: i.name for i in graph.inputs if i.kind == "parameter"}
     fan_out = np.zeros(len(graph.ops))
     accumulated_bytes = np.zeros(len(graph.ops))

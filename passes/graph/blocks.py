@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import fx
 
-from passes.graph.graph import OpGraph
+from passes.graph.graph import OpGraph, once_per_graph
 from passes.graph.recomputed import recomputed_ops
 
 FEWEST_OPS = 4
@@ -29,18 +29,12 @@ NEIGHBOURS = 4
 """A child is compared with this many others of its size or larger."""
 
 
+@once_per_graph
 def block_of(graph: OpGraph) -> Mapping[str, str]:
     """The block of each op that is in one, by op name, in the order of the model's code. Computed once per graph.
 
     Ops that every stage runs for itself (``passes.graph.recomputed``) are in none.
     """
-    if "blocks" not in graph.memo:
-        graph.memo["blocks"] = _find(graph)
-    found: Mapping[str, str] = graph.memo["blocks"]
-    return found
-
-
-def _find(graph: OpGraph) -> dict[str, str]:
     cheap = recomputed_ops(graph)
     ops = [node for node in graph.ops if node.name not in cheap]
     paths = [str(node.meta.get("module_path", "")) for node in ops]

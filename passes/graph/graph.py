@@ -13,10 +13,10 @@ What every node's ``meta`` holds
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any, Literal, TypeAlias
+from functools import cached_property, wraps
+from typing import Literal, TypeAlias, TypeVar, TypeVarTuple, Unpack, cast
 
 import networkx as nx
 import sympy
@@ -30,6 +30,8 @@ from runtime.state.rank_state import StatePart
 
 aten = torch.ops.aten
 
+Answer = TypeVar("Answer")
+Further = TypeVarTuple("Further")
 PlaceholderKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch"]
 
 NOT_DIFFERENTIABLE = frozenset(
@@ -195,8 +197,8 @@ class OpGraph:
         return precision.of(spec.dtype, trains=name in self.trained, keeps_dtype=spec.keeps_dtype)
 
     @cached_property
-    def memo(self) -> dict[object, Any]:
-        """What passes keep to answer the same question about this graph once (its costs), by their own keys."""
+    def _answers(self) -> dict[tuple[object, ...], object]:
+        """Answers of functions that are asked ``once_per_graph``, by the function and its further arguments."""
         return {}
 
     def networkx(self) -> nx.DiGraph[str]:
@@ -216,6 +218,24 @@ class OpGraph:
 
     def __iter__(self) -> Iterator[fx.Node]:
         return iter(self.ops)
+
+
+def once_per_graph(
+    function: Callable[[OpGraph, Unpack[Further]], Answer],
+) -> Callable[[OpGraph, Unpack[Further]], Answer]:
+    """Keep what ``function`` returns for a graph as long as the graph, so that it is computed once.
+
+    Further arguments must be hashable, and the answer must follow from them and the graph alone.
+    """
+
+    @wraps(function)
+    def asked(graph: OpGraph, *further: *Further) -> Answer:
+        key = (function, *further)
+        if key not in graph._answers:
+            graph._answers[key] = function(graph, *further)
+        return cast("Answer", graph._answers[key])
+
+    return asked
 
 
 def _differentiable(graph: OpGraph) -> frozenset[str]:

@@ -26,7 +26,7 @@ import torch
 from torch import fx
 
 from passes.graph.blocks import block_of
-from passes.graph.graph import OpGraph, tensor_specs
+from passes.graph.graph import OpGraph, once_per_graph, tensor_specs
 from runtime.ops.local import LEADING, op_called, run_local
 from runtime.segment.code import Dim, TensorSpec
 
@@ -119,16 +119,10 @@ class OpClasses:
     members: tuple[tuple[int, ...], ...]
 
 
+@once_per_graph
 def op_classes(graph: OpGraph) -> OpClasses:
     """The classes of ``graph.ops``; computed once per graph."""
-    if "op_classes" not in graph.memo:
-        signatures = group_by_signature(graph).of
-        graph.memo["op_classes"] = group_blocks(
-            [node.name for node in graph.ops], signatures, block_of(graph)
-        )
-    found = graph.memo["op_classes"]
-    assert isinstance(found, OpClasses)
-    return found
+    return group_blocks([node.name for node in graph.ops], group_by_signature(graph).of, block_of(graph))
 
 
 def group_blocks(names: Sequence[str], signatures: Sequence[int], blocks: Mapping[str, str]) -> OpClasses:

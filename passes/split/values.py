@@ -9,7 +9,7 @@ whole(h)                                 in blocks                 h_whole = cat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from torch import fx
 
 from cost_models.errors import InternalError
 from passes.graph.fake_values import FakeValues
-from passes.graph.graph import OpGraph
+from passes.graph.graph import OpGraph, once_per_graph
 from passes.graph.nodes import fake_mode_of, origin
 from passes.shard.rules.shapes import tensors_of
 
@@ -76,6 +76,12 @@ def block_name(whole: str, number: int) -> str:
     return f"{whole}_b{number}"
 
 
+@once_per_graph
+def _known_values(graph: OpGraph) -> dict[Hashable, Any]:
+    """What ops make of fake operands, by ``FakeValues``' keys: every split of the graph adds to it."""
+    return {}
+
+
 class Values:
     """The new graph as it grows, and what became of each node of the old one.
 
@@ -87,7 +93,7 @@ class Values:
     def __init__(self, old: OpGraph, unparted: frozenset[str] = frozenset()) -> None:
         self.unparted = unparted
         self.new = fx.Graph()
-        self.fake = FakeValues(fake_mode_of(old.graph), old.memo.setdefault("fake values", {}))
+        self.fake = FakeValues(fake_mode_of(old.graph), _known_values(old))
         self.made: dict[fx.Node, Made] = {}
         self.blocks: dict[str, tuple[str, int]] = {}
         self.pull: Callable[[fx.Node, int, Range], fx.Node | None] = lambda node, dim, span: None

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from passes.costs.costs import GraphCosts
-from passes.graph.graph import OpGraph, tensor_specs
+from passes.graph.graph import OpGraph, once_per_graph, tensor_specs
 from passes.graph.signatures import op_classes
 from passes.search.feature.twins import with_twins
 from passes.search.feature.written import taking_shared_buffers_whole
@@ -208,12 +208,9 @@ def _wires(
     return tuple(Wire(*key, count=counts[name]) for name, key in found.items())
 
 
+@once_per_graph
 def kept_operands(graph: OpGraph, costs: GraphCosts) -> frozenset[tuple[str, int]]:
     """(op, operand) of which autograd keeps what the op takes: saved by the op, or by a reader of a view of it."""
-    if ("kept", id(costs)) in graph.memo:
-        known = graph.memo["kept", id(costs)]
-        assert isinstance(known, frozenset)
-        return known
     index = {node.name: i for i, node in enumerate(graph.ops)}
     storage: dict[ValueName, str | None] = {}
     for node, outputs in zip(graph.ops, costs.output_storages, strict=True):
@@ -235,7 +232,6 @@ def kept_operands(graph: OpGraph, costs: GraphCosts) -> frozenset[tuple[str, int
             if position in saved or through:
                 kept.add((node.name, position))
                 held.add(value)
-    graph.memo["kept", id(costs)] = frozenset(kept)
     return frozenset(kept)
 
 

@@ -17,24 +17,22 @@ from cost_models.devices import Device
 from cost_models.layout import Mesh, Replicate, Shard
 from cost_models.memory import OPTIMIZERS, StateBytes
 from cost_models.precision import ParameterPrecision, Precision
-from passes.graph.graph import OpGraph
+from passes.graph.graph import OpGraph, once_per_graph
 from passes.search.feature.local import joined_links
 from passes.shard.program import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES
 from passes.shard.words import Placements
 
 
+@once_per_graph
 def sum_bytes(graph: OpGraph, precision: Precision) -> float:
     """How many bytes of small gradients are summed at once, on average, if all are summed over the same ranks."""
-    key = ("sum_bytes", precision)
-    if key not in graph.memo:
-        sizes = [
-            graph.parameters[name].elements * graph.types_of(name, precision).gradient.itemsize
-            for name in sorted(graph.trained)
-        ]
-        small = sum(size for size in sizes if size < ALONE_BYTES)
-        first = BUCKET_BYTES if len(sizes) > 0 and max(sizes) >= ALONE_BYTES else FIRST_BUCKET_BYTES
-        graph.memo[key] = small / (1 + math.ceil(max(0, small - first) / BUCKET_BYTES))
-    return float(graph.memo[key])
+    sizes = [
+        graph.parameters[name].elements * graph.types_of(name, precision).gradient.itemsize
+        for name in sorted(graph.trained)
+    ]
+    small = sum(size for size in sizes if size < ALONE_BYTES)
+    first = BUCKET_BYTES if len(sizes) > 0 and max(sizes) >= ALONE_BYTES else FIRST_BUCKET_BYTES
+    return small / (1 + math.ceil(max(0, small - first) / BUCKET_BYTES))
 
 
 @dataclass(frozen=True)

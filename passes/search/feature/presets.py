@@ -19,7 +19,7 @@ from difflib import get_close_matches
 import torch
 
 from cost_models.layout import Partial, Placement, Replicate, Shard
-from passes.graph.graph import OpGraph
+from passes.graph.graph import OpGraph, once_per_graph
 from passes.search.feature.options import StoredChoice
 from passes.search.feature.products import PRODUCTS, Products, Shapes, embedded, products_of, sizes_of
 from passes.shard.rules.indexing import VOCABULARY
@@ -81,22 +81,18 @@ def refused_word(word: str) -> str:
     return f"{word!r} is not R, P, or S and a dimension, nor R/S and a dimension{near}"
 
 
+@once_per_graph
 def rules_of(graph: OpGraph, preset: str) -> Mapping[str, Rule]:
     """Node -> what ``preset`` fixes of it on an axis; computed once per graph."""
-    key = ("preset", preset)
-    if key not in graph.memo:
-        makers: dict[str, Callable[[Shapes], Iterator[tuple[str, Rule]]]] = {
-            "data": lambda shapes: _by_samples(shapes, _WHOLE),
-            "zero1": lambda shapes: _by_samples(shapes, _SPLIT_STATE),
-            "zero3": lambda shapes: _by_samples(shapes, _SPLIT),
-            "column_row": _column_row,
-            "sequence": _sequence,
-            "vocabulary": _vocabulary,
-        }
-        graph.memo[key] = dict(makers[preset](Shapes(graph)))
-    found = graph.memo[key]
-    assert isinstance(found, dict)
-    return found
+    makers: dict[str, Callable[[Shapes], Iterator[tuple[str, Rule]]]] = {
+        "data": lambda shapes: _by_samples(shapes, _WHOLE),
+        "zero1": lambda shapes: _by_samples(shapes, _SPLIT_STATE),
+        "zero3": lambda shapes: _by_samples(shapes, _SPLIT),
+        "column_row": _column_row,
+        "sequence": _sequence,
+        "vocabulary": _vocabulary,
+    }
+    return dict(makers[preset](Shapes(graph)))
 
 
 _ANY_PART: Layouts = frozenset(Shard(d) for d in range(8))

@@ -259,12 +259,11 @@ class _Builder:
     def _unlike_members(self, unit: Unit) -> dict[int, int]:
         """Op index -> how many of the unit's members cost the same: equal ops may have unlike numbers of readers, whose
         gradients are summed on the op's account."""
-        extra = self.space.costs.exact(self.samples)._extra
+        extra = self.space.costs.exact(self.samples).rates.extra
         found: dict[object, list[int]] = {}
         for name in unit.members:
             i = self.space.op_index[name]
-            key = (extra.fan_out[i], extra.accumulated_bytes[i], extra.parameters[i], extra.weight_only[i])
-            found.setdefault(key, []).append(i)
+            found.setdefault(extra.of(i), []).append(i)
         return {members[0]: len(members) for members in found.values()}
 
     def _saved_bytes(self, ops: Sequence[Unit], options: dict[int, Options]) -> dict[int, FloatArray]:

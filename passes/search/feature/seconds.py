@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from cost_models.compute import ComputeDevice, FloatArray, IndexArray
-from passes.costs.costs import PHASES, GraphCosts, OpTable
-from passes.costs.extra_work import Extra
+from passes.costs.costs import GraphCosts
 
 aten = torch.ops.aten
 LOOKUPS = frozenset(
@@ -40,33 +39,22 @@ def local_seconds(
 ) -> FloatArray:
     """Seconds per row, of op ``ops[row]`` with these shares; on the slowest of ``devices``. Shapes [rows]."""
     exact = costs.exact(samples)
-    table = exact.at(samples)
-    moved = {"forward": byte_share, "backward_input": byte_share, "backward_weight": weight_byte_share}
-    columns = {name: getattr(table, name)[ops] for name in OpTable.__dataclass_fields__}
-    for phase in PHASES:
-        columns[f"{phase}_flops"] = columns[f"{phase}_flops"] * work_share
-        columns[f"{phase}_bytes"] = columns[f"{phase}_bytes"] * moved[phase]
-    columns["output_bytes"] = columns["output_bytes"] * byte_share
-    local = OpTable(**columns)
-    extra = exact._extra
-    rows = replace(
-        exact,
-        ops=("",) * len(ops),
-        signature_of=exact.signature_of[ops],
-        _extra=Extra(
-            extra.fan_out[ops],
-            extra.accumulated_bytes[ops],
-            extra.parameters[ops],
-            extra.weight_only[ops],
-        ),
-        _phases={},
-        _tables={},
+    work = exact.at(samples).rows(ops)
+    local = replace(
+        work,
+        forward_flops=work.forward_flops * work_share,
+        backward_input_flops=work.backward_input_flops * work_share,
+        backward_weight_flops=work.backward_weight_flops * work_share,
+        forward_bytes=work.forward_bytes * byte_share,
+        backward_input_bytes=work.backward_input_bytes * byte_share,
+        backward_weight_bytes=work.backward_weight_bytes * weight_byte_share,
+        output_bytes=work.output_bytes * byte_share,
     )
+    rates = exact.rates.rows(ops)
     slowest = np.zeros(len(ops))
     for device in devices:
         total = np.zeros(len(ops))
-        for phase in PHASES:
-            seconds = rows._phase(local, phase, device)
+        for seconds in rates.phases(local, device):
             on_gpu = device.kind == "cuda"
             total += np.maximum(seconds.kernel, seconds.launch) if on_gpu else seconds.kernel + seconds.launch
         slowest = np.maximum(slowest, total)

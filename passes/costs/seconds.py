@@ -1,0 +1,129 @@
+"""Seconds of ops: their work at the rates of a device.
+
+    OpTable   how much    FLOPs, bytes and launches of each op and phase       at one micro-batch size
+    OpRates   how fast    which rate bounds each op, what it is charged as     at any size, on any device
+    phases    ─►          kernel and launch seconds of each op and phase
+
+Rows follow ``GraphCosts.ops``; ``rows(ops)`` takes those of some ops, each as often as it is named, so that the same op
+can be priced with several shares of its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from cost_models.compute import (
+    ComputeDevice,
+    FloatArray,
+    IndexArray,
+    OpClass,
+    PhaseSeconds,
+    kernel_seconds,
+)
+from cost_models.op_profile import PHASES, OpTimes, Phase, op_phase_seconds
+from passes.costs.extra_work import Extra
+
+
+@dataclass(frozen=True)
+class OpTable:
+    """The work of ops for one micro-batch size: arrays of shape [rows]."""
+
+    forward_flops: FloatArray
+    backward_input_flops: FloatArray
+    backward_weight_flops: FloatArray
+    forward_bytes: FloatArray
+    """Bytes read and written."""
+    backward_input_bytes: FloatArray
+    backward_weight_bytes: FloatArray
+    forward_launches: FloatArray
+    backward_input_launches: FloatArray
+    backward_weight_launches: FloatArray
+    output_bytes: FloatArray
+    """Bytes of the op's output tensors, were they sent: elements times element size."""
+
+    def rows(self, ops: IndexArray) -> OpTable:
+        """Take the rows of these ops, in this order."""
+        return OpTable(**{column.name: getattr(self, column.name)[ops] for column in fields(self)})
+
+
+@dataclass(frozen=True, eq=False)
+class OpRates:
+    """The rates at which the work of ops is done, and the sums of gradients that are part of it."""
+
+    signature_of: IndexArray
+    """[rows] number of each op's signature (``passes.graph.signatures``): ops with one number are the same op."""
+    bounds: tuple[tuple[torch.dtype, OpClass], ...]
+    """(data type, class) of each signature's arithmetic."""
+    kinds: tuple[str, ...]
+    """The kind that each signature is charged as on a calibrated device (``cost_models.op_cases.kind_of``)."""
+    extra: Extra
+
+    def rows(self, ops: IndexArray) -> OpRates:
+        """Take the rows of these ops, in this order."""
+        return OpRates(self.signature_of[ops], self.bounds, self.kinds, self.extra.rows(ops))
+
+    def phases(self, work: OpTable, device: ComputeDevice) -> tuple[PhaseSeconds, ...]:
+        """Compute kernel and launch seconds of each row of ``work``: forward, input half, weight half."""
+        times: OpTimes | None = getattr(device, "op_times", None)
+        if times is not None:
+            return tuple(self._measured(work, phase, device, times) for phase in PHASES)
+        return tuple(self._bounded(work, phase, device) for phase in PHASES)
+
+    def speed(self, device: ComputeDevice) -> tuple[object, ...]:
+        """List all that seconds depend on: equal devices share what is computed for one of them."""
+        efficiency = tuple(sorted(device.efficiency.items()))
+        peaks = tuple(
+            device.peak_flops(dtype) for dtype, op_class in _sorted_rates(self.bounds) if op_class != "memory"
+        )
+        bandwidth = device.memory_bandwidth_bytes_per_second
+        times = getattr(device, "op_times", None)
+        return device.kind, bandwidth, device.launch_overhead_seconds, efficiency, peaks, times
+
+    def _bound_of(self) -> IndexArray:
+        """[rows] number of the first signature with the row's data type and class."""
+        first: IndexArray = np.array([self.bounds.index(bound) for bound in self.bounds], dtype=np.intp)
+        return first[self.signature_of]
+
+    def _bounded(self, work: OpTable, phase: Phase, device: ComputeDevice) -> PhaseSeconds:
+        """Charge each op by the roofline of its data type and class."""
+        flops = getattr(work, f"{phase}_flops")
+        moved = getattr(work, f"{phase}_bytes")
+        kernel = np.zeros(len(self.signature_of))
+        bound_of = self._bound_of()
+        for bound in np.unique(bound_of):
+            members = bound_of == bound
+            dtype, op_class = self.bounds[bound]
+            kernel[members] = kernel_seconds(flops[members], moved[members], device, dtype, op_class)
+        return PhaseSeconds(kernel, getattr(work, f"{phase}_launches") * device.launch_overhead_seconds)
+
+    def _measured(self, work: OpTable, phase: Phase, device: ComputeDevice, times: OpTimes) -> PhaseSeconds:
+        """Charge each op what a calibration measured of its kind; launching is part of that."""
+        summed = self.extra.fan_out * (phase == self.extra.phase_of_sums())
+        moved = getattr(work, f"{phase}_bytes") - 3 * summed * work.output_bytes
+        launches = getattr(work, f"{phase}_launches") - summed
+        flops = getattr(work, f"{phase}_flops")
+        # Gradients of several consumers are summed: k - 1 additions, in place where autograd owns the buffer.
+        seconds = summed * op_phase_seconds(
+            times, "add", "forward", np.zeros_like(moved), 3 * work.output_bytes, np.ones_like(moved)
+        )
+        kinds = np.array(self.kinds, dtype=object)[self.signature_of]
+        bounds = self._bound_of()
+        for kind, bound in sorted({(str(k), int(b)) for k, b in zip(kinds, bounds, strict=True)}):
+            chosen = (kinds == kind) & (bounds == bound)
+            dtype, _ = self.bounds[bound]
+            scale = 1.0
+            if flops[chosen].any():
+                scale = device.peak_flops(torch.float32) / device.peak_flops(dtype)
+            seconds[chosen] += op_phase_seconds(
+                times, kind, phase, flops[chosen], moved[chosen], launches[chosen], scale
+            )
+        return PhaseSeconds(seconds, np.zeros_like(seconds))
+
+
+def _sorted_rates(rates: Iterable[tuple[torch.dtype, OpClass]]) -> list[tuple[torch.dtype, OpClass]]:
+    """List each (data type, class) once, in a stable order."""
+    return sorted(set(rates), key=str)
