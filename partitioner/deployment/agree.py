@@ -1,4 +1,4 @@
-"""All ranks agree on who plays which device of the plan, or all refuse, with every difference at once.
+"""Agreement of all ranks on who plays which device of the plan, or their refusal, with every difference at once.
 
 every rank: its facts ─► rank 0: ranks_or_differences(plan, facts) ─► every rank: RankMap, or the same PlanError
 """
@@ -33,7 +33,7 @@ def agree_on_ranks(
     check_memory: bool,
     check_hosts: bool,
 ) -> tuple[torch.device, RankMap]:
-    """This rank's device, and who plays which device of the plan. Collective; the same PlanError on every rank."""
+    """Return this rank's device, and who plays which device of the plan. Collective; the same PlanError on every rank."""
     own_device, problem = choose_device(plan, device)
     mine = own_facts(plan, model, own_device, problem, chosen=device is not None)
 
@@ -54,7 +54,7 @@ def agree_on_ranks(
 def ranks_or_differences(
     plan: PlanData, facts: Sequence[RankFacts], *, check_hosts: bool, check_memory: bool
 ) -> tuple[RankMap | None, list[str], list[str]]:
-    """(the map, differences, what to try). ``facts``: by rank."""
+    """Return (the map, differences, what to try). ``facts``: one per rank."""
     problems: list[str] = []
     suggestions: list[str] = []
     ranks: RankMap | None = None
@@ -95,14 +95,14 @@ def ranks_or_differences(
 
 
 def refusal(plan: PlanData, problems: Sequence[str], suggestions: Sequence[str]) -> PlanError:
-    """The error that every rank raises."""
+    """Make the error that every rank raises."""
     return PlanError(
         f"the plan for {plan.model.name} does not fit this launch", because=problems, suggestions=suggestions
     )
 
 
 def _unlike_first(facts: Sequence[RankFacts]) -> list[str]:
-    """Ranks whose plan or versions are not those of rank 0."""
+    """Name the ranks whose plan or versions are not those of rank 0."""
     first = facts[0]
     found = []
     for rank, fact in enumerate(facts):
@@ -123,7 +123,7 @@ def _without_device(facts: Sequence[RankFacts]) -> Iterator[str]:
 
 
 def _devices(plan: PlanData, facts: Sequence[RankFacts], ranks: RankMap) -> Iterator[str]:
-    """Kind, model, data types and backend of each rank's device."""
+    """Compare kind, model, data types and backend of each rank's device with the plan's."""
     for rank, (fact, index) in enumerate(zip(facts, ranks.device_of_rank, strict=True)):
         planned, found = plan.cluster.devices[index], fact.device
         if found is None:
@@ -144,13 +144,13 @@ def _devices(plan: PlanData, facts: Sequence[RankFacts], ranks: RankMap) -> Iter
 
 
 def _same_model(preset: str, name: str) -> bool:
-    """Whether a driver's name can mean the preset: "NVIDIA H100 80GB HBM3" is an "H100-80GB"."""
+    """Tell whether a driver's name can mean the preset: "NVIDIA H100 80GB HBM3" is an "H100-80GB"."""
     family = preset.partition("-")[0]
     return family.lower() in "".join(c for c in name.lower() if c.isalnum())
 
 
 def _memory(plan: PlanData, facts: Sequence[RankFacts], ranks: RankMap) -> Iterator[str]:
-    """Memories with less free than the predicted peaks of the ranks that share it."""
+    """Name memories with less free than the predicted peaks of the ranks that share them."""
     sharing: dict[str, list[int]] = defaultdict(list)
     for rank, fact in enumerate(facts):
         if fact.device is not None and fact.device.free_bytes is not None:

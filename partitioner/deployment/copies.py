@@ -1,9 +1,9 @@
-"""A tensor that several ranks hold must start alike on all of them.
+"""Comparison of tensors that several ranks hold: they must start alike on all of them.
 
 Their gradients are summed and every rank updates its own copy, so copies that differ at first differ for ever: a tied
 embedding would silently be two. Models that each rank seeds for itself (``torch.manual_seed(rank)``) are the usual reason.
 
-Of a sharded tensor the copies of one block are compared: blocks A and B of ranks 0 1 2 3 = A B A B, 0 with 2, 1 with 3.
+The copies of one block of a sharded tensor are compared: if ranks 0 1 2 3 hold blocks A B A B, 0 with 2 and 1 with 3.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from runtime.ranks.meeting import Meeting
 from runtime.state.rank_state import RankState
 
 _MOST = 10
-"""So many tensors are named."""
+"""The most tensors that are named."""
 
 
 def refuse_unlike_copies(meeting: Meeting, state: RankState, seed: int) -> None:
     """Raise UsageError, on every rank, where copies differ (in what ``digest`` looks at). Collective.
 
-    ``seed``: of dropout. Ranks that run one segment on shards must drop the same of what they all compute.
+    ``seed``: dropout's. Ranks that run one segment on shards must drop the same of what they all compute.
     """
     if not any(len(ranks) > 1 for ranks in state.holders.values()):
         return
@@ -46,7 +46,7 @@ def refuse_unlike_copies(meeting: Meeting, state: RankState, seed: int) -> None:
 
 
 def _digests(state: RankState) -> Iterator[tuple[str, int]]:
-    """Of what this rank has of tensors that others have as well; the name says of which part."""
+    """Yield digests of what this rank has of tensors that others have as well; each name says which part it is."""
     for name, own in {**state.parameters, **state.buffers}.items():
         sharding = state.shardings.get(name)
         if len(state.holders[name]) > 1:
@@ -60,7 +60,7 @@ def _part(name: str, places: tuple[int, ...]) -> str:
 
 
 def unlike_copies(digests: list[Any]) -> list[str]:
-    """``digests``: by rank, of each shared tensor that it holds, by name."""
+    """Name the tensors that are unlike. ``digests``: for each rank, by the names of the shared tensors that it holds."""
     found = []
     for name in dict.fromkeys(name for of_rank in digests for name in of_rank):
         values = {rank: of_rank[name] for rank, of_rank in enumerate(digests) if name in of_rank}

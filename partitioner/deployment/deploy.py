@@ -40,7 +40,7 @@ logger = logging.getLogger("partitioner")
 LEARNING_RATE = 1e-3
 BUILD_SECONDS = 1800.0
 COMPILE_SECONDS = 3600.0
-"""How long ranks wait for the slowest one to read its weights, and to compile."""
+"""The times that ranks wait for the slowest one: to read its weights, and to compile."""
 
 
 def deploy_plan(
@@ -69,27 +69,27 @@ def deploy_plan(
 ) -> Engine:
     """Build this rank's executor. Collective: every rank of the plan calls it. ``model`` itself is never changed.
 
-    What the plan was made for
+    The model that the plan was made for
         ``model``: the module or Workload, real or on the meta device. ``example_inputs``, ``loss_fn``, ``batch_dims``,
-        ``dynamic_dims``: as :func:`partition` was given them; other open sizes make another model. ``graph``: the
+        ``dynamic_dims``: those that :func:`partition` was given; other open sizes make another model. ``graph``: the
         model's training trace where it is at hand; else it is traced here.
     Weights
         Each rank materializes only its own parameters: from ``weights``, a safetensors file, a directory of them or a
         checkpoint, of which it reads its own bytes only; from ``state_dict``; from the real ``model``; or from a meta
-        model with ``init_fn(module)``. ``seed``: of what ``init_fn`` draws, and of dropout.
+        model with ``init_fn(module)``. ``seed``: decides what ``init_fn`` and dropout draw.
     Training
         ``optimizer``: a torch.optim class, with ``optimizer_kwargs``; the plan's own kind with ``learning_rate`` (1e-3)
         if not given.
     Running
         ``compile``: True, or options of ``torch.compile``, compiles each segment before this returns.
     Launch
-        ``device``: GPU number LOCAL_RANK where the plan has GPUs, else the CPU, if not given. ``timeout_seconds``: how
-        long a rank waits for another before it ends with an error that names it. ``check_memory``: refuse where less
-        memory is free than the plan predicts. ``check_hosts``: where the cluster's nodes name their hosts, the
+        ``device``: GPU number LOCAL_RANK if the plan has GPUs, else the CPU, if not given. ``timeout_seconds``: the time
+        that a rank waits for another before it ends with an error that names it. ``check_memory``: refuse where less
+        memory is free than the plan predicts. ``check_hosts``: if the cluster's nodes name their hosts, the
         processes there play these nodes' devices; without it rank r plays the r-th used device, wherever it runs.
     Watching
-        ``check_batches``: how many of the first batches are compared between ranks. ``callbacks``: what is told of steps
-        (``partitioner.engine.callbacks``), such as a ``CsvLogger``.
+        ``check_batches``: the number of first batches that are compared between ranks. ``callbacks``: those that are told
+        of steps (``partitioner.engine.callbacks``), such as a ``CsvLogger``.
 
     Raises PlanError on every rank, with every difference between the plan and the processes that run.
     """
@@ -125,7 +125,7 @@ def deploy_plan(
 
 
 def workload_of(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:
-    """What is deployed: the module without its compiler's wrapper, and what was given or else the workload brings."""
+    """Put together what is deployed: the module without its compiler's wrapper, and what was given or else the workload's."""
     given = model if isinstance(model, Workload) else None
     module = model if given is None else given.model
     if not isinstance(module, nn.Module):
@@ -142,14 +142,14 @@ def workload_of(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[...,
 
 
 class _WarningsOnly(logging.Filter):
-    """Drops what is below WARNING: rank 0 says it for all."""
+    """A filter that drops what is below WARNING: rank 0 says it for all."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return record.levelno >= logging.WARNING
 
 
 def log_on_first_rank(rank: int) -> None:
-    """From now on this process, which is ``rank``, logs below WARNING only if it is the first."""
+    """Let this process, which is ``rank``, log below WARNING only if it is the first, from now on."""
     for before in [one for one in logger.filters if isinstance(one, _WarningsOnly)]:
         logger.removeFilter(before)
     if rank != 0:

@@ -1,4 +1,4 @@
-"""What a rank says of itself before anything is built: its plan, its versions, its device."""
+"""The facts that a rank tells of itself before anything is built: its plan, its versions, its device."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class DeviceFacts:
     """The device that a rank runs on."""
 
     kind: str
-    """As in ``torch.device``: cuda, cpu."""
+    """The type of ``torch.device``: cuda, cpu."""
     name: str
-    """What the driver calls it."""
+    """The driver's name for it."""
     memory: str
-    """Ranks with the same name here share one memory: a GPU's id, or the machine's name."""
+    """The name of its memory, a GPU's id or the machine's name: ranks with the same one share it."""
     free_bytes: int | None
-    """None where the system does not say."""
+    """The free memory; None if the system does not say."""
     missing_dtypes: tuple[str, ...]
     """Data types of the model that it does not compute with."""
 
@@ -52,23 +52,23 @@ class RankFacts:
 
     place: Place
     plan: str
-    """Digest of what programs and code are made from."""
+    """A digest of what programs and code are made from."""
     versions: Mapping[str, str]
     device: DeviceFacts | None
     backend: str | None
-    """Of the process group that exists already, if any."""
+    """The backend of the process group that exists already, if any."""
     problem: str | None = None
-    """Why there is no device."""
+    """The reason that there is no device."""
     chosen: bool = False
-    """Whether the user named the device: then it need not be of the planned kind."""
+    """True if the user named the device: then it need not be of the planned kind."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return plain JSON data."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RankFacts:
-        """Back from ``to_dict``."""
+        """Read what ``to_dict`` wrote."""
         place = Place(tuple(data["place"]["names"]), data["place"]["local_rank"])
         device = data["device"]
         if device is not None:
@@ -79,7 +79,7 @@ class RankFacts:
 def own_facts(
     plan: PlanData, model: nn.Module, device: torch.device | None, problem: str | None, *, chosen: bool
 ) -> RankFacts:
-    """This rank's facts. ``device``: None where there is none, for the reason ``problem``."""
+    """Collect this rank's facts. ``device``: None if there is none, for the reason ``problem``."""
     place = own_place(plan)
     return RankFacts(
         place=place,
@@ -93,14 +93,14 @@ def own_facts(
 
 
 def plan_digest(plan: PlanData) -> str:
-    """Equal for plans that run alike. Ranks that each plan for themselves may find unlike ones within a time limit."""
+    """Hash a plan; equal for plans that run alike. Ranks that each plan for themselves may find unlike ones."""
     return hashlib.sha256(plan.model_dump_json(exclude=_OPINIONS).encode()).hexdigest()
 
 
 def choose_device(
     plan: PlanData, wanted: str | torch.device | None
 ) -> tuple[torch.device | None, str | None]:
-    """``wanted``, or this process's device: GPU number LOCAL_RANK, or the CPU; or why there is none."""
+    """Choose ``wanted``, or this process's device, GPU number LOCAL_RANK or the CPU; or say why there is none."""
     if wanted is not None:
         device = torch.device(wanted)
         return _own_gpu() if device == torch.device("cuda") else (device, None)
@@ -121,10 +121,10 @@ def _own_gpu() -> tuple[torch.device | None, str | None]:
 
 
 def device_facts(device: torch.device, place: Place, dtypes: Iterable[torch.dtype]) -> DeviceFacts:
-    """What this process can see of ``device``."""
+    """Collect what this process can see of ``device``."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        # What torch has taken from the driver and not used is free for us.
+        # Memory that torch has taken from the driver and not used is free for us.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return DeviceFacts(
             kind="cuda",
@@ -139,7 +139,7 @@ def device_facts(device: torch.device, place: Place, dtypes: Iterable[torch.dtyp
 
 
 def free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Main memory that new programs can have without swapping; less where the container's limit is nearer."""
+    """Read the main memory that new programs can have without swapping; less if the container's limit is nearer."""
     try:
         lines = meminfo.read_text().splitlines()
     except OSError:
@@ -151,12 +151,12 @@ def free_memory_bytes(meminfo: Path = Path("/proc/meminfo")) -> int | None:
 
 
 def _computes(properties: Any, dtype: torch.dtype) -> bool:
-    """Whether a GPU computes with ``dtype`` in hardware (bfloat16 from Ampere on, float8 from Ada on)."""
+    """Tell whether a GPU computes with ``dtype`` in hardware (bfloat16 from Ampere on, float8 from Ada on)."""
     capability = (properties.major, properties.minor)
     needed = {torch.bfloat16: (8, 0)}.get(dtype, (8, 9) if "float8" in str(dtype) else (0, 0))
     return capability >= needed
 
 
 def _dtypes(model: nn.Module, precision: Precision) -> list[torch.dtype]:
-    """The data types that the model's floating-point parameters compute in."""
+    """List the data types that the model's floating-point parameters compute in."""
     return sorted({precision.of(p.dtype).leaf for p in model.parameters() if p.is_floating_point()}, key=str)

@@ -1,10 +1,10 @@
-"""Which rank plays which device of the plan.
+"""Ranks and the devices of the plan that they play.
 
     nodes of the cluster file            where torchrun started processes          ranks
     a  host: gpu-a  devices 0 1 (2)      gpu-b.site: global ranks 0 1              0 -> 3, 1 -> 4
     b  host: gpu-b  devices 3 4          gpu-a.site: global ranks 2 3              2 -> 0, 3 -> 1
 
-Where nodes name their ``host``, the processes on that host play its devices in the order of LOCAL_RANK, whatever their
+If nodes name their ``host``, the processes on that host play its devices in the order of LOCAL_RANK, whatever their
 global ranks. Everywhere else rank r plays the r-th device that the plan uses. Idle devices (2 above) get no rank.
 """
 
@@ -26,21 +26,21 @@ _HERE = ("localhost", "::1")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs. ``names``: what its machine answers to, first the one it calls itself."""
+    """The place where a process runs. ``names``: those that its machine answers to, first the one it calls itself."""
 
     names: tuple[str, ...]
     local_rank: int
 
 
 def own_place(plan: PlanData) -> Place:
-    """This process's place. Looking names up can take seconds, so only where the plan compares them."""
+    """Find this process's place. Looking names up can take seconds, so it is done only if the plan compares them."""
     named, _ = _devices_by_host(plan)
     names = host_names() if named else (socket.gethostname(),)
     return Place(names, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def host_names() -> tuple[str, ...]:
-    """This machine's name, its full name, and its addresses: the one behind the name, and the one to the launch."""
+    """List this machine's name, its full name, and its addresses: the one behind the name, and the one to the launch."""
     name = socket.gethostname()
     names = [name, socket.getfqdn()]
     with suppress(OSError):  # a machine that cannot look itself up has no address to compare
@@ -52,7 +52,7 @@ def host_names() -> tuple[str, ...]:
 
 
 def ranks_by_host(plan: PlanData, places: Sequence[Place]) -> tuple[RankMap | None, list[str]]:
-    """The map, or every difference between the hosts that were planned and those where the processes run."""
+    """Return the map, or every difference between the hosts that were planned and those where the processes run."""
     named, anywhere = _devices_by_host(plan)
     playing: dict[str, list[int]] = {host: [] for host in named}
     machines: dict[str, set[str]] = {host: set() for host in named}
@@ -87,7 +87,7 @@ def ranks_by_host(plan: PlanData, places: Sequence[Place]) -> tuple[RankMap | No
 
 
 def same_host(a: str, b: str) -> bool:
-    """Whether two names can mean one machine: equal, or one of them short and equal to the other's first part."""
+    """Tell whether two names can mean one machine: equal, or one of them short and equal to the other's first part."""
     a, b = (name.lower().rstrip(".") for name in (a, b))
     if a == b:
         return True
@@ -97,7 +97,7 @@ def same_host(a: str, b: str) -> bool:
 
 
 def _devices_by_host(plan: PlanData) -> tuple[Mapping[str, list[int]], list[int]]:
-    """The used devices of each host that the cluster names, and those that may be anywhere."""
+    """Return the used devices of each host that the cluster names, and those that may be anywhere."""
     named: dict[str, list[int]] = {}
     anywhere: list[int] = []
     for index in plan.used_devices:

@@ -1,4 +1,4 @@
-"""One rank's share of a plan: what it runs, what it holds, how it learns. No communication happens here."""
+"""One rank's share of a plan: its programs, its tensors, its optimizer. No communication happens here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from runtime.state.rank_state import RankState
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a user gives to ``deploy``, as far as a share is made of it."""
+    """The arguments of ``deploy`` that a share is made from."""
 
     workload: Workload
     batch_dims: Mapping[str, int | None] | None
@@ -50,10 +50,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Share:
-    """Everything is in the ranks of the launch. ``programs``: of all ranks; ``codes``: of this rank's segments.
+    """One rank's share, in the ranks of the launch. ``programs``: all ranks'; ``codes``: those of this rank's segments.
 
-    ``graph``: the model's; ``run``: what ranks run of it; ``batch``: how a rank reads batches, which may be in parts
-    (``runtime.segment.code``).
+    ``graph``: the model's; ``run``: the graph that ranks run of it; ``batch``: the way in which a rank reads batches, which
+    may be in parts (``runtime.segment.code``).
     """
 
     graph: OpGraph
@@ -72,7 +72,7 @@ class Share:
 def build_share(
     plan: PlanData, recipe: Recipe, ranks: RankMap, rank: int, device: torch.device, graph: OpGraph | None
 ) -> Share:
-    """The share of ``rank`` on ``device``."""
+    """Build the share of ``rank`` on ``device``."""
     if graph is None:
         graph = as_graph(
             recipe.workload,
@@ -129,7 +129,7 @@ def _own_state(
 
 
 def _blocks(graph: OpGraph, shardings: Mapping[str, Sharding], rank: int) -> dict[str, Block]:
-    """Of tensors that ``rank`` stores in part."""
+    """Return the blocks of tensors that ``rank`` stores in part."""
     blocks = {}
     for name, sharding in shardings.items():
         shape = (graph.parameters.get(name) or graph.buffers[name]).shape

@@ -1,4 +1,4 @@
-"""From a rank's share to an engine that runs."""
+"""The way from a rank's share to an engine that runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from runtime.segment.compiled import CompileOptions
 def start_executor(
     share: Share, device: torch.device, *, timeout_seconds: float, seed: int, compile: CompileOptions | None
 ) -> Executor:
-    """Runs the program of this rank. Collective."""
+    """Start the executor, which runs the program of this rank. Collective."""
     return Executor(
         share.programs[share.state.rank],
         share.codes,
@@ -48,7 +48,7 @@ def make_engine(
     check_batches: int,
     callbacks: Iterable[Callback],
 ) -> Engine:
-    """What people train with, around the executor."""
+    """Make the engine that people train with, around the executor."""
     workload = recipe.workload
     has_loss_fn = workload.loss_fn is not None
     reader = BatchReader(plan.model.name, workload.model, workload.example_inputs, has_loss_fn=has_loss_fn)

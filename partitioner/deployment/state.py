@@ -1,4 +1,4 @@
-"""Which rank holds which tensor of the model, and this rank's own ones."""
+"""The ranks that hold each tensor of the model, and this rank's own tensors."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from runtime.state.sharded_owners import sharded_leaf_and_owner
 def holders_of(
     graph: OpGraph, segmentation: Segmentation, shardings: Mapping[str, Sharding]
 ) -> dict[str, tuple[int, ...]]:
-    """The ranks that hold each parameter and buffer of the model, or blocks of it.
+    """Return the ranks that hold each parameter and buffer of the model, or blocks of it.
 
-    What no segment reads stays with the first rank, but for tensors with a sharding: every rank of its mesh has them.
+    A tensor that no segment reads stays with the first rank; one with a sharding is on every rank of its mesh.
     """
     ranks_of: dict[str, set[int]] = {name: set() for name in (*graph.parameters, *graph.buffers)}
     for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
@@ -43,9 +43,9 @@ def rank_state(
     precision: Precision,
     shardings: Mapping[str, Sharding],
 ) -> RankState:
-    """This rank's tensors. ``values``: copies of its own for every name that it holds; of blocks where it shards.
+    """Make this rank's tensors. ``values``: copies of its own for every name that it holds; of blocks where it shards.
 
-    They are taken one by one: what a value becomes, in other types and in part, is less than all values are.
+    They are taken one by one, because all values together, whole and in their stored types, may need more memory.
     """
     leaves: dict[str, Tensor] = {name: constant.to(device) for name, constant in graph.constants.items()}
     parameters: dict[str, nn.Parameter] = {}

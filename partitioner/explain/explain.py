@@ -1,4 +1,4 @@
-"""``plan.explain(name)``: what else an op, a parameter or an input could have been, what that costs, and why it is not so.
+"""``plan.explain(name)``: all that an op, a parameter or an input could have been, what each costs, and why it is not so.
 
 One sharded stage: every layout, with everything else as it is. Plans of several stages: ``partitioner.explain.stages``.
 """
@@ -34,7 +34,7 @@ def explain_plan(
 ) -> Explanation:
     """Explain an op, a parameter or an input of the plan's model.
 
-    What other layouts would cost is known where the plan is one sharded stage.
+    The cost of other layouts is known if the plan is one sharded stage.
     """
     only = plan.stages[0] if len(plan.stages) == 1 else None
     if only is None or only.sharding is None:
@@ -56,7 +56,7 @@ def explain_plan(
 def _of_shards(
     plan: PlanData, stage: Stage, sharding: StageSharding, name: str, graph: OpGraph
 ) -> Explanation:
-    """``stage``: all of the plan, shared as ``sharding`` says."""
+    """Explain a plan whose only ``stage`` is shared as ``sharding`` says."""
     placement = sharding.placement(stage.devices, plan.microbatches)
     refuse_wrong_choices(plan.model.name, graph, placement)
     setting = Setting(plan.cluster, plan.batch_size, plan.optimizer_memory, plan.precision)
@@ -104,7 +104,7 @@ def _why(found: Alternatives) -> str:
 
 
 def _next_best(chosen: Way, others: list[Way]) -> str:
-    """How the others compare: what more they compute and send."""
+    """Compare the others with the chosen one: what more they compute and send."""
     rest = [way for way in others if way.possible]
     if not rest:
         return "No other can be bridged to what is around it"

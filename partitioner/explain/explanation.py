@@ -1,4 +1,4 @@
-"""What ``plan.explain`` returns: facts in words, and the ways that something could have been."""
+"""The answer of ``plan.explain``: facts in words, and the ways that something could have been."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from partitioner.report.text import columns, labelled, printable
 from passes.search.explain import Way
 
 MOST_WAYS = 20
-"""Ways that the text shows; ``ways`` has all."""
+"""The most ways that the text shows; ``ways`` has all."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Explanation:
 
     @property
     def why(self) -> str:
-        """Why it is as it is, in words."""
+        """The reason that it is as it is, in words."""
         return self.facts["why"]
 
     def __str__(self) -> str:
@@ -34,7 +34,7 @@ class Explanation:
         return printable("\n\n".join(["\n".join(lines), table]) if table else "\n".join(lines))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data."""
+        """Return plain JSON data."""
         return {
             "name": self.name,
             "facts": dict(self.facts),
@@ -67,5 +67,5 @@ def _table(ways: tuple[Way, ...]) -> str:
 
 
 def signed(seconds: float) -> str:
-    """ "+1.2 ms"."""
+    """Write seconds with their sign: "+1.2 ms"."""
     return f"{'-' if seconds < 0 else '+'}{format_seconds(abs(seconds))}"

@@ -1,4 +1,4 @@
-"""The model's graph for a plan: what the plan was made with in this process, or traced again from a model that is given."""
+"""The model's graph for a plan: the one that the plan was made with in this process, or a new trace of a given model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def graph_of(plan: PlanData, model: ModelOrTrace | None, purpose: str, options: dict[str, Any]) -> OpGraph:
-    """Raises PlanError where the model is not the plan's, UsageError where none is known.
+    """Find the model's graph. Raises PlanError if the model is not the plan's, UsageError if none is known.
 
-    ``options``: example_inputs, loss_fn, batch_dims, dynamic_dims, as :func:`partition` takes them.
+    ``options``: example_inputs, loss_fn, batch_dims and dynamic_dims of :func:`partition`.
     """
     made = plan._made_with
     if model is None:

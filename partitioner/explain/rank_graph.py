@@ -1,4 +1,4 @@
-"""``plan.graph(rank=0)``: what one rank runs, op by op, bridges by name; as text, DOT or JSON.
+"""``plan.graph(rank=0)``: everything that one rank runs, op by op, bridges by name; as text, DOT or JSON.
 
     rank 0 of 2 · Mlp · mesh 2 · b: samples of a micro-batch
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from partitioner.record.records import Stage
 
 TALKING = ("cross_entropy", "nll_loss", "batch_norm")
-"""Local forms that send something themselves."""
+"""Ops whose local forms send something themselves."""
 WIDEST = 64
-"""Characters of a call; longer ones are cut."""
+"""The most characters of a call; longer ones are cut."""
 _BACKWARD: Mapping[Any, str] = {
     bridges.all_reduce: "nothing",
     bridges.sum_gradient: "all-reduce",
@@ -62,7 +62,10 @@ _BACKWARD_OF_PARTS: Mapping[Any, str] = {
 
 @dataclass(frozen=True)
 class RankNode:
-    """``reads``: names of nodes. ``bridge``: it talks to other ranks. ``note``: layout, what its backward does, to whom."""
+    """A node of the graph. ``reads``: names of nodes. ``bridge``: true if it talks to other ranks.
+
+    ``note``: its layout, what its backward does, the ranks that it talks to.
+    """
 
     name: str
     does: str
@@ -75,14 +78,14 @@ class RankNode:
 
 @dataclass(frozen=True)
 class RankGraph:
-    """``parts``: title and nodes of every segment that the rank runs, in the order of the model."""
+    """The graph of one rank. ``parts``: title and nodes of every segment that it runs, in the order of the model."""
 
     title: str
     parts: Mapping[str, tuple[RankNode, ...]] = field(default_factory=dict)
 
     @property
     def bridges(self) -> tuple[str, ...]:
-        """Names of what goes between ranks."""
+        """The names of what goes between ranks."""
         return tuple(node.name for nodes in self.parts.values() for node in nodes if node.bridge)
 
     def __str__(self) -> str:
@@ -98,7 +101,7 @@ class RankGraph:
         return printable("\n\n".join(blocks))
 
     def networkx(self) -> nx.DiGraph[str]:
-        """One node per op or input, with attributes label, module, device and bridge."""
+        """Return a graph with one node per op or input, with attributes label, module, device and bridge."""
         dag: nx.DiGraph[str] = nx.DiGraph(name=self.title)
         for title, nodes in self.parts.items():
             for node in nodes:
@@ -113,7 +116,7 @@ class RankGraph:
 
 
 def rank_graph(plan: PlanData, model: ModelOrTrace | None, rank: int, options: dict[str, Any]) -> RankGraph:
-    """Raises UsageError for a rank that runs nothing, PlanError for another model."""
+    """Make the graph of ``rank``. Raises UsageError for a rank that runs nothing, PlanError for another model."""
     if rank not in plan.used_devices:
         raise UsageError(
             f"there is no graph of rank {rank}",
@@ -188,7 +191,7 @@ def _of(plan: PlanData, stage: int) -> str:
 
 
 def _layouts(stage: Stage, model: OpGraph) -> dict[object, str]:
-    """Of ops by name, of what is given by (kind, name); nothing where one rank runs the stage."""
+    """Return layouts: an op's by its name, an input's by (kind, name); nothing if one rank runs the stage."""
     sharding = stage.sharding
     if sharding is None:
         return {}
@@ -206,7 +209,7 @@ def _layouts(stage: Stage, model: OpGraph) -> dict[object, str]:
 
 
 def _call(node: fx.Node) -> str:
-    """ "linear(%x, %w, None)"; a local form as "cross_entropy[classes: inner](…)"."""
+    """Write a call as "linear(%x, %w, None)"; a local form as "cross_entropy[classes: inner](…)"."""
     args = list(node.args)
     name = str(node.target)
     if node.target is run_local:
@@ -231,7 +234,7 @@ def _word(argument: object) -> str:
 
 
 def _undone(node: fx.Node) -> str:
-    """What a bridge does to the gradient."""
+    """Say what a bridge does to the gradient."""
     table = _BACKWARD_OF_PARTS if node.kwargs.get("partial") else _BACKWARD
     return f"backward: {table.get(node.target, _BACKWARD.get(node.target, '?'))}"
 

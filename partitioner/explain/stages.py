@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def of_layers(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
-    """Of an op, or with the model a parameter or module, of a layer-wise plan."""
+    """Explain an op, or with the model a parameter or module, of a layer-wise plan."""
     ops = _ops_named(plan, name, graph)
     facts, where = _place(plan, name, ops)
     if not where:
@@ -47,7 +47,7 @@ def of_layers(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
 
 
 def of_free(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
-    """Of an op or block, or with the model a parameter or module, of a free plan."""
+    """Explain an op or block, or with the model a parameter or module, of a free plan."""
     split = None if graph is None else split_graph(plan, graph)
     ops = _ops_named(plan, name, split)
     facts, where = _place(plan, name, ops)
@@ -69,7 +69,7 @@ def of_free(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
 
 
 def _why_there(ways: tuple[Way, ...], plan: PlanData) -> str:
-    """How the device compares with the others."""
+    """Compare the device with the others."""
     chosen = next(way for way in ways if way.chosen)
     others = [way for way in ways if not way.chosen]
     if not others:
@@ -88,7 +88,7 @@ def _why_there(ways: tuple[Way, ...], plan: PlanData) -> str:
 
 
 def _place(plan: PlanData, name: str, ops: set[str]) -> tuple[dict[str, str], list[int]]:
-    """Where ops run and what is sent for them, in words; and their stages."""
+    """Say where ops run and what is sent for them, in words; and return their stages."""
     where = sorted({index for index, stage in enumerate(plan.stages) if ops & set(stage.ops)})
     everywhere = sorted(ops & set(plan.recomputed))
     facts = {"explained": f"{name}, {counted(len(ops), 'op')}" if ops != {name} else f"{name}, an op"}
@@ -117,7 +117,7 @@ def _place(plan: PlanData, name: str, ops: set[str]) -> tuple[dict[str, str], li
 
 
 def _layouts(plan: PlanData, index: int, name: str, ops: set[str]) -> list[str]:
-    """How a sharded stage keeps the parameter of that name and runs its ops; nothing of a stage on one device."""
+    """Say how a sharded stage keeps the parameter of that name and runs its ops; nothing for a stage on one device."""
     sharding = plan.stages[index].sharding
     if sharding is None:
         return []
@@ -140,7 +140,7 @@ def _seconds(plan: PlanData, index: int) -> float:
 
 
 def _ops_named(plan: PlanData, name: str, graph: OpGraph | None) -> set[str]:
-    """The op of that name, those that read the parameter, or those of the module."""
+    """Find the op of that name, those that read the parameter, or those of the module."""
     known = {*plan.placements, *plan.recomputed}
     if name in known:
         return {name}

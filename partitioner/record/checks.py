@@ -1,4 +1,4 @@
-"""What must hold between a plan's fields: a file that breaks it was edited or damaged."""
+"""The rules that hold between a plan's fields: a file that breaks one was edited or damaged."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from partitioner.record.records import PlanFields
 
 MOST_COMPUTES = 1 << 24
-"""Stages times micro-batches: a plan whose programs are longer cannot be rebuilt in memory."""
+"""The most stages times micro-batches: a plan whose programs are longer cannot be rebuilt in memory."""
 
 
 def inconsistencies(plan: PlanFields) -> Iterator[str]:
-    """Every contradiction, as "key path: what is wrong"."""
+    """Yield every contradiction, as "key path: what is wrong"."""
     world = plan.cluster.world_size
     if not plan.stages:
         yield "stages: there is none"
@@ -99,7 +99,7 @@ def _stages(plan: PlanFields, world: int) -> Iterator[str]:
 
 
 def _samples(plan: PlanFields, where: str, multiple: int) -> Iterator[str]:
-    """Whether the batch can be cut as the stage's devices take it."""
+    """Check that the batch can be cut as the stage's devices take it."""
     if plan.batch_size % (plan.microbatches * multiple):
         yield (
             f"{where}.samples_multiple: {plan.batch_size} samples in {plan.microbatches} micro-batches are no "

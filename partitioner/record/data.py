@@ -53,7 +53,7 @@ class PlanData(PlanFields):
             ) from error
 
     def to_dict(self) -> Mapping[str, Any]:
-        """The plan as plain JSON data."""
+        """Return the plan as plain JSON data."""
         data: dict[str, Any] = json.loads(self.model_dump_json())
         return data
 

@@ -1,4 +1,4 @@
-"""From a compile's outcome to the plan a user keeps: every number with its name, nothing left implicit."""
+"""The way from a compile's outcome to the plan a user keeps: every number with its name, nothing left implicit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
 
 
 def tokens_per_sample(graph: OpGraph) -> int | None:
-    """Token ids per sample; None if the model has no embedding of them."""
+    """Count token ids per sample; None if the model has no embedding of them."""
     leaf = token_leaf(graph)
     if leaf is None:
         return None
@@ -108,7 +108,7 @@ def tokens_per_sample(graph: OpGraph) -> int | None:
 
 
 def token_leaf(graph: OpGraph) -> str | None:
-    """The first input that an embedding looks up: the token ids of a sample; None if there is none."""
+    """Find the first input that an embedding looks up: the token ids of a sample; None if there is none."""
     nodes = {i.name: i.node for i in graph.inputs if i.kind == "batch"}
     for name, shape in graph.example_shapes.items():
         dim = graph.batch.batch_dims.get(name)
@@ -118,7 +118,7 @@ def token_leaf(graph: OpGraph) -> str | None:
 
 
 def _looked_up(node: fx.Node) -> bool:
-    """Whether an embedding reads the input, directly or after other integer ops (shifted labels, say)."""
+    """Tell whether an embedding reads the input, directly or after other integer ops (shifted labels, say)."""
     waiting, seen = [node], {node}
     while waiting:
         value = waiting.pop()
@@ -189,7 +189,7 @@ def _stages(compiled: Compiled) -> tuple[Stage, ...]:
 
 
 def _in_flight(programs: tuple[Program, ...], segments: SegmentGraph) -> list[int]:
-    """Per segment, the most micro-batches at once whose forward is done and whose last backward half is not."""
+    """Count, per segment, the most micro-batches at once whose forward is done and whose last backward half is not."""
     most = [0] * len(segments.segments)
     for rank in dict.fromkeys(segment.rank for segment in segments.segments):
         now = [0] * len(most)
@@ -236,7 +236,7 @@ def _prediction(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> Pre
 
 
 def _collectives(compiled: Compiled) -> int:
-    """Collectives of a step: inside of segments, sums of gradients, what is gathered after the update."""
+    """Count the collectives of a step: inside of segments, sums of gradients, what is gathered after the update."""
     realized, count = compiled.realized, compiled.outcome.best.candidate.microbatches
     inside = sum(len(segment.collectives) for segment in realized.segments.segments)
     return inside * count + len(realized.tied) + len(realized.step.gathers)
@@ -247,18 +247,18 @@ def _certificate(compiled: Compiled) -> CertificateRecord:
 
 
 def _recompute(request: Request, candidate: Candidate) -> RecomputeMode:
-    """The mode of recomputation that was asked for; a free plan that is the layer-wise one recomputes where it must."""
+    """Return the recomputation that was asked for; a free plan that is the layer-wise one recomputes where it must."""
     asked: RecomputeMode | None = getattr(request, "recompute", None)
     return asked or ("auto" if any(candidate.recomputed_blocks) else "none")
 
 
 def _recomputed(realized: Realized) -> frozenset[str]:
-    """Ops of the model that every stage computes for itself; on shards, none is told apart."""
+    """Return the ops of the model that every stage computes for itself; on shards, none is told apart."""
     return frozenset() if realized.sharded is not None else realized.segmentation.recomputed
 
 
 def _mfu(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> float | None:
-    """Model FLOPs utilisation: FLOPs of forward and backward over step time times the used devices' peak rates."""
+    """Return model FLOPs utilisation: FLOPs of forward and backward over step time times the used devices' peak rates."""
     table = compiled.costs.at(compiled.request.job.batch_size)
     flops = float(np.sum(table.forward_flops + table.backward_input_flops + table.backward_weight_flops))
     own = dominant_dtype(graph)
@@ -317,7 +317,7 @@ def _other_meshes(outcome: Outcome) -> list[Alternative]:
 
 
 def _at_least(tried: MeshTried) -> float:
-    """Seconds that its best choice takes, or no less than."""
+    """Return the seconds that its best choice takes, or a bound below them."""
     return tried.seconds if math.isfinite(tried.seconds) else tried.bound_seconds
 
 
@@ -353,7 +353,7 @@ def distinct_runner_ups(runner_ups: Sequence[RunnerUp]) -> list[RunnerUp]:
 
 
 def _notes(graph: OpGraph, recompute: str) -> tuple[str, ...]:
-    """What a user must know about the semantics of this model's training."""
+    """Note what a user must know about the semantics of this model's training."""
     notes = []
     if not any(spec.requires_grad for spec in graph.parameters.values()):
         notes.append("nothing is trained: no parameter requires a gradient")

@@ -1,4 +1,4 @@
-"""How the devices of a stage share it: from a compile's outcome to the plan's record of it.
+"""The record of how devices share a stage, made from a compile's outcome.
 
 The record has one row of layouts per class of equal blocks: how parameters are kept and how products run.
 
@@ -80,11 +80,11 @@ def _collective(sharded: Sharded, item: Traffic) -> StageCollective:
 
 
 _Way = tuple[str, str, str, str, tuple[str, ...], str]
-"""Stored, state, taken, op, what it takes beside parameters, what it makes."""
+"""A way to keep and use a parameter: stored, state, taken, op, what it takes beside parameters, what it makes."""
 
 
 def _layout_rows(graph: OpGraph, sharded: Sharded, costs: GraphCosts) -> tuple[LayoutRow, ...]:
-    """Of the model's ``graph``: its parameters, and its products that read none, in the order of the model."""
+    """Make the rows of ``graph``: its parameters, and its products that read none, in the order of the model."""
     found: dict[tuple[str, _Way], list[_Entry]] = {}
     for entry in (*_parameters(graph, sharded, costs), *_products(graph, sharded, costs)):
         found.setdefault((_class_of(entry.name), entry.way), []).append(entry)
@@ -140,7 +140,7 @@ def _parameters(graph: OpGraph, sharded: Sharded, costs: GraphCosts) -> list[_En
 
 
 def _products(graph: OpGraph, sharded: Sharded, costs: GraphCosts) -> list[_Entry]:
-    """Matrix products, convolutions and attention between activations, named by their modules."""
+    """List matrix products, convolutions and attention between activations, named by their modules."""
     found = []
     for i, node in enumerate(graph.ops):
         reads = [graph.input_of.get(source.name) for source in node.all_input_nodes]
@@ -156,7 +156,7 @@ def _products(graph: OpGraph, sharded: Sharded, costs: GraphCosts) -> list[_Entr
 def _reading(
     graph: OpGraph, sharded: Sharded, node: fx.Node, parameter: str
 ) -> tuple[str, str, tuple[str, ...], str]:
-    """(layout in which ``parameter`` is taken, op, layouts of the other operands, layout of the first output)."""
+    """Return (layout in which ``parameter`` is taken, op, layouts of the other operands, layout of the first output)."""
     choice = sharded.placement.choices[node.name]
     taken, takes = "", []
     for position, source in enumerate(operands(node)):
@@ -171,5 +171,5 @@ def _reading(
 
 
 def _class_of(name: str) -> str:
-    """ "h.0.mlp.weight" -> "h.*.mlp.weight"."""
+    """Name the class of a parameter: "h.0.mlp.weight" -> "h.*.mlp.weight"."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)

@@ -21,10 +21,10 @@ from cost_models.errors import PlanError
 from cost_models.units import show
 
 MOST_BYTES = 1 << 28
-"""A plan of 100,000 ops has some 20 MB."""
+"""The largest file: a plan of 100,000 ops has some 20 MB."""
 MOST_DEPTH = 40
 LARGEST = 1 << 63
-"""No count, size in bytes or time in seconds is as large."""
+"""The largest number: no count, size in bytes or time in seconds is as large."""
 MOST_PROBLEMS = 20
 
 ANEW = "make the plan anew with `partitioner plan … -o plan.json`"
@@ -48,7 +48,7 @@ def write_text(target: Path, text: str) -> None:
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
-    """The file's text."""
+    """Read the file's text."""
     try:
         with open(path, "rb") as file:
             data = file.read(MOST_BYTES + 1)
@@ -99,7 +99,7 @@ def read_json(text: str, source: str, version: int) -> None:
 
 
 def validation_problems(error: ValidationError) -> list[str]:
-    """ "stages[0].ops: expected …", one per problem, the root ones as they are."""
+    """Write "stages[0].ops: expected …", one per problem, the root ones as they are."""
     found = error.errors(include_url=False)
     lines = []
     for entry in found[:MOST_PROBLEMS]:
@@ -120,7 +120,7 @@ def validation_problems(error: ValidationError) -> list[str]:
 
 
 def _insane(data: Any, path: str, depth: int) -> Iterator[str]:
-    """Problems with numbers and nesting, before anything is built from them."""
+    """Yield problems with numbers and nesting, before anything is built from them."""
     if depth > MOST_DEPTH:
         yield f"{path[:80]}: nested more than {MOST_DEPTH} deep"
     elif isinstance(data, dict):
@@ -136,12 +136,12 @@ def _insane(data: Any, path: str, depth: int) -> Iterator[str]:
 
 
 def _integer(text: str) -> int | float:
-    """Python refuses to read integers of thousands of digits; here they are merely too large."""
+    """Read an integer. Python refuses to read thousands of digits; here they are merely too large."""
     return int(text) if len(text) <= 40 else math.inf
 
 
 def _key_path(location: tuple[int | str, ...]) -> str:
-    """("stages", 0, "ops") -> "stages[0].ops"."""
+    """Write a key path: ("stages", 0, "ops") -> "stages[0].ops"."""
     path = ""
     for key in location:
         path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else str(key)

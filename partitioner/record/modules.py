@@ -1,4 +1,4 @@
-"""Stages in the user's words: which of the model's modules lie in which stage.
+"""Stages in the user's words: the modules of the model that lie in each stage.
 
 ops of stage 0: embed, layers.0.*, layers.1.*, most of layers.2   ->   ("embed", "layers.0-1", "layers.2 (part)")
 """
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 MOST_BLOCKS = 100_000
 FEW = 2
-"""Up to so many pieces of a split block are named one by one; more become "block (part)"."""
+"""The most pieces of a split block that are named one by one; more become "block (part)"."""
 
 
 def modules_of_stages(
     module_path_of: Mapping[str, str], stage_of: Mapping[str, int], stages: int
 ) -> list[tuple[str, ...]]:
-    """Outermost module paths that lie wholly inside each stage; what is split is marked "(part)".
+    """Name the outermost module paths that lie wholly inside each stage; what is split is marked "(part)".
 
     ``module_path_of``: op name -> innermost module path, "" at the root. Order of first use is kept. A numbered block
     (``layers.2``) that is split is named once, not by its pieces, unless these are few. The own ops of a module whose
@@ -50,7 +50,7 @@ def modules_of_stages(
 
 
 def _fold_blocks(names: Mapping[str, str]) -> list[str]:
-    """More than a few pieces of one split block become that block's name."""
+    """Replace more than a few pieces of one split block by that block's name."""
     pieces = list(names.values())
     folded = {
         n: f"{block} (part)" if block and pieces.count(block) > FEW else n for n, block in names.items()
@@ -59,7 +59,7 @@ def _fold_blocks(names: Mapping[str, str]) -> list[str]:
 
 
 def compress(names: Iterable[str]) -> list[str]:
-    """Numbered siblings in one word, where the first stands: layers.0, norm, layers.1 -> layers.0-1, norm."""
+    """Put numbered siblings into one word, where the first stands: layers.0, norm, layers.1 -> layers.0-1, norm."""
     numbers: dict[str, list[int]] = {}
     order: list[str] = []
     for name in names:
@@ -75,7 +75,7 @@ def compress(names: Iterable[str]) -> list[str]:
 
 
 def runs(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2,5"."""
+    """Write numbers as runs: [0, 1, 2, 5] -> "0-2,5"."""
     runs: list[tuple[int, int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -86,7 +86,7 @@ def runs(numbers: Sequence[int]) -> str:
 
 
 def range_of(names: Sequence[str]) -> str:
-    """Names that differ in numbers as one: h.0.w, h.1.w, h.3.w -> h.0-1,3.w; "" where they differ in more."""
+    """Write names that differ in numbers as one: h.0.w, h.1.w, h.3.w -> h.0-1,3.w; "" if they differ in more."""
     columns = [set(parts) for parts in zip(*(name.split(".") for name in names), strict=False)]
     alike = len({name.count(".") for name in names}) == 1
     if not alike or not all(len(parts) == 1 or all(part.isdigit() for part in parts) for parts in columns):
@@ -95,7 +95,7 @@ def range_of(names: Sequence[str]) -> str:
 
 
 def shorten(names: Sequence[str], width: int) -> str:
-    """All names if they fit into ``width`` characters, else numbered blocks folded into runs, else a count of the rest.
+    """List names: all if they fit into ``width`` characters, else numbered blocks as runs, else a count of the rest.
 
     wte, wpe, drop, h.0-3, ln_f                   ->   wte, h.0-3 +3 more
     layers.1.mlp, layers.2, layers.3.norm         ->   layers.1-3 (part)
@@ -113,7 +113,7 @@ def shorten(names: Sequence[str], width: int) -> str:
 
 
 def _fold_runs(names: Sequence[str]) -> list[str]:
-    """Blocks of one parent in one word; "(part)" if some of them lie in another stage as well."""
+    """Put blocks of one parent into one word; "(part)" if some of them lie in another stage as well."""
     numbers: dict[str, list[int]] = {}
     parts: set[str] = set()
     order: dict[str, None] = {}
@@ -133,7 +133,7 @@ def _fold_runs(names: Sequence[str]) -> list[str]:
 
 
 def _expanded(runs: str) -> list[int]:
-    """ "0-2,5" -> [0, 1, 2, 5]; what a file says is not counted up without bound."""
+    """Read runs: "0-2,5" -> [0, 1, 2, 5]; what a file says is not counted up without bound."""
     numbers: list[int] = []
     for run in runs.split(","):
         first, _, last = run.partition("-")
@@ -148,7 +148,7 @@ def _listing(names: Sequence[str], shown: Sequence[int]) -> str:
 
 
 def common_parent(stages: Sequence[Sequence[str]]) -> str:
-    """The dotted prefix that most of the names share ("transformer."), "" if leaving it out would not help."""
+    """Find the dotted prefix that most of the names share ("transformer."); "" if leaving it out would not help."""
     names = [name for stage in stages for name in stage]
     first = [name.partition(".")[0] for name in names if "." in name]
     if not first:
@@ -158,6 +158,6 @@ def common_parent(stages: Sequence[Sequence[str]]) -> str:
 
 
 def _prefixes(path: str) -> list[str]:
-    """Outermost first: "a.b.c" -> ["a", "a.b", "a.b.c"]; nothing for the root."""
+    """List the prefixes of a path, outermost first: "a.b.c" -> ["a", "a.b", "a.b.c"]; nothing for the root."""
     parts = path.split(".") if path else []
     return [".".join(parts[: length + 1]) for length in range(len(parts))]

@@ -1,4 +1,4 @@
-"""From a saved plan back to programs: the same ones that were predicted and proved.
+"""The way from a saved plan back to programs: the same ones that were predicted and proved.
 
 The plan holds the stages' costs and what crosses between them, so programs are rebuilt and proved again without the
 model; the model is needed for the code of the segments only.
@@ -35,12 +35,12 @@ from runtime.simulate.simulate import Simulation
 
 
 def ranks_in_order(plan: PlanData) -> RankMap:
-    """Rank r plays the r-th device that the plan uses: local processes, and launches that name no hosts."""
+    """Let rank r play the r-th device that the plan uses: for local processes, and launches that name no hosts."""
     return RankMap(plan.used_devices)
 
 
 def plan_segments(plan: PlanData, ranks: RankMap | None = None) -> SegmentGraph:
-    """The plan's DAG of segments, with the costs it was predicted from."""
+    """Return the plan's DAG of segments, with the costs it was predicted from."""
     segments = tuple(
         Segment(
             index,
@@ -64,7 +64,7 @@ def plan_segments(plan: PlanData, ranks: RankMap | None = None) -> SegmentGraph:
 
 
 def _collectives(stage: Stage) -> Iterator[Collective]:
-    """Those of every group of the stage's devices."""
+    """Yield the collectives of every group of the stage's devices."""
     if stage.sharding is not None:
         mesh = stage.sharding.mesh(stage.devices)
         for item in stage.sharding.collectives:
@@ -73,7 +73,7 @@ def _collectives(stage: Stage) -> Iterator[Collective]:
 
 
 def plan_tied(plan: PlanData, ranks: RankMap | None = None) -> tuple[TiedGroup, ...]:
-    """The plan's sums of gradients: tied parameters, one group per set of ranks, and what sharded stages sum."""
+    """Return the plan's sums of gradients: tied parameters, one group per set of ranks, and what sharded stages sum."""
     return (*_tied(plan, ranks), *(group for stage in plan.stages for group in _stage_sums(stage, ranks)))
 
 
@@ -94,7 +94,7 @@ def _tied(plan: PlanData, ranks: RankMap | None) -> tuple[TiedGroup, ...]:
 
 
 def plan_programs(plan: PlanData, ranks: RankMap | None = None) -> tuple[Program, ...]:
-    """One program per rank, proved free of deadlock before anybody runs or simulates it."""
+    """Make one program per rank, proved free of deadlock before anybody runs or simulates it."""
     segments, tied = plan_segments(plan), plan_tied(plan)
     programs = programs_for(
         segments, plan.cluster, plan.schedule, plan.microbatches, tied, state_bytes=_state_bytes(plan)
@@ -107,7 +107,7 @@ def plan_programs(plan: PlanData, ranks: RankMap | None = None) -> tuple[Program
 
 
 def simulate_plan(plan: PlanData) -> Simulation:
-    """One training step of the plan, simulated."""
+    """Simulate one training step of the plan."""
     ranks = [str(rank) for rank in range(plan.cluster.world_size)]
     step = StepCosts(
         state_bytes=_state_bytes(plan),
@@ -121,12 +121,12 @@ def simulate_plan(plan: PlanData) -> Simulation:
 
 
 def _state_bytes(plan: PlanData) -> tuple[int, ...]:
-    """By rank of the cluster."""
+    """Return the bytes of state by rank of the cluster."""
     return tuple(plan.state_bytes[str(rank)] for rank in range(plan.cluster.world_size))
 
 
 def _sum_costs(stage: Stage) -> Iterator[tuple[SumKey, SumCost]]:
-    """Of every group that sums gradients of a sharded stage."""
+    """Yield the cost of every group that sums gradients of a sharded stage."""
     if stage.sharding is not None:
         mesh = stage.sharding.mesh(stage.devices)
         for item in stage.sharding.sums:
@@ -136,7 +136,7 @@ def _sum_costs(stage: Stage) -> Iterator[tuple[SumKey, SumCost]]:
 
 
 def _gathers(stage: Stage) -> Iterator[Collective]:
-    """Of every group that puts updated parameters of a sharded stage together."""
+    """Yield the collective of every group that puts updated parameters of a sharded stage together."""
     if stage.sharding is not None:
         mesh = stage.sharding.mesh(stage.devices)
         for item in stage.sharding.gathers:
@@ -147,9 +147,9 @@ def _gathers(stage: Stage) -> Iterator[Collective]:
 
 @dataclass(frozen=True)
 class PlannedCode:
-    """What ranks run of a model. ``graph``: the model's own, or with local shapes where ranks run it on shards.
+    """The code of a plan's segments. ``graph``: the model's own, or with local shapes if ranks run it on shards.
 
-    ``shardings``: of parameters and buffers of which ranks hold blocks; none where every rank holds them whole.
+    ``shardings``: those of parameters and buffers of which ranks hold blocks; none if every rank holds them whole.
     """
 
     graph: OpGraph
@@ -160,7 +160,7 @@ class PlannedCode:
 def plan_code(
     plan: PlanData, graph: OpGraph, ranks: RankMap | None = None, *, run: OpGraph | None = None
 ) -> PlannedCode:
-    """The plan's segments of ``graph``. Raises PlanError when the plan is for another model.
+    """Return the plan's segments of ``graph``. Raises PlanError when the plan is for another model.
 
     ``run``: the same ops with other data types or numbers among their arguments, to run instead.
     """
@@ -178,7 +178,7 @@ def plan_code(
 
 
 def split_graph(plan: PlanData, graph: OpGraph) -> OpGraph:
-    """``graph`` with the ops in blocks that the plan runs in blocks; split once per graph and plan."""
+    """Return ``graph`` with the ops in blocks that the plan runs in blocks; split once per graph and plan."""
     if not plan.splits:
         return graph
     splits = tuple(Split(record.op, record.dim, record.sizes) for record in plan.splits)
@@ -214,7 +214,7 @@ def refuse_wrong_choices(model: str, graph: OpGraph, placement: FeaturePlacement
 
 
 def _segmentation(plan: PlanData, graph: OpGraph, ranks: RankMap | None) -> Segmentation:
-    """Which ops of ``graph`` each of the plan's segments runs."""
+    """Return the ops of ``graph`` that each of the plan's segments runs."""
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     devices = [stage.devices[0] for stage in plan.stages]
     places = devices if ranks is None else ranks.ranks(devices)

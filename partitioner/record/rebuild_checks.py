@@ -1,4 +1,4 @@
-"""What a plan says of a model, held against the model itself: a plan that would train other numbers is refused.
+"""Checks of a plan against the model itself: a plan that would train other numbers is refused.
 
 A plan file holds what crosses between stages and whose gradients are summed, so that it can be simulated without the model.
 Whoever runs it has the model, and looks.
@@ -27,7 +27,7 @@ MOST_REPORTED = 8
 def refuse_wrong_stages(plan: PlanData, graph: OpGraph) -> None:
     """Raise PlanError where stages of one device each would not compute what ``graph`` does.
 
-    ``graph``: with the ops in blocks that the plan has in blocks.
+    ``graph``: the model's, with the ops in blocks that the plan has in blocks.
     """
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     problems = [*_misplaced(plan, graph, stage_of)]
@@ -45,7 +45,7 @@ def refuse_wrong_stages(plan: PlanData, graph: OpGraph) -> None:
 
 
 def _misplaced(plan: PlanData, graph: OpGraph, stage_of: dict[str, int]) -> Iterator[str]:
-    """Ops that read from later stages, that must be together and are not, that may not run more than once."""
+    """Name ops that read from later stages, that must be together and are not, that may not run more than once."""
     for node in graph.ops:
         for user in node.users:
             if stage_of.get(user.name, len(plan.stages)) < stage_of.get(node.name, 0):
@@ -62,7 +62,7 @@ def _misplaced(plan: PlanData, graph: OpGraph, stage_of: dict[str, int]) -> Iter
 
 
 def _values(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Iterator[str]:
-    """What crosses between stages."""
+    """Compare what crosses between stages."""
     needed = {
         name: (segmentation.segment_of[name], consumers, name in graph.needs_grad)
         for name, consumers in crossing_values(graph, segmentation).items()
@@ -83,7 +83,7 @@ def _values(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Itera
 
 
 def _tied(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Iterator[str]:
-    """Whose gradients are summed over which ranks."""
+    """Compare the parameters whose gradients are summed, and the ranks that they are summed over."""
     needed = {name: group.ranks for group in tied_groups(graph, segmentation) for name in group.parameters}
     given = {tied.name: tuple(sorted(tied.ranks)) for tied in plan.tied}
     for name in sorted(needed.keys() | given.keys()):

@@ -1,4 +1,4 @@
-"""What a plan file holds: what was chosen of each stage, op and tensor, and what it should cost. Data only."""
+"""The content of a plan file: what was chosen for each stage, op and tensor, and what it should cost. Data only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PrecisionField = Annotated[
 
 
 class ModelInfo(Record):
-    """Which model the plan is for. ``fingerprint`` covers the graph, its shapes and its parameter names."""
+    """The model that the plan is for. ``fingerprint`` covers the graph, its shapes and its parameter names."""
 
     name: str
     fingerprint: str
@@ -122,7 +122,7 @@ class TiedParameter(Record):
 
 
 class Prediction(Record):
-    """What the simulated step costs. ``confidence`` names what the numbers rest on."""
+    """The cost of the simulated step. ``confidence`` names what the numbers rest on."""
 
     step_seconds: float = Field(gt=0)
     samples_per_second: float = Field(gt=0)
@@ -153,7 +153,7 @@ class Prediction(Record):
 
 
 class CertificateRecord(Record):
-    """How good the plan is known to be: the surrogate's proved bound, and a bound on the simulated time."""
+    """The quality that the plan is known to have: the surrogate's proved bound, and a bound on the simulated time."""
 
     objective: str
     objective_seconds: Seconds
@@ -167,7 +167,7 @@ class CertificateRecord(Record):
 
 
 class Alternative(Record):
-    """What else was looked at, and why it was not chosen."""
+    """Another way that was looked at, and why it was not chosen."""
 
     strategy: str
     feasible: bool
@@ -177,7 +177,7 @@ class Alternative(Record):
 
 
 class ProofRecord(Record):
-    """What the checker proved of the plan's programs."""
+    """The proof of the plan's programs, by the checker."""
 
     instructions: Count
     messages: Count

@@ -1,4 +1,4 @@
-"""How the devices of a stage share its work, as a plan holds it: a mesh, layouts, and what they send each other."""
+"""The sharing of a stage's work by its devices, as a plan holds it: a mesh, layouts, and what they send each other."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class UpdateGatherRecord(Record):
 
 
 class LayoutRow(Record):
-    """For people: parameters of equal blocks that are kept and read alike, or products of activations. "" is nothing."""
+    """A row for people: parameters of equal blocks, kept and read alike, or products of activations. "" is nothing."""
 
     name: str = Field(description="a parameter, or the module of a product; * stands for the blocks' numbers")
     count: Count = Field(description="how many")
@@ -84,7 +84,7 @@ class LayoutRow(Record):
 
 
 class StageSharding(Record):
-    """How the devices of a stage run it on shards. Layouts: R whole, S0 split along dimension 0, P part of a sum."""
+    """A stage's shards, as its devices run it. Layouts: R whole, S0 split along dimension 0, P part of a sum."""
 
     axes: dict[str, Annotated[int, Field(ge=1)]] = Field(
         description="of the mesh, outermost first: name and size; the stage's devices fill it row by row"
@@ -114,11 +114,11 @@ class StageSharding(Record):
     )
 
     def mesh(self, devices: tuple[int, ...]) -> Mesh:
-        """``devices`` arranged in the axes."""
+        """Arrange ``devices`` in the axes."""
         return Mesh(devices, tuple(self.axes.values()), tuple(self.axes))
 
     def placement(self, devices: tuple[int, ...], microbatches: int) -> FeaturePlacement:
-        """What the search chose, on ``devices``."""
+        """Return the placement that the search chose, on ``devices``."""
         known: dict[str, Choice] = {}
 
         def choice(text: str) -> Choice:
@@ -135,7 +135,7 @@ class StageSharding(Record):
 
 
 def texts_of(placement: FeaturePlacement) -> Mapping[str, Mapping[str, object]]:
-    """The fields of ``StageSharding`` that a placement says."""
+    """Return the fields of ``StageSharding`` that a placement says."""
     return {
         "axes": dict(zip(placement.mesh.axes, placement.mesh.shape, strict=True)),
         "choices": {op: tuple(map(choice_text, ways)) for op, ways in placement.choices.items()},
@@ -148,7 +148,7 @@ def texts_of(placement: FeaturePlacement) -> Mapping[str, Mapping[str, object]]:
 def contradictions(
     where: str, sharding: StageSharding, devices: tuple[int, ...], ops: set[str]
 ) -> Iterator[str]:
-    """What cannot be in one plan, as "key path: what is wrong"."""
+    """Yield what cannot be in one plan, as "key path: what is wrong"."""
     count = len(sharding.axes)
     if not 1 <= count <= MOST_AXES:
         yield f"{where}.axes: {count} axes, expected 1 to {MOST_AXES}"

@@ -1,4 +1,4 @@
-"""What differs between two plans, in the order in which a plan is read."""
+"""The differences between two plans, in the order in which a plan is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def diff_plans(old: PlanData, new: PlanData) -> str:
-    """Lines "what: old -> new"; empty if the plans say the same."""
+    """Write lines "what: old -> new"; "" if the plans say the same."""
     lines = [
         f"{label}: {before} -> {after}"
         for label, before, after in (
@@ -44,26 +44,26 @@ def diff_plans(old: PlanData, new: PlanData) -> str:
 
 
 def _detail_lines(old: PlanData, new: PlanData) -> list[str]:
-    """Fields that differ although nothing above does. How long the search took is no difference."""
+    """Name fields that differ although nothing above does. The time that the search took is no difference."""
     ignored = ("certificate", "partitioner_version")
     fields = [f for f in type(old).model_fields if f not in ignored and getattr(old, f) != getattr(new, f)]
     return [f"in detail: {', '.join(fields)}"] if fields else []
 
 
 def _recompute(plan: PlanData) -> str:
-    """ "auto, 3 blocks"."""
+    """Write what is recomputed: "auto, 3 blocks"."""
     count = sum(len(stage.recomputed_blocks) for stage in plan.stages)
     return f"{plan.recompute}, {counted(count, 'block')}"
 
 
 def _blocks(plan: PlanData) -> str:
-    """ "linear 60+40, linear_2 60+40"."""
+    """Write the ops in blocks: "linear 60+40, linear_2 60+40"."""
     blocks = [f"{split.op} {'+'.join(map(str, split.sizes))}" for split in plan.splits]
     return shorten(blocks, 70) if blocks else "none"
 
 
 def _per_stage(plan: PlanData, text: Callable[[StageSharding], str]) -> str:
-    """ "outer 2 × inner 2" of the one stage; "stage 1: 4; stage 2: 2" of several; "" where nothing is said."""
+    """Write what ``text`` says of the one stage, "outer 2 × inner 2", or of several, "stage 1: 4; stage 2: 2"."""
     texts = {i: text(stage.sharding) for i, stage in enumerate(plan.stages) if stage.sharding is not None}
     if len(plan.stages) == 1:
         return "".join(texts.values())
@@ -75,19 +75,19 @@ def _mesh(plan: PlanData) -> str:
 
 
 def _inputs(plan: PlanData) -> str:
-    """How they arrive: "ids S0, mask R"."""
+    """Write how inputs arrive: "ids S0, mask R"."""
     return _per_stage(plan, _arrivals) or "whole"
 
 
 def _arrivals(sharding: StageSharding) -> str:
-    """ "" where every input arrives whole."""
+    """Write how inputs of a stage arrive; "" if every one arrives whole."""
     if not any("S" in text for text in sharding.batch.values()):
         return ""
     return ", ".join(f"{name} {text}" for name, text in sharding.batch.items())
 
 
 def _layouts(plan: PlanData, field: str) -> dict[str, tuple[str, ...]]:
-    """Layouts by the name of a parameter or op: of every stage that has it, one after the other."""
+    """Return layouts by the name of a parameter or op: those of every stage that has it, one after the other."""
     found: dict[str, tuple[str, ...]] = {}
     for stage in plan.stages:
         layouts = {} if stage.sharding is None else getattr(stage.sharding, field)
@@ -97,7 +97,7 @@ def _layouts(plan: PlanData, field: str) -> dict[str, tuple[str, ...]]:
 
 
 def _layout_lines(old: PlanData, new: PlanData) -> list[str]:
-    """Parameters kept otherwise, ops run otherwise; of two sharded plans."""
+    """Name parameters that two sharded plans keep, and ops that they run, in different ways."""
     if not all(any(stage.sharding is not None for stage in plan.stages) for plan in (old, new)):
         return []
     lines = []
@@ -116,7 +116,7 @@ def _layout_lines(old: PlanData, new: PlanData) -> list[str]:
 
 
 def _text(layouts: tuple[str, ...] | None) -> str:
-    """None: what is not listed is as it is elsewhere."""
+    """Write layouts; None for what is not listed: it is as it is elsewhere."""
     return "not listed" if layouts is None else "; ".join(layouts)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def op_graph(graph: OpGraph, plan: PlanData | None = None) -> nx.DiGraph[str]:
-    """One node per op (attributes label, module, device), one edge per value.
+    """Return a graph with one node per op (attributes label, module, device) and one edge per value.
 
     Ops that stages recompute for themselves have no device.
     """
@@ -37,7 +37,7 @@ def op_graph(graph: OpGraph, plan: PlanData | None = None) -> nx.DiGraph[str]:
 
 
 def stage_graph(plan: PlanData) -> nx.DiGraph[str]:
-    """One node per stage (attributes label, device), one edge per pair of stages with the bytes between them."""
+    """Return a graph with one node per stage (attributes label, device) and edges with the bytes between two stages."""
     dag: nx.DiGraph[str] = nx.DiGraph(name=plan.model.name)
     for index, stage in enumerate(plan.stages):
         seconds = f"{format_seconds(stage.forward_seconds)} + {format_seconds(stage.backward_seconds)}"
@@ -58,7 +58,7 @@ def stage_graph(plan: PlanData) -> nx.DiGraph[str]:
 
 
 def device_name(plan: PlanData, rank: int, *others: int) -> str:
-    """ "rank 3 (node1 H100-80GB)", "ranks 0-7"."""
+    """Name a device: "rank 3 (node1 H100-80GB)", "ranks 0-7"."""
     if others:
         return devices_text((rank, *others))
     device = plan.cluster.devices[rank]
@@ -66,7 +66,7 @@ def device_name(plan: PlanData, rank: int, *others: int) -> str:
 
 
 def to_json(dag: nx.DiGraph[str]) -> dict[str, Any]:
-    """Plain data: nodes with their attributes, edges with theirs."""
+    """Return plain data: nodes with their attributes, edges with theirs."""
     return {
         "name": dag.graph.get("name", ""),
         "nodes": [{"id": name, **attributes} for name, attributes in dag.nodes(data=True)],
@@ -75,7 +75,7 @@ def to_json(dag: nx.DiGraph[str]) -> dict[str, Any]:
 
 
 def to_dot(dag: nx.DiGraph[str]) -> str:
-    """DOT text for graphviz; nodes of one device stand in one cluster."""
+    """Write DOT text for graphviz; nodes of one device stand in one cluster."""
     clusters: dict[str | None, list[str]] = defaultdict(list)
     for name, attributes in dag.nodes(data=True):
         clusters[attributes.get("device")].append(f"{_quote(name)} [{_attributes(attributes)}];")

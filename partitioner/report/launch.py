@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 
 def launch_command(plan: PlanData, model: str, plan_file: str, steps: int) -> str:
-    """``torchrun`` of ``partitioner run`` for each node that has a used device in the plan."""
+    """Write ``torchrun`` of ``partitioner run`` for each node that has a used device in the plan."""
     return launch_of(
         plan, f"-m partitioner run {shlex.quote(plan_file)} {shlex.quote(model)} --steps {steps}"
     )
 
 
 def launch_of(plan: PlanData, run: str) -> str:
-    """``torchrun`` of ``run`` for each node that has a used device; the first one's host is the meeting point."""
+    """Write ``torchrun`` of ``run`` for each node that has a used device; the first one's host is the meeting point."""
     per_node: dict[int, list[Device]] = {}
     for index in plan.used_devices:
         device = plan.cluster.devices[index]
@@ -36,7 +36,7 @@ def launch_of(plan: PlanData, run: str) -> str:
 
 
 def _visible(plan: PlanData, node: int) -> str:
-    """Which GPUs the processes of a node may see, where the plan leaves one idle that is not the last."""
+    """Name the GPUs that the processes of a node may see, if the plan leaves one idle that is not the last."""
     ranks = plan.cluster.ranks_per_node[node]
     used = [place for place, device in enumerate(ranks) if device in plan.used_devices]
     gaps = used != list(range(len(used)))

@@ -1,4 +1,4 @@
-"""A profile, measured beside predicted: as data, and as a person reads it: the step, each rank, each segment."""
+"""A profile, measured beside predicted, as data and as a person reads it: the step, each rank, each segment."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KINDS: tuple[tuple[str, type[Compute]], ...] = (
 
 @dataclass(frozen=True)
 class Rates:
-    """How fast. ``mfu``: model FLOPs utilisation; None where the plan does not know the model's FLOPs."""
+    """The speed of training. ``mfu``: model FLOPs utilisation; None if the plan does not know the model's FLOPs."""
 
     samples_per_second: float
     tokens_per_second: float | None
@@ -39,28 +39,28 @@ class Profile:
 
     model: str
     step_seconds: tuple[float, ...]
-    """Of every step: the slowest rank's ``train_step``. Ranks do not begin at one moment, so all of them together, as in
-    ``measured``, may take longer."""
+    """The time of every step: the slowest rank's ``train_step``. Ranks do not begin at one moment, so all of them
+    together, as in ``measured``, may take longer."""
     shown: int
-    """Which of them the rest is of: the median of the full batches, without the first step."""
+    """The number of the step that the rest describes: the median of the full batches, without the first step."""
     samples: int
-    """In that step."""
+    """The samples in that step."""
     rates: Rates
     predicted_rates: Rates
     measured: Simulation
-    """That step, as a simulation would tell it; its memory is not measured."""
+    """The measured step, as a simulation would tell it; its memory is not measured."""
     predicted: Simulation
     """The simulated step of a full batch."""
     times: tuple[RankTimes, ...]
     predicted_times: tuple[RankTimes, ...]
     clock_error_seconds: float
-    """How far ranks' times may be shifted against each other: 0 on one machine."""
+    """The most that ranks' times may be shifted against each other: 0 on one machine."""
 
     def __str__(self) -> str:
         return render_profile(self)
 
     def timeline(self, width: int = 80) -> str:
-        """The measured step over the predicted one, drawn to one scale of time."""
+        """Draw the measured step over the predicted one, to one scale of time."""
         longest = max(self.measured.step_seconds, self.predicted.step_seconds)
         pictures = []
         for label, step in (("measured", self.measured), ("predicted", self.predicted)):
@@ -76,7 +76,7 @@ class Profile:
         write_text(Path(path), json.dumps({**measured, "traceEvents": events}))
 
     def mean_seconds(self, kind: type[Compute], segment: int) -> tuple[float, float]:
-        """(measured, predicted) mean over the micro-batches of one segment's computes of this kind."""
+        """Return (measured, predicted): means over the micro-batches of one segment's computes of this kind."""
         return _mean(self.measured, kind, segment), _mean(self.predicted, kind, segment)
 
 
@@ -91,7 +91,7 @@ def _mean(step: Simulation, kind: type[Compute], segment: int) -> float:
 
 
 def render_profile(profile: Profile) -> str:
-    """The text of ``print(profile)``."""
+    """Write the text of ``print(profile)``."""
     steps = len(profile.step_seconds)
     heading = labelled(
         "profile",
@@ -154,7 +154,7 @@ def _ranks(profile: Profile) -> str:
 
 
 def _segments(profile: Profile) -> str:
-    """Mean seconds per micro-batch of each kind of compute that a segment has."""
+    """Write a table of mean seconds per micro-batch, of each kind of compute that a segment has."""
     found = {
         span.instruction.segment: rank
         for rank, spans in enumerate(profile.predicted.timeline)

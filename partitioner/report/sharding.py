@@ -1,4 +1,4 @@
-"""What a person reads of a sharded stage: the mesh, how inputs arrive, layouts by class, what is sent and what it takes.
+"""The text on a sharded stage: the mesh, how inputs arrive, layouts by class, what is sent and what it takes.
 
 Layouts are written as everywhere: R whole, S0 split along dimension 0, P a part of a sum; one per axis of the mesh.
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from partitioner.record.sharding import LayoutRow, StageSharding
 
 MOST_ROWS = 14
-"""Classes of layouts that are shown; the largest, or most of them."""
+"""The most classes of layouts that are shown; the largest ones."""
 WIDEST_NAME = 44
 WIDEST_CALL = 40
 NEARLY_ALL = 0.9995
 SHORTER = {"scaled_dot_product_attention": "attention", "cross_entropy_loss": "cross_entropy"}
-"""Names of ops that are as clear when shorter."""
+"""Shorter names of ops that are as clear."""
 
 
 def sharding_sections(plan: PlanData) -> list[str]:
@@ -44,19 +44,19 @@ def sharding_sections(plan: PlanData) -> list[str]:
 
 
 def mesh_text(sharding: StageSharding) -> str:
-    """ "outer 8 × inner 8", of one axis "16"."""
+    """Write a mesh as "outer 8 × inner 8", one of one axis as "16"."""
     if len(sharding.axes) == 1:
         return str(*sharding.axes.values())
     return " × ".join(f"{name} {size}" for name, size in sharding.axes.items())
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
-    """(0, 1, 2, 3, 5) -> "0-3,5"; unordered ones one by one."""
+    """Write ranks: (0, 1, 2, 3, 5) -> "0-3,5"; unordered ones one by one."""
     return runs(ranks) if list(ranks) == sorted(set(ranks)) else ",".join(map(str, ranks))
 
 
 def devices_text(ranks: tuple[int, ...]) -> str:
-    """ "rank 3", "ranks 0-7"."""
+    """Name the devices of a stage: "rank 3", "ranks 0-7"."""
     return f"rank{'' if len(ranks) == 1 else 's'} {ranks_text(ranks)}"
 
 
@@ -99,7 +99,7 @@ def _legend(sharding: StageSharding) -> str:
 
 
 def _where(plan: PlanData, mesh: Mesh, axis: str) -> str:
-    """Whether the ranks along ``axis`` are of one node; nothing where all are."""
+    """Say whether the ranks along ``axis`` are of one node; nothing where all are."""
     node_of = [device.node for device in plan.cluster.devices]
     if len({node_of[rank] for rank in mesh.ranks}) == 1:
         return ""
@@ -110,7 +110,7 @@ def _where(plan: PlanData, mesh: Mesh, axis: str) -> str:
 
 
 def _state_line(sharding: StageSharding) -> list[str]:
-    """ZeRO: state that is split further than its parameters, and parameters that are gathered to be used."""
+    """Describe ZeRO: state that is split further than its parameters, and parameters that are gathered to be used."""
     parts = []
     if sharding.state:
         kept = _axes_of(sharding, ((sharding.stored.get(n, ""), text) for n, text in sharding.state.items()))
@@ -131,7 +131,7 @@ def _state_line(sharding: StageSharding) -> list[str]:
 
 
 def _axes_of(sharding: StageSharding, pairs: Iterator[tuple[str, str]]) -> str:
-    """The axes on which the second layout of a pair is split and the first is not."""
+    """Name the axes on which the second layout of a pair is split and the first is not."""
     found = {
         axis
         for whole, split in pairs
@@ -172,7 +172,7 @@ def _replicated(plan: PlanData, sharding: StageSharding) -> str:
 
 
 def _layouts(sharding: StageSharding) -> str:
-    """Large parameters and products, one row per class; parameters of one module that are kept alike in one row."""
+    """Write large parameters and products, one row per class; parameters of one module that are kept alike in one row."""
     rows = _siblings(sharding.layouts)
     if not rows:
         return ""
@@ -203,7 +203,7 @@ def _layouts(sharding: StageSharding) -> str:
 
 
 def _parent(names: Sequence[str]) -> str:
-    """What most names begin with, unless it is the module of a parameter."""
+    """Find what most names begin with, unless it is the module of a parameter."""
     parent = common_parent([names])
     return (
         parent if all("." in name.removeprefix(parent) for name in names if name.startswith(parent)) else ""
@@ -211,14 +211,14 @@ def _parent(names: Sequence[str]) -> str:
 
 
 def _common(rows: Sequence[LayoutRow]) -> tuple[str, str, str, str]:
-    """Stored and state of all rows, if they have the same."""
+    """Return the layouts, stored and of the state, that all rows have in common."""
     ways = {(row.stored, row.state) for row in rows}
     stored, state = ways.pop() if len(ways) == 1 else ("various", "")
     return stored, state, "", ""
 
 
 def _siblings(rows: Sequence[LayoutRow]) -> list[LayoutRow]:
-    """A module's weight and bias that are alike as "norm.weight, bias"."""
+    """Join a module's weight and bias that are alike: "norm.weight, bias"."""
     found: dict[object, LayoutRow] = {}
     for row in rows:
         module, _, name = row.name.rpartition(".")
@@ -237,12 +237,12 @@ def _siblings(rows: Sequence[LayoutRow]) -> list[LayoutRow]:
 
 
 def _weight(row: LayoutRow) -> float:
-    """What is worth showing: large parameters, and products of activations before small ones."""
+    """Weigh what is worth showing: large parameters, and products of activations before small ones."""
     return row.size_bytes if row.stored else math.inf
 
 
 def _reads(row: LayoutRow) -> str:
-    """ "linear R -> S2"."""
+    """Write how an op reads: "linear R -> S2"."""
     if not row.op:
         return "not used"
     op = SHORTER.get(row.op, row.op)
@@ -256,7 +256,7 @@ def _reads(row: LayoutRow) -> str:
 
 
 class Sent(NamedTuple):
-    """Collectives of one kind along one axis in a step, of one device."""
+    """The collectives of one kind along one axis in a step, of one device."""
 
     when: str
     kind: Kind
@@ -267,7 +267,10 @@ class Sent(NamedTuple):
 
 
 def sent_by_a_device(plan: PlanData, stage: Stage) -> tuple[Sent, ...]:
-    """Per step, most seconds first. Seconds: one after the other, with the links of all groups of the axis in use."""
+    """Sum up what a device sends per step, most seconds first.
+
+    Seconds: the collectives one after the other, with the links of all groups of the axis in use.
+    """
     sharding = stage.sharding
     assert sharding is not None
     mesh = sharding.mesh(stage.devices)

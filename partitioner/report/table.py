@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     from partitioner.record.records import Alternative, Stage
 
 MAX_ROWS = 16
-"""Plans with more stages show the first and last half of this many."""
+"""The most rows of stages; plans with more show the first and last half of this many."""
 PROVED = 5e-5
-"""Gaps below are rounding."""
+"""The gap below which a bound is reached: less is rounding."""
 NARROWEST = 16
-"""Characters that the column of modules has at least."""
+"""The least characters of the column of modules."""
 
 
 MOST_BLOCKS = 4
-"""Kinds of blocks that are listed."""
+"""The most kinds of blocks that are listed."""
 
 
 def render_plan(plan: PlanData) -> str:
-    """The text of ``print(plan)``."""
+    """Write the text of ``print(plan)``."""
     sections = [_heading(plan), _stage_table(plan), *sharding_sections(plan)]
     sections += [_evidence(plan), _alternatives(plan), _remarks(plan)]
     return printable("\n\n".join(section for section in sections if section))
 
 
 def _model_text(plan: PlanData) -> str:
-    """With its data type, which is easily another than one thinks, unless a line of its own tells of types."""
+    """Name the model with its data type, which is easily another than one thinks, unless a line of its own tells of it."""
     in_type = f" in {plan.model.dtype}" if plan.model.dtype and not precision_line(plan) else ""
     return f"{plan.model.name}, {plan.model.parameters:,} parameters{in_type}"
 
@@ -87,19 +87,19 @@ def _heading(plan: PlanData) -> str:
 
 
 def _strategy(plan: PlanData) -> str:
-    """ "layer-wise", "feature-wise", "hybrid"; "free", with how many ops are in blocks."""
+    """Name the strategy: "layer-wise", "feature-wise", "hybrid"; "free", with the number of ops in blocks."""
     words = STRATEGY_WORDS.get(plan.strategy)
     name = plan.strategy if words is None else words.adverb
     return f"{name} ({counted(len(plan.splits), 'op')} in blocks of neurons)" if plan.splits else name
 
 
 def _is_one_sharded_stage(plan: PlanData) -> bool:
-    """True if there is no pipeline: no order of stages, no bubble, no message."""
+    """Tell whether there is no pipeline: no order of stages, no bubble, no message."""
     return len(plan.stages) == 1 and plan.stages[0].sharding is not None
 
 
 def _shape(plan: PlanData) -> str:
-    """ "4 stages"; "3 stages (2 on mesh 4, 1 on one device)"; of one that is sharded its mesh."""
+    """Write "4 stages", "3 stages (2 on mesh 4, 1 on one device)", or the mesh of the only stage if it is sharded."""
     stages = counted(len(plan.stages), "stage")
     meshes = [None if stage.sharding is None else mesh_text(stage.sharding) for stage in plan.stages]
     if not any(meshes):
@@ -111,7 +111,7 @@ def _shape(plan: PlanData) -> str:
 
 
 def precision_line(plan: PlanData) -> list[str]:
-    """What is computed, summed and updated in which type, unless all of it is the model's own."""
+    """Say what is computed, summed and updated in which type, unless all of it is the model's own."""
     own = WORDS.get(plan.model.dtype or "")
     if own is None:
         return []
@@ -124,14 +124,14 @@ def precision_line(plan: PlanData) -> list[str]:
 
 
 def _reduction_line(plan: PlanData) -> list[str]:
-    """How the batch's loss is made, unless micro-batches count by their samples."""
+    """Say how the batch's loss is made, unless micro-batches count by their samples."""
     texts = {"sum": "summed over micro-batches", "token_mean": "mean over the whole batch's valid labels"}
     text = texts.get(plan.loss_reduction)
     return [] if text is None else [labelled("loss", f"{text} ({plan.loss_reduction})")]
 
 
 def recompute_line(plan: PlanData) -> list[str]:
-    """Which blocks backward computes again, and what that costs; nothing where no block is."""
+    """Say which blocks backward computes again, and what that costs; nothing if there is none."""
     stages = [stage for stage in plan.stages if stage.recomputed_blocks]
     if not stages:
         return []
@@ -146,7 +146,7 @@ def recompute_line(plan: PlanData) -> list[str]:
 
 
 def blocks_line(plan: PlanData) -> list[str]:
-    """Which ops run in blocks of which sizes, alike ones together, and on which ranks the blocks lie."""
+    """Say which ops run in blocks of which sizes, alike ones together, and on which ranks the blocks lie."""
     alike: dict[str, list[str]] = {}
     for split in plan.splits:
         ranks = [plan.placements.get(block_name(split.op, number), ()) for number in range(len(split.sizes))]
@@ -163,7 +163,7 @@ def _rate(per_second: float) -> str:
 
 
 def _memory(plan: PlanData, ranks: list[int]) -> str:
-    """ "the fullest device (rank 0) holds 71.2 GiB of 78.5 GiB, 90.7%"."""
+    """Write "the fullest device (rank 0) holds 71.2 GiB of 78.5 GiB, 90.7%"."""
     peak = plan.prediction.peak_memory_bytes
     fullest = max(ranks, key=lambda rank: peak[str(rank)] / plan.cluster.devices[rank].memory_bytes)
     device = plan.cluster.devices[fullest]
@@ -175,7 +175,7 @@ def _memory(plan: PlanData, ranks: list[int]) -> str:
 
 
 def microbatch_text(batch_size: int, microbatches: int) -> str:
-    """8, 2 -> "2 micro-batches of 4"; an uneven 9, 2 -> "1 micro-batch of 5 + 1 of 4"."""
+    """Write 8, 2 as "2 micro-batches of 4"; an uneven 9, 2 as "1 micro-batch of 5 + 1 of 4"."""
     small, larger = divmod(batch_size, microbatches)
     sizes = [(count, size) for count, size in ((larger, small + 1), (microbatches - larger, small)) if count]
     first, *rest = sizes
@@ -219,7 +219,7 @@ def _shown(stages: int) -> list[int]:
 
 
 def _device_header(plan: PlanData) -> list[str]:
-    """Which device a rank is: nothing where all are the same, its node, or its node and model."""
+    """Choose the columns that say which device a rank is: none where all are alike, its node, or its node and model."""
     devices = [plan.cluster.devices[rank] for stage in plan.stages for rank in stage.devices]
     if len({device.model for device in devices}) > 1:
         return ["device"]
@@ -248,7 +248,7 @@ def _stage_row(plan: PlanData, index: int) -> list[str]:
 
 
 def _peak(plan: PlanData, index: int, stage: Stage) -> tuple[str, str]:
-    """Memory belongs to the device: it stands once, at the first of its stages."""
+    """Write the device's peak memory, at the first of its stages only: memory belongs to the device."""
     first = next(i for i, other in enumerate(plan.stages) if set(other.devices) & set(stage.devices))
     if first < index:
         return f"see {first}", ""
@@ -293,7 +293,7 @@ def _evidence(plan: PlanData) -> str:
 
 
 def _kind(plan: PlanData) -> str:
-    """What the bound on the simulated step is about: of a free plan, not about other blocks of neurons."""
+    """Say which plans the bound on the simulated step is about: a free plan's is not about other blocks of neurons."""
     words = STRATEGY_WORDS.get(plan.strategy)
     if words is None or words.stages != "pieces":
         return "plan of this kind"

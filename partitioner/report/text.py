@@ -6,16 +6,16 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 118
-"""Columns of everything printed."""
+"""The width, in characters, of everything that is printed."""
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters (escape sequences of a hostile file) replaced; line breaks stay."""
+    """Replace control characters (escape sequences of a hostile file) in ``text``; line breaks stay."""
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def labelled(label: str, text: str, margin: int = 12) -> str:
-    """ "label       text", wrapped with a hanging indent."""
+    """Write "label       text", wrapped with a hanging indent."""
     return textwrap.fill(
         text,
         WIDTH,
@@ -27,7 +27,7 @@ def labelled(label: str, text: str, margin: int = 12) -> str:
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> str:
-    """A table without lines: two blanks between columns, numbers to the right, columns in ``left`` to the left."""
+    """Write a table without lines: two blanks between columns, numbers to the right, columns in ``left`` to the left."""
     table = [list(header), *map(list, rows)]
     widths = [max(len(row[c]) for row in table) for c in range(len(header))]
     lines = []
