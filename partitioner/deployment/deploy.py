@@ -125,7 +125,7 @@ def deploy_plan(
 
 
 def workload_of(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:
-    """Put together what is deployed: the module without its compiler's wrapper, and what was given or else the workload's."""
+    """Put together what is deployed: the module without a compiler's wrapper, and what was given or the workload brings."""
     given = model if isinstance(model, Workload) else None
     module = model if given is None else given.model
     if not isinstance(module, nn.Module):
