@@ -38,7 +38,7 @@ class Compiled:
     costs: GraphCosts
     outcome: Outcome
     realized: Realized
-    """What the best candidate became."""
+    """The best candidate, carried through to programs and their simulation."""
     bridges: tuple[Bridge, ...]
     """Values that cross between devices; empty where all devices share one stage."""
     proof: Proof

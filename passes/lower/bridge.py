@@ -20,7 +20,7 @@ class Bridge:
     source: Layout
     target: Layout
     needs_grad: bool
-    """Whether the conjugate bridge runs in backward."""
+    """True if the conjugate bridge runs in backward."""
 
     @property
     def kind(self) -> str:

@@ -15,7 +15,7 @@ from passes.shard.words import FeaturePlacement
 
 
 class Origin(Enum):
-    """How a search came by a placement; the value is how people read it, ``{}`` stands for a number."""
+    """The way in which a search came by a placement; the value is what people read, ``{}`` stands for a number."""
 
     ALL_ON_RANK = "all on rank {}"
     EARLIEST_FINISH = "earliest finish"
@@ -65,7 +65,7 @@ class Candidate:
     recomputed_blocks: tuple[tuple[str, ...], ...] = ()
     """Stage -> the blocks (``passes.graph.blocks``) that it computes again in backward. Empty: none anywhere."""
     sharding: FeaturePlacement | None = None
-    """How the group of the one stage shares it; None where every group is a single rank."""
+    """The way in which the group of the one stage shares it; None where every group is a single rank."""
     contiguous: bool = True
     """True where each stage is one segment; False where segments follow from which values cross between devices."""
     trail: Trail = field(default=Trail())

@@ -45,7 +45,7 @@ class Costed:
     stage_of: Mapping[str, int]
     """Op of the model -> the segment that runs it; an op that every segment recomputes for itself is not in it."""
     sharded: Sharded | None = None
-    """How the ranks of the one stage share it; None where every segment has a single rank."""
+    """The stage as its ranks share it; None where every segment has a single rank."""
     traffic: tuple[Traffic, ...] = ()
     """Collectives inside of segments."""
     sums: tuple[GradientSum, ...] = ()

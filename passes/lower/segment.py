@@ -28,7 +28,7 @@ from passes.graph.graph import OpGraph
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Which segment each placed op belongs to, and which ranks run each segment.
+    """The segment of each placed op, and the ranks that run each segment.
 
     Ops in ``recomputed`` belong to none: every segment that needs one runs its own copy.
     """
@@ -46,7 +46,7 @@ class Segmentation:
         return self.regions[segment] if self.regions else ()
 
     def mesh_of(self, segment: int) -> Mesh | None:
-        """How the ranks of a segment are arranged that several run on their shards."""
+        """The arrangement of the ranks of a segment that several run on their shards."""
         return self.meshes[segment] if self.meshes else None
 
     def __len__(self) -> int:

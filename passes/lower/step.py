@@ -1,4 +1,4 @@
-"""From segments to a step: one program per rank, and what running them costs. No graph, no search.
+"""Segments become a step: one program per rank, and what running them costs. No graph, no search.
 
 The search's candidates, the plan and the executor all come through here: what was predicted is what runs.
 """
@@ -38,7 +38,7 @@ class SumCost(NamedTuple):
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What a step costs beside its segments: state held on each rank, optimizer steps, reductions."""
+    """Costs of a step beside its segments: state held on each rank, optimizer steps, reductions."""
 
     state_bytes: tuple[int, ...]
     optimizer_seconds: tuple[float, ...]
@@ -47,7 +47,7 @@ class StepCosts:
     sums: Mapping[SumKey, SumCost] = field(default_factory=dict)
     """Sums of gradients whose costs are known; others are a ring's all-reduce of ``tied_bytes``."""
     gathers: tuple[Collective, ...] = ()
-    """What ranks send each other after the update; its seconds are part of ``optimizer_seconds``."""
+    """Collectives after the update; their seconds are part of ``optimizer_seconds``."""
 
 
 def programs_for(
@@ -110,7 +110,8 @@ def simulate_step(
 
 
 def sum_bytes(size_bytes: float, ranks: int, scattered: bool) -> float:
-    """What each of ``ranks`` sends to sum ``size_bytes`` of gradients round a ring; half where each keeps its part only."""
+    """Bytes that each of ``ranks`` sends to sum ``size_bytes`` of gradients round a ring; half where each keeps its part
+    only."""
     return (1 if scattered else 2) * (ranks - 1) / ranks * size_bytes
 
 

@@ -1,4 +1,4 @@
-"""From ops to segments, in numbers: what each segment costs and which values cross, for schedules and simulator.
+"""Ops become segments, in numbers: what each segment costs and which values cross, for schedules and simulator.
 
 This is the only place where per-op costs become per-segment costs, so the search, the plan and the prediction agree.
 """
@@ -123,7 +123,7 @@ def state_names_of_segments(graph: OpGraph, segmentation: Segmentation) -> tuple
 
 
 def trained_tensors(graph: OpGraph, segmentation: Segmentation, world_size: int) -> tuple[int, ...]:
-    """How many parameters the optimizer steps on each rank."""
+    """Count the parameters that the optimizer steps on each rank."""
     names: list[set[str]] = [set() for _ in range(world_size)]
     for segment, found in enumerate(state_names_of_segments(graph, segmentation)):
         for rank in segmentation.ranks[segment]:
@@ -132,7 +132,7 @@ def trained_tensors(graph: OpGraph, segmentation: Segmentation, world_size: int)
 
 
 def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, ...]:
-    """Which gradients must be summed across ranks. One group per distinct set of ranks."""
+    """Group the gradients that must be summed across ranks. One group per distinct set of ranks."""
     ranks_of: dict[str, set[int]] = defaultdict(set)
     for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
         for name in names:

@@ -1,4 +1,4 @@
-"""What the same step costs without partitioning: on one device, and with plain data parallelism.
+"""The same step without partitioning: on one device, and with plain data parallelism.
 
 Simulated with the same costs as the plan, so the comparison is fair; an expert looks here first.
 """
@@ -32,7 +32,7 @@ class Baseline:
     step_seconds: float
     peak_memory_bytes: int
     capacity_bytes: int
-    """Of the device, or of the smallest of the replicas' devices."""
+    """Memory of the device, or of the smallest of the replicas' devices."""
     microbatches: int
 
 

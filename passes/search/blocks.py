@@ -1,8 +1,8 @@
-"""What the layer-wise search knows about recompute: each op's block, and what is held where blocks run again.
+"""Recompute as searches over whole ops see it: each op's block, and what is held where blocks run again.
 
-stage that keeps its activations     holds what its ops save
-stage that computes its blocks again holds what its blocks read from outside, and what ops outside of blocks save;
-                                     while a block is in backward, all that the block saves
+a stage that keeps its activations        holds what its ops save
+a stage that computes its blocks again    holds what its blocks read from outside, and what ops outside of blocks
+                                          save; while a block is in backward, all that the block saves
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IntArray: TypeAlias = NDArray[np.int64]
 
 
 class BlockCosts(Protocol):
-    """What is read of ``passes.costs.costs.GraphCosts``."""
+    """The part of ``passes.costs.costs.GraphCosts`` that is read here."""
 
     @property
     def saved(self) -> tuple[tuple[str, ...], ...]: ...
@@ -143,7 +143,7 @@ def touches(
     holders: Mapping[str, Sequence[int]],
     readers: Sequence[Sequence[int]],
 ) -> tuple[tuple[str, Touch], ...]:
-    """Who makes a stage hold each storage. ``holders``: the ops whose results live in it, its maker first."""
+    """List what makes a stage hold each storage. ``holders``: the ops whose results live in it, its maker first."""
     found = []
     for key in dict.fromkeys([*savers, *holders]):
         family = holders.get(key, [])

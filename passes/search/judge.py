@@ -106,11 +106,11 @@ class Judge:
         self._kept = carried.candidate, carried
 
     def kept(self, candidate: Candidate) -> Carried | None:
-        """What ``candidate`` became, if that was kept."""
+        """Return what ``candidate`` became, if that was kept."""
         return self._kept[1] if self._kept is not None and self._kept[0] is candidate else None
 
     def carried(self, candidate: Candidate) -> Carried:
-        """What ``candidate`` became; carried through again only if it is not the one that was kept."""
+        """Return what ``candidate`` became; carried through again only if it is not the one that was kept."""
         return self.kept(candidate) or self.carry(candidate)
 
     def carry(self, candidate: Candidate, segmentation: Segmentation | None = None) -> Carried:

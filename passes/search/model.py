@@ -1,4 +1,4 @@
-"""From a graph and its costs to arrays over ops: what searches over whole ops read of an ``OpGraph``.
+"""A graph and its costs as arrays over ops: everything that searches over whole ops read of an ``OpGraph``.
 
     OpGraph, GraphCosts ─► LayerModel (ops as arrays)
 
@@ -41,7 +41,7 @@ class OpTableLike(Protocol):
 
 
 class Costs(Protocol):
-    """What the search reads of ``passes.costs.costs.GraphCosts``."""
+    """The part of ``passes.costs.costs.GraphCosts`` that the search reads."""
 
     @property
     def ops(self) -> tuple[str, ...]: ...
@@ -81,7 +81,7 @@ class LayerModel:
     together: tuple[tuple[int, ...], ...]
     loss: int | None
     blocks: Blocks
-    """What recompute works on."""
+    """Blocks that recompute works on."""
 
     def output_bytes(self, size: int) -> FloatArray:
         """[n] bytes of each op's result, were it sent, for micro-batches of ``size`` samples."""
@@ -109,7 +109,7 @@ class LayerModel:
         )
 
     def smallest_times(self, batch_size: int, microbatches: int, devices: Sequence[Device]) -> OpTimes:
-        """Of the smallest micro-batch, as the simulation has it: the largest one's, in proportion to their samples."""
+        """Times of the smallest micro-batch, as the simulation has it: the largest one's, in proportion to samples."""
         share = smallest_share(batch_size, microbatches)
         times = self.times(-(-batch_size // microbatches), devices)
         return OpTimes(

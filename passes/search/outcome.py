@@ -30,7 +30,7 @@ class StagesLabel:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What runner-ups are told apart by: splits of one schedule are much alike."""
+        """The kind by which runner-ups are told apart: splits of one schedule are much alike."""
         return self.schedule, self.microbatches
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class TrailLabel:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What runner-ups are told apart by: kinds of origins, whatever their numbers."""
+        """The kind by which runner-ups are told apart: their origins, whatever the numbers."""
         return tuple(origin for origin, _ in self.trail.steps), self.microbatches
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class VariantLabel:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What runner-ups are told apart by: each variant is a kind of its own."""
+        """The kind by which runner-ups are told apart: each variant is its own."""
         return self.segments, self.microbatches, self.splits
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class LayerWiseLabel:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What runner-ups are told apart by."""
+        """The kind by which runner-ups are told apart."""
         return "layer-wise", *self.plan.kind
 
     def __str__(self) -> str:
@@ -99,7 +99,7 @@ class MeshLabel:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What runner-ups are told apart by."""
+        """The kind by which runner-ups are told apart."""
         return self.shape, self.microbatches
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ class MeshTried:
     shape: tuple[int, ...]
     microbatches: int
     status: str
-    """How its search ended: a status of ``passes.search.feature.solve``."""
+    """The end of its search: a status of ``passes.search.feature.solve``."""
     seconds: float
     """Seconds of its best sharding by the search's own count; infinite where none was better than the best before."""
     bound_seconds: float
@@ -150,7 +150,7 @@ class MeshTried:
 
 @dataclass(frozen=True)
 class ChoiceOrigins:
-    """Where the choices of a sharding came from, in ops."""
+    """Origins of the choices of a sharding, in ops."""
 
     by_rule: int
     discovered: int
@@ -164,7 +164,7 @@ class ChoiceOrigins:
 
 @dataclass(frozen=True)
 class ShardingDetails:
-    """How a sharding was found. ``seconds``: of a step by the search's own count, to compare ``tried`` with."""
+    """The search of a sharding. ``seconds``: a step's by the search's own count, to compare ``tried`` with."""
 
     seconds: float
     tried: tuple[MeshTried, ...]
@@ -183,7 +183,7 @@ class Outcome:
     splits: tuple[Split, ...] = ()
     """Ops of the model that run in blocks of neurons."""
     details: ShardingDetails | None = None
-    """How a sharding was found; None for placements of whole ops."""
+    """The search of the sharding; None for placements of whole ops."""
 
     @property
     def carried(self) -> Carried:

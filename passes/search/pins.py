@@ -57,7 +57,7 @@ def resolve_pins(
 
 
 def matches(glob: str, name: str, module_path: str) -> bool:
-    """Whether a glob means an op: by its name, its module path or that of an enclosing module."""
+    """Tell whether a glob means an op: by its name, its module path or that of an enclosing module."""
     if fnmatchcase(name, glob):
         return True
     parts = module_path.split(".") if module_path else []

@@ -1,4 +1,4 @@
-"""Who touches a tensor: the words in which a search's model says who holds a storage and who reads a value."""
+"""Touches of a tensor: the words in which a search's model says who holds a storage and who reads a value."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class StrategyWords:
     options: frozenset[str]
     """Options of a plan that only some strategies know, and this one does."""
     not_considered: tuple[str, ...]
-    """What the strategy does not look at; an expert should hear it from the plan itself."""
+    """Techniques that the strategy does not look at; an expert should hear it from the plan itself."""
     best_of: str
     """The placements that a plan's gap is about, as a sentence goes on: the best … can have."""
     stages: Literal["devices", "one mesh", "pieces"]
@@ -64,4 +64,4 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
 }
 
 AUTO_NOT_CONSIDERED = ("pipeline stages that are sharded inside", "recomputing activations of shards")
-"""What none of the strategies looks at."""
+"""Techniques that none of the strategies looks at."""

@@ -95,7 +95,7 @@ class WireTable:
     table: BridgeTable
 
     def part(self, sources: list[int], needs: list[int], largest_buffer_bytes: float) -> WireTable:
-        """Of some of the codes, without bridges that have larger buffers."""
+        """Make the table of some of the codes, without bridges that have larger buffers."""
         if sources == self.sources and needs == self.needs and math.isinf(largest_buffer_bytes):
             return self
         row, column = np.searchsorted(self.sources, sources), np.searchsorted(self.needs, needs)
@@ -111,7 +111,7 @@ class WireTable:
 
 
 def wire_tables(problem: FeatureProblem, larger: Sequence[WireTable] | None = None) -> list[WireTable]:
-    """Of every wire; ``larger``: those of the same problem with more options, to take from."""
+    """Make the table of every wire; ``larger``: tables of the same problem with more options, to take from."""
     found = []
     for w, wire in enumerate(problem.space.wires):
         made = problem.units[wire.producer].outputs[wire.output]

@@ -1,4 +1,4 @@
-"""What every bridge between a way to produce a value and a way to need it costs, as tables.
+"""Costs of every bridge between a way to produce a value and a way to need it, as tables.
 
 The steps of a pair do not depend on the value, only their seconds do: they are found once per mesh (dimensions renamed
 in the order in which they appear, since only equality matters), and a table [sources, needs] is a matrix product.
@@ -40,7 +40,7 @@ class BridgeTable:
 
 @dataclass(frozen=True, eq=False)
 class _Shape:
-    """What of a table does not depend on the value's size."""
+    """The part of a table that does not depend on the value's size."""
 
     forward: FloatArray
     """[pairs, step kinds] how often."""
@@ -66,7 +66,7 @@ class Bridges:
     def table(
         self, sources: Sequence[int], needs: Sequence[int], size_bytes: float, gradient: bool
     ) -> BridgeTable:
-        """For a value of ``size_bytes`` as a whole; without a gradient only the forward steps."""
+        """Make the table for a value of ``size_bytes`` as a whole; without a gradient only the forward steps."""
         key = (tuple(sources), tuple(needs))
         if key not in self._shapes:
             self._shapes[key] = self._shape(*key)
@@ -142,7 +142,7 @@ def bridge_steps(source: int, need: int, shape: tuple[int, ...]) -> tuple[Steps,
 def steps_between(
     produced: Placements, needed: tuple[Need, ...], deferred: tuple[bool, ...], shape: tuple[int, ...]
 ) -> tuple[Steps, Steps]:
-    """As ``cost_models.conversion.steps``, except that gradients of deferred axes stay parts of a sum."""
+    """Steps as ``cost_models.conversion.steps`` has them, except that gradients of deferred axes stay parts of a sum."""
     expected = tuple(
         Partial() if later else place
         for later, place in zip(deferred, expected_gradient(produced), strict=True)

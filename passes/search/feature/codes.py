@@ -45,7 +45,7 @@ def digits(code: int, axes: int) -> tuple[int, ...]:
 
 @cache
 def source_placements(code: int, axes: int) -> Placements:
-    """What the code of a produced value says; a deferred parameter is whole."""
+    """Placements that the code of a produced value says; a deferred parameter is whole."""
     return tuple(_source(digit) for digit in digits(code, axes))
 
 

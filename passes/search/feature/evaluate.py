@@ -1,4 +1,4 @@
-"""What a feature-wise placement costs, summed over every op, value and parameter of the whole graph.
+"""The cost of a feature-wise placement, summed over every op, value and parameter of the whole graph.
 
 Independent of the search's classes, wires, codes and tables: it reads a ``FeaturePlacement`` and the graph, follows every
 edge, and adds up seconds and bytes one at a time. A search's objective must agree.
@@ -40,8 +40,8 @@ from runtime.segment.code import TensorSpec
 
 @dataclass(frozen=True)
 class FeatureCost:
-    """Of one step. ``bridge_seconds``: with the collectives inside ops. ``communication_bytes``: that each rank sends,
-    by the collectives' volumes."""
+    """The cost of one step. ``bridge_seconds``: with the collectives inside ops. ``communication_bytes``: bytes that each
+    rank sends, by the collectives' volumes."""
 
     op_seconds: float
     bridge_seconds: float
@@ -79,7 +79,7 @@ def evaluate(
 def op_seconds(
     graph: OpGraph, costs: GraphCosts, placement: FeaturePlacement, setting: Setting
 ) -> Mapping[str, float]:
-    """Of every op that makes values, in one micro-batch, on its shards; without collectives."""
+    """Seconds of every op that makes values, in one micro-batch, on its shards; without collectives."""
     return _whole(graph, costs, placement, (), setting).ops()[0]
 
 

@@ -1,4 +1,4 @@
-"""What else an op, parameter or input of a feature-wise placement could have been, with everything else as it is.
+"""Other layouts that an op, parameter or input of a feature-wise placement could have had, everything else as it is.
 
     placement, graph, cluster ─► the search's problem of its one mesh and micro-batch count, each unit held at what the
     placement says ─► the named unit let go ─► every way it could run, what each costs, why this one
@@ -57,7 +57,7 @@ class Alternatives:
         return tuple(way for way in self.ways if way.step_seconds < limit)
 
     def fits(self, way: Way) -> bool:
-        """In the memory of the smallest device."""
+        """Tell whether a way fits the memory of the smallest device."""
         return way.possible and way.memory_bytes <= self.capacity_bytes
 
 
@@ -69,7 +69,7 @@ def alternatives(
     name: str,
     discovery: Discovery | None = None,
 ) -> Alternatives:
-    """Of the op, parameter or batch leaf ``name``. Raises UsageError if there is none, or nothing to choose."""
+    """List the ways of the op, parameter or leaf ``name``. Raises UsageError if there is none, or nothing to choose."""
     discovery = discovery or Discovery()
     space = feature_graph(graph, costs, discovery.choices, _marks(graph, placement))
     unit = _unit(space, name)
@@ -193,7 +193,8 @@ def _left_out(unit: Unit, numbers: UnitNumbers) -> tuple[str, ...]:
 
 
 def _is_held(graph: OpGraph, placement: FeaturePlacement, unit: Unit, numbers: UnitNumbers, k: int) -> bool:
-    """Whether option ``k`` of the unit is what the placement says: of a parameter in its layouts, whenever it is summed."""
+    """Tell whether option ``k`` of the unit is what the placement says: of a parameter in its layouts, whenever it is
+    summed."""
     if unit.kind == "output":
         return True
     detail, option = numbers.detail, int(numbers.index[k])
@@ -267,7 +268,7 @@ def _axes_of_parts(problem: FeatureProblem, unit: Unit, chosen: Sequence[int]) -
 
 
 def _is_summed_once(numbers: UnitNumbers, k: int, parts: frozenset[int]) -> bool:
-    """Whether a parameter's gradient is summed at the step's end just where there are parts of it."""
+    """Tell whether a parameter's gradient is summed at the step's end just where there are parts of it."""
     if isinstance(numbers.detail, Options) or not numbers.detail:
         return True
     ways = numbers.detail[int(numbers.index[k])]
@@ -281,7 +282,7 @@ def _is_summed_once(numbers: UnitNumbers, k: int, parts: frozenset[int]) -> bool
 def _settled(
     problem: FeatureProblem, tables: Sequence[WireTable], chosen: Sequence[int], parameters: frozenset[int]
 ) -> list[int]:
-    """When gradients of ``parameters`` are summed, in the cheapest way; they do not touch each other."""
+    """Settle when gradients of ``parameters`` are summed, in the cheapest way; they do not touch each other."""
     found = list(chosen)
     for u in sorted(parameters):
         trials = [[*found[:u], k, *found[u + 1 :]] for k in range(len(problem.units[u].seconds))]
@@ -293,7 +294,7 @@ def _settled(
 def _near_seconds(
     problem: FeatureProblem, tables: Sequence[WireTable], unit: int, chosen: Sequence[int]
 ) -> float:
-    """Of a unit and the bridges at it."""
+    """Seconds of a unit and the bridges at it."""
     wires = (w for w in range(len(tables)) if _touches(problem, w, unit))
     own = float(problem.units[unit].seconds[chosen[unit]])
     return own + math.fsum(_wire_seconds(problem, tables, w, chosen) for w in wires)

@@ -110,7 +110,7 @@ def feature_graph(
 
 
 def makes_values(node: fx.Node) -> bool:
-    """Whether an op is decided about: it makes tensors and is no projection of another's."""
+    """Tell whether an op is decided about: it makes tensors and is no projection of another's."""
     return node.target is not operator.getitem and bool(tensor_specs(node))
 
 
@@ -179,7 +179,8 @@ def _add_placeholders(
 def _add_outputs(
     graph: OpGraph, readers: Readers, order: Sequence[ValueName], unit_of: dict[str, int], units: list[Unit]
 ) -> None:
-    """What the graph returns is needed whole: a unit with one operand and one way. Of numbers ranks return their parts."""
+    """Add the graph's results, which are needed whole: a unit with one operand and one way. Of numbers ranks return their
+    parts."""
     for number, (value, output) in enumerate(zip(order, graph.outputs, strict=True)):
         if output.kind in ("loss", "metric"):
             continue

@@ -1,4 +1,4 @@
-"""Why no feature-wise plan can be had, with numbers, and what to try."""
+"""Reasons why no feature-wise plan can be had, with numbers, and what to try."""
 
 from __future__ import annotations
 

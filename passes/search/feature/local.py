@@ -64,6 +64,7 @@ def _whole_bytes(found: LocalCollective, mesh: Mesh) -> float:
 
 
 def _sent_bytes(found: LocalCollective, mesh: Mesh) -> float:
-    """Of n bytes whole, by the volume of the bandwidth-optimal algorithm: (p−1)/p·n, twice for an all-reduce."""
+    """Bytes that a rank sends of n bytes whole, by the volume of the bandwidth-optimal algorithm: (p−1)/p·n, twice for an
+    all-reduce."""
     ranks = _ranks(found, mesh)
     return (2.0 if found.kind == "all_reduce" else 1.0) * (ranks - 1) / ranks * _whole_bytes(found, mesh)

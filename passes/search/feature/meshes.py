@@ -58,7 +58,7 @@ def _factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def mesh_problems(shape: Sequence[int], world: int) -> Iterator[str]:
-    """What is wrong with a mesh for ``world`` devices."""
+    """Name what is wrong with a mesh for ``world`` devices."""
     if not 1 <= len(shape) <= TUNING.most_axes:
         yield f"it has {len(shape)} axes, expected 1 to {TUNING.most_axes}"
     if math.prod(shape) != world:

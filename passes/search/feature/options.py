@@ -1,4 +1,4 @@
-"""What a unit may do on a mesh: products of its one-axis choices that divide, as arrays over options.
+"""Options of a unit on a mesh: products of its one-axis choices that divide, as arrays over options.
 
 Columns of shares say which part of each tensor, and of the arithmetic, one rank has.
 """
@@ -118,7 +118,7 @@ def options_of(
 
 
 def _counts_divide(choices: Sequence[Choice], axes: IntArray, shape: Sequence[int]) -> NDArray[np.bool_]:
-    """Whether every count that choices name is divided by the product of the axes that split it. Shape [options]."""
+    """Tell whether every count that choices name is divided by the product of the axes that split it. Shape [options]."""
     fits = np.ones(len(axes), dtype=bool)
     for count in {number for choice in choices for number in choice.divides}:
         parts = np.ones(len(axes), dtype=np.int64)
@@ -140,7 +140,7 @@ def _combined(code: NDArray[np.int64], axes: IntArray) -> IntArray:
 
 
 def arrivals(batch_dim: int | None) -> tuple[Placement, ...]:
-    """How a leaf may arrive on one axis."""
+    """Placements in which a leaf may arrive on one axis."""
     return (Replicate(),) if batch_dim is None else (Replicate(), Shard(batch_dim))
 
 
@@ -159,7 +159,8 @@ class StoredChoice:
 
 
 def stored_choices(dims: Sequence[int], trained: bool) -> tuple[StoredChoice, ...]:
-    """On one axis: whole, or split along a dimension; the state of a whole one whole, or split (ZeRO-1 and 2)."""
+    """Ways to store a parameter on one axis: whole, or split along a dimension; the state of a whole one whole, or split
+    (ZeRO-1 and 2)."""
     whole: Placement = Replicate()
     split = [StoredChoice(Shard(d), Shard(d), 2 + d) for d in range(len(dims))]
     if not trained:

@@ -1,4 +1,4 @@
-"""From the sharding that the search found to a simulated step; searched for again while that does not fit."""
+"""The sharding that the search found, carried to a simulated step; searched for again while that does not fit."""
 
 from __future__ import annotations
 

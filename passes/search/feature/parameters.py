@@ -25,7 +25,7 @@ from passes.shard.words import Placements
 
 @once_per_graph
 def sum_bytes(graph: OpGraph, precision: Precision) -> float:
-    """How many bytes of small gradients are summed at once, on average, if all are summed over the same ranks."""
+    """Bytes of small gradients that are summed at once, on average, if all are summed over the same ranks."""
     sizes = [
         graph.parameters[name].elements * graph.types_of(name, precision).gradient.itemsize
         for name in sorted(graph.trained)
@@ -44,7 +44,7 @@ class OncePerStep:
     share: float
 
     def sent_bytes(self, size_bytes: float, mesh: Mesh) -> float:
-        """By each rank, of a parameter (or gradient) of ``size_bytes``: the ring's volume."""
+        """Bytes that each rank sends of a parameter (or gradient) of ``size_bytes``: the ring's volume."""
         ranks = math.prod(mesh.shape[axis] for axis in self.axes)
         return (2 if self.kind == "all_reduce" else 1) * (ranks - 1) / ranks * self.share * size_bytes
 

@@ -38,11 +38,11 @@ _PLACEMENT = r"(R|P|S\d)(?:/(R|S\d))?"
 
 @dataclass(frozen=True)
 class Pin:
-    """What a node must be like. ``rules``: one per mesh axis, or one for all axes of a pattern. ``firm``: nothing else
+    """A demand on a node. ``rules``: one per mesh axis, or one for all axes of a pattern. ``firm``: nothing else
     will do."""
 
     name: str
-    """Of the node, as users know it."""
+    """The node's name, as users know it."""
     glob: str
     text: str
     rules: Rules
@@ -130,7 +130,7 @@ def _words(text: str) -> list[str]:
 
 
 def _empty(text: str, made: Sequence[Pin]) -> Iterator[str]:
-    """What of a pin is about nothing that its glob matches."""
+    """Name the parts of a pin that are about nothing its glob matches."""
     if words := _patterns(text):
         for axis, word in enumerate(words):
             if not any((rule := pin.rules[axis]) is not None and rule.essential for pin in made):
@@ -140,7 +140,7 @@ def _empty(text: str, made: Sequence[Pin]) -> Iterator[str]:
 
 
 def _rank(pin: Pin) -> int:
-    """Which of two pins of one node goes first."""
+    """Order pins of one node: the lowest goes first."""
     return 0 if pin.firm else 2 if pin.pattern else 1
 
 
@@ -171,7 +171,7 @@ def parse_layout(text: str) -> tuple[Rule, ...]:
 
 
 def axes_of_layout(text: str) -> int | None:
-    """How many mesh axes a pin speaks of; None where one pattern is for all. Raises UsageError if it says nothing."""
+    """Count the mesh axes that a pin speaks of; None where one pattern is for all. Raises UsageError if it says nothing."""
     words = _patterns(text)
     if words:
         return None if len(words) == 1 else len(words)
@@ -201,8 +201,8 @@ def _per_axis(pin: Pin, axes: int) -> Rules | None:
 
 
 def _relaxed(pin: Pin, axes: int) -> Iterator[Rules]:
-    """What is wanted, then what it says otherwise; of one that is not firm then what it wants on some of the axes only, the
-    first axes before others."""
+    """Yield what is wanted, then what the pin says otherwise; of one that is not firm then what it wants on some of the
+    axes only, the first axes before others."""
     rules = _per_axis(pin, axes)
     if rules is None:
         return
@@ -233,7 +233,7 @@ def _allowed(numbers: UnitNumbers, rules: Rules) -> NDArray[np.bool_]:
 
 
 def broken(units: Sequence[tuple[Unit, UnitNumbers]], pins: Mapping[str, Pin], axes: int) -> list[str]:
-    """Why a mesh does not allow the pins: tensors that cannot be as they must, globs that hold for nothing."""
+    """Name why a mesh does not allow the pins: tensors that cannot be as they must, globs that hold for nothing."""
     problems: list[str] = []
     wanted: dict[tuple[str, str], str] = {}
     kept: set[tuple[str, str]] = set()
@@ -256,7 +256,7 @@ def broken(units: Sequence[tuple[Unit, UnitNumbers]], pins: Mapping[str, Pin], a
 
 
 def _why_not(unit: Unit, pin: Pin, axes: int) -> str:
-    """As far as it is plain: another number of axes, or of dimensions, a sum that is stored, sizes."""
+    """Name the reason as far as it is plain: another number of axes, or of dimensions, a sum that is stored, sizes."""
     if len(pin.rules) != axes and not pin.pattern:
         return f": the mesh has {axes} {'axis' if axes == 1 else 'axes'}"
     words = _words(pin.text.strip().removesuffix("?"))

@@ -169,11 +169,11 @@ class _Candidate:
 
     mesh: Mesh
     bridges: Bridges
-    """Of the mesh: shared by its candidates."""
+    """Bridges of the mesh: shared by its candidates."""
     counts: Sequence[int]
     """This count, then larger ones."""
     floor_seconds: float
-    """What it costs at least, known before it is begun."""
+    """Seconds that it costs at least, known before it is begun."""
     search: ProblemSearch | None = None
     seconds: float = 0.0
     """Spent on it."""

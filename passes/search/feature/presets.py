@@ -35,7 +35,7 @@ Layouts = frozenset[Placement]
 
 @dataclass(frozen=True)
 class Rule:
-    """What is allowed of a node on one axis; None and "": anything.
+    """The ways that are allowed of a node on one axis; None and "": anything.
 
     ``outputs``: its first output; how a parameter is stored. ``state``: where its gradient and optimizer state are.
     ``operand``: (position, ...) an operand that must be taken in parts. ``local``: its local form.
@@ -51,7 +51,7 @@ class Rule:
     otherwise: Rule | None = None
 
     def allows(self, choice: Choice) -> bool:
-        """Of an op or a batch leaf."""
+        """Tell whether a choice of an op or a batch leaf is allowed."""
         if self.outputs is not None and choice.outputs[0] not in self.outputs:
             return False
         if self.operand is not None and not isinstance(choice.inputs[self.operand].placement, Shard):
@@ -59,7 +59,7 @@ class Rule:
         return not self.local or choice.local == self.local
 
     def allows_stored(self, way: StoredChoice) -> bool:
-        """Of a parameter."""
+        """Tell whether a way to store a parameter is allowed."""
         if self.outputs is not None and way.stored not in self.outputs:
             return False
         return self.state is None or way.state in self.state
@@ -72,7 +72,7 @@ class Rule:
 
 
 def refused_word(word: str) -> str:
-    """Why ``word`` is no layout on one axis."""
+    """Say why ``word`` is no layout on one axis."""
     if word in PRESETS:
         return f"{word!r} is a pattern, and stands beside other patterns only"
     if word == "zero2":
@@ -153,7 +153,8 @@ def _column_row(shapes: Shapes) -> Iterator[tuple[str, Rule]]:
 
 
 def _products(shapes: Shapes, products: Products) -> Iterator[tuple[str, Rule]]:
-    """Where weights are read: by columns, then by rows; convolutions and products of many matrices one way or the other."""
+    """Yield the rules where weights are read: by columns, then by rows; convolutions and products of many matrices one way
+    or the other."""
     for node in shapes.ops:
         if node.name in products.alone or not (found := shapes.weight(node)):
             continue

@@ -56,7 +56,7 @@ class UnitNumbers:
     outputs: tuple[IntArray, ...]
     detail: Options | tuple[tuple[StoredChoice, ...], ...]
     index: IntArray
-    """Which of ``detail``'s options each is: dominated ones are gone."""
+    """The index of each option in ``detail``: dominated ones are gone."""
 
     def keep(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> UnitNumbers:
         return UnitNumbers(
@@ -102,18 +102,18 @@ class FeatureProblem:
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """What is the same for every mesh and micro-batch count of a search."""
+    """Everything that is the same for every mesh and micro-batch count of a search."""
 
     cluster: ClusterSpec
     batch_size: int
     optimizer: str
     precision: Precision
     reserved_bytes: float = 0.0
-    """Of every device's memory: not to be planned with."""
+    """Memory of every device that is not to be planned with."""
 
     @property
     def capacity_bytes(self) -> float:
-        """Of the smallest device: all have equal parts."""
+        """Memory of the smallest device: all have equal parts."""
         return min(device.memory_bytes for device in self.cluster.devices) - self.reserved_bytes
 
     @cached_property
@@ -157,7 +157,7 @@ def build_problem(
 
 
 def least_saved_bytes(space: FeatureGraph, ranks: int, samples: int) -> float:
-    """What autograd saves of a micro-batch on one rank at least: nothing is split into more than all ranks."""
+    """Bytes that autograd saves of a micro-batch on one rank at least: nothing is split into more than all ranks."""
     costs = space.costs.exact(samples)
     sizes = costs.storage_bytes(samples)
     stored = {name for names in costs.saved for name in names}
@@ -267,7 +267,7 @@ class _Builder:
         return {members[0]: len(members) for members in found.values()}
 
     def _saved_bytes(self, ops: Sequence[Unit], options: dict[int, Options]) -> dict[int, FloatArray]:
-        """What autograd keeps, charged to the op that makes the storage, in the layout that it makes it in."""
+        """Bytes that autograd keeps, charged to the op that makes the storage, in the layout that it makes it in."""
         costs = self.space.costs.exact(self.samples)
         sizes = costs.storage_bytes(self.samples)
         found = {unit.index: np.zeros(options[unit.index].count) for unit in ops}
@@ -340,7 +340,7 @@ class _Builder:
 
 
 def storage_share(storage: str, output_share: FloatArray, work_share: FloatArray) -> FloatArray:
-    """Which part of a saved storage a rank has: an output's; of what is hidden in the op, as much as of its work."""
+    """The part of a saved storage that a rank has: an output's; of what is hidden in the op, as much as of its work."""
     if "~" in storage:
         return work_share
     _, _, number = storage.partition(".")

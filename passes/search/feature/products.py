@@ -1,4 +1,4 @@
-"""Which dimensions of a graph's values count samples and positions, and which of its products go by columns or by rows.
+"""Dimensions of a graph's values that count samples and positions, and its products that go by columns or by rows.
 
 Told from the graph, not from names: a weight matrix is a parameter of two or more dimensions that a product or convolution
 reads, positions are the dimension after the samples' where tokens are embedded, normalized or multiplied.
@@ -45,7 +45,7 @@ VIEWS = frozenset({aten.t.default, aten.transpose.int, aten.permute.default, ate
 
 
 class Shapes:
-    """Which dimensions of a graph's values count samples, and which positions."""
+    """The dimensions of a graph's values that count samples, and those that count positions."""
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
@@ -200,5 +200,5 @@ def _needs_whole(shapes: Shapes, node: fx.Node) -> bool:
 
 
 def sizes_of(node: fx.Node) -> tuple[int, ...]:
-    """Of the first value; 0 where a size depends on the batch."""
+    """Sizes of the first value; 0 where a size depends on the batch."""
     return tuple(0 if isinstance(dim, sympy.Basic) else int(dim) for dim in tensor_specs(node)[0].shape)

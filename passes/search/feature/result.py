@@ -1,4 +1,4 @@
-"""From a solved feature-wise problem to the placement it chose, and the share of the work that it replicates."""
+"""The placement that a solved feature-wise problem chose, and the share of the work that it replicates."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Solved:
     bound_seconds: float
     status: str
     variables: int = 0
-    """Of the program, where one was needed."""
+    """Variables of the program, where one was needed."""
 
 
 def solve_problem(problem: FeatureProblem, known_seconds: float, deadline: float) -> Solved:
@@ -58,7 +58,7 @@ class ProblemSearch:
         self.free_bound = 0.0
         self.best: tuple[Priced, tuple[int, ...]] | None = None
         self.least_bytes = math.inf
-        """Where it is proved that nothing fits: what the smallest choice needs at least."""
+        """Bytes that the smallest choice needs at least, where it is proved that nothing fits."""
         self.short_of_memory = False
         """The cheapest choice of all may not fit."""
         self.variables = 0
@@ -105,7 +105,7 @@ class ProblemSearch:
         self.free_bound = self.bound
 
     def _does_not_fit(self, over_bytes: float) -> None:
-        """If every choice needs so much more than there is."""
+        """Note that every choice needs so much more than there is."""
         if over_bytes <= 0:
             return
         self.least_bytes = self.problem.capacity_bytes + over_bytes
@@ -158,8 +158,8 @@ class ProblemSearch:
         self._tables = wire_tables(self._tight, self._tables) if _possible(self._tight) else []
 
     def _core(self, known_seconds: float, deadline: float) -> None:
-        """Whether a choice costs at most a little more than the bound: a program over the few options that such a choice
-        may have. Its best one is the best of all if it does; else the bound is raised to that much."""
+        """Ask whether a choice costs at most a little more than the bound: a program over the few options that such a
+        choice may have. Its best one is the best of all if it does; else the bound is raised to that much."""
         if time.perf_counter() > deadline:
             self.out_of_time = True
             return

@@ -1,4 +1,4 @@
-"""Where ways cost the same, batches arrive in parts: of equally cheap ways that with the least data on each rank.
+"""Ties: of equally cheap ways that with the least data on each rank, so that batches arrive in parts.
 
     input_ids R ─slice─► embedding S0               input_ids S0 ───────────────────────────────► embedding S0
     labels    R ─► pad R ─► view R ─slice─► loss S0     labels S0 ─► pad S0 ─► view S0 ─────────► loss S0
@@ -51,7 +51,7 @@ class _Ties:
         self._bridges: dict[tuple[int, int, int], BridgeTable] = {}
 
     def move(self, unit: Unit) -> bool:
-        """To the way with the least data among those that cost no more; whether there is a better one."""
+        """Move to the way with the least data among those that cost no more; tell whether there was a better one."""
         index = unit.index
         before = best = self.chosen[index]
         data = _data(self.problem, unit)

@@ -30,8 +30,8 @@ class FeatureTuning:
     longest_seconds: float = 1e6
     """Seconds of an integer program where the request has no limit."""
     margins: tuple[float, ...] = (1e-3, 1e-2, 6e-2, math.inf)
-    """How much more than the bound the choices of a program may cost, relatively, one after the other. By hand: most close
-    at the first."""
+    """Shares by which the choices of a program may cost more than the bound, one after the other. By hand: most close at
+    the first."""
     close: float = 3.0
     """Margins by which a known choice is off to become the next limit. By hand."""
     shrinks: float = 0.9

@@ -154,7 +154,7 @@ class CutProgram:
         return sorted(ends)
 
     def _may_start(self, k: int, cuts: IntArray) -> slice:
-        """Which of ``_heads`` the k-th stage may start from, if the stages behind it start at ``cuts``.
+        """The slice of ``_heads`` that the k-th stage may start from, if the stages behind it start at ``cuts``.
 
         A pair's source has a lower index than its target. What lies before the source must fit the stages that are
         left, each of them no longer than the bottleneck.

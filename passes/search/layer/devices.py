@@ -1,4 +1,4 @@
-"""Which device a stage may use, given the stages after it: the device half of the dynamic program's state.
+"""The device that a stage may use, given the stages after it: the device half of the dynamic program's state.
 
 Stages are numbered from the end, because the micro-batches a stage holds depend on how many stages follow
 it. A state of level k says which kind the k-th stage from the end uses and what is left for the stages

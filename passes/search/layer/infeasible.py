@@ -1,5 +1,4 @@
-"""Nothing fits: by how much, on which device, and which change would help. Every suggestion is solved, not
-guessed."""
+"""Nothing fits: by how much, on which device, and which change would help. Every suggestion is solved, not guessed."""
 
 from __future__ import annotations
 
@@ -174,8 +173,7 @@ def _fits(search: LayerSearch, option: Option, batch_size: int, scale: float) ->
 
 
 def _fits_on_more(search: LayerSearch, option: Option, factor: int, scale: float) -> bool:
-    """Whether a cluster with ``factor`` times as many devices of each kind would do, with the worst links it
-    has."""
+    """Tell whether ``factor`` times as many devices of each kind would do, with the worst links of the cluster."""
     single = replace(option, schedule="1f1b", chunks=1) if option.chunks > 1 else option
     plan = search.plan(single)
     counts: Counter[tuple[int, float]] = Counter()

@@ -1,4 +1,4 @@
-"""Which blocks a stage computes again: as few as make it fit.
+"""Blocks that a stage computes again: as few as make it fit.
 
 The surrogate knows two kinds of stages, those that keep all activations and those that compute all blocks again. Of the
 latter, blocks keep their activations after all while there is room for them, those that save the most time per byte first.
@@ -77,7 +77,7 @@ def _kept(search: LayerSearch, solved: Solved, stage: int, present: set[int], ro
 def _savings(
     search: LayerSearch, solved: Solved, stage: int, present: set[int], size: int
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """Of each block in the stage: bytes per micro-batch that its recompute frees, and seconds that it takes."""
+    """Bytes per micro-batch that recomputing each block of the stage frees, and seconds that it takes."""
     model, blocks = search.model, search.model.blocks
     device = search.table.representatives[search.table.row_of[solved.ranks[stage]]]
     again = model.again_seconds(size, device)

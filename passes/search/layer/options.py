@@ -1,5 +1,4 @@
-"""What a layer-wise search enumerates: micro-batch counts × schedules × ways to hand out devices, each as a
-problem."""
+"""The options of a layer-wise search: micro-batch counts × schedules × ways to hand out devices, each as a problem."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ AUTO_SCHEDULES: tuple[tuple[str, int], ...] = (
 
 
 class Cluster(Protocol):
-    """What the search reads of ``cost_models.cluster.ClusterSpec``."""
+    """The part of ``cost_models.cluster.ClusterSpec`` that the search reads."""
 
     @property
     def devices(self) -> Sequence[Device]: ...
@@ -92,7 +91,7 @@ def options(counts: Sequence[int], schedule: str, devices: int) -> list[Option]:
 
 @dataclass(frozen=True, eq=False)
 class DevicePlan:
-    """How devices may be handed out: kinds with their links, and the ranks behind each kind."""
+    """A way to hand out devices: kinds with their links, and the ranks behind each kind."""
 
     kinds: tuple[DeviceKind, ...]
     latency_seconds: FloatArray
@@ -148,7 +147,7 @@ def device_table(cluster: Cluster) -> DeviceTable:
 def device_plan(
     cluster: Cluster, table: DeviceTable, chunks: int, folded: bool, max_stages: int
 ) -> DevicePlan:
-    """How a pipeline with ``chunks`` stages per device may use the cluster.
+    """Make the ways in which a pipeline with ``chunks`` stages per device may use the cluster.
 
     Several chunks go round all devices in file order (as a V if ``folded``). One chunk: identical devices in
     file order; unlike ones in any order, as long as that is few enough states.
@@ -256,7 +255,7 @@ def in_flight(option: Option, devices: int, stages: int) -> tuple[int, ...]:
 
 
 def fullest_moments(option: Option, devices: int, stages: int) -> tuple[tuple[Held, ...], ...]:
-    """When each stage, counted from the end, may hold the most; empty if no weight half is ever left over.
+    """The moments at which each stage, counted from the end, may hold the most; empty if no weight half is ever left over.
 
     Exact for ``devices`` ranks. A zero-bubble pipeline of fewer stages leaves fewer weight halves over, so for it
     this is an upper estimate. Where a rank has several chunks, each is taken at its own fullest.
@@ -283,7 +282,7 @@ class Numbers:
     forward_bytes: FloatArray
     gradient_bytes: FloatArray
     recompute: Recompute | None
-    """What changes where blocks are computed again; None for a model without blocks."""
+    """The numbers that change where blocks are computed again; None for a model without blocks."""
     beside_deferred_bytes: FloatArray | None = None
     """[units] its ``transient_bytes`` under schedules that defer weight halves."""
 

@@ -54,7 +54,7 @@ STAGES_RECOMPUTE = {
     "auto": "a stage that does not fit computes all its blocks again (the plan then keeps what fits)",
     "full": "every stage computes its blocks again",
 }
-"""How recompute enters the surrogate, for the certificate."""
+"""The part of recompute in the surrogate, in words for the certificate."""
 
 
 @dataclass(frozen=True)

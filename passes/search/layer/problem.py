@@ -8,15 +8,13 @@ Words
     k            a stage counted from the end: the last stage has k = 1
     kind         devices that are interchangeable in the search, or one device of a fixed order
 
-Surrogate, minimized exactly by ``layer_dp`` and ``layer_ilp``
+Surrogate, minimized exactly by ``passes.search.layer.dp``
     t_s   forward + backward seconds of stage s on its device, per micro-batch
-    x_s   link seconds of cut s: latency + (activation bytes + gradient bytes) · seconds per byte. A value
-    that
-          skips stages is counted at every cut it crosses: an upper estimate
-    r_k   round trip of a micro-batch from the k-th stage from the end to the last and back, per micro-batch
-    that this
-          stage holds at once (Little's law): Σ over the stages behind it, itself included, of t and of x
-          between them, divided by in_flight[k]·v; left out where all m micro-batches are held at once
+    x_s   link seconds of cut s: latency + (activation bytes + gradient bytes) · seconds per byte. A value that skips
+          stages is counted at every cut it crosses: an upper estimate
+    r_k   round trip of a micro-batch from the k-th stage from the end to the last and back, per micro-batch that this
+          stage holds at once (Little's law): Σ over the stages behind it, itself included, of t and of x between them,
+          divided by in_flight[k]·v; left out where all m micro-batches are held at once
     q     pair of stages that run one forward and one backward in turn (1F1B): both directions of their cut share
           one queue, in one order. Say the gradient of one micro-batch goes before the activation of the next:
           then the later stage cannot start that forward until its own backward is done and x has passed, so
@@ -62,7 +60,7 @@ Held: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class LayerStructure:
-    """What does not change with the micro-batch size.
+    """The part of a problem that does not change with the micro-batch size.
 
     ``downsets``: the family of downsets as bit masks (bit u: unit u), or None for the prefixes of the
     numbering.
@@ -74,15 +72,15 @@ class LayerStructure:
     states: tuple[Touch, ...] = ()
     crossings: tuple[Crossing, ...] = ()
     deferred: tuple[Touch, ...] = ()
-    """What a deferred weight half needs; savers only."""
+    """Storages that a deferred weight half needs; savers only."""
     downsets: tuple[int, ...] | None = None
     recomputed: tuple[Touch, ...] = ()
-    """As ``storages``, for stages that compute their blocks again."""
+    """Storages as in ``storages``, for stages that compute their blocks again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Recompute:
-    """What changes for a stage that computes its blocks again in backward. Shapes as in ``LayerProblem``."""
+    """The numbers that change for a stage that computes its blocks again in backward. Shapes as in ``LayerProblem``."""
 
     seconds: FloatArray
     """[R, n] added to each unit: its second forward."""
@@ -141,7 +139,7 @@ class LayerProblem:
     moments: tuple[tuple[Held, ...], ...] = ()
     """``moments[k - 1]``: when the k-th stage from the end may hold the most. Empty: ``in_flight`` whole ones."""
     alternating: bool = False
-    """Whether stages run one forward and one backward in turn, so that q counts."""
+    """True where stages run one forward and one backward in turn, so that q counts."""
     assignment: Assignment = "unordered"
     sequence: tuple[int, ...] = ()
     stage_counts: tuple[int, int] = (1, 1 << 30)
@@ -149,7 +147,7 @@ class LayerProblem:
     pins: Mapping[int, int] = field(default_factory=dict)
     """Unit to stage, counted from the front."""
     recompute: Recompute | None = None
-    """What stages may do that do not fit otherwise; None: nothing."""
+    """The recompute that stages may do where they do not fit otherwise; None: they may not."""
 
     @property
     def bottleneck_weight(self) -> float:
@@ -161,7 +159,7 @@ class LayerProblem:
         return self.moments[k - 1] if self.moments else ((self.in_flight[k - 1], 0),)
 
     def charges_cut(self, k: int) -> bool:
-        """Whether q counts the cut into the k-th stage from the end: the stage before it holds fewer than all."""
+        """Tell whether q counts the cut into the k-th stage from the end: the stage before it holds fewer than all."""
         return self.alternating and k < len(self.in_flight) and self.in_flight[k] < self.microbatches
 
     @property
@@ -184,7 +182,7 @@ class Split:
     memory_bytes: tuple[float, ...]
     """Per stage."""
     recomputed: tuple[bool, ...] = ()
-    """Whether each stage computes its blocks again in backward."""
+    """True for each stage that computes its blocks again in backward."""
 
     @property
     def stages(self) -> int:
@@ -237,7 +235,7 @@ def evaluate(
 
 
 def _recomputed(problem: LayerProblem, kinds: Sequence[int], memory: FloatArray) -> list[bool]:
-    """Whether each stage computes its blocks again, given what it holds otherwise."""
+    """Tell which stages compute their blocks again, given what it holds otherwise."""
     if problem.recompute is None:
         return [False] * len(kinds)
     room = [problem.kinds[kind].capacity_bytes * (1 + TUNING.memory_tolerance) for kind in kinds]

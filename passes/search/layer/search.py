@@ -1,5 +1,4 @@
-"""Solve the surrogate for every option of a request, the promising ones first, and keep the best splits of
-each."""
+"""Solve the surrogate for every option of a request, the promising ones first, and keep the best splits of each."""
 
 from __future__ import annotations
 
@@ -48,13 +47,13 @@ class Solved:
 
 @dataclass(frozen=True, eq=False)
 class OptionResult:
-    """What is known of one option. No split of its space is below ``bound_seconds``."""
+    """The result of one option. No split of its space is below ``bound_seconds``."""
 
     option: Option
     solved: tuple[Solved, ...]
     bound_seconds: float
     looked_at: bool
-    """Whether it was solved; else its bound alone ruled it out, or time did."""
+    """True if it was solved; else its bound alone ruled it out, or time did."""
     optimal: bool
 
 
@@ -90,7 +89,7 @@ class LayerSearch:
         return self.min_stages, self.max_stages
 
     def plan(self, option: Option) -> DevicePlan:
-        """How the option may hand out devices, cached."""
+        """The ways in which the option may hand out devices, cached."""
         key = (option.chunks, SCHEDULES[option.schedule].folded)
         if key not in self._plans:
             self._plans[key] = device_plan(self.cluster, self.table, *key, self.max_stages)
@@ -215,7 +214,7 @@ class LayerSearch:
         return replace(result, splits=strict.splits, optimal=result.optimal and strict.optimal)
 
     def lower_bound_seconds(self) -> float:
-        """What no layer-wise plan of any option simulates below."""
+        """Seconds that no layer-wise plan of any option simulates below."""
         devices = [self.table.representatives[row] for row in self.table.row_of]
         bounds = {}
         for m in {option.microbatches for option in self.options}:

@@ -1,10 +1,7 @@
-"""Costs of every possible stage at once: arrays over pairs of downsets (A, B), A ⊂ B, whose difference is a
-stage.
+"""Costs of every possible stage at once: arrays over pairs of downsets (A, B), A ⊂ B, whose difference is a stage.
 
-    prefixes    downset i = the first i units; pair (i, j) = units i … j-1. A storage touched by some units
-    adds its size to
-                a few rectangles of the (i, j) plane, so all pairs cost O(touches + n²): a two-dimensional
-                prefix sum
+    prefixes    downset i = the first i units; pair (i, j) = units i … j-1. A storage touched by some units adds its size
+                to a few rectangles of the (i, j) plane, so all pairs cost O(touches + n²): a two-dimensional prefix sum
     family      any list of downsets; each pair is looked at, one matrix product per quantity
 
 The geometry depends on the structure only and is reused for every micro-batch size.
