@@ -1,1 +1,1 @@
-"""The vocabulary that all searches share: requests, candidates, pins, bounds, certificates and comparisons."""
+"""The vocabulary that all searches share: requests, the judge, outcomes, pins, bounds, certificates, baselines."""
