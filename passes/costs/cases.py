@@ -1,4 +1,4 @@
-"""What each calibration case does, counted exactly as ``passes.costs.saved`` counts the ops of a model."""
+"""Calibration cases, counted exactly as ``passes.costs.saved`` counts the ops of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def count_case(case: OpCase) -> CaseWork:
-    """FLOPs and bytes of the case's forward and of both halves of its backward."""
+    """Count FLOPs and bytes of the case's forward and of both halves of its backward."""
     with FakeTensorMode():
         inputs, weights = [t.detach() for t in case.inputs()], list(case.weights())
         if case.kind == "scaled_dot_product_attention":

@@ -1,4 +1,4 @@
-"""What every op of a graph costs: arithmetic, memory traffic, seconds, and what autograd keeps on its account.
+"""Costs of every op of a graph: arithmetic, memory traffic, seconds, and what autograd keeps on its account.
 
     OpGraph ─► signatures (equal ops) ─► profiles at a few sizes ─► polynomials of the batch size ─► arrays over ops
 
@@ -53,7 +53,7 @@ class SegmentSeconds:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """What a segment holds from its forward to its backward, per micro-batch.
+    """Bytes that a segment holds from its forward to its backward, per micro-batch.
 
     ``saved``: storages saved by autograd, sent outputs and received values, as one union. ``weight_saved``: what a
     deferred weight half still needs, the output gradients included.
@@ -73,11 +73,11 @@ class GraphCosts:
     output_storages: tuple[tuple[str | None, ...], ...]
     """Storage of each output; None for one that belongs to a parameter, buffer, constant or batch input."""
     attention_backend: str | None
-    """Which attention the costs assume ("flash", or "flash+math" for a mixture); None without attention."""
+    """The attention that the costs assume ("flash", or "flash+math" for a mixture); None without attention."""
     estimated: tuple[str, ...]
     """Ops that could not be run alone; their costs come from shapes."""
     rates: OpRates = field(repr=False)
-    """How fast the ops' work is done."""
+    """The rates at which the ops' work is done."""
     _model: SizeModel = field(repr=False)
     _storages: StorageTable = field(repr=False)
     _one_sample: GraphCosts | None = field(repr=False)
@@ -86,7 +86,7 @@ class GraphCosts:
     _phases: dict[object, tuple[PhaseSeconds, ...]] = field(default_factory=dict, repr=False)
 
     def exact(self, batch_size: int) -> GraphCosts:
-        """The costs whose ``saved`` and ``output_storages`` hold for this size: at one sample, some copies are views."""
+        """Choose the costs whose ``saved`` and ``output_storages`` hold for this size: of 1 sample, copies may be views."""
         return self._one_sample if batch_size == 1 and self._one_sample is not None else self
 
     def at(self, batch_size: int) -> OpTable:
@@ -103,26 +103,26 @@ class GraphCosts:
         return self._tables[batch_size]
 
     def phases(self, batch_size: int, device: ComputeDevice) -> tuple[PhaseSeconds, ...]:
-        """Kernel and launch seconds per op: forward, input half, weight half."""
+        """Compute kernel and launch seconds per op: forward, input half, weight half."""
         key = (batch_size, self.rates.speed(device))
         if key not in self._phases:
             self._phases[key] = self.rates.phases(self.at(batch_size), device)
         return self._phases[key]
 
     def seconds(self, batch_size: int, device: ComputeDevice) -> OpSeconds:
-        """Seconds of every op, in a form that adds up over ops (``cost_models.compute.additive_seconds``)."""
+        """Compute seconds of every op, in a form that adds up over ops (``cost_models.compute.additive_seconds``)."""
         return OpSeconds(*(additive_seconds(phase, device) for phase in self.phases(batch_size, device)))
 
     def segment_seconds(
         self, op_indices: Sequence[int] | np.ndarray, batch_size: int, device: ComputeDevice
     ) -> SegmentSeconds:
-        """Seconds of a segment made of these ops: on a GPU launching and running overlap."""
+        """Compute seconds of a segment made of these ops: on a GPU launching and running overlap."""
         chosen = np.asarray(op_indices, dtype=np.intp)
         phases = self.phases(batch_size, device)
         return SegmentSeconds(*(segment_seconds(phase, device, chosen) for phase in phases))
 
     def storage_bytes(self, batch_size: int) -> Mapping[str, int]:
-        """Size of every storage that an op makes, for the names in this object's ``saved`` (see ``exact``)."""
+        """Return the size of every storage that an op makes, for the names in this object's ``saved`` (see ``exact``)."""
         return self._storages.sizes(self._model.at(batch_size), batch_size)
 
     @property
@@ -131,16 +131,16 @@ class GraphCosts:
         return self._storages.weight_half
 
     def saved_operands(self, op_index: int) -> frozenset[int]:
-        """Which of its tensor operands (by position) autograd keeps for this op, parameters too."""
+        """Return the op's tensor operands (by position) that autograd keeps for it, parameters too."""
         saved = self._model.structures[int(self.rates.signature_of[op_index])].saved
         return frozenset(which for place, which in saved if place == "operand")
 
     def op_class(self, op_index: int) -> OpClass:
-        """Which peak rate bounds the op's arithmetic."""
+        """Return the class of the op's arithmetic: the peak rate that bounds it."""
         return self.rates.bounds[int(self.rates.signature_of[op_index])][1]
 
     def saved_bytes(self, op_indices: Iterable[int], batch_size: int) -> int:
-        """Bytes that autograd keeps for these ops: the union of their storages."""
+        """Count the bytes that autograd keeps for these ops: the union of their storages."""
         if self.exact(batch_size) is not self:
             return self.exact(batch_size).saved_bytes(op_indices, batch_size)
         sizes = self.storage_bytes(batch_size)
@@ -163,7 +163,7 @@ class GraphCosts:
         outputs: Iterable[str] = (),
         regions: Iterable[Sequence[int]] = (),
     ) -> HeldBytes:
-        """What a segment of these ops holds; ``outputs`` names the ops whose results it sends or returns.
+        """Count what a segment of these ops holds; ``outputs`` names the ops whose results it sends or returns.
 
         A received value is a buffer of its own, as large as the value, whatever its storage was where it was made.
         ``regions``: ops that are computed again in backward; of each, only what it reads from outside is held.
@@ -185,12 +185,12 @@ class GraphCosts:
         return HeldBytes(sum(sizes[name] for name in held), int(deferred))
 
     def inputs_of(self, region: Collection[int]) -> set[str]:
-        """The storages that these ops read and others make."""
+        """Name the storages that these ops read and others make."""
         reads = (read for index in region for read in self._storages.reads[index])
         return {storage for producer, storage in reads if storage is not None and producer not in region}
 
     def _received(self, chosen: Sequence[int], output_bytes: FloatArray) -> dict[str, int]:
-        """Bytes of the buffers for values that ``chosen`` ops read from others, by storage."""
+        """Count bytes of the buffers for values that ``chosen`` ops read from others, by storage."""
         inside = set(chosen)
         received: dict[str, int] = {}
         arrived: set[int] = set()
@@ -233,7 +233,7 @@ def cost_graph(
 
 
 def costs_of(graph: OpGraph, cluster: ClusterSpec) -> GraphCosts:
-    """The graph's costs on devices of the cluster's kind; computed once per graph."""
+    """Return the graph's costs on devices of the cluster's kind; computed once per graph."""
     return _costs_on(graph, cluster.devices[0].kind)
 
 
@@ -270,7 +270,7 @@ def _assemble(
 
 
 def example_sizes(graph: OpGraph) -> dict[sympy.Symbol, int]:
-    """The number of every dynamic size in the example batch. The batch's own is replaced by each size asked for."""
+    """Return the number of every dynamic size in the example batch. The batch's own is replaced by each size asked for."""
     sizes: dict[sympy.Symbol, int] = {}
     for symbol, (leaf, dim) in graph.batch.symbols.items():
         if leaf in graph.example_shapes:
@@ -279,5 +279,5 @@ def example_sizes(graph: OpGraph) -> dict[sympy.Symbol, int]:
 
 
 def _dtype(signature: Signature) -> torch.dtype:
-    """The type the op computes in: its first floating-point output's."""
+    """Return the type the op computes in: its first floating-point output's."""
     return next((s.dtype for s in signature.outputs if s.dtype.is_floating_point), torch.float32)

@@ -26,12 +26,12 @@ class Extra:
     accumulated_bytes: FloatArray
     """Read and written to add the gradients of the parameters that each op reads, shape [ops]."""
     parameters: FloatArray
-    """How many kernels that takes."""
+    """Kernels that this takes, shape [ops]."""
     weight_only: np.ndarray[tuple[int], np.dtype[np.bool_]]
     """Ops without an input half; their fan-out counts in the weight half."""
 
     def phase_of_sums(self) -> np.ndarray[tuple[int], np.dtype[np.str_]]:
-        """The half of backward that each op's fan-out is charged to, shape [ops]."""
+        """Return the half of backward that each op's fan-out is charged to, shape [ops]."""
         return np.where(self.weight_only, "backward_weight", "backward_input")
 
     def rows(self, ops: IndexArray) -> Extra:
@@ -41,7 +41,7 @@ class Extra:
         )
 
     def of(self, op_index: int) -> tuple[float, ...]:
-        """All numbers of one op."""
+        """Return all numbers of one op."""
         columns = (self.fan_out, self.accumulated_bytes, self.parameters, self.weight_only)
         return tuple(float(column[op_index]) for column in columns)
 

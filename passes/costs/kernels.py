@@ -62,10 +62,10 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         super().__init__()  # type: ignore[no-untyped-call]
         self._flops = self._bytes = self._launches = 0
         self.op_class: OpClass = "memory"
-        """Of what was seen so far: the class of its arithmetic."""
+        """The class of the arithmetic that was seen so far."""
 
     def take(self) -> KernelCounts:
-        """The counts since the last call."""
+        """Return the counts since the last call."""
         counts = KernelCounts(self._flops, self._bytes, self._launches)
         self._flops = self._bytes = self._launches = 0
         return counts
@@ -116,5 +116,5 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes a kernel touches: an expanded tensor is read once from memory, then from cache."""
+    """Count bytes a kernel touches: an expanded tensor is read once from memory, then from cache."""
     return min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes())

@@ -1,4 +1,4 @@
-"""What computing blocks again in backward costs: the second forward's seconds, and the memory that it fills.
+"""The price of computing blocks again in backward: the second forward's seconds, and the memory that it fills.
 
 held between forward and backward   the storages that a region reads from outside (``GraphCosts.held_bytes``)
 again in backward                   its ops up to the last one that saves something; autograd needs no more
@@ -17,7 +17,7 @@ Region = Sequence[int]
 
 
 class SavedStorages(Protocol):
-    """What is read of ``GraphCosts`` to know where a second forward stops."""
+    """The part of ``GraphCosts`` that says where a second forward stops."""
 
     @property
     def saved(self) -> tuple[tuple[str, ...], ...]: ...
@@ -28,7 +28,7 @@ class SavedStorages(Protocol):
 
 
 def computed_again(costs: SavedStorages, region: Region, deferring: bool) -> list[int]:
-    """The ops of ``region`` that run a second time: checkpointing stops as soon as all that was saved is there.
+    """List the ops of ``region`` that run a second time: checkpointing stops as soon as all that was saved is there.
 
     An op's operands are saved before its kernel runs, its results after. ``deferring``: ops with a weight half are
     rewritten (``runtime.segment.split_backward``), and save after they ran.
@@ -45,7 +45,7 @@ def computed_again(costs: SavedStorages, region: Region, deferring: bool) -> lis
 
 
 def region_bytes(costs: GraphCosts, region: Region, batch_size: int) -> int:
-    """Bytes that autograd keeps of ``region`` while its backward runs, beside what was held anyway."""
+    """Count bytes that autograd keeps of ``region`` while its backward runs, beside what was held anyway."""
     costs = costs.exact(batch_size)
     sizes = costs.storage_bytes(batch_size)
     inside = set(region)
@@ -54,7 +54,7 @@ def region_bytes(costs: GraphCosts, region: Region, batch_size: int) -> int:
 
 
 def transient_bytes(costs: GraphCosts, regions: Sequence[Region], batch_size: int, deferring: bool) -> int:
-    """Most bytes alive at once because of what backward computes again, the last region first.
+    """Find the most bytes alive at once because of what backward computes again, the last region first.
 
     ``deferring``: what weight halves need of a region stays until they run, while earlier regions follow.
     """
@@ -68,7 +68,7 @@ def transient_bytes(costs: GraphCosts, regions: Sequence[Region], batch_size: in
 
 
 def _deferred_bytes(costs: GraphCosts, region: Region, batch_size: int) -> int:
-    """Bytes that weight halves need of ``region`` beside what is held anyway: their inputs and output gradients."""
+    """Count bytes that weight halves need of ``region`` beside what is held anyway: their inputs and output gradients."""
     parameterized = [op for op in region if costs.weight_half[op]]
     gradients = int(costs.at(batch_size).output_bytes[parameterized].sum())
     sizes = costs.storage_bytes(batch_size)

@@ -1,4 +1,4 @@
-"""What one op does and what autograd keeps for it, found by running that op alone on fake CPU tensors.
+"""Work of one op and what autograd keeps for it, found by running that op alone on fake CPU tensors.
 
 The op runs under ``FakeTensorMode``: no memory, no arithmetic, but the true dispatch, so that composite ops fall apart
 into the kernels they really launch, and ``saved_tensors_hooks`` sees what autograd really keeps. (Fake CUDA tensors abort
@@ -49,7 +49,7 @@ SavedPlace: TypeAlias = Literal["operand", "output", "own"]
 
 @dataclass(frozen=True)
 class OpStructure:
-    """What does not depend on sizes.
+    """The facts about an op that do not depend on sizes.
 
     ``output_alias[j]``: the operand whose storage output j shares, or None if it has its own (``shared_output[j]`` then
     names an earlier output with the same storage). ``saved``: (place, index) of each storage kept for backward, where
@@ -74,9 +74,9 @@ class OpProfile:
     structure: OpStructure
     work: OpWork
     output_bytes: int
-    """Of the output tensors as values: elements times element size."""
+    """Bytes of the output tensors as values: elements times element size."""
     storage_bytes: tuple[int, ...]
-    """Of each output's storage (0 where it shares one), then of each own storage."""
+    """Bytes of each output's storage (0 if it shares one), then of each own storage."""
 
 
 def profile(
@@ -164,7 +164,7 @@ class _Run:
     def _backward(
         self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
     ) -> tuple[KernelCounts, KernelCounts]:
-        """Counts of the whole backward, and of the weight half alone."""
+        """Count the whole backward, and the weight half alone."""
         roots = [output for output in outputs if output.requires_grad]
         roles = [operand.role for operand in self._signature.operands]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
@@ -222,7 +222,7 @@ class _Run:
 
 
 def attention_call(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> AttentionCall | None:
-    """The attention that the op computes, or None if it is another op."""
+    """Return the attention that the op computes, or None if it is another op."""
     target, given = called(signature.exemplar)
     if target is not aten.scaled_dot_product_attention.default:
         return None
@@ -247,7 +247,7 @@ def attention_call(signature: Signature, symbols: Mapping[sympy.Symbol, int]) ->
 
 
 def _profile_attention(signature: Signature, call: AttentionCall, backend: str) -> OpProfile:
-    """A fused backend by its table: one kernel forward, one backward, operands and statistics kept."""
+    """Profile a fused backend by its table: one kernel forward, one backward, operands and statistics kept."""
     out = (*call.query[:-1], call.value[-1])
     forward_bytes, backward_bytes = transferred_bytes(call)
     backward = signature.differentiated
@@ -281,7 +281,7 @@ def _profile_attention(signature: Signature, call: AttentionCall, backend: str) 
 
 
 def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpProfile:
-    """For an op that cannot run alone (its output's size depends on data): shapes only, everything kept."""
+    """Estimate an op that cannot run alone (its output's size depends on data): shapes only, everything kept."""
     outputs = _sizes(signature.outputs, symbols)
     moved = sum(outputs) + sum(_sizes([operand.spec for operand in signature.operands], symbols))
     places: list[tuple[SavedPlace, int]] = []
@@ -303,12 +303,12 @@ def _estimate(signature: Signature, symbols: Mapping[sympy.Symbol, int]) -> OpPr
 
 
 def _sizes(specs: Sequence[TensorSpec], symbols: Mapping[sympy.Symbol, int]) -> list[int]:
-    """Bytes of each tensor."""
+    """Count bytes of each tensor."""
     return [math.prod(concrete(d, symbols) for d in spec.shape) * spec.dtype.itemsize for spec in specs]
 
 
 def _on_device(target: Any, device_kind: str, args: Sequence[Any]) -> Callable[..., Any]:
-    """The op as the target device runs it, where that differs in what autograd keeps.
+    """Return the op as the target device runs it, if that differs in what autograd keeps.
 
     CUDA's dropout is one kernel that keeps a boolean mask; the CPU's keeps the scaled noise in the input's type.
     """
@@ -329,7 +329,7 @@ def _one_attention(backend: str | None) -> Any:
 
 @contextlib.contextmanager
 def _plain_recurrence(signature: Signature) -> Iterator[None]:
-    """An LSTM as its cells: the fused kernel hides its arithmetic, and reports a workspace of no bytes."""
+    """Run an LSTM as its cells: the fused kernel hides its arithmetic, and reports a workspace of no bytes."""
     if signature.target not in _OPAQUE:
         yield
         return
@@ -345,5 +345,5 @@ def _tensors(result: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Identity of a tensor's storage; valid while the tensor lives."""
+    """Identify a tensor's storage; valid while the tensor lives."""
     return int(tensor.untyped_storage()._cdata)

@@ -84,7 +84,7 @@ class OpRates:
         return device.kind, bandwidth, device.launch_overhead_seconds, efficiency, peaks, times
 
     def _bound_of(self) -> IndexArray:
-        """[rows] number of the first signature with the row's data type and class."""
+        """Return the number of the first signature with each row's data type and class: [rows]."""
         first: IndexArray = np.array([self.bounds.index(bound) for bound in self.bounds], dtype=np.intp)
         return first[self.signature_of]
 

@@ -44,7 +44,7 @@ class SizeModel:
     _cache: dict[int, FloatArray] = field(default_factory=dict, repr=False)
 
     def at(self, batch_size: int) -> FloatArray:
-        """Every number of every signature, shape [rows]."""
+        """Return every number of every signature, shape [rows]."""
         if self.only_size not in (None, batch_size):
             raise ValueError(f"these are the costs of {self.only_size} samples, not of {batch_size}")
         if batch_size not in self._cache:
@@ -80,7 +80,7 @@ def fit(signatures: int, profiler: Profiler) -> SizeModel:
 def _fitted(
     signature: int, profiler: Profiler
 ) -> tuple[list[tuple[float, float, float]] | None, OpStructure]:
-    """(coefficients of each number, structure); no coefficients where no polynomial fits."""
+    """Fit (coefficients of each number, structure); no coefficients if no polynomial fits."""
     profiles = [profiler(signature, size) for size in (*FIT_SIZES, CHECK_SIZE)]
     samples = [_numbers(p) for p in profiles]
     structure = profiles[-1].structure
@@ -93,7 +93,7 @@ def _fitted(
 
 
 def at_one_sample(model: SizeModel) -> SizeModel:
-    """Numbers and structures of micro-batches of one sample, profiled as such: there, some copies become views.
+    """Profile micro-batches of one sample as such, numbers and structures: there, some copies become views.
 
     ``x.transpose(0, 1).contiguous()`` copies, unless one of the two dimensions is 1. Ops that refuse a single sample (a
     normalization over the batch) keep their polynomials.
@@ -108,7 +108,7 @@ def at_one_sample(model: SizeModel) -> SizeModel:
 
 
 def at_one_size(signatures: int, profiler: Profiler, size: int) -> SizeModel:
-    """Numbers and structures of one micro-batch size, for a graph that is asked about no other: one run per signature.
+    """Profile one micro-batch size, for a graph that is asked about no other: one run per signature.
 
     Ops that refuse the size (a normalization over a single sample) have the polynomials that larger ones give.
     """
@@ -150,7 +150,7 @@ def _numbers(profile: OpProfile) -> list[int]:
 
 
 def _parabola(y0: int, y1: int, y2: int) -> tuple[Fraction, Fraction, Fraction]:
-    """Coefficients (of 1, b, b²) of the parabola through the values at ``FIT_SIZES``: Newton's divided differences."""
+    """Fit coefficients (of 1, b, b²) of the parabola through the values at ``FIT_SIZES`` (Newton's divided differences)."""
     x0, x1, x2 = FIT_SIZES
     first = Fraction(y1 - y0, x1 - x0)
     second = (Fraction(y2 - y1, x2 - x1) - first) / (x2 - x0)

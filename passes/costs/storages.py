@@ -1,4 +1,4 @@
-"""Which storage each op's outputs and saved tensors live in: views are followed to their base."""
+"""The storage that each op's outputs and saved tensors live in: views are followed to their base."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class StorageTable:
     reads: tuple[tuple[tuple[int, str | None], ...], ...]
     """(index of the op that made the value, its storage) for each op result that the op reads."""
     single: tuple[bool, ...]
-    """Whether the op makes one tensor (its readers are not projections of a tuple)."""
+    """True if the op makes one tensor (its readers are not projections of a tuple)."""
     weight_half: tuple[bool, ...]
-    """Whether the op's backward computes gradients of parameters."""
+    """True if the op's backward computes gradients of parameters."""
     index_of: Mapping[str, int]
     """Index of each op by name."""
     maker: Mapping[str, int]
@@ -37,7 +37,7 @@ class StorageTable:
     _cache: dict[int, dict[str, int]] = field(default_factory=dict)
 
     def sizes(self, numbers: FloatArray, batch_size: int) -> Mapping[str, int]:
-        """Bytes of each storage, given the size model's numbers."""
+        """Return the bytes of each storage, given the size model's numbers."""
         if batch_size not in self._cache:
             values = numbers[self._rows].astype(np.int64).tolist()
             self._cache[batch_size] = dict(zip(self._names, values, strict=True))

@@ -31,7 +31,7 @@ NEIGHBOURS = 4
 
 @once_per_graph
 def block_of(graph: OpGraph) -> Mapping[str, str]:
-    """The block of each op that is in one, by op name, in the order of the model's code. Computed once per graph.
+    """Return the block of each op that is in one, by op name, in the order of the model's code.
 
     Ops that every stage runs for itself (``passes.graph.recomputed``) are in none.
     """
@@ -49,7 +49,7 @@ def block_of(graph: OpGraph) -> Mapping[str, str]:
 
 
 def _containers(ops: Sequence[fx.Node], paths: Sequence[str], same_shapes: bool) -> frozenset[str]:
-    """Paths of modules whose numbered children repeat."""
+    """Return the paths of modules whose numbered children repeat."""
     inside: defaultdict[str, list[tuple[str, fx.Node]]] = defaultdict(list)
     for node, path in zip(ops, paths, strict=True):
         parts = path.split(".")
@@ -67,7 +67,7 @@ def _containers(ops: Sequence[fx.Node], paths: Sequence[str], same_shapes: bool)
 
 
 def _repeats(children: Sequence[Counter[tuple[str, ...]]]) -> bool:
-    """Whether one child's ops are all among another's."""
+    """Tell whether one child's ops are all among another's."""
     ordered = sorted(children, key=lambda child: child.total())
     return any(
         small <= large for at, small in enumerate(ordered) for large in ordered[at + 1 : at + 1 + NEIGHBOURS]
@@ -80,7 +80,7 @@ def _shape(node: fx.Node) -> str:
 
 
 def _child_of_container(path: str, containers: frozenset[str]) -> str:
-    """The block that ``path`` is in: the numbered child of its outermost container; "" outside of any."""
+    """Return the block that ``path`` is in: the numbered child of its outermost container; "" outside of any."""
     parts = path.split(".")
     for end, part in enumerate(parts, start=1):
         if part.isdigit() and ".".join(parts[: end - 1]) in containers:
@@ -89,7 +89,7 @@ def _child_of_container(path: str, containers: frozenset[str]) -> str:
 
 
 def _outermost(paths: Sequence[str]) -> list[str]:
-    """For a model without repetition: the child of the module that all ops are in."""
+    """Return, for a model without repetition, the child that each op is in of the module that all ops are in."""
     named = [path.split(".") for path in paths if path]
     depth = 0
     while named and len({tuple(parts[: depth + 1]) for parts in named}) == 1 and len(named[0]) > depth + 1:
@@ -118,7 +118,7 @@ def _runs(ops: Iterable[fx.Node], prefixes: Iterable[str]) -> dict[str, str]:
 def regions_of_stages(
     graph: OpGraph, stage_of: Mapping[str, int], blocks: Sequence[Collection[str]]
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Per stage, the ops of each of its ``blocks`` (names per stage), in the model's order; () if there are none at all.
+    """List the ops of each of ``blocks`` (names per stage), per stage, in the model's order; () if no stage has any.
 
     A block that several stages share is a region of its own in each.
     """

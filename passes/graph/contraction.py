@@ -1,13 +1,12 @@
-"""Thousands of ops become a few hundred units that the layer-wise search may cut between.
+"""Coarsening: thousands of ops become a few hundred units that a search may cut between.
 
-Two coarsenings, on plain arrays (ops 0 … n-1 in a topological order):
+Two ways, on plain arrays (ops 0 … n-1 in a topological order):
 
-    intervals   runs of the order between promising cuts: positions where few bytes cross, compared with
-    other positions
-                within a small amount of work. Getitems, views and other weightless ops thus stay with a
+    intervals   runs of the order between promising cuts: positions where few bytes cross, compared with other
+                positions within a small amount of work. Getitems, views and other weightless ops thus stay with a
                 neighbour, and identical blocks are cut at identical places because the comparison is local
-    clusters    a smaller DAG that keeps its branches (towers, parallel paths, long skips), from which
-    downsets are listed
+    clusters    a smaller DAG that keeps its branches (towers, parallel paths, long skips), from which downsets
+                are listed
 
 An op merges into its only producer, or into its only consumer: that never closes a cycle.
 """
@@ -25,20 +24,19 @@ from numpy.typing import NDArray
 FloatArray = NDArray[np.float64]
 
 PLATEAU = 0.25
-"""Equal positions closer than this part of the window count as one (empirically: it only thins out runs of
-tiny ops)."""
+"""Equal positions closer than this part of the window count as one (empirically: it only thins out runs of tiny ops)."""
 
 
 @dataclass(frozen=True, eq=False)
 class OpArrays:
-    """What coarsening reads of a graph. Shapes: [n ops]."""
+    """The arrays of a graph that coarsening reads. Shapes: [n ops]."""
 
     readers: tuple[tuple[int, ...], ...]
     """Ops that read the op's result."""
     work: FloatArray
     """Seconds, or anything proportional to them."""
     crossing_bytes: FloatArray
-    """What a cut between the op and a reader moves, forward and backward."""
+    """Bytes that a cut between the op and a reader moves, forward and backward."""
     together: tuple[tuple[int, ...], ...] = ()
     """Groups of ops that no cut may separate."""
     pins: Mapping[int, int] = field(default_factory=dict)
@@ -49,7 +47,7 @@ class OpArrays:
 
 
 def intervals(ops: OpArrays, max_units: int = 480) -> tuple[int, ...]:
-    """Unit of each op: at most about ``max_units`` intervals of the order, numbered along it."""
+    """Number the unit of each op: at most about ``max_units`` intervals of the order, numbered along it."""
     n = len(ops)
     if n == 0:
         return ()
@@ -71,7 +69,7 @@ def intervals(ops: OpArrays, max_units: int = 480) -> tuple[int, ...]:
 
 
 def _crossing(ops: OpArrays) -> FloatArray:
-    """[n + 1] bytes that cross a cut before op i."""
+    """Return the bytes that cross a cut before each op, and behind the last: [n + 1]."""
     n = len(ops)
     difference = np.zeros(n + 2)
     for index, readers in enumerate(ops.readers):
@@ -83,8 +81,7 @@ def _crossing(ops: OpArrays) -> FloatArray:
 
 
 def _forced(ops: OpArrays, crossing: FloatArray, allowed: NDArray[np.bool_]) -> list[int]:
-    """The narrowest allowed position between any two neighbours in the order that are pinned to different
-    stages."""
+    """Choose the narrowest allowed position between any two neighbours in the order that are pinned to different stages."""
     cuts = []
     pinned = sorted(ops.pins)
     for left, right in itertools.pairwise(pinned):
@@ -98,8 +95,7 @@ def _forced(ops: OpArrays, crossing: FloatArray, allowed: NDArray[np.bool_]) -> 
 def _local_minima(
     crossing: FloatArray, done: FloatArray, allowed: NDArray[np.bool_], window: float
 ) -> list[int]:
-    """Positions that no other within half a window of work undercuts; of equal ones close together, the
-    first."""
+    """Find positions that no other within half a window of work undercuts; of equal ones close together, the first."""
     allowed[-1] = (
         True  # nothing crosses the end: it undercuts what is just before it, as the next block would
     )
@@ -120,7 +116,7 @@ def _local_minima(
 
 
 def clusters(ops: OpArrays, max_units: int = 32) -> tuple[int, ...]:
-    """Unit of each op in a coarser DAG of about ``max_units`` units, numbered in a topological order."""
+    """Number the unit of each op in a coarser DAG of about ``max_units`` units, in a topological order."""
     graph = _Contraction(ops)
     graph.unite(ops.together)
     share = float(ops.work.sum()) / max(1, max_units)
@@ -132,7 +128,7 @@ def clusters(ops: OpArrays, max_units: int = 32) -> tuple[int, ...]:
 
 
 def united(readers: tuple[tuple[int, ...], ...], together: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Unit of each op, numbered in a topological order: a group in ``together`` and all between its ops is one."""
+    """Number the unit of each op in a topological order: a group in ``together`` and all between its ops is one unit."""
     nothing = np.zeros(len(readers))
     graph = _Contraction(OpArrays(readers, nothing, nothing))
     graph.unite(together)
@@ -184,8 +180,7 @@ class _Contraction:
         return seen
 
     def merge_chains(self, share: float) -> None:
-        """Merge along edges whose ends have no other way, the lightest pairs first, up to ``share`` of work
-        each."""
+        """Merge along edges whose ends have no other way, the lightest pairs first, up to ``share`` of work each."""
         heap: list[tuple[float, int, int]] = []
 
         def offer(u: int) -> None:
@@ -225,7 +220,7 @@ class _Contraction:
         self.parent[b] = a
 
     def numbering(self) -> tuple[int, ...]:
-        """Unit of each op; among units that are ready, the one with the earliest op comes first."""
+        """Number the unit of each op; among units that are ready, the one with the earliest op comes first."""
         first: dict[int, int] = {}
         for op in range(len(self.parent)):
             first.setdefault(self.find(op), op)
@@ -244,7 +239,7 @@ class _Contraction:
 
 
 def list_downsets(units: int, edges: Iterable[tuple[int, int]], limit: int) -> tuple[int, ...] | None:
-    """Every downset of the DAG as a bit mask, smallest first; None if there are more than ``limit``."""
+    """List every downset of the DAG as a bit mask, smallest first; None if there are more than ``limit``."""
     needs = [0] * units
     for u, v in edges:
         needs[v] |= 1 << u

@@ -1,8 +1,8 @@
 """Example values of new nodes: equal ops on equal operands are run once.
 
 The 32 equal layers of a transformer have equal ops: one run on fake tensors says what all of them make, and they share the
-fake tensor that came out. What only a storage could tell apart (views of one base) is therefore not to be read from these
-values; ``passes.costs.storages`` names storages by the graph's edges.
+fake tensor that came out. So these values do not tell whose memory a tensor shares (views of one base);
+``passes.costs.storages`` names storages by the graph's edges.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from runtime.segment.code import Dim
 
 
 class FakeValues:
-    """What ops make of fake operands. Keys: the target, its operands' shapes, strides and types, its other arguments.
+    """Values that ops make of fake operands, each computed once.
+
+    The key of a value: the op, its operands' shapes, strides and types, its other arguments.
 
     ``made``: values by these keys that were made before, in the same mode; new ones are put there.
     """
@@ -31,7 +33,7 @@ class FakeValues:
         self._keys: dict[fx.Node, Hashable] = {}
 
     def of(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The value of ``target(*args, **kwargs)``, where arguments may be nodes."""
+        """Return the value of ``target(*args, **kwargs)``, where arguments may be nodes."""
         if _invents_sizes(target):
             return self._run(target, args, kwargs)
         key = (target, hashable(args, self), hashable(dict(kwargs), self))
@@ -42,7 +44,7 @@ class FakeValues:
     def empty(
         self, shape: tuple[Dim, ...], like: torch.Tensor, number: Callable[[Dim], int | torch.SymInt]
     ) -> torch.Tensor:
-        """A placeholder's value; ``number``: a size as fake tensors take it."""
+        """Make a placeholder's value; ``number``: turns a size into what fake tensors take."""
         key = (shape, like.dtype, like.requires_grad)
         if key not in self._made:
             options = {"dtype": like.dtype}
@@ -52,7 +54,7 @@ class FakeValues:
         return made
 
     def key(self, node: fx.Node) -> Hashable:
-        """All that a node's value tells the ops that read it."""
+        """Return all that a node's value tells the ops that read it."""
         if node not in self._keys:
             value = node.meta.get("val")
             items = value if isinstance(value, list | tuple) else (value,)
@@ -71,5 +73,5 @@ def _described(value: Any) -> Hashable:
 
 
 def _invents_sizes(target: Any) -> bool:
-    """Whether sizes of the output depend on data: each run then has symbols of its own."""
+    """Tell whether sizes of the output depend on data: each run then has symbols of its own."""
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.dynamic_output_shape in target.tags

@@ -56,7 +56,7 @@ NOT_DIFFERENTIABLE = frozenset(
 
 @dataclass(frozen=True)
 class GraphInput:
-    """What a placeholder stands for.
+    """A placeholder, and the tensor of the model or the batch that it stands for.
 
     ``name``: the model's own fully qualified name (canonical, see ``aliases``) or the batch leaf's name.
     """
@@ -125,18 +125,19 @@ class OpGraph:
     fingerprint: str
     notes: tuple[str, ...] = ()
     checkpointing: str | None = None
-    """How the model says that its activations are to be recomputed, if it does: the graph itself keeps no trace of it."""
+    """The way in which the model asks for its activations to be recomputed, if it does: the graph keeps no trace of it."""
     frozen_modules: frozenset[str] = field(default_factory=frozenset)
     loss_reduction: Literal["mean", "sum", "token_mean"] = "mean"
-    """How micro-batches' losses become the batch's: see ``passes.trace.loss.reduction``."""
+    """The way from micro-batches' losses to the batch's: see ``passes.trace.loss.reduction``."""
     token_counts: TokenCounts | None = None
     """Under "token_mean": how to fill the batch leaves that no user's batch has."""
     precision: Precision = field(default_factory=Precision)
-    """What it was traced in: parameters' placeholders have their ``leaf`` types. ``StateSpec`` has the model's own."""
+    """The data types of the trace: parameters' placeholders have their ``leaf`` types, ``StateSpec`` the model's own."""
     parts: Mapping[str, StatePart] = field(default_factory=dict)
-    """Of which tensor of the model a parameter or buffer is a block, where ops were split (``passes.split.split``).
+    """The tensor of the model that a parameter or buffer is a block of, where ops were split (``passes.split.split``).
 
-    ``parameters`` and ``buffers`` then have the parts instead of the whole tensor, with their own shapes."""
+    ``parameters`` and ``buffers`` then have the parts instead of the whole tensor, with their own shapes.
+    """
     blocks: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """(name of the whole op, number of the block) of each op that is a block of another, where ops were split."""
 
@@ -156,7 +157,7 @@ class OpGraph:
 
     @cached_property
     def input_of(self) -> Mapping[str, GraphInput]:
-        """What each placeholder node stands for, by node name."""
+        """The input that each placeholder node stands for, by node name."""
         return {i.node: i for i in self.inputs}
 
     @property
@@ -190,7 +191,7 @@ class OpGraph:
         return frozenset(i.name for i in self.inputs if i.kind == "parameter" and i.node in self.needs_grad)
 
     def types_of(self, name: str, precision: Precision) -> ParameterPrecision:
-        """The data types of a parameter or buffer when trained in ``precision``."""
+        """Return the data types of a parameter or buffer when trained in ``precision``."""
         spec = self.parameters.get(name)
         if spec is None:
             return ParameterPrecision.plain(self.buffers[name].dtype)
@@ -202,7 +203,7 @@ class OpGraph:
         return {}
 
     def networkx(self) -> nx.DiGraph[str]:
-        """The DAG of ops and placeholders as a networkx graph; edge (u, v): v reads u."""
+        """Return the DAG of ops and placeholders as a networkx graph; edge (u, v): v reads u."""
         dag: nx.DiGraph[str] = nx.DiGraph()
         for node in self.graph.nodes:
             if node.op == "output":
@@ -239,7 +240,7 @@ def once_per_graph(
 
 
 def _differentiable(graph: OpGraph) -> frozenset[str]:
-    """Names of nodes that depend on a trainable parameter through differentiable ops."""
+    """Name the nodes that depend on a trainable parameter through differentiable ops."""
     trainable = {
         i.node for i in graph.inputs if i.kind == "parameter" and graph.parameters[i.name].requires_grad
     }
@@ -264,7 +265,7 @@ def _is_floating(node: fx.Node) -> bool:
 
 
 def tensor_specs(node: fx.Node) -> tuple[TensorSpec, ...]:
-    """Specs of the tensors a node produces: one for a tensor, several for a tuple, none for sizes."""
+    """Return the specs of the tensors a node produces: one for a tensor, several for a tuple, none for sizes."""
     value = node.meta.get("val")
     items = value if isinstance(value, list | tuple) else (value,)
     return tuple(

@@ -1,4 +1,4 @@
-"""The smallest micro-batch that the model accepts: two samples where one would be something else than a small batch.
+"""The smallest micro-batch that the model accepts: two samples if one alone would be treated in another way.
 
 batch_norm over (samples, channels)   refuses a single value per channel (a check in Python, lost in an exported
                                       graph, which would put 0/0 into the running variance)
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def least_samples(graph: OpGraph) -> tuple[int, str]:
-    """Samples per micro-batch, and which op needs as many ("" where one will do)."""
+    """Return the fewest samples that a micro-batch needs, and the op that needs as many ("" if one will do)."""
     sizes = {
         symbol: graph.example_shapes[leaf][dim]
         for symbol, (leaf, dim) in graph.batch.symbols.items()
@@ -62,7 +62,7 @@ def _varies_one(node: fx.Node, spec: TensorSpec, shape: Shape) -> bool:
 
 
 def _dims(node: fx.Node, rank: int) -> tuple[int, ...]:
-    """The dimensions that the op works on: all if it names none."""
+    """Return the dimensions that the op works on: all if it names none."""
     dim = argument(node, "dim")
     given = range(rank) if dim is None else dim if isinstance(dim, list | tuple) else (dim,)
     return tuple(d % rank for d in given) if rank else ()

@@ -20,12 +20,12 @@ WRITES_UNDECLARED = frozenset({"aten::batch_norm"})
 
 
 def value_of(argument: Any) -> Any:
-    """The argument with every node in it replaced by the node's example value."""
+    """Return the argument with every node in it replaced by the node's example value."""
     return fx.map_arg(argument, lambda node: node.meta["val"])
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode | None:
-    """The fake mode that the graph was traced under, None for a graph without tensors."""
+    """Return the fake mode that the graph was traced under, None for a graph without tensors."""
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), torch._subclasses.FakeTensor):
             mode: FakeTensorMode = node.meta["val"].fake_mode
@@ -45,7 +45,7 @@ def fake_call(
 
 @contextmanager
 def quiet(mode: FakeTensorMode) -> Iterator[None]:
-    """Fake execution that keeps dynamic sizes dynamic.
+    """Keep dynamic sizes dynamic while ops run on fake tensors.
 
     Some ops compare sizes, which would fix them for good; some kernels in C++ (pad) take numbers only, those in Python
     do not.
@@ -65,7 +65,7 @@ def call(
     *,
     like: fx.Node,
 ) -> fx.Node:
-    """A new op at the graph's insertion point, with its value, that says it comes from where ``like`` does."""
+    """Make a new op at the graph's insertion point, with its value and the origin of ``like``."""
     node = graph.call_function(target, args, dict(kwargs or {}))
     node.meta.update(origin(like))
     node.meta["val"] = fake_call(mode, target, value_of(args), value_of(dict(kwargs or {})))
@@ -73,14 +73,14 @@ def call(
 
 
 def new_module(old: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    """A module around ``graph``. Made last in a pass: it compiles the graph, which costs more than most passes."""
+    """Make a module around ``graph``, last in a pass: it compiles the graph, which costs more than most passes."""
     module = fx.GraphModule(torch.nn.Module(), graph)
     module.meta.update(old.meta)
     return module
 
 
 def copy_graph(old: fx.Graph) -> fx.Graph:
-    """A copy with the same node names."""
+    """Copy a graph, node names included."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(old, {})).meta.update(old.output_node().meta)
     return graph
@@ -100,12 +100,12 @@ def _writes(node: fx.Node) -> bool:
 
 
 def origin(node: fx.Node) -> dict[str, Any]:
-    """The part of ``meta`` that says where in the model a node was made."""
+    """Return the part of ``meta`` that says where in the model a node was made."""
     return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
 
 
 def where(node: fx.Node) -> str:
-    """'op in module "encoder.layer.0" (file.py:12)', as far as it is known."""
+    """Describe a node's place as far as it is known: 'op in module "encoder.layer.0" (file.py:12)'."""
     module, source = node.meta.get("module_path"), node.meta.get("source")
     if module is None:
         stack = [
@@ -119,14 +119,14 @@ def where(node: fx.Node) -> str:
 
 
 def storage_key(value: Any) -> int | None:
-    """Equal for tensors that share memory; None for anything without memory."""
+    """Return a key that is equal for tensors that share memory; None for anything without memory."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     return int(value.untyped_storage()._cdata)
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """The op's argument ``name`` as given, else its schema's default, else ``default``."""
+    """Return the op's argument ``name`` as given, else its schema's default, else ``default``."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return default
     for position, declared in enumerate(node.target._schema.arguments):
@@ -140,7 +140,7 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
 
 
 def recorded_requires_grad(node: fx.Node) -> bool | None:
-    """Whether the tensor required a gradient when the model was traced; None where nothing was recorded.
+    """Tell whether the tensor required a gradient when the model was traced; None if nothing was recorded.
 
     The exporter loses ``no_grad`` inside ``autocast``, and puts ops of a custom ``autograd.Function`` into the
     graph as if they were differentiable; what it recorded per tensor is right in both cases.

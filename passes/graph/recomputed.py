@@ -18,15 +18,17 @@ from passes.graph.state import mutable_buffers
 from runtime.ops.local import run_local
 
 MAX_FLOPS_PER_ELEMENT = 512
-"""A contraction of at most this many terms per output element still counts as cheap (empirically: the rotary
-tables' outer product has 2, a vocabulary projection has thousands)."""
+"""The most terms per output element of a contraction that still counts as cheap.
+
+Empirical: the rotary tables' outer product has 2, a vocabulary projection has thousands.
+"""
 
 _CONTRACTIONS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum")
 _HEAVY = ("conv", "attention", "lstm", "gru", "rnn", "fft", "linalg")
 
 
 def recomputed_ops(graph: OpGraph) -> frozenset[str]:
-    """Names of the ops that every segment recomputes for itself when it needs them."""
+    """Name the ops that every segment recomputes for itself when it needs them."""
     mutable = mutable_buffers(graph)
     roots = {
         i.node
@@ -44,7 +46,7 @@ def recomputed_ops(graph: OpGraph) -> frozenset[str]:
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Whether running the op twice may give two results (dropout in training, rand, bernoulli)."""
+    """Tell whether running the op twice may give two results (dropout in training, rand, bernoulli)."""
     if node.target is run_local:  # (function, op, roles, the op's own arguments …)
         return node.args[0] == "random"
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -31,7 +31,7 @@ from runtime.ops.local import LEADING, op_called, run_local
 from runtime.segment.code import Dim, TensorSpec
 
 Role: TypeAlias = Literal["none", "input", "weight"]
-"""Whether a tensor receives a gradient, and which half of the backward computes it.
+"""The part of a tensor in backward: none, or the half that computes its gradient.
 
 ``weight``: a trainable parameter, or something computed from trainable parameters alone (a transposed or cast weight).
 """
@@ -71,7 +71,7 @@ class Signature:
 
     @property
     def runs(self) -> bool:
-        """Whether the op computes tensors; sizes and ``getitem`` do not."""
+        """True if the op computes tensors; sizes and ``getitem`` do not."""
         return bool(self.outputs) and self.exemplar.target is not operator.getitem
 
 
@@ -121,12 +121,12 @@ class OpClasses:
 
 @once_per_graph
 def op_classes(graph: OpGraph) -> OpClasses:
-    """The classes of ``graph.ops``; computed once per graph."""
+    """Return the classes of ``graph.ops``."""
     return group_blocks([node.name for node in graph.ops], group_by_signature(graph).of, block_of(graph))
 
 
 def group_blocks(names: Sequence[str], signatures: Sequence[int], blocks: Mapping[str, str]) -> OpClasses:
-    """Classes of ops by their block's run of signatures and their position in it; O(ops)."""
+    """Group ops by their block's run of signatures and their position in it; O(ops)."""
     inside: dict[str, list[int]] = {}
     for index, name in enumerate(names):
         if name in blocks:
@@ -161,7 +161,7 @@ class _Tensors:
         return self._known[node.name]
 
     def key(self, node: fx.Node) -> Hashable:
-        """What a signature says about an argument: its operands, or the symbolic number it is."""
+        """Return what a signature says about an argument: its operands, or the symbolic number it is."""
         if node.name not in self._keys:
             value = node.meta.get("val")
             operands = self.of(node)
@@ -191,7 +191,7 @@ class _Tensors:
 
 
 def weight_nodes(graph: OpGraph) -> frozenset[str]:
-    """Parameters, and ops that read parameters only: their gradients belong to the weight half of backward."""
+    """Name the parameters, and the ops that read parameters only: their gradients belong to the weight half of backward."""
     found = {i.node for i in graph.inputs if i.kind == "parameter"}
     for node in graph.ops:
         sources = [
@@ -203,7 +203,7 @@ def weight_nodes(graph: OpGraph) -> frozenset[str]:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """Nodes among the arguments, in order, repeated as often as they are given."""
+    """List the nodes among the arguments, in order, repeated as often as they are given."""
     found: list[fx.Node] = []
 
     def visit(source: fx.Node) -> fx.Node:
@@ -215,14 +215,14 @@ def _sources(node: fx.Node) -> list[fx.Node]:
 
 
 def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """The op that a node stands for and its positional arguments: local forms name theirs."""
+    """Return the op that a node stands for and its positional arguments: local forms name theirs."""
     if node.target is run_local:
         return op_called(str(node.args[1])), node.args[LEADING:]
     return node.target, node.args
 
 
 def symbolic(size: Any) -> Dim:
-    """A size as a number or an expression."""
+    """Return a size as a number or an expression."""
     if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
         expression = size.node.expr
         return int(expression) if getattr(expression, "is_Integer", False) else expression
@@ -231,13 +231,13 @@ def symbolic(size: Any) -> Dim:
 
 
 class NodeKeys(Protocol):
-    """What stands for a node among an op's arguments."""
+    """A source of keys that stand for nodes among an op's arguments."""
 
     def key(self, node: fx.Node) -> Hashable: ...
 
 
 def hashable(value: Any, tensors: NodeKeys) -> Hashable:
-    """An op's argument as a dictionary key; 1, 1.0 and True stay different."""
+    """Turn an op's argument into a dictionary key; 1, 1.0 and True stay different."""
     if isinstance(value, fx.Node):
         return tensors.key(value)
     if isinstance(value, list | tuple):
@@ -250,7 +250,7 @@ def hashable(value: Any, tensors: NodeKeys) -> Hashable:
 
 
 def concrete(size: Dim, symbols: Mapping[sympy.Symbol, int]) -> int:
-    """The number that ``size`` is once every symbol has one; a symbol without one (data-dependent) counts as 1."""
+    """Return the number that ``size`` is once every symbol has one; a symbol without one (data-dependent) counts as 1."""
     if not isinstance(size, sympy.Basic):
         return int(size)
     substituted = size.subs(symbols)
@@ -262,7 +262,7 @@ def concrete(size: Dim, symbols: Mapping[sympy.Symbol, int]) -> int:
 def concrete_arguments(
     node: fx.Node, operands: Sequence[torch.Tensor], symbols: Mapping[sympy.Symbol, int]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``node``'s arguments with its operands replaced, in order, by ``operands`` and its sizes by numbers."""
+    """Return ``node``'s arguments with its operands replaced, in order, by ``operands`` and its sizes by numbers."""
     supply = iter(operands)
 
     def resolve(source: fx.Node) -> Any:

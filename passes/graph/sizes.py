@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def are_canonical(graph: fx.Graph, batch_inputs: Sequence[str]) -> bool:
-    """Whether no integer is read off another tensor than a batch input. (Those that depend on data are not judged.)"""
+    """Tell whether every integer is read off batch inputs alone. (Those that depend on data are not judged.)"""
     known = set(batch_inputs)
     return all(
         source.name in known or _is_size(source.meta.get("val"))
@@ -38,7 +38,7 @@ def are_canonical(graph: fx.Graph, batch_inputs: Sequence[str]) -> bool:
 
 
 def canonical_sizes(gm: fx.GraphModule, batch_inputs: Sequence[str]) -> fx.GraphModule:
-    """A new module whose sizes depend only on ``sym_size`` of the placeholders named in ``batch_inputs``."""
+    """Make a new module whose sizes depend only on ``sym_size`` of the placeholders named in ``batch_inputs``."""
     _refuse_data_dependent(gm.graph)
     graph = copy_graph(gm.graph)
     sizes = [node for node in graph.nodes if node.op == "call_function" and _is_size(node.meta.get("val"))]
@@ -60,7 +60,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _origins(placeholders: Sequence[fx.Node], batch_inputs: Sequence[str]) -> dict[Any, tuple[fx.Node, int]]:
-    """Where each symbol's number can be read: the first batch input with a dimension of exactly that size."""
+    """Find where each symbol's number can be read: the first batch input with a dimension of exactly that size."""
     wanted = set(batch_inputs)
     found: dict[Any, tuple[fx.Node, int]] = {}
     for node in placeholders:
@@ -82,7 +82,7 @@ class SizeBuilder:
         self.symbols: dict[Any, fx.Proxy] = {}
 
     def build(self, expression: Any, like: fx.Node) -> Any:
-        """The node of the expression, or its number if it has no symbols."""
+        """Make the node of the expression, or return its number if it has no symbols."""
         if expression not in self.built:
             with self.graph.inserting_before(self.anchor):
                 before = self.anchor.prev
@@ -107,7 +107,7 @@ class SizeBuilder:
         )
 
     def give_values(self, before: fx.Node, like: fx.Node) -> None:
-        """Values and origin of the nodes that were just made. A shape carries where its own line is, ops do not."""
+        """Set values and origin of the nodes that were just made. A shape carries where its own line is, ops do not."""
         node = before.next
         while node is not self.anchor:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

@@ -27,7 +27,7 @@ _BATCH_NORMS = (
 
 
 def mutable_buffers(graph: OpGraph) -> frozenset[str]:
-    """Canonical names of buffers that a training step writes.
+    """Name the buffers, canonically, that a training step writes.
 
     Declared writes are outputs of the graph; ``aten.batch_norm`` writes its running statistics without saying so.
     """
@@ -42,7 +42,7 @@ def mutable_buffers(graph: OpGraph) -> frozenset[str]:
 
 
 def colocated(graph: OpGraph) -> tuple[frozenset[str], ...]:
-    """Groups of ops that must share a segment: projections with their producer, the users of a written buffer."""
+    """Group ops that must share a segment: projections with their producer, the users of a written buffer."""
     groups: UnionFind[str] = UnionFind()
     for node in graph.ops:
         if node.target is operator.getitem:
@@ -64,7 +64,7 @@ def colocated(graph: OpGraph) -> tuple[frozenset[str], ...]:
 
 
 def owning_units(graph: OpGraph, recomputed: frozenset[str]) -> dict[str, int]:
-    """Unit of each placed op, numbered in a topological order: a ``colocated`` group, with all between its ops, is one."""
+    """Number the unit of each placed op in a topological order: a ``colocated`` group, and all between its ops, is one."""
     placed = [node for node in graph.ops if node.name not in recomputed]
     index = {node.name: i for i, node in enumerate(placed)}
     readers = tuple(tuple(sorted(index[u.name] for u in node.users if u.name in index)) for node in placed)
@@ -73,7 +73,7 @@ def owning_units(graph: OpGraph, recomputed: frozenset[str]) -> dict[str, int]:
 
 
 def owning_groups(graph: OpGraph, recomputed: frozenset[str]) -> tuple[tuple[int, ...], ...]:
-    """The units of several ops, by the numbers of the placed ops in the graph's order."""
+    """List the units that have several ops, by the numbers of the placed ops in the graph's order."""
     found: dict[int, list[int]] = defaultdict(list)
     for op, unit in enumerate(owning_units(graph, recomputed).values()):
         found[unit].append(op)
@@ -81,7 +81,7 @@ def owning_groups(graph: OpGraph, recomputed: frozenset[str]) -> tuple[tuple[int
 
 
 def state_reads(graph: OpGraph, recomputed: Collection[str]) -> dict[str, set[str]]:
-    """Names of parameters and buffers, by the name of each op that is not ``recomputed`` where it is needed."""
+    """Name the parameters and buffers that each op needs which is not ``recomputed`` where it is needed, by op name."""
     through: dict[str, set[str]] = {}
     reads: dict[str, set[str]] = {}
     for node in graph.ops:
@@ -96,7 +96,7 @@ def state_reads(graph: OpGraph, recomputed: Collection[str]) -> dict[str, set[st
 
 
 def state_readers(graph: OpGraph, index: Mapping[str, int]) -> dict[str, set[int]]:
-    """The placed ops, by their numbers in ``index``, that need each parameter and buffer; all others are recomputed."""
+    """Number the placed ops that need each parameter and buffer, by ``index``; all other ops are recomputed."""
     readers: dict[str, set[int]] = defaultdict(set)
     recomputed = {node.name for node in graph.ops}.difference(index)
     for op, names in state_reads(graph, recomputed).items():

@@ -1,4 +1,4 @@
-"""What a token mean divides by: counted from the whole batch before its micro-batches run.
+"""Divisors of token means, counted from the whole batch before its micro-batches run.
 
     batch leaves ──(a small graph: shift, pad, flatten)──► targets ──► valid ones, N ──► leaf ``loss_normalizer``
 
@@ -37,13 +37,13 @@ class Normalizer:
 
     @property
     def numbers(self) -> int:
-        """How many ``counted`` has of it."""
+        """Count of numbers that ``counted`` returns of it."""
         return self.classes if self.class_counts else 1
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """How to fill the extra leaves. ``module(*leaves, *constants)`` returns one tensor per normalizer."""
+    """The way to fill the extra leaves. ``module(*leaves, *constants)`` returns one tensor per normalizer."""
 
     module: fx.GraphModule
     leaves: tuple[str, ...]
@@ -62,7 +62,7 @@ class TokenCounts:
         return frozenset(name for name in (*names, self.metric_share) if name)
 
     def results(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Targets or denominators of ``batch``, one per normalizer, on the device of its first leaf."""
+        """Compute the targets or denominators of ``batch``, one per normalizer, on the device of its first leaf."""
         device = batch[self.leaves[0]].device
         if device not in self._on_device:
             self._on_device[device] = _relocated(self.module, device)
@@ -74,7 +74,7 @@ class TokenCounts:
 
 
 def user_leaves(spec: BatchSpec, counts: TokenCounts | None) -> BatchSpec:
-    """``spec`` without the leaves that are made: what a user's batch must have."""
+    """Return ``spec`` without the leaves that are made: what a user's batch must have."""
     if counts is None:
         return spec
     made = counts.made
@@ -92,7 +92,7 @@ def filled(
     sizes: Sequence[int],
     numbers: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """``batch`` with the extra leaves of ``counts``. Runs where the batch is; never waits for a device.
+    """Fill the extra leaves of ``counts`` into ``batch``. Runs where the batch is; never waits for a device.
 
     ``loss_normalizer``[sample] = 1 / (N · w), w the share of the sample's micro-batch; (samples,), floating.
     ``sizes``: samples of each micro-batch. ``numbers``: of ``counted``, where this rank has a part of the batch only.
@@ -121,7 +121,7 @@ def filled(
 def counted(
     counts: TokenCounts, spec: BatchSpec, batch: Mapping[str, Tensor], sizes: Sequence[int]
 ) -> Tensor:
-    """Everything that ``filled`` needs to know of the contents: one vector, float64.
+    """Count everything that ``filled`` needs to know of the contents: one vector, float64.
 
     Per normalizer its denominator, or the valid targets per class; where metrics are shared, then valid targets per
     micro-batch, unweighted. Vectors of parts of a batch add up where ``adds_up``. ``sizes``: samples of each micro-batch.
@@ -136,7 +136,7 @@ def counted(
 
 
 def adds_up(counts: TokenCounts, spec: BatchSpec) -> bool:
-    """Whether counts of parts of a batch are, added, those of the whole one. Conservative.
+    """Tell, conservatively, whether counts of parts of a batch add up to those of the whole one.
 
     Targets must be made sample by sample; a denominator must be a sum of such a thing, and nothing be made of it.
     """
@@ -162,7 +162,7 @@ def adds_up(counts: TokenCounts, spec: BatchSpec) -> bool:
 
 
 def _summed(result: fx.Node) -> set[fx.Node]:
-    """The sum that a denominator is, with the casts after it; nothing if it is something else."""
+    """Find the sum that a denominator is, with the casts after it; nothing if it is something else."""
     found = {result}
     while _name(result) in _CASTS and len(result.all_input_nodes) == 1:
         result = result.all_input_nodes[0]
@@ -181,7 +181,7 @@ _SHAPES = frozenset(
 
 
 def _sample_by_sample(node: fx.Node) -> bool:
-    """Sizes, views, what is done to each element, and parts of samples."""
+    """Tell whether an op works sample by sample: sizes, views, what is done to each element, parts of samples."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return True  # arithmetic on sizes
     name = _name(node)
@@ -193,7 +193,7 @@ def _sample_by_sample(node: fx.Node) -> bool:
 
 
 _TO_THE_END = 2**62
-"""What an open end of a slice is traced as."""
+"""The number that an open end of a slice is traced as."""
 
 
 def _name(node: fx.Node) -> str:
@@ -202,14 +202,14 @@ def _name(node: fx.Node) -> str:
 
 
 def valid_tokens(counts: TokenCounts, batch: Mapping[str, Tensor]) -> Tensor:
-    """Valid targets of the whole batch, by the loss's first normalizer: (), float64, unweighted."""
+    """Count the valid targets of the whole batch, by the loss's first normalizer: (), float64, unweighted."""
     return _total(counts.normalizers[0], counts.results(batch)[0])
 
 
 def _valid_tokens(
     counts: TokenCounts, spec: BatchSpec, batch: Mapping[str, Tensor], sizes: Sequence[int]
 ) -> Tensor:
-    """Valid targets of each micro-batch, by the loss's first normalizer: (microbatches,), float64, unweighted."""
+    """Count the valid targets of each micro-batch, by the loss's first normalizer: (microbatches,), float64, unweighted."""
     ends = list(itertools.accumulate(sizes))
     pieces = {name: cut_at(batch[name], spec.batch_dims[name], ends) for name in counts.leaves}
     first = counts.normalizers[0]
@@ -228,7 +228,7 @@ def _total(normalizer: Normalizer, found: Tensor) -> Tensor:
 
 
 def _per_class(normalizer: Normalizer, targets: Tensor) -> Tensor:
-    """How often each class is a valid target; the ignored ones fall into a bin that is cut off."""
+    """Count how often each class is a valid target; the ignored ones fall into a bin that is cut off."""
     assert normalizer.ignore_index is not None
     flat = targets.reshape(-1)
     bins = flat.masked_fill(torch.eq(flat, normalizer.ignore_index), normalizer.classes)

@@ -23,7 +23,7 @@ from runtime.ops.local import run_local
 aten = torch.ops.aten
 
 _NAMED_BELOW = 10
-"""How many violations of one rule the error names; it counts the others."""
+"""The number of violations of one rule that the error names; it counts the others."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _known_ops(graph: OpGraph) -> Iterator[str]:
 
 
 def _is_op(node: fx.Node) -> bool:
-    """Of torch's, or of ours: a projection, a bridge, an op's local form."""
+    """Tell whether an op is torch's, or one of ours: a projection, a bridge, an op's local form."""
     known = isinstance(node.target, torch._ops.OpOverload) or node.target in (operator.getitem, run_local)
     return known or is_bridge(node)
 

@@ -35,11 +35,11 @@ __all__ = [
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 MAX_CANDIDATES = 4
-"""How many dimensions of the first leaf are tried as the batch dimension before we give up."""
+"""The most dimensions of the first leaf that are tried as the batch dimension before we give up."""
 
 
 def map_tensors(batch: object, visit: Callable[[tuple[str, ...], Tensor], Tensor]) -> Any:
-    """The same structure with ``visit(path, tensor)`` for every tensor, in a fixed order; never in place."""
+    """Rebuild the structure with ``visit(path, tensor)`` for every tensor, in a fixed order; never in place."""
     return _map(batch, (), visit)
 
 
@@ -61,9 +61,7 @@ def _map(value: Any, path: tuple[str, ...], visit: Callable[[tuple[str, ...], Te
 
 
 def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """``items`` in the user's own mapping type, so that a loss may write ``batch.labels`` where that
-    works.
-    """
+    """Put ``items`` into the user's own mapping type, so that a loss may write ``batch.labels`` if that works."""
     if type(original) is dict or not isinstance(original, MutableMapping):
         return items
     twin = _twin(original)
@@ -73,7 +71,7 @@ def _like_mapping(original: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping
 
 
 def _twin(original: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """A copy that can be written without the original noticing; the values are the same objects.
+    """Copy a mapping, to be written without the original noticing; the values are the same objects.
 
     Dictionaries, ``UserDict`` and types with a ``__copy__`` of their own copy what they store. Any other type may keep
     its items in an attribute that a shallow copy shares, so everything but the values is copied deeply.
@@ -84,7 +82,7 @@ def _twin(original: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
 
 
 def flatten_batch(batch: object, names: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Every tensor of the batch by its leaf name, in order of appearance.
+    """Return every tensor of the batch by its leaf name, in order of appearance.
 
     ``names``: what the elements of a tuple are called (``forward_names(model)``); beyond it they are
     ``batch.N``.
@@ -109,7 +107,7 @@ def flatten_batch(batch: object, names: Sequence[str] = ()) -> dict[str, Tensor]
 def forward_constants(
     model: nn.Module, batch: object, has_loss_fn: bool, *, partial: bool = False
 ) -> dict[str, object]:
-    """The numbers, words and Nones that ``forward`` gets of the batch, by path: a trace bakes them in. Defaults count.
+    """Return the numbers, words and Nones that ``forward`` gets of the batch, by path, defaults too: a trace bakes them in.
 
     ``partial``: the batch may lack arguments that forward needs (a rank loads what its own segments read).
     """
@@ -150,7 +148,7 @@ def _leaf_name(path: tuple[str, ...], batch: object, names: Sequence[str]) -> st
 
 
 def _signature(model: nn.Module) -> list[inspect.Parameter]:
-    """Parameters of ``model.forward`` without self."""
+    """Return the parameters of ``model.forward`` without self."""
     if not inspect.ismethod(model.forward):
         return list(inspect.signature(model.forward).parameters.values())
     first, *rest = _parameters(model.forward.__func__)
@@ -159,19 +157,19 @@ def _signature(model: nn.Module) -> list[inspect.Parameter]:
 
 @lru_cache(maxsize=256)
 def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
-    """Asked for every batch of a training run, and slow."""
+    """Return the parameters of ``forward``: asked for every batch of a training run, and slow to find."""
     return tuple(inspect.signature(function).parameters.values())
 
 
 def forward_names(model: nn.Module) -> tuple[str, ...]:
-    """Names of the positional parameters of ``model.forward``."""
+    """Return the names of the positional parameters of ``model.forward``."""
     return tuple(p.name for p in _signature(model) if p.kind in _POSITIONAL)
 
 
 def forward_arguments(
     model: nn.Module, batch: object, has_loss_fn: bool, *, partial: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) that ``forward`` gets of a batch.
+    """Return (args, kwargs) that ``forward`` gets of a batch.
 
     Mapping: the keys that forward takes (all of them if it has ``**kwargs``). A dataclass with a field for everything
     that forward needs: its fields, likewise; any other is forward's one argument. Tuple: everything, or with a
@@ -207,7 +205,7 @@ def forward_arguments(
 
 
 def _fields(parameters: list[inspect.Parameter], batch: object) -> Mapping[Any, Any] | None:
-    """The batch by key, where its keys are forward's arguments; None where it is an argument, or several, itself."""
+    """Return the batch by key if its keys are forward's arguments; None if it is an argument, or several, itself."""
     if isinstance(batch, Mapping):
         return batch
     if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
@@ -258,11 +256,9 @@ class BatchDims:
 def batch_dim_candidates(
     leaves: Mapping[str, Tensor], overrides: Mapping[str, int | None] | None = None
 ) -> Iterator[BatchDims]:
-    """Guesses, best first: dimension 0 of the first leaf, and of all leaves of that size; then its other
-    dimensions.
+    """Yield guesses, best first: dimension 0 of the first leaf, and of all leaves of that size; then its other dimensions.
 
-    With ``overrides`` there is one guess: the given dimensions, and dimension 0 of every other leaf of that
-    size.
+    With ``overrides`` there is one guess: the given dimensions, and dimension 0 of every other leaf of that size.
     """
     given = _checked(leaves, overrides or {})
     if any(dim is not None for dim in given.values()):
@@ -315,5 +311,5 @@ def _checked(leaves: Mapping[str, Tensor], overrides: Mapping[str, int | None]) 
 
 
 def tile(leaf: Tensor, dim: int) -> Tensor:
-    """The leaf twice along ``dim``: export bakes sizes of 1 in, so a batch of one sample is traced as two."""
+    """Repeat the leaf twice along ``dim``: export bakes sizes of 1 in, so a batch of one sample is traced as two."""
     return torch.cat([leaf, leaf], dim)

@@ -1,4 +1,4 @@
-"""Which sizes stayed symbolic in an export, and making one batch symbol of them.
+"""The batch symbol: made from the sizes that stayed symbolic in an export.
 
 Export gives every open dimension of every leaf a symbol of its own and merges those that the model's code
 compares. What is left apart (labels that only ever meet a flattened tensor) is merged here, in the shape
@@ -23,7 +23,7 @@ from runtime.segment.code import BatchSpec
 
 @dataclass(frozen=True)
 class Settled:
-    """What became of a guess. ``fixed``: leaves whose guessed batch dimension got its size baked in."""
+    """The outcome of a guess. ``fixed``: leaves whose guessed batch dimension got its size baked in."""
 
     dims: Mapping[str, int | None]
     fixed: tuple[str, ...]
@@ -47,7 +47,7 @@ def settle(guess: BatchDims, leaves: Mapping[str, fx.Node]) -> Settled:
 
 
 def size_of(node: fx.Node, dim: int) -> int | sympy.Expr:
-    """One size of a node's value: a number, or an expression of the symbols that are still apart."""
+    """Return one size of a node's value: a number, or an expression of the symbols that are still apart."""
     size = node.meta["val"].shape[dim]
     if isinstance(size, torch.SymInt):
         expression = size.node.expr
@@ -84,7 +84,7 @@ def merge(settled: Settled, leaves: Mapping[str, fx.Node]) -> tuple[sympy.Symbol
 def batch_spec(
     dims: Mapping[str, int | None], symbol: sympy.Symbol, leaves: Mapping[str, fx.Node]
 ) -> BatchSpec:
-    """Where the number of each symbol is read at run time: the first used leaf that shows it bare."""
+    """Find where the number of each symbol is read at run time: the first used leaf that shows it bare."""
     symbols: dict[sympy.Symbol, tuple[str, int]] = {}
     for name in sorted(leaves, key=lambda leaf: not leaves[leaf].users):
         for dim in range(leaves[name].meta["val"].dim()):
@@ -99,7 +99,7 @@ TRIED_SIZES = range(2, 65)
 """Batch sizes for which an assumption of the trace is evaluated (1 is never assumed about)."""
 
 NOT_ONE_SIZES = 4
-"""How many sizes may break an assumption of the kind "this size is not 1" before it counts as a branch."""
+"""The number of sizes that may break an assumption of the kind "this size is not 1" before it counts as a branch."""
 
 
 def check_guards(guards: Iterable[sympy.Basic], symbol: sympy.Symbol) -> list[str]:
@@ -132,7 +132,7 @@ def check_guards(guards: Iterable[sympy.Basic], symbol: sympy.Symbol) -> list[st
 
 
 def check_known(graph: fx.Graph, known: BatchSpec) -> None:
-    """Every size must be computable from the batch; one that depends on tensor contents is not."""
+    """Refuse sizes that cannot be computed from the batch's own: those that depend on tensor contents."""
     strangers: dict[str, str] = {}
     for node in graph.nodes:
         where = f"{node.meta.get('module_path') or 'the model'} ({node.meta.get('source', '?')})"

@@ -1,4 +1,4 @@
-"""From torch's ExportedProgram to the parts of an OpGraph.
+"""The parts of an OpGraph, made from torch's ExportedProgram.
 
 Before                                                    After
     p_model_h_0_ln_weight: PARAMETER "model.h.0.ln.weight"    GraphInput(node, "parameter", "h.0.ln.weight")
@@ -46,7 +46,7 @@ _EXPORT_META = (
     "source_fn_stack",
     "custom",
 )
-"""What export leaves in a node's meta that nobody reads afterwards."""
+"""Entries that export leaves in a node's meta and nobody reads afterwards."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Converted:
 
 
 def leaf_nodes(program: ExportedProgram, names: tuple[str, ...]) -> dict[str, fx.Node]:
-    """The placeholder of every batch leaf, by leaf name."""
+    """Return the placeholder of every batch leaf, by leaf name."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     users = [spec for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT]
     return {name: nodes[spec.arg.name] for name, spec in zip(names, users, strict=True)}
@@ -102,7 +102,7 @@ def convert(
 def _placeholders(
     program: ExportedProgram, state: StateNames, leaf_names: tuple[str, ...], constants: dict[str, Tensor]
 ) -> dict[str, GraphInput]:
-    """What each placeholder stands for, by node name; real constants are collected on the way."""
+    """Return the input that each placeholder stands for, by node name; real constants are collected on the way."""
     leaves = iter(leaf_names)
     result: dict[str, GraphInput] = {}
     for spec in program.graph_signature.input_specs:
@@ -150,7 +150,7 @@ def _check_constants(constants: Mapping[str, Tensor]) -> None:
 
 
 def _check_transforms(graph: fx.Graph) -> None:
-    """``torch.vmap`` leaves calls between batched tensors, which no graph of ours can hold."""
+    """Refuse ``torch.vmap``: it leaves calls between batched tensors, which no graph of ours can hold."""
     places = [
         where(node).split(" in ", 1)[-1]
         for node in graph.nodes
@@ -169,7 +169,7 @@ def _is_fake(value: Tensor) -> bool:
 
 
 def _merge_ties(graph: fx.Graph, stands_for: Mapping[str, GraphInput]) -> dict[str, GraphInput]:
-    """One placeholder per tensor: a tied parameter arrives under each of its names."""
+    """Leave one placeholder per tensor: a tied parameter arrives under each of its names."""
     first: dict[tuple[str, str], fx.Node] = {}
     result: dict[str, GraphInput] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -184,7 +184,7 @@ def _merge_ties(graph: fx.Graph, stands_for: Mapping[str, GraphInput]) -> dict[s
 
 
 def _check_output_kinds(program: ExportedProgram) -> None:
-    """Writes are operations in the graph; were they outputs already, the graph would not be what we expect."""
+    """Check that no output is a write: writes are operations in the graph, or it would not be what we expect."""
     kinds = {spec.kind for spec in program.graph_signature.output_specs} - {OutputKind.USER_OUTPUT}
     if kinds:
         raise InternalError("trace: export returned outputs of an unknown kind", sorted(map(str, kinds)))
@@ -246,7 +246,7 @@ def _annotate(graph: fx.Graph, fake_mode: FakeTensorMode, model: nn.Module) -> N
 
 
 def _module_path(path: str, model: nn.Module) -> str:
-    """The path without the wrapper that joins model and loss; the loss function has none.
+    """Return the path without the wrapper that joins model and loss; the loss function has none.
 
     ``for layer in self.layers[1:]`` is reported as "layers.slice(1, None, None).0", which is "layers.1".
     """
@@ -263,7 +263,7 @@ def _module_path(path: str, model: nn.Module) -> str:
 
 @lru_cache(maxsize=4096)
 def _source(stack_trace: str) -> str:
-    """ "file.py:line" of the innermost frame that is neither torch's nor ours; "" if there is none."""
+    """Return "file.py:line" of the innermost frame that is neither torch's nor ours; "" if there is none."""
     for file, line in reversed(_FRAME.findall(stack_trace)):
         if not file.startswith((_TORCH, _OURS, "torch/")):  # export writes some of its own relative
             return f"{os.path.basename(file)}:{line}"

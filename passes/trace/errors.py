@@ -19,12 +19,12 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _OURS = str(Path(__file__).parents[1]) + os.sep
 _MESSAGE_CHARACTERS = 300
 _SYMBOL = re.compile(r"\bs\d+\b")
-"""How export spells a batch size that it left open."""
+"""The spelling of a batch size that export left open."""
 
 
 @dataclass(frozen=True)
 class _Advice:
-    """What to say about failures whose message contains one of ``markers``."""
+    """The words for failures whose message contains one of ``markers``."""
 
     markers: tuple[str, ...]
     reason: str
@@ -77,7 +77,7 @@ _OTHER = _Advice(
 
 
 def model_error(error: Exception, model: nn.Module, model_name: str) -> ModelError:
-    """The ModelError for an exception that came out of ``torch.export``."""
+    """Make the ModelError for an exception that came out of ``torch.export``."""
     chain = list(_causes(error))
     messages = " ".join(map(str, chain))
     advice = next((known for known in _KNOWN if any(m in messages for m in known.markers)), _OTHER)
@@ -103,8 +103,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _location(error: BaseException, model: nn.Module) -> str:
-    """Where the model's code failed: the innermost module, and the innermost line that is not torch's or
-    ours.
+    """Describe where the model's code failed: the innermost module, and the innermost line that is not torch's or ours.
 
     For example: in module 'encoder.0' (Router), model.py:17: if x.sum() > 0:
     """

@@ -23,14 +23,14 @@ LossFunction: TypeAlias = Callable[[Any, Any], Any]
 
 @dataclass
 class OutputRecord:
-    """What ``ModelWithLoss.forward`` returned, known once it ran.
+    """The outputs that ``ModelWithLoss.forward`` returned, known once it ran.
 
     An object of its own because export undoes every attribute that a module assigns while it is traced.
     """
 
     names: tuple[str, ...] = ()
     kinds: tuple[Literal["loss", "metric", "output"], ...] = ()
-    """What each of ``names`` is."""
+    """The kind of each of ``names``."""
     changed: tuple[str, ...] = ()
     """Python numbers of modules that forward changed, as "name: before -> after": a graph keeps the first."""
 
@@ -60,7 +60,7 @@ class ModelWithLoss(nn.Module):
         self.record = OutputRecord()
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """The traced computation."""
+        """Run the traced computation."""
         batch = rebuild(self._batch[0], leaves)
         args, kwargs = forward_arguments(self.model, batch, self.loss_fn is not None)
         if self._casts_to is not None:
@@ -92,7 +92,7 @@ class ModelWithLoss(nn.Module):
 
 
 def _python_numbers(model: nn.Module) -> dict[str, int | float]:
-    """Numbers that modules keep as plain attributes, by path."""
+    """Return the numbers that modules keep as plain attributes, by path."""
     return {
         f"{path}.{name}".lstrip("."): value
         for path, module in model.named_modules()
@@ -127,14 +127,14 @@ def writes_for_assignments(model: nn.Module) -> Iterator[None]:
 
 
 def cast_floating(structure: object, dtype: torch.dtype) -> Any:
-    """The same structure with its floating-point tensors in ``dtype``."""
+    """Rebuild the structure with its floating-point tensors in ``dtype``."""
     return map_tensors(
         structure, lambda _, tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
     )
 
 
 def rebuild(batch: object, leaves: Sequence[Tensor]) -> Any:
-    """The batch in the user's own structure, with ``leaves`` for its tensors."""
+    """Rebuild the batch in the user's own structure, with ``leaves`` for its tensors."""
     remaining: Iterator[Tensor] = iter(leaves)
     return map_tensors(batch, lambda path, old: next(remaining))
 
@@ -150,7 +150,7 @@ def _named_outputs(output: object) -> dict[str, Tensor]:
 def loss_and_metrics(
     output: object, batch: Any, loss_fn: LossFunction | None, *, required: bool = True
 ) -> tuple[Tensor | None, Mapping[str, Tensor]]:
-    """The loss of what a model returned, and the metrics beside it by name (without ``loss_fn`` there are none).
+    """Return the loss of what a model returned, and the metrics beside it by name (none without ``loss_fn``).
 
     The loss is None only where it is not ``required`` and the model's own output has none.
     """
@@ -163,7 +163,7 @@ def loss_and_metrics(
 
 
 def checked_metrics(metrics: Mapping[Any, object]) -> Mapping[str, Tensor]:
-    """``metrics`` if each is one real number under a name, else a ModelError that lists all that are not."""
+    """Return ``metrics`` if each is one real number under a name, else raise a ModelError that lists all that are not."""
     problems = []
     for name, metric in metrics.items():
         if not isinstance(name, str) or not name:
@@ -186,7 +186,7 @@ def checked_metrics(metrics: Mapping[Any, object]) -> Mapping[str, Tensor]:
 
 
 def checked_loss(loss: object, origin: str) -> Tensor:
-    """``loss`` if it is one floating-point number, else a ModelError.
+    """Return ``loss`` if it is one floating-point number, else raise a ModelError.
 
     ``loss_fn`` may return ``(loss, {"name": 0-dim tensor})`` as well. Such metrics are computed per micro-batch and
     aggregated like the loss: under ``loss_reduction="mean"`` by samples, under "sum" summed, under "token_mean" by the
@@ -207,9 +207,7 @@ def checked_loss(loss: object, origin: str) -> Tensor:
 
 
 def loss_of(output: object, required: bool) -> Tensor | None:
-    """The loss inside a model's own output: ``.loss``, ``["loss"]``, a tuple's first element, or the
-    output itself.
-    """
+    """Find the loss inside a model's own output: ``.loss``, ``["loss"]``, a tuple's first element, or the output itself."""
     found: object = None
     if isinstance(output, Tensor):
         found = output
@@ -249,7 +247,7 @@ def export(
     symbolic: Mapping[str, frozenset[int]],
     fake_mode: FakeTensorMode,
 ) -> ExportedProgram:
-    """Export with the dimensions in ``symbolic`` left open where the model's code leaves them open."""
+    """Export with the dimensions in ``symbolic`` left open if the model's code leaves them open."""
     shapes = tuple(dict.fromkeys(sorted(symbolic[name]), Dim.AUTO) for name in leaves)
     with tracing(TracingContext(fake_mode)):
         return torch.export.export(

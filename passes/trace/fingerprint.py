@@ -25,9 +25,7 @@ def fingerprint(
     training: bool,
     loss_reduction: str,
 ) -> str:
-    """SHA-256 in hexadecimal. ``symbols``: the graph's size symbols, in an order that the batch
-    determines.
-    """
+    """Compute a SHA-256 in hexadecimal. ``symbols``: the graph's size symbols, in an order that the batch determines."""
     text = _Text(symbols)
     digest = hashlib.sha256(f"training={training} loss={loss_reduction}\n".encode())
     for _, spec in sorted(state.items()):

@@ -55,7 +55,7 @@ class StoredTensor(Protocol):
         """Fill ``target``, which may have another dtype or device, with the block of its shape from ``offsets`` on."""
 
     def checksum(self) -> int:
-        """Equal for equal contents of one dtype."""
+        """Return a number that is equal for equal contents of one dtype."""
 
 
 _MOST_NAMED = 10
@@ -66,7 +66,7 @@ REBUILD_LIMIT_ELEMENTS = 2**28
 
 
 def materialize(names: Iterable[str], **sources: Any) -> dict[str, Tensor]:
-    """``values_of`` all at once."""
+    """Return ``values_of`` all at once."""
     return dict(values_of(names, **sources))
 
 
@@ -83,8 +83,9 @@ def values_of(
     wider: Mapping[str, torch.dtype] | None = None,
     parts: Mapping[str, StatePart] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Real values on ``device`` for the parameters and buffers called ``names``, one by one; copies, never the model's
-    own. What has none is told at the end.
+    """Yield copies of the real values of the parameters and buffers called ``names``, on ``device``, one by one.
+
+    Names that have no value are told at the end.
 
     Without a ``state_dict`` entry, ``model`` says shape and dtype and must be given. ``weights``: by canonical name,
     the stored tensor, or several (under each name of a tied one), which must be the same. ``blocks``: of tensors that
@@ -182,7 +183,7 @@ class _Source:
         self._left = Counter(self._owner(name) for name in wanted)
 
     def copied(self, name: str, block: Block | None, device: torch.device | str) -> Tensor:
-        """The value of ``name``, or a block of it, in memory of its own and in the type that the model has it in."""
+        """Copy the value of ``name``, or a block of it, into memory of its own and the type that the model has it in."""
         value, canonical = self.value(name), self._known.canonical(name)
         spec = self._known.parameters.get(canonical) or self._known.buffers.get(canonical)
         dtype = value.dtype if spec is None else spec.dtype
@@ -191,7 +192,7 @@ class _Source:
         return block.of(value).to(device, dtype, copy=True, memory_format=torch.contiguous_format)
 
     def forget(self, name: str) -> None:
-        """``name`` has its value: what was made for its submodule goes with the last of them."""
+        """Note that ``name`` has its value: what was made for its submodule goes with the last of them."""
         owner = self._owner(name)
         self._left[owner] -= 1
         if not self._left[owner]:
@@ -235,9 +236,7 @@ class _Source:
         return found.detach()
 
     def _made(self, name: str, owner: str, attribute: str, module: nn.Module, tensor: Tensor) -> Tensor:
-        """A value for a meta tensor: from the rebuilt submodule if it is a non-persistent buffer, else
-        ``init_fn``.
-        """
+        """Make a value for a meta tensor: a non-persistent buffer's from the rebuilt submodule, others by ``init_fn``."""
         why = ["is on the meta device"]
         if attribute in module._non_persistent_buffers_set:
             if owner not in self._rebuilt:
@@ -258,7 +257,7 @@ class _Source:
         return value.detach()
 
     def _rebuild(self, module: nn.Module, path: str) -> nn.Module | None:
-        """``module`` made anew, with the config that it or the nearest module around it keeps."""
+        """Make ``module`` anew, with the config that it or the nearest module around it keeps."""
         config = getattr(module, "config", None)
         while config is None and path and self._model is not None:
             path = path.rpartition(".")[0]
@@ -278,7 +277,7 @@ def _read(
     wider: torch.dtype | None = None,
     block: Block | None = None,
 ) -> Tensor:
-    """A stored value (of ``block``) in memory of its own, in ``wider`` where that has more digits than the model's type."""
+    """Read a stored value (or ``block`` of it) into memory of its own; ``wider``: a type with more digits."""
     first, *others = stored
     if others and any(o.dtype != first.dtype or o.checksum() != first.checksum() for o in others):
         raise _NoValueError(f"{name} is tied in the model, and stored with different values under its names")
@@ -296,7 +295,7 @@ def _own_tensor(module: nn.Module, attribute: str) -> Tensor | None:
 
 
 def _rebuild(module: nn.Module, config: Any, seed: int) -> nn.Module | None:
-    """The module made anew on CPU if its config (and layer index) is all its constructor needs, else None."""
+    """Make the module anew on CPU if its config (and layer index) is all its constructor needs, else return None."""
     if sum(p.numel() for p in module.parameters()) > REBUILD_LIMIT_ELEMENTS:
         return None
     parameters = list(inspect.signature(type(module)).parameters.values())
@@ -316,7 +315,7 @@ def _rebuild(module: nn.Module, config: Any, seed: int) -> nn.Module | None:
 
 
 def _initialize(module: nn.Module, init_fn: InitFunction, seed: int) -> nn.Module:
-    """A copy of ``module`` with CPU tensors of its own (its children are shared), filled by ``init_fn``.
+    """Copy ``module`` with CPU tensors of its own (its children are shared), filled by ``init_fn``.
 
     Floating-point values start as NaN, so that what ``init_fn`` leaves out is found.
     """

@@ -27,7 +27,7 @@ class StateNames:
 
 
 def state_names(model: nn.Module) -> StateNames:
-    """Names and shapes of all parameters and buffers; two names of one tensor object are aliases."""
+    """List names and shapes of all parameters and buffers; two names of one tensor object are aliases."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     parameters: dict[str, StateSpec] = {}
@@ -55,7 +55,7 @@ def state_names(model: nn.Module) -> StateNames:
 
 
 def own_dtype_parameters(model: nn.Module) -> frozenset[int]:
-    """``id``s of the parameters that no precision casts: a batch norm's live with its statistics, which are buffers."""
+    """Return the ``id``s of parameters that no precision casts: a batch norm's, which must fit its statistics."""
     return frozenset(
         id(parameter)
         for module in model.modules()
@@ -74,7 +74,7 @@ def _non_persistent(model: nn.Module) -> set[str]:
 
 
 def frozen_modules(model: nn.Module) -> frozenset[str]:
-    """Paths of modules that have parameters of which none is trained."""
+    """Return the paths of modules that have parameters of which none is trained."""
     return frozenset(
         path
         for path, module in model.named_modules()

@@ -73,14 +73,14 @@ def refuse_other_trace(graph: OpGraph, precision: Precision) -> None:
 
 
 def computes_gradients_in_float16(graph: OpGraph) -> bool:
-    """Whether any gradient of the backward is a float16 tensor, be it through autocast's casts."""
+    """Tell whether any gradient of the backward is a float16 tensor, be it through autocast's casts."""
     values = (graph.nodes[name].meta.get("val") for name in graph.needs_grad)
     tensors = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
     return any(isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float16 for tensor in tensors)
 
 
 def dominant_dtype(graph: OpGraph) -> torch.dtype | None:
-    """The floating-point type of most of the model's parameters, by elements."""
+    """Return the floating-point type of most of the model's parameters, by elements."""
     counts: dict[torch.dtype, int] = {}
     for spec in graph.parameters.values():
         if spec.dtype.is_floating_point:
@@ -89,7 +89,7 @@ def dominant_dtype(graph: OpGraph) -> torch.dtype | None:
 
 
 def precision_notes(graph: OpGraph, precision: Precision) -> tuple[str, ...]:
-    """What a user must know: 16-bit parameters that train without master copies."""
+    """Remark on what a user must know: 16-bit parameters that train without master copies."""
     lossy = {
         dtype: sum(
             graph.parameters[name].elements
@@ -144,6 +144,6 @@ def _mixed(graph: OpGraph) -> Iterator[str]:
 
 
 def _types(node: fx.Node) -> list[torch.dtype]:
-    """Of the floating-point tensors that an op reads, in the order of its arguments."""
+    """List the data types of the floating-point tensors that an op reads, in the order of its arguments."""
     values = (source.meta.get("val") for source in node.all_input_nodes)
     return [v.dtype for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()]

@@ -1,10 +1,8 @@
 """trace: a model and an example batch become an OpGraph.
 
-    model, batch ─► leaves (cloned, named) ─► torch.export with an open batch size ─► simplify ─► functional
-    ─► OpGraph
+    model, batch ─► leaves (cloned, named) ─► torch.export with an open batch size ─► simplify ─► functional ─► OpGraph
 
-The user's model is never changed: what tracing needs different (mode, cache flag, meta parameters) is put
-back.
+The user's model is never changed: what tracing needs different (mode, cache flag, meta parameters) is put back.
 """
 
 from __future__ import annotations
@@ -169,7 +167,7 @@ def trace(
 
 
 def _check_module(model: nn.Module) -> None:
-    """Wrappers that hide the model's code or its names are to be taken off first."""
+    """Refuse wrappers that hide the model's code or its names: they are to be taken off first."""
     if not isinstance(model, nn.Module):
         raise UsageError("the model is no torch.nn.Module", [f"got {type(model).__name__}"])
     if isinstance(model, torch.jit.ScriptModule):
@@ -199,7 +197,7 @@ def _check_module(model: nn.Module) -> None:
 
 
 def _private_copy(example_inputs: object, model: nn.Module) -> Any:
-    """The batch with a tensor of its own for every leaf, on the model's device (CPU for a meta model).
+    """Copy the batch, with a tensor of its own for every leaf, on the model's device (CPU for a meta model).
 
     Leaves that are one object (``labels=input_ids``) would be traced as one input: a silently wrong loss.
     """
@@ -216,7 +214,7 @@ def _private_copy(example_inputs: object, model: nn.Module) -> Any:
 def _dynamic(
     leaves: Mapping[str, Tensor], dynamic_dims: Mapping[str, Sequence[int]]
 ) -> dict[str, frozenset[int]]:
-    """``dynamic_dims`` checked, and with negative dimensions counted from the front."""
+    """Check ``dynamic_dims``, and count negative dimensions from the front."""
     problems = []
     for name, dims in dynamic_dims.items():
         if name not in leaves:
@@ -242,7 +240,7 @@ def _dynamic(
 
 @dataclass(frozen=True)
 class _Request:
-    """What is to be traced."""
+    """The request: what is to be traced."""
 
     model: nn.Module
     batch: Any
@@ -276,7 +274,7 @@ class _Traced:
 
 
 def _trace_batch_dims(request: _Request, overrides: Mapping[str, int | None] | None) -> _Traced:
-    """The first guess whose leading leaf keeps a symbolic size, else the first in which any leaf does."""
+    """Trace with the first guess whose leading leaf keeps a symbolic size, else the first in which any leaf does."""
     fallback: _Exported | None = None
     failure: ModelError | None = None
     tried: list[str] = []
@@ -312,7 +310,7 @@ def _trace_batch_dims(request: _Request, overrides: Mapping[str, int | None] | N
 
 
 def _export(request: _Request, guess: BatchDims) -> _Exported:
-    """Export with the guessed and the requested dimensions open. A batch of one is doubled."""
+    """Return the export with the guessed and the requested dimensions open. A batch of one is doubled."""
     doubled = guess.size == 1
     leaves = {
         name: tile(leaf, dim) if doubled and (dim := guess.dims[name]) is not None else leaf
@@ -341,8 +339,7 @@ def _export(request: _Request, guess: BatchDims) -> _Exported:
 
 
 def _open_dims(request: _Request, guess: BatchDims) -> dict[str, frozenset[int]]:
-    """Dimensions to leave open per leaf: the batch, what was asked for, and equal sizes at the same place
-    elsewhere.
+    """Choose the dimensions to leave open per leaf: the batch, what was asked for, equal sizes at the same place elsewhere.
 
     Opening ``input_ids`` alone would be in vain if ``labels`` of the same length stayed fixed.
     """
@@ -356,7 +353,7 @@ def _open_dims(request: _Request, guess: BatchDims) -> dict[str, frozenset[int]]
 
 
 def _finish(request: _Request, exported: _Exported, overrides: Mapping[str, int | None] | None) -> _Traced:
-    """One batch symbol for all leaves; every requested size really open; remarks on what was inferred."""
+    """Leave one batch symbol for all leaves, and every requested size really open; remark on what was inferred."""
     problems = [
         f"the code fixes {leaf} in dimension {dim}, which batch_dims calls its batch dimension"
         for leaf, dim in (overrides or {}).items()

@@ -27,14 +27,14 @@ from passes.trace.names import own_dtype_parameters
 
 
 def export_fake_mode() -> FakeTensorMode:
-    """A fake mode as ``torch.export`` makes one; ours, so that meta parameters can join it as CPU tensors."""
+    """Make a fake mode as ``torch.export`` does; ours, so that meta parameters can join it as CPU tensors."""
     return FakeTensorMode(
         shape_env=ShapeEnv(tracked_fakes=[], trace_asserts=True), allow_non_fake_inputs=True, export=True
     )
 
 
 def fake_twin(fake_mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A fake tensor of the same sizes and strides; on the CPU for a meta tensor: no memory, but CPU code paths."""
+    """Make a fake tensor of the same sizes and strides; on the CPU for a meta tensor: no memory, but CPU code paths."""
     device = torch.device("cpu") if tensor.is_meta else tensor.device
     with fake_mode:
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
@@ -142,7 +142,7 @@ def _asks_for_gradients(because: list[str]) -> ModelError:
 
 
 def _caller() -> str:
-    """file.py:line of the innermost frame that is neither torch's nor ours."""
+    """Return "file.py:line" of the innermost frame that is neither torch's nor ours."""
     hidden = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(hidden):
@@ -175,7 +175,7 @@ def torch_quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def training_mode(model: nn.Module, training: bool, notes: list[str]) -> Iterator[None]:
-    """``model.train(training)``, which a model may override; afterwards every module's own flag as it was.
+    """Call ``model.train(training)``, which a model may override; afterwards every module's own flag is as it was.
 
     Notes the modules that were in evaluation mode inside a model that trains: frozen on purpose, or just loaded so.
     """
@@ -203,7 +203,7 @@ def _note_roused(model: nn.Module, before: Mapping[nn.Module, bool], notes: list
 
 @contextlib.contextmanager
 def caching_off(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """``config.use_cache = False`` wherever a Hugging Face module has it on: cache objects do not export."""
+    """Set ``config.use_cache = False`` wherever a Hugging Face module has it on: cache objects do not export."""
     configs = {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -263,7 +263,7 @@ def watch_checkpointing(model: nn.Module, seen: list[str]) -> Iterator[None]:
         return call
 
     def plain(run_function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """What the reentrant form computes; its own forward runs without gradients, which a trace would believe."""
+        """Compute what the reentrant form does; its own forward runs without gradients, which a trace would believe."""
         return run_function(*args)
 
     generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator

@@ -8,7 +8,7 @@ from cost_models.errors import ModelError
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, str | None]:
-    """The model inside ``torch.compile(model)``, and a note that says so; any other model as it is.
+    """Return the model inside ``torch.compile(model)``, and a note that says so; any other model as it is.
 
     Submodules that are compiled, and ``model.compile()``, change no name and trace as they are.
     """

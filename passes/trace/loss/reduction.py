@@ -1,4 +1,4 @@
-"""How the losses of micro-batches become the loss of the batch, as declared or as the model's own loss says.
+"""The loss of the batch from those of its micro-batches, as declared or as the model's own loss says.
 
     "mean"        Σ (samples in it / samples) · loss           each micro-batch counts by its samples
     "sum"         Σ loss                                       the loss is a sum over samples (or divided by a number
@@ -69,7 +69,7 @@ def reduce_loss(
 
 
 def checked_reduction(declared: str | None) -> LossReduction | None:
-    """``declared``, unless it is a word that is no reduction."""
+    """Return ``declared``; raise UsageError if it is a word that is no reduction."""
     for known in LOSS_REDUCTIONS:
         if declared == known:
             return known
@@ -92,7 +92,7 @@ def refuse_other_reduction(graph: OpGraph, declared: str | None) -> None:
 
 
 def _summed_metrics(traced: Converted, reduction: LossReduction) -> tuple[str, ...]:
-    """A mean among metrics that are summed grows with the number of micro-batches: the user must hear of it."""
+    """Remark on means among metrics that are summed: they grow with the number of micro-batches."""
     names = [output.name for output in traced.outputs if output.kind == "metric"]
     if reduction != "sum" or not names:
         return ()
@@ -103,7 +103,7 @@ def _summed_metrics(traced: Converted, reduction: LossReduction) -> tuple[str, .
 
 
 def _own(found: LossTerms) -> tuple[LossReduction, tuple[str, ...]]:
-    """What the loss asks for by its own form."""
+    """Return the reduction that the loss asks for by its own form."""
     if found.token_level and not found.problems:
         return "token_mean", ()
     if found.problems:
@@ -142,7 +142,7 @@ def _refuse_without_terms(found: LossTerms, model_name: str) -> None:
 
 
 def samples_in(graph: OpGraph, batch: Mapping[str, Tensor], needed: Collection[str] | None = None) -> int:
-    """Samples in a user's batch. Raises UsageError where it is not like the traced one.
+    """Count the samples in a user's batch. Raises UsageError if it is not like the traced one.
 
     ``needed``: leaves that this rank reads (default: all); it may lack the others.
     """
@@ -159,7 +159,7 @@ def with_normalizers(
     needed: Collection[str] | None = None,
     numbers: Tensor | None = None,
 ) -> Mapping[str, Tensor]:
-    """``batch`` (the whole one) with the leaves that a token mean reads; unchanged where there are none.
+    """Add the leaves that a token mean reads to ``batch`` (the whole one); unchanged if there are none.
 
     ``microbatches``: how many, or the samples of each. ``needed``: leaves that this rank reads (default: all); others
     are not made. ``numbers``: what ``token_counts.counted`` says of the whole batch, where ``batch`` is a part of it.
@@ -172,13 +172,13 @@ def with_normalizers(
 
 
 def step_batch(graph: OpGraph, leaves: Mapping[str, Tensor], microbatches: int) -> Mapping[str, Tensor]:
-    """Exactly the leaves that an executor of ``graph`` reads, out of all of a user's."""
+    """Choose, out of all of a user's leaves, those that an executor of ``graph`` reads."""
     spec = user_leaves(graph.batch, graph.token_counts)
     return with_normalizers(graph, {name: leaves[name] for name in spec.batch_dims}, microbatches)
 
 
 def step_weights(graph: OpGraph, leaves: Mapping[str, Tensor], microbatches: int) -> tuple[float, ...]:
-    """``loss_weights`` for a batch of ``leaves``."""
+    """Compute ``loss_weights`` for a batch of ``leaves``."""
     return tuple(loss_weights(graph.loss_reduction, _sizes(microbatches, samples_in(graph, leaves))))
 
 
@@ -187,7 +187,7 @@ def _sizes(microbatches: int | Sequence[int], samples: int) -> Sequence[int]:
 
 
 def loss_weights(reduction: LossReduction, sizes: Sequence[int]) -> list[float]:
-    """Weight of each micro-batch's loss, gradient and metrics: ``Executor.train_step(weights=...)``. ``sizes``: samples.
+    """Weigh each micro-batch's loss, gradient and metrics: ``Executor.train_step(weights=...)``. ``sizes``: samples.
 
     So metrics aggregate like the loss: under "mean" by samples, under "sum" summed, under "token_mean" by valid tokens
     (the graph has multiplied them by the ratio of the two; of the loss's first term, not weighted by class).

@@ -1,4 +1,4 @@
-"""What a loss is made of: its terms, and the linear path from each to the loss.
+"""The terms of a loss, and the linear path from each to the loss.
 
     loss = cross_entropy(logits, labels) + 0.01 * aux        path: add, mul        terms: cross_entropy, aux
 
@@ -84,12 +84,12 @@ class LossTerms:
 
     @property
     def token_level(self) -> bool:
-        """Whether some term has more than one target per sample."""
+        """True if some term has more than one target per sample."""
         return any(term.per_sample > 1 for term in self.terms)
 
 
 def loss_terms(traced: Converted, spec: BatchSpec) -> LossTerms | None:
-    """The terms of the traced loss; None where there is none."""
+    """Find the terms of the traced loss; None if there is none."""
     loss = next((o.node for o in traced.outputs if o.kind == "loss"), None)
     if loss is None:
         return None
@@ -98,7 +98,7 @@ def loss_terms(traced: Converted, spec: BatchSpec) -> LossTerms | None:
 
 
 class _Facts:
-    """What is known of every node before the walk."""
+    """The facts about every node that are known before the walk."""
 
     def __init__(self, traced: Converted, spec: BatchSpec) -> None:
         self.symbol = spec.batch_symbol
@@ -107,7 +107,7 @@ class _Facts:
         self.varying = self._varying(spec)
 
     def _varying(self, spec: BatchSpec) -> set[fx.Node]:
-        """Nodes that differ between micro-batches: contents of batch leaves, and sizes that count samples."""
+        """Find nodes that differ between micro-batches: contents of batch leaves, and sizes that count samples."""
         found: set[fx.Node] = set()
         for node in self.nodes.values():
             kind, name = self.kinds.get(node.name, ("", ""))
@@ -197,7 +197,7 @@ class _Walk:
         self.terms[node] = Term(node, target, per_sample)
 
     def _division(self, node: fx.Node) -> bool:
-        """Whether ``node`` is a sum over the batch, divided by a number that the batch's contents give."""
+        """Tell whether ``node`` is a sum over the batch, divided by a number that the batch's contents give."""
         above, below = node.args[0], node.args[1]
         if not isinstance(above, fx.Node) or not isinstance(below, fx.Node) or below not in self.varying:
             return False
@@ -215,7 +215,7 @@ class _Walk:
         return True
 
     def _linear_in(self, node: fx.Node) -> list[fx.Node]:
-        """The floating-point inputs that ``node`` is linear in; none if it is not, or not for all of them."""
+        """Return the floating-point inputs that ``node`` is linear in; none if it is not, or not for all of them."""
         name = _name(node)
         if not _is_floating(node):
             return []
@@ -231,11 +231,11 @@ class _Walk:
         return floating if name in _LINEAR and len(floating) == len(varying) else []
 
     def _counts_samples(self, node: fx.Node) -> bool:
-        """Whether the tensor has an element (or more) per sample: reducing it is then a term of its own."""
+        """Tell whether the tensor has an element (or more) per sample: reducing it is then a term of its own."""
         return self.symbol in sympy.sympify(_elements(node)).free_symbols
 
     def _why_not_counted(self, node: fx.Node) -> str:
-        """Why the batch alone does not determine ``node``; "" if it does."""
+        """Say why the batch alone does not determine ``node``; "" if it does."""
         for source in self._ancestors(node):
             kind, name = self.facts.kinds.get(source.name, ("", ""))
             if kind in ("parameter", "buffer"):
@@ -263,13 +263,13 @@ class _Walk:
 
 
 def _added(node: fx.Node) -> list[Any]:
-    """What is added up, or put side by side."""
+    """Return the inputs that are added up, or put side by side."""
     first = node.args[0]
     return list(first) if isinstance(first, list | tuple) else list(node.args[:2])
 
 
 def _is_constant(item: object) -> bool:
-    """Whether it may be something else than 0."""
+    """Tell whether a summand may be something else than 0."""
     if isinstance(item, fx.Node):
         return item.target not in (aten.zeros_like.default, aten.new_zeros.default, aten.zeros.default)
     return item != 0

@@ -94,7 +94,7 @@ class _Leaves:
         )
 
     def normalizer(self, term: Term) -> Normalizer:
-        """The leaf (or two) that ``term`` is scaled by."""
+        """Make the leaf (or two) that ``term`` is scaled by."""
         dtype = _sum_dtype(term.node)
         leaf = self._add(LEAF, self._samples, 0, dtype)
         if term.node.target not in CROSS_ENTROPIES:
@@ -107,11 +107,11 @@ class _Leaves:
         return Normalizer(leaf, ignored, self._add(CLASS_COUNTS, classes, None, dtype), classes)
 
     def metric_share(self) -> str:
-        """The leaf that metrics are scaled by."""
+        """Name the leaf that metrics are scaled by."""
         return self._add(METRIC_SHARE, self._samples, 0, torch.float64)
 
     def spec(self) -> BatchSpec:
-        """The batch with the new leaves."""
+        """Return the batch with the new leaves."""
         return replace(
             self._before,
             batch_dims={**self._before.batch_dims, **self._dims},
@@ -138,7 +138,7 @@ class _Leaves:
 
 
 def _sum_dtype(node: fx.Node) -> torch.dtype:
-    """What a sum over tokens is computed in."""
+    """Choose the type that a sum over tokens is computed in."""
     dtype: torch.dtype = node.meta["val"].dtype
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
@@ -146,7 +146,7 @@ def _sum_dtype(node: fx.Node) -> torch.dtype:
 def _scaled(
     graph: fx.Graph, term: Term, normalizer: Normalizer, leaves: Mapping[str, fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
-    """(the term as its readers have it, the same as part of the whole batch's mean).
+    """Scale a term: (the term as its readers have it, the same as part of the whole batch's mean).
 
     A cross-entropy becomes a sum in place; its readers get this micro-batch's own mean.
     """
@@ -198,7 +198,7 @@ def _cast(graph: fx.Graph, result: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _own_mean(graph: fx.Graph, term: Term, total: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """The micro-batch's own mean, from the sum over its tokens."""
+    """Make the micro-batch's own mean from the sum over its tokens."""
     node, mode = term.node, fake_mode_of(graph)
     targets, weight = term.counted, argument(node, "weight")
     valid = call(graph, mode, aten.ne.Scalar, (targets, argument(node, "ignore_index", -100)), like=node)
@@ -214,7 +214,7 @@ def _own_mean(graph: fx.Graph, term: Term, total: fx.Node, dtype: torch.dtype) -
 
 
 def _with_loss(traced: Converted, scaled: Mapping[fx.Node, fx.Node]) -> tuple[GraphOutput, ...]:
-    """The outputs with the loss's new node; the graph's output op is changed."""
+    """Return the outputs with the loss's new node; the graph's output op is changed."""
     output = traced.module.graph.output_node()
     values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     outputs = list(traced.outputs)
@@ -229,7 +229,7 @@ def _with_loss(traced: Converted, scaled: Mapping[fx.Node, fx.Node]) -> tuple[Gr
 def _with_shared_metrics(
     graph: fx.Graph, outputs: tuple[GraphOutput, ...], leaf: fx.Node
 ) -> tuple[GraphOutput, ...]:
-    """Metrics weighed by valid tokens: times (micro-batch's share of the tokens / its share of the samples).
+    """Weigh metrics by valid tokens: times (micro-batch's share of the tokens / its share of the samples).
 
     A micro-batch without any counts 0, whatever its own value (0/0, often).
     """
@@ -251,7 +251,7 @@ def _with_shared_metrics(
 
 
 def _used(graph: fx.Graph, inputs: tuple[GraphInput, ...]) -> tuple[GraphInput, ...]:
-    """Inputs that something reads (a mask that only counted tokens is read no more), in the graph's order."""
+    """Return the inputs that something reads (not a mask that only counted tokens), in the graph's order."""
     used = []
     by_node = {i.node: i for i in inputs}
     for node in graph.find_nodes(op="placeholder"):
@@ -263,7 +263,7 @@ def _used(graph: fx.Graph, inputs: tuple[GraphInput, ...]) -> tuple[GraphInput, 
 
 
 def _with_known_symbols(spec: BatchSpec, inputs: tuple[GraphInput, ...], graph: fx.Graph) -> BatchSpec:
-    """Sizes are read from leaves that the graph still has."""
+    """Read sizes from leaves that the graph still has."""
     used = {i.name for i in inputs if i.kind == "batch"}
     symbols = {symbol: place for symbol, place in spec.symbols.items() if place[0] in used}
     for name in used:
@@ -276,7 +276,7 @@ def _with_known_symbols(spec: BatchSpec, inputs: tuple[GraphInput, ...], graph: 
 def _counting(
     traced: Converted, wanted: list[fx.Node]
 ) -> tuple[fx.GraphModule, tuple[str, ...], dict[str, torch.Tensor]]:
-    """The part of the graph that makes ``wanted`` out of batch leaves and constants; their names."""
+    """Cut out the part of the graph that makes ``wanted`` out of batch leaves and constants; their names."""
     needed: set[fx.Node] = set()
     waiting = list(wanted)
     while waiting:

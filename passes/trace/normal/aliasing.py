@@ -1,4 +1,4 @@
-"""Which ops return a view of an input, how to take the view again, and how to write through it.
+"""Views: which ops return one of an input, how to take it again, and how to write through it.
 
 A ``View`` is one step from a parent tensor to an alias of its memory.
 
@@ -49,7 +49,7 @@ class View:
         return cls(node, source, op.target, tuple(op.args), dict(op.kwargs), index, multi)
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """The traced op's argument, or its default."""
+        """Return the traced op's argument, or its default."""
         for position, declared in enumerate(self.target._schema.arguments):
             if declared.name == name:
                 if name in self.kwargs:
@@ -60,7 +60,7 @@ class View:
 
 @dataclass(frozen=True)
 class Writer:
-    """Where new nodes go: ``like`` is the op on whose behalf they are made."""
+    """The place for new nodes: ``like`` is the op on whose behalf they are made."""
 
     graph: fx.Graph
     mode: FakeTensorMode | None
@@ -75,7 +75,7 @@ _ALWAYS_COPIES = (aten.clone.default, aten.lift_fresh_copy.default)
 
 
 def view_of(node: fx.Node) -> View | None:
-    """The aliasing step that ``node`` takes, None if its memory is its own."""
+    """Return the aliasing step that ``node`` takes, None if its memory is its own."""
     if node.op != "call_function" or node.target in _ALWAYS_COPIES:
         return None
     if node.target is operator.getitem:
@@ -108,13 +108,13 @@ def _declared_source(node: fx.Node) -> fx.Node | None:
 
 
 def _shares(node: fx.Node, source: fx.Node) -> bool:
-    """By memory, since ops such as ``reshape`` and ``to`` decide at run time whether they copy."""
+    """Tell whether two tensors share memory: ops such as ``reshape`` and ``to`` decide at run time whether they copy."""
     key = storage_key(node.meta.get("val"))
     return key is not None and key == storage_key(source.meta.get("val"))
 
 
 def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensors that the op declares to write, in the order of its schema."""
+    """Return the tensors that the op declares to write, in the order of its schema."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
         return ()
     found: list[fx.Node] = []
@@ -127,7 +127,7 @@ def written_arguments(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def changes_view_only(node: fx.Node) -> bool:
-    """``t_``, ``unsqueeze_``, ``detach_``: another view of the same memory, which is not written."""
+    """Tell whether an op is ``t_``, ``unsqueeze_``, ``detach_``: another view of the same memory, which is not written."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -135,7 +135,7 @@ def changes_view_only(node: fx.Node) -> bool:
 
 
 def written_storages(graph: fx.Graph) -> set[int | None]:
-    """Keys of the memory that some op declares to write, by whichever of its names."""
+    """Return the keys of the memory that some op declares to write, by whichever of its names."""
     written: set[int | None] = set()
     for node in reversed(graph.nodes):
         targets = written_arguments(node)
@@ -164,7 +164,7 @@ _NEEDS_DENSE = (aten.as_strided.default, aten.view_as_complex.default, aten.view
 
 
 def replay(view: View, parent: fx.Node, writer: Writer) -> fx.Node:
-    """The same view of ``parent``, the new contents of ``view.source``."""
+    """Take the same view of ``parent``, the new contents of ``view.source``."""
     args, kwargs = fx.map_arg((view.args, view.kwargs), lambda n: parent if n is view.source else n)
     if view.target in _NEEDS_DENSE:
         args = (_dense(parent, writer), *args[1:])
@@ -173,7 +173,7 @@ def replay(view: View, parent: fx.Node, writer: Writer) -> fx.Node:
 
 
 def same_strides(left: fx.Node, right: fx.Node) -> bool:
-    """Whether two tensors are laid out alike in memory (compared as expressions: no size gets fixed)."""
+    """Tell whether two tensors are laid out alike in memory (compared as expressions: no size gets fixed)."""
     values = (left.meta["val"], right.meta["val"])
     if not all(isinstance(value, torch.Tensor) for value in values):
         return True
@@ -199,7 +199,7 @@ Inverse = Callable[[View, fx.Node, fx.Node, Writer], fx.Node]
 
 
 def can_write(view: View) -> bool:
-    """Whether ``write`` knows the view's inverse."""
+    """Tell whether ``write`` knows the view's inverse."""
     if view.target == aten.as_strided.default:
         value = view.source.meta["val"]
         return bool(value.is_contiguous()) and value.storage_offset() == 0
@@ -207,7 +207,7 @@ def can_write(view: View) -> bool:
 
 
 def write(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
-    """The parent's contents once its alias holds ``new``."""
+    """Make the parent's contents once its alias holds ``new``."""
     return _INVERSE[view.target](view, parent, new, writer)
 
 
@@ -216,7 +216,7 @@ def _same(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
 
 
 def _again(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
-    """Transpositions of two dimensions are their own inverse."""
+    """Transpose two dimensions again: that is its own inverse."""
     return replay(view, new, writer)
 
 
@@ -225,7 +225,7 @@ def _reshape(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.No
 
 
 def sizes_of(node: fx.Node, writer: Writer) -> list[Any]:
-    """The shape as an argument of ``reshape``: numbers, -1 for one dynamic size, ``sym_size`` nodes for several."""
+    """Make the shape as an argument of ``reshape``: numbers, -1 for one dynamic size, ``sym_size`` nodes for several."""
     shape = node.meta["val"].shape
     dynamic = [d for d, size in enumerate(shape) if not isinstance(size, int)]
     sizes: list[Any] = list(shape)
@@ -250,7 +250,7 @@ def _movedim(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.No
 
 
 def _expand(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
-    """Only an expansion of sizes 1 to 1 can be written in PyTorch; leading dimensions of size 1 fall away."""
+    """Undo an expansion of sizes 1 to 1, the only one that PyTorch can write; leading dimensions of size 1 fall away."""
     return _reshape(view, parent, new, writer)
 
 
@@ -280,7 +280,7 @@ def _unbind(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Nod
 
 
 def _pieces(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
-    """One piece of ``split`` or ``chunk`` along ``dim``."""
+    """Write one piece of ``split`` or ``chunk`` along ``dim`` into the parent."""
     assert view.index is not None
     assert view.multi is not None
     dim = view.argument("dim", 0)

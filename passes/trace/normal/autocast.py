@@ -79,7 +79,7 @@ def _has_kernel(target: torch._ops.OpOverload, key: str) -> bool:
 
 
 def _differs(target: torch._ops.OpOverload, values: Any, autocast: Autocast) -> bool:
-    """Whether autocast casts something inside a composite op."""
+    """Tell whether autocast casts something inside a composite op."""
     dtypes = {value.dtype for value in pytree.tree_leaves(values) if _castable(value)}
     with_autocast = _watch(target, values, autocast)
     if not with_autocast.made:
@@ -101,7 +101,7 @@ def _cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, like: fx.Node, c
 
 @dataclass(frozen=True)
 class _Casts:
-    """What was seen: (position among the flat arguments, dtype) of input casts, and every cast made, in order."""
+    """The casts that were seen: (position among the flat arguments, dtype) of inputs', and every one made, in order."""
 
     inputs: frozenset[tuple[int, torch.dtype]]
     made: tuple[torch.dtype, ...]

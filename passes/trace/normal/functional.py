@@ -53,7 +53,7 @@ aten = torch.ops.aten
 def functionalize(
     gm: fx.GraphModule, mutable_buffers: Mapping[str, str]
 ) -> tuple[fx.GraphModule, dict[str, str]]:
-    """The module without writes, and for each written buffer (by name) the node with its new contents.
+    """Remove the writes of a module; for each written buffer (by name) return the node with its new contents too.
 
     A graph without writes is returned as it is.
 
@@ -143,7 +143,7 @@ class _Rewriter:
                 self.graph.erase_node(node)
 
     def buffer_contents(self) -> dict[str, fx.Node]:
-        """Fully qualified name → node with the new contents, for every buffer that was written."""
+        """Return the node with the new contents of every buffer that was written, by its fully qualified name."""
         output = self.graph.output_node()
         return {
             self.mutable_buffers[node.name]: self._current(node, output)
@@ -188,7 +188,7 @@ class _Rewriter:
                 accept_any_strides(node, Writer(self.graph, self.mode, node))
 
     def _current(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """The node with the contents of ``node`` as ``reader`` finds them."""
+        """Return the node with the contents of ``node`` as ``reader`` finds them."""
         member = self.members.get(node)
         if member is None:
             return node
@@ -201,7 +201,7 @@ class _Rewriter:
         return member.contents
 
     def _make_out_of_place_view(self, node: fx.Node) -> View:
-        """``t_(x)`` → ``t(x)``: what follows reads the node, so only the op changes."""
+        """Turn ``t_(x)`` into ``t(x)``: what follows reads the node, so only the op changes."""
         assert isinstance(node.target, torch._ops.OpOverload)
         source = written_arguments(node)[0]
         form = aten.detach.default if node.target == aten.detach_.default else functional_form(node.target)
@@ -230,7 +230,7 @@ class _Rewriter:
             self.members[node] = self.members[targets[0]]
 
     def _finished(self, node: fx.Node, target: fx.Node, result: fx.Node, writer: Writer) -> fx.Node:
-        """The new contents with the written tensor's dtype, and without a gradient where the write had none."""
+        """Give the new contents the written tensor's dtype, and no gradient if the write had none."""
         existed = result in node.all_input_nodes or result.op == "placeholder"
         result = fitted(result, target, writer)
         existed = existed and result in node.all_input_nodes

@@ -31,7 +31,7 @@ _OTHER_NAMES: dict[Any, Any] = {
 
 
 def functional_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    """The overload that computes the same and writes nothing; None if ATen has none."""
+    """Return the overload that computes the same and writes nothing; None if ATen has none."""
     if target in _OTHER_NAMES:
         found: torch._ops.OpOverload = _OTHER_NAMES[target]
         return found
@@ -76,13 +76,13 @@ def out_of_place(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], w
 
 
 def fitted(new: fx.Node, written: fx.Node, writer: Writer) -> fx.Node:
-    """``new`` in the dtype of the tensor that it overwrites."""
+    """Cast ``new`` to the dtype of the tensor that it overwrites."""
     dtype = written.meta["val"].dtype
     return new if new.meta["val"].dtype == dtype else writer.call(aten.to.dtype, new, dtype)
 
 
 def _copied(target: fx.Node, source: fx.Node, writer: Writer) -> fx.Node:
-    """What ``target.copy_(source)`` leaves in ``target``; no op at all where dtype and shape are equal."""
+    """Make what ``target.copy_(source)`` leaves in ``target``; no op at all if dtype and shape are equal."""
     new = fitted(source, target, writer)
     if tuple(new.meta["val"].shape) != tuple(target.meta["val"].shape):
         sizes = sizes_of(target, writer)

@@ -60,14 +60,14 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class _Region:
-    """What surrounds a piece of graph: gradient mode (None: as the caller's) and autocast per device type."""
+    """The surroundings of a piece of graph: gradient mode (None: as the caller's) and autocast per device type."""
 
     grad_enabled: bool | None = None
     autocast: Autocast | None = None
 
 
 def simplify(gm: fx.GraphModule) -> fx.GraphModule:
-    """A new module without higher-order ops, asserts, no-ops and dead code; ``gm`` is left as it is."""
+    """Make a new module without higher-order ops, asserts, no-ops and dead code; ``gm`` is left as it is."""
     graph = _inline(gm)
     _drop_no_ops(graph)
     drop_dead_code(graph)
@@ -171,7 +171,7 @@ def _expand(
 def _autocast(
     node: fx.Node, device: str, dtype: Any, enabled: bool, region: _Region, problems: list[tuple[str, str]]
 ) -> Autocast | None:
-    """The autocast state inside the region. Only the device that the trace ran on (CPU) has one."""
+    """Return the autocast state inside the region. Only the device that the trace ran on (CPU) has one."""
     if device == "cpu":
         return Autocast(device, dtype or torch.get_autocast_dtype("cpu")) if enabled else None
     if enabled:
@@ -222,7 +222,7 @@ def _drop_no_ops(graph: fx.Graph) -> None:
 
 
 def _is_identity(node: fx.Node, source: fx.Node) -> bool:
-    """Whether the op returns its input: same memory, shape and dtype."""
+    """Tell whether the op returns its input: same memory, shape and dtype."""
     if node.target == aten.slice.Tensor:
         whole = argument(node, "end") in (None, sys.maxsize)
         return whole and argument(node, "start") in (None, 0) and argument(node, "step") == 1
