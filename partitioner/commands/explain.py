@@ -1,4 +1,4 @@
-"""``partitioner explain``: what else an op, parameter or input of a plan could have been, and what that would cost."""
+"""``partitioner explain``: all that an op, parameter or input of a plan could have been, and what each would cost."""
 
 from __future__ import annotations
 

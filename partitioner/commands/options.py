@@ -1,4 +1,4 @@
-"""Options and output that the commands share."""
+"""The options and the output that the commands share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS_BEFORE_PROGRESS = 1.0
 
 
 def _whole(_: Any, tokens: Sequence[Any]) -> int:
-    """Digits only: cyclopts itself would read 2.5 as 2."""
+    """Read digits only: cyclopts itself would read 2.5 as 2."""
     text = tokens[0].value
     if not re.fullmatch(r"[+-]?[0-9]{1,18}", text):
         raise ValueError(f"{text!r} is not a whole number")
@@ -43,7 +43,7 @@ Dims = Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)]
 def progress(what: str) -> Iterator[None]:
     """Say on stderr what is being done, if it takes more than a second, and how long it took.
 
-    What the work prints (a user's factory, a library, a worker process) goes to stderr: stdout is data.
+    The prints of the work (of a user's factory, a library, a worker process) go to stderr: stdout is data.
     """
     started = time.monotonic()
     said = threading.Event()
@@ -72,7 +72,7 @@ def progress(what: str) -> Iterator[None]:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """File descriptor 1 as well as ``sys.stdout``: C libraries and child processes write there directly."""
+    """Redirect ``sys.stdout`` and file descriptor 1, which C libraries and child processes write to directly."""
     if sys.stdout is not None:
         sys.stdout.flush()
     try:
@@ -102,7 +102,7 @@ def emit(text: str, data: Mapping[str, Any], as_json: bool) -> None:
 
 
 def discard_stdout() -> None:
-    """Nobody reads on, or nothing can be written: what is still buffered goes nowhere."""
+    """Throw away what is still buffered: nobody reads on, or nothing can be written."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
@@ -115,7 +115,7 @@ def report(error: PartitionerError) -> int:
 
 
 def settings(pairs: Sequence[str], flag: str = "--set") -> dict[str, str]:
-    """``["size=tiny"]`` -> ``{"size": "tiny"}``; collects every malformed pair before raising."""
+    """Read settings: ``["size=tiny"]`` -> ``{"size": "tiny"}``; every malformed pair is collected before raising."""
     problems = [f"{pair!r} is not key=value" for pair in pairs if "=" not in pair or pair.startswith("=")]
     keys = [pair.split("=", 1)[0] for pair in pairs]
     problems += [f"{key} is given twice" for key in dict.fromkeys(keys) if keys.count(key) > 1]
@@ -129,9 +129,9 @@ def settings(pairs: Sequence[str], flag: str = "--set") -> dict[str, str]:
 
 
 def pins(pairs: Sequence[str], strategy: str) -> dict[str, int] | dict[str, str]:
-    """``["transformer.h.0.*=1"]`` -> ``{"transformer.h.0.*": 1}``; a glob may itself contain ``=``.
+    """Read pins: ``["transformer.h.0.*=1"]`` -> ``{"transformer.h.0.*": 1}``; a glob may itself contain ``=``.
 
-    Of strategy "feature": ``["*.up_proj.weight=S0,R"]`` -> ``{"*.up_proj.weight": "S0 R"}``.
+    For strategy "feature": ``["*.up_proj.weight=S0,R"]`` -> ``{"*.up_proj.weight": "S0 R"}``.
     """
     found: dict[str, str] = {}
     problems = []
@@ -158,7 +158,7 @@ def _is_stage(text: str) -> bool:
 
 
 def block_sizes(pairs: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
-    """``["mlp=60,40"]`` -> ``{"mlp": (60, 40)}``; ``["none"]`` -> ``{}``; None where nothing is given."""
+    """Read splits: ``["mlp=60,40"]`` -> ``{"mlp": (60, 40)}``; ``["none"]`` -> ``{}``; None if nothing is given."""
     if list(pairs) == ["none"]:
         return {}
     found: dict[str, tuple[int, ...]] = {}
@@ -175,7 +175,7 @@ def block_sizes(pairs: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
 
 
 def mesh_shape(text: str | None) -> tuple[int, ...] | None:
-    """ "8x4" -> (8, 4)."""
+    """Read the shape of a mesh: "8x4" -> (8, 4)."""
     if text is None:
         return None
     if not re.fullmatch(r"[1-9][0-9]{0,6}([x,×][1-9][0-9]{0,6})*", text):
@@ -184,14 +184,14 @@ def mesh_shape(text: str | None) -> tuple[int, ...] | None:
 
 
 def read_precision(text: str | None) -> Precision:
-    """ "compute=bf16,master=fp32" -> Precision(compute=bfloat16, master=float32)."""
+    """Read a precision: "compute=bf16,master=fp32" -> Precision(compute=bfloat16, master=float32)."""
     from cost_models.precision import Precision
 
     return Precision.from_fields(settings(text.split(","), "--precision") if text else {})
 
 
 def batch_dims(pairs: Sequence[str]) -> dict[str, int | None] | None:
-    """``["mask=none", "ids=0"]`` -> ``{"mask": None, "ids": 0}``; None where nothing was said."""
+    """Read batch dimensions: ``["mask=none", "ids=0"]`` -> ``{"mask": None, "ids": 0}``; None if nothing was said."""
     given = settings(pairs, "--batch-dims")
     wrong = [
         f"{n}={text}: expected a dimension or none" for n, text in given.items() if not _is_dim(text, "none")
@@ -202,7 +202,7 @@ def batch_dims(pairs: Sequence[str]) -> dict[str, int | None] | None:
 
 
 def dynamic_dims(pairs: Sequence[str]) -> dict[str, list[int]] | None:
-    """``["ids=1", "mask=1,2"]`` -> ``{"ids": [1], "mask": [1, 2]}``; None where nothing was said."""
+    """Read open dimensions: ``["ids=1", "mask=1,2"]`` -> ``{"ids": [1], "mask": [1, 2]}``; None if nothing was said."""
     given = settings(pairs, "--dynamic-dims")
     wrong = [
         f"{name}={text}: expected dimensions such as 1,2"
@@ -221,7 +221,7 @@ def _is_dim(text: str, *words: str) -> bool:
 
 
 def microbatch_count(text: str) -> int | str:
-    """ "auto" or a positive number."""
+    """Read "auto" or a positive number."""
     if text == "auto":
         return "auto"
     if not (text.isascii() and text.isdigit() and len(text) < 12) or int(text) < 1:

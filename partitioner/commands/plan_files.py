@@ -12,7 +12,7 @@ from partitioner.plan import Plan
 from runtime.simulate.timeline import chrome_trace, render
 
 NARROWEST, WIDEST = 10, 10_000
-"""Columns of a timeline."""
+"""The least and the most columns of a timeline."""
 
 
 def show(plan: Path, /, *, json: JsonFlag = False) -> int:

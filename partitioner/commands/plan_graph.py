@@ -25,7 +25,7 @@ USAGE = (
 
 
 def is_graph_call(arguments: Sequence[str]) -> bool:
-    """Whether ``plan`` is asked to place a cost graph."""
+    """Tell whether ``plan`` is asked to place a cost graph."""
     return arguments[:1] == ["plan"] and any(
         argument == "--graph" or argument.startswith("--graph=") for argument in arguments
     )

@@ -131,7 +131,10 @@ def _check(steps: int, learning_rate: float, timeout: float) -> None:
 
 
 def _run_locally(world_size: int, arguments: tuple[Any, ...]) -> dict[str, Any]:
-    """What rank 0 measured. What every rank refuses alike (another model, a bad file) is raised as it is."""
+    """Run on local workers, and return what rank 0 measured.
+
+    An error that every rank raises alike (another model, a bad file) is raised as it is.
+    """
     results = spawn_local(world_size, _train_or_refusal, *arguments, timeout_seconds=MOST_SECONDS)
     refusals = [result for result in results if isinstance(result, PartitionerError)]
     if refusals:
@@ -169,7 +172,7 @@ def train(
     set_: dict[str, str],
     deploying: dict[str, Any],
 ) -> dict[str, Any]:
-    """One rank of the run: losses and seconds per step. The first step warms up and does not count.
+    """Train as one rank of the run: losses and seconds per step. The first step warms up and does not count.
 
     ``deploying``: options of ``Plan.deploy``.
     """

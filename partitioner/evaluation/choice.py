@@ -1,12 +1,12 @@
-"""Which evaluation graph a batch wants, where ranks know different parts of it.
+"""The choice of an evaluation graph for a batch that ranks know different parts of.
 
     rank 0   input_ids (8, 64)            graph 0: input_ids (8, 32)  labels (8, 32)     refused by ranks 0 and 2
     rank 1   AbsentBatch                  graph 1: input_ids (8, 64)  labels (8, 64)     chosen by all three
     rank 2   labels (8, 64)               graph 2: the same and attention_mask           its mask is given by nobody
 
-``votes`` is what one rank says of all graphs known so far, ``chosen`` reads the maximum over all ranks. Where no graph
-is left, ranks tell each other what they were given (``described``), rank 0 puts it together (``put_together``), and who
-lacks something traces with zeros of its shape (``completed``).
+``votes`` is what one rank says of all graphs known so far, ``chosen`` reads the maximum over all ranks. If no graph is
+left, ranks tell each other what they were given (``described``), rank 0 puts it together (``put_together``), and a rank
+that lacks something traces with zeros of its shape (``completed``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EVERYWHERE = "engine.dataloader(..., everywhere=True) loads every batch on every
 
 @dataclass(frozen=True)
 class Given:
-    """A batch as a rank has it. ``inputs``: what is traced with it; ``read``: leaves that forward gets."""
+    """A batch as a rank has it. ``inputs``: those that are traced with it; ``read``: leaves that forward gets."""
 
     inputs: Any
     leaves: Mapping[str, Tensor]
@@ -40,7 +40,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a graph was, or would be, traced with. ``spec``: of a user's leaves."""
+    """The batch that a graph was, or would be, traced with. ``spec``: that of a user's leaves."""
 
     with_loss: bool
     spec: BatchSpec
@@ -54,7 +54,7 @@ class Wanted:
 def votes(
     candidates: Sequence[Wanted], given: Given | None, with_loss: bool, optional: frozenset[str]
 ) -> list[int]:
-    """Per candidate: 1 if this rank refuses it, then 1 for each optional leaf that this rank was given, else 0.
+    """Vote per candidate: 1 if this rank refuses it, then 1 for each optional leaf that this rank was given, else 0.
 
     ``given``: None where this rank did not load the batch. ``optional``: arguments that forward does not need.
     """
@@ -67,7 +67,7 @@ def votes(
 
 
 def chosen(candidates: Sequence[Wanted], most: Sequence[int], optional: frozenset[str]) -> int | None:
-    """The last candidate that nobody refuses and whose optional leaves somebody has. ``most``: maxima of ``votes``."""
+    """Choose the last candidate that nobody refuses, whose optional leaves somebody has. ``most``: maxima of ``votes``."""
     at, found = 0, None
     for number, wanted in enumerate(candidates):
         end = at + 1 + len(_optional(wanted, optional))
@@ -78,7 +78,7 @@ def chosen(candidates: Sequence[Wanted], most: Sequence[int], optional: frozense
 
 
 def _optional(wanted: Wanted, optional: frozenset[str]) -> list[str]:
-    """Without one of these a batch is another one; without any other leaf, this rank did not load all of it."""
+    """List the leaves without which a batch is another one; without any other leaf, this rank did not load all of it."""
     return [name for name in wanted.spec.leaves if _root(name) in optional]
 
 
@@ -105,7 +105,7 @@ def _root(name: str) -> str:
 
 
 def described(given: Given | None, with_loss: bool) -> dict[str, Any]:
-    """What this rank was given, as JSON data."""
+    """Describe what this rank was given, as JSON data."""
     said: dict[str, Any] = {
         "call": "eval_step" if with_loss else "forward",
         "leaves": None,
@@ -118,7 +118,7 @@ def described(given: Given | None, with_loss: bool) -> dict[str, Any]:
 
 
 def put_together(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The whole batch, out of what every rank ``described``; or the ``differences`` between them."""
+    """Put the whole batch together out of what every rank ``described``; or return the ``differences`` between them."""
     leaves: dict[str, Any] = {}
     agree = len({words["call"] for words in said}) == 1
     for words in said:
@@ -148,9 +148,9 @@ def _shape(sizes: Sequence[int]) -> str:
 
 
 def completed(own: Any, example: Any, whole: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The batch to trace with: ``own`` where it has every leaf of ``whole``, else ``example`` with zeros for tensors.
+    """Make the batch to trace with: ``own`` if it has every leaf of ``whole``, else ``example`` with zeros for tensors.
 
-    ``own``: None where it was not loaded. ``whole``: of ``put_together``. ``names``: of forward's arguments.
+    ``own``: None if it was not loaded. ``whole``: from ``put_together``. ``names``: those of forward's arguments.
     """
     if own is not None and flatten_batch(own, names).keys() == whole["leaves"].keys():
         return own
@@ -179,7 +179,7 @@ def completed(own: Any, example: Any, whole: Mapping[str, Any], names: Sequence[
 
 
 def refuse_other_constants(constants: Mapping[str, object], whole: Mapping[str, Any]) -> None:
-    """Raise where what this rank would trace has other plain values than the batch that the others loaded."""
+    """Raise if this rank would trace with other plain values than those of the batch that the others loaded."""
     here = {name: repr(value) for name, value in constants.items()}
     if here != whole["constants"]:
         names = [n for n in {**here, **whole["constants"]} if here.get(n) != whole["constants"].get(n)]

@@ -35,7 +35,7 @@ from runtime.segment.microbatch import GivenPart, cut_at, symbol_sizes
 
 @dataclass(frozen=True)
 class EvalOutput:
-    """What an evaluation found. ``loss``, ``metrics``, ``tokens`` are on every rank: float64 tensors of shape ()."""
+    """The results of an evaluation. ``loss``, ``metrics``, ``tokens`` are on every rank: float64 tensors of shape ()."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor]
@@ -43,11 +43,11 @@ class EvalOutput:
     """The model's outputs without the loss, by name, on this rank's device; None where they were not gathered."""
     samples: int
     tokens: Tensor | None
-    """Labels that count, where the loss is a mean over them (``token_mean``), else None. ``loss`` times this adds up."""
+    """The labels that count, if the loss is a mean over them (``token_mean``), else None. ``loss`` times this adds up."""
 
 
 class Evaluator:
-    """``engine.eval_step`` and ``engine.forward``."""
+    """The object behind ``engine.eval_step`` and ``engine.forward``."""
 
     def __init__(self, deployed: Deployed) -> None:
         self._deployed = deployed
@@ -89,7 +89,7 @@ class Evaluator:
     def _run(
         self, made: EvaluationGraph, batch: Any, leaves: Mapping[str, Tensor], keep_outputs: bool
     ) -> _Run:
-        """Every micro-batch of the batch, in rounds."""
+        """Run every micro-batch of the batch, in rounds."""
         plan, executor, graph = self._deployed.plan, self._deployed.executor, made.graph
         needed = made.leaf_names
         part = batch if isinstance(batch, PartBatch) else None
@@ -129,7 +129,7 @@ class Evaluator:
         return _Run(_summed(found), weights, sizes)
 
     def _sizes(self, made: EvaluationGraph, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of the micro-batches that ranks may share, and of those that they may not: ``shared_and_rest``."""
+        """Return the sizes of micro-batches that ranks may share, and of those that they may not: ``shared_and_rest``."""
         plan = self._deployed.plan
         least, reason = made.least_samples
         if samples < least:
@@ -162,7 +162,7 @@ class Evaluator:
 
 @dataclass(frozen=True)
 class _Run:
-    """What this rank computed. ``weights``, ``sizes``: of all micro-batches of the batch."""
+    """The results of this rank. ``weights``, ``sizes``: one per micro-batch of the whole batch."""
 
     sums: StepSums
     weights: Sequence[float]
@@ -170,7 +170,7 @@ class _Run:
 
 
 _TOKENS = "(valid tokens)"
-"""Travels with the metrics."""
+"""The name of the valid tokens, which travel with the metrics."""
 
 
 def _given_part(
@@ -184,7 +184,7 @@ def _given_part(
 def _with_tokens(
     made: EvaluationGraph, batch: Any, leaves: Mapping[str, Tensor], sums: StepSums
 ) -> tuple[StepSums, Sequence[str]]:
-    """The batch's valid tokens as one more metric, which ranks that have the labels bring. (sums, names of metrics)"""
+    """Add the batch's valid tokens as one more metric, which ranks that have the labels bring: (sums, names of metrics)."""
     counts = made.graph.token_counts
     if counts is None:
         return sums, made.metric_names
@@ -196,12 +196,12 @@ def _with_tokens(
 
 
 def _rounds(numbers: range, most: int) -> list[range]:
-    """Micro-batches that run together."""
+    """Cut the numbers of micro-batches into those that run together."""
     return [numbers[first : first + most] for first in range(0, len(numbers), most)]
 
 
 def _summed(rounds: Sequence[StepSums]) -> StepSums:
-    """The rounds of a batch as if they had been one."""
+    """Sum up the rounds of a batch as if they had been one."""
     losses = [found.loss for found in rounds if found.loss is not None]
     names = rounds[0].metrics
     return StepSums(

@@ -66,12 +66,12 @@ logger = logging.getLogger("partitioner")
 LossFunction = Callable[..., Any]
 
 MOST_GRAPHS = 8
-"""How many are kept: each has programs, code and constants of its own."""
+"""The most graphs that are kept: each has programs, code and constants of its own."""
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """What was deployed on this rank: everything that evaluation graphs are made from."""
+    """The deployed model on this rank: everything that evaluation graphs are made from."""
 
     plan: PlanData
     model: nn.Module
@@ -81,7 +81,7 @@ class Deployed:
     dynamic_dims: Mapping[str, list[int]] | None
     training: OpGraph
     run: OpGraph
-    """What ranks run of ``training``: where ops were split, their blocks."""
+    """The graph that ranks run of ``training``: if ops were split, with their blocks."""
     ranks: RankMap
     executor: Executor
     state: RankState
@@ -96,20 +96,20 @@ class EvaluationGraph:
     places: tuple[OutputPlace, ...]
     """The model's outputs."""
     output_names: tuple[str, ...]
-    """In the model's own order."""
+    """The outputs' names, in the model's own order."""
     metric_names: tuple[str, ...]
     least_samples: tuple[int, str]
     wanted: Wanted
-    """What it was traced with."""
+    """The batch that it was traced with."""
 
     @property
     def multiple(self) -> int:
-        """Ranks that share micro-batches take a multiple of so many samples."""
+        """The number that samples of a micro-batch are a multiple of, for ranks that share it."""
         return self.runs.stage.multiple if isinstance(self.runs, SharedGraph) else 1
 
     @property
     def place(self) -> DataPlace | None:
-        """Which part of a batch this rank may be given; None where it is the whole."""
+        """The part of a batch that this rank may be given; None if it is the whole."""
         return self.runs.stage.place if isinstance(self.runs, SharedGraph) else None
 
     @property
@@ -119,11 +119,11 @@ class EvaluationGraph:
 
     @property
     def loaded(self) -> tuple[Loaded, ...]:
-        """What is in the executor by now."""
+        """The programs that are in the executor by now."""
         return self.runs.loaded if isinstance(self.runs, SharedGraph) else (self.runs,)
 
     def load(self, *, outputs: bool, shared: bool) -> Loaded:
-        """What runs it: see ``SharedGraph.load``. Collective."""
+        """Load what runs it: see ``SharedGraph.load``. Collective."""
         return (
             self.runs.load(outputs=outputs, shared=shared)
             if isinstance(self.runs, SharedGraph)
@@ -132,12 +132,12 @@ class EvaluationGraph:
 
 
 class EvaluationGraphs:
-    """Finds the graph for a batch, or makes it. Collective: ranks agree on which one."""
+    """The graphs made so far, and the way to the one for a batch. Collective: ranks agree on which one."""
 
     def __init__(self, deployed: Deployed) -> None:
         self._deployed = deployed
         self._known: list[EvaluationGraph] = []
-        """The one used last is last; alike on all ranks."""
+        """The graphs in the order of their last use; alike on all ranks."""
         parameters = inspect.signature(deployed.model.forward).parameters.values()
         self._optional = frozenset(p.name for p in parameters if p.default is not inspect.Parameter.empty)
         self._told = False
@@ -145,7 +145,7 @@ class EvaluationGraphs:
         self._stage = SharedStage.of(*parts)
 
     def for_loss(self, batch: Any) -> tuple[EvaluationGraph, Mapping[str, Tensor]]:
-        """The graph that computes the loss of ``batch`` and the model's outputs, and the leaves of the batch."""
+        """Return the graph that computes the loss of ``batch`` and the model's outputs, and the leaves of the batch."""
         if isinstance(batch, AbsentBatch):
             found = self._find(None, True)
             refuse_absent(found.leaf_names)
@@ -155,7 +155,7 @@ class EvaluationGraphs:
         return self._find(given, True), given.leaves
 
     def without_loss(self, batch: Any) -> tuple[EvaluationGraph, Mapping[str, Tensor]]:
-        """The graph that computes the model's outputs from those parts of ``batch`` that forward takes."""
+        """Return the graph that computes the model's outputs from those parts of ``batch`` that forward takes."""
         if isinstance(batch, AbsentBatch):
             raise UsageError(
                 "forward needs the batch on every rank", ["this rank did not load it"], [EVERYWHERE]
@@ -177,7 +177,7 @@ class EvaluationGraphs:
         )
 
     def _find(self, given: Given | None, with_loss: bool) -> EvaluationGraph:
-        """``given``: None where this rank did not load the batch."""
+        """Find the graph, or make it. ``given``: None if this rank did not load the batch."""
         made = self._deployed
         example = self._given(made.example, made.loss_fn)
         training = user_leaves(made.training.batch, made.training.token_counts)
@@ -195,7 +195,7 @@ class EvaluationGraphs:
         return found
 
     def _agree(self, candidates: Sequence[Wanted], given: Given | None, with_loss: bool) -> int | None:
-        """The candidate that the ranks together want. One small all-reduce."""
+        """Choose the candidate that the ranks together want, with one small all-reduce."""
         collectives = self._deployed.executor.collectives
         own = votes(candidates, given, with_loss, self._optional)
         numbers = torch.tensor(own, dtype=torch.int32, device=collectives.device)
@@ -203,7 +203,7 @@ class EvaluationGraphs:
         return chosen(candidates, most.tolist(), self._optional)
 
     def _whole(self, given: Given | None, with_loss: bool) -> Given:
-        """What this rank traces with: the batch, of which it may know nothing or a part."""
+        """Return what this rank traces with: the batch, of which it may know nothing or a part."""
         made = self._deployed
         meeting = Meeting.join()
         whole = meeting.decide(
@@ -250,7 +250,7 @@ class EvaluationGraphs:
 
 
 def _traced(deployed: Deployed, given: Given, with_loss: bool) -> OpGraph:
-    """The evaluation graph, which writes nothing."""
+    """Trace the evaluation graph, which writes nothing."""
     training, plan = deployed.training, deployed.plan
     dims = user_leaves(training.batch, training.token_counts).batch_dims
     known = {name: dim for name, dim in dims.items() if name in given.leaves}
@@ -275,7 +275,7 @@ def _traced(deployed: Deployed, given: Given, with_loss: bool) -> OpGraph:
 
 
 def _placed(deployed: Deployed, graph: OpGraph) -> Reused:
-    """The evaluation graph where training is; its segments on the devices of the plan."""
+    """Place the evaluation graph where training is, its segments on the devices of the plan."""
     plan = deployed.plan
     splits = [Split(record.op, record.dim, record.sizes) for record in plan.splits]
     graph = reuse_splits(graph, deployed.training, deployed.run, splits)
@@ -291,7 +291,7 @@ def _placed(deployed: Deployed, graph: OpGraph) -> Reused:
 def _open_dims(
     dynamic_dims: Mapping[str, list[int]] | None, leaves: Mapping[str, Tensor]
 ) -> dict[str, list[int]]:
-    """``dynamic_dims`` as far as the batch has these tensors; a size of 1 cannot be left open."""
+    """Return ``dynamic_dims`` as far as the batch has these tensors; a size of 1 cannot be left open."""
     return {
         name: [dim for dim in dims if leaves[name].shape[dim] > 1]
         for name, dims in (dynamic_dims or {}).items()
@@ -300,7 +300,7 @@ def _open_dims(
 
 
 def _loaded(deployed: Deployed, placed: Reused) -> tuple[Loaded, tuple[OutputPlace, ...]]:
-    """Programs and code, in the executor, and where outputs are. Collective."""
+    """Load programs and code into the executor, and say where outputs are. Collective."""
     graph, segmentation = placed.graph, placed.segmentation
     plan, ranks, state, executor = deployed.plan, deployed.ranks, deployed.state, deployed.executor
     sizes = microbatch_sizes(plan.batch_size, plan.microbatches)

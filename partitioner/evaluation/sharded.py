@@ -37,7 +37,7 @@ from runtime.state.rank_state import RankState
 
 @dataclass(frozen=True)
 class SharedStage:
-    """What evaluation graphs of a sharded plan have in common. ``placement``: of training, in ranks of the launch."""
+    """The part that all evaluation graphs of a sharded plan share. ``placement``: training's, in ranks of the launch."""
 
     plan: PlanData
     training: OpGraph
@@ -46,13 +46,13 @@ class SharedStage:
     state: RankState
     placement: FeaturePlacement
     place: DataPlace
-    """Which part of a batch this rank may have loaded."""
+    """The part of a batch that this rank may have loaded."""
 
     @classmethod
     def of(
         cls, plan: PlanData, training: OpGraph, ranks: RankMap, executor: Executor, state: RankState
     ) -> SharedStage | None:
-        """None where no ranks share a stage."""
+        """Make what the evaluation graphs share; None if no ranks share a stage."""
         found = _sharding_of(plan)
         if found is None:
             return None
@@ -62,7 +62,7 @@ class SharedStage:
 
     @property
     def multiple(self) -> int:
-        """Micro-batches that ranks share have a multiple of so many samples."""
+        """The number that samples of a micro-batch that ranks share are a multiple of."""
         return self.executor.batch_spec.multiple
 
 
@@ -74,7 +74,7 @@ def _sharding_of(plan: PlanData) -> tuple[tuple[int, ...], StageSharding] | None
 
 @dataclass(frozen=True)
 class SharedGraph:
-    """One evaluation graph on a mesh. ``graph``: as one rank would run it."""
+    """One evaluation graph on a mesh. ``graph``: the one that a single rank would run."""
 
     stage: SharedStage
     graph: OpGraph
@@ -82,12 +82,12 @@ class SharedGraph:
 
     @classmethod
     def of(cls, stage: SharedStage, graph: OpGraph) -> SharedGraph:
-        """``graph``: traced in evaluation mode, without writes."""
+        """Place ``graph``, traced in evaluation mode, without writes."""
         return cls(stage, with_computed_outputs(graph))
 
     @property
     def loaded(self) -> tuple[Loaded, ...]:
-        """What was made so far."""
+        """The programs that were made so far."""
         return tuple(self._loaded.values())
 
     @property
@@ -99,14 +99,14 @@ class SharedGraph:
 
     @property
     def places(self) -> tuple[OutputPlace, ...]:
-        """Every rank has every output whole."""
+        """The places of outputs: every rank has every output whole."""
         placed = evaluation_outputs(self.graph, on_mesh(self.graph, self.stage.placement.mesh), {})
         return tuple(replace(place, rank=None) for place in placed)
 
     def load(self, *, outputs: bool, shared: bool) -> Loaded:
-        """The programs, code and groups to run it. Collective at the first call of each kind.
+        """Load the programs, code and groups to run it. Collective at the first call of each kind.
 
-        ``shared``: for micro-batches of multiples of ``stage.multiple`` samples, else for any number of them.
+        ``shared``: true for micro-batches of multiples of ``stage.multiple`` samples, false for any number of samples.
         """
         if (outputs, shared) not in self._loaded:
             self._loaded[outputs, shared] = self._made(outputs, shared)
@@ -142,11 +142,11 @@ class SharedGraph:
         )
 
     def _stored(self) -> dict[str, Placements]:
-        """As training keeps parameters and buffers."""
+        """Return the layouts in which training keeps parameters and buffers."""
         return {name: sharding.leaf for name, sharding in self.stage.state.shardings.items()}
 
     def _arrivals(self) -> Mapping[str, Placements]:
-        """Leaves arrive in parts as in training, also those that training does not read, where all of them do."""
+        """Return the layouts in which leaves arrive: in parts as in training, also those that training does not read."""
         spec, now, mesh = self.stage.training.batch, self.graph.batch, self.stage.placement.mesh
         user = user_leaves(now, self.graph.token_counts).batch_dims
         found = {

@@ -1,10 +1,11 @@
-"""When two training steps agree: the one definition that verification, tests and docs use.
+"""Agreement of two training steps: the one definition that verification, tests and docs use.
 
-In float64, with d the difference of two tensors and ‖·‖ the 2-norm:
-    loss        |d| ≤ 1e-9 · max(|loss|, 1)
-    gradient    ‖d‖ ≤ 1e-9 · max(‖g‖, 1e-6 · ‖all gradients‖)     some gradients (ViT's key bias) are zero but for rounding
-    parameter   ‖d‖ ≤ 1e-9 · max(‖p‖, lr · √n)                     after an optimizer step, n elements
-    buffer      ‖d‖ ≤ 1e-9 · max(‖b‖, 1)
+In float64, with d the difference of two tensors and ‖·‖ the 2-norm, these agree:
+
+    loss         |d| ≤ 1e-9 · max(|loss|, 1)
+    gradient g   ‖d‖ ≤ 1e-9 · max(‖g‖, 1e-6 · ‖all gradients‖)     some gradients (ViT's key bias) are zero but for rounding
+    parameter p  ‖d‖ ≤ 1e-9 · max(‖p‖, lr · √n)                    after an optimizer step at rate lr, n elements
+    buffer b     ‖d‖ ≤ 1e-9 · max(‖b‖, 1)
 
 Some differences are rounding of the unpartitioned model itself, and nothing of the partition. A bias before a batch norm
 has no gradient: what backward leaves there is rounding, other rounding for every order of adding, and Adam divides it by
@@ -31,7 +32,7 @@ TOLERANCE = 1e-9
 ROUNDING = 1e-12
 """A gradient below this part of all gradients together is rounding: float64 has 16 digits."""
 ORDERS = 16.0
-"""Another order may round so many times as much as the one that was tried."""
+"""The factor by which another order may round more than the one that was tried."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Comparison:
 
     @property
     def severity(self) -> float:
-        """error / allowed; infinite when the error is no number."""
+        """The quotient error / allowed; infinite when the error is no number."""
         if math.isnan(self.error):
             return math.inf
         return self.error / self.allowed if self.allowed else (math.inf if self.error else 0.0)
@@ -103,7 +104,7 @@ def rounding_only(
     in_other_order: Callable[[], StepResult],
     learning_rate: float,
 ) -> list[Comparison]:
-    """Those of ``differences`` that are about as large as between the unpartitioned step and ``in_other_order``."""
+    """Return those of ``differences`` that are about as large as between the unpartitioned step and ``in_other_order``."""
     norms = {name: float(gradient.to_dense().norm()) for name, gradient in expected.gradients.items()}
     most = ROUNDING * math.sqrt(sum(norm**2 for norm in norms.values()))
     suspected = [
@@ -119,7 +120,7 @@ def rounding_only(
 def in_reverse(
     batch: Any, leaves: Mapping[str, Tensor], graph: OpGraph, microbatches: int, model: nn.Module
 ) -> tuple[Any, dict[str, Tensor]]:
-    """``batch`` and its leaves with the samples of each micro-batch in reverse order."""
+    """Return ``batch`` and its leaves with the samples of each micro-batch in reverse order."""
     turned = {}
     for name, leaf in leaves.items():
         dim = graph.batch.batch_dims.get(name)
@@ -152,6 +153,6 @@ def _compare(
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Dense, in double precision. (Gradients of embeddings may be sparse; where ranks share one, their sum is dense.)"""
+    """Make a tensor dense and double. (Gradients of embeddings may be sparse; if ranks share one, their sum is dense.)"""
     dense = tensor.to_dense() if tensor.is_sparse else tensor
     return dense.to(torch.complex128 if dense.is_complex() else torch.float64)

@@ -1,4 +1,4 @@
-"""After a failed verification: which op was the first to compute something else, and where it ran.
+"""The diagnosis of a failed verification: the first op that computed something else, and where it ran.
 
 First the unpartitioned *graph* is compared with the eager model: if these differ, the trace is wrong and not the
 partition. Where ops were split into blocks, the graph of blocks is compared as well. Otherwise the plan runs again with a
@@ -35,7 +35,10 @@ def first_difference(
     expected: StepResult,
     run: Callable[..., Sequence[Mapping[str, list[Note]]]],
 ) -> str:
-    """One sentence. ``run(function, task)`` runs a function on every rank of the plan; ``run_graph``: what they run."""
+    """Say in one sentence what differs first.
+
+    ``run(function, task)`` runs a function on every rank of the plan; ``run_graph``: the graph that they run.
+    """
     own = unpartitioned(graph, task)
     numbers = replace(expected, parameters={}, buffers={})
     if alone := _worst(numbers, own):
@@ -68,7 +71,7 @@ def first_difference(
 
 
 def _noted(task: VerificationTask, tensors: frozenset[str]) -> dict[int, SegmentCode]:
-    """Segments with notes. What several segments of one rank compute for themselves is noted in the first of them."""
+    """Return segments with notes. An op that several segments of one rank compute is noted in the first of them."""
     codes: dict[int, SegmentCode] = {}
     seen: dict[tuple[int, ...], set[str]] = {}
     for index, code in sorted(task.codes.items()):
@@ -79,7 +82,7 @@ def _noted(task: VerificationTask, tensors: frozenset[str]) -> dict[int, Segment
 
 
 def _worst(expected: StepResult, own: Unpartitioned) -> str:
-    """The worst difference in brackets; "" where there is none."""
+    """Write the worst difference in brackets; "" if there is none."""
     different = [c for c in compare(expected, own.result, 0.0) if not c.agrees]
     if not different:
         return ""
@@ -88,7 +91,7 @@ def _worst(expected: StepResult, own: Unpartitioned) -> str:
 
 
 class _Noting(fx.Interpreter):
-    """Runs the graph and notes every tensor."""
+    """An interpreter that runs the graph and notes every tensor."""
 
     def __init__(self, module: fx.GraphModule, notes: dict[str, list[Note]]) -> None:
         super().__init__(module)
@@ -103,14 +106,14 @@ class _Noting(fx.Interpreter):
 
 @dataclass(frozen=True)
 class Unpartitioned:
-    """What the whole graph computed in one process."""
+    """The results of the whole graph in one process."""
 
     result: StepResult
     notes: dict[str, list[Note]]
 
 
 def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
-    """Loss, gradients and notes of the whole graph on the task's micro-batches."""
+    """Compute loss, gradients and notes of the whole graph on the task's micro-batches."""
     state = {
         name: nn.Parameter(task.value(name).clone(), task.whole_of(name) in task.trainable)
         if name in graph.parameters
@@ -143,7 +146,7 @@ def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
 
 
 def _close(mine: Note, theirs: Note) -> bool:
-    """``mine``: its norm is infinite where that is not known."""
+    """Tell whether two notes agree. ``mine``: its norm is infinite if that is not known."""
     if math.isinf(mine[1]) and math.isfinite(theirs[1]):
         mine = (mine[0], theirs[1])
     scale = max(abs(mine[1]), abs(theirs[1]), 1e-30)

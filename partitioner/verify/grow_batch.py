@@ -16,14 +16,14 @@ NOISE = 0.05
 
 
 def to_double(batch: Any) -> Any:
-    """Every floating-point tensor of the batch in float64, every complex one in complex128."""
+    """Turn every floating-point tensor of the batch to float64, every complex one to complex128."""
     return map_tensors(batch, lambda _, leaf: wide(leaf.detach().clone()))
 
 
 def grow_batch(
     example: Any, batch_dims: Mapping[str, int | None], model: nn.Module, samples: int, seed: int = 0
 ) -> Any:
-    """``example`` grown or cut to ``samples`` samples along each leaf's batch dimension.
+    """Grow or cut ``example`` to ``samples`` samples along each leaf's batch dimension.
 
     Copies of a sample are told apart: floats get some noise, integers of several dimensions are rolled along the last
     one, which keeps them in range (token ids, masks). Leaves without a batch dimension stay.
@@ -39,14 +39,15 @@ def grow_batch(
 
 
 def rebuilt(batch: Any, leaves: Mapping[str, Tensor], model: nn.Module) -> Any:
-    """``batch`` with its tensors replaced by ``leaves``, which are named as ``flatten_batch`` names them."""
+    """Replace the tensors of ``batch`` by ``leaves``, which are named as ``flatten_batch`` names them."""
     names = iter(flatten_batch(batch, forward_names(model)))
     return map_tensors(batch, lambda _, __: leaves[next(names)])
 
 
 def ignore_unevenly(batch: Any, model: nn.Module, graph: OpGraph) -> Any:
-    """``batch`` with ever more ignored labels from sample to sample, so that micro-batches have unlike numbers of valid
-    ones; in integer leaves that hold some already (where they are allowed, therefore).
+    """Ignore ever more labels of ``batch`` from sample to sample: micro-batches get unlike numbers of valid ones.
+
+    This is done in integer leaves that hold some already, where they are allowed, therefore.
     """
     counts = graph.token_counts
     ignored = {n.ignore_index for n in counts.normalizers if n.ignore_index is not None} if counts else set()

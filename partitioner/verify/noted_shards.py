@@ -1,4 +1,4 @@
-"""What ranks noted of their shards, put together: notes of the whole values, to hold against the unpartitioned graph's.
+"""Notes of ranks on their shards, put together to notes of the whole values, to hold against the unpartitioned graph's.
 
 y: S(0) on 2 ranks      sums add up, squares of norms too                       one whole value
 y: a part of a sum      sums add up; the norm of the sum is in no rank's note   one whole value, norm unknown
@@ -19,11 +19,11 @@ from runtime.measure.record import Note
 from runtime.mesh.sharding import coordinates
 
 Wholes: TypeAlias = Iterator[tuple[str, list[Note]]]
-"""Per copy of a value: its ranks in words, a note per micro-batch."""
+"""The copies of a value, each with its ranks in words and a note per micro-batch."""
 
 
 def noted_copies(plan: PlanData, per_rank: Sequence[Mapping[str, list[Note]]]) -> Callable[[str], Wholes]:
-    """Op -> notes of the whole value, once per copy: every rank of its own where no stage shares the op."""
+    """Return a function from an op to notes of its whole value, once per copy: each rank's own if no stage shares it."""
     shared: dict[str, tuple[Mesh, Placements]] = {}
     for stage in plan.stages:
         if stage.sharding is None:

@@ -24,7 +24,7 @@ from runtime.state.sharded_owners import sharded_leaf_and_owner
 
 @dataclass(frozen=True)
 class VerificationTask:
-    """What every rank needs for one step; each picks its own part."""
+    """Everything that ranks need for one step; each picks its own part."""
 
     programs: tuple[Program, ...]
     codes: Mapping[int, SegmentCode]
@@ -35,27 +35,27 @@ class VerificationTask:
     trainable: frozenset[str]
     microbatches: int
     weights: tuple[float, ...]
-    """Of the micro-batches' losses."""
+    """The weights of the micro-batches' losses."""
     optimizer: str
     learning_rate: float
     timeout_seconds: float
     shardings: Mapping[str, Sharding] = field(default_factory=dict)
-    """Of parameters and buffers of which ranks hold blocks."""
+    """The shardings of parameters and buffers of which ranks hold blocks."""
     parts: Mapping[str, StatePart] = field(default_factory=dict)
-    """Of which tensors in ``state`` those are blocks that are not in it."""
+    """The tensors in ``state`` that other names, which are not in it, are blocks of."""
 
     def whole_of(self, name: str) -> str:
-        """The model's own name of what ranks hold as ``name``."""
+        """Return the model's own name of what ranks hold as ``name``."""
         return self.parts[name].whole if name in self.parts else name
 
     def value(self, name: str) -> Tensor:
-        """What the model has of what ranks hold as ``name``: a view."""
+        """Return the model's own values of what ranks hold as ``name``: a view."""
         whole = self.state[self.whole_of(name)].detach()
         return self.parts[name].block.of(whole) if name in self.parts else whole
 
 
 def run_rank(task: VerificationTask) -> StepResult:
-    """One training step on this rank. Collective over the default process group.
+    """Run one training step on this rank. Collective over the default process group.
 
     ``loss`` is nan on ranks that do not compute it.
     """
@@ -80,7 +80,7 @@ def run_rank(task: VerificationTask) -> StepResult:
 
 
 def build_rank(task: VerificationTask) -> tuple[Executor, RankState, torch.optim.Optimizer | None]:
-    """This rank's executor, its own copy of the state, and the optimizer over it. Collective."""
+    """Build this rank's executor, its own copy of the state, and the optimizer over it. Collective."""
     rank = torch.distributed.get_rank()
     mine = {segment.index for segment in task.segments.segments if rank in segment.ranks}
     codes = {index: code for index, code in task.codes.items() if index in mine}
@@ -103,14 +103,14 @@ def build_rank(task: VerificationTask) -> tuple[Executor, RankState, torch.optim
 
 
 def run_rank_with_notes(task: VerificationTask) -> dict[str, list[Note]]:
-    """``run_rank`` on code with notes; what this rank's ops computed, per micro-batch."""
+    """Run code with notes, and return those of what this rank's ops computed, per micro-batch."""
     take_notes()
     run_rank(task)
     return take_notes()
 
 
 def own_state(codes: Mapping[int, SegmentCode], task: VerificationTask, rank: int) -> RankState:
-    """Fresh copies of what ``codes`` name, or of this rank's blocks of it."""
+    """Copy what ``codes`` name, or this rank's blocks of it."""
     leaves: dict[str, Tensor] = {}
     owners: dict[str, nn.Parameter] = {}
     kinds = {name: kind for code in codes.values() for name, kind in code.held.items()}

@@ -1,6 +1,6 @@
-"""What all ranks of a verification found, held against the unpartitioned step.
+"""Results of all ranks of a verification, held against the unpartitioned step.
 
-Where ranks hold blocks of a tensor (shards, or parts of ops that were split), whole tensors are put together of them first.
+If ranks hold blocks of a tensor (shards, or parts of ops that were split), whole tensors are put together from them first.
 Every copy counts: with blocks A and B, A on ranks 0 and 2, B on ranks 1 and 3, there are two whole tensors, of ranks 0 1
 and of ranks 2 3. An element that nobody has is nan, which agrees with nothing.
 """
@@ -19,7 +19,7 @@ from runtime.mesh.sharding import Block, Sharding
 
 
 def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[StepResult]:
-    """One result per copy of the model, where ranks hold blocks; else the ranks' own. Losses of shards are summed."""
+    """Return one result per copy of the model, if ranks hold blocks; else the ranks' own. Losses of shards are summed."""
     if not task.shardings and not task.parts:
         return list(results)
     blocks: dict[tuple[str, str], list[tuple[Block, Tensor]]] = {}
@@ -47,7 +47,7 @@ def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[
 def compare_ranks(
     expected: StepResult, actual: Sequence[StepResult], initial: Mapping[str, Tensor], learning_rate: float
 ) -> list[Comparison]:
-    """Every copy is compared; what nobody holds must not have changed."""
+    """Compare every copy; what nobody holds must not have changed."""
     losses = [result.loss for result in actual if result.loss == result.loss]
     seen: set[str] = set()
     found: list[Comparison] = []
@@ -81,7 +81,7 @@ def _tensors(result: StepResult, task: VerificationTask) -> Iterator[tuple[str, 
 
 
 def _block(kind: str, name: str, rank: int, task: VerificationTask) -> Block:
-    """What ``rank`` holds as ``name``, of the tensor that the model has."""
+    """Return the block that ``rank`` holds as ``name``, of the tensor that the model has."""
     if name in task.parts:
         return task.parts[name].block
     shape, sharding = task.state[name].shape, task.shardings.get(name)
@@ -104,18 +104,18 @@ def _loss(losses: Sequence[float], task: VerificationTask) -> float:
 
 
 def _blocks(found: Sequence[tuple[Block, Tensor]]) -> int:
-    """How many different blocks."""
+    """Count the different blocks."""
     return len({block for block, _ in found})
 
 
 def _owners(sharding: Sharding, shape: Sequence[int]) -> int:
-    """How many ranks train each element."""
+    """Count the ranks that train each element."""
     ranks = sharding.mesh.ranks
     return len(ranks) // len({sharding.owner_block(shape, rank) for rank in ranks})
 
 
 def _wholes(found: Sequence[tuple[Block, Tensor]], like: Tensor) -> Iterator[Tensor]:
-    """As many as the block that most ranks hold; nan where a block is missing."""
+    """Yield whole tensors, as many as ranks hold the most frequent block; nan where a block is missing."""
     holders: dict[Block, list[Tensor]] = {}
     for block, tensor in found:
         holders.setdefault(block, []).append(tensor)

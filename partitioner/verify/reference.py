@@ -1,10 +1,10 @@
 """The reference of a verification: one step of the unpartitioned, eager model in float64.
 
-    loss_reduction    what is compared with
+    loss_reduction    what the plan is compared with
     mean              micro-batch by micro-batch, gradients accumulated, weighted by samples
     sum, token_mean   the whole batch at once: what the user would compute without micro-batches
 
-Where a whole batch is no sum over its samples (batch norm; an auxiliary loss over all tokens), "sum" and "token_mean" go
+If a whole batch is no sum over its samples (batch norm; an auxiliary loss over all tokens), "sum" and "token_mean" go
 micro-batch by micro-batch as well; the mean cross-entropies are then divided by the whole batch's valid labels by hand.
 """
 
@@ -43,7 +43,7 @@ def reference_step(
     optimizer: str,
     learning_rate: float,
 ) -> StepResult:
-    """One step of the unpartitioned model. ``sizes``: of the plan's micro-batches."""
+    """Compute one step of the unpartitioned model. ``sizes``: the samples of each of the plan's micro-batches."""
     model = copied_module(reference.model).train()
     weights = loss_weights(graph.loss_reduction, sizes)
     mode: _WholeBatchMeans | None = None
@@ -78,7 +78,7 @@ def reference_step(
 
 
 def copied_module(model: nn.Module) -> nn.Module:
-    """A deep copy. Tensors that the last forward computed and left in a module (``weight_norm`` does) are copied too."""
+    """Copy a model deeply, with tensors that the last forward computed and left in a module (``weight_norm`` does)."""
     computed = {
         id(value): value.detach().clone()
         for module in model.modules()
@@ -89,7 +89,7 @@ def copied_module(model: nn.Module) -> nn.Module:
 
 
 def why_in_pieces(graph: OpGraph) -> str:
-    """What makes the loss of a whole batch another one than that of its micro-batches; "" if nothing is known to."""
+    """Say what makes the loss of a whole batch another one than that of its micro-batches; "" if nothing is known to."""
     norms = [n.name for n in graph.ops if "batch_norm" in str(n.target) and _in_training(n)]
     if norms:
         return f"batch norm sees one micro-batch at a time ({norms[0]})"
@@ -119,7 +119,7 @@ def _pieces(
 def _counted(
     reference: Workload, batch: Any, leaves: Mapping[str, Tensor], graph: OpGraph, sizes: tuple[int, ...]
 ) -> _WholeBatchMeans:
-    """A first run of all micro-batches on another copy of the model, to count the labels of each cross-entropy."""
+    """Run all micro-batches on another copy of the model first, to count the labels of each cross-entropy."""
     assert graph.token_counts is not None
     if any(normalizer.ignore_index is None for normalizer in graph.token_counts.normalizers):
         raise UsageError(
@@ -139,18 +139,18 @@ def _counted(
 
 
 class _WholeBatchMeans(TorchFunctionMode):
-    """Divides each mean cross-entropy by the labels that its call counted over all micro-batches, times their share."""
+    """A mode that divides each mean cross-entropy by the labels of its call in all micro-batches, times their share."""
 
     def __init__(self, shares: list[float]) -> None:
         super().__init__()
         self.counting = True
         self._shares: list[float] = shares
         self._counts: list[list[float]] = []
-        """By call within a forward, and by micro-batch."""
+        """The numbers of labels, by call within a forward and by micro-batch."""
         self._call, self._index = 0, 0
 
     def start(self, index: int) -> None:
-        """The next forward is that of micro-batch ``index``."""
+        """Expect the forward of micro-batch ``index`` next."""
         self._call, self._index = 0, index
 
     def __torch_function__(
@@ -170,7 +170,7 @@ class _WholeBatchMeans(TorchFunctionMode):
         return func(*args, **{**options, "reduction": "sum"}) / (count * self._shares[self._index])
 
     def _count(self, target: Tensor, weight: Tensor | None, options: Mapping[str, Any]) -> float:
-        """Of this call, over all micro-batches (so far, while counting)."""
+        """Return the labels of this call over all micro-batches (so far, while counting)."""
         valid = target[target != options.get("ignore_index", -100)]
         if self.counting:
             if self._call == len(self._counts):

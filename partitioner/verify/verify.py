@@ -48,7 +48,7 @@ _PLURAL = {"loss": "losses", "gradient": "gradients", "parameter": "parameters",
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was compared, and the worst of it. ``str()`` is what the command prints."""
+    """The report of a verification: what was compared, and the worst of it. ``str()`` is what the command prints."""
 
     model: str
     stages: int
@@ -62,7 +62,7 @@ class VerifyReport:
     notes: tuple[str, ...]
     first_difference: str | None = None
     mesh: tuple[int, ...] = ()
-    """How its devices share the stage that is all of the plan; () for a plan of several stages, or on one device."""
+    """The mesh of the stage that is all of the plan; () for a plan of several stages, or on one device."""
 
     @property
     def passed(self) -> bool:
@@ -96,7 +96,7 @@ class VerifyReport:
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain JSON data."""
+        """Return the report as plain JSON data."""
         return {"passed": self.passed, **asdict(self)}
 
     def raise_if_different(self) -> None:
@@ -121,9 +121,9 @@ def verify_plan(
 ) -> VerifyReport:
     """Run ``plan`` on local Gloo processes in float64 and compare it with ``model``.
 
-    ``model``: a module with real weights, or a Workload. ``batch_dims``, ``dynamic_dims``: as :func:`partition` was
-    given them. ``pool``: workers to use instead of starting new ones;
-    ``graph``: the model's training trace, to trace once for several plans.
+    ``model``: a module with real weights, or a Workload. ``batch_dims``, ``dynamic_dims``: those that :func:`partition`
+    was given. ``pool``: workers to use instead of starting new ones. ``graph``: the model's training trace, to trace once
+    for several plans.
     """
     started = time.monotonic()
     workload = _workload(model, example_inputs, loss_fn)
@@ -200,13 +200,13 @@ def verify_plan(
 
 
 def _mesh_of_all(plan: PlanData) -> tuple[int, ...]:
-    """The sizes of the mesh of the only stage; () where there are others, or where it has one device."""
+    """Return the sizes of the mesh of the only stage; () if there are others, or if it has one device."""
     shapes = [() if s.sharding is None else tuple(s.sharding.axes.values()) for s in plan.stages]
     return shapes[0] if len(shapes) == 1 else ()
 
 
 def _notes(plan: PlanData, graph: OpGraph, dropped: int) -> list[str]:
-    """What is compared otherwise than it will be trained. ``dropped``: ops whose dropout was switched off."""
+    """Note what is compared otherwise than it will be trained. ``dropped``: ops whose dropout was switched off."""
     notes = list(graph.notes)
     if plan.precision != Precision():
         notes.append(f"verified in float64 throughout; the plan trains with {plan.precision}")
@@ -225,7 +225,7 @@ def _notes(plan: PlanData, graph: OpGraph, dropped: int) -> list[str]:
 def _without_rounding(
     found: list[Comparison], expected: StepResult, in_other_order: Callable[[], StepResult]
 ) -> tuple[list[Comparison], list[str]]:
-    """``found`` without what is rounding of the model itself, and a note that names that."""
+    """Return ``found`` without what is rounding of the model itself, and a note that names that."""
     rounding = rounding_only([c for c in found if not c.agrees], expected, in_other_order, LEARNING_RATE)
     if not rounding:
         return found, []
@@ -249,13 +249,13 @@ def refuse_without_weights(model: nn.Module) -> None:
 
 
 def double_copy(workload: Workload) -> Workload:
-    """The workload in float64 on the CPU, its model copied: the user's is never touched."""
+    """Return the workload in float64 on the CPU, its model copied: the user's is never touched."""
     model = widen_module(copied_module(workload.model)).cpu()
     return Workload(model, to_double(workload.example_inputs), workload.loss_fn, workload.name)
 
 
 def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
-    """Parameters, buffers and lifted constants by canonical name."""
+    """Return parameters, buffers and lifted constants by canonical name."""
     state = {name: tensor.detach() for name, tensor in model.named_parameters()}
     state.update({name: tensor.detach() for name, tensor in model.named_buffers()})
     return {**graph.constants, **state}
@@ -263,7 +263,7 @@ def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
 
 @contextmanager
 def _blaming_the_model(name: str) -> Iterator[None]:
-    """What the unpartitioned model raises is not the plan's fault, and says so."""
+    """Blame the model for what it raises unpartitioned: it is not the plan's fault."""
     try:
         yield
     except PartitionerError:
@@ -298,10 +298,10 @@ def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., A
 
 
 def _sizes(plan: PlanData, multiple: int, samples: int) -> tuple[int, ...]:
-    """Micro-batch sizes of a small batch that is cut like the plan's: ``samples`` each, uneven if the plan's is.
+    """Return the micro-batch sizes of a small batch that is cut like the plan's: ``samples`` each, uneven if the plan's is.
 
-    Single samples only where the plan has them: some models refuse them. Of two samples batch norm makes 1 and -1, and
-    nothing before it has a gradient but rounding. ``multiple``: what ranks that share samples need.
+    There are single samples only if the plan has them: some models refuse them. Batch norm turns two samples into 1 and
+    -1, and nothing before it has a gradient but rounding. ``multiple``: the multiple that ranks that share samples need.
     """
     units = plan.batch_size // multiple
     uneven = units % plan.microbatches != 0
