@@ -22,7 +22,7 @@ from passes.lower.realize import Realized, realize, segmented
 from passes.lower.segment import Segmentation
 from passes.lower.step import transfer_seconds
 from passes.search.infeasible import overflow_bytes
-from runtime.program.order import quick_makespan
+from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
 from runtime.segment.microbatch import microbatch_sizes
 

@@ -38,7 +38,7 @@ from runtime.program.program import (
 
 QueueRule: TypeAlias = Literal["device", "pair"]
 Place: TypeAlias = tuple[int, int]
-"""(rank, index of the instruction in its program)."""
+"""The (rank, index of the instruction in its program)."""
 
 _TRANSFER = (Send, Recv)
 _SEARCHES = 64
@@ -47,7 +47,7 @@ _SEARCHES = 64
 
 @dataclass
 class WaitGraph:
-    """Nodes are numbered; ``places[node]`` says where the instructions of a node stand."""
+    """The graph of waits. Nodes are numbered; ``places[node]`` says where the instructions of a node stand."""
 
     programs: Sequence[Program]
     places: list[list[Place]] = field(default_factory=list)

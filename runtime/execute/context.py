@@ -79,7 +79,7 @@ class ProgramContext:
 
 @dataclass
 class Shared:
-    """The things that the executor and the handlers of one batch shape hand each other."""
+    """The things that the executor and the handlers of one batch shape hand each other in a step."""
 
     microbatches: int
     shapes: list[Mapping[str, tuple[tuple[int, ...], torch.dtype]]]

@@ -48,14 +48,11 @@ from runtime.program.program import (
 from runtime.program.timing import (
     Timing,
     consumers_by_rank,
-    quick_makespan,
     time_orders,
 )
 
-__all__ = ["build_programs", "quick_makespan"]
-
 EARLY_BYTES = 256 * 2**10
-"""About how much memory a rank may spend, per value, on receives posted more than one compute ahead.
+"""Bytes that a rank may spend, about, per value, on receives posted more than one compute ahead.
 
 A message whose receive waits for it goes straight out. One that comes first has to ask, and the sender's next free moment
 answers: two more wake-ups of sleeping threads, which with small computes cost more than everything else (Gloo, GPipe,

@@ -39,7 +39,7 @@ _HOST = "127.0.0.1"
 
 
 class WorkerError(RankFailureError):
-    """A local worker raised an exception, died or ran out of time. ``errors``: the text of each rank."""
+    """The error of local workers that raised an exception, died or ran out of time. ``errors``: the text of each rank."""
 
     def __init__(
         self,

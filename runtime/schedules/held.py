@@ -13,7 +13,7 @@ from runtime.program.program import Backward, BackwardInput, ComputeOrder, Forwa
 
 Kind: TypeAlias = Literal["F", "B", "I", "W"]
 Step: TypeAlias = tuple[Kind, int, int]
-"""(forward, whole backward, input half or weight half; chunk on the rank; micro-batch)"""
+"""The (forward, whole backward, input half or weight half; chunk on the rank; micro-batch) of a compute."""
 
 Moment: TypeAlias = tuple[tuple[int, int], ...]
 """Micro-batches of each chunk that are held whole, and those of which only the weight half is left.

@@ -27,7 +27,7 @@ def play(graph: SegmentGraph, work: Work, microbatches: int, limits: Sequence[in
 
 
 class ListClock:
-    """The state of the play.
+    """The state of a step that is being played.
 
     task   node * m + microbatch
     unit   a device group: the ranks that run a segment together

@@ -10,7 +10,7 @@ import pytest
 from cost_models.errors import DeadlockError, InternalError
 from runtime.check.check import check
 from runtime.program.groups import on_leaders
-from runtime.program.order import build_programs, quick_makespan
+from runtime.program.order import build_programs
 from runtime.program.program import (
     Backward,
     Compute,
@@ -27,6 +27,7 @@ from runtime.program.program import (
     Value,
     pair_queue,
 )
+from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
 from runtime.simulate.fair_share import UniformLinks
 from runtime.simulate.simulate import simulate

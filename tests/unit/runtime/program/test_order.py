@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from cost_models.errors import DeadlockError, InternalError
-from runtime.program.order import EARLY_BYTES, build_programs, quick_makespan
+from runtime.program.order import EARLY_BYTES, build_programs
 from runtime.program.program import (
     Backward,
     Forward,
@@ -26,7 +26,7 @@ from runtime.program.program import (
     Value,
     compute_of,
 )
-from runtime.program.timing import time_orders
+from runtime.program.timing import quick_makespan, time_orders
 from runtime.schedules import SCHEDULES
 from tests.support.random_dags import Case, cases
 from tests.unit.runtime.schedules.helpers import COST, chain, gpipe, no_time, one_f_one_b, split_backward

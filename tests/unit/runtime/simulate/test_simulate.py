@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cost_models.errors import DeadlockError, InternalError
 from cost_models.links import Link, Path
 from runtime.check.check import check
-from runtime.program.order import build_programs, quick_makespan
+from runtime.program.order import build_programs
 from runtime.program.program import (
     Backward,
     BackwardInput,
@@ -36,6 +36,7 @@ from runtime.program.program import (
     Value,
     pair_queue,
 )
+from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
 from runtime.simulate.fair_share import FairShare, UniformLinks
 from runtime.simulate.simulate import Overheads, Simulation, simulate
