@@ -57,7 +57,7 @@ class Ours:
             codes,
             task.segments,
             self._state,
-            task.batch_spec,
+            task.batch_specs[rank],
             timeout_seconds=task.timeout_seconds,
             programs=task.programs,
         )

@@ -8,7 +8,6 @@ from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, 
 from partitioner.verify.rank import VerificationTask
 from partitioner.verify.verify import model_state
 from passes.graph.graph import OpGraph
-from passes.lower.lower import lower
 from passes.trace.batch import flatten_batch, forward_names
 from passes.trace.loss.reduction import step_batch, step_weights
 
@@ -20,9 +19,9 @@ def plan_task(plan: Plan, workload: Workload, graph: OpGraph) -> VerificationTas
     leaves = flatten_batch(workload.example_inputs, forward_names(workload.model))
     return VerificationTask(
         programs=plan_programs(plan, ranks),
-        codes=lower(code.graph, code.segmentation),
+        codes=code.lowered(),
         segments=plan_segments(plan, ranks),
-        batch_spec=code.graph.batch,
+        batch_specs=tuple(map(code.batch_of, range(plan.world_size))),
         batch=step_batch(graph, leaves, plan.microbatches),
         state=model_state(workload.model, graph),
         trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),

@@ -66,7 +66,7 @@ class PlanCase:
             programs=plan_programs(plan, ranks),
             codes=lower(graph, plan_code(plan, graph, ranks).segmentation),
             segments=plan_segments(plan, ranks),
-            batch_spec=graph.batch,
+            batch_specs=(graph.batch,) * plan.world_size,
             batch=step_batch(graph, leaves, plan.microbatches),
             state=model_state(workload.model, graph),
             trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),

@@ -19,9 +19,9 @@ from partitioner.engine.weights import weights_of
 from partitioner.models.as_graph import as_graph
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
-from partitioner.record.rebuild import PlannedCode, plan_code, plan_programs, plan_segments
+from partitioner.record.rebuild import plan_code, plan_programs, plan_segments
 from passes.graph.graph import OpGraph
-from passes.lower.lower import lower
+from passes.lower.placed_graph import PlacedGraph
 from passes.trace.init_state import values_of
 from passes.trace.precision import check_precision
 from runtime.execute.loaded import Replan
@@ -84,11 +84,10 @@ def build_share(
     code = plan_code(plan, graph, ranks)
     programs, segments = plan_programs(plan, ranks), plan_segments(plan, ranks)
     mine = frozenset(segment.index for segment in segments.segments if rank in segment.ranks)
-    codes = lower(code.graph, code.segmentation, device=str(device), only=mine)
+    codes = code.lowered(device=str(device), only=mine)
     check_precision(graph, plan.precision, plan.optimizer_memory)
     keys = StateKeys.of(recipe.workload.model, plan.precision)
-    held = code.graph if code.graph.parts else graph  # a graph of shards has shapes of its own
-    state = _own_state(recipe, keys, held, code, rank, device, plan.precision)
+    state = _own_state(recipe, keys, code, rank, device, plan.precision)
     optimizer = make_engine_optimizer(
         recipe.optimizer, recipe.optimizer_kwargs, plan, graph, state, recipe.learning_rate, device
     )
@@ -97,20 +96,20 @@ def build_share(
         return plan_programs(replanned(plan, microbatches), ranks)
 
     return Share(
-        graph, code.graph, code.graph.batch, programs, segments, codes, state, optimizer, keys, replan
+        graph, code.graph, code.batch_of(rank), programs, segments, codes, state, optimizer, keys, replan
     )
 
 
 def _own_state(
     recipe: Recipe,
     keys: StateKeys,
-    graph: OpGraph,
-    code: PlannedCode,
+    code: PlacedGraph,
     rank: int,
     device: torch.device,
     precision: Precision,
 ) -> RankState:
-    model, holders = recipe.workload.model, holders_of(code.graph, code.segmentation, code.shardings)
+    graph, model = code.graph, recipe.workload.model
+    holders = holders_of(graph, code.segmentation, code.shardings)
     mine = [name for name, ranks in holders.items() if rank in ranks]
     values = values_of(
         mine,
@@ -129,9 +128,11 @@ def _own_state(
 
 
 def _blocks(graph: OpGraph, shardings: Mapping[str, Sharding], rank: int) -> dict[str, Block]:
-    """Return the blocks of tensors that ``rank`` stores in part."""
+    """List the tensors that ``rank`` stores in part."""
     blocks = {}
     for name, sharding in shardings.items():
+        if rank not in sharding.mesh.ranks:
+            continue
         shape = (graph.parameters.get(name) or graph.buffers[name]).shape
         block = sharding.leaf_block(shape, rank)
         if block.shape != shape:

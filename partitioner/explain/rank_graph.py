@@ -13,7 +13,7 @@ Bridges are marked: what goes between devices, forward or backward. Shapes are t
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +25,11 @@ from torch import fx
 from cost_models.errors import UsageError
 from cost_models.units import counted
 from partitioner.explain.graph_of_plan import graph_of
-from partitioner.record.rebuild import PlannedCode, plan_code
-from partitioner.report.sharding import mesh_text, ranks_text
+from partitioner.record.rebuild import plan_code
+from partitioner.report.sharding import devices_text, mesh_text, ranks_text
 from partitioner.report.text import printable
 from passes.graph.graph import OpGraph, tensor_specs
-from passes.lower.lower import lower
+from passes.lower.placed_graph import PlacedGraph
 from passes.shard.words import placements_text
 from runtime.ops import bridges
 from runtime.ops.local import run_local
@@ -125,28 +125,28 @@ def rank_graph(plan: PlanData, model: ModelOrTrace | None, rank: int, options: d
     graph = graph_of(plan, model, f"show the graph of rank {rank}", options)
     code = plan_code(plan, graph)
     own = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
-    lowered = lower(code.graph, code.segmentation, only=frozenset(own))
+    lowered = code.lowered(only=frozenset(own))
     parts = {
         f"stage {index}" if len(plan.stages) > 1 else "": _nodes(
             plan, plan.stages[index], code, lowered[index], graph
         )
         for index in own
     }
-    return RankGraph(_title(plan, rank, code), parts)
+    return RankGraph(_title(plan, rank, own, code), parts)
 
 
-def _title(plan: PlanData, rank: int, code: PlannedCode) -> str:
-    sharding = plan.stages[0].sharding
+def _title(plan: PlanData, rank: int, own: Sequence[int], code: PlacedGraph) -> str:
+    """``own``: the stages that the rank runs."""
     parts = [f"rank {rank} of {plan.world_size}", plan.model.name]
-    if sharding is not None:
-        parts.append(f"mesh {mesh_text(sharding)}")
-    unit = code.graph.batch.multiple
+    shared = [sharding for index in own if (sharding := plan.stages[index].sharding) is not None]
+    parts += dict.fromkeys(f"mesh {mesh_text(sharding)}" for sharding in shared)
+    unit = code.batch_of(rank).multiple
     parts.append(f"b: {'samples' if unit == 1 else f'units of {unit} samples'} of a micro-batch")
     return " · ".join(parts)
 
 
 def _nodes(
-    plan: PlanData, stage: Stage, code: PlannedCode, lowered: SegmentCode, model: OpGraph
+    plan: PlanData, stage: Stage, code: PlacedGraph, lowered: SegmentCode, model: OpGraph
 ) -> tuple[RankNode, ...]:
     batch = code.graph.batch.batch_symbol
     kinds = dict(zip(lowered.module.graph.find_nodes(op="placeholder"), lowered.inputs, strict=True))
@@ -187,7 +187,7 @@ def _nodes(
 
 
 def _of(plan: PlanData, stage: int) -> str:
-    return f", rank {plan.stages[stage].devices[0]}"
+    return f", {devices_text(plan.stages[stage].devices)}"
 
 
 def _layouts(stage: Stage, model: OpGraph) -> dict[object, str]:

@@ -9,8 +9,7 @@ Everything is numbered by the plan's devices, for the simulator, or with ``ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from cost_models.errors import PlanError, UsageError
 from partitioner.record.data import PlanData
@@ -18,16 +17,14 @@ from partitioner.record.rebuild_checks import refuse_wrong_stages
 from partitioner.record.records import Stage
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph, once_per_graph
-from passes.lower.segment import Segmentation, by_stage, on_mesh
+from passes.lower.placed_graph import PlacedGraph, on_meshes
+from passes.lower.segment import Segmentation, by_stage
 from passes.lower.step import StepCosts, SumCost, SumKey, programs_for, simulate_step, sum_bytes
 from passes.shard.discover import Discovery
-from passes.shard.program import shardings
-from passes.shard.shard import shard_graph
 from passes.shard.words import FeaturePlacement, choice_text
 from passes.split.split import Split, split_neurons
 from runtime.check.check import check
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
-from runtime.mesh.sharding import Sharding
 from runtime.program.program import Collective, Program, Segment, SegmentCost, SegmentGraph, TiedGroup, Value
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.segment.microbatch import microbatch_sizes
@@ -79,7 +76,7 @@ def plan_tied(plan: PlanData, ranks: RankMap | None = None) -> tuple[TiedGroup, 
 
 def _stage_sums(stage: Stage, ranks: RankMap | None) -> Iterator[TiedGroup]:
     if stage.sharding is not None:
-        mesh = stage.sharding.mesh(stage.devices if ranks is None else ranks.ranks(stage.devices))
+        mesh = stage.sharding.mesh(_group(stage, ranks))
         for item in stage.sharding.sums:
             for group in all_ranks_along(mesh, item.axes):
                 yield TiedGroup(item.parameters, group, item.scattered)
@@ -145,36 +142,34 @@ def _gathers(stage: Stage) -> Iterator[Collective]:
                 yield Collective("all_gather", ranks, sent_bytes, backward=False)
 
 
-@dataclass(frozen=True)
-class PlannedCode:
-    """The code of a plan's segments. ``graph``: the model's own, or with local shapes if ranks run it on shards.
-
-    ``shardings``: those of parameters and buffers of which ranks hold blocks; none if every rank holds them whole.
-    """
-
-    graph: OpGraph
-    segmentation: Segmentation
-    shardings: Mapping[str, Sharding]
-
-
 def plan_code(
     plan: PlanData, graph: OpGraph, ranks: RankMap | None = None, *, run: OpGraph | None = None
-) -> PlannedCode:
+) -> PlacedGraph:
     """Return the plan's segments of ``graph``. Raises PlanError when the plan is for another model.
 
     ``run``: the same ops with other data types or numbers among their arguments, to run instead.
     """
     refuse_other_model(plan, graph)
-    planned, graph = graph, split_graph(plan, run or graph)
-    for stage in plan.stages:
-        if stage.sharding is not None:
-            devices = stage.devices if ranks is None else ranks.ranks(stage.devices)
-            placement = stage.sharding.placement(devices, plan.microbatches)
-            refuse_wrong_choices(plan.model.name, planned, placement)
-            sharded = shard_graph(graph, placement)
-            return PlannedCode(sharded.graph, on_mesh(sharded.graph, sharded.mesh), shardings(sharded))
-    refuse_wrong_stages(plan, split_graph(plan, planned))
-    return PlannedCode(graph, _segmentation(plan, graph, ranks), {})
+    planned, graph = split_graph(plan, graph), split_graph(plan, run or graph)
+    placements = stage_placements(plan, ranks)
+    for placement in placements.values():
+        refuse_wrong_choices(plan.model.name, planned, placement)
+    refuse_wrong_stages(plan, planned)
+    return on_meshes(graph, _segmentation(plan, graph, ranks), placements)
+
+
+def stage_placements(plan: PlanData, ranks: RankMap | None = None) -> dict[int, FeaturePlacement]:
+    """Return, by its number, how each stage runs that several devices share."""
+    return {
+        index: stage.sharding.placement(_group(stage, ranks), plan.microbatches)
+        for index, stage in enumerate(plan.stages)
+        if stage.sharding is not None
+    }
+
+
+def _group(stage: Stage, ranks: RankMap | None) -> tuple[int, ...]:
+    """Return the devices of a stage, or the ranks that play them."""
+    return stage.devices if ranks is None else ranks.ranks(stage.devices)
 
 
 def split_graph(plan: PlanData, graph: OpGraph) -> OpGraph:
@@ -214,10 +209,9 @@ def refuse_wrong_choices(model: str, graph: OpGraph, placement: FeaturePlacement
 
 
 def _segmentation(plan: PlanData, graph: OpGraph, ranks: RankMap | None) -> Segmentation:
-    """Return the ops of ``graph`` that each of the plan's segments runs."""
+    """Return the ops of ``graph`` that each of the plan's segments runs, and its group."""
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
-    devices = [stage.devices[0] for stage in plan.stages]
-    places = devices if ranks is None else ranks.ranks(devices)
+    groups = [_group(stage, ranks) for stage in plan.stages]
     known = frozenset(block_of(graph).values())
     missing = sorted({name for stage in plan.stages for name in stage.recomputed_blocks} - known)
     if missing:
@@ -227,7 +221,11 @@ def _segmentation(plan: PlanData, graph: OpGraph, ranks: RankMap | None) -> Segm
             suggestions=["plan this model anew"],
         )
     blocks = [stage.recomputed_blocks for stage in plan.stages]
-    return by_stage(graph, stage_of, places, frozenset(plan.recomputed), blocks)
+    meshes = [
+        None if stage.sharding is None else stage.sharding.mesh(group)
+        for stage, group in zip(plan.stages, groups, strict=True)
+    ]
+    return by_stage(graph, stage_of, groups, frozenset(plan.recomputed), blocks, meshes)
 
 
 def refuse_other_model(plan: PlanData, graph: OpGraph) -> None:

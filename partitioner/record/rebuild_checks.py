@@ -25,7 +25,7 @@ MOST_REPORTED = 8
 
 
 def refuse_wrong_stages(plan: PlanData, graph: OpGraph) -> None:
-    """Raise PlanError where stages of one device each would not compute what ``graph`` does.
+    """Raise PlanError where the plan's stages would not compute what ``graph`` does.
 
     ``graph``: the model's, with the ops in blocks that the plan has in blocks.
     """

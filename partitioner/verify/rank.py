@@ -29,7 +29,8 @@ class VerificationTask:
     programs: tuple[Program, ...]
     codes: Mapping[int, SegmentCode]
     segments: SegmentGraph
-    batch_spec: BatchSpec
+    batch_specs: tuple[BatchSpec, ...]
+    """How each rank reads the batch."""
     batch: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
     trainable: frozenset[str]
@@ -90,10 +91,10 @@ def build_rank(task: VerificationTask) -> tuple[Executor, RankState, torch.optim
         codes,
         task.segments,
         state.leaves,
-        task.batch_spec,
+        task.batch_specs[rank],
         timeout_seconds=task.timeout_seconds,
         programs=task.programs,
-        shardings=task.shardings,
+        shardings=state.shardings,
     )
     return (
         executor,

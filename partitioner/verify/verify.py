@@ -35,7 +35,6 @@ from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import in_float64, widen_module
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
-from passes.lower.lower import lower
 from passes.trace.batch import flatten_batch, forward_names
 from passes.trace.loss.reduction import step_batch, step_weights
 from passes.trace.wrappers import unwrapped
@@ -142,16 +141,16 @@ def verify_plan(
     code = plan_code(plan, traced, ranks, run=graph)
     reference = double_copy(workload)
     notes = _notes(plan, graph, dropped)
-    sizes = _sizes(plan, code.graph.batch.multiple, 2 * least_samples(graph)[0])
+    sizes = _sizes(plan, code.multiple, 2 * least_samples(graph)[0])
     batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
     batch = ignore_unevenly(batch, reference.model, graph)
     leaves = flatten_batch(batch, forward_names(reference.model))
     state = model_state(reference.model, graph)
     task = VerificationTask(
         programs=plan_programs(plan, ranks),
-        codes=lower(code.graph, code.segmentation),
+        codes=code.lowered(),
         segments=plan_segments(plan, ranks),
-        batch_spec=code.graph.batch,
+        batch_specs=tuple(map(code.batch_of, range(plan.world_size))),
         batch=step_batch(graph, leaves, plan.microbatches),
         state=state,
         trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),

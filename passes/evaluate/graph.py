@@ -11,29 +11,26 @@ import dataclasses
 import torch
 from torch import fx
 
-from passes.graph.graph import GraphOutput, OpGraph
-from passes.graph.nodes import argument, copy_graph, fake_call, fake_mode_of, new_module, origin
+from passes.graph.graph import OpGraph
+from passes.graph.nodes import argument, copy_graph, fake_call, fake_mode_of, origin
+from passes.graph.part import with_outputs
 
 
 def without_writes(graph: OpGraph) -> OpGraph:
     """``graph`` with outputs for people only."""
     new = copy_graph(graph.graph)
     outputs = tuple(output for output in graph.outputs if output.kind != "buffer")
-    nodes = {node.name: node for node in new.nodes}
-    new.output_node().args = (tuple(nodes[output.node] for output in outputs),)
     for node in new.nodes:
         if argument(node, "momentum") is not None:
             _set_argument(node, "momentum", 0.0)
-    return _with_outputs(graph, new, outputs)
+    return with_outputs(graph, new, outputs)
 
 
 def without_outputs(graph: OpGraph) -> OpGraph:
     """``graph`` with its loss and metrics only."""
     new = copy_graph(graph.graph)
     outputs = tuple(output for output in graph.outputs if output.kind != "output")
-    nodes = {node.name: node for node in new.nodes}
-    new.output_node().args = (tuple(nodes[output.node] for output in outputs),)
-    return _with_outputs(graph, new, outputs)
+    return with_outputs(graph, new, outputs)
 
 
 def with_computed_outputs(graph: OpGraph) -> OpGraph:
@@ -57,20 +54,7 @@ def with_computed_outputs(graph: OpGraph) -> OpGraph:
         )
         for output in graph.outputs
     )
-    nodes = {node.name: node for node in new.nodes}
-    new.output_node().args = (tuple(nodes[output.node] for output in outputs),)
-    return _with_outputs(graph, new, outputs)
-
-
-def _with_outputs(graph: OpGraph, new: fx.Graph, outputs: tuple[GraphOutput, ...]) -> OpGraph:
-    """``graph`` as ``new``, which returns ``outputs``, without what only others needed."""
-    # An op without a reader computes nothing that anybody sees; a placeholder without one is no input.
-    for node in reversed(list(new.nodes)):
-        if node.op != "output" and not node.users:
-            new.erase_node(node)
-    kept = {node.name for node in new.nodes}
-    inputs = tuple(i for i in graph.inputs if i.node in kept)
-    return dataclasses.replace(graph, module=new_module(graph.module, new), outputs=outputs, inputs=inputs)
+    return with_outputs(graph, new, outputs)
 
 
 def _set_argument(node: fx.Node, name: str, value: float) -> None:

@@ -161,7 +161,7 @@ def _one_segment_per_stage(
     used = sorted(set(stage_of.values()))
     index = {stage: position for position, stage in enumerate(used)}
     renumbered = {name: index[stage] for name, stage in stage_of.items()}
-    return by_stage(graph, renumbered, [stage_ranks[stage] for stage in used], recomputed)
+    return by_stage(graph, renumbered, [(stage_ranks[stage],) for stage in used], recomputed)
 
 
 def _with_copies(graph: OpGraph, travels: Mapping[tuple[str, str], str]) -> tuple[OpGraph, Mapping[str, str]]:

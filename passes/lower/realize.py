@@ -75,7 +75,7 @@ def segmented(
     ``unit_of``: the ops that are never parted (``passes.graph.state.owning_units``), where that is known.
     """
     if candidate.contiguous:
-        return by_stage(graph, candidate.stage_of, candidate.ranks, recomputed, candidate.recomputed_blocks)
+        return by_stage(graph, candidate.stage_of, candidate.groups, recomputed, candidate.recomputed_blocks)
     group_of = {name: candidate.groups[stage] for name, stage in candidate.stage_of.items()}
     if unit_of is None:
         unit_of = owning_units(graph, recomputed)

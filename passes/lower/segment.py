@@ -61,12 +61,14 @@ def on_mesh(graph: OpGraph, mesh: Mesh) -> Segmentation:
 def by_stage(
     graph: OpGraph,
     stage_of: Mapping[str, int],
-    stage_ranks: Sequence[int],
+    groups: Sequence[tuple[int, ...]],
     recomputed: frozenset[str],
     recomputed_blocks: Sequence[Collection[str]] = (),
+    meshes: Sequence[Mesh | None] = (),
 ) -> Segmentation:
-    """One segment per stage. Every edge must lead to the same or a later stage.
+    """Make one segment per stage. Every edge must lead to the same or a later stage.
 
+    ``groups``: per stage, the ranks that run it; ``meshes``: how they are arranged where several share it.
     ``recomputed_blocks``: per stage, the blocks that it computes again in backward.
     """
     backwards = [
@@ -79,7 +81,8 @@ def by_stage(
     if backwards:
         raise InternalError("segment: a stage reads from a later stage", because=backwards[:10])
     regions = regions_of_stages(graph, stage_of, recomputed_blocks)
-    return Segmentation(dict(stage_of), tuple((rank,) for rank in stage_ranks), recomputed, regions)
+    arranged = tuple(meshes) if any(mesh is not None for mesh in meshes) else ()
+    return Segmentation(dict(stage_of), tuple(groups), recomputed, regions, arranged)
 
 
 def by_reach(

@@ -132,16 +132,18 @@ def trained_tensors(graph: OpGraph, segmentation: Segmentation, world_size: int)
 
 
 def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, ...]:
-    """Group the gradients that must be summed across ranks. One group per distinct set of ranks."""
-    ranks_of: dict[str, set[int]] = defaultdict(set)
+    """List which gradients must be summed across device groups, one entry per distinct set of ranks.
+
+    What ranks of one group sum among themselves is not in it (``passes.shard.program.gradient_sums``).
+    """
+    groups_of: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
         for name in names:
-            ranks_of[name].update(segmentation.ranks[segment])
+            groups_of[name].add(segmentation.ranks[segment])
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in graph.parameters:
-        ranks = ranks_of.get(name, set())
-        if len(ranks) > 1 and name in graph.trained:
-            groups[tuple(sorted(ranks))].append(name)
+        if len(groups_of[name]) > 1 and name in graph.trained:
+            groups[tuple(sorted({rank for ranks in groups_of[name] for rank in ranks}))].append(name)
     return tuple(TiedGroup(tuple(names), ranks) for ranks, names in groups.items())
 
 

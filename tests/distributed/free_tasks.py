@@ -47,7 +47,7 @@ def free_task(
         programs=programs,
         codes=lower(graph, segmentation),
         segments=segments,
-        batch_spec=graph.batch,
+        batch_specs=(graph.batch,) * ranks,
         batch=batch,
         state=state,
         trainable=frozenset(whole.get(n, n) for n, spec in graph.parameters.items() if spec.requires_grad),

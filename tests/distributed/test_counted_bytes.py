@@ -17,7 +17,6 @@ from partitioner.record.rebuild import plan_code, plan_programs, plan_segments
 from passes.costs.costs import costs_of
 from passes.evaluate.float64 import float64_by_default
 from passes.graph.graph import OpGraph
-from passes.lower.lower import lower
 from passes.search.feature.evaluate import evaluate
 from passes.search.feature.problem import Setting, links_of
 from passes.trace.trace import trace
@@ -108,9 +107,9 @@ def task_of(plan: Plan, graph: OpGraph, model: nn.Module, batch: dict[str, Tenso
     code = plan_code(plan, graph)
     return Task(
         plan_programs(plan),
-        lower(code.graph, code.segmentation),
+        code.lowered(),
         plan_segments(plan),
-        code.graph.batch,
+        code.batch_of(0),
         code.shardings,
         {n: model.state_dict()[n].clone() for n in (*code.graph.parameters, *code.graph.buffers)},
         code.graph.trained,

@@ -16,9 +16,7 @@ from cost_models.errors import UsageError
 from partitioner import Plan, Workload, partition
 from partitioner.engine.engine import Engine
 from partitioner.verify.verify import verify_plan
-from passes.graph.graph import OpGraph
-from passes.lower.lower import lower
-from passes.lower.segment import Segmentation
+from passes.lower.placed_graph import PlacedGraph
 from runtime.ranks.launch import WorkerPool
 from runtime.segment.code import SegmentCode
 from tests.support.split_model import (
@@ -300,8 +298,10 @@ def test_verify_compares_whole_tensors_and_names_the_block_that_differs(
     assert report.compared["parameter"] == len(list(net.parameters()))
     assert report.compared["buffer"] == len(list(net.buffers()))
 
-    def wrong(graph: OpGraph, segmentation: Segmentation) -> dict[int, SegmentCode]:
-        codes = lower(graph, segmentation)
+    lowered = PlacedGraph.lowered
+
+    def wrong(placed: PlacedGraph) -> dict[int, SegmentCode]:
+        codes = lowered(placed)
         for code in codes.values():
             for node in code.module.graph.nodes:
                 if node.op == "call_function" and node.name == "tanh_b1":
@@ -309,7 +309,7 @@ def test_verify_compares_whole_tensors_and_names_the_block_that_differs(
             code.module.recompile()
         return codes
 
-    monkeypatch.setattr("partitioner.verify.verify.lower", wrong)
+    monkeypatch.setattr(PlacedGraph, "lowered", wrong)
     first = verify_plan(plan, made, pool=pool).first_difference
     assert first is not None
     assert first.startswith("tanh_b1 (stage ")

@@ -143,7 +143,7 @@ def task(plan: Plan, workload: Workload, graph: OpGraph) -> VerificationTask:
         programs=plan_programs(plan, ranks),
         codes=codes,
         segments=plan_segments(plan, ranks),
-        batch_spec=graph.batch,
+        batch_specs=(graph.batch,) * plan.world_size,
         batch={name: leaves[name] for name in graph.batch.batch_dims},
         state=model_state(workload.model, graph),
         trainable=frozenset(graph.parameters),

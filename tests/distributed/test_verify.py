@@ -12,9 +12,7 @@ from torch import fx, nn
 from benchmarks.verify_matrix import SMOKE, Case, load, verify_case
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, VerificationError, Workload, partition
-from passes.graph.graph import OpGraph
-from passes.lower.lower import lower
-from passes.lower.segment import Segmentation
+from passes.lower.placed_graph import PlacedGraph
 from runtime.ranks.launch import WorkerPool
 from runtime.segment.code import SegmentCode
 
@@ -116,15 +114,17 @@ def test_the_first_op_that_differs_is_named(pool: WorkerPool, monkeypatch: pytes
     workload = Workload(Branches(), (torch.randn(4, 6),), squared)
     plan = planned(workload, {"first": 0, "last": 1}, 2, "1f1b")
 
-    def tampered(graph: OpGraph, segmentation: Segmentation) -> dict[int, SegmentCode]:
-        codes = lower(graph, segmentation)
+    lowered = PlacedGraph.lowered
+
+    def tampered(placed: PlacedGraph) -> dict[int, SegmentCode]:
+        codes = lowered(placed)
         module = fx.GraphModule(nn.Module(), codes[1].module.graph)
         (multiplied,) = [n for n in module.graph.nodes if "mul" in n.name]
         multiplied.target = torch.ops.aten.add.Tensor
         module.recompile()
         return {**codes, 1: replace(codes[1], module=module)}
 
-    monkeypatch.setattr("partitioner.verify.verify.lower", tampered)
+    monkeypatch.setattr(PlacedGraph, "lowered", tampered)
     report = plan.verify(workload, pool=pool)
     assert not report.passed
     assert report.first_difference is not None

@@ -17,9 +17,7 @@ from benchmarks.feature_matrix import Mesh, load, make_plan, verify_sharded
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError
 from partitioner import Plan, Workload, partition
-from passes.graph.graph import OpGraph
-from passes.lower.lower import lower
-from passes.lower.segment import Segmentation
+from passes.lower.placed_graph import PlacedGraph
 from passes.search.feature.options import Options
 from passes.search.feature.place import FeatureResult, place_features
 from passes.search.feature.result import assemble
@@ -149,8 +147,10 @@ def without(monkeypatch: pytest.MonkeyPatch, bridge: Callable[..., object]) -> l
     """Ranks run without the first such bridge. The list will have the name of the op that then reads what is wrong."""
     reads: list[str] = []
 
-    def tampered(graph: OpGraph, segmentation: Segmentation) -> dict[int, SegmentCode]:
-        codes = lower(graph, segmentation)
+    lowered = PlacedGraph.lowered
+
+    def tampered(placed: PlacedGraph) -> dict[int, SegmentCode]:
+        codes = lowered(placed)
         module = fx.GraphModule(nn.Module(), codes[0].module.graph)
         node = next(n for n in module.graph.nodes if n.target is bridge)
         users = list(node.users)
@@ -162,7 +162,7 @@ def without(monkeypatch: pytest.MonkeyPatch, bridge: Callable[..., object]) -> l
         module.recompile()
         return {**codes, 0: replace(codes[0], module=module)}
 
-    monkeypatch.setattr("partitioner.verify.verify.lower", tampered)
+    monkeypatch.setattr(PlacedGraph, "lowered", tampered)
     return reads
 
 

@@ -62,7 +62,7 @@ def test_held_as_predicted(gpt2: tuple[OpGraph, GraphCosts, list[list[int]]], re
     workload, _ = small_gpt2()
     stage_of = {node.name: 0 for node in graph.ops if node.name not in recomputed_ops(graph)}
     blocks = [tuple(dict.fromkeys(block_of(graph).values()))] if recomputed else []
-    code = lower(graph, by_stage(graph, stage_of, [0], recomputed_ops(graph), blocks))[0]
+    code = lower(graph, by_stage(graph, stage_of, [(0,)], recomputed_ops(graph), blocks))[0]
     state = {
         **dict(workload.model.named_parameters()),
         **dict(workload.model.named_buffers()),

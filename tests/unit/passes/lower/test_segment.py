@@ -26,7 +26,7 @@ def test_a_split_chain_has_one_segment_per_stage() -> None:
     graph = random_model(0).graph
     names = [node.name for node in graph.ops]
     stage_of = {name: int(position >= len(names) // 2) for position, name in enumerate(names)}
-    segmentation = by_stage(graph, stage_of, (0, 1), frozenset())
+    segmentation = by_stage(graph, stage_of, ((0,), (1,)), frozenset())
     assert segmentation.ranks == ((0,), (1,))
     assert segmentation.segment_of == stage_of
 
@@ -36,7 +36,7 @@ def test_a_stage_that_reads_from_a_later_one_is_refused() -> None:
     names = [node.name for node in graph.ops]
     stage_of = {name: int(position < len(names) // 2) for position, name in enumerate(names)}
     with pytest.raises(InternalError, match="a stage reads from a later stage"):
-        by_stage(graph, stage_of, (0, 1), frozenset())
+        by_stage(graph, stage_of, ((0,), (1,)), frozenset())
 
 
 @settings(max_examples=220, deadline=None)

@@ -45,7 +45,7 @@ def test_a_wavefront_beats_stage_after_stage(
 ) -> None:
     rank_of = _layer_of(graph)
     recomputed = recomputed_ops(graph)
-    stages = by_stage(graph, rank_of, (0, 1), recomputed)
+    stages = by_stage(graph, rank_of, ((0,), (1,)), recomputed)
     reach = by_reach(graph, {name: (rank,) for name, rank in rank_of.items()}, recomputed)
     slow = _simulated(graph, costs, cluster, stages, "gpipe")
     fast = _simulated(graph, costs, cluster, reach, "list")

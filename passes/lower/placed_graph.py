@@ -1,0 +1,115 @@
+"""A graph on its devices: segments on groups of ranks, and what each rank of a group runs.
+
+segment on one rank     its ops as they are                    lowered from the graph itself
+segment on a mesh       its ops on shards, with bridges        lowered from a graph of local shapes, its own
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from cost_models.errors import InternalError
+from passes.graph.graph import OpGraph
+from passes.graph.part import part_of
+from passes.lower.lower import lower
+from passes.lower.segment import Segmentation
+from passes.lower.summarize import ops_by_segment, state_names_of_segments
+from passes.shard.program import shardings
+from passes.shard.shard import Sharded, shard_graph
+from passes.shard.words import FeaturePlacement
+from runtime.mesh.sharding import Sharding
+from runtime.segment.code import BatchSpec, SegmentCode
+
+
+@dataclass(frozen=True)
+class PlacedGraph:
+    """A graph and its segments."""
+
+    graph: OpGraph
+    """The model's own shapes, with the ops in blocks that run in blocks."""
+    segmentation: Segmentation
+    sharded: Mapping[int, Sharded] = field(default_factory=dict)
+    """Segment -> what each of its ranks runs, where several share it."""
+
+    def graph_of(self, segment: int) -> OpGraph:
+        """Return the graph that a segment's ops are of, as each of its ranks runs them."""
+        return self.sharded[segment].graph if segment in self.sharded else self.graph
+
+    def lowered(self, *, device: str = "cpu", only: frozenset[int] | None = None) -> dict[int, SegmentCode]:
+        """Make the code of every segment (or of those in ``only``), for ``device``."""
+        wanted = frozenset(range(len(self.segmentation))) if only is None else only
+        codes = lower(self.graph, self.segmentation, device=device, only=wanted - self.sharded.keys())
+        for index in wanted & self.sharded.keys():
+            local = self.sharded[index].graph
+            own = replace(
+                self.segmentation,
+                segment_of=dict.fromkeys((node.name for node in local.ops), index),
+                recomputed=frozenset(),
+            )
+            codes |= lower(local, own, device=device, only=frozenset({index}))
+        return dict(sorted(codes.items()))
+
+    @cached_property
+    def shardings(self) -> dict[str, Sharding]:
+        """The spread of parameters and buffers of which ranks hold blocks; others are whole wherever they are."""
+        return {name: held for own in self.sharded.values() for name, held in shardings(own).items()}
+
+    @property
+    def multiple(self) -> int:
+        """The number of samples of which every micro-batch has a multiple."""
+        return math.lcm(
+            self.graph.batch.multiple, *(own.graph.batch.multiple for own in self.sharded.values())
+        )
+
+    def batch_of(self, rank: int) -> BatchSpec:
+        """Return how ``rank`` reads batches: as its segments do. Ranks of a mesh may read parts of them."""
+        own = [index for index, ranks in enumerate(self.segmentation.ranks) if rank in ranks]
+        first, *others = [self.graph_of(index).batch for index in own] or [self.graph.batch]
+        if any(other != first for other in others):
+            raise InternalError(f"cut batches for rank {rank}", [f"segments {own} read them in unlike ways"])
+        return first
+
+
+def on_meshes(
+    graph: OpGraph, segmentation: Segmentation, placements: Mapping[int, FeaturePlacement], unit: int = 1
+) -> PlacedGraph:
+    """Shard the segments in ``placements``, each on its mesh, for micro-batches of multiples of ``unit`` samples.
+
+    All of them count samples in one unit, the least that serves every one. Raises ``InternalError`` for what programs
+    cannot do: values into or out of such a segment (``passes.graph.part``), a parameter that another one reads too.
+    """
+    if not placements:
+        return PlacedGraph(graph, segmentation)
+    _refuse_shared_state(graph, segmentation)
+    members = ops_by_segment(graph, segmentation)
+    sharded = {}
+    for index, placement in sorted(placements.items()):
+        ops = [graph.ops[number].name for number in members[index]]
+        sharded[index] = shard_graph(part_of(graph, ops, segmentation.recomputed), placement, unit)
+    placed = PlacedGraph(graph, segmentation, sharded)
+    if any(own.graph.batch.multiple != placed.multiple for own in sharded.values()):
+        return on_meshes(graph, segmentation, placements, placed.multiple)
+    alone = [index for index in range(len(segmentation)) if segmentation.mesh_of(index) is None]
+    if alone and placed.multiple > 1:
+        raise InternalError(
+            "cut one batch for ranks alone and ranks on meshes",
+            [f"segments {alone} count single samples, the others {placed.multiple} at once"],
+        )
+    return placed
+
+
+def _refuse_shared_state(graph: OpGraph, segmentation: Segmentation) -> None:
+    """Raise ``InternalError`` where a mesh has a parameter or buffer of another segment too: their blocks are unlike."""
+    names = state_names_of_segments(graph, segmentation)
+    shared = {
+        f"segments {min(i, j)} and {max(i, j)} read {name}"
+        for i in range(len(segmentation))
+        for j in range(len(segmentation))
+        if i != j and segmentation.mesh_of(i) is not None
+        for name in names[i] & names[j]
+    }
+    if shared:
+        raise InternalError("store one tensor on several meshes", sorted(shared)[:5])

@@ -1,0 +1,69 @@
+"""Two sharded stages on groups of their own, run side by side: nothing goes from one to the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cost_models.cluster import ClusterSpec
+from partitioner import Plan, Workload, partition
+from passes.graph.graph import OpGraph
+from runtime.ranks.launch import WorkerPool
+from tests.support.towers import Towers, batch, loss_fn, tower_of, traced
+
+GROUPS = ((3, 1), (0, 2))
+"""The devices of the tower with the loss, and of the other one."""
+
+
+def workload() -> Workload:
+    torch.manual_seed(0)
+    return Workload(Towers().double(), batch(4), loss_fn, "towers")
+
+
+def side_by_side(graph: OpGraph, patterns: str) -> Plan:
+    """A plan of one stage on two devices as one of two stages, each of a tower, on two devices."""
+    given = {"strategy": "feature", "mesh": (2,), "pins": {"*": patterns}, "batch_size": 8, "microbatches": 2}
+    plan = partition(graph, ClusterSpec.local(2), **given)
+    (stage,) = plan.stages
+    assert stage.sharding is not None
+    towers, stages = tower_of(graph), []
+    for index, devices in enumerate(GROUPS):
+        ops = tuple(op for op in stage.ops if towers[op] == index)
+        sums = tuple(s for s in stage.sharding.sums if s.parameters[0].startswith(("left", "right")[index]))
+        sharding = stage.sharding.model_copy(
+            update={
+                "choices": {op: ways for op, ways in stage.sharding.choices.items() if op in ops},
+                "collectives": (),
+                "sums": sums,
+            }
+        )
+        fields = {"devices": devices, "ops": ops, "sharding": sharding, "has_backward": index == 0}
+        stages.append(stage.model_copy(update=fields))
+    four = {str(rank): 1 for rank in range(4)}
+    made = plan.model_copy(
+        update={
+            "strategy": "hybrid",
+            "cluster": ClusterSpec.local(4),
+            "stages": tuple(stages),
+            "placements": {op: stage.devices for stage in stages for op in stage.ops},
+            "state_bytes": four,
+            "optimizer_seconds": four,
+            "prediction": plan.prediction.model_copy(update={"peak_memory_bytes": four}),
+        }
+    )
+    return Plan.from_json(made.model_dump_json())
+
+
+@pytest.mark.parametrize("patterns", ["data", "zero3", "column_row"])
+def test_two_groups_train_as_one_device(pool: WorkerPool, patterns: str) -> None:
+    made = workload()
+    graph = traced(made.model)
+    plan = side_by_side(graph, patterns)
+    report = plan.verify(made, pool=pool)
+    report.raise_if_different()
+    assert report.mesh == ()
+    assert report.compared["parameter"] >= len(graph.parameters)
+    text = str(plan.graph(graph, rank=2))
+    assert text.startswith("rank 2 of 4 · Towers · mesh 2 · b: ")
+    assert "stage 1" in text
+    assert "left" not in text

@@ -1,0 +1,131 @@
+"""Segments on groups of ranks: those on meshes run graphs of shards, each of its own ops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cost_models.errors import InternalError
+from cost_models.layout import Mesh
+from passes.graph.graph import OpGraph
+from passes.graph.part import part_of
+from passes.graph.verify import verify_graph
+from passes.lower.lower import lower
+from passes.lower.placed_graph import PlacedGraph, on_meshes
+from passes.lower.segment import Segmentation, by_stage
+from passes.shard.words import FeaturePlacement
+from passes.trace.trace import trace
+from tests.distributed.sharded_models import BATCH, Mlp, place
+from tests.support.towers import Towers, tower_of, traced
+
+GRAPH = traced(Towers().double())
+FOUR = Mesh((0, 1, 2, 3), (2, 2), ("outer", "inner"))
+TWO = Mesh((5, 4), (2,), ("all",))
+
+
+def segmentation(graph: OpGraph, *meshes: Mesh | None) -> Segmentation:
+    """One stage per tower; on rank 6 where there is no mesh."""
+    groups = [(6,) if mesh is None else mesh.ranks for mesh in meshes]
+    return by_stage(graph, tower_of(graph), groups, frozenset(), (), meshes)
+
+
+def placements(graph: OpGraph, *meshes: Mesh | None) -> dict[int, FeaturePlacement]:
+    """By samples on every axis."""
+    found = {}
+    for index, mesh in enumerate(meshes):
+        if mesh is not None:
+            ops = [name for name, tower in tower_of(graph).items() if tower == index]
+            found[index] = place(part_of(graph, ops), mesh, (BATCH,) * len(mesh.shape), 2)
+    return found
+
+
+def placed(*meshes: Mesh | None, unit: int = 1) -> PlacedGraph:
+    return on_meshes(GRAPH, segmentation(GRAPH, *meshes), placements(GRAPH, *meshes), unit)
+
+
+def test_the_part_of_all_ops_is_the_graph_itself() -> None:
+    assert part_of(GRAPH, [node.name for node in GRAPH.ops]) is GRAPH
+
+
+def test_a_part_has_what_its_ops_read_and_make() -> None:
+    towers = tower_of(GRAPH)
+    for index, (kind, name) in enumerate((("loss", "left"), ("metric", "right"))):
+        part = part_of(GRAPH, [op for op, tower in towers.items() if tower == index])
+        verify_graph(part, after="part_of")
+        assert [node.name for node in part.ops] == [op for op, tower in towers.items() if tower == index]
+        assert [output.kind for output in part.outputs] == [kind]
+        assert {parameter.partition(".")[0] for parameter in part.parameters} == {name}
+        assert {given.name for given in part.inputs if given.kind == "batch"} == ({"x", "y"}, {"x"})[index]
+
+
+def test_every_mesh_runs_a_graph_of_its_own() -> None:
+    made = placed(FOUR, TWO)
+    assert [own.mesh for own in made.sharded.values()] == [FOUR, TWO]
+    assert made.graph is GRAPH
+    for index, own in made.sharded.items():
+        verify_graph(own.graph, after="on_meshes")
+        assert made.graph_of(index) is own.graph
+    codes = made.lowered()
+    assert [(code.index, code.mesh) for code in codes.values()] == [(0, FOUR), (1, TWO)]
+    assert [{output.kind for output in code.outputs} for code in codes.values()] == [{"loss"}, {"metric"}]
+    assert made.lowered(only=frozenset({1})).keys() == {1}
+    assert made.shardings.keys() == GRAPH.parameters.keys()
+    assert made.shardings["left.up.weight"].mesh == FOUR
+    assert made.shardings["right.up.weight"].mesh == TWO
+
+
+def test_all_count_samples_in_the_unit_that_serves_every_one() -> None:
+    """A mesh of four along the samples needs multiples of four, one of two multiples of two."""
+    four = Mesh((0, 1, 2, 3), (4,), ("all",))
+    made = placed(four, TWO)
+    assert made.multiple == 4
+    assert [made.batch_of(rank).multiple for rank in (0, 3, 4, 5)] == [4] * 4
+    assert [made.batch_of(rank).mesh for rank in (0, 3, 4, 5)] == [four, four, TWO, TWO]
+    assert placed(four, TWO, unit=3).multiple == 12
+
+
+def test_a_rank_alone_runs_its_ops_as_they_are() -> None:
+    whole = {1: replace(placements(GRAPH, None, TWO)[1], choices={}, batch={})}
+    made = on_meshes(GRAPH, segmentation(GRAPH, None, TWO), whole)
+    assert made.sharded.keys() == {1}
+    assert made.graph_of(0) is GRAPH
+    assert made.batch_of(6) is GRAPH.batch
+    code = made.lowered()[0]
+    assert code.mesh is None
+    assert str(code.module.graph) == str(lower(GRAPH, made.segmentation, only=frozenset({0}))[0].module.graph)
+    with pytest.raises(InternalError, match="ranks alone and ranks on meshes"):
+        placed(None, TWO)
+
+
+def test_a_value_between_meshes_is_refused() -> None:
+    graph = trace(Mlp(), {name: torch.randn(4, 8) for name in ("x", "y")})
+    half = len(graph) // 2
+    stage_of = {node.name: int(number >= half) for number, node in enumerate(graph.ops)}
+    both = by_stage(graph, stage_of, (FOUR.ranks, TWO.ranks), frozenset(), (), (FOUR, TWO))
+    whole = {i: FeaturePlacement(mesh, {}, {}, {}, 1) for i, mesh in enumerate((FOUR, TWO))}
+    with pytest.raises(InternalError, match="there is no bridge for that") as caught:
+        on_meshes(graph, both, whole)
+    assert "goes out of the part, to" in caught.value.because[0]
+    alone = by_stage(graph, stage_of, ((6,), TWO.ranks), frozenset(), (), (None, TWO))
+    with pytest.raises(InternalError, match="there is no bridge for that"):
+        on_meshes(graph, alone, {1: whole[1]})
+
+
+class Tied(nn.Module):
+    """Both towers have the same weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Towers().left
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"left": self.tower(x), "right": self.tower(2 * x)}
+
+
+def test_a_tensor_on_two_meshes_is_refused() -> None:
+    graph = traced(Tied().double())
+    with pytest.raises(InternalError, match=r"segments 0 and 1 read tower.up.weight"):
+        on_meshes(graph, segmentation(graph, FOUR, TWO), placements(graph, FOUR, TWO))
