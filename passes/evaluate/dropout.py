@@ -20,7 +20,7 @@ _DROPPING_OPS = ("dropout", "attention", "lstm", "gru", "rnn")
 
 
 def without_dropout(graph: OpGraph) -> tuple[OpGraph, int]:
-    """The graph with every dropout probability set to zero, and how many ops that changed."""
+    """Set every dropout probability of the graph to zero, and count how many ops that changed."""
     module = fx.GraphModule(graph.module, copy_graph(graph.graph))
     changed = 0
     for node in module.graph.nodes:
@@ -31,7 +31,7 @@ def without_dropout(graph: OpGraph) -> tuple[OpGraph, int]:
 
 
 def random_ops(graph: OpGraph) -> tuple[str, ...]:
-    """Names of the ops that still draw random numbers."""
+    """Name the ops that still draw random numbers."""
     return tuple(node.name for node in graph.ops if draws_random_numbers(node))
 
 
@@ -61,7 +61,7 @@ class DropoutOff(TorchFunctionMode):
         torch.rnn_tanh: ("dropout", 5),
         torch.rnn_relu: ("dropout", 5),
     }
-    """Where these take their dropout probability. A mode does not see the calls that a composite function makes."""
+    """The argument that holds their dropout probability. A mode does not see the calls that a composite function makes."""
 
     def __torch_function__(
         self,

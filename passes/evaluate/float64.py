@@ -30,17 +30,17 @@ WIDE = {
 
 
 def widened(argument: Any) -> Any:
-    """float64 (complex128) in place of a narrower floating (complex) type; anything else as it is."""
+    """Return float64 (complex128) for a narrower floating (complex) type; anything else as it is."""
     return WIDE.get(argument, argument) if isinstance(argument, torch.dtype) else argument
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """The tensor in the wide type of its kind; itself if it has that or is of integers."""
+    """Cast a tensor to the wide type of its kind; itself if it has that or is of integers."""
     return tensor.to(widened(tensor.dtype))
 
 
 def widen_module(model: nn.Module) -> nn.Module:
-    """Parameters, buffers and tensors kept as plain attributes made wide, in place. What is shared stays shared."""
+    """Make parameters, buffers and tensors kept as plain attributes wide, in place. What is shared stays shared."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
 
     def once(tensor: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def widen_module(model: nn.Module) -> nn.Module:
 
 
 def in_float64(graph: OpGraph) -> OpGraph:
-    """The same ops, with casts to narrower floating types and the types of all values widened."""
+    """Let the same ops run in float64: casts to narrower floating types and the types of all values are widened."""
     module = fx.GraphModule(graph.module, copy_graph(graph.graph))
     for node in module.graph.nodes:
         node.meta = {**node.meta, "val": _wide_value(node.meta.get("val"))}
@@ -103,7 +103,7 @@ class Float64(TorchFunctionMode):
 
 @contextmanager
 def float64_by_default() -> Iterator[None]:
-    """New tensors are float64 unless code says otherwise."""
+    """Make new tensors float64 unless code says otherwise."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

@@ -17,7 +17,7 @@ from passes.graph.part import with_outputs
 
 
 def without_writes(graph: OpGraph) -> OpGraph:
-    """``graph`` with outputs for people only."""
+    """Remove the new contents of buffers from the outputs, and the momentum that statistics are written with."""
     new = copy_graph(graph.graph)
     outputs = tuple(output for output in graph.outputs if output.kind != "buffer")
     for node in new.nodes:
@@ -27,14 +27,14 @@ def without_writes(graph: OpGraph) -> OpGraph:
 
 
 def without_outputs(graph: OpGraph) -> OpGraph:
-    """``graph`` with its loss and metrics only."""
+    """Remove the model's own outputs; the loss and metrics stay."""
     new = copy_graph(graph.graph)
     outputs = tuple(output for output in graph.outputs if output.kind != "output")
     return with_outputs(graph, new, outputs)
 
 
 def with_computed_outputs(graph: OpGraph) -> OpGraph:
-    """``graph`` in which every output is an op's result, also where it is a parameter or a leaf of the batch itself."""
+    """Make every output of ``graph`` an op's result, also one that is a parameter or a leaf of the batch itself."""
     given = {output.node for output in graph.outputs if output.node in graph.input_of}
     if not given:
         return graph

@@ -14,7 +14,7 @@ from runtime.segment.code import TensorSpec
 def evaluation_outputs(
     graph: OpGraph, segmentation: Segmentation, holders: Mapping[str, Sequence[int]]
 ) -> tuple[OutputPlace, ...]:
-    """Every output of the model, without the loss and metrics, in the model's order.
+    """List every output of the model, without the loss and metrics, in the model's order.
 
     ``holders``: ranks that hold each parameter and buffer, numbered as in ``segmentation``.
     """
@@ -54,13 +54,13 @@ def _joining(graph: OpGraph, spec: TensorSpec, of_samples: bool) -> tuple[Joinin
 
 
 def _reader(graph: OpGraph, segmentation: Segmentation, leaf: str) -> int | None:
-    """The first rank whose segments read a leaf of the batch: it has the leaf, others may not."""
+    """Return the first rank whose segments read a leaf of the batch: it has the leaf, others may not."""
     readers = (segmentation.segment_of.get(user.name) for user in graph.nodes[leaf].users)
     return min((segmentation.ranks[index][0] for index in readers if index is not None), default=None)
 
 
 def _of_samples(graph: OpGraph) -> frozenset[str]:
-    """Nodes that read a batch leaf with a batch dimension, themselves or through others."""
+    """Name the nodes that read a batch leaf with a batch dimension, themselves or through others."""
     found = {
         i.node for i in graph.inputs if i.kind == "batch" and graph.batch.batch_dims.get(i.name) is not None
     }

@@ -36,7 +36,7 @@ Piece = tuple[StatePart, fx.Node]
 
 
 def reuse_splits(evaluation: OpGraph, training: OpGraph, run: OpGraph, splits: Sequence[Split]) -> OpGraph:
-    """``evaluation`` on the parts of ``run``, which is ``training`` after ``splits``."""
+    """Put ``evaluation`` on the parts of ``run``, which is ``training`` after ``splits``."""
     if not run.parts:
         return evaluation
     key_of = {node.name: key for key, node in keyed_ops(training)}
@@ -50,7 +50,7 @@ def reuse_splits(evaluation: OpGraph, training: OpGraph, run: OpGraph, splits: S
 
 
 def _split(evaluation: OpGraph, run: OpGraph, splits: tuple[Split, ...]) -> OpGraph:
-    """``evaluation`` after ``splits``, as it is where that makes other parts than those of ``run``."""
+    """Split ``evaluation``; return it as it is if that makes other parts than those of ``run``."""
     try:
         made = split_neurons(evaluation, splits) if splits else evaluation
     except UsageError as error:
@@ -63,7 +63,7 @@ def _split(evaluation: OpGraph, run: OpGraph, splits: tuple[Split, ...]) -> OpGr
 
 
 def read_parts(graph: OpGraph, parts: Mapping[str, StatePart]) -> OpGraph:
-    """``graph`` with the tensors in ``parts`` as its inputs, instead of those that they are parts of."""
+    """Give ``graph`` the tensors in ``parts`` as its inputs, instead of those that they are parts of."""
     of_whole = names_of_parts(parts)
     if not any(i.kind in ("parameter", "buffer") and i.name in of_whole for i in graph.inputs):
         return graph
@@ -113,7 +113,7 @@ def _placeholder(new: fx.Graph, whole: fx.Node, part: StatePart) -> fx.Node:
 
 
 def _together(new: fx.Graph, pieces: Sequence[Piece], whole: fx.Node, spec: StateSpec) -> fx.Node:
-    """The tensor that ``pieces`` are the blocks of: cut it wherever a plane meets none of them, and go on inside."""
+    """Put together the tensor that ``pieces`` are the blocks of: cut it wherever a plane meets none, and go on inside."""
     if len(pieces) == 1:
         return pieces[0][1]
     for dim in range(len(spec.shape)):
@@ -127,7 +127,7 @@ def _together(new: fx.Graph, pieces: Sequence[Piece], whole: fx.Node, spec: Stat
 
 
 def _slabs(pieces: Sequence[Piece], dim: int) -> list[list[Piece]]:
-    """``pieces`` by where they are along ``dim``: those that overlap there are together."""
+    """Group ``pieces`` by where they are along ``dim``: those that overlap there are together."""
     slabs: list[list[Piece]] = []
     end = 0
     for piece in sorted(pieces, key=lambda piece: piece[0].block.offsets[dim]):

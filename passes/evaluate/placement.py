@@ -72,7 +72,7 @@ def reuse_placement(
 
 @dataclass(frozen=True)
 class _Reuse:
-    """What all attempts look at."""
+    """The facts that all attempts look at."""
 
     graph: OpGraph
     known: Mapping[OpKey, int]
@@ -81,7 +81,7 @@ class _Reuse:
     holders: Mapping[str, frozenset[int]]
 
     def state_read(self, recomputed: frozenset[str]) -> dict[str, frozenset[str]]:
-        """Parameters and buffers that each op in ``recomputed`` reads, itself or through others of them."""
+        """Name the parameters and buffers that each op in ``recomputed`` reads, itself or through others of them."""
         read: dict[str, frozenset[str]] = {}
         for node in self.graph.ops:
             if node.name in recomputed:
@@ -89,7 +89,7 @@ class _Reuse:
         return read
 
     def by_stages(self, recomputed: frozenset[str]) -> dict[str, int] | None:
-        """Stage of every placed op such that no edge leads back; None where there is no such placement."""
+        """Find a stage for every placed op such that no edge leads back; None if there is no such placement."""
         through = self.state_read(recomputed)
         placed: dict[str, int] = {}
         for key, node in keyed_ops(self.graph):
@@ -114,7 +114,7 @@ class _Reuse:
         return placed
 
     def anywhere(self, recomputed: frozenset[str]) -> tuple[OpGraph, dict[str, int]]:
-        """Rank of every placed op, and the graph in which parameters travel that their readers' ranks do not hold."""
+        """Find a rank for every placed op; in the new graph, parameters travel that their readers' ranks do not hold."""
         rank_of: dict[str, int] = {}
         travels: dict[tuple[str, str], str] = {}
         for key, node in keyed_ops(self.graph):
@@ -135,7 +135,7 @@ class _Reuse:
         return graph, {**rank_of, **homes}
 
     def _near(self, wanted: int, sources: Sequence[int], names: Collection[str]) -> int:
-        """The rank that holds most bytes of ``names``: ``wanted`` among equals, else one that an input is on."""
+        """Choose the rank that holds most bytes of ``names``: ``wanted`` among equals, else one that an input is on."""
         held: Counter[int] = Counter({wanted: 0})
         for name in names:
             spec = self.graph.parameters.get(name) or self.graph.buffers[name]
@@ -144,7 +144,7 @@ class _Reuse:
         return max(held, key=lambda rank: (held[rank], rank == wanted, rank in sources, -rank))
 
     def _needs(self, node: fx.Node, through: Mapping[str, frozenset[str]]) -> set[str]:
-        """State that ``node`` reads, itself or through ops that it recomputes."""
+        """Name the state that ``node`` reads, itself or through ops that it recomputes."""
         names: set[str] = set()
         for source in node.all_input_nodes:
             placeholder = self.graph.input_of.get(source.name)
@@ -157,7 +157,7 @@ class _Reuse:
 def _one_segment_per_stage(
     graph: OpGraph, stage_of: Mapping[str, int], stage_ranks: Sequence[int], recomputed: frozenset[str]
 ) -> Segmentation:
-    """Stages of which evaluation has nothing are left out."""
+    """Make one segment per stage; stages that evaluation has nothing of are left out."""
     used = sorted(set(stage_of.values()))
     index = {stage: position for position, stage in enumerate(used)}
     renumbered = {name: index[stage] for name, stage in stage_of.items()}
@@ -165,7 +165,7 @@ def _one_segment_per_stage(
 
 
 def _with_copies(graph: OpGraph, travels: Mapping[tuple[str, str], str]) -> tuple[OpGraph, Mapping[str, str]]:
-    """``graph`` in which the readers in ``travels`` read an op's result instead of the parameter itself.
+    """Let the readers in ``travels`` read an op's result instead of the parameter itself.
 
     ``travels``: (reader, placeholder) -> parameter. Returns the name of each such op with its parameter as well.
     """
@@ -184,12 +184,12 @@ def _with_copies(graph: OpGraph, travels: Mapping[tuple[str, str], str]) -> tupl
 
 
 def _is_projection(node: fx.Node) -> bool:
-    """Whether the op takes one of several results: these cannot be sent together, so it stays with their op."""
+    """Tell whether the op takes one of several results: these cannot be sent together, so it stays with their op."""
     return node.target is operator.getitem
 
 
 def keyed_ops(graph: OpGraph) -> list[tuple[OpKey, fx.Node]]:
-    """Each op with (module path, op, how many of these came before)."""
+    """List each op with (module path, op, how many of these came before)."""
     counts: dict[tuple[str, str], int] = defaultdict(int)
     keyed = []
     for node in graph.ops:

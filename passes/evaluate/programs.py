@@ -21,7 +21,7 @@ from runtime.schedules import inference_order
 def inference_segments(
     graph: OpGraph, segmentation: Segmentation, world_size: int, microbatch_size: int, op_seconds: float
 ) -> SegmentGraph:
-    """The DAG of segments for micro-batches of ``microbatch_size`` samples.
+    """Make the DAG of segments for micro-batches of ``microbatch_size`` samples.
 
     An op counts as ``op_seconds``: that decides in which order a rank with several segments runs them, nothing else.
     """
@@ -47,7 +47,7 @@ def inference_segments(
 def inference_programs(
     segments: SegmentGraph, cluster: ClusterSpec, microbatches: int
 ) -> tuple[Program, ...]:
-    """One program per device of ``cluster``."""
+    """Make one program per device of ``cluster``."""
     if not segments.segments:
         return tuple(Program(rank, ()) for rank in range(segments.world_size))
     seconds = transfer_seconds(cluster)

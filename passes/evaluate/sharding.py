@@ -47,7 +47,7 @@ def reuse_sharding(
     batch: Mapping[str, Placements],
     unit: int,
 ) -> FeaturePlacement:
-    """How ``evaluation`` runs on the mesh of ``placement``, the one of ``training``.
+    """Place ``evaluation`` on the mesh of ``placement``, the one of ``training``.
 
     ``stored``: how parameters and buffers are kept (whole if not listed). ``batch``: how leaves arrive, likewise.
     ``unit``: nothing is sharded that needs more than a multiple of so many samples; 1: for any number of them.
@@ -77,7 +77,7 @@ class _Reuse:
     unit: int
     sizes: Mapping[sympy.Symbol, int]
     layouts: dict[str, tuple[Placements, ...]] = field(default_factory=dict)
-    """Of each tensor that a node makes."""
+    """The layout of each tensor that a node makes."""
     chosen: dict[str, tuple[Choice, ...]] = field(default_factory=dict)
 
     @property
@@ -92,7 +92,7 @@ class _Reuse:
             self.layouts[node.name] = (self.layouts[source.name][position],)
 
     def place(self, node: fx.Node, twin: fx.Node | None, wanted: Sequence[Choice]) -> None:
-        """``wanted``: the choices of the op's ``twin`` in training, one per axis; none without one."""
+        """Place an op. ``wanted``: the choices of its ``twin`` in training, one per axis; none without one."""
         allowed = self._allowed(node, twin, wanted)
         found = tuple(wanted)
         if not found or not set(found) <= set(allowed) or not self._fits(node, found):
@@ -102,7 +102,7 @@ class _Reuse:
         self.layouts[node.name] = tuple(tuple(choice.outputs[o] for choice in found) for o in outputs)
 
     def _allowed(self, node: fx.Node, twin: fx.Node | None, wanted: Sequence[Choice]) -> tuple[Choice, ...]:
-        """What a rule allows. Of an op without a rule what the plan's trials allowed, of the very same op.
+        """List what a rule allows; without a rule, what the plan's trials allowed of the very same op.
 
         Trying again could find something else on another rank.
         """
@@ -116,7 +116,7 @@ class _Reuse:
     def _cheapest(
         self, node: fx.Node, allowed: Sequence[Choice], wanted: Sequence[Choice]
     ) -> tuple[Choice, ...]:
-        """Axis after axis. Every op may run whole."""
+        """Choose, axis after axis, what costs least. Every op may run whole."""
         whole = allowed[0]
         found = [whole] * len(self.mesh.shape)
         if writes_statistics(node):
@@ -135,13 +135,13 @@ class _Reuse:
         return tuple(found)
 
     def _as_stored(self, node: fx.Node, allowed: Sequence[Choice]) -> list[Choice]:
-        """Running statistics must be taken as they are kept (``passes.shard.shard``), which takes all axes at once."""
+        """List choices that take running statistics as they are kept (``passes.shard.shard``), for all axes at once."""
         fitting = (c for c in itertools.product(allowed, repeat=len(self.mesh.shape)) if self._fits(node, c))
         found = next(fitting, None)
         return list(found if found is not None else [allowed[0]] * len(self.mesh.shape))
 
     def _fits(self, node: fx.Node, tried: Sequence[Choice]) -> bool:
-        """Whether everything divides, for every number of samples that may come."""
+        """Tell whether everything divides, for every number of samples that may come."""
         taken = [tuple(c.inputs[i].placement for c in tried) for i in range(len(operands(node)))]
         made = [tuple(c.outputs[o] for c in tried) for o in range(len(tensor_specs(node)))]
         specs = [tensor_specs(source)[0] for source in operands(node)]
@@ -175,7 +175,7 @@ class _Reuse:
         return needed is not None and self.unit % needed == 0 and size != 0
 
     def _cost(self, node: fx.Node, tried: Sequence[Choice]) -> float:
-        """In bytes: what operands take to be as they are needed, and what the op then reads and writes."""
+        """Count the bytes of converting the operands to what is needed, and those that the op then reads and writes."""
         cost = 0.0
         for i, source in enumerate(operands(node)):
             needed = tuple(c.inputs[i].placement for c in tried)
@@ -205,7 +205,7 @@ class _Reuse:
 
 
 def _sizes(graph: OpGraph) -> dict[sympy.Symbol, int]:
-    """Those of the example."""
+    """Return the sizes of the example."""
     found = {
         symbol: graph.example_shapes[leaf][dim]
         for symbol, (leaf, dim) in graph.batch.symbols.items()

@@ -1,4 +1,4 @@
-"""From two layouts of one value to the ops that convert it: ``cost_models.conversion``'s steps as nodes of a graph.
+"""Conversions between two layouts of one value: ``cost_models.conversion``'s steps as nodes of a graph.
 
     produced P S(0), needed R R~        all_reduce axis 0 · all_gather axis 1 (gradient: reduce-scatter axis 1)
 
@@ -33,7 +33,7 @@ class BridgeOp:
 
 
 def bridge_ops(produced: Placements, needed: Sequence[Need], mesh: Mesh) -> tuple[BridgeOp, ...]:
-    """The ops between a value produced so and a consumer's need of it; none where they agree."""
+    """List the ops between a value produced so and a consumer's need of it; none if they agree."""
     produced, needed = _without_idle_axes(produced, needed, mesh)
     there, back = steps(produced, needed, mesh)
     pairs = _paired(there, back[::-1])
@@ -43,14 +43,14 @@ def bridge_ops(produced: Placements, needed: Sequence[Need], mesh: Mesh) -> tupl
 
 
 def first_gradient_op(axis: int, mesh: Mesh) -> BridgeOp:
-    """Makes a whole gradient count on the axis' first rank only."""
+    """Make a whole gradient count on the axis' first rank only."""
     return BridgeOp(bridges.first_gradient, (), (("axis", mesh.axes[axis]),))
 
 
 def _without_idle_axes(
     produced: Placements, needed: Sequence[Need], mesh: Mesh
 ) -> tuple[Placements, tuple[Need, ...]]:
-    """Nothing happens along an axis of one rank."""
+    """Leave out axes of one rank: nothing happens along them."""
     idle = [size == 1 for size in mesh.shape]
     return (
         tuple(Replicate() if i else p for p, i in zip(produced, idle, strict=True)),
@@ -62,7 +62,7 @@ Pair = tuple[Step | None, Step | None]
 
 
 def _paired(there: Steps, back: Steps) -> list[Pair] | None:
-    """Both ways as one chain of ops, in forward order; None if they do not fit together. ``back``: turned round."""
+    """Pair both ways in one chain of ops, in forward order; None if they do not fit together. ``back``: turned round."""
     pairs: list[Pair] = []
     i = j = 0
     while i < len(there) or j < len(back):
@@ -97,7 +97,7 @@ def _conjugate(step: Step, back: Step) -> bool:
 
 
 def _turned_round(there: Steps, produced: Placements, needed: Sequence[Need]) -> list[Pair]:
-    """The way there, each step with its own way back."""
+    """Return the way there, each step with its own way back."""
     last = {step.axis: number for number, step in enumerate(there)}
     partial = {
         axis

@@ -72,15 +72,15 @@ class Discovery:
 
     @classmethod
     def stored(cls) -> Discovery:
-        """One that reads and writes the user's cache."""
+        """Return one that reads and writes the user's cache."""
         return cls(kept_file())
 
     def choices(self, node: fx.Node) -> tuple[Choice, ...]:
-        """Of any op, all replicated first."""
+        """List the choices of any op, all replicated first."""
         return self.find(node).choices
 
     def find(self, node: fx.Node) -> Found:
-        """As ``choices``, and where they come from."""
+        """Find the choices of an op, and where they come from."""
         if has_rule(node):
             found = Found(choices_by_rule(node), "rule")
         else:
@@ -111,7 +111,7 @@ class Discovery:
 
 
 def all_valid_choices(node: fx.Node, seconds: float = SECONDS) -> tuple[Choice, ...]:
-    """Every choice that holds numerically, found without rules; for any op. All replicated first.
+    """Find every choice that holds numerically, without rules; for any op. All replicated first.
 
     Choices with local functions of their own (``Choice.local``) are not among them.
     """
@@ -125,7 +125,7 @@ def all_valid_choices(node: fx.Node, seconds: float = SECONDS) -> tuple[Choice, 
 
 
 def tried_again(node: fx.Node, choices: Sequence[Choice]) -> tuple[Choice, ...] | None:
-    """The choices if all of them hold on a fresh draw, else None."""
+    """Return the choices if all of them hold on a fresh draw, else None."""
     with _Quietly():
         trials = _trials(node)
         whole = replicated(node)
@@ -149,7 +149,7 @@ def _proved(trials: Sequence[Trial], choice: Choice) -> bool:
 
 
 def _trials(node: fx.Node) -> list[Trial]:
-    """Draws of small inputs that the op takes; none if it takes none, or is not a function of its operands."""
+    """Draw small inputs that the op takes; none if it takes none, or is not a function of its operands."""
     target = node.target
     if not makes_tensors(node) or not isinstance(target, torch._ops.OpOverload):
         return []
@@ -170,7 +170,7 @@ def _trials(node: fx.Node) -> list[Trial]:
 
 
 def _least_size(sample: Sample) -> int:
-    """Indices below it are good for any dimension."""
+    """Return the least size: indices below it are good for any dimension."""
     return max(1, min((size for shape in sample.shapes for size in shape if size > 1), default=1))
 
 
@@ -183,7 +183,7 @@ def _trial(sample: Sample, positive: bool, high: int, double: bool) -> Trial:
 
 
 def _differentiable_trial(node: fx.Node, values: Sequence[Tensor], tolerance: float) -> Trial:
-    """With gradients of as many operands as the op can be differentiated by: all, all but one, or none."""
+    """Run the op with gradients of as many operands as it can be differentiated by: all, all but one or two, or none."""
     floats = [i for i, value in enumerate(values) if is_float(value)]
     reason: Exception | None = None
     for frozen in ([], *([i] for i in floats), *([i, j] for i in floats for j in floats if i < j), floats):
@@ -195,7 +195,7 @@ def _differentiable_trial(node: fx.Node, values: Sequence[Tensor], tolerance: fl
 
 
 def _is_function(tried: Trial) -> bool:
-    """Whether it gives the same again and leaves what it differentiates as it was."""
+    """Tell whether the op gives the same again and leaves what it differentiates as it was."""
     again = trial(
         tried.node, tried.values, tried.tolerance, [i for i, g in enumerate(tried.gradients) if g is None]
     )
@@ -212,7 +212,7 @@ def _is_function(tried: Trial) -> bool:
 
 
 def _vague(tried: Trial) -> bool:
-    """Whether some results are not finite: those agree with too much to begin with."""
+    """Tell whether some results are not finite: those agree with too much to begin with."""
     return not all(bool(y.isfinite().all()) for y in tried.outputs)
 
 

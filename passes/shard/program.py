@@ -41,7 +41,7 @@ ALONE_BYTES = 2 * 2**20
 def sharded_programs(
     sharded: Sharded, microbatches: int, world_size: int, *, training: bool = True
 ) -> tuple[Program, ...]:
-    """One program per rank of the world."""
+    """Return one program per rank of the world."""
     segments = sharded_segments(sharded, SegmentCost(0.0, 0.0, 0.0), world_size)
     trains = training and segments.segments[0].has_backward
     order: list[Compute] = []
@@ -63,14 +63,14 @@ def _nothing(source: int, target: int, size_bytes: int) -> float:
 
 
 def sharded_segments(sharded: Sharded, cost: SegmentCost, world_size: int) -> SegmentGraph:
-    """The graph of the one segment."""
+    """Return the graph of the one segment."""
     graph = sharded.graph
     segment = Segment(0, sharded.mesh.ranks, cost, graph.loss is not None and graph.loss in graph.needs_grad)
     return SegmentGraph((segment,), (), world_size)
 
 
 def shardings(sharded: Sharded) -> dict[str, Sharding]:
-    """Of every parameter and buffer: what each rank stores and trains."""
+    """Return what each rank stores and trains of every parameter and buffer."""
     placement, mesh = sharded.placement, sharded.mesh
     whole: Placements = (Replicate(),) * len(mesh.shape)
     summed: dict[str, set[int]] = defaultdict(set)
@@ -87,7 +87,7 @@ def shardings(sharded: Sharded) -> dict[str, Sharding]:
 
 
 def gradient_sums(sharded: Sharded) -> tuple[TiedGroup, ...]:
-    """What is summed after the last backward: in the order of the sums."""
+    """List what is summed after the last backward, in the order of the sums."""
     return tuple(
         TiedGroup(bucket, ranks, sync.scattered)
         for sync, bucket in bucketed_syncs(sharded)
@@ -96,14 +96,14 @@ def gradient_sums(sharded: Sharded) -> tuple[TiedGroup, ...]:
 
 
 def bucketed_syncs(sharded: Sharded) -> Iterator[tuple[GradientSync, tuple[str, ...]]]:
-    """Each kind of sum with the parameters of one bucket, in the order of the sums."""
+    """Yield each kind of sum with the parameters of one bucket, in the order of the sums."""
     for sync in sharded.syncs:
         for bucket in _buckets(sharded.graph, sync.parameters):
             yield sync, bucket
 
 
 def _buckets(graph: OpGraph, parameters: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """In the order in which backward is done with them. Large gradients alone: those are summed where they lie."""
+    """Yield buckets in the order in which backward is done with them. Large gradients alone: summed where they lie."""
     ordered = _in_backward_order(graph, parameters)
     bytes_of = {name: graph.parameters[name].size_bytes for name in ordered}
     bucket: list[str] = []
@@ -123,7 +123,7 @@ def _buckets(graph: OpGraph, parameters: tuple[str, ...]) -> Iterator[tuple[str,
 
 
 def _in_backward_order(graph: OpGraph, parameters: tuple[str, ...]) -> list[str]:
-    """Those that are first read last come first."""
+    """Order parameters as backward is done with them: those that are first read last come first."""
     first_read: dict[str, int] = {}
     inputs = {given.node: given.name for given in graph.inputs if given.kind == "parameter"}
     for position, op in enumerate(graph.ops):

@@ -60,7 +60,7 @@ class Sharded:
 
 
 def shard_graph(graph: OpGraph, placement: FeaturePlacement, multiple: int = 1) -> Sharded:
-    """``graph`` as a rank of ``placement.mesh`` runs it, for micro-batches of multiples of ``multiple`` samples."""
+    """Make ``graph`` as a rank of ``placement.mesh`` runs it, for micro-batches of multiples of ``multiple`` samples."""
     return _Sharding(graph, placement, multiple).run()
 
 
@@ -115,11 +115,11 @@ class _Sharding:
     # Layouts
 
     def stored(self, name: str) -> Placements:
-        """How a parameter or buffer is kept."""
+        """Return how a parameter or buffer is kept."""
         return self.placement.stored.get(name, self.whole)
 
     def _written_buffers(self) -> dict[str, Placements]:
-        """Buffers that ops write (running statistics) are kept as those take them."""
+        """Find how buffers that ops write (running statistics) are kept: as those take them."""
         return {
             self.old.input_of[source.name].name: self._taken_as(node, position)
             for node in self.old.ops
@@ -135,7 +135,7 @@ class _Sharding:
         return found
 
     def _layouts_of(self, node: fx.Node) -> tuple[Placements, ...]:
-        """Of each tensor that a node makes; none for sizes."""
+        """Return the layout of each tensor that a node makes; none for sizes."""
         if node.op == "placeholder":
             given = self.old.input_of[node.name]
             if given.kind in ("parameter", "buffer"):
@@ -194,7 +194,7 @@ class _Sharding:
         self.made[node.name] = copy
 
     def _prepare_sizes(self) -> None:
-        """Every number that depends on the batch is computed from a leaf's size, as before (``passes.graph.sizes``)."""
+        """Compute every number that depends on the batch from a leaf's size, as before (``passes.graph.sizes``)."""
         self.anchor = self.new.call_function(torch.sym_not, (False,))
         origins: dict[Any, tuple[fx.Node, int]] = {}
         symbol, like = self.old.batch.batch_symbol, None
@@ -216,7 +216,7 @@ class _Sharding:
             self._divide_size(*multiples, like)
 
     def _divide_size(self, leaf: fx.Node, dim: int, count: int, like: fx.Node) -> None:
-        """The symbol's number, from a leaf that has it several times."""
+        """Compute the symbol's number from a leaf that has it several times."""
         with self.new.inserting_before(self.anchor):
             before = self.anchor.prev
             size = self.new.call_function(aten.sym_size.int, (leaf, dim))
@@ -225,7 +225,7 @@ class _Sharding:
         self.builder.symbols[self.old.batch.batch_symbol] = proxy
 
     def _number(self, size: Any, like: fx.Node) -> Any:
-        """A local size as an argument: a number, or the node that computes it."""
+        """Return a local size as an argument: a number, or the node that computes it."""
         return size if isinstance(size, int) else self.builder.build(size, like)
 
     def _op(self, node: fx.Node) -> fx.Node:
@@ -251,7 +251,7 @@ class _Sharding:
         return made
 
     def _refuse_lost_writes(self, node: fx.Node) -> None:
-        """What an op writes (running statistics) must be the buffer itself, not a part or copy made of it."""
+        """Refuse an op that writes a part or copy made of a buffer (running statistics), not the buffer itself."""
         if not writes_statistics(node):
             return
         lost = [
@@ -264,7 +264,7 @@ class _Sharding:
             raise InternalError(f"shard {node.name} ({node.target}): what it writes would be lost", lost)
 
     def _resized(self, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Sizes and counts among the arguments, as the rank's shards have them."""
+        """Return sizes and counts among the arguments as the rank's shards have them."""
         layouts = self.layouts[node.name]
         if node.target in SIZE_ARGUMENTS and any(p != self.whole for p in layouts):
             name, new_sizes = SIZE_ARGUMENTS[node.target]
@@ -288,7 +288,7 @@ class _Sharding:
         return tuple(choice.inputs[position].placement for choice in self.choices[node.name])
 
     def _local_form(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """The op, or what stands for it where its shards need more than their own numbers."""
+        """Return the op, or what stands for it if its shards need more than their own numbers."""
         roles: dict[str, str] = {}
         functions: set[str] = set()
         for axis, choice in enumerate(self.choices[node.name]):
@@ -316,7 +316,7 @@ class _Sharding:
         return made
 
     def _check(self, node: fx.Node, made: fx.Node) -> None:
-        """What the op made of its shards is what the placement promised."""
+        """Check that what the op made of its shards is what the placement promised."""
         for value, found, layout in zip(_tensors(node), _tensors(made), self.layouts[node.name], strict=True):
             promised = self.sizes.local(value, layout)
             shape = sizes_of(found)
@@ -333,7 +333,7 @@ class _Sharding:
     # Bridges
 
     def _bridge(self, source: fx.Node, needs: Needs) -> fx.Node:
-        """``source`` as a consumer needs it."""
+        """Convert ``source`` to what a consumer needs."""
         (layout,) = self.layouts[source.name]
         known = self.bridged.get((source.name, needs))
         if known is None:
@@ -344,7 +344,7 @@ class _Sharding:
         return known
 
     def _ops_between(self, source: fx.Node, layout: Placements, needs: Needs) -> list[BridgeOp]:
-        """A parameter's gradient stays a part of a sum on axes where it is summed after the last backward."""
+        """List the ops between. A parameter's gradient stays a partial sum on axes summed after the last backward."""
         first: list[BridgeOp] = []
         settled = list(needs)
         for axis in sorted(self.deferred.get(source.name, ())):
@@ -363,7 +363,7 @@ class _Sharding:
         return made
 
     def _outputs(self) -> tuple[GraphOutput, ...]:
-        """The loss and metrics as parts of sums, which the engine adds up; outputs whole; buffers as they are stored."""
+        """Return loss and metrics as parts of sums (the engine adds them up), outputs whole, buffers as they are stored."""
         outputs = []
         returned: dict[str, fx.Node] = {}
         for output in self.old.outputs:

@@ -30,7 +30,7 @@ Shape: TypeAlias = tuple[Dim, ...]
 
 
 def ways(placements: Placements, dim: int, rank: int, mesh_shape: Sequence[int]) -> int:
-    """Into how many parts a dimension of a tensor of ``rank`` dimensions is cut."""
+    """Count the parts that a dimension of a tensor of ``rank`` dimensions is cut into."""
     return math.prod(
         size
         for placement, size in zip(placements, mesh_shape, strict=True)
@@ -39,7 +39,7 @@ def ways(placements: Placements, dim: int, rank: int, mesh_shape: Sequence[int])
 
 
 def sizes_of(value: torch.Tensor) -> Shape:
-    """The shape in numbers and expressions."""
+    """Return the shape in numbers and expressions."""
     sizes: tuple[Any, ...] = tuple(value.shape)
     return tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in sizes)
 
@@ -55,7 +55,7 @@ class LocalSizes:
     _local: dict[tuple[Shape, Placements], Shape] = field(default_factory=dict, repr=False)
 
     def scaled(self, size: Any) -> Dim:
-        """A size of the whole graph, in u."""
+        """Express a size of the whole graph in u."""
         if isinstance(size, int | float | bool):
             return size  # other numbers among arguments
         expression = size if isinstance(size, sympy.Basic) else size.node.expr
@@ -63,7 +63,7 @@ class LocalSizes:
         return int(expression) if expression.is_Integer else expression
 
     def local(self, value: torch.Tensor, placements: Placements) -> Shape:
-        """The shape of a rank's part."""
+        """Return the shape of a rank's part."""
         key = (sizes_of(value), placements)
         if key not in self._local:
             self._local[key] = self._part(*key)
@@ -83,7 +83,7 @@ class LocalSizes:
         return tuple(found)
 
     def number(self, size: Dim) -> int | torch.SymInt:
-        """A size as fake tensors take it."""
+        """Turn a size into what fake tensors take."""
         if isinstance(size, int):
             return size
         value: int | torch.SymInt = sympy_interp(PythonReferenceAnalysis, dict(self.known), size)
@@ -97,7 +97,7 @@ def local_sizes(
     known: Mapping[sympy.Symbol, torch.SymInt],
     unit: int = 1,
 ) -> LocalSizes:
-    """Sizes such that each of ``tensors`` can be sharded as it says: the least multiple of ``unit`` for that."""
+    """Find sizes such that each of ``tensors`` can be sharded as it says: the least multiple of ``unit`` for that."""
     shape = placement.mesh.shape
     for value, placements in tensors:
         for dim, size in enumerate(sizes_of(value)):
@@ -114,7 +114,7 @@ def local_sizes(
 
 
 def least_unit(size: Dim, parts: int, symbol: sympy.Symbol) -> int | None:
-    """Of what the batch's symbol must be a multiple so that ``size`` divides by ``parts``; None: nothing ensures it."""
+    """Find what the batch's symbol must be a multiple of for ``size`` to divide by ``parts``; None: nothing ensures it."""
     if isinstance(size, int):
         return 1 if size % parts == 0 else None
     count, rest = sympy.expand(size).as_coeff_Mul()
@@ -140,7 +140,7 @@ def _unflattened(node: fx.Node, taken: Sequence[Shape], made: Shape) -> list[Dim
 
 
 def _repeats(node: fx.Node, taken: Sequence[Shape], made: Shape) -> list[Dim]:
-    """Only new dimensions and those of size 1 are sharded by repeating them fewer times."""
+    """Count a rank's repetitions: only new dimensions and those of size 1 are sharded, by repeating them fewer times."""
     old: list[Dim] = [*(1 for _ in range(len(made) - len(taken[0]))), *taken[0]]
     return [_times(after, before) for before, after in zip(old, made, strict=True)]
 
@@ -175,14 +175,14 @@ SIZE_ARGUMENTS: Mapping[object, tuple[str, NewSizes]] = {
     aten.repeat.default: ("repeats", _repeats),
     aten.tile.default: ("dims", _repeats),
 }
-"""Which argument holds sizes of the op's output. Rules keep whole what other ops' numbers speak about."""
+"""The argument that holds sizes of the op's output. Rules keep whole what other ops' numbers speak about."""
 
 COUNTS = ("groups", "num_groups")
 """Arguments that count what a sharded dimension consists of (``Choice.divides``)."""
 
 
 def replaced(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any) -> Any:
-    """(args, kwargs) with the schema's argument ``name`` set."""
+    """Return (args, kwargs) with the schema's argument ``name`` set."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for position, declared in enumerate(node.target._schema.arguments):
         if declared.name == name and name not in kwargs and position < len(args):

@@ -1,4 +1,4 @@
-"""What ranks of a mesh send once per step: sums of gradients after the last backward, updated parameters gathered.
+"""Messages of a mesh once per step: sums of gradients after the last backward, updated parameters gathered.
 
 n bytes of one rank's gradients, p ranks        each rank sends
     all-reduce                                  2 (p - 1) / p · n
@@ -47,12 +47,12 @@ class UpdateGather:
 
     @property
     def sent_bytes(self) -> float:
-        """By each rank."""
+        """Bytes that each rank sends."""
         ranks = len(self.groups[0])
         return (ranks - 1) / ranks * self.whole_bytes
 
     def collectives(self) -> Iterator[Collective]:
-        """Those of every group."""
+        """Yield the collectives of every group."""
         for ranks in self.groups:
             yield Collective("all_gather", ranks, self.sent_bytes, backward=False)
 
@@ -60,7 +60,7 @@ class UpdateGather:
 def gradient_sum_costs(
     sharded: Sharded, gradient_bytes: Mapping[str, int], cluster: ClusterSpec
 ) -> tuple[GradientSum, ...]:
-    """Every sum in the order in which they are made. ``gradient_bytes``: of each parameter's gradient on a rank."""
+    """List every sum in the order in which they are made. ``gradient_bytes``: of each parameter's gradient on a rank."""
     found = []
     parts = dict.fromkeys(gradient_bytes, 1)
     for sync, names in bucketed_syncs(sharded):
@@ -77,7 +77,7 @@ def gradient_sum_costs(
 def update_gathers(
     graph: OpGraph, sharded: Sharded, precision: Precision, cluster: ClusterSpec
 ) -> tuple[UpdateGather, ...]:
-    """After an update, leaves of which each rank has updated a part are put together again, the last cut first."""
+    """List gathers after an update: leaves of which each rank has a part are put together again, the last cut first."""
     mesh = sharded.mesh
     sizes: dict[str, dict[str, int]] = {}
     for name, sharding in shardings(sharded).items():

@@ -1,4 +1,4 @@
-"""Which parameters' gradients are summed over which axes after the last backward, and where the sums go.
+"""Sums of parameters' gradients after the last backward: over which axes, and where the sums go.
 
 stored R, gradient a part of a sum on "data"             all-reduce over "data"
 the same, with gradient and optimizer state S(0) there   reduce-scatter over "data": each rank keeps its part (ZeRO-1, 2)
@@ -25,7 +25,7 @@ class GradientSync:
     parameters: tuple[str, ...]
     axes: tuple[str, ...]
     scattered: bool = False
-    """Whether each rank keeps its part only, as ``FeaturePlacement.sharded_state`` says."""
+    """True if each rank keeps its part only, as ``FeaturePlacement.sharded_state`` says."""
 
 
 def deferred_axes(
@@ -33,7 +33,7 @@ def deferred_axes(
     stored: Callable[[str], Placements],
     needs_of: Callable[[fx.Node, int], tuple[Need, ...]],
 ) -> dict[str, frozenset[int]]:
-    """By placeholder of a parameter: the axes along which each rank makes a part of its gradient."""
+    """Find the axes along which each rank makes a part of a parameter's gradient, by the parameter's placeholder."""
     found: dict[str, frozenset[int]] = {}
     for given in graph.inputs:
         if given.kind != "parameter" or given.node not in graph.needs_grad:
@@ -62,7 +62,7 @@ def gradient_syncs(
     placement: FeaturePlacement,
     mesh: Mesh,
 ) -> tuple[GradientSync, ...]:
-    """Sums in the order in which they are made: those that scatter first, so that what follows is smaller."""
+    """List sums in the order in which they are made: those that scatter first, so that what follows is smaller."""
     groups: dict[tuple[bool, tuple[int, ...]], list[str]] = defaultdict(list)
     for given in graph.inputs:
         axes = {axis for axis in deferred.get(given.node, ()) if mesh.shape[axis] > 1}

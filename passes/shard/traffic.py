@@ -1,4 +1,4 @@
-"""What the bridges and local ops of a sharded graph send: their collectives, each by the volume of its ring algorithm.
+"""Messages of a sharded graph's bridges and local ops: their collectives, each by the volume of its ring algorithm.
 
     n bytes whole along the axis, p ranks          each rank sends (Thakur, Rabenseifner and Gropp, 2005)
     all_reduce                                     2 (p - 1) / p · n
@@ -46,17 +46,17 @@ class Traffic:
     backward: bool
 
     def sent_bytes(self, ranks: int) -> float:
-        """What each of ``ranks`` sends."""
+        """Count the bytes that each of ``ranks`` sends."""
         once = _FACTOR[self.kind] * (ranks - 1) / ranks * self.whole_bytes
         return once / ranks if self.kind == "all_to_all" else once
 
     def seconds(self, links: AxisLinks) -> float:
-        """How long it takes with these links to itself."""
+        """Return the seconds that it takes with these links to itself."""
         return links.seconds(self.kind, self.whole_bytes)
 
 
 def traffic(sharded: Sharded, microbatch_size: int) -> tuple[Traffic, ...]:
-    """Every collective of the local graph, for micro-batches of ``microbatch_size`` samples in all."""
+    """List every collective of the local graph, for micro-batches of ``microbatch_size`` samples in all."""
     batch = sharded.graph.batch
     symbols = dict.fromkeys(batch.symbols, 0) | {batch.batch_symbol: microbatch_size // batch.multiple}
     return tuple(
@@ -73,7 +73,7 @@ def traffic(sharded: Sharded, microbatch_size: int) -> tuple[Traffic, ...]:
 
 
 def collectives(sharded: Sharded, microbatch_size: int) -> tuple[Collective, ...]:
-    """The same for every group of ranks of the mesh, as a segment has them."""
+    """List the same for every group of ranks of the mesh, as a segment has them."""
     return tuple(
         Collective(item.kind, ranks, item.sent_bytes(len(ranks)), item.backward)
         for item in traffic(sharded, microbatch_size)
@@ -112,7 +112,7 @@ def _of_bridge(node: fx.Node, differentiable: bool, symbols: Mapping[sympy.Symbo
 def _of_local(
     node: fx.Node, differentiable: bool, symbols: Mapping[sympy.Symbol, int], mesh: Mesh
 ) -> Iterator[Traffic]:
-    """As ``runtime.ops.cross_entropy`` and ``runtime.ops.batch_norm`` do."""
+    """Yield the collectives of ``runtime.ops.cross_entropy`` and ``runtime.ops.batch_norm``."""
     function, _, roles, first, *rest = node.args
     assert isinstance(roles, dict)
     assert isinstance(first, fx.Node)

@@ -37,7 +37,7 @@ _CHOICE = re.compile(
 
 @dataclass(frozen=True)
 class Need:
-    """What an op needs of one operand on one mesh axis.
+    """The placement that an op needs of one operand on one mesh axis.
 
     ``partial_gradient``: the gradient that its local backward makes for a replicated operand is one rank's part of a
     sum. (Column-parallel linear: every rank has all of x, and a gradient of x from its own columns only.)
@@ -72,7 +72,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class FeaturePlacement:
-    """How a whole model runs on a mesh.
+    """A placement of a whole model on a mesh.
 
     ``choices``: per op, one choice per mesh axis. ``stored``: of parameters and buffers, between steps.
     ``sharded_state``: of gradients and optimizer state, where it differs from ``stored`` (ZeRO-1 and 2).
@@ -88,7 +88,7 @@ class FeaturePlacement:
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The tensor operands of an op in the order of its arguments; lists are flattened, one node may come twice."""
+    """List the tensor operands of an op in the order of its arguments; lists are flattened, one node may come twice."""
     found: list[fx.Node] = []
 
     def visit(argument: object) -> None:
@@ -105,34 +105,34 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def short(placement: Placement) -> str:
-    """R, S0, P."""
+    """Write a placement: R, S0, P."""
     if isinstance(placement, Shard):
         return f"S{placement.dim}"
     return "P" if isinstance(placement, Partial) else "R"
 
 
 def all_replicated(inputs: int, outputs: int) -> Choice:
-    """Every rank computes everything: right for any op."""
+    """Make the choice that every rank computes everything: right for any op."""
     return Choice((Need(Replicate()),) * inputs, (Replicate(),) * outputs)
 
 
 def placements_text(placements: Placements) -> str:
-    """ "S0 R"."""
+    """Write placements: "S0 R"."""
     return " ".join(map(short, placements))
 
 
 def read_placements(text: str) -> Placements:
-    """The inverse of ``placements_text``. Raises ValueError."""
+    """Read what ``placements_text`` wrote. Raises ValueError."""
     return tuple(map(read_placement, text.split()))
 
 
 def choice_text(choice: Choice) -> str:
-    """Everything about a choice."""
+    """Write everything about a choice."""
     return f"{choice} in {','.join(map(str, choice.divides))}" if choice.divides else str(choice)
 
 
 def read_choice(text: str) -> Choice:
-    """The inverse of ``choice_text``. Raises ValueError."""
+    """Read what ``choice_text`` wrote. Raises ValueError."""
     found = _CHOICE.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is no choice such as 'S0 R~ -> S0'")
@@ -144,7 +144,7 @@ def read_choice(text: str) -> Choice:
 
 
 def read_placement(word: str) -> Placement:
-    """The inverse of ``short``; torch's tensors have at most 64 dimensions. Raises ValueError."""
+    """Read what ``short`` wrote; torch's tensors have at most 64 dimensions. Raises ValueError."""
     if word in ("R", "P"):
         return Replicate() if word == "R" else Partial()
     if not re.fullmatch(r"S([0-9]|[1-5][0-9]|6[0-3])", word):

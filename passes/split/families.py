@@ -51,7 +51,7 @@ class Family:
     ends: tuple[str, ...] = ()
 
     def splits(self, sizes: Sequence[int]) -> tuple[Split, ...]:
-        """What to give to ``split_neurons`` for blocks of ``sizes`` units."""
+        """Return what to give to ``split_neurons`` for blocks of ``sizes`` units."""
         if min(sizes, default=0) < 1 or sum(sizes) != self.units:
             raise UsageError(
                 f"{self.name} cannot be split into {', '.join(map(str, sizes)) or 'nothing'}",
@@ -65,7 +65,7 @@ class Family:
 
 
 def families(graph: OpGraph) -> tuple[Family, ...]:
-    """All families of a graph, in the order of their first ops."""
+    """List all families of a graph, in the order of their first ops."""
     strands = Strands(graph)
     found: dict[Strand, list[Seed]] = {}
     for seed in strands.seeds:
@@ -85,7 +85,7 @@ def families(graph: OpGraph) -> tuple[Family, ...]:
 
 
 def _is_last(graph: OpGraph, strands: Strands, strand: Strand, seeds: Sequence[Seed]) -> bool:
-    """Whether nothing with weights comes after: the projection to the vocabulary or the classes."""
+    """Tell whether nothing with weights comes after: the projection to the vocabulary or the classes."""
     if math.gcd(*strand.lengths) == 1:
         return False
     makers = {seed.node for seed in strands.seeds}
@@ -136,7 +136,7 @@ def _kind(strand: Strand, seeds: Sequence[Seed], cuts: Sequence[tuple[int, tuple
 
 
 def _names(found: Mapping[Strand, Sequence[Seed]]) -> dict[Strand, str]:
-    """The module that has all of a family's ops and no other family's; else the first seed's own."""
+    """Name each family by the module that has all of its ops and no other family's; else by the first seed's own."""
     homes = {strand: [_module(seed.node) for seed in seeds] for strand, seeds in found.items()}
     names: dict[Strand, str] = {}
     for strand, seeds in found.items():
@@ -152,7 +152,7 @@ def _names(found: Mapping[Strand, Sequence[Seed]]) -> dict[Strand, str]:
 
 
 def _first(seeds: Sequence[Seed]) -> str:
-    """The first seed's module, or the one around it where that has other seeds too (a cell of several layers)."""
+    """Return the first seed's module, or the one around it if that has other seeds too (a cell of several layers)."""
     name = _module(seeds[0].node) or seeds[0].node.name
     around = name.rpartition(".")[0]
     others = {_module(seed.node) for seed in seeds} - {name}
@@ -170,7 +170,7 @@ def _common(paths: Sequence[str]) -> str:
 
 
 def flops(graph: OpGraph, node: fx.Node) -> float:
-    """Forward FLOPs on one example batch: 2 · outputs · terms of each, for a product; 1 per output for other ops."""
+    """Count forward FLOPs on one example batch: 2 · outputs · terms of each, for a product; 1 per output for other ops."""
     numbers = dict.fromkeys(graph.batch.symbols, graph.example_batch_size)
     shapes = [spec.concrete(numbers) for spec in tensor_specs(node)]
     made = float(sum(map(math.prod, shapes)))
@@ -179,7 +179,7 @@ def flops(graph: OpGraph, node: fx.Node) -> float:
 
 
 def _terms(node: fx.Node, numbers: Mapping[Any, int]) -> Iterator[float]:
-    """How many products are summed for each output."""
+    """Yield how many products are summed for each output."""
     sources = [spec.concrete(numbers) for source in operands(node) for spec in tensor_specs(source)]
     if node.target is aten.scaled_dot_product_attention.default:
         yield sources[1][-2] * (1 + sources[0][-1] / sources[2][-1])

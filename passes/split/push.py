@@ -1,4 +1,4 @@
-"""Which ops run in blocks, and in which: seeds as they were asked for, others as the blocks that reach them allow.
+"""Blocks pushed through a graph: seeds in those that were asked for, other ops in those that reach them.
 
 An op that reads blocks goes on in blocks where its rule has a way to; operands that are whole, or in other blocks, are
 read range by range. Where no way gives blocks but one sums over the blocked dimension, the sums are added up. Else the
@@ -42,7 +42,7 @@ class Pusher:
         values.pull = self._pull
 
     def made(self, node: fx.Node, dim: int, sizes: tuple[int, ...]) -> Made | None:
-        """An op in blocks that were asked for; None where it cannot run in them."""
+        """Make an op in blocks that were asked for; None if it cannot run in them."""
         spans = ranges_of(sizes)
         for way in ways_to_make(node, dim):
             if way.allows([end for _, end in spans]) and self._may_write(node):
@@ -53,7 +53,7 @@ class Pusher:
         return chosen(self.values, node)
 
     def pushed(self, node: fx.Node) -> Made | None:
-        """What an op makes of blocks that it reads; None where it reads whole operands."""
+        """Make what an op gives on blocks that it reads; None if it reads whole operands."""
         result = chosen(self.values, node)
         if result is not None or not makes_tensors(node):
             return result
@@ -83,7 +83,7 @@ class Pusher:
     # Choosing
 
     def _covered(self, way: Way) -> int:
-        """How many elements of blocked operands the way reads in their own blocks' dimension."""
+        """Count the elements of blocked operands that the way reads in their own blocks' dimension."""
         return sum(
             math.prod(shape(source.meta["val"]))
             for source, need in zip(operands(way.node), way.choice.inputs, strict=True)
@@ -91,7 +91,7 @@ class Pusher:
         )
 
     def _better_whole(self, way: Way) -> bool:
-        """Whether slicing what is whole costs more than the blocks save.
+        """Tell whether slicing what is whole costs more than the blocks save.
 
         An elementwise op joins blocks with a whole value that is larger, or as large when another reader has summed over
         the blocks or put them together already (a residual beside its norm).
@@ -178,7 +178,7 @@ class Pusher:
         make: Callable[[int, Range], fx.Node],
         dims: tuple[int, ...],
     ) -> tuple[fx.Node, ...] | None:
-        """The blocks, if every one has the shape that it should have (no ``dims``: the op's own)."""
+        """Make the blocks; None unless every one has the shape that it should have (no ``dims``: the op's own)."""
         made = self._tried(node, spans, make)
         if made is None or (all(_fits(node, new, dims) for new in made) and _complete(node, made, dims)):
             return made
@@ -213,7 +213,7 @@ def _ways(node: fx.Node, position: int, made: Blocks) -> Iterator[tuple[Way, Seq
 
 
 def computed_from(graph: OpGraph, kinds: Sequence[str]) -> frozenset[str]:
-    """Names of inputs of these kinds and of all that is computed from them alone, the same every time.
+    """Name inputs of these kinds and all that is computed from them alone, the same every time.
 
     Not from running statistics that a batch norm writes in place: what they are depends on when they are read.
     """
@@ -227,12 +227,12 @@ def computed_from(graph: OpGraph, kinds: Sequence[str]) -> frozenset[str]:
 
 
 def _buffers(node: fx.Node) -> Iterator[fx.Node]:
-    """What a batch norm writes."""
+    """Return the buffers that a batch norm writes."""
     return (source for source in node.args[3:5] if isinstance(source, fx.Node))
 
 
 def mere_forms(node: fx.Node, of_state: frozenset[str]) -> Iterator[fx.Node]:
-    """A value, what it is a mere form of (a cast, a power: no other value enters), and so on."""
+    """Yield a value, what it is a mere form of (a cast, a power: no other value enters), and so on."""
     sources = [node]
     while len(sources) == 1:
         yield sources[0]
@@ -240,7 +240,7 @@ def mere_forms(node: fx.Node, of_state: frozenset[str]) -> Iterator[fx.Node]:
 
 
 def _fits(node: fx.Node, made: fx.Node, dims: tuple[int, ...]) -> bool:
-    """Whether a block is as the op's own result is, but for the blocked dimensions."""
+    """Tell whether a block is as the op's own result is, but for the blocked dimensions."""
     for old, new, dim in zip(tensors_of(node), tensors_of(made), dims or (None,), strict=True):
         if old.dim() != new.dim() or old.dtype != new.dtype:
             return False
@@ -253,7 +253,7 @@ def _fits(node: fx.Node, made: fx.Node, dims: tuple[int, ...]) -> bool:
 
 
 def _complete(node: fx.Node, made: Sequence[fx.Node], dims: tuple[int, ...]) -> bool:
-    """Whether blocks make up the op's results."""
+    """Tell whether blocks make up the op's results."""
     return all(
         sum(int(tensors_of(new)[i].shape[dim]) for new in made) == int(tensors_of(node)[i].shape[dim])
         for i, dim in enumerate(dims)

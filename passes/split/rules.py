@@ -1,4 +1,4 @@
-"""How ops run in blocks: the sharding rules (``passes.shard.rules``) read for blocks of any sizes.
+"""Ways to run ops in blocks: the sharding rules (``passes.shard.rules``) read for blocks of any sizes.
 
     choice of the rule            in blocks
     R S0 S0 -> S1                 each block reads all of x and its rows of weight and bias
@@ -66,19 +66,19 @@ class Way:
     summed: bool
 
     def dims(self) -> tuple[int, ...]:
-        """The blocked dimension of each result."""
+        """Return the blocked dimension of each result."""
         return tuple(p.dim for p in self.choice.outputs if isinstance(p, Shard))
 
     def cuts(self, need: Need, dim: int) -> bool:
-        """Whether an operand that needs to be so is cut along ``dim``."""
+        """Tell whether an operand that needs to be so is cut along ``dim``."""
         return need.placement == Shard(dim)
 
     def counts(self) -> tuple[int, ...]:
-        """Counts of groups that are cut as well."""
+        """Return the counts of groups that are cut as well."""
         return self.choice.divides
 
     def allows(self, boundaries: Sequence[int]) -> bool:
-        """Whether every dimension that is cut has elements at these boundaries (counts of groups too)."""
+        """Tell whether every dimension that is cut has elements at these boundaries (counts of groups too)."""
         lengths: list[Any] = [
             tensor.shape[placement.dim]
             for tensor, placement in _placed(self.node, self.choice)
@@ -91,11 +91,11 @@ class Way:
         )
 
     def scaled(self, span: Range, length: int) -> Range:
-        """A block, in elements of another dimension that goes with it."""
+        """Return a block in elements of another dimension that goes with it."""
         return span[0] * length // self.length, span[1] * length // self.length
 
     def sizes(self, sizes: Sequence[int], result: int) -> tuple[int, ...]:
-        """Blocks' sizes, in elements of a result's blocked dimension."""
+        """Return blocks' sizes in elements of a result's blocked dimension."""
         length = int(tensors_of(self.node)[result].shape[self.dims()[result]])
         return tuple(size * length // self.length for size in sizes)
 
@@ -107,14 +107,14 @@ def _placed(node: fx.Node, choice: Choice) -> Iterator[tuple[torch.Tensor, Any]]
 
 
 def ways_to_make(node: fx.Node, dim: int) -> Iterator[Way]:
-    """Ways that give the first result in blocks along ``dim``."""
+    """Yield ways that give the first result in blocks along ``dim``."""
     for choice in _usable(node):
         if choice.outputs[0] == Shard(dim) and all(isinstance(p, Shard) for p in choice.outputs):
             yield Way(node, choice, int(tensors_of(node)[0].shape[dim]), summed=False)
 
 
 def ways_to_read(node: fx.Node, position: int, dim: int) -> Iterator[Way]:
-    """Ways that take an operand in blocks along ``dim``: those that give blocks first, then those that give sums."""
+    """Yield ways that take an operand in blocks along ``dim``: those that give blocks first, then those that give sums."""
     sums = []
     for choice in _usable(node):
         if choice.inputs[position].placement != Shard(dim):
@@ -128,7 +128,7 @@ def ways_to_read(node: fx.Node, position: int, dim: int) -> Iterator[Way]:
 
 
 def reads_any_part(node: fx.Node, position: int) -> bool:
-    """Whether the op takes no more from an operand than its type (``new_zeros``)."""
+    """Tell whether the op takes no more from an operand than its type (``new_zeros``)."""
     return any(
         isinstance(choice.inputs[position].placement, Shard)
         and all(isinstance(p, Replicate) for p in choice.outputs)
@@ -157,7 +157,7 @@ def _bias_can_be_left_out(node: fx.Node) -> bool:
 
 
 def block(values: Values, way: Way, span: Range, name: str, first: bool = True) -> fx.Node:
-    """The op on one block: a block of the result, or a part of the sum. ``first``: what is added once is added here."""
+    """Make the op on one block: a block of the result, or a part of the sum. ``first``: add what is added once."""
     node, needs = way.node, iter(way.choice.inputs)
 
     def part(given: Any) -> Any:
@@ -201,7 +201,7 @@ def _summand(
 
 
 def _resized(way: Way, span: Range, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Sizes and counts among the arguments, as the block has them."""
+    """Return sizes and counts among the arguments as the block has them."""
     node = way.node
     if node.target in SIZE_ARGUMENTS:
         name, _ = SIZE_ARGUMENTS[node.target]
@@ -226,7 +226,7 @@ def _resized(way: Way, span: Range, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _given_now(node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """An argument as it is in ``args`` and ``kwargs``, which stand for the node's own."""
+    """Return an argument as it is in ``args`` and ``kwargs``, which stand for the node's own."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for position, declared in enumerate(node.target._schema.arguments):
         if declared.name == name:
@@ -239,7 +239,7 @@ def _cut(way: Way, position: int) -> bool:
 
 
 def mapped_args(values: Values, node: fx.Node, known: Mapping[fx.Node, fx.Node]) -> Any:
-    """(args, kwargs) of an op in the new graph: ``known`` operands, and all others whole."""
+    """Return (args, kwargs) of an op in the new graph: ``known`` operands, and all others whole."""
 
     def mapped(given: Any) -> Any:
         if not isinstance(given, fx.Node):

@@ -32,7 +32,7 @@ _JOINING = (aten.cat.default, aten.concat.default)
 
 
 def chosen(values: Values, node: fx.Node) -> Made | None:
-    """The result of an op that chooses among blocks, or lines them up; None for other ops."""
+    """Make the result of an op that chooses among blocks, or lines them up; None for other ops."""
     if node.target is operator.getitem:
         return _projected(values, node)
     if node.target in _JOINING:
@@ -55,12 +55,12 @@ def chosen(values: Values, node: fx.Node) -> Made | None:
 
 
 def read_by_result(node: fx.Node) -> bool:
-    """Whether readers of an op with several results take one each."""
+    """Tell whether readers of an op with several results take one each."""
     return all(user.target is operator.getitem for user in node.users)
 
 
 def _begin(node: fx.Node, length: int) -> int | None:
-    """Where a slice of neighbours begins; None for others."""
+    """Return where a slice of neighbours begins; None for others."""
     if node.target is aten.slice.Tensor and argument(node, "step") == 1:
         start = plain(argument(node, "start")) or 0
     elif node.target is aten.narrow.default:

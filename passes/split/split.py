@@ -42,7 +42,7 @@ class Split:
 
 
 def split_neurons(graph: OpGraph, splits: Sequence[Split]) -> OpGraph:
-    """``graph`` with the named ops in blocks, and all that can follow from them; it computes the same."""
+    """Run the named ops of ``graph`` in blocks, and all that can follow from them; it computes the same."""
     _refuse_bad(graph, splits)
     rank = {split.op: tensors_of(graph.nodes[split.op])[0].dim() for split in splits}
     seeds = {
@@ -71,7 +71,7 @@ class _Rewriting:
         self.refused: set[str] = set()
 
     def run(self) -> OpGraph:
-        """The graph in blocks; of no use if something was ``refused``."""
+        """Make the graph in blocks; of no use if something was ``refused``."""
         for node in self.old.graph.nodes:
             if node.op == "placeholder":
                 copy = self.values.new.placeholder(node.name)
@@ -99,7 +99,7 @@ class _Rewriting:
         return made
 
     def _blocks(self) -> dict[str, tuple[str, int]]:
-        """The ops of the new graph that are blocks, these and those of splits before; not what was tried and dropped."""
+        """Return the ops of the new graph that are blocks, of this split and of those before."""
         known = {**self.old.blocks, **self.values.blocks}
         return {node.name: known[node.name] for node in self.values.new.nodes if node.name in known}
 
@@ -114,7 +114,7 @@ class _Rewriting:
             self._cut(node)
 
     def _cut(self, node: fx.Node) -> None:
-        """An op that cannot run in blocks runs whole; its readers go on with slices of it."""
+        """Run an op whole that cannot run in blocks; its readers go on with slices of it."""
         dim, sizes = self.seeds[node.name]
         parts = [self.values.take(node, {dim: span}) for span in ranges_of(sizes)]
         self.values.made[node] = Blocks(dim, tuple(parts), sizes)
@@ -123,7 +123,7 @@ class _Rewriting:
     # What the graph returns and writes
 
     def _outputs(self) -> tuple[GraphOutput, ...]:
-        """The output node: whole values, but for buffers that are read and written in the same blocks."""
+        """Make the output node: whole values, but for buffers that are read and written in the same blocks."""
         table: list[GraphOutput] = []
         returned: list[fx.Node] = []
         for output in self.old.outputs:
@@ -149,7 +149,7 @@ class _Rewriting:
         }
 
     def _refuse_lost_writes(self, outputs: Sequence[GraphOutput], parted: set[str]) -> None:
-        """What ops write must be buffers, whole or parts, and no slices of them."""
+        """Refuse to split where ops would write slices: they must write buffers, whole or parts."""
         for op, buffers in self.pusher.written.items():
             if not buffers <= parted:
                 self.refused.add(op)
@@ -165,7 +165,7 @@ class _Rewriting:
                 self.refused.add(given[output.name])
 
     def _refuse_lost_gradients(self, made: OpGraph, counts: Mapping[str, int]) -> None:
-        """Parts train where the whole does: where it has zeros for a gradient, weight decay and momentum still move it."""
+        """Refuse parts that do not train though the whole does: weight decay and momentum move it at a gradient of 0."""
         for node, count in counts.items():
             name = self.old.input_of[node].name
             parts = {part_name(name, number) for number in range(count)}

@@ -40,7 +40,7 @@ def settle(values: Values) -> dict[fx.Node, dict[Key, fx.Node]]:
 
 
 def block_of(whole: fx.Node, key: Key) -> Block:
-    """A range of a tensor as a block."""
+    """Return a range of a tensor as a block."""
     ranges = dict(key)
     spans = [ranges.get(d, (0, int(size))) for d, size in enumerate(whole.meta["val"].shape)]
     return Block(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
@@ -79,7 +79,7 @@ def _as_slices(values: Values, placeholder: fx.Node, requests: Mapping[Key, fx.N
 
 
 def with_parts(graph: OpGraph, parts: Mapping[fx.Node, Mapping[Key, fx.Node]]) -> OpGraph:
-    """The tables of ``graph``, the module left as it is, with parts in place of the tensors that were cut."""
+    """Return the tables of ``graph``, the module left as it is, with parts in place of the tensors that were cut."""
     by_name = {graph.input_of[whole.name].name: (whole, cut) for whole, cut in parts.items()}
     known = dict(graph.parts)
     for name, (whole, cut) in by_name.items():

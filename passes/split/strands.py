@@ -57,7 +57,7 @@ class Strand:
         return found
 
     def join(self, other: Strand) -> None:
-        """Become one with another."""
+        """Unite with another strand."""
         mine, theirs = self.root, other.root
         if mine is theirs:
             return
@@ -72,7 +72,7 @@ class Strand:
                 mine.children[share] = child
 
     def leaves(self, share: Share = (Fraction(0), Fraction(1))) -> Iterator[tuple[Share, Strand]]:
-        """The strands that it is parted into, in order, with their parts of the dimension."""
+        """Yield the strands that it is parted into, in order, with their parts of the dimension."""
         root, (begin, end) = self.root, share
         if not root.children:
             yield share, root
@@ -81,7 +81,7 @@ class Strand:
             yield from root.children[low, high].leaves(inner)
 
     def is_tiled(self) -> bool:
-        """Whether what it is parted into leaves nothing out and does not overlap."""
+        """Tell whether the strands that it is parted into leave nothing out and do not overlap."""
         shares = [share for share, _ in self.leaves()]
         ends = [Fraction(0), *(end for _, end in shares)]
         return [begin for begin, _ in shares] == ends[:-1] and ends[-1] == 1
@@ -113,7 +113,7 @@ class Strands:
                 self._begin(node)
 
     def _light(self) -> frozenset[str]:
-        """What needs no parameter: masks, positions, zeros."""
+        """Name what needs no parameter: masks, positions, zeros."""
         found = {i.node for i in self.graph.inputs if i.kind in ("batch", "constant")}
         for node in self.graph.ops:
             sources = node.all_input_nodes if node.target is operator.getitem else operands(node)
@@ -141,7 +141,7 @@ class Strands:
     # On through the graph
 
     def _goes_on(self, node: fx.Node) -> bool:
-        """Whether the op's result belongs to strands of its operands."""
+        """Tell whether the op's result belongs to strands of its operands."""
         if node.target is operator.getitem:
             return self._piece(node)
         if not makes_tensors(node):
@@ -190,7 +190,7 @@ class Strands:
         return True
 
     def _beside_whole(self, way: Way) -> bool:
-        """Whether a whole value, as large as the others, is computed beside: slicing it is no gain."""
+        """Tell whether a whole value, as large as the others, is computed beside: slicing it is no gain."""
         target = way.node.target
         if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
             return False
@@ -203,7 +203,7 @@ class Strands:
         )
 
     def _parts(self, node: fx.Node) -> bool:
-        """Chunks along a strand."""
+        """Part a strand if the op cuts chunks along it; tell whether it does."""
         source = node.args[0] if node.args else None
         if node.target not in PARTING or not isinstance(source, fx.Node) or source not in self.of:
             return False
@@ -233,7 +233,7 @@ class Strands:
         return True
 
     def _mark(self, node: fx.Node) -> None:
-        """A value is read whole or summed over, and so is what it is a mere form of."""
+        """Mark a value as read whole or summed over, and what it is a mere form of too."""
         self.read_whole.update(form for form in mere_forms(node, self.of_state) if form in self.of)
 
 
@@ -242,7 +242,7 @@ _PRODUCTS = frozenset({aten.bmm.default, aten.baddbmm.default, aten.matmul.defau
 
 
 def neurons(node: fx.Node, of_state: frozenset[str]) -> tuple[int, str] | None:
-    """The dimension of what an op's weights make, and what that is; None for ops without weights.
+    """Return the dimension of what an op's weights make, and what that is; None for ops without weights.
 
     "neurons" of a linear layer, "channels" of a convolution, "experts" of stacked weights, "locations" where each of
     several dimensions has weights of its own.
@@ -264,7 +264,7 @@ def neurons(node: fx.Node, of_state: frozenset[str]) -> tuple[int, str] | None:
 
 
 def _einsum(node: fx.Node, of_state: frozenset[str]) -> tuple[int, str] | None:
-    """Letters that weights share with inputs count experts or locations; what only weights have are neurons."""
+    """Tell by letters: those that weights share with inputs count experts or locations, those of weights alone neurons."""
     equation = str(argument(node, "equation")).replace(" ", "")
     left, _, made = equation.partition("->")
     if not made or "." in equation:
@@ -280,5 +280,5 @@ def _einsum(node: fx.Node, of_state: frozenset[str]) -> tuple[int, str] | None:
 
 
 def is_convolution(node: fx.Node) -> bool:
-    """Whether its neurons are channels."""
+    """Tell whether the op is a convolution: its neurons are channels."""
     return node.target in CONVOLUTIONS

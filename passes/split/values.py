@@ -26,9 +26,9 @@ from passes.shard.rules.shapes import tensors_of
 aten = torch.ops.aten
 
 Range: TypeAlias = tuple[int, int]
-"""From the first element to the one behind the last."""
+"""The first element, and the one behind the last."""
 Ranges: TypeAlias = Mapping[int, Range]
-"""By dimension."""
+"""Ranges by dimension."""
 Key: TypeAlias = tuple[tuple[int, Range], ...]
 
 
@@ -67,18 +67,18 @@ Made: TypeAlias = fx.Node | Blocks | Bundles | Pieces
 
 
 def ranges_of(sizes: tuple[int, ...]) -> tuple[Range, ...]:
-    """The ranges of blocks of these sizes."""
+    """Return the ranges of blocks of these sizes."""
     return tuple(pairwise((0, *accumulate(sizes))))
 
 
 def block_name(whole: str, number: int) -> str:
-    """The name of a block of the op ``whole`` (followed by "_1", "_2", … where the model has an op of that name)."""
+    """Return the name of a block of the op ``whole`` ("_1", "_2", … follow it if the model has an op of that name)."""
     return f"{whole}_b{number}"
 
 
 @once_per_graph
 def _known_values(graph: OpGraph) -> dict[Hashable, Any]:
-    """What ops make of fake operands, by ``FakeValues``' keys: every split of the graph adds to it."""
+    """Keep what ops make of fake operands, by ``FakeValues``' keys: every split of the graph adds to it."""
     return {}
 
 
@@ -108,7 +108,7 @@ class Values:
     # Making nodes
 
     def fresh(self, name: str, counted: str = "") -> str:
-        """``name``, or ``name`` + ``counted`` + the first free number; never a name that is in use."""
+        """Return ``name``, or ``name`` + ``counted`` + the first free number; never a name that is in use."""
         found, number = (f"{name}{counted}0", 1) if counted else (name, 0)
         while found in self._names:
             found = f"{name}{counted or '_'}{number}"
@@ -117,7 +117,7 @@ class Values:
         return found
 
     def fresh_block(self, whole: str, number: int) -> str:
-        """A name that is free for a block of the op ``whole``, noted in ``blocks``."""
+        """Return a name that is free for a block of the op ``whole``, and note it in ``blocks``."""
         name = self.fresh(block_name(whole, number))
         self.blocks[name] = (whole, number)
         return name
@@ -125,7 +125,7 @@ class Values:
     def emit(
         self, name: str, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: fx.Node
     ) -> fx.Node:
-        """A new op called ``name`` (which is free) that comes from where ``like`` does."""
+        """Make a new op called ``name`` (which is free) that comes from where ``like`` does."""
         value = self.fake.of(target, args, kwargs)
         node = self.new.create_node("call_function", target, args, dict(kwargs), name=name)
         node.meta = {**{k: v for k, v in like.meta.items() if k != "tensor_meta"}, **origin(like)}
@@ -133,7 +133,7 @@ class Values:
         return node
 
     def copy(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
-        """An op of the old graph with its name, on whole operands."""
+        """Copy an op of the old graph with its name, on whole operands."""
         operands = zip(_nodes(args, kwargs), _nodes(node.args, node.kwargs), strict=True)
         target: Any = node.target
         if all(self.fake.key(new) == self.fake.key(old) for new, old in operands):
@@ -146,7 +146,7 @@ class Values:
         return self.emit(node.name, reshaping(target), args, kwargs, node)
 
     def _contiguous(self, node: fx.Node) -> fx.Node:
-        """The operand of an op that reads memory, as it lay there when it was traced."""
+        """Lay the operand of an op that reads memory out as it lay there when it was traced."""
         source: Any = node.args[0]
         value = source.meta["val"]
         if value.storage_offset() != 0 or not value.is_contiguous():
@@ -167,15 +167,15 @@ class Values:
     # Reading values
 
     def is_state(self, node: fx.Node) -> bool:
-        """Whether it is a parameter or a buffer."""
+        """Tell whether it is a parameter or a buffer."""
         return node.name in self._state
 
     def has_whole(self, node: fx.Node) -> bool:
-        """Whether the whole value is there already."""
+        """Tell whether the whole value is there already."""
         return isinstance(self.made[node], fx.Node) or node in self._wholes
 
     def whole(self, node: fx.Node) -> fx.Node:
-        """The whole value of a node of the old graph; put together once."""
+        """Return the whole value of a node of the old graph; put together once."""
         made = self.made[node]
         if isinstance(made, fx.Node):
             return made
@@ -186,7 +186,7 @@ class Values:
         return self._wholes[node]
 
     def take(self, node: fx.Node, ranges: Ranges) -> fx.Node:
-        """The elements of a value within ``ranges``, from no more blocks than have some of them."""
+        """Take the elements of a value within ``ranges``, from no more blocks than have some of them."""
         shape = tensors_of(node)[0].shape
         ranges = {d: span for d, span in ranges.items() if span != (0, shape[d])}
         if not ranges:
@@ -211,7 +211,7 @@ class Values:
         return found
 
     def within(self, blocks: Blocks, begin: int, end: int) -> Blocks:
-        """What lies within a range, in blocks still."""
+        """Take what lies within a range, in blocks still."""
         nodes, sizes = [], []
         for node, (first, last) in zip(blocks.nodes, blocks.ranges, strict=True):
             low, high = max(begin, first), min(end, last)
@@ -221,14 +221,14 @@ class Values:
         return Blocks(blocks.dim, tuple(nodes), tuple(sizes))
 
     def joined(self, node: fx.Node, blocks: Blocks) -> fx.Node:
-        """Some blocks of a value in one piece."""
+        """Join some blocks of a value in one piece."""
         if len(blocks.nodes) == 1:
             return blocks.nodes[0]
         name = self.fresh(node.name, "_r")
         return self.emit(name, aten.cat.default, (list(blocks.nodes), blocks.dim), {}, node)
 
     def sliced(self, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
-        """A slice of a node of the new graph; the node itself where that is all of it."""
+        """Slice a node of the new graph; the node itself if that is all of it."""
         if (begin, end) == (0, node.meta["val"].shape[dim]):
             return node
         key = (node, ((dim, (begin, end)),))
@@ -238,7 +238,7 @@ class Values:
         return self._taken[key]
 
     def _request(self, node: fx.Node, ranges: Ranges) -> fx.Node:
-        """A placeholder for a part of a parameter or buffer; ``passes.split.state`` decides what it becomes."""
+        """Make a placeholder for a part of a parameter or buffer; ``passes.split.state`` decides what it becomes."""
         value = node.meta["val"]
         shape = tuple(
             ranges[d][1] - ranges[d][0] if d in ranges else int(size) for d, size in enumerate(value.shape)
@@ -254,7 +254,7 @@ class Values:
 
 
 def reshaping(target: Any) -> Any:
-    """``reshape`` in place of ``view``, which refuses what is not laid out as it was."""
+    """Put ``reshape`` in place of ``view``, which refuses what is not laid out as it was."""
     return aten.reshape.default if target in (aten.view.default, aten._unsafe_view.default) else target
 
 

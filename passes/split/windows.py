@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Window:
-    """What each output along ``dim`` reads of the first operand along ``source_dim``.
+    """The inputs along ``source_dim`` of the first operand that each output along ``dim`` reads.
 
     ``per_row``: how many outputs along ``dim`` a row of windows makes (``im2col`` has its rows one after another).
     """
@@ -52,20 +52,20 @@ class Window:
     per_row: int = 1
 
     def reads(self, span: Range) -> Range:
-        """The inputs under outputs ``span``; it may reach over the border."""
+        """Return the inputs under outputs ``span``; it may reach over the border."""
         first, last = span[0] // self.per_row, -(-span[1] // self.per_row) - 1
         low = first * self.stride - self.padding
         return low, (last - first) * self.stride + low + self.extent
 
     def allows(self, spans: Sequence[Range]) -> bool:
-        """Whether every block reads something of the operand."""
+        """Tell whether every block reads something of the operand."""
         length = operands(self.node)[0].meta["val"].shape[self.source_dim]
         return isinstance(length, int) and all(
             max(low, 0) < min(high, length) for low, high in map(self.reads, spans)
         )
 
     def block(self, values: Values, span: Range, name: str) -> fx.Node:
-        """The op on one block of its outputs."""
+        """Make the op on one block of its outputs."""
         source = operands(self.node)[0]
         length = int(source.meta["val"].shape[self.source_dim])
         low, high = self.reads(span)
@@ -90,13 +90,13 @@ class Window:
 
 
 def window(node: fx.Node, dim: int) -> Window | None:
-    """How outputs along a dimension of windows read the operand; None for other dimensions and ops."""
+    """Return how outputs along a dimension of windows read the operand; None for other dimensions and ops."""
     find = _WINDOWS.get(node.target)
     return find(node, dim) if find is not None else None
 
 
 def window_from(node: fx.Node, source_dim: int) -> Window | None:
-    """The same, for a dimension of the first operand."""
+    """Return the same for a dimension of the first operand."""
     for dim in range(node.meta["val"].dim()) if isinstance(node.meta["val"], torch.Tensor) else ():
         found = window(node, dim)
         if found is not None and found.source_dim == source_dim:
@@ -105,7 +105,7 @@ def window_from(node: fx.Node, source_dim: int) -> Window | None:
 
 
 def proportional(window: Window, boundaries: Sequence[int]) -> tuple[int, ...]:
-    """Sizes of blocks of outputs, cut where the operand's ``boundaries`` (0 first, its length last) are in proportion.
+    """Choose blocks of outputs, cut where the operand's ``boundaries`` (0 first, its length last) are in proportion.
 
     A mere border goes to the first and the last block.
     """
@@ -124,7 +124,7 @@ def proportional(window: Window, boundaries: Sequence[int]) -> tuple[int, ...]:
 
 
 def _listed(given: Any, count: int) -> list[int]:
-    """A setting per dimension of pixels: one number may stand for all."""
+    """Return a setting per dimension of pixels: one number may stand for all."""
     numbers = plain(given)
     numbers = [numbers] if isinstance(numbers, int) else list(numbers)
     return numbers * count if len(numbers) == 1 else numbers
@@ -175,7 +175,7 @@ def _pool(pixels: int, largest: bool) -> Callable[[fx.Node, int], Window | None]
 
 
 def _averages_full_windows(node: fx.Node, dim: int, sizes: tuple[int, int, int]) -> bool:
-    """Whether each window counts all its pixels, the border's zeros too, so that padding may come before."""
+    """Tell whether each window counts all its pixels, the border's zeros too, so that padding may come before."""
     kernel, stride, padding = sizes
     made, length = node.meta["val"].shape[dim], operands_shapes(node)[0][dim]
     over = (made - 1) * stride + kernel > length + 2 * padding
@@ -192,7 +192,7 @@ def _unfold(node: fx.Node, dim: int) -> Window | None:
 
 
 def _columns(node: fx.Node, dim: int) -> Window | None:
-    """``im2col``: (batch, channels, height, width) -> (batch, channels · kernel, locations), row by row."""
+    """Find windows of ``im2col``: (batch, channels, height, width) -> (batch, channels · kernel, locations), row by row."""
     image = operands_shapes(node)[0]
     if dim != node.meta["val"].dim() - 1:
         return None

@@ -49,7 +49,7 @@ RULES: Mapping[object, Rule] = {
 
 
 def choices(node: fx.Node) -> tuple[Choice, ...]:
-    """Every choice that a rule gives for an op on one axis, all replicated first; that one alone without a rule.
+    """List every choice that a rule gives for an op on one axis, all replicated first; that one alone without a rule.
 
     None for what produces no tensors (sizes) and for projections (``getitem``): what they have, their source has.
     """
@@ -60,12 +60,12 @@ def choices(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def has_rule(node: fx.Node) -> bool:
-    """Whether the table speaks about an op (if only to say that it stays whole)."""
+    """Tell whether the table speaks about an op (if only to say that it stays whole)."""
     return not makes_tensors(node) or _rule(node) is not None
 
 
 def makes_tensors(node: fx.Node) -> bool:
-    """Whether an op has choices at all: it makes tensors and is no projection of another's."""
+    """Tell whether an op has choices at all: it makes tensors and is no projection of another's."""
     return isinstance(node.target, torch._ops.OpOverload) and bool(tensors_of(node))
 
 

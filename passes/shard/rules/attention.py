@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def _attention(node: fx.Node) -> tuple[Choice, ...]:
-    """query (…, l, e), key (…, s, e), value (…, s, v), mask broadcastable to (…, l, s).
+    """Shard query (…, l, e), key (…, s, e), value (…, s, v), mask broadcastable to (…, l, s).
 
     With ``enable_gqa`` key and value have fewer heads: a rank's share of theirs belongs to its share of the queries'.
     A causal mask counts queries from 0, so their sequence stays whole then; keys' always does.
@@ -32,7 +32,7 @@ def _attention(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _recurrent(node: fx.Node) -> tuple[Choice, ...]:
-    """The same weights for every sample. Dropout between layers is drawn per sample."""
+    """Shard samples: they have the same weights. Dropout between layers is drawn per sample."""
     batched = "b ." if argument(node, "batch_first") else ". b"
     unbatched = tensors_of(node)[0].dim() == 2
     rows, state = (". ", ". .") if unbatched else (batched, ". b .")

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def _matmul(node: fx.Node) -> tuple[Choice, ...]:
-    """Vectors have one dimension less; leading dimensions broadcast."""
+    """Shard matmul: vectors have one dimension less; leading dimensions broadcast."""
     left, right = (len(shape) for shape in operands_shapes(node))
     return from_text(
         node,
@@ -26,7 +26,7 @@ def _matmul(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _added(text: str, dims: tuple[str, ...]) -> Rule:
-    """addmm and the like: ``self`` broadcasts over the product, and is not added if beta is 0."""
+    """Shard addmm and the like: ``self`` broadcasts over the product, and is not added if beta is 0."""
 
     def rule(node: fx.Node) -> tuple[Choice, ...]:
         rank = len(operands_shapes(node)[0])
@@ -56,7 +56,7 @@ def _einsum(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _convolution(transposed: bool | None = False) -> Rule:
-    """input (batch, in, …), weight (out, in, …), or (in, out, …) if transposed; groups cut both channels alike."""
+    """Shard input (batch, in, …), weight (out, in, …), or (in, out, …) if transposed; groups cut both channels alike."""
 
     def rule(node: fx.Node) -> tuple[Choice, ...]:
         turned = bool(argument(node, "transposed")) if transposed is None else transposed

@@ -34,7 +34,7 @@ R, P = Replicate(), Partial()
 
 
 def choices_that_hold(trial: Trial, seconds: float) -> list[Choice]:
-    """On an axis of 2. Stops after ``seconds`` with what was found by then."""
+    """Find the choices that hold on an axis of 2. Stops after ``seconds`` with what was found by then."""
     ends = time.monotonic() + seconds
     found: list[Choice] = []
     for placements in combinations(trial):
@@ -48,7 +48,7 @@ def choices_that_hold(trial: Trial, seconds: float) -> list[Choice]:
 
 
 def combinations(trial: Trial) -> Iterator[tuple[Placement, ...]]:
-    """Placements of the operands. Where there are too many, the tensors of a list are all placed alike."""
+    """Yield placements of the operands. If there are too many, the tensors of a list are all placed alike."""
     options = [_options(value) for value in trial.values]
     ties = list(range(len(options)))
     if _count(options, ties) > MOST_COMBINATIONS:
@@ -77,7 +77,7 @@ def _count(options: Sequence[Sequence[Placement]], ties: Sequence[int]) -> int:
 
 
 def _supposed_outputs(trial: Trial) -> Iterator[Sequence[Placement]]:
-    """Local sizes among the arguments follow from how the output is sharded; most ops have none."""
+    """Yield shardings of the output that local sizes among the arguments may follow from; most ops need none."""
     yield [R] * len(trial.outputs)
     if has_local_sizes(trial.node):
         for d, size in enumerate(trial.outputs[0].shape):
@@ -88,7 +88,7 @@ def _supposed_outputs(trial: Trial) -> Iterator[Sequence[Placement]]:
 def _whatever_holds(
     trial: Trial, placements: Sequence[Placement], supposed: Sequence[Placement]
 ) -> Choice | None:
-    """The choice with these operands, if the ranks' results are anything of the whole op's."""
+    """Return the choice with these operands, if the ranks' results are anything of the whole op's."""
     needs = tuple(Need(placement) for placement in placements)
     outputs = _outputs(trial, Choice(needs, tuple(supposed)))
     if outputs is None:
@@ -119,7 +119,7 @@ def _outputs(trial: Trial, choice: Choice) -> tuple[Placement, ...] | None:
 
 
 def _could_be(part: Tensor, whole: Tensor) -> Iterator[Placement]:
-    """Judged by the shape of one rank's part."""
+    """Yield the placements that an output may have, judged by the shape of one rank's part."""
     if part.shape == whole.shape:
         yield R
         if whole.dtype != torch.bool:
@@ -142,7 +142,7 @@ def _with_gradient(trial: Trial, need: Need, results: Sequence[RankResult], oper
 
 
 def holds(parts: Sequence[Tensor], placement: Placement, whole: Tensor, tolerance: float) -> bool:
-    """Whether the ranks' parts are the whole tensor in this placement."""
+    """Tell whether the ranks' parts are the whole tensor in this placement."""
     try:
         together = gather(parts, placement, tolerance)
     except ValueError:
@@ -151,7 +151,7 @@ def holds(parts: Sequence[Tensor], placement: Placement, whole: Tensor, toleranc
 
 
 def _attempt(run: Callable[[], list[RankResult]]) -> list[RankResult] | None:
-    """None if the op does not take these shards: whatever an unknown op raises says that they are no way to run it."""
+    """Run the op on shards; None if it does not take them: whatever an unknown op raises says so."""
     try:
         return run()
     except Exception:  # noqa: BLE001

@@ -32,7 +32,7 @@ def _embedding(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _index(node: fx.Node) -> tuple[Choice, ...]:
-    """x[i, :, j]: indices broadcast; their dimensions stand where the first index is, or in front if not adjacent."""
+    """Shard x[i, :, j]: indices broadcast; their dimensions stand where the first index is, or in front if not adjacent."""
     given = argument(node, "indices")
     rank = len(operands_shapes(node)[0])
     at = [d for d, index in enumerate(given) if index is not None]
@@ -71,7 +71,7 @@ def _index_select(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _gather(node: fx.Node) -> tuple[Choice, ...]:
-    """Other dimensions go together where they are as long in the index: a longer tensor's rest is not read."""
+    """Shard other dimensions together if they are as long in the index: a longer tensor's rest is not read."""
     source, index = operands_shapes(node)
     dim = argument(node, "dim") % max(len(source), 1)
     left = [f"d{d}" if d != dim and source[d] == index[d] else None for d in range(len(source))]
@@ -80,7 +80,7 @@ def _gather(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _scatter(node: fx.Node) -> tuple[Choice, ...]:
-    """``self``, what is written, and the index go together in the other dimensions; a value is no partial sum."""
+    """Shard ``self``, what is written, and the index together in the other dimensions; a value is no partial sum."""
     shapes = operands_shapes(node)
     rank = len(shapes[0])
     dim = argument(node, "dim") % max(rank, 1)
@@ -94,14 +94,14 @@ def _scatter(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _adds(node: fx.Node) -> bool:
-    """Whether what is written is added to what is there: any rank may then write any part of it."""
+    """Tell whether what is written is added to what is there: any rank may then write any part of it."""
     return node.target in (aten.scatter_add.default, aten.index_add.default) or bool(
         argument(node, "accumulate")
     )
 
 
 def _index_write(node: fx.Node) -> tuple[Choice, ...]:
-    """index_add, index_copy: rows of ``source`` go to rows of ``self``."""
+    """Shard index_add, index_copy: rows of ``source`` go to rows of ``self``."""
     shapes = operands_shapes(node)
     rank = len(shapes[0])
     dim = argument(node, "dim") % max(rank, 1)
@@ -120,14 +120,14 @@ def _index_fill(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _one_hot(node: fx.Node) -> tuple[Choice, ...]:
-    """Without a number of classes the largest label decides, which no rank knows alone."""
+    """Shard one_hot; without a number of classes the largest label decides, which no rank knows alone."""
     rank = len(operands_shapes(node)[0])
     letters = tuple(f"d{d}" if argument(node, "num_classes", -1) != -1 else None for d in range(rank))
     return from_terms(node, [Term(letters)], [Term((*letters, None))])
 
 
 def _search(node: fx.Node) -> tuple[Choice, ...]:
-    """Values are looked up in one sorted list."""
+    """Shard a search: values are looked up in one sorted list."""
     names = ("self", "boundaries") if node.target is aten.bucketize.Tensor else ("self", "sorted_sequence")
     rank = tensors_of(node)[0].dim()
     shapes = operands_shapes(node)

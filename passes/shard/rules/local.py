@@ -1,4 +1,4 @@
-"""From an op on whole tensors to the op on shards: sizes and counts among its arguments, and what must divide.
+"""Ops on shards, made from ops on whole tensors: sizes and counts among their arguments, and what must divide.
 
     view(x, [8, 16, 4, 8])      output S0 on an axis of 2, S2 on an axis of 4  ->  view(x, [4, 16, 1, 8])
     group_norm(x, 32, w, b)     channels S1 on an axis of 4                    ->  group_norm(x, 8, w, b)
@@ -31,14 +31,14 @@ _SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
 
 def has_local_sizes(node: fx.Node) -> bool:
-    """Whether some argument of the op depends on how its output is sharded."""
+    """Tell whether some argument of the op depends on how its output is sharded."""
     return node.target in SIZE_ARGUMENTS
 
 
 def local_op(
     node: fx.Node, choices: Sequence[Choice], mesh_shape: Sequence[int]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """The op to run on shards and its arguments with local sizes; ``choices``: one per mesh axis. Nodes stay."""
+    """Return the op to run on shards and its arguments with local sizes; ``choices``: one per mesh axis. Nodes stay."""
     args, kwargs = tuple(node.args), dict(node.kwargs)
     if node.target in SIZE_ARGUMENTS:
         name, new_sizes = SIZE_ARGUMENTS[node.target]
@@ -58,7 +58,7 @@ def local_op(
 
 
 def explicit(node: fx.Node, args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """``squeeze`` names the dimensions that it takes away: a shard may have one element where the whole has several."""
+    """Let ``squeeze`` name the dimensions that it takes away: a shard may have one element where the whole has several."""
     assert callable(node.target)
     if node.target not in _SQUEEZES or node.kwargs:
         return node.target, args
@@ -78,7 +78,7 @@ def fits(
     mesh_shape: Sequence[int],
     symbols: Mapping[sympy.Symbol, int] | None = None,
 ) -> bool:
-    """Whether every dimension and count that the choices shard is divided by the ranks that share it.
+    """Tell whether every dimension and count that the choices shard is divided by the ranks that share it.
 
     ``symbols``: sizes of a micro-batch; without a size an open dimension divides by anything its factors allow.
     """

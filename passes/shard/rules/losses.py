@@ -26,7 +26,7 @@ CLASSES = "cross_entropy:classes"
 
 
 def _cross_entropy(node: fx.Node) -> tuple[Choice, ...]:
-    """self (b, c, d…) or (c); target (b, d…) of classes, or of probabilities like ``self``; weight (c)."""
+    """Shard self (b, c, d…) or (c); target (b, d…) of classes, or of probabilities like ``self``; weight (c)."""
     logits, _ = operands_shapes(node)[:2]
     reduction = argument(node, "reduction", AVERAGE)
     by_class = not operand(node, "target").meta["val"].is_floating_point()  # type: ignore[union-attr]
@@ -41,7 +41,7 @@ def _cross_entropy(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _by_class(node: fx.Node, rank: int) -> tuple[Choice, ...]:
-    """Each rank has some classes' logits; the ranks together find the denominators: the result is whole."""
+    """Shard classes: each rank has some classes' logits; the ranks together find the denominators: the result is whole."""
     dim = 1 if rank > 1 else 0
     if operands_shapes(node)[0][dim] == 1:
         return ()
@@ -50,7 +50,7 @@ def _by_class(node: fx.Node, rank: int) -> tuple[Choice, ...]:
 
 
 def _nll(node: fx.Node) -> tuple[Choice, ...]:
-    """self (b, c, d…) of log-probabilities; otherwise as cross entropy. Linear in them."""
+    """Shard self (b, c, d…) of log-probabilities; otherwise as cross entropy. Linear in them."""
     rank = len(operands_shapes(node)[0])
     reduction = argument(node, "reduction", AVERAGE)
     batch = "b" if rank > 1 else ""
@@ -61,7 +61,7 @@ def _nll(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _elementwise_loss(node: fx.Node) -> tuple[Choice, ...]:
-    """mse_loss and the like: a number per element, then perhaps their sum or mean.
+    """Shard mse_loss and the like: a number per element, then perhaps their sum or mean.
 
     Whole where shapes of input and target differ: torch's own gradients of such means count the wrong elements.
     """

@@ -24,13 +24,13 @@ def _layer_norm(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _group_norm(node: fx.Node) -> tuple[Choice, ...]:
-    """Channels are sharded by whole groups."""
+    """Shard channels by whole groups."""
     text = "input[b c .*] weight[c] bias[c] -> [b c .*]"
     return from_text(node, text, divides={"c": int(plain(argument(node, "num_groups")))})
 
 
 def _batch_norm(node: fx.Node) -> tuple[Choice, ...]:
-    """In training the statistics are those of a micro-batch over all ranks, as without sharding."""
+    """Shard a batch norm: in training the statistics are those of a micro-batch over all ranks, as without sharding."""
     training = bool(argument(node, "training")) or argument(node, "running_mean") is None
     pixels = "." if training else "s"
     vectors = " ".join(f"{name}[c]" for name in ("weight", "bias", "running_mean", "running_var"))
@@ -39,14 +39,14 @@ def _batch_norm(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _instance_norm(node: fx.Node) -> tuple[Choice, ...]:
-    """Running statistics are means over samples: these stay whole if there are any."""
+    """Shard an instance norm; running statistics are means over samples: these stay whole if there are any."""
     batch = "." if argument(node, "running_mean") is not None else "b"
     vectors = " ".join(f"{name}[c]" for name in ("weight", "bias", "running_mean", "running_var"))
     return from_text(node, f"input[{batch} c .*] {vectors} -> [{batch} c .*]")
 
 
 def _pool(dims: int, linear: str = "") -> Rule:
-    """Pixels stay whole."""
+    """Make a rule that keeps pixels whole."""
     pixels = " ".join("." * dims)
 
     def rule(node: fx.Node) -> tuple[Choice, ...]:
@@ -56,7 +56,7 @@ def _pool(dims: int, linear: str = "") -> Rule:
 
 
 def _resize(node: fx.Node) -> tuple[Choice, ...]:
-    """(samples, channels, pixels…): upsampling and grids of pixels."""
+    """Shard (samples, channels, pixels…): upsampling and grids of pixels."""
     rank = len(operands_shapes(node)[0])
     pixels = " ".join("." * (rank - 2))
     return from_text(

@@ -55,7 +55,7 @@ class Pattern:
     tokens: tuple[str, ...]
 
     def of_rank(self, rank: int) -> Term:
-        """Its term for a tensor of ``rank`` dimensions."""
+        """Return its term for a tensor of ``rank`` dimensions."""
         stars = [t for t in self.tokens if t.endswith("*")]
         extra = rank - (len(self.tokens) - len(stars))
         if len(stars) > 1 or extra < 0 or (extra and not stars):
@@ -74,7 +74,7 @@ class Pattern:
 
 @lru_cache(maxsize=512)
 def parse(text: str) -> tuple[tuple[Pattern, ...], tuple[Pattern, ...]]:
-    """Operands' and outputs' patterns."""
+    """Parse a rule into its operands' and outputs' patterns."""
     left, arrow, right = text.partition("->")
     sides = [
         tuple(Pattern(n, m, tuple(d.split())) for n, m, d in _TERM.findall(side)) for side in (left, right)
@@ -85,14 +85,14 @@ def parse(text: str) -> tuple[tuple[Pattern, ...], tuple[Pattern, ...]]:
 
 
 def notation(text: str) -> Rule:
-    """The rule that a string states; operands that an op was not given are left out."""
+    """Make the rule that a string states; operands that an op was not given are left out."""
     return lambda node: from_text(node, text)
 
 
 def from_text(
     node: fx.Node, text: str, divides: Mapping[str, int] | None = None, local: Mapping[str, str] | None = None
 ) -> tuple[Choice, ...]:
-    """``from_terms`` of a string's terms for this op."""
+    """Apply ``from_terms`` to a string's terms for this op."""
     left, right = parse(text)
     by_name = {pattern.name: pattern for pattern in left}
     inputs = [
@@ -118,7 +118,7 @@ def from_terms(
     divides: Mapping[str, int] | None = None,
     local: Mapping[str, str] | None = None,
 ) -> tuple[Choice, ...]:
-    """Every choice on one axis; all replicated first.
+    """List every choice on one axis; all replicated first.
 
     ``divides``: of letters, a count that the axis must divide. ``local``: of letters, the local function.
     """
@@ -143,7 +143,7 @@ def from_terms(
 
 
 def _lettered(term: Term, value: torch.Tensor) -> tuple[str | None, ...]:
-    """Letters of the dimensions that have more than one element: others are broadcast, or nothing to shard."""
+    """Return the letters of the dimensions that have more than one element: others are broadcast, or nothing to shard."""
     return tuple(letter if size != 1 else None for letter, size in zip(term.dims, shape(value), strict=True))
 
 
@@ -171,7 +171,7 @@ def _shard(
 
 
 def _partial(inputs: Sequence[Term], outputs: int, floats: Sequence[bool]) -> list[Choice]:
-    """P in, P out: once per operand that the op is linear in."""
+    """List the choices with P in, P out: once per operand that the op is linear in."""
     linear = [i for i, term in enumerate(inputs) if term.linear]
     partial = [i for i, term in enumerate(inputs) if term.linear or term.added]
     if not partial or not all(floats[i] for i in partial):

@@ -27,7 +27,7 @@ Marks = Mapping[str, str]
 def elementwise(
     node: fx.Node, marks: Marks, local: str = "", whole: tuple[int, ...] = ()
 ) -> tuple[Choice, ...]:
-    """Letters counted from the right, as broadcasting does; dimensions ``whole`` of the result stay whole."""
+    """List choices along dimensions counted from the right, as broadcasting does; ``whole`` ones of the result stay so."""
     (result,) = tensors_of(node)
     letters = [None if d in whole else f"d{d}" for d in range(result.dim())]
     inputs = [
@@ -39,18 +39,18 @@ def elementwise(
 
 
 def pointwise(node: fx.Node) -> tuple[Choice, ...]:
-    """The rule of every op that torch tags as pointwise."""
+    """Shard any op that torch tags as pointwise."""
     marks = _MARKS.get(node.target, {})
     return elementwise(node, marks(node) if callable(marks) else marks)
 
 
 def _sum_of_tensors(node: fx.Node) -> Marks:
-    """A number would be added once per rank."""
+    """Mark two tensors as one sum; a number would be added once per rank."""
     return {"self": "+", "other": "+"} if operand(node, "other") is not None else {}
 
 
 def _cast(node: fx.Node) -> Marks:
-    """Rounding to integers is not linear."""
+    """Mark casts between floating-point types as linear; rounding to integers is not."""
     (result,) = tensors_of(node)
     return {"self": "'"} if result.is_floating_point() and _is_float(node) else {}
 
@@ -60,7 +60,7 @@ def _is_float(node: fx.Node) -> bool:
 
 
 def _fill(node: fx.Node) -> Marks:
-    """Zeros are added by every rank alike."""
+    """Mark filling with zeros as linear: every rank alike adds them."""
     return {"self": "'"} if argument(node, "value") == 0 else {}
 
 
@@ -109,12 +109,12 @@ def _where_scalar(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _dropout(node: fx.Node) -> tuple[Choice, ...]:
-    """The mask is the same where the tensor is: replicated and partial sums are dropped alike on all ranks."""
+    """Shard dropout: the mask is the same where the tensor is, so all ranks drop replicated and partial sums alike."""
     return elementwise(node, {"input": "'", "self": "'"}, RANDOM if draws_random_numbers(node) else "")
 
 
 def _feature_dropout(node: fx.Node) -> tuple[Choice, ...]:
-    """One draw per sample and channel: only these two may be sharded."""
+    """Shard samples and channels only: each has one draw."""
     whole = tuple(range(2, len(operands_shapes(node)[0])))
     return elementwise(node, {"input": "'"}, RANDOM if draws_random_numbers(node) else "", whole)
 
@@ -124,7 +124,7 @@ def _random_like(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _prelu(node: fx.Node) -> tuple[Choice, ...]:
-    """One slope per channel, the second dimension."""
+    """Shard prelu: one slope per channel, the second dimension."""
     return from_text(
         node,
         "self[b c s*] weight[c] -> [b c s*]"

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def _constant(node: fx.Node) -> tuple[Choice, ...]:
-    """The same everywhere; ``self`` gives the type only, so that any part of it will do."""
+    """Shard constants, the same everywhere; ``self`` gives the type only, so that any part of it will do."""
     letters = tuple(f"d{d}" for d in range(tensors_of(node)[0].dim()))
     found = from_terms(node, [Term((None,) * len(s)) for s in operands_shapes(node)], [Term(letters)])
     parts = [Need(Shard(d)) for s in operands_shapes(node) for d, size in enumerate(s) if size != 1]
@@ -32,7 +32,7 @@ def _like(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def replicated(node: fx.Node) -> tuple[Choice, ...]:
-    """Whole on every rank, on purpose."""
+    """Keep an op whole on every rank, on purpose."""
     return (all_replicated(len(operands(node)), len(tensors_of(node))),)
 
 

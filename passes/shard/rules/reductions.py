@@ -19,7 +19,7 @@ MEAN = "mean:terms"
 
 
 def _dims(node: fx.Node, rank: int) -> tuple[int, ...]:
-    """The dimensions worked on: all if the op names none."""
+    """Return the dimensions worked on: all if the op names none."""
     dim = argument(node, "dim")
     given: Sequence[int] = [dim] if isinstance(dim, int) else dim or range(rank)
     return tuple(d % rank for d in given) if rank else ()
@@ -32,7 +32,7 @@ def _letters(rank: int) -> tuple[str, ...]:
 def reduce(
     node: fx.Node, *, summed: bool = False, linear: bool = False, local: str = ""
 ) -> tuple[Choice, ...]:
-    """Dimensions vanish (or become 1); ``summed``: they may be sharded, the result is then a part of the sum."""
+    """Shard ops whose dimensions vanish (or become 1); ``summed``: they may be sharded, the result is a part of the sum."""
     rank = len(operands_shapes(node)[0])
     gone = _dims(node, rank)
     letters = [None if d in gone and not summed else letter for d, letter in enumerate(_letters(rank))]
@@ -48,7 +48,7 @@ def _sum(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _linear_in(node: fx.Node) -> bool:
-    """Counting (of booleans) and whole numbers are sums, but no partial sums come in."""
+    """Tell whether partial sums may come in: not where booleans are counted or whole numbers summed."""
     return bool(
         tensors_of(node)[0].is_floating_point() and node.all_input_nodes[0].meta["val"].is_floating_point()
     )
@@ -63,7 +63,7 @@ def _whole(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def along(node: fx.Node, *, linear: bool = False, default: int | None = -1) -> tuple[Choice, ...]:
-    """The dimensions worked on stay, but whole: softmax, cumsum, sort, topk."""
+    """Shard all dimensions but those worked on, which stay: softmax, cumsum, sort, topk."""
     rank = len(operands_shapes(node)[0])
     dim = argument(node, "dim", default)
     gone = {d % rank for d in ([dim] if isinstance(dim, int) else dim)} if rank and dim is not None else set()
@@ -81,7 +81,7 @@ def _linear_along(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _diff(node: fx.Node) -> tuple[Choice, ...]:
-    """What is put before and after is differenced with the rest: partial sums of all together."""
+    """Shard differences. Values put before and after are differenced with the rest: all are partial sums together."""
     rank = len(operands_shapes(node)[0])
     dim = argument(node, "dim", -1) % rank
     letters = tuple(None if d == dim else letter for d, letter in enumerate(_letters(rank)))

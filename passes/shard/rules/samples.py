@@ -40,12 +40,12 @@ class Sample:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     number: Numbers
-    """What stands for an integer among the arguments."""
+    """The number that stands for an integer among the arguments."""
     new: Mapping[int, int]
     """The new size of each size."""
 
     def alike(self, outputs: Sequence[Tensor]) -> bool:
-        """Whether what came out could be the op's, with new sizes: else the arguments meant something else."""
+        """Tell whether what came out could be the op's, with new sizes: else the arguments meant something else."""
         wanted = tensor_specs(self.node)
         return len(outputs) == len(wanted) and all(
             made.dim() == len(spec.shape)
@@ -56,7 +56,7 @@ class Sample:
     def draw(
         self, positive: bool, high: int, double: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-        """Arguments with drawn tensors, and these tensors in order."""
+        """Draw tensors; return the arguments with them, and these tensors in order."""
         values = [
             _draw(shape, dtype, positive, high, double)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -65,7 +65,7 @@ class Sample:
         return args, kwargs, values
 
     def arguments(self, tensor: Callable[[int], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The op's arguments with ``tensor(i)`` for the i-th operand."""
+        """Return the op's arguments with ``tensor(i)`` for the i-th operand."""
         count = iter(range(len(self.shapes)))
 
         def made(value: Any) -> Any:
@@ -82,7 +82,7 @@ class Sample:
 
 
 def signature(node: fx.Node) -> str:
-    """Equal for ops that are sharded alike: the op, its operands' shapes (open sizes as 4) and types, the rest."""
+    """Write what decides how an op is sharded: the op, its operands' shapes (open sizes as 4) and types, the rest."""
     specs = [spec for source in operands(node) for spec in tensor_specs(source)]
     shapes = tuple(tuple(_concrete(size) for size in spec.shape) for spec in specs)
     plain = Sample(node, shapes, tuple(spec.dtype for spec in specs), _same, {})
@@ -91,7 +91,7 @@ def signature(node: fx.Node) -> str:
 
 
 def samples(node: fx.Node) -> Iterator[Sample]:
-    """Ways to give the op small inputs, to be tried in order."""
+    """Yield ways to give the op small inputs, to be tried in order."""
     specs = [spec for source in operands(node) for spec in tensor_specs(source)]
     real = tuple(tuple(_concrete(size) for size in spec.shape) for spec in specs)
     dtypes = tuple(spec.dtype for spec in specs)
@@ -107,13 +107,13 @@ def samples(node: fx.Node) -> Iterator[Sample]:
 
 
 def _new_sizes(shapes: tuple[tuple[int, ...], ...]) -> Mapping[int, int]:
-    """A small size for each size; 0 and 1 mean what they say."""
+    """Choose a small size for each size; 0 and 1 mean what they say."""
     distinct = dict.fromkeys(size for shape in shapes for size in shape if size > 1)
     return {0: 0, 1: 1, **{size: STEP * (k + 1) for k, size in enumerate(distinct)}}
 
 
 def _concrete(size: Any) -> Any:
-    """A size or number with all open sizes as ``OPEN``."""
+    """Return a size or number with all open sizes as ``OPEN``."""
     expression = size.node.expr if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
     if not hasattr(expression, "free_symbols"):
         return expression

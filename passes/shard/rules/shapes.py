@@ -1,4 +1,4 @@
-"""What rules ask of an op: its operands by argument name, and shapes in plain numbers."""
+"""Operands of an op by argument name, and shapes in plain numbers: what rules ask for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FIRST_STAND_IN = 1_000_003
 
 
 def operand_names(node: fx.Node) -> tuple[str, ...]:
-    """The schema's name of each of ``operands(node)``; the tensors of a list all have the list's name."""
+    """Return the schema's name of each of ``operands(node)``; the tensors of a list all have the list's name."""
     schema = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
     given: list[tuple[str, Any]] = [
         (schema[i].name if i < len(schema) else str(i), value) for i, value in enumerate(node.args)
@@ -35,40 +35,40 @@ def _tensors(value: object) -> Iterator[fx.Node]:
 
 
 def shape(value: torch.Tensor) -> tuple[int, ...]:
-    """The sizes; open ones as large primes, the same for the same symbol."""
+    """Return the sizes; open ones as large primes, the same for the same symbol."""
     return tuple(size(s) for s in value.shape)
 
 
 def size(value: int | torch.SymInt) -> int:
-    """One size in plain numbers."""
+    """Return one size in plain numbers."""
     return _stand_in(value.node.expr) if isinstance(value, torch.SymInt) else int(value)
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of the tensor that ``node`` produces."""
+    """Return the shape of the tensor that ``node`` produces."""
     return shape(node.meta["val"])
 
 
 def operands_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """The shape of each operand."""
+    """Return the shape of each operand."""
     return tuple(shape_of(source) for source in operands(node))
 
 
 def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """The tensors that ``node`` produces, in order."""
+    """Return the tensors that ``node`` produces, in order."""
     value = node.meta.get("val")
     items = value if isinstance(value, list | tuple) else (value,)
     return tuple(item for item in items if isinstance(item, torch.Tensor))
 
 
 def operand(node: fx.Node, name: str) -> fx.Node | None:
-    """The tensor given for an argument, if any is."""
+    """Return the tensor given for an argument, if any is."""
     value = argument(node, name)
     return value if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor) else None
 
 
 def plain(value: Any) -> Any:
-    """An argument with sizes (nodes) in plain numbers."""
+    """Return an argument with sizes (nodes) in plain numbers."""
     if isinstance(value, fx.Node):
         known = value.meta.get("val")
         return size(known) if isinstance(known, int | torch.SymInt) else value

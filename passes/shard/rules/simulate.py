@@ -24,7 +24,7 @@ _R = Replicate()
 
 
 def node_of(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A node of one op on real tensors, as rules and trials take it. Every tensor becomes an operand of its own."""
+    """Make a node of one op on real tensors, as rules and trials take it. Every tensor becomes an operand of its own."""
     graph = fx.Graph()
 
     def held(value: Any) -> Any:
@@ -43,7 +43,7 @@ def node_of(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
 
 
 def _filled(value: Any) -> Any:
-    """Ops that write (batch norm's statistics) get copies."""
+    """Fill in the operands; ops that write (batch norm's statistics) get copies."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
@@ -95,7 +95,7 @@ def trial(
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank has when it has run an op on its shards."""
+    """Results of one rank that has run an op on its shards."""
 
     outputs: tuple[Tensor, ...]
     gradients: tuple[Tensor | None, ...]
@@ -103,7 +103,7 @@ class RankResult:
 
 
 def problem(trial: Trial, choices: Sequence[Choice], mesh_shape: Sequence[int]) -> str | None:
-    """What is wrong with these choices (one per mesh axis); None if forward and gradients agree."""
+    """Say what is wrong with these choices (one per mesh axis); None if forward and gradients agree."""
     found = run_shards(trial, choices, mesh_shape)
     for j, whole in enumerate(trial.outputs):
         parts = {rank: result.outputs[j] for rank, result in found.items()}
@@ -127,7 +127,7 @@ def problem(trial: Trial, choices: Sequence[Choice], mesh_shape: Sequence[int]) 
 def run_shards(
     trial: Trial, choices: Sequence[Choice], mesh_shape: Sequence[int], backward: bool = True
 ) -> dict[Rank, RankResult]:
-    """Every rank's run on shards made as the choices need them, with gradients as their outputs expect them."""
+    """Run every rank on shards made as the choices need them, with gradients as their outputs expect them."""
     shards = [
         scatter(value, [choice.inputs[i].placement for choice in choices], mesh_shape)
         for i, value in enumerate(trial.values)
@@ -166,7 +166,7 @@ def run_shards(
 
 
 def _has_meta(trial: Trial) -> bool:
-    """Whether the op's shapes can be checked without running it."""
+    """Tell whether the op's shapes can be checked without running it."""
     try:
         _on_meta(trial.call, trial.node, trial.values, trial.node.args, trial.node.kwargs)
     except Exception:  # noqa: BLE001 an unknown op may raise anything
@@ -182,19 +182,19 @@ def _on_meta(
 
 
 def gradient_of(placement: Placement) -> Placement:
-    """How the gradient of something produced so is expected."""
+    """Return how the gradient of something produced so is expected."""
     return placement if isinstance(placement, Shard) else _R
 
 
 def gradient_from(need: Need) -> Placement:
-    """What the gradients that ranks make for an operand are."""
+    """Return what the gradients that ranks make for an operand are."""
     if isinstance(need.placement, Shard):
         return need.placement
     return Partial() if need.partial_gradient else _R
 
 
 def scatter(value: Tensor, placements: Sequence[Placement], mesh_shape: Sequence[int]) -> dict[Rank, Tensor]:
-    """Each rank's part: shards, copies, or random parts of a sum."""
+    """Cut a tensor into each rank's part: shards, copies, or random parts of a sum."""
     if not placements:
         return {(): value}
     parts: Sequence[Tensor] = [value] * mesh_shape[0]
@@ -217,7 +217,7 @@ def _differs(
     whole: Tensor,
     tolerance: float,
 ) -> str | None:
-    """How the ranks' parts, put together, are not the whole tensor."""
+    """Say how the ranks' parts, put together, are not the whole tensor; None if they are."""
     if not placements:
         return difference(parts[()], whole, tolerance)
     *outer, last = placements
@@ -232,7 +232,7 @@ def _differs(
 
 
 def gather(pieces: Sequence[Tensor], placement: Placement, tolerance: float) -> Tensor:
-    """The tensor that the ranks of one axis hold; raises ``ValueError`` if they do not hold one."""
+    """Put the tensor that the ranks of one axis hold together; raises ``ValueError`` if they do not hold one."""
     if isinstance(placement, Shard):
         if len({(*p.shape[: placement.dim], *p.shape[placement.dim + 1 :]) for p in pieces}) != 1:
             raise ValueError(f"has shards of unlike shapes {[tuple(p.shape) for p in pieces]}")
@@ -249,7 +249,7 @@ def gather(pieces: Sequence[Tensor], placement: Placement, tolerance: float) -> 
 
 
 def difference(found: Tensor, wanted: Tensor, tolerance: float) -> str | None:
-    """None if equal: numbers exactly, floats to ``tolerance`` of the largest (at least 1)."""
+    """Say how two tensors differ, floats by more than ``tolerance`` of the largest (at least 1); None if they do not."""
     if found.shape != wanted.shape:
         return f"has shape {tuple(found.shape)}, not {tuple(wanted.shape)}"
     if not wanted.numel():
@@ -271,14 +271,14 @@ def _leaves(values: Sequence[Tensor], frozen: Collection[int]) -> list[Tensor]:
 
 
 def is_float(value: Tensor) -> bool:
-    """Whether it can have a gradient."""
+    """Tell whether it can have a gradient."""
     return value.is_floating_point() or value.is_complex()
 
 
 def _run(
     call: Callable[..., Any], node: fx.Node, leaves: Sequence[Tensor], args: Any, kwargs: Any
 ) -> tuple[Tensor, ...]:
-    """The tensors that the op gives, in order. Operands are taken in the order of ``operands(node)``."""
+    """Run the op: the tensors that it gives, in order. Operands are taken in the order of ``operands(node)``."""
     left = iter(leaves)
 
     def value(source: fx.Node) -> Any:
@@ -309,7 +309,7 @@ def _differentiate(
 def _local_call(
     op: Callable[..., Any], choices: Sequence[Choice], rank: Rank, meeting: Meeting
 ) -> Callable[..., Any]:
-    """What a rank calls: the op, or the local function with an axis per role."""
+    """Return what a rank calls: the op, or the local function with an axis per role."""
     dims: dict[str, tuple[int, ...]] = {}
     functions = {choice.local.partition(":")[0] for choice in choices if choice.local}
     for d, choice in enumerate(choices):

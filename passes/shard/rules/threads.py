@@ -28,7 +28,7 @@ class Meeting:
         self._groups: dict[tuple[tuple[int, ...], Rank], _Group] = {}
 
     def axis(self, dims: tuple[int, ...], rank: Rank) -> ThreadAxis:
-        """The mesh axes ``dims`` taken together, as ``rank`` sees them."""
+        """Return the mesh axes ``dims`` taken together, as ``rank`` sees them."""
         rest = tuple(c for d, c in enumerate(rank) if d not in dims)
         size, place = 1, 0
         for d in dims:
@@ -71,7 +71,7 @@ class ThreadAxis:
 
 
 def on_all(function: Callable[[Rank], T], ranks: Sequence[Rank], meeting: Meeting | None) -> list[T]:
-    """``function`` on every rank: in threads if they meet, else one after the other. The first error is raised."""
+    """Run ``function`` on every rank: in threads if they meet, else one after the other. The first error is raised."""
     if meeting is None:
         return [function(rank) for rank in ranks]
 

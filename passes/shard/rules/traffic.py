@@ -1,4 +1,4 @@
-"""What local functions say to each other: the collectives inside an op, for costs and byte counts.
+"""Messages of local functions to each other: the collectives inside an op, for costs and byte counts.
 
     cross_entropy:classes   forward    all-reduce (samples), all-reduce (2 or 3, samples)
     cross_entropy:samples   forward    all-reduce (1), for means
@@ -41,7 +41,7 @@ class LocalCollective:
 def local_collectives(
     node: fx.Node, choices: Sequence[Choice], mesh_shape: Sequence[int], symbols: Mapping[sympy.Symbol, int]
 ) -> tuple[LocalCollective, ...]:
-    """Of one op under one choice per mesh axis; ``symbols``: sizes of a whole micro-batch."""
+    """List the collectives of one op under one choice per mesh axis; ``symbols``: sizes of a whole micro-batch."""
     roles = dict.fromkeys(choice.local for choice in choices if choice.local)
     found: list[LocalCollective] = []
     for local in roles:
@@ -70,7 +70,7 @@ def local_shape(
     mesh_shape: Sequence[int],
     symbols: Mapping[sympy.Symbol, int],
 ) -> tuple[int, ...]:
-    """The shape of one rank's part of an operand."""
+    """Return the shape of one rank's part of an operand."""
     (spec,) = tensor_specs(operands(node)[operand])
     sizes = list(spec.concrete(symbols))
     for choice, ranks in zip(choices, mesh_shape, strict=True):

@@ -20,7 +20,7 @@ Letters: TypeAlias = list[str | None]
 
 
 def reshape(node: fx.Node) -> tuple[Choice, ...]:
-    """Dimensions that merge or split keep the order of elements: the outermost of either side go together.
+    """Shard dimensions that merge or split and keep the order of elements: the outermost of either side go together.
 
     (6, 4) -> (24): [a .] -> [a].  (24) -> (6, 4): [a] -> [a .].  (2, 6, 4) -> (2, 24): [a b .] -> [a b].
     """
@@ -35,7 +35,7 @@ def reshape(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def outermost_pairs(before: Shape, after: Shape) -> list[tuple[int, int]]:
-    """Of each group of dimensions that hold the same elements on both sides, the outermost on either side."""
+    """Find the outermost dimension on either side of each group of dimensions that hold the same elements on both."""
     left = [d for d, size in enumerate(before) if size != 1]
     right = [d for d, size in enumerate(after) if size != 1]
     if 0 in before or 0 in after:
@@ -54,7 +54,7 @@ def outermost_pairs(before: Shape, after: Shape) -> list[tuple[int, int]]:
 
 
 def _moved(order: Callable[[fx.Node, int], Sequence[int]]) -> Rule:
-    """Output dimension k is input dimension ``order[k]``."""
+    """Make the rule of ops whose output dimension k is input dimension ``order[k]``."""
 
     def rule(node: fx.Node) -> tuple[Choice, ...]:
         rank = len(operands_shapes(node)[0])
@@ -88,7 +88,7 @@ def _movedim(node: fx.Node, rank: int) -> list[int]:
 
 
 def _kept(*names: str, default: int | None = None, removed: bool = False, second: bool = False) -> Rule:
-    """Dimensions named by arguments stay whole (or vanish, ``removed``); the others may be sharded.
+    """Keep dimensions named by arguments whole (or gone, ``removed``); the others may be sharded.
 
     ``second``: further tensors have the same dimensions as the first.
     """
@@ -118,7 +118,7 @@ def _stack(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _cat(node: fx.Node) -> tuple[Choice, ...]:
-    """Empty one-dimensional tensors among the others are allowed by torch, for old times' sake."""
+    """Shard what is put side by side; torch allows empty one-dimensional tensors among it, for old times' sake."""
     shapes = operands_shapes(node)
     rank = max(len(s) for s in shapes)
     dim = argument(node, "dim", 0) % rank
@@ -128,7 +128,7 @@ def _cat(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _scattered(node: fx.Node) -> tuple[Choice, ...]:
-    """A slice or plane of ``self`` is replaced by ``src``: together they are linear."""
+    """Shard ops that replace a slice or plane of ``self`` by ``src``: together they are linear."""
     whole, part = operands_shapes(node)
     dim = argument(node, "dim", 0) % len(whole)
     letters: Letters = [None if d == dim else f"d{d}" for d in range(len(whole))]
@@ -139,7 +139,7 @@ def _scattered(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _expand(node: fx.Node) -> tuple[Choice, ...]:
-    """New dimensions and those repeated may be sharded in the output, the input is whole then."""
+    """Shard new dimensions and those repeated in the output, the input is whole then."""
     rank = len(operands_shapes(node)[0])
     letters = [f"d{d}" for d in range(tensors_of(node)[0].dim())]
     made = Term(tuple(letters))
@@ -148,7 +148,7 @@ def _expand(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _repeat(node: fx.Node) -> tuple[Choice, ...]:
-    """As expand where a dimension of 1 is repeated; longer ones that repeat stay whole."""
+    """Shard as expand does if a dimension of 1 is repeated; longer ones that repeat stay whole."""
     before, after = operands_shapes(node)[0], shape(tensors_of(node)[0])
     old = (1,) * (len(after) - len(before)) + before
     letters = [f"d{d}" if a in (1, b) else None for d, (a, b) in enumerate(zip(old, after, strict=True))]
@@ -158,7 +158,7 @@ def _repeat(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _repeat_interleave(node: fx.Node) -> tuple[Choice, ...]:
-    """Neighbours repeat together: a range of elements becomes a range of elements, of the flat tensor if no dim."""
+    """Shard neighbours that repeat together: a range of elements becomes a range, of the flat tensor if there is no dim."""
     rank = len(operands_shapes(node)[0])
     letters: Letters = [f"d{d}" for d in range(rank)]
     if argument(node, "dim") is None:
@@ -171,7 +171,7 @@ def _repeat_interleave(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _pad(node: fx.Node) -> tuple[Choice, ...]:
-    """Padded dimensions stay whole. Linear unless a constant other than 0 is put there."""
+    """Keep padded dimensions whole. Linear unless a constant other than 0 is put there."""
     rank = len(operands_shapes(node)[0])
     sizes = plain(argument(node, "pad"))
     widths = [(sizes[2 * k], sizes[2 * k + 1]) for k in range(len(sizes) // 2)]
@@ -203,7 +203,7 @@ def _unfold(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _shuffle(node: fx.Node) -> tuple[Choice, ...]:
-    """Channels become pixels: only what is in front of (channels, height, width) may be sharded."""
+    """Shard what is in front of (channels, height, width): channels become pixels."""
     rank = len(operands_shapes(node)[0])
     letters = tuple(f"d{d}" if d < rank - 3 else None for d in range(rank))
     return from_terms(node, [Term(letters, linear=True)], [Term(letters)])
