@@ -21,7 +21,7 @@ from partitioner.cost_graphs.read import ReadGraph, read_graph
 from partitioner.report.text import columns
 from passes.search.cost_graph.chains import device_loads
 from passes.search.cost_graph.contiguous import place_contiguous
-from passes.search.cost_graph.downsets import Order, all_downsets, membership
+from passes.search.cost_graph.downsets import Order, membership
 from passes.search.cost_graph.free import place_freely
 from passes.search.cost_graph.graph import PlacementGraph
 from passes.search.cost_graph.groups import contiguous_groups
@@ -51,7 +51,7 @@ def replicated_ms(graph: PlacementGraph) -> tuple[float, str]:
     PipeDream's plans, over all downsets instead of one order of layers.
     """
     problem = contiguous_groups(graph)
-    listed = all_downsets(Order(problem), 4000)
+    listed = Order(problem).all_downsets(4000)
     assert listed is not None
     downsets, loads = device_loads(problem, listed)
     held = membership(downsets, problem.count) @ problem.size

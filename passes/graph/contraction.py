@@ -240,20 +240,35 @@ class _Contraction:
 
 def list_downsets(units: int, edges: Iterable[tuple[int, int]], limit: int) -> tuple[int, ...] | None:
     """List every downset of the DAG as a bit mask, smallest first; None if there are more than ``limit``."""
-    needs = [0] * units
-    for u, v in edges:
-        needs[v] |= 1 << u
-    found = {0}
-    layer = {0}
+    before = [0] * units
+    after: list[list[int]] = [[] for _ in range(units)]
+    for u, v in set(edges):
+        before[v] |= 1 << u
+        after[u].append(v)
+    found = grow_downsets(before, after, limit)
+    return None if found is None else tuple(sorted(found, key=lambda mask: (mask.bit_count(), mask)))
+
+
+def grow_downsets(before: Sequence[int], after: Sequence[Sequence[int]], limit: int) -> list[int] | None:
+    """List every downset, those with fewer units first; None if there are more than ``limit``.
+
+    ``before`` has a bit mask of predecessors for every unit, ``after`` its successors. Each downset grows by each unit that
+    may be added; which ones may is kept from the smaller downset. Time: O(downsets · width).
+    """
+    first = [unit for unit, needs in enumerate(before) if not needs]
+    layer: dict[int, list[int]] = {0: first}
+    found = [0]
     while layer:
-        grown = {
-            mask | 1 << u
-            for mask in layer
-            for u in range(units)
-            if not mask >> u & 1 and not needs[u] & ~mask
-        }
-        found |= grown
+        grown: dict[int, list[int]] = {}
+        for mask, addable in layer.items():
+            for unit in addable:
+                larger = mask | 1 << unit
+                if larger not in grown:
+                    grown[larger] = [other for other in addable if other != unit] + [
+                        reader for reader in after[unit] if before[reader] & larger == before[reader]
+                    ]
+        found += grown
         if len(found) > limit:
             return None
         layer = grown
-    return tuple(sorted(found, key=lambda mask: (mask.bit_count(), mask)))
+    return found

@@ -29,6 +29,16 @@ class Bound:
     method: BoundMethod
 
 
+def weighted_work(seconds: FloatArray, weights: FloatArray) -> float:
+    """Return Σ_u min_d λ_d·t_d(u), which Σ_d λ_d·load_d of no placement is below: each unit u is on some device d.
+
+    ``seconds`` t, shape [devices, units]; ``weights`` λ ≥ 0, shape [devices]. The largest load is at least a weighted mean
+    of all loads, so weighted work / Σ λ bounds it from below. Any weights give a bound; the best ones are the dual solution
+    of the linear relaxation of sharing the work out.
+    """
+    return float((weights[:, None] * seconds).min(axis=0).sum())
+
+
 @dataclass(frozen=True, eq=False)
 class OpTimes:
     """Ops in a topological order, with their seconds by phase on each device. Shapes: [P devices, n ops]."""
@@ -79,7 +89,7 @@ def simulated_lower_bound(ops: OpTimes, microbatches: int) -> float:
     work = float(total.min(axis=0).sum()) / len(busy)
     if (busy > 0).all():
         weights = (1.0 / busy) / (1.0 / busy).sum()
-        work = max(work, float((weights[:, None] * total).min(axis=0).sum()))
+        work = max(work, weighted_work(total, weights))
     forward, backward = ops.forward.min(axis=0), backward_input.min(axis=0)
     into = _longest_into(ops.readers, forward)
     back = _longest_into(_gradient_edges(ops), backward)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from passes.search.bound import weighted_work
 from passes.search.cost_graph.groups import FloatArray, GroupProblem
 from passes.search.ilp import Program, Terms
 
@@ -56,10 +57,12 @@ def simple_bound(problem: GroupProblem) -> Bound:
     if len(kinds) == 1:
         work = float(kinds[0][1].sum()) / kinds[0][0]
     else:
+        counts = np.array([count for count, _ in kinds])
+        costs = np.stack([cost for _, cost in kinds])
+        shares = (1 - 10.0 ** np.linspace(-6, -0.005, 200)).tolist()
         work = max(
-            float(np.minimum(share * kinds[0][1], (1 - share) * kinds[1][1]).sum())
-            / (share * kinds[0][0] + (1 - share) * kinds[1][0])
-            for share in (1 - 10.0 ** np.linspace(-6, -0.005, 200)).tolist()
+            weighted_work(costs, weights) / float((weights * counts).sum())
+            for weights in (np.array([share, 1 - share]) for share in shares)
         )
     if largest >= work:
         return Bound(largest, "the group that costs most")

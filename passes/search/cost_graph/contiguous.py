@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from cost_models.errors import InfeasibleError
 from passes.search.cost_graph.bound import SetBound, simple_bound
 from passes.search.cost_graph.chains import Chain, best_chain, multiplications
-from passes.search.cost_graph.downsets import Order, all_downsets, linear_orders, prefixes
+from passes.search.cost_graph.downsets import Order, linear_orders, prefixes
 from passes.search.cost_graph.graph import PlacementGraph, evaluate
 from passes.search.cost_graph.groups import GroupProblem, contiguous_groups, free_groups
 from passes.search.cost_graph.result import PROVED, Placed, check_feasible, placed
@@ -105,7 +105,7 @@ def _listed(problem: GroupProblem, time_limit: float) -> list[int] | None:
     most = MOST_DOWNSETS
     while most > 64 and multiplications(problem, most) > affordable:
         most = most * 3 // 4
-    return all_downsets(Order(problem), most)
+    return Order(problem).all_downsets(most)
 
 
 def _search(problem: GroupProblem, listed: list[int] | None, deadline: float) -> tuple[Chain, str, bool]:

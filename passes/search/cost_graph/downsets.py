@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from passes.graph.contraction import grow_downsets
 from passes.search.cost_graph.groups import GroupProblem
 
 
@@ -39,6 +40,10 @@ class Order:
         """Groups that leave a downset when they are taken away."""
         return [g for g in bits_of(downset) if not any(downset >> h & 1 for h in self.after[g])]
 
+    def all_downsets(self, most: int) -> list[int] | None:
+        """List every downset, smaller ones first; None if there are more than ``most``."""
+        return grow_downsets(self.before, self.after, most)
+
     def linear(self, key: Callable[[int], tuple[float, ...]]) -> list[int]:
         """The topological order that takes the smallest key first."""
         waiting = [self.before[h].bit_count() for h in range(self.count)]
@@ -61,26 +66,6 @@ def bits_of(downset: int) -> Iterable[int]:
         low = downset & -downset
         yield low.bit_length() - 1
         downset ^= low
-
-
-def all_downsets(order: Order, most: int) -> list[int] | None:
-    """Every downset, smaller ones first; None if there are more than ``most``. Time: downsets × width."""
-    level: dict[int, list[int]] = {0: order.addable(0)}
-    found = [0]
-    while level:
-        following: dict[int, list[int]] = {}
-        for downset, addable in level.items():
-            for g in addable:
-                larger = downset | 1 << g
-                if larger not in following:
-                    following[larger] = [h for h in addable if h != g] + [
-                        h for h in order.after[g] if order.before[h] & larger == order.before[h]
-                    ]
-        found += following
-        if len(found) > most:
-            return None
-        level = following
-    return found
 
 
 def prefixes(linear: Sequence[int]) -> list[int]:

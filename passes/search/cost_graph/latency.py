@@ -35,6 +35,7 @@ from passes.search.cost_graph.graph import PlacementGraph, broken_rules
 from passes.search.cost_graph.groups import GroupProblem, colour_groups
 from passes.search.cost_graph.recut import fits
 from passes.search.cost_graph.result import PROVED, Placed, check_feasible
+from passes.search.heft import earliest_finish
 
 MAKESPAN = "makespan of one batch"
 SPACE = "all placements with equal colours together, nodes in the order of a list schedule"
@@ -174,53 +175,34 @@ def _starts(
     found = [
         (device,) * problem.count for device in {0, machine.accelerators} if device < len(machine.devices)
     ]
-    found.append(_earliest_end(problem, scheduler))
+    found.append(_earliest_finish(problem, scheduler))
     with suppress(InfeasibleError):  # contiguity is not asked for: one start less
         found.append(problem.of_groups(place_contiguous(graph, seconds, prove=False).placement))
     return found
 
 
-def _earliest_end(problem: GroupProblem, scheduler: Scheduler) -> tuple[int, ...]:
-    """HEFT over groups: nodes by their longest way to the end; a group goes where its first node ends soonest."""
+def _earliest_finish(problem: GroupProblem, scheduler: Scheduler) -> tuple[int, ...]:
+    """Place groups by HEFT: a group goes where the first of its nodes ends soonest."""
     graph, machine = scheduler.graph, problem.machine
     group_of = {v: g for g, nodes in enumerate(problem.members) for v in nodes}
     before: list[list[int]] = [[] for _ in graph.nodes]
     for u, targets in enumerate(graph.consumers):
         for v in targets:
             before[v].append(u)
-    homes: dict[int, int] = {}
-    room = [machine.memory_size] * machine.accelerators + [math.inf] * machine.cpus
-    free = [0.0] * len(machine.devices)
-    end = [0.0] * len(graph.nodes)
     position = {v: i for i, v in enumerate(scheduler.order)}
-    for v in sorted(range(len(graph.nodes)), key=lambda v: (-scheduler.way[v], position[v])):
-        g, node = group_of[v], graph.nodes[v]
-        choices = [homes[g]] if g in homes else range(len(machine.devices))
-        best, chosen = math.inf, choices[0]
-        for device in choices:
-            on_accelerator = device < machine.accelerators
-            if g not in homes and (
-                problem.size[g] > room[device] or (on_accelerator and math.isinf(problem.accelerator_cost[g]))
-            ):
-                continue
-            arrives = max(
-                (
-                    end[u] + scheduler.delay(u, homes[group_of[u]], device)
-                    for u in before[v]
-                    if group_of[u] in homes
-                ),
-                default=0.0,
-            )
-            cost = node.accelerator_cost if on_accelerator else node.cpu_cost
-            done = max(arrives, free[device]) + cost
-            if done < best:
-                best, chosen = done, device
-        if g not in homes:
-            homes[g] = chosen
-            room[chosen] -= float(problem.size[g])
-        end[v] = best
-        free[chosen] = best
-    return tuple(homes[g] for g in range(problem.count))
+    on_accelerator = [node.accelerator_cost for node in graph.nodes]
+    on_cpu = [node.cpu_cost for node in graph.nodes]
+    cpus = range(machine.accelerators, len(machine.devices))
+    return earliest_finish(
+        sorted(range(len(graph.nodes)), key=lambda v: (-scheduler.way[v], position[v])),
+        before,
+        [on_accelerator] * machine.accelerators + [on_cpu] * machine.cpus,
+        lambda u, end, source, target: end + scheduler.delay(u, source, target),
+        [group_of[v] for v in range(len(graph.nodes))],
+        [cpus if math.isinf(cost) else range(len(machine.devices)) for cost in problem.accelerator_cost],
+        sizes=problem.size.tolist(),
+        room=[machine.memory_size] * machine.accelerators + [math.inf] * machine.cpus,
+    )
 
 
 @dataclass

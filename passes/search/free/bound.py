@@ -56,7 +56,10 @@ def work_bound(problem: FreeProblem, steps: int = STEPS) -> float:
 
 
 def _relaxed(seconds: FloatArray, weights: FloatArray) -> tuple[float, FloatArray]:
-    """Σ_u min_d λ_d·t, and the loads where every unit goes to its cheapest devices, ties shared by near equality."""
+    """Weighted work, and the loads where every unit goes to its cheapest devices, ties shared by near equality.
+
+    ``passes.search.bound.weighted_work`` is the same sum, without the choices that it comes from.
+    """
     weighted = weights[:, None] * seconds
     least = weighted.min(axis=0)
     chosen = weighted <= least * (1 + 1e-9)

@@ -11,6 +11,7 @@ import numpy as np
 from passes.lower.candidate import Origin, Trail
 from passes.search.free.makespan import TaskGraph
 from passes.search.free.problem import FloatArray, FreeProblem, IntArray
+from passes.search.heft import earliest_finish
 
 Home = tuple[int, ...]
 MAX_DEPTH = 4
@@ -28,7 +29,7 @@ def all_starts(
     found: dict[Home, Trail] = {}
     named = itertools.chain(
         one_device(problem),
-        [(earliest_finish(problem, tasks, unit_of_task), Trail.of(Origin.EARLIEST_FINISH))],
+        [(_earliest_finish(problem, tasks, unit_of_task), Trail.of(Origin.EARLIEST_FINISH))],
         contiguous(problem, modules),
         modules_apart(problem, modules),
     )
@@ -120,30 +121,19 @@ def modules_apart(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tupl
         yield tuple(home), Trail.of(Origin.MODULES_APART, depth)
 
 
-def earliest_finish(problem: FreeProblem, tasks: TaskGraph, unit_of_task: IntArray) -> Home:
-    """Each task, in the order of the longest way to the end, on the device where its forward ends soonest.
-
-    HEFT (Topcuoglu, Hariri, Wu 2002), without insertion; a task of a unit that lies somewhere goes there.
-    """
-    devices, unit_of = problem.devices, unit_of_task.tolist()
-    home = [-1] * problem.units
-    free = [0.0] * devices
-    ended = [0.0] * len(tasks)
-    seconds, sent = tasks.forward.tolist(), tasks.sent_bytes.tolist()
+def _earliest_finish(problem: FreeProblem, tasks: TaskGraph, unit_of_task: IntArray) -> Home:
+    """Place each task where its forward ends soonest; memory is not looked at."""
+    sent = tasks.sent_bytes.tolist()
     latency, per_byte = tasks.latency.tolist(), tasks.seconds_per_byte.tolist()
-    for task in sorted(range(len(tasks)), key=lambda t: (-tasks.urgency[t], t)):
-        unit = unit_of[task]
-        choices = [home[unit]] if home[unit] >= 0 else np.flatnonzero(problem.allowed[:, unit]).tolist()
-        best, best_end = choices[0], float("inf")
-        for d in choices:
-            begin = free[d]
-            for producer in tasks.producers[task]:
-                other = home[unit_of[producer]]
-                arrives = ended[producer] + latency[other][d] + sent[producer] * per_byte[other][d]
-                begin = max(begin, arrives)
-            end = begin + seconds[d][task]
-            if end < best_end:
-                best, best_end = d, end
-        home[unit] = best
-        free[best] = ended[task] = best_end
-    return tuple(home)
+
+    def arrival(producer: int, end: float, source: int, target: int) -> float:
+        return float(end + latency[source][target] + sent[producer] * per_byte[source][target])
+
+    return earliest_finish(
+        sorted(range(len(tasks)), key=lambda task: (-tasks.urgency[task], task)),
+        tasks.producers,
+        tasks.forward.tolist(),
+        arrival,
+        unit_of_task.tolist(),
+        [np.flatnonzero(allowed).tolist() for allowed in problem.allowed.T],
+    )

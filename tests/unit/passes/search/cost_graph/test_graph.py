@@ -12,7 +12,7 @@ import pytest
 from cost_models.errors import GraphError, InfeasibleError
 from passes.search.cost_graph.bound import SetBound, simple_bound
 from passes.search.cost_graph.contiguous import place_contiguous
-from passes.search.cost_graph.downsets import Order, all_downsets, prefixes
+from passes.search.cost_graph.downsets import Order, prefixes
 from passes.search.cost_graph.free import place_freely
 from passes.search.cost_graph.graph import (
     GraphNode,
@@ -112,12 +112,12 @@ def test_a_backward_node_without_a_forward_one_is_tied_in_reverse() -> None:
 
 def test_downsets_of_a_chain_and_of_an_antichain() -> None:
     chain = PlacementGraph(tuple(map(node, "abcd")), ((0, 1), (1, 2), (2, 3)), Machine(2))
-    assert all_downsets(Order(contiguous_groups(chain)), 100) == prefixes([0, 1, 2, 3])
+    assert Order(contiguous_groups(chain)).all_downsets(100) == prefixes([0, 1, 2, 3])
     apart = PlacementGraph(tuple(map(node, "abcd")), (), Machine(2))
-    found = all_downsets(Order(contiguous_groups(apart)), 100)
+    found = Order(contiguous_groups(apart)).all_downsets(100)
     assert found is not None
     assert sorted(found) == list(range(16))
-    assert all_downsets(Order(contiguous_groups(apart)), 15) is None
+    assert Order(contiguous_groups(apart)).all_downsets(15) is None
 
 
 @pytest.mark.parametrize("seed", range(8))
