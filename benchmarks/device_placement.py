@@ -17,8 +17,8 @@ from cost_models.units import percent
 from partitioner.cost_graphs.read import read_graph
 from partitioner.report.text import columns
 from passes.search.cost_graph.contiguous import place_contiguous
-from passes.search.cost_graph.free import place_freely
-from passes.search.cost_graph.result import Placed
+from passes.search.cost_graph.result import PlacementResult
+from passes.search.cost_graph.throughput import place_for_throughput
 from tests.support.placement_evaluator import random_graph
 
 KNOWN = {
@@ -37,7 +37,7 @@ def table(limit: float) -> str:
     rows = []
     for name, (contiguous, free) in KNOWN.items():
         graph = read_graph(DATA / "device-placement" / f"{name}.json").graph
-        for search, known in ((place_contiguous, contiguous), (place_freely, free)):
+        for search, known in ((place_contiguous, contiguous), (place_for_throughput, free)):
             found, seconds = measured(search, graph, limit)
             kind = search.__name__.removeprefix("place_")
             rows.append([name, kind, f"{known:.4f}", *_figures(found, seconds, "{:.6f}")])
@@ -46,13 +46,13 @@ def table(limit: float) -> str:
     )
 
 
-def _figures(found: Placed, seconds: float, form: str) -> list[str]:
+def _figures(found: PlacementResult, seconds: float, form: str) -> list[str]:
     return [
         form.format(found.value),
         form.format(found.bound),
-        percent(found.gap),
+        percent(found.certificate.gap),
         f"{seconds:.2f}",
-        found.status,
+        found.certificate.solver_status,
     ]
 
 
@@ -61,7 +61,7 @@ def scaling(limit: float) -> str:
     rows = []
     for size in SIZES:
         graph = random_graph(size, size, accelerators=8)
-        for search in (place_contiguous, place_freely):
+        for search in (place_contiguous, place_for_throughput):
             found, seconds = measured(search, graph, limit)
             kind = search.__name__.removeprefix("place_")
             rows.append([f"{size:,}", kind, *_figures(found, seconds, "{:.4f}")])

@@ -30,7 +30,7 @@ from cost_models.errors import PartitionerError
 from cost_models.precision import Precision
 from partitioner import Plan, Workload, partition, trace
 from partitioner.cost_graphs.plan import plan_graph
-from partitioner.cost_graphs.plan_layouts import plan_sharded
+from partitioner.cost_graphs.plan_layouts import plan_feature_wise
 from partitioner.cost_graphs.read import read_graph
 from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
@@ -193,7 +193,7 @@ def cost_graph(path: str, strategy: str = "free", **options: Any) -> Texts:
     reading = {key: options.pop(key) for key in ("devices", "bytes_per_second") if key in options}
     try:
         read = read_graph(DATA / path, **reading)
-        plan = plan_sharded(read) if strategy == "feature" else plan_graph(read, **options)
+        plan = plan_feature_wise(read) if strategy == "feature" else plan_graph(read, **options)
     except PartitionerError as error:
         return {"error": f"{type(error).__name__}: {error}".replace(str(DATA), "")}
     data = plan.to_dict()

@@ -9,15 +9,15 @@ from pathlib import Path
 
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.graph import PlacementGraph, named
-from passes.search.cost_graph.result import Placed
+from passes.search.cost_graph.result import PlacementResult
 from tests.support.placement_evaluator import is_allowed, is_contiguous, loads_of
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
 
 
 def measured(
-    search: Callable[[PlacementGraph, float], Placed], graph: PlacementGraph, limit: float
-) -> tuple[Placed, float]:
+    search: Callable[[PlacementGraph, float], PlacementResult], graph: PlacementGraph, limit: float
+) -> tuple[PlacementResult, float]:
     """A placement, evaluated again, and its user CPU seconds."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     found = search(graph, limit)

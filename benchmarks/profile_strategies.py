@@ -15,17 +15,17 @@ import numpy as np
 
 from benchmarks.placement_measured import DATA, measured
 from cost_models.units import percent
-from partitioner.cost_graphs.pipedream import Profile
-from partitioner.cost_graphs.pipedream_layouts import sharded_problem
+from partitioner.cost_graphs.pipedream import PipeDreamProfile
+from partitioner.cost_graphs.pipedream_layouts import layout_problem
 from partitioner.cost_graphs.read import ReadGraph, read_graph
 from partitioner.report.text import columns
 from passes.search.cost_graph.chains import device_loads
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.downsets import Order, membership
-from passes.search.cost_graph.free import place_freely
 from passes.search.cost_graph.graph import PlacementGraph
 from passes.search.cost_graph.groups import contiguous_groups
-from passes.search.cost_graph.place_layouts import place_sharded
+from passes.search.cost_graph.layouts_ilp import place_layouts
+from passes.search.cost_graph.throughput import place_for_throughput
 from tests.support.sharded_evaluator import step_seconds
 
 PROFILES = ("vgg16", "resnet18", "alexnet", "squeezenet1_0")
@@ -33,7 +33,7 @@ DEVICES = (4, 16)
 BYTES_PER_SECOND = 1e9
 
 
-def data_parallel_ms(profile: Profile, devices: int) -> float:
+def data_parallel_ms(profile: PipeDreamProfile, devices: int) -> float:
     """ms per mini-batch: every device runs whole mini-batches, then all reduce gradients in a ring, not overlapped.
 
     (Σ compute + 2·(n-1)/n·parameter bytes / bandwidth) / n: n mini-batches are done in that time.
@@ -78,7 +78,7 @@ def replicated_ms(graph: PlacementGraph) -> tuple[float, str]:
     return float(best[devices, -1]), "-".join(map(str, reversed(stages)))
 
 
-def _totals(profile: Profile) -> tuple[float, float]:
+def _totals(profile: PipeDreamProfile) -> tuple[float, float]:
     """(ms, bytes of parameters) of a mini-batch; the data loader's time is not counted."""
     layers = [layer for layer in profile.layers if not layer.what.startswith("Input")]
     compute = math.fsum(layer.forward_ms + layer.backward_ms for layer in layers)
@@ -88,8 +88,8 @@ def _totals(profile: Profile) -> tuple[float, float]:
 def feature_ms(read: ReadGraph, limit: float, by_inputs: bool) -> tuple[float, str, float]:
     """(ms per mini-batch, layers with parameters by features + by inputs, gap); evaluated again."""
     assert read.profile is not None
-    problem = sharded_problem(read.profile, read.graph.machine.accelerators, read.bytes_per_second)
-    found = place_sharded(problem, limit, by_inputs=by_inputs)
+    problem = layout_problem(read.profile, read.graph.machine.accelerators, read.bytes_per_second)
+    found = place_layouts(problem, limit, by_inputs=by_inputs)
     again = step_seconds(problem, found.layouts)
     if not math.isclose(again, found.step_seconds, rel_tol=1e-9):
         raise AssertionError(f"{found.step_seconds} is not what the layouts cost: {again}")
@@ -97,7 +97,7 @@ def feature_ms(read: ReadGraph, limit: float, by_inputs: bool) -> tuple[float, s
         layout for layout, op in zip(found.layouts, problem.ops, strict=True) if op.parameter_bytes > 0
     ]
     split = f"{layouts.count('features')}+{layouts.count('inputs')}"
-    return again * 1e3 / problem.devices, split, found.gap
+    return again * 1e3 / problem.devices, split, found.certificate.gap
 
 
 def profiles(limit: float) -> str:
@@ -124,7 +124,9 @@ def _row(name: str, devices: int, limit: float) -> list[str]:
     read = read_graph(path, devices=devices, bytes_per_second=BYTES_PER_SECOND)
     assert read.profile is not None
     one, data = _totals(read.profile)[0], data_parallel_ms(read.profile, devices)
-    layer, free = (measured(search, read.graph, limit)[0] for search in (place_contiguous, place_freely))
+    layer, free = (
+        measured(search, read.graph, limit)[0] for search in (place_contiguous, place_for_throughput)
+    )
     two_ways, _, _ = feature_ms(read, limit, by_inputs=False)
     feature, split, gap = feature_ms(read, limit, by_inputs=True)
     hybrid, stages = replicated_ms(read.graph)
@@ -138,4 +140,8 @@ def _row(name: str, devices: int, limit: float) -> list[str]:
     faster = found[best] < plain * (1 - 1e-9)
     cells = [name, str(devices), f"{one:.1f}", f"{data:.1f}", against(layer.value), against(free.value)]
     cells += [against(two_ways), against(feature), split, against(hybrid), stages]
-    return [*cells, best if faster else "none is faster", percent(max(layer.gap, free.gap, gap))]
+    return [
+        *cells,
+        best if faster else "none is faster",
+        percent(max(layer.certificate.gap, free.certificate.gap, gap)),
+    ]

@@ -13,7 +13,7 @@ from cost_models.errors import TimeLimitError, UsageError
 from cost_models.units import percent
 from partitioner.commands.options import JsonFlag, Whole, check_output, emit, progress, report
 from partitioner.cost_graphs.plan import GraphStrategy, check_options, plan_graph
-from partitioner.cost_graphs.plan_layouts import plan_sharded
+from partitioner.cost_graphs.plan_layouts import plan_feature_wise
 from partitioner.cost_graphs.read import read_graph
 
 NAME = "plan-graph"
@@ -91,7 +91,7 @@ def plan(
         read = read_graph(graph, devices=devices, bytes_per_second=bandwidth)
     with progress("searching"):
         if strategy == "feature":
-            made = plan_sharded(read, time_limit)
+            made = plan_feature_wise(read, time_limit)
         else:
             made = plan_graph(read, contiguous=contiguous, objective=objective, time_limit_seconds=time_limit)
     if output is not None:

@@ -16,7 +16,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from passes.search.cost_graph.graph import GraphNode, Machine, PlacementGraph
+from passes.search.cost_graph.graph import GraphMachine, GraphNode, PlacementGraph
 
 SAME_COST = 1e-6
 """Costs of edges out of one node that differ by less are one value, the largest of them."""
@@ -24,11 +24,11 @@ SAME_COST = 1e-6
 Cost = Annotated[float, Field(ge=0)]
 
 
-class _Part(BaseModel):
+class _Entry(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class _Node(_Part):
+class _Node(_Entry):
     id: int | str
     name: str | None = None
     supportedOnFpga: bool = True  # noqa: N815 - the file's own names
@@ -39,13 +39,13 @@ class _Node(_Part):
     size: Cost = 0.0
 
 
-class _Edge(_Part):
+class _Edge(_Entry):
     sourceId: int | str  # noqa: N815
     destId: int | str  # noqa: N815
     cost: Cost
 
 
-class DevicePlacementFile(_Part):
+class DevicePlacementFile(_Entry):
     """The file as it is written."""
 
     maxSizePerFPGA: Cost | None = None  # noqa: N815
@@ -100,4 +100,4 @@ def graph_of(file: DevicePlacementFile) -> tuple[PlacementGraph | None, list[str
         for node in file.nodes
     )
     memory = math.inf if file.maxSizePerFPGA is None else file.maxSizePerFPGA
-    return PlacementGraph(nodes, tuple(edges), Machine(file.maxFPGAs, file.maxCPUs, memory)), []
+    return PlacementGraph(nodes, tuple(edges), GraphMachine(file.maxFPGAs, file.maxCPUs, memory)), []

@@ -14,17 +14,17 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from passes.search.cost_graph.graph import GraphNode, Machine, PlacementGraph
+from passes.search.cost_graph.graph import GraphMachine, GraphNode, PlacementGraph
 
 Cost = Annotated[float, Field(ge=0)]
 Text = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class _Part(BaseModel):
+class _Entry(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class DevicesEntry(_Part):
+class DevicesEntry(_Entry):
     """The machine; ``--devices`` replaces the number of accelerators."""
 
     accelerators: int = Field(ge=0)
@@ -34,7 +34,7 @@ class DevicesEntry(_Part):
     )
 
 
-class NodeEntry(_Part):
+class NodeEntry(_Entry):
     """An op."""
 
     id: Text
@@ -52,7 +52,7 @@ class NodeEntry(_Part):
     on_accelerator: bool = Field(default=True, description="whether an accelerator can run it")
 
 
-class OwnGraphFile(_Part):
+class OwnGraphFile(_Entry):
     """The file as it is written."""
 
     graph_version: Literal[1]
@@ -102,5 +102,5 @@ def graph_of(file: OwnGraphFile) -> tuple[PlacementGraph | None, list[str]]:
     )
     edges = tuple(dict.fromkeys((position[source], position[target]) for source, target in file.edges))
     memory = math.inf if file.devices.memory is None else file.devices.memory
-    machine = Machine(file.devices.accelerators, file.devices.cpus, memory)
+    machine = GraphMachine(file.devices.accelerators, file.devices.cpus, memory)
     return PlacementGraph(nodes, edges, machine, file.unit), []

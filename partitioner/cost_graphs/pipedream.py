@@ -16,7 +16,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from passes.search.cost_graph.graph import GraphNode, Machine, PlacementGraph
+from passes.search.cost_graph.graph import GraphMachine, GraphNode, PlacementGraph
 
 DEFAULT_BYTES_PER_SECOND = 1e9
 NUMBERS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -38,7 +38,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Profile:
+class PipeDreamProfile:
     """``edges``: positions of (producer, consumer)."""
 
     layers: tuple[Layer, ...]
@@ -50,7 +50,7 @@ def is_pipedream(text: str) -> bool:
     return any(NODE.match(STAGE.sub("", line)) for line in text.splitlines()[:200])
 
 
-def profile_of(text: str) -> tuple[Profile | None, list[str]]:
+def profile_of(text: str) -> tuple[PipeDreamProfile | None, list[str]]:
     """The profile, or every line that cannot be read."""
     layers: dict[str, Layer] = {}
     pairs: list[tuple[int, str, str]] = []
@@ -80,7 +80,7 @@ def profile_of(text: str) -> tuple[Profile | None, list[str]]:
     if problems:
         return None, problems
     edges = dict.fromkeys((position[source], position[target]) for _, source, target in pairs)
-    return Profile(tuple(layers.values()), tuple(edges)), []
+    return PipeDreamProfile(tuple(layers.values()), tuple(edges)), []
 
 
 def _layer(found: re.Match[str]) -> Layer | str:
@@ -108,7 +108,7 @@ def _number(text: str) -> float:
     return value
 
 
-def graph_of(profile: Profile, devices: int, bytes_per_second: float) -> PlacementGraph:
+def graph_of(profile: PipeDreamProfile, devices: int, bytes_per_second: float) -> PlacementGraph:
     """The cost graph of training, in milliseconds per mini-batch, on ``devices`` accelerators."""
     layers, per_byte = profile.layers, 1e3 / bytes_per_second
     count = len(layers)
@@ -148,10 +148,10 @@ def graph_of(profile: Profile, devices: int, bytes_per_second: float) -> Placeme
         f"costs in ms of one mini-batch; {bytes_per_second:g} B/s between devices",
         *(("the time of Input is the data loader's: not counted",) if any(inputs) else ()),
     )
-    return PlacementGraph(tuple(nodes), tuple(edges), Machine(devices), "ms", notes)
+    return PlacementGraph(tuple(nodes), tuple(edges), GraphMachine(devices), "ms", notes)
 
 
-def behind_parameters(profile: Profile, before: list[list[int]]) -> list[bool]:
+def behind_parameters(profile: PipeDreamProfile, before: list[list[int]]) -> list[bool]:
     """Whether a layer's output has a gradient that anything needs."""
     learns = [layer.parameter_bytes > 0 for layer in profile.layers]
     changed = True

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import re
 
-from partitioner.cost_graphs.pipedream import Profile, behind_parameters
-from passes.search.cost_graph.layouts import Kind, ShardedOp, ShardedProblem
+from partitioner.cost_graphs.pipedream import PipeDreamProfile, behind_parameters
+from passes.search.cost_graph.layouts import LayoutOp, LayoutProblem, OpKind
 
 NEURONS = re.compile(r"(?:Linear|Conv[123]d|ConvTranspose[123]d)\((?:\w+=)?(\d+), *(?:\w+=)?(\d+)\b")
 CHANNELS = re.compile(
@@ -25,7 +25,7 @@ CHANNELS = re.compile(
 """With a number: how many channels there are, where the name says so."""
 
 
-def sharded_problem(profile: Profile, devices: int, bytes_per_second: float) -> ShardedProblem:
+def layout_problem(profile: PipeDreamProfile, devices: int, bytes_per_second: float) -> LayoutProblem:
     """The problem of ``passes.search.cost_graph.layouts`` for the layers of a profile, in their order."""
     before: list[list[int]] = [[] for _ in profile.layers]
     for u, v in profile.edges:
@@ -38,7 +38,7 @@ def sharded_problem(profile: Profile, devices: int, bytes_per_second: float) -> 
             kind = "samples"
         loaded = kind == "input"
         ops.append(
-            ShardedOp(
+            LayoutOp(
                 layer.id,
                 0.0 if loaded else layer.forward_ms / 1e3,
                 0.0 if loaded else layer.backward_ms / 1e3,
@@ -50,10 +50,10 @@ def sharded_problem(profile: Profile, devices: int, bytes_per_second: float) -> 
                 inputs,
             )
         )
-    return ShardedProblem(tuple(ops), profile.edges, devices, bytes_per_second)
+    return LayoutProblem(tuple(ops), profile.edges, devices, bytes_per_second)
 
 
-def kind_of(what: str) -> tuple[Kind, int | None, int | None]:
+def kind_of(what: str) -> tuple[OpKind, int | None, int | None]:
     """How a layer can be split, from its name; inputs and outputs that there are to split, where the name says so."""
     if what.startswith("Input"):
         return "input", None, None

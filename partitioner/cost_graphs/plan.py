@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
@@ -20,11 +21,11 @@ from partitioner.record.base import Count, Record, Seconds, package_version
 from partitioner.record.file import read_json, read_text, validation_problems, write_text
 from partitioner.report.text import columns, labelled, printable
 from passes.search.cost_graph.contiguous import place_contiguous
-from passes.search.cost_graph.free import place_freely
 from passes.search.cost_graph.graph import evaluate, named
 from passes.search.cost_graph.latency import place_for_latency
-from passes.search.cost_graph.layouts import Layout
-from passes.search.cost_graph.result import Placed
+from passes.search.cost_graph.layouts import SplitBy
+from passes.search.cost_graph.result import PlacementResult
+from passes.search.cost_graph.throughput import place_for_throughput
 
 SCHEMA_VERSION: Final = 1
 Objective = Literal["throughput", "latency"]
@@ -98,7 +99,7 @@ class GraphPlan(Record):
     placements: dict[str, str] = Field(
         description="device of every node: acc0 … or cpu0 …; empty for strategy feature: all are on every device"
     )
-    layouts: dict[str, Layout] = Field(
+    layouts: dict[str, SplitBy] = Field(
         default={}, description="strategy feature: how every node is spread over all devices"
     )
     prediction: GraphPrediction
@@ -176,13 +177,13 @@ def plan_graph(
     """Place a cost graph and write down what was found."""
     check_options(contiguous, objective, time_limit_seconds)
     graph = read.graph
-    found: Placed
+    found: PlacementResult
     if objective == "latency":
         found = place_for_latency(graph, time_limit_seconds)
     elif contiguous:
         found = place_contiguous(graph, time_limit_seconds)
     else:
-        found = place_freely(graph, time_limit_seconds)
+        found = place_for_throughput(graph, time_limit_seconds)
     return _record(read, found, contiguous, "latency" if objective == "latency" else "throughput")
 
 
@@ -199,7 +200,7 @@ def graph_info(read: ReadGraph, *notes: str) -> GraphInfo:
     )
 
 
-def _record(read: ReadGraph, found: Placed, contiguous: bool, objective: Objective) -> GraphPlan:
+def _record(read: ReadGraph, found: PlacementResult, contiguous: bool, objective: Objective) -> GraphPlan:
     graph, machine = read.graph, read.graph.machine
     costs = evaluate(graph, found.placement)
     devices = machine.devices
@@ -222,17 +223,7 @@ def _record(read: ReadGraph, found: Placed, contiguous: bool, objective: Objecti
             memory=dict(zip(devices, costs.memory, strict=True)),
             transfers=costs.transfers,
         ),
-        certificate=GraphCertificate(
-            objective=found.objective,
-            objective_seconds=found.value,
-            bound_seconds=found.bound,
-            gap=found.gap,
-            simulated_lower_bound_seconds=found.bound,
-            space=found.space,
-            method=found.method,
-            solver_status=found.status,
-            search_seconds=found.seconds,
-        ),
+        certificate=GraphCertificate(**asdict(found.certificate)),
     )
 
 

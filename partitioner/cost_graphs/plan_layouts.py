@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, replace
 
 from cost_models.errors import UsageError
-from partitioner.cost_graphs.pipedream import Profile
-from partitioner.cost_graphs.pipedream_layouts import kind_of, sharded_problem
+from partitioner.cost_graphs.pipedream import PipeDreamProfile
+from partitioner.cost_graphs.pipedream_layouts import kind_of, layout_problem
 from partitioner.cost_graphs.plan import (
     GraphCertificate,
     GraphPlan,
@@ -16,14 +17,14 @@ from partitioner.cost_graphs.plan import (
 )
 from partitioner.cost_graphs.read import ReadGraph
 from partitioner.record.base import package_version
-from passes.search.cost_graph.layouts import Sharded
-from passes.search.cost_graph.place_layouts import place_sharded
+from passes.search.certificate import Certificate
+from passes.search.cost_graph.layouts_ilp import place_layouts
 
 OBJECTIVE = "time per mini-batch"
 LOSS = "the loss is not in the profile: taken to be computed by samples"
 
 
-def plan_sharded(read: ReadGraph, time_limit_seconds: float = 60.0) -> GraphPlan:
+def plan_feature_wise(read: ReadGraph, time_limit_seconds: float = 60.0) -> GraphPlan:
     """Lay out the layers of a profile over all devices; raises UsageError for graphs that are no profiles."""
     if read.profile is None:
         raise UsageError(
@@ -32,8 +33,8 @@ def plan_sharded(read: ReadGraph, time_limit_seconds: float = 60.0) -> GraphPlan
             ["use --strategy free, or give a PipeDream graph.txt"],
         )
     graph, devices = read.graph, read.graph.machine.devices
-    problem = sharded_problem(read.profile, len(devices), read.bytes_per_second)
-    found = place_sharded(problem, time_limit_seconds)
+    problem = layout_problem(read.profile, len(devices), read.bytes_per_second)
+    found = place_layouts(problem, time_limit_seconds)
     layout_of = {op.id: layout for op, layout in zip(problem.ops, found.layouts, strict=True)}
     value = found.step_seconds * 1e3 / len(devices)
     costs = found.costs
@@ -55,26 +56,24 @@ def plan_sharded(read: ReadGraph, time_limit_seconds: float = 60.0) -> GraphPlan
             memory=dict.fromkeys(devices, costs.parameter_bytes),
             transfers=sent * 1e3,
         ),
-        certificate=_certificate(found, value),
+        certificate=_per_minibatch(found.certificate, value),
     )
 
 
-def _certificate(found: Sharded, value: float) -> GraphCertificate:
-    bound = value * (1 - found.gap)
-    return GraphCertificate(
+def _per_minibatch(certificate: Certificate, value: float) -> GraphCertificate:
+    """Say of the ms of a mini-batch what is proved of a step."""
+    bound = value * (1 - certificate.gap)
+    scaled = replace(
+        certificate,
         objective=OBJECTIVE,
         objective_seconds=value,
         bound_seconds=bound,
-        gap=found.gap,
         simulated_lower_bound_seconds=bound,
-        space=found.space,
-        method=found.method,
-        solver_status=found.status,
-        search_seconds=found.search_seconds,
     )
+    return GraphCertificate(**asdict(scaled))
 
 
-def _unknown(profile: Profile) -> tuple[str, ...]:
+def _unknown(profile: PipeDreamProfile) -> tuple[str, ...]:
     """A word on layers that nothing but samples is known to split."""
     names = dict.fromkeys(
         layer.what.partition("(")[0] for layer in profile.layers if kind_of(layer.what)[0] == "samples"

@@ -34,7 +34,7 @@ class ReadGraph:
     graph: PlacementGraph
     format: GraphFormat
     source: str
-    profile: pipedream.Profile | None = None
+    profile: pipedream.PipeDreamProfile | None = None
     bytes_per_second: float = pipedream.DEFAULT_BYTES_PER_SECOND
 
 

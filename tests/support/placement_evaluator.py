@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 
-from passes.search.cost_graph.graph import GraphNode, Machine, PlacementGraph
+from passes.search.cost_graph.graph import GraphMachine, GraphNode, PlacementGraph
 
 
 def loads_of(graph: PlacementGraph, placement: dict[str, str]) -> dict[str, float]:
@@ -130,4 +130,4 @@ def random_graph(
         edges += [(count + v, count + u) for u, v in forward]
     total = sum(node.size for node in nodes)
     memory = total * dice.uniform(0.55, 0.9) if tight else math.inf
-    return PlacementGraph(tuple(nodes), tuple(edges), Machine(accelerators, cpus, memory))
+    return PlacementGraph(tuple(nodes), tuple(edges), GraphMachine(accelerators, cpus, memory))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from passes.search.cost_graph.layouts import ShardedProblem
+from passes.search.cost_graph.layouts import LayoutProblem
 
 
-def step_seconds(problem: ShardedProblem, layouts: Sequence[str]) -> float:
+def step_seconds(problem: LayoutProblem, layouts: Sequence[str]) -> float:
     """Work, and bytes that a device sends, of n mini-batches. Infinite where an op cannot be split so."""
     n, total, moved = problem.devices, 0.0, 0.0
     for v, op in enumerate(problem.ops):
@@ -27,7 +27,7 @@ def step_seconds(problem: ShardedProblem, layouts: Sequence[str]) -> float:
     return total + moved / problem.bytes_per_second
 
 
-def _missing(problem: ShardedProblem, u: int, layouts: Sequence[str]) -> float:
+def _missing(problem: LayoutProblem, u: int, layouts: Sequence[str]) -> float:
     """How often a device's share of u's output it sends: the sum of parts, and what readers need and it does not hold."""
     n = problem.devices
     whole, forms = False, set()

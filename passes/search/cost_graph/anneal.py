@@ -4,7 +4,7 @@ All chains look at the same move (one group, two that change places, or a stretc
 and a coin of its own: a step costs some twenty array operations, however many chains take it. R chains, K devices, E nets:
 
     home [G, R]   device of every group          held [E, R, K]   groups of a net on a device
-    load [R, K]   as in ``placement_graph``, with what exceeds a memory as load      memory [R, K]
+    load [R, K]   as in ``graph``, with what exceeds a memory as load      memory [R, K]
 
 A chain minimizes the p-norm of its loads, p rising while the temperature falls; the best largest load is kept, not the
 last. From time to time the worst chains are replaced by copies of the best ("go with the winners").
@@ -33,7 +33,7 @@ class Annealed:
 
 
 @dataclass(frozen=True)
-class Cooling:
+class CoolingSchedule:
     """Temperatures relative to the value that the chains start from."""
 
     steps: int
@@ -43,7 +43,7 @@ class Cooling:
     high_power: float = 40.0
 
 
-class Chains:
+class AnnealingChains:
     """R placements of one problem, moved together."""
 
     def __init__(
@@ -158,7 +158,7 @@ class Chains:
             return self.nets_of[groups[0]]
         return np.unique(np.concatenate([self.nets_of[g] for g in groups]))
 
-    def anneal(self, cooling: Cooling, deadline: float) -> Annealed:
+    def anneal(self, cooling: CoolingSchedule, deadline: float) -> Annealed:
         """Cool down once, until ``deadline`` at most; the best placement of all chains."""
         scale = float(np.median(self._value(self.load, self.memory)))
         count = self.problem.count

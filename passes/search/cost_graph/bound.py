@@ -35,13 +35,13 @@ LEAST_SHARE = 1e-9
 
 
 @dataclass(frozen=True)
-class Bound:
+class LoadBound:
     value: float
     method: str
     rounds: int = 0
 
 
-def simple_bound(problem: GroupProblem) -> Bound:
+def load_bound(problem: GroupProblem) -> LoadBound:
     """Without a solver: the group that costs most at its cheapest, and all work shared without loss.
 
     Work: loads of A accelerators and C CPUs add up to at least Σ_g min over kinds of weight(kind)·cost(g), for weights that
@@ -65,8 +65,8 @@ def simple_bound(problem: GroupProblem) -> Bound:
             for weights in (np.array([share, 1 - share]) for share in shares)
         )
     if largest >= work:
-        return Bound(largest, "the group that costs most")
-    return Bound(work, "all work, shared without loss")
+        return LoadBound(largest, "the group that costs most")
+    return LoadBound(work, "all work, shared without loss")
 
 
 class SetBound:
@@ -170,7 +170,7 @@ class SetBound:
                 held[e] += 1
         return tuple(sorted(inside))
 
-    def improve(self, bound: Bound, deadline: float) -> Bound:
+    def improve(self, bound: LoadBound, deadline: float) -> LoadBound:
         """The best bound found until ``deadline``."""
         best = bound
         failed = self.failed if self.failed < self.value else self.value * (1 + CLOSE)
@@ -200,7 +200,9 @@ class SetBound:
             if proved > self.inner_bound:
                 self.inner, self.inner_bound = mixed, proved
             if proved > best.value:
-                best = Bound(min(proved, self.value), "sets of one device, column generation", self.rounds)
+                best = LoadBound(
+                    min(proved, self.value), "sets of one device, column generation", self.rounds
+                )
             known = len(self.sets)
             for groups in found:
                 self._add(groups)

@@ -34,9 +34,10 @@ ROUNDING = 1e-12
 
 @dataclass(frozen=True)
 class Chain:
-    """``homes``: device position per group, as in ``Machine.devices``; None where nothing below the limit was found."""
+    """A contiguous placement as a chain of downsets: each device holds what one of them has beyond the one before."""
 
     homes: tuple[int, ...] | None
+    """Device per group, as a position in ``GraphMachine.devices``; None where nothing below the limit was found."""
     value: float
     finished: bool = True
     """False if time ran out before every downset was looked at."""

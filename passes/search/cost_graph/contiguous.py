@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterable
 
 from cost_models.errors import InfeasibleError
-from passes.search.cost_graph.bound import SetBound, simple_bound
+from passes.search.cost_graph.bound import SetBound, load_bound
 from passes.search.cost_graph.chains import Chain, best_chain, multiplications
 from passes.search.cost_graph.downsets import Order, linear_orders, prefixes
 from passes.search.cost_graph.graph import PlacementGraph, evaluate
 from passes.search.cost_graph.groups import GroupProblem, contiguous_groups, free_groups
-from passes.search.cost_graph.result import PROVED, Placed, check_feasible, placed
+from passes.search.cost_graph.result import PROVED, PlacementResult, certified, check_feasible
 
 MOST_DOWNSETS = 40_000
 MULTIPLICATIONS_PER_SECOND = 3e9
@@ -36,7 +36,9 @@ QUIET_ROUNDS = 12
 SPACE = "placements with an acyclic quotient of the forward graph over devices, equal colours together"
 
 
-def place_contiguous(graph: PlacementGraph, time_limit: float = 60.0, *, prove: bool = True) -> Placed:
+def place_contiguous(
+    graph: PlacementGraph, time_limit: float = 60.0, *, prove: bool = True
+) -> PlacementResult:
     """Least largest load over contiguous placements. ``prove``: spend time on a bound where the method has none."""
     started = time.monotonic()
     deadline = started + time_limit
@@ -62,11 +64,12 @@ def place_contiguous(graph: PlacementGraph, time_limit: float = 60.0, *, prove: 
         free = free_groups(graph)
         search = SetBound(free, value)
         search.know(free.of_groups(placement))
-        bound = max(bound, search.improve(simple_bound(free), deadline).value)
-    return placed(
+        bound = max(bound, search.improve(load_bound(free), deadline).value)
+    return certified(
         graph,
         placement,
-        min(bound, value),
+        value,
+        bound,
         space=SPACE,
         method=best.method,
         started=started,
@@ -88,7 +91,7 @@ class _Attempt:
 
     def bound(self, value: float, deadline: float) -> float:
         """No contiguous placement is below: the optimum, if this is it, or that without limits on memory."""
-        simple = simple_bound(self.problem).value
+        simple = load_bound(self.problem).value
         if not self.complete or self.listed is None:
             return simple
         if self.problem.lossless:

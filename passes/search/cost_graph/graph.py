@@ -46,7 +46,7 @@ class GraphNode:
 
 
 @dataclass(frozen=True)
-class Machine:
+class GraphMachine:
     """Accelerators ``acc0`` … and CPUs ``cpu0`` …; ``memory_size`` is each accelerator's, in the unit of sizes."""
 
     accelerators: int
@@ -65,7 +65,7 @@ class PlacementGraph:
 
     nodes: tuple[GraphNode, ...]
     edges: tuple[tuple[int, int], ...]
-    machine: Machine
+    machine: GraphMachine
     unit: str = "cost units of the file"
     notes: tuple[str, ...] = ()
 
@@ -156,7 +156,7 @@ def _structure_problems(graph: PlacementGraph) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Loads:
+class DeviceLoads:
     """What a placement costs: per device of the machine, in its order."""
 
     loads: tuple[float, ...]
@@ -169,7 +169,7 @@ class Loads:
         return max(self.loads)
 
 
-def evaluate(graph: PlacementGraph, placement: Sequence[int]) -> Loads:
+def evaluate(graph: PlacementGraph, placement: Sequence[int]) -> DeviceLoads:
     """Loads of a placement: per node, the device's position in ``machine.devices``. Sums are exact (fsum)."""
     accelerators = graph.machine.accelerators
     count = len(graph.machine.devices)
@@ -186,7 +186,7 @@ def evaluate(graph: PlacementGraph, placement: Sequence[int]) -> Loads:
                 if device < accelerators:
                     terms[device].append(node.output_cost)
                     sent.append(node.output_cost)
-    return Loads(tuple(map(math.fsum, terms)), tuple(map(math.fsum, sizes)), math.fsum(sent))
+    return DeviceLoads(tuple(map(math.fsum, terms)), tuple(map(math.fsum, sizes)), math.fsum(sent))
 
 
 def broken_rules(graph: PlacementGraph, placement: Sequence[int], contiguous: bool) -> list[str]:

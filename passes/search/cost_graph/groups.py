@@ -19,7 +19,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.search.cost_graph.graph import Machine, PlacementGraph
+from passes.search.cost_graph.graph import GraphMachine, PlacementGraph
 
 FloatArray = NDArray[np.float64]
 
@@ -28,7 +28,7 @@ FloatArray = NDArray[np.float64]
 class GroupProblem:
     """G groups and E nets. ``accelerator_cost`` is infinite where a group may not be on an accelerator."""
 
-    machine: Machine
+    machine: GraphMachine
     members: tuple[tuple[int, ...], ...]
     """Nodes of every group."""
     accelerator_cost: FloatArray
@@ -109,6 +109,33 @@ def contiguous_groups(graph: PlacementGraph, *, join_sized: bool = False) -> Gro
             graph, _joined(problem, joined), order, lossless=not problem.memory_binds or not join_sized
         )
     return problem
+
+
+def group_loads(problem: GroupProblem, homes: Sequence[int]) -> list[float]:
+    """Load per device."""
+    machine = problem.machine
+    load = [0.0] * len(machine.devices)
+    for g, home in enumerate(homes):
+        kind = problem.accelerator_cost if home < machine.accelerators else problem.cpu_cost
+        load[home] += float(kind[g])
+    for e, pins in enumerate(problem.nets):
+        touched = {homes[g] for g in pins}
+        if len(touched) > 1:
+            for device in touched:
+                if device < machine.accelerators:
+                    load[device] += float(problem.weight[e])
+    return load
+
+
+def fits(problem: GroupProblem, homes: Sequence[int]) -> bool:
+    """Whether accelerators can hold it and run it."""
+    machine = problem.machine
+    held = np.bincount(np.asarray(homes), weights=problem.size, minlength=len(machine.devices))
+    allowed = all(
+        home >= machine.accelerators or np.isfinite(problem.accelerator_cost[g])
+        for g, home in enumerate(homes)
+    )
+    return allowed and bool((held[: machine.accelerators] <= machine.memory_size).all())
 
 
 def _by_colour(graph: PlacementGraph) -> list[list[int]]:

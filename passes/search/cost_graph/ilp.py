@@ -18,7 +18,7 @@ MOST_CHOICES = 600
 """Groups times devices: beyond, the relaxation is too weak to prove anything in a minute."""
 
 
-def solve_program(
+def solve_placement(
     problem: GroupProblem, bound: float, value: float, seconds: float
 ) -> tuple[tuple[int, ...] | None, float]:
     """(a placement better than ``value`` if one was found, proved lower bound)."""
@@ -72,7 +72,7 @@ class _Program:
         self.program.row(load, "<=", 0.0)
 
     def solve(self, seconds: float) -> tuple[tuple[int, ...] | None, float]:
-        """Carry out :func:`solve_program`."""
+        """Carry out :func:`solve_placement`."""
         found = self.program.solve(seconds, 1e-8)
         if found.status == "infeasible":  # nothing is as good as what is known, which then is the best
             return None, self.value

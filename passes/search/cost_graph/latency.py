@@ -1,6 +1,6 @@
 """Place a cost graph so that one batch is done soonest.
 
-The model, beside that of ``placement_graph``: a device runs one node at a time, without interruption. An output is there at
+The model, beside that of ``graph``: a device runs one node at a time, without interruption. An output is there at
 once on the device that made it; on another device that needs it, it is there
 
     output_cost · (accelerators among the two devices)      after the node that makes it has ended
@@ -27,14 +27,13 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from cost_models.errors import InfeasibleError, InternalError
-from passes.search.cost_graph.bound import simple_bound
+from cost_models.errors import InfeasibleError
+from passes.search.cost_graph.bound import load_bound
 from passes.search.cost_graph.contiguous import place_contiguous
-from passes.search.cost_graph.free import lines
-from passes.search.cost_graph.graph import PlacementGraph, broken_rules
-from passes.search.cost_graph.groups import GroupProblem, colour_groups
-from passes.search.cost_graph.recut import fits
-from passes.search.cost_graph.result import PROVED, Placed, check_feasible
+from passes.search.cost_graph.graph import PlacementGraph
+from passes.search.cost_graph.groups import GroupProblem, colour_groups, fits
+from passes.search.cost_graph.result import PROVED, PlacementResult, certified, check_feasible
+from passes.search.cost_graph.throughput import lines
 from passes.search.heft import earliest_finish
 
 MAKESPAN = "makespan of one batch"
@@ -127,10 +126,10 @@ def latency_bound(graph: PlacementGraph) -> float:
     """No placement is done sooner."""
     scheduler = Scheduler(graph)
     problem = colour_groups(graph)
-    return max(max(scheduler.way, default=0.0), simple_bound(problem).value)
+    return max(max(scheduler.way, default=0.0), load_bound(problem).value)
 
 
-def place_for_latency(graph: PlacementGraph, time_limit: float = 60.0, *, seed: int = 0) -> Placed:
+def place_for_latency(graph: PlacementGraph, time_limit: float = 60.0, *, seed: int = 0) -> PlacementResult:
     """Least makespan of one batch over placements that fit."""
     started = time.monotonic()
     problem = colour_groups(graph)
@@ -147,24 +146,16 @@ def place_for_latency(graph: PlacementGraph, time_limit: float = 60.0, *, seed: 
         )
     search.climb(bound)
     placement = problem.of_nodes(search.homes)
-    wrong = broken_rules(graph, placement, contiguous=False)
-    if wrong:
-        raise InternalError("a placement breaks the rules it was searched under", wrong[:5])
-    value = search.scheduler.makespan(placement)
-    seconds = time.monotonic() - started
-    if value - bound <= PROVED * value:
-        bound, status = value, "optimal"
-    else:
-        status = "time limit" if seconds >= 0.95 * time_limit else "stalled"
-    return Placed(
+    return certified(
+        graph,
         placement,
-        value,
-        min(bound, value),
-        MAKESPAN,
-        SPACE,
-        f"list schedules of {search.tried:,} placements; bound: longest path, work, largest group",
-        status,
-        seconds,
+        search.scheduler.makespan(placement),
+        bound,
+        objective=MAKESPAN,
+        space=SPACE,
+        method=f"list schedules of {search.tried:,} placements; bound: longest path, work, largest group",
+        started=started,
+        time_limit=time_limit,
     )
 
 

@@ -26,8 +26,8 @@ counted, nothing overlapped.
 
 That fully connected layers gain by features and convolutions by samples is Krizhevsky 2014 ("one weird trick"): a linear op
 of o outputs by features pays 2(n-1)·B·in elements for the 2(n-1)/n·in·o of its gradients, so it gains where n·B < o. Inputs
-after features are the pairs of Megatron-LM (Shoeybi et al. 2019). The searches are in ``placement_sharded_cut`` and
-``placement_sharded_program``; ``place_sharded`` calls them.
+after features are the pairs of Megatron-LM (Shoeybi et al. 2019). The searches are in ``layouts_cut`` and
+``layouts_ilp``.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ from cost_models.communication import (
     ring_all_reduce_seconds,
 )
 from cost_models.errors import InternalError
+from passes.search.certificate import Certificate, relative_gap
 
-Layout: TypeAlias = Literal["samples", "features", "inputs"]
-Kind: TypeAlias = Literal["neurons", "channels", "samples", "input"]
+SplitBy: TypeAlias = Literal["samples", "features", "inputs"]
+OpKind: TypeAlias = Literal["neurons", "channels", "samples", "input"]
+STEP = "time of a step of one mini-batch per device"
 
 
 @dataclass(frozen=True)
-class ShardedOp:
+class LayoutOp:
     """An op of a profile; seconds and bytes of one mini-batch.
 
     ``kind``: "neurons" each output neuron needs the whole input; "channels" each output channel needs the same channel of
@@ -64,17 +66,17 @@ class ShardedOp:
     backward_seconds: float
     activation_bytes: float
     parameter_bytes: float
-    kind: Kind
+    kind: OpKind
     has_gradient: bool = True
     neurons: int | None = None
     inputs: int | None = None
 
 
 @dataclass(frozen=True)
-class ShardedProblem:
+class LayoutProblem:
     """``edges``: positions of (producer, reader). ``bytes_per_second``: what a device sends while it receives as much."""
 
-    ops: tuple[ShardedOp, ...]
+    ops: tuple[LayoutOp, ...]
     edges: tuple[tuple[int, int], ...]
     devices: int
     bytes_per_second: float
@@ -107,16 +109,16 @@ class ShardedProblem:
         """Gradients of the parameters, by samples: 2(n-1)/n·parameter bytes."""
         return ring_all_reduce_seconds(self.ops[v].parameter_bytes, self.devices, self.link)
 
-    def compute_seconds(self, v: int, layout: Layout) -> float:
+    def compute_seconds(self, v: int, layout: SplitBy) -> float:
         """Of n mini-batches on the busiest device: by features or inputs the one with ⌈parts/n⌉ of the parts."""
         op, n = self.ops[v], self.devices
         seconds = op.forward_seconds + op.backward_seconds
         parts = self._parts(v, layout)
         return seconds * (-(-parts // n) * n / parts) if parts else seconds
 
-    def can_be(self, v: int, layout: Layout) -> bool:
+    def can_be(self, v: int, layout: SplitBy) -> bool:
         """Whether every device gets a neuron, of an op that is known to split so."""
-        kinds: dict[Layout, tuple[Kind, ...]] = {
+        kinds: dict[SplitBy, tuple[OpKind, ...]] = {
             "features": ("neurons", "channels", "input"),
             "inputs": ("neurons",),
         }
@@ -125,14 +127,14 @@ class ShardedProblem:
             self.ops[v].kind in kinds[layout] and (parts is None or parts >= self.devices)
         )
 
-    def _parts(self, v: int, layout: Layout) -> int | None:
+    def _parts(self, v: int, layout: SplitBy) -> int | None:
         if layout == "samples":
             return None
         return self.ops[v].neurons if layout == "features" else self.ops[v].inputs
 
 
 @dataclass(frozen=True)
-class ShardedCosts:
+class LayoutCosts:
     """Seconds of a step of n mini-batches, on every device."""
 
     compute_seconds: float
@@ -151,30 +153,45 @@ class ShardedCosts:
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """Layouts, one per op, and seconds of a step of n mini-batches. No choice of ``space`` is below ``bound_seconds``."""
+class LayoutResult:
+    """Layouts, one per op, what a step of n mini-batches costs with them, and how good that is known to be."""
 
-    layouts: tuple[Layout, ...]
-    costs: ShardedCosts
-    bound_seconds: float
-    space: str
-    method: str
-    status: str
-    """ "optimal" or "time limit"."""
-    search_seconds: float
+    layouts: tuple[SplitBy, ...]
+    costs: LayoutCosts
+    certificate: Certificate
 
     @property
     def step_seconds(self) -> float:
+        """Seconds of a step of n mini-batches: the objective."""
         return self.costs.step_seconds
 
-    @property
-    def gap(self) -> float:
-        """(value - bound) / value."""
-        value = self.step_seconds
-        return max(0.0, (value - self.bound_seconds) / value) if value > 0 else 0.0
+
+def layout_result(
+    layouts: tuple[SplitBy, ...],
+    costs: LayoutCosts,
+    bound_seconds: float,
+    *,
+    space: str,
+    method: str,
+    search_seconds: float,
+) -> LayoutResult:
+    """Return the answer of a search; a bound at the step itself is the proof that the layouts are optimal."""
+    value = costs.step_seconds
+    certificate = Certificate(
+        objective=STEP,
+        objective_seconds=value,
+        bound_seconds=bound_seconds,
+        gap=relative_gap(value, bound_seconds),
+        simulated_lower_bound_seconds=bound_seconds,
+        space=space,
+        method=method,
+        solver_status="optimal" if bound_seconds == value else "time limit",
+        search_seconds=search_seconds,
+    )
+    return LayoutResult(layouts, costs, certificate)
 
 
-def evaluate_layouts(problem: ShardedProblem, layouts: Sequence[Layout]) -> ShardedCosts:
+def evaluate_layouts(problem: LayoutProblem, layouts: Sequence[SplitBy]) -> LayoutCosts:
     """What layouts cost, by the tables above. The loss, which no profile has, is computed by samples."""
     compute, reduced, gathered, exchanged, held = [], [], [], [], []
     for v, op in enumerate(problem.ops):
@@ -194,14 +211,14 @@ def evaluate_layouts(problem: ShardedProblem, layouts: Sequence[Layout]) -> Shar
             gathered.append(problem.gather_seconds(v))
         elif len(needs) == 2 or (layout != "inputs" and needs != {layout}):
             exchanged.append(problem.exchange_seconds(v))
-    return ShardedCosts(*map(math.fsum, (compute, reduced, gathered, exchanged, held)))
+    return LayoutCosts(*map(math.fsum, (compute, reduced, gathered, exchanged, held)))
 
 
-def _need(problem: ShardedProblem, reader: int, layouts: Sequence[Layout]) -> str:
+def _need(problem: LayoutProblem, reader: int, layouts: Sequence[SplitBy]) -> str:
     if layouts[reader] == "features" and problem.ops[reader].kind == "neurons":
         return "whole"
     return "samples" if layouts[reader] == "samples" else "features"
 
 
-def _ways(op: ShardedOp) -> int:
+def _ways(op: LayoutOp) -> int:
     return 2 if op.has_gradient else 1

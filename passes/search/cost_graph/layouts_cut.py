@@ -1,6 +1,6 @@
 """The best layouts of two kinds, by samples and by features, as a minimum cut: the exact optimum.
 
-Let x = 1 mean features, c the price of an exchange and g that of a gather (``placement_sharded``). A producer u costs
+Let x = 1 mean features, c the price of an exchange and g that of a gather (``layouts``). A producer u costs
 
     c·[u and its readers not all alike]              readers that are all channel by channel      a hyperedge (Lawler 1973)
     (g-c)·[some neurons reader is 1] + c·[u or some reader is 1]        with a reader by neurons: terms max(x), prices ≥ 0
@@ -21,7 +21,13 @@ from typing import TypeAlias
 import networkx as nx
 
 from cost_models.errors import InternalError
-from passes.search.cost_graph.layouts import Layout, Sharded, ShardedProblem, evaluate_layouts
+from passes.search.cost_graph.layouts import (
+    LayoutProblem,
+    LayoutResult,
+    SplitBy,
+    evaluate_layouts,
+    layout_result,
+)
 
 Node: TypeAlias = tuple[str, int]
 SAMPLES: Node = ("samples", -1)
@@ -38,7 +44,7 @@ class _Arc:
     seconds: float
 
 
-def cut_layouts(problem: ShardedProblem) -> Sharded:
+def cut_layouts(problem: LayoutProblem) -> LayoutResult:
     """The layouts whose step is shortest, proved by a flow as large. Where it makes no difference, ops are by samples.
 
     Floats are fractions of powers of two, so prices become whole numbers without rounding, and the flow is exact.
@@ -54,7 +60,7 @@ def cut_layouts(problem: ShardedProblem) -> Sharded:
             network.add_edge(arc.source, arc.target, capacity=price)
     # of all minimum cuts, networkx gives the one with the smallest sink side
     flow, (_, by_features) = nx.minimum_cut(network, SAMPLES, FEATURES)
-    layouts: tuple[Layout, ...] = tuple(
+    layouts: tuple[SplitBy, ...] = tuple(
         "features" if ("op", v) in by_features else "samples" for v in range(len(problem.ops))
     )
     costs = evaluate_layouts(problem, layouts)
@@ -62,10 +68,11 @@ def cut_layouts(problem: ShardedProblem) -> Sharded:
     if abs(value - bound) > PROVED * value:
         raise InternalError("layouts do not cost what the cut says", [f"{value!r} s and {bound!r} s"])
     method = f"minimum s–t cut of {len(network)} nodes and {network.number_of_edges()} arcs"
-    return Sharded(layouts, costs, value, SPACE, method, "optimal", time.monotonic() - started)
+    seconds = time.monotonic() - started
+    return layout_result(layouts, costs, value, space=SPACE, method=method, search_seconds=seconds)
 
 
-def _arcs(problem: ShardedProblem) -> list[_Arc]:
+def _arcs(problem: LayoutProblem) -> list[_Arc]:
     """Every price as arcs; ``i → j`` is cut, and paid, where i is by samples and j by features."""
     arcs = []
     for v, op in enumerate(problem.ops):
@@ -77,7 +84,7 @@ def _arcs(problem: ShardedProblem) -> list[_Arc]:
     return arcs
 
 
-def _output_arcs(problem: ShardedProblem, u: int) -> list[_Arc]:
+def _output_arcs(problem: LayoutProblem, u: int) -> list[_Arc]:
     """What u's readers make it cost. The loss, where there are none, needs samples."""
     exchange, gather = problem.exchange_seconds(u), problem.gather_seconds(u)
     readers = problem.readers[u]

@@ -1,15 +1,18 @@
-"""The best layouts of all three kinds, as an integer program: with inputs, prices are not submodular and no cut has them.
+"""The best layouts of all three kinds: a minimum cut, and an integer program where ops may be split by inputs.
 
-(Multi-label cuts need an order of every op's layouts under which the prices of each edge are submodular. Between ops by
-neurons, a producer needs inputs between samples and features, a reader features between samples and inputs: what reads and
-is read has no order.) Per op v and producer u, everything binary but where noted:
+problem ─► minimum cut: the best by samples and features ─► no op can be split by inputs, or one device: done
+                                                         └► integer program: the best by samples, features and inputs
 
-    x[v,k]    v is laid out as k,   Σ_k x[v,k] = 1
-    f[u]      u's output is by features:   x[u,features] ≤ f[u] ≤ 1 - x[u,samples]
-    w[u] ≥ x[v,features]                                    continuous: u is gathered for reader v by neurons
-    e[u] ≥ (reader v needs features) - f[u] - w[u]          continuous: u is exchanged
-    e[u] ≥ (reader v needs samples) + f[u] - 1 - w[u]
-    minimize   Σ seconds[v,k]·x[v,k] + Σ exchange[u]·e[u] + Σ gather[u]·(w[u] + x[u,inputs])
+With inputs, prices are not submodular, and no cut has them. (Multi-label cuts need an order of every op's layouts under
+which the prices of each edge are submodular. Between ops by neurons, a producer needs inputs between samples and features,
+a reader features between samples and inputs: what reads and is read has no order.)
+
+    x[v,k] ∈ {0,1}     op v is laid out as k,  Σ_k x[v,k] = 1
+    f[u] ∈ {0,1}       the output of producer u is by features:  x[u,features] ≤ f[u] ≤ 1 - x[u,samples]
+    w[u] ≥ 0           u is gathered for a reader v by neurons:  w[u] ≥ x[v,features]
+    e[u] ≥ 0           u is exchanged:  e[u] ≥ (reader v needs features) - f[u] - w[u]
+                                        e[u] ≥ (reader v needs samples) + f[u] - 1 - w[u]
+    minimize           Σ seconds[v,k]·x[v,k] + Σ exchange[u]·e[u] + Σ gather[u]·(w[u] + x[u,inputs])
 
 What alone costs more than a known choice is left out, so no coefficient is far above the objective.
 """
@@ -19,7 +22,15 @@ from __future__ import annotations
 import math
 import time
 
-from passes.search.cost_graph.layouts import Layout, Sharded, ShardedProblem, evaluate_layouts
+from cost_models.errors import GraphError
+from passes.search.cost_graph.layouts import (
+    LayoutProblem,
+    LayoutResult,
+    SplitBy,
+    evaluate_layouts,
+    layout_result,
+)
+from passes.search.cost_graph.layouts_cut import cut_layouts
 from passes.search.ilp import Program, Terms, Variable
 
 PROVED = 1e-7
@@ -28,11 +39,37 @@ FAR = 0.5
 """Of the value that a program was scaled to: what is found below it is the start of another program."""
 ABSOLUTE = 1e-6
 """The solver's tolerance in scaled units, of 100 for the value known."""
-LAYOUTS: tuple[Layout, ...] = ("samples", "features", "inputs")
+LAYOUTS: tuple[SplitBy, ...] = ("samples", "features", "inputs")
 SPACE = "every op on all devices, by samples, by features or by inputs"
 
 
-def improve_layouts(problem: ShardedProblem, start: Sharded, time_limit: float) -> Sharded:
+def place_layouts(
+    problem: LayoutProblem, time_limit: float = 60.0, *, by_inputs: bool = True
+) -> LayoutResult:
+    """The best layouts, with proof. ``by_inputs``: whether ops may be split by their inputs too."""
+    _check_prices(problem)
+    found = cut_layouts(problem)
+    splits = any(problem.can_be(v, "inputs") for v in range(len(problem.ops)))
+    if not (by_inputs and splits) or problem.devices == 1 or found.step_seconds == 0:
+        return found
+    return improve_layouts(problem, found, time_limit)
+
+
+def _check_prices(problem: LayoutProblem) -> None:
+    problems = [
+        f"{op.id}: {op.activation_bytes:g} bytes of output, {op.parameter_bytes:g} of parameters"
+        for v, op in enumerate(problem.ops)
+        if not math.isfinite(problem.gather_seconds(v) + problem.reduce_seconds(v))
+    ]
+    if problems:
+        raise GraphError(
+            f"at {problem.bytes_per_second:g} B/s sending takes longer than numbers can say",
+            problems[:5],
+            ["give a larger --bandwidth, or correct the file"],
+        )
+
+
+def improve_layouts(problem: LayoutProblem, start: LayoutResult, time_limit: float) -> LayoutResult:
     """The best layouts of three kinds, or the best that were found; ``start`` where nothing is better than it."""
     started = time.monotonic()
     deadline = started + time_limit
@@ -49,26 +86,23 @@ def improve_layouts(problem: ShardedProblem, start: Sharded, time_limit: float) 
         if not 0 < costs.step_seconds < FAR * known or time.monotonic() >= deadline:
             break
     value = costs.step_seconds
-    proved = value - bound <= PROVED * value
-    size = f"integer program of {variables:,} variables (HiGHS)"
-    return Sharded(
+    return layout_result(
         best,
         costs,
-        value if proved else bound,
-        SPACE,
-        f"{size}, from the {start.method} without inputs",
-        "optimal" if proved else "time limit",
-        start.search_seconds + time.monotonic() - started,
+        value if value - bound <= PROVED * value else bound,
+        space=SPACE,
+        method=f"integer program of {variables:,} variables (HiGHS), from the {start.certificate.method} without inputs",
+        search_seconds=start.certificate.search_seconds + time.monotonic() - started,
     )
 
 
 class _Program:
-    def __init__(self, problem: ShardedProblem, value: float) -> None:
+    def __init__(self, problem: LayoutProblem, value: float) -> None:
         self.problem = problem
         self.scale, self.most = 100.0 / value, value * (1 + 1e-9)
         self.program = Program("layouts")
         self.objective: Terms = {}
-        self.x: list[dict[Layout, Variable]] = []
+        self.x: list[dict[SplitBy, Variable]] = []
         for v in range(len(problem.ops)):
             self._op(v)
         for u, op in enumerate(problem.ops):
@@ -78,7 +112,7 @@ class _Program:
 
     def _op(self, v: int) -> None:
         problem = self.problem
-        row: dict[Layout, Variable] = {}
+        row: dict[SplitBy, Variable] = {}
         for k in LAYOUTS:
             if not problem.can_be(v, k):
                 continue
@@ -122,7 +156,7 @@ class _Program:
         self.objective[variable] = min(seconds, self.most) * self.scale
         return variable
 
-    def solve(self, seconds: float) -> tuple[tuple[Layout, ...] | None, float, int]:
+    def solve(self, seconds: float) -> tuple[tuple[SplitBy, ...] | None, float, int]:
         """Return layouts, if any were found; seconds that no choice is below; how many variables there are."""
         found = self.program.solve(seconds, 1e-9, absolute_gap=0.0)
         bound = (found.bound - 2 * ABSOLUTE) / self.scale

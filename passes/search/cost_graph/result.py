@@ -8,58 +8,71 @@ from dataclasses import dataclass
 
 from cost_models.errors import InfeasibleError, InternalError
 from cost_models.units import listed
-from passes.search.cost_graph.graph import PlacementGraph, broken_rules, evaluate
+from passes.search.certificate import Certificate, relative_gap
+from passes.search.cost_graph.graph import PlacementGraph, broken_rules
 from passes.search.cost_graph.groups import GroupProblem
 
 PROVED = 1e-7
 """Relative distance of value and bound at which a placement counts as optimal: the solvers' tolerance."""
 
 
-@dataclass(frozen=True)
-class Placed:
-    """``placement``: device position per node. No placement of ``space`` has an objective below ``bound``."""
-
-    placement: tuple[int, ...]
-    value: float
-    bound: float
-    objective: str
-    space: str
-    method: str
-    status: str
-    """ "optimal", "stalled" (the searches ended before the gap did) or "time limit"."""
-    seconds: float
-
-    @property
-    def gap(self) -> float:
-        """(value - bound) / value."""
-        return max(0.0, (self.value - self.bound) / self.value) if self.value > 0 else 0.0
-
-
 LARGEST_LOAD = "largest load of a device"
 
 
-def placed(
+@dataclass(frozen=True)
+class PlacementResult:
+    """A placement of a cost graph and how good it is known to be."""
+
+    placement: tuple[int, ...]
+    """A device for every node, as a position in ``GraphMachine.devices``."""
+    certificate: Certificate
+    """In cost units of the graph, but for ``search_seconds``."""
+
+    @property
+    def value(self) -> float:
+        """The objective of the placement, in cost units of the graph."""
+        return self.certificate.objective_seconds
+
+    @property
+    def bound(self) -> float:
+        """A number that the objective of no placement of the space is below."""
+        return self.certificate.bound_seconds
+
+
+def certified(
     graph: PlacementGraph,
     placement: tuple[int, ...],
+    value: float,
     bound: float,
     *,
+    objective: str = LARGEST_LOAD,
     space: str,
     method: str,
     started: float,
     time_limit: float,
     contiguous: bool = False,
-) -> Placed:
-    """The result of a search, evaluated and checked on the graph itself."""
+) -> PlacementResult:
+    """Check a placement on the graph itself, and say how close its ``value`` is to what is proved."""
     wrong = broken_rules(graph, placement, contiguous)
     if wrong:
         raise InternalError("a placement breaks the rules it was searched under", wrong[:5])
-    value = evaluate(graph, placement).max_load
-    if value - bound <= PROVED * value:
-        bound, status = value, "optimal"
-    else:
-        status = "time limit" if time.monotonic() - started >= 0.95 * time_limit else "stalled"
     seconds = time.monotonic() - started
-    return Placed(placement, value, bound, LARGEST_LOAD, space, method, status, seconds)
+    bound = value if value - bound <= PROVED * value else bound  # also where rounding put the bound above
+    status = "optimal" if bound == value else "time limit" if seconds >= 0.95 * time_limit else "stalled"
+    return PlacementResult(
+        placement,
+        Certificate(
+            objective=objective,
+            objective_seconds=value,
+            bound_seconds=bound,
+            gap=relative_gap(value, bound),
+            simulated_lower_bound_seconds=bound,
+            space=space,
+            method=method,
+            solver_status=status,
+            search_seconds=seconds,
+        ),
+    )
 
 
 def check_feasible(graph: PlacementGraph, problem: GroupProblem) -> None:

@@ -7,9 +7,9 @@ import itertools
 
 import pytest
 
-from passes.search.cost_graph.free import place_freely
-from passes.search.cost_graph.graph import GraphNode, Machine, PlacementGraph, broken_rules
+from passes.search.cost_graph.graph import GraphMachine, GraphNode, PlacementGraph, broken_rules
 from passes.search.cost_graph.latency import Scheduler, latency_bound, place_for_latency
+from passes.search.cost_graph.throughput import place_for_throughput
 from tests.support.placement_evaluator import random_graph
 
 
@@ -20,7 +20,7 @@ def node(name: str, cost: float, out: float = 0.0) -> GraphNode:
 FORK = PlacementGraph(
     (node("a", 1.0, 0.5), node("b", 4.0, 0.25), node("c", 3.0, 0.25), node("d", 1.0)),
     ((0, 1), (0, 2), (1, 3), (2, 3)),
-    Machine(2, 1),
+    GraphMachine(2, 1),
 )
 
 
@@ -38,7 +38,7 @@ def test_a_fork_by_hand() -> None:
 
 def test_the_longest_way_goes_first() -> None:
     nodes = (node("short", 1.0), node("long", 1.0), node("end", 5.0))
-    graph = PlacementGraph(nodes, ((1, 2),), Machine(2))
+    graph = PlacementGraph(nodes, ((1, 2),), GraphMachine(2))
     assert Scheduler(graph).starts((0, 0, 1)) == ([1.0, 0.0, 1.0], 6.0)
 
 
@@ -59,7 +59,7 @@ def test_the_search_finds_the_best_of_all_placements(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_schedule_respects_inputs_and_devices(seed: int) -> None:
     graph = random_graph(seed, 40, accelerators=3, training=seed % 2 == 0)
-    placement = place_freely(graph, 0.5).placement
+    placement = place_for_throughput(graph, 0.5).placement
     schedule = Scheduler(graph)
     starts, end = schedule.starts(placement)
     ends = [start + graph.nodes[v].accelerator_cost for v, start in enumerate(starts)]
@@ -72,6 +72,6 @@ def test_a_schedule_respects_inputs_and_devices(seed: int) -> None:
 
 
 def test_one_device_needs_all_work() -> None:
-    alone = dataclasses.replace(FORK, machine=Machine(1))
+    alone = dataclasses.replace(FORK, machine=GraphMachine(1))
     found = place_for_latency(alone, 1.0)
-    assert (found.value, found.status) == (9.0, "optimal")
+    assert (found.value, found.certificate.solver_status) == (9.0, "optimal")

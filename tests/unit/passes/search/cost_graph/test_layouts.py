@@ -16,23 +16,23 @@ from cost_models.communication import (
     ring_all_reduce_seconds,
 )
 from cost_models.errors import GraphError, InternalError
-from partitioner.cost_graphs.pipedream import Profile
-from partitioner.cost_graphs.pipedream_layouts import kind_of, sharded_problem
+from partitioner.cost_graphs.pipedream import PipeDreamProfile
+from partitioner.cost_graphs.pipedream_layouts import kind_of, layout_problem
 from partitioner.cost_graphs.read import read_graph
-from passes.search.cost_graph.layouts import Kind, Layout, ShardedOp, ShardedProblem, evaluate_layouts
-from passes.search.cost_graph.place_layouts import place_sharded
+from passes.search.cost_graph.layouts import LayoutOp, LayoutProblem, OpKind, SplitBy, evaluate_layouts
+from passes.search.cost_graph.layouts_ilp import place_layouts
 from tests.support.sharded_evaluator import step_seconds
 
 PROFILES = Path(__file__).parents[5] / "tests" / "data" / "pipedream"
-KINDS: tuple[Kind, ...] = ("neurons", "neurons", "channels", "channels", "samples", "input")
+KINDS: tuple[OpKind, ...] = ("neurons", "neurons", "channels", "channels", "samples", "input")
 
 
-def drawn(seed: int, most: int = 9) -> ShardedProblem:
+def drawn(seed: int, most: int = 9) -> LayoutProblem:
     """A random DAG; prices that make both layouts worth a thought."""
     dice = random.Random(seed)
     count = dice.randint(1, most)
     ops = tuple(
-        ShardedOp(
+        LayoutOp(
             f"op{v}",
             dice.choice((0.0, dice.random())),
             dice.choice((0.0, dice.random())),
@@ -47,7 +47,7 @@ def drawn(seed: int, most: int = 9) -> ShardedProblem:
     )
     likely = dice.choice((0.2, 0.5, 0.9))
     edges = tuple(pair for pair in itertools.combinations(range(count), 2) if dice.random() < likely)
-    return ShardedProblem(ops, edges, dice.choice((1, 2, 3, 4, 16)), dice.choice((0.3, 1.0, 5.0)))
+    return LayoutProblem(ops, edges, dice.choice((1, 2, 3, 4, 16)), dice.choice((0.3, 1.0, 5.0)))
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -55,12 +55,15 @@ def test_the_cut_is_the_best_of_all_choices(block: int) -> None:
     mixed = 0
     for seed in range(100 * block, 100 * block + 100):
         problem = drawn(seed)
-        found = place_sharded(problem, by_inputs=False)
+        found = place_layouts(problem, by_inputs=False)
         choices = itertools.product(("samples", "features"), repeat=len(problem.ops))
         best = min(step_seconds(problem, choice) for choice in choices)
         assert found.step_seconds == pytest.approx(best, rel=1e-9, abs=1e-12)
         assert found.step_seconds == pytest.approx(step_seconds(problem, found.layouts), rel=1e-9, abs=1e-12)
-        assert (found.status, found.bound_seconds) == ("optimal", found.step_seconds)
+        assert (found.certificate.solver_status, found.certificate.bound_seconds) == (
+            "optimal",
+            found.step_seconds,
+        )
         mixed += len({k for k, op in zip(found.layouts, problem.ops, strict=True) if op.kind != "input"}) == 2
     assert mixed > 10
 
@@ -70,13 +73,13 @@ def test_the_program_is_the_best_of_all_choices_with_inputs(block: int) -> None:
     better = 0
     for seed in range(50 * block, 50 * block + 50):
         problem = drawn(seed, most=6)
-        found = place_sharded(problem)
+        found = place_layouts(problem)
         choices = itertools.product(("samples", "features", "inputs"), repeat=len(problem.ops))
         best = min(step_seconds(problem, choice) for choice in choices)
         assert found.step_seconds == pytest.approx(best, rel=1e-9, abs=1e-12)
         assert found.step_seconds == pytest.approx(step_seconds(problem, found.layouts), rel=1e-9, abs=1e-12)
-        assert (found.status, found.gap) == ("optimal", 0.0)
-        better += found.step_seconds < place_sharded(problem, by_inputs=False).step_seconds * (1 - 1e-6)
+        assert (found.certificate.solver_status, found.certificate.gap) == ("optimal", 0.0)
+        better += found.step_seconds < place_layouts(problem, by_inputs=False).step_seconds * (1 - 1e-6)
     assert better > 5
 
 
@@ -93,17 +96,17 @@ def test_a_start_that_is_far_off_does_not_blur_the_program() -> None:
             for op in problem.ops
         )
         problem = replace(problem, ops=ops)
-        found = place_sharded(problem)
+        found = place_layouts(problem)
         choices = itertools.product(("samples", "features", "inputs"), repeat=len(ops))
         best = min(step_seconds(problem, choice) for choice in choices)
         assert best * (1 - 1e-12) <= found.step_seconds <= best * (1 + 1e-7)
-        assert found.status == "optimal"
+        assert found.certificate.solver_status == "optimal"
 
 
 def test_what_the_planner_says_is_what_the_evaluator_says_of_any_layouts() -> None:
     for seed in range(200):
         problem, dice = drawn(seed), random.Random(seed)
-        wanted: tuple[Layout, ...] = ("samples", "features", "inputs")
+        wanted: tuple[SplitBy, ...] = ("samples", "features", "inputs")
         layouts = [dice.choice([k for k in wanted if problem.can_be(v, k)]) for v in range(len(problem.ops))]
         value = evaluate_layouts(problem, layouts).step_seconds
         assert value == pytest.approx(step_seconds(problem, layouts), rel=1e-12)
@@ -111,13 +114,13 @@ def test_what_the_planner_says_is_what_the_evaluator_says_of_any_layouts() -> No
 
 def test_layouts_of_three_kinds_have_no_order_that_a_cut_needs() -> None:
     """Three ops by neurons in a row: under no orders of their layouts are both edges' prices submodular."""
-    ops = tuple(ShardedOp(f"op{v}", 0, 0, 1.0, 0, "neurons") for v in range(3))
-    problem = ShardedProblem(ops, ((0, 1), (1, 2)), 4, 1.0)
+    ops = tuple(LayoutOp(f"op{v}", 0, 0, 1.0, 0, "neurons") for v in range(3))
+    problem = LayoutProblem(ops, ((0, 1), (1, 2)), 4, 1.0)
 
-    def price(chosen: dict[int, Layout]) -> float:
+    def price(chosen: dict[int, SplitBy]) -> float:
         return evaluate_layouts(problem, [chosen.get(v, "samples") for v in range(3)]).step_seconds
 
-    def submodular(u: int, left: tuple[Layout, ...], right: tuple[Layout, ...]) -> bool:
+    def submodular(u: int, left: tuple[SplitBy, ...], right: tuple[SplitBy, ...]) -> bool:
         pairs = [
             (a, b, c, d)
             for a, b in itertools.combinations(left, 2)
@@ -129,7 +132,7 @@ def test_layouts_of_three_kinds_have_no_order_that_a_cut_needs() -> None:
             for a, b, c, d in pairs
         )
 
-    kinds: tuple[Layout, ...] = ("samples", "features", "inputs")
+    kinds: tuple[SplitBy, ...] = ("samples", "features", "inputs")
     orders = list(itertools.permutations(kinds))
     first = {(i, j) for i, a in enumerate(orders) for j, b in enumerate(orders) if submodular(0, a, b)}
     second = {(j, k) for j, a in enumerate(orders) for k, b in enumerate(orders) if submodular(1, a, b)}
@@ -142,7 +145,7 @@ def test_layouts_of_three_kinds_have_no_order_that_a_cut_needs() -> None:
 def test_ties_are_by_samples(seed: int) -> None:
     """One device: nothing is sent and every layout costs the same."""
     problem = replace(drawn(seed), devices=1)
-    assert set(place_sharded(problem).layouts) == {"samples"}
+    assert set(place_layouts(problem).layouts) == {"samples"}
 
 
 def test_prices_are_the_elements_that_a_device_needs_and_does_not_hold() -> None:
@@ -151,8 +154,8 @@ def test_prices_are_the_elements_that_a_device_needs_and_does_not_hold() -> None
     everything = set(itertools.product(range(n * batch), range(width)))
     samples = {e for e in everything if e[0] // batch == 1}
     features = {e for e in everything if e[1] // (width // n) == 1}
-    op = ShardedOp("u", 0, 0, batch * width, 0, "neurons", has_gradient=False)
-    problem = ShardedProblem((op,), (), n, 1.0)
+    op = LayoutOp("u", 0, 0, batch * width, 0, "neurons", has_gradient=False)
+    problem = LayoutProblem((op,), (), n, 1.0)
     assert problem.exchange_seconds(0) == len(features - samples) == len(samples - features)
     assert problem.gather_seconds(0) == len(everything - samples) == len(everything - features)
     learned = replace(problem, ops=(replace(op, has_gradient=True),))
@@ -161,8 +164,8 @@ def test_prices_are_the_elements_that_a_device_needs_and_does_not_hold() -> None
 
 @pytest.mark.parametrize("devices", [2, 4, 16])
 def test_prices_are_those_of_the_collectives(devices: int) -> None:
-    op, link = ShardedOp("u", 1e-3, 2e-3, 6e6, 9e6, "neurons"), AlphaBeta(0.0, 1e9)
-    problem = ShardedProblem((op, replace(op, id="v")), ((0, 1),), devices, 1e9)
+    op, link = LayoutOp("u", 1e-3, 2e-3, 6e6, 9e6, "neurons"), AlphaBeta(0.0, 1e9)
+    problem = LayoutProblem((op, replace(op, id="v")), ((0, 1),), devices, 1e9)
     alike = evaluate_layouts(problem, ("samples", "samples"))
     assert alike.reduce_seconds == pytest.approx(2 * ring_all_reduce_seconds(9e6, devices, link), rel=1e-12)
     assert alike.gather_seconds == alike.exchange_seconds == 0
@@ -184,14 +187,14 @@ def test_a_linear_layer_is_by_features_where_its_outputs_outnumber_the_samples_o
     batch, width = 64, 512
     for devices in (2, 4, 8, 16):
         ops = (
-            ShardedOp("before", 0, 0, 4 * batch * width, 0, "samples"),
-            ShardedOp("linear", 0, 0, 0, 4 * width * 511, "neurons"),
+            LayoutOp("before", 0, 0, 4 * batch * width, 0, "samples"),
+            LayoutOp("linear", 0, 0, 0, 4 * width * 511, "neurons"),
         )
-        found = place_sharded(ShardedProblem(ops, ((0, 1),), devices, 1e9), by_inputs=False)
+        found = place_layouts(LayoutProblem(ops, ((0, 1),), devices, 1e9), by_inputs=False)
         assert found.layouts[1] == ("features" if devices * batch < 511 else "samples"), devices
 
 
-def profile_of(name: str) -> Profile:
+def profile_of(name: str) -> PipeDreamProfile:
     profile = read_graph(PROFILES / name / "graph.txt", devices=1).profile
     assert profile is not None
     return profile
@@ -201,8 +204,8 @@ def profile_of(name: str) -> Profile:
 def test_the_known_choice(name: str) -> None:
     """Convolutions by samples, fully connected layers split: "one weird trick"."""
     profile = profile_of(name)
-    problem = sharded_problem(profile, 4, 1e9)
-    found, wider = place_sharded(problem, by_inputs=False), place_sharded(problem)
+    problem = layout_problem(profile, 4, 1e9)
+    found, wider = place_layouts(problem, by_inputs=False), place_layouts(problem)
     for layer, layout, with_inputs in zip(profile.layers, found.layouts, wider.layouts, strict=True):
         if layer.what.startswith("Conv2d"):
             assert layout == with_inputs == "samples", layer
@@ -213,36 +216,36 @@ def test_the_known_choice(name: str) -> None:
 
 
 def test_time_that_ends_at_once_leaves_the_cut_and_its_honest_gap() -> None:
-    problem = sharded_problem(profile_of("squeezenet1_0"), 4, 1e9)
-    found = place_sharded(problem, 1e-6)
-    best = place_sharded(problem)
-    assert found.bound_seconds <= best.step_seconds <= found.step_seconds
-    assert found.status == "optimal" or found.gap > 0
+    problem = layout_problem(profile_of("squeezenet1_0"), 4, 1e9)
+    found = place_layouts(problem, 1e-6)
+    best = place_layouts(problem)
+    assert found.certificate.bound_seconds <= best.step_seconds <= found.step_seconds
+    assert found.certificate.solver_status == "optimal" or found.certificate.gap > 0
 
 
 @pytest.mark.parametrize("name", ["vgg16", "resnet18", "alexnet", "squeezenet1_0"])
 @pytest.mark.parametrize("devices", [1, 4, 16])
 def test_profiles_are_never_slower_than_data_parallelism(name: str, devices: int) -> None:
     profile = profile_of(name)
-    problem = sharded_problem(profile, devices, 1e9)
+    problem = layout_problem(profile, devices, 1e9)
     layers = [layer for layer in profile.layers if layer.what != "Input"]
     compute = sum(layer.forward_ms + layer.backward_ms for layer in layers) / 1e3
     reduced = 2 * (devices - 1) / devices * sum(layer.parameter_bytes for layer in layers) / 1e9
     parallel = evaluate_layouts(problem, ["samples"] * len(problem.ops)).step_seconds
     assert parallel == pytest.approx(compute + reduced, rel=1e-9)
-    assert place_sharded(problem).step_seconds <= parallel * (1 + 1e-12)
+    assert place_layouts(problem).step_seconds <= parallel * (1 + 1e-12)
 
 
 def test_prices_of_any_size_are_cut_exactly() -> None:
     """A price that nobody pays, 10²⁰ times the rest, hides nothing: prices are whole numbers without rounding."""
-    huge = ShardedOp("huge", 1e-9, 0, 1e-3, 1e20, "neurons", has_gradient=False)
-    small = ShardedOp("small", 1e-9, 0, 1e-3, 1e-2, "neurons")
-    problem = ShardedProblem((huge, small), ((0, 1),), 2, 1e9)
-    found = place_sharded(problem)
+    huge = LayoutOp("huge", 1e-9, 0, 1e-3, 1e20, "neurons", has_gradient=False)
+    small = LayoutOp("small", 1e-9, 0, 1e-3, 1e-2, "neurons")
+    problem = LayoutProblem((huge, small), ((0, 1),), 2, 1e9)
+    found = place_layouts(problem)
     assert found.layouts == ("features", "features")
     assert found.step_seconds == pytest.approx(2e-9 + 1.5e-12, rel=1e-9)
     with pytest.raises(GraphError, match="longer than numbers can say"):
-        place_sharded(replace(problem, bytes_per_second=1e-300))
+        place_layouts(replace(problem, bytes_per_second=1e-300))
 
 
 def test_names_say_how_a_layer_splits() -> None:
@@ -259,12 +262,12 @@ def test_every_layer_of_the_profiles_has_a_kind_and_more_devices_than_channels_c
     for name in ("vgg16", "resnet18", "alexnet", "squeezenet1_0"):
         assert "samples" not in {kind_of(layer.what)[0] for layer in profile_of(name).layers}
     profile = profile_of("alexnet")
-    problem = sharded_problem(profile, 1001, 1e9)
+    problem = layout_problem(profile, 1001, 1e9)
     last = [layer.what[:6] == "Linear" and layer.parameter_bytes < 2e7 for layer in profile.layers].index(
         True
     )
     assert problem.can_be(last, "inputs")
     assert not problem.can_be(last, "features")
-    assert place_sharded(problem).layouts[last] != "features"
+    assert place_layouts(problem).layouts[last] != "features"
     with pytest.raises(InternalError, match="cannot be split by features"):
         evaluate_layouts(problem, ["features"] * len(problem.ops))

@@ -8,9 +8,9 @@ import pytest
 
 from cost_models.errors import InfeasibleError
 from passes.search.cost_graph.contiguous import place_contiguous
-from passes.search.cost_graph.free import place_freely
 from passes.search.cost_graph.graph import evaluate, named
-from passes.search.cost_graph.result import Placed
+from passes.search.cost_graph.result import PlacementResult
+from passes.search.cost_graph.throughput import place_for_throughput
 from tests.support.placement_evaluator import (
     best_by_trying_all,
     is_allowed,
@@ -37,17 +37,17 @@ def test_the_search_finds_the_optimum_of_small_graphs(kind: str, contiguous: boo
         graph = random_graph(seed, **KINDS[kind])
         best = best_by_trying_all(graph, contiguous)
         try:
-            found = place_contiguous(graph, 5.0) if contiguous else place_freely(graph, 20.0)
+            found = place_contiguous(graph, 5.0) if contiguous else place_for_throughput(graph, 20.0)
         except InfeasibleError:
             assert math.isinf(best), (kind, seed)
             continue
         check(graph, found, contiguous)
         assert found.bound <= best * (1 + 1e-9), (kind, seed)
         assert found.value == pytest.approx(best, rel=1e-9), (kind, seed)
-        assert found.status == "optimal", (kind, seed)
+        assert found.certificate.solver_status == "optimal", (kind, seed)
 
 
-def check(graph, found: Placed, contiguous: bool) -> None:
+def check(graph, found: PlacementResult, contiguous: bool) -> None:
     placement = dict(named(graph, found.placement))
     assert is_allowed(graph, placement)
     assert not contiguous or is_contiguous(graph, placement)

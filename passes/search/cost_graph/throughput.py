@@ -15,15 +15,15 @@ import networkx as nx
 import numpy as np
 
 from cost_models.errors import InfeasibleError
-from passes.search.cost_graph.anneal import Chains, Cooling
-from passes.search.cost_graph.bound import Bound, SetBound, simple_bound
+from passes.search.cost_graph.anneal import AnnealingChains, CoolingSchedule
+from passes.search.cost_graph.bisect_pairs import bisect_pairs
+from passes.search.cost_graph.bound import LoadBound, SetBound, load_bound
 from passes.search.cost_graph.contiguous import place_contiguous
-from passes.search.cost_graph.graph import PlacementGraph
-from passes.search.cost_graph.groups import GroupProblem, free_groups
-from passes.search.cost_graph.ilp import MOST_CHOICES, solve_program
-from passes.search.cost_graph.recut import fits, group_loads, recut
-from passes.search.cost_graph.result import PROVED, Placed, check_feasible, placed
-from passes.search.cost_graph.tidy import tidied
+from passes.search.cost_graph.graph import PlacementGraph, evaluate
+from passes.search.cost_graph.groups import GroupProblem, fits, free_groups, group_loads
+from passes.search.cost_graph.ilp import MOST_CHOICES, solve_placement
+from passes.search.cost_graph.refine import refined
+from passes.search.cost_graph.result import PROVED, PlacementResult, certified, check_feasible
 
 FIRST_STEPS = 10_000
 MOST_STEPS = 640_000
@@ -39,7 +39,9 @@ QUIET_ROUNDS = 6
 SPACE = "all placements with equal colours together"
 
 
-def place_freely(graph: PlacementGraph, time_limit: float = 60.0, *, seed: int = 0) -> Placed:
+def place_for_throughput(
+    graph: PlacementGraph, time_limit: float = 60.0, *, seed: int = 0
+) -> PlacementResult:
     """Least largest load over all placements that fit."""
     started = time.monotonic()
     problem = free_groups(graph)
@@ -54,12 +56,14 @@ def place_freely(graph: PlacementGraph, time_limit: float = 60.0, *, seed: int =
             ],
             ["use more devices, more memory or a larger --time-limit"],
         )
-    homes = tidied(graph, problem, search.homes)
+    homes = refined(graph, problem, search.homes)
     if not fits(problem, homes) or max(group_loads(problem, homes)) > search.value:
         homes = search.homes  # by a rounding error
-    return placed(
+    placement = problem.of_nodes(homes)
+    return certified(
         graph,
-        problem.of_nodes(homes),
+        placement,
+        evaluate(graph, placement).max_load,
         min(search.bound.value, search.value),
         space=SPACE,
         method=f"annealing ({search.rounds} rounds), integer programs over pairs of devices; bound: {search.bound.method}",
@@ -77,7 +81,7 @@ class _Search:
         self.random = np.random.default_rng(seed)
         self.homes: tuple[int, ...] | None = None
         self.value = float("inf")
-        self.bound = simple_bound(problem)
+        self.bound = load_bound(problem)
         self.sets: SetBound | None = None
         self.rounds = 0
         self.exact = False
@@ -134,15 +138,15 @@ class _Search:
         starts = self.random.integers(0, accelerators, (self.chains, count))
         if self.homes is not None:
             starts[: self.chains if warm else max(1, self.chains // 4)] = self.homes
-        chains = Chains(self.problem, starts, self.seed + self.rounds, self.lines)
-        cooling = Cooling(steps, first=0.01 if warm else 0.05)
+        chains = AnnealingChains(self.problem, starts, self.seed + self.rounds, self.lines)
+        cooling = CoolingSchedule(steps, first=0.01 if warm else 0.05)
         now = time.monotonic()
         found = chains.anneal(cooling, now + (2 if large else 1) * ROUND_SHARE * (self.deadline - now))
         self._offer(found.homes)
         if self.homes is not None:
             loads = group_loads(self.problem, self.homes)
             deadline = min(self.deadline, time.monotonic() + 0.05 * self.limit)
-            self._offer(recut(self.problem, self.homes, loads, deadline))
+            self._offer(bisect_pairs(self.problem, self.homes, loads, deadline))
             self._sets().know(self.homes)
             for r in np.argsort(chains.best)[:16].tolist():
                 self._sets().know(chains.best_home[:, r].tolist())
@@ -153,11 +157,11 @@ class _Search:
         if self.problem.count * len(self.problem.machine.devices) > MOST_CHOICES:
             return
         left = self.deadline - time.monotonic()
-        homes, bound = solve_program(self.problem, self.bound.value, self.value, max(0.1, 0.5 * left))
+        homes, bound = solve_placement(self.problem, self.bound.value, self.value, max(0.1, 0.5 * left))
         if homes is not None:
             self._offer(homes)
         if bound > self.bound.value:
-            self.bound = Bound(bound, "integer program over all devices")
+            self.bound = LoadBound(bound, "integer program over all devices")
 
     def _sets(self) -> SetBound:
         if self.sets is None:
@@ -167,7 +171,7 @@ class _Search:
         return self.sets
 
     def _prove(self, deadline: float) -> None:
-        found: Bound = self._sets().improve(self.bound, deadline)
+        found: LoadBound = self._sets().improve(self.bound, deadline)
         if found.value > self.bound.value:
             self.bound = found
 

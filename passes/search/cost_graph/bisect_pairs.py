@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from passes.search.cost_graph.groups import GroupProblem
+from passes.search.cost_graph.groups import GroupProblem, fits, group_loads
 from passes.search.ilp import Program, Terms
 
 MOST_GROUPS = 160
@@ -24,7 +24,7 @@ MOST_GROUPS = 160
 LEAST_GAIN = 1e-9
 
 
-def recut(
+def bisect_pairs(
     problem: GroupProblem, homes: Sequence[int], loads: Sequence[float], deadline: float
 ) -> tuple[int, ...]:
     """``homes`` improved: the busiest device shares with each other one, as long as the largest load falls."""
@@ -46,33 +46,6 @@ def recut(
                 best, current, improved = found, changed, True
                 break
     return best
-
-
-def group_loads(problem: GroupProblem, homes: Sequence[int]) -> list[float]:
-    """Load per device."""
-    machine = problem.machine
-    load = [0.0] * len(machine.devices)
-    for g, home in enumerate(homes):
-        kind = problem.accelerator_cost if home < machine.accelerators else problem.cpu_cost
-        load[home] += float(kind[g])
-    for e, pins in enumerate(problem.nets):
-        touched = {homes[g] for g in pins}
-        if len(touched) > 1:
-            for device in touched:
-                if device < machine.accelerators:
-                    load[device] += float(problem.weight[e])
-    return load
-
-
-def fits(problem: GroupProblem, homes: Sequence[int]) -> bool:
-    """Whether accelerators can hold it and run it."""
-    machine = problem.machine
-    held = np.bincount(np.asarray(homes), weights=problem.size, minlength=len(machine.devices))
-    allowed = all(
-        home >= machine.accelerators or np.isfinite(problem.accelerator_cost[g])
-        for g, home in enumerate(homes)
-    )
-    return allowed and bool((held[: machine.accelerators] <= machine.memory_size).all())
 
 
 def _divide(

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from passes.search.cost_graph.graph import PlacementGraph
-from passes.search.cost_graph.groups import GroupProblem
-from passes.search.cost_graph.recut import group_loads
+from passes.search.cost_graph.groups import GroupProblem, group_loads
 
 PASSES = 8
 ROUNDING = 1e-9
 
 
-class _Tidy:
+class _Refinement:
     def __init__(self, graph: PlacementGraph, problem: GroupProblem, homes: Sequence[int]) -> None:
         self.problem, self.homes = problem, list(homes)
         self.accelerators = problem.machine.accelerators
@@ -90,9 +89,9 @@ class _Tidy:
         return True
 
 
-def tidied(graph: PlacementGraph, problem: GroupProblem, homes: Sequence[int]) -> tuple[int, ...]:
+def refined(graph: PlacementGraph, problem: GroupProblem, homes: Sequence[int]) -> tuple[int, ...]:
     """A placement of groups with no larger a largest load that sends less, or ``homes`` itself."""
-    tidy = _Tidy(graph, problem, homes)
+    tidy = _Refinement(graph, problem, homes)
     for _ in range(PASSES):
         moved = False
         for g in range(problem.count):
