@@ -192,7 +192,7 @@ class PlanOptions:
         yield from self._wrong_pins()
 
     def _given(self) -> Mapping[str, object]:
-        """The options that not every strategy knows, as far as they were given."""
+        """Return the options that not every strategy knows, as far as they were given."""
         given = {
             "mesh": self.mesh,
             "objective": self.objective,

@@ -31,7 +31,7 @@ def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[
     for (kind, name), found in blocks.items():
         wholes = list(_wholes(found, task.state[name]))
         if kind == "gradients" and name in task.shardings:
-            # Where ranks train parts of what they all store, there are fewer gradients than parameters.
+            # If ranks train parts of what they all store, there are fewer gradients than parameters.
             trained = _owners(task.shardings[name], task.state[name].shape)
             stored = len(blocks["parameters", name]) // _blocks(blocks["parameters", name])
             if len(wholes) == trained:
