@@ -183,7 +183,7 @@ class PlanOptions:
 
     def _of_the_other_strategy(self) -> Iterator[str]:
         """Name options that the strategy would silently ignore."""
-        if self.strategy != "auto":
+        if self.strategy in STRATEGY_WORDS:
             words = STRATEGY_WORDS[self.strategy]
             for option, value in self._given().items():
                 if option not in words.options:
@@ -212,6 +212,8 @@ class PlanOptions:
                     f'pin {glob!r}: give the strategy as well, "layer" for stages, "feature" for layouts or '
                     '"free" for devices'
                 )
+                continue
+            if self.strategy not in STRATEGY_WORDS:
                 continue
             place = STRATEGY_WORDS[self.strategy].pinned_to
             number = isinstance(pinned, int) and not isinstance(pinned, bool)

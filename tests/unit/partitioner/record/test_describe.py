@@ -13,7 +13,7 @@ from cost_models.errors import PlanError
 from partitioner import Plan, Workload, partition, trace
 from partitioner.record.describe import MOST_RUNNER_UPS, distinct_runner_ups
 from partitioner.record.rebuild import refuse_other_model
-from passes.search.layer.place import RunnerUp
+from passes.search.outcome import RunnerUp, StagesLabel
 from tests.support.bad_workloads import Net, NoLoss, batch
 
 TWO = ClusterSpec.parse("A100-40GB:2")
@@ -127,20 +127,20 @@ def test_an_image_of_labels_is_no_text() -> None:
 
 
 def test_runner_ups_are_the_best_of_their_kind() -> None:
-    def entry(description: str, seconds: float, feasible: bool = True) -> RunnerUp:
-        return RunnerUp(description, feasible, "", seconds, 1)
+    def entry(stages: int, schedule: str, microbatches: int, seconds: float, overflow: int = 0) -> RunnerUp:
+        return RunnerUp(StagesLabel(stages, schedule, microbatches, 0), seconds, 1, overflow)
 
     found = distinct_runner_ups(
         [
-            entry("4 stages, zb-v, 1 micro-batches", 3.0),
-            entry("2 stages, zb-v, 1 micro-batches", 2.0),
-            entry("2 stages, 1f1b, 8 micro-batches", 1.0, feasible=False),
-            *(entry(f"2 stages, gpipe, {m} micro-batches", 4.0 + m) for m in range(9)),
+            entry(4, "zb-v", 1, 3.0),
+            entry(2, "zb-v", 1, 2.0),
+            entry(2, "1f1b", 8, 1.0, overflow=1),
+            *(entry(2, "gpipe", m, 4.0 + m) for m in range(9)),
         ]
     )
-    assert found[0] == entry("2 stages, zb-v, 1 micro-batches", 2.0)
+    assert found[0] == entry(2, "zb-v", 1, 2.0)
     assert len(found) == MOST_RUNNER_UPS
-    assert len({other.description for other in found}) == MOST_RUNNER_UPS
+    assert len({str(other.label) for other in found}) == MOST_RUNNER_UPS
 
 
 def test_another_model_is_refused_with_what_differs(plan: Plan) -> None:
