@@ -25,7 +25,7 @@ from partitioner.record.sharding import (
 from passes.compile import Compiled
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.shard.shard import Sharded
+from passes.shard.shard import ShardedGraph
 from passes.shard.traffic import Traffic
 from passes.shard.words import Placements, operands, placements_text
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
@@ -67,7 +67,7 @@ def describe_sharding(compiled: Compiled) -> StageSharding:
     )
 
 
-def _collective(sharded: Sharded, item: Traffic) -> StageCollective:
+def _collective(sharded: ShardedGraph, item: Traffic) -> StageCollective:
     ranks = len(all_ranks_along(sharded.mesh, item.axis.split(JOINT))[0])
     return StageCollective(
         value=item.node,
@@ -83,7 +83,7 @@ _Way = tuple[str, str, str, str, tuple[str, ...], str]
 """A way to keep and use a parameter: stored, state, taken, op, what it takes beside parameters, what it makes."""
 
 
-def _layout_rows(graph: OpGraph, sharded: Sharded, costs: GraphCosts) -> tuple[LayoutRow, ...]:
+def _layout_rows(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> tuple[LayoutRow, ...]:
     """Make the rows of ``graph``: its parameters, and its products that read none, in the order of the model."""
     found: dict[tuple[str, _Way], list[_Entry]] = {}
     for entry in (*_parameters(graph, sharded, costs), *_products(graph, sharded, costs)):
@@ -116,7 +116,7 @@ class _Entry(NamedTuple):
     reader: str
 
 
-def _parameters(graph: OpGraph, sharded: Sharded, costs: GraphCosts) -> list[_Entry]:
+def _parameters(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> list[_Entry]:
     whole: Placements = (Replicate(),) * len(sharded.mesh.shape)
     node_of = {given.name: graph.nodes[given.node] for given in graph.inputs if given.kind == "parameter"}
     index = {node.name: i for i, node in enumerate(graph.ops)}
@@ -139,7 +139,7 @@ def _parameters(graph: OpGraph, sharded: Sharded, costs: GraphCosts) -> list[_En
     return found
 
 
-def _products(graph: OpGraph, sharded: Sharded, costs: GraphCosts) -> list[_Entry]:
+def _products(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> list[_Entry]:
     """List matrix products, convolutions and attention between activations, named by their modules."""
     found = []
     for i, node in enumerate(graph.ops):
@@ -154,7 +154,7 @@ def _products(graph: OpGraph, sharded: Sharded, costs: GraphCosts) -> list[_Entr
 
 
 def _reading(
-    graph: OpGraph, sharded: Sharded, node: fx.Node, parameter: str
+    graph: OpGraph, sharded: ShardedGraph, node: fx.Node, parameter: str
 ) -> tuple[str, str, tuple[str, ...], str]:
     """Return (layout in which ``parameter`` is taken, op, layouts of the other operands, layout of the first output)."""
     choice = sharded.placement.choices[node.name]

@@ -22,7 +22,7 @@ from passes.lower.summarize import (
     tied_groups,
     trained_tensors,
 )
-from passes.shard.shard import Sharded
+from passes.shard.shard import ShardedGraph
 from passes.shard.sums import GradientSum, UpdateGather
 from passes.shard.traffic import Traffic
 from runtime.program.program import SegmentGraph, TiedGroup
@@ -44,7 +44,7 @@ class Costed:
     step: StepCosts
     stage_of: Mapping[str, int]
     """Op of the model -> the segment that runs it; an op that every segment recomputes for itself is not in it."""
-    sharded: Sharded | None = None
+    sharded: ShardedGraph | None = None
     """The stage as its ranks share it; None where every segment has a single rank."""
     traffic: tuple[Traffic, ...] = ()
     """Collectives inside of segments."""

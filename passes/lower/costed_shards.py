@@ -25,7 +25,7 @@ from passes.lower.segment import on_mesh
 from passes.lower.step import StepCosts, SumCost, sum_bytes
 from passes.lower.summarize import gradient_bytes, segment_graph
 from passes.shard.program import gradient_sums, shardings
-from passes.shard.shard import Sharded, shard_graph
+from passes.shard.shard import ShardedGraph, shard_graph
 from passes.shard.sums import gradient_sum_costs, update_gathers
 from passes.shard.traffic import Traffic, collectives, traffic
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
@@ -76,7 +76,7 @@ def costed_shards(graph: OpGraph, cluster: ClusterSpec, job: Job, candidate: Can
 
 
 def _segments(
-    sharded: Sharded, found: tuple[Traffic, ...], cluster: ClusterSpec, microbatch_size: int
+    sharded: ShardedGraph, found: tuple[Traffic, ...], cluster: ClusterSpec, microbatch_size: int
 ) -> SegmentGraph:
     """Make the one segment: its ops on shards, and its collectives one after the other."""
     graph = sharded.graph
@@ -100,7 +100,7 @@ def _segments(
     return replace(plain, segments=(segment,))
 
 
-def _state(sharded: Sharded, job: Job) -> StateBytes:
+def _state(sharded: ShardedGraph, job: Job) -> StateBytes:
     """Count the state of any one rank: all hold as much."""
     graph, mesh, spread, total = sharded.graph, sharded.mesh, shardings(sharded), StateBytes()
     rule = OPTIMIZERS[job.optimizer]

@@ -18,7 +18,7 @@ from passes.lower.lower import lower
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import ops_by_segment, state_names_of_segments
 from passes.shard.program import shardings
-from passes.shard.shard import Sharded, shard_graph
+from passes.shard.shard import ShardedGraph, shard_graph
 from passes.shard.words import FeaturePlacement
 from runtime.mesh.sharding import Sharding
 from runtime.segment.code import BatchSpec, SegmentCode
@@ -31,7 +31,7 @@ class PlacedGraph:
     graph: OpGraph
     """The model's own shapes, with the ops in blocks that run in blocks."""
     segmentation: Segmentation
-    sharded: Mapping[int, Sharded] = field(default_factory=dict)
+    sharded: Mapping[int, ShardedGraph] = field(default_factory=dict)
     """Segment -> what each of its ranks runs, where several share it."""
 
     def graph_of(self, segment: int) -> OpGraph:

@@ -52,7 +52,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundChoices:
     """The choices of one op, and where they come from."""
 
     choices: tuple[Choice, ...]
@@ -79,13 +79,13 @@ class Discovery:
         """List the choices of any op, all replicated first."""
         return self.find(node).choices
 
-    def find(self, node: fx.Node) -> Found:
+    def find(self, node: fx.Node) -> FoundChoices:
         """Find the choices of an op, and where they come from."""
         if has_rule(node):
-            found = Found(choices_by_rule(node), "rule")
+            found = FoundChoices(choices_by_rule(node), "rule")
         else:
             tried = self._discovered(node)
-            found = Found(tried, "discovered" if len(tried) > 1 else "replicated")
+            found = FoundChoices(tried, "discovered" if len(tried) > 1 else "replicated")
         self._seen[node.name, str(node.target)] = found.how
         return found
 

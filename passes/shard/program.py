@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from cost_models.layout import Replicate
 from passes.graph.graph import OpGraph
-from passes.shard.shard import Sharded
+from passes.shard.shard import ShardedGraph
 from passes.shard.syncs import GradientSync
 from passes.shard.words import Placements
 from runtime.mesh.ranks_along import all_ranks_along
@@ -39,7 +39,7 @@ ALONE_BYTES = 2 * 2**20
 
 
 def sharded_programs(
-    sharded: Sharded, microbatches: int, world_size: int, *, training: bool = True
+    sharded: ShardedGraph, microbatches: int, world_size: int, *, training: bool = True
 ) -> tuple[Program, ...]:
     """Return one program per rank of the world."""
     segments = sharded_segments(sharded, SegmentCost(0.0, 0.0, 0.0), world_size)
@@ -62,14 +62,14 @@ def _nothing(source: int, target: int, size_bytes: int) -> float:
     return 0.0
 
 
-def sharded_segments(sharded: Sharded, cost: SegmentCost, world_size: int) -> SegmentGraph:
+def sharded_segments(sharded: ShardedGraph, cost: SegmentCost, world_size: int) -> SegmentGraph:
     """Return the graph of the one segment."""
     graph = sharded.graph
     segment = Segment(0, sharded.mesh.ranks, cost, graph.loss is not None and graph.loss in graph.needs_grad)
     return SegmentGraph((segment,), (), world_size)
 
 
-def shardings(sharded: Sharded) -> dict[str, Sharding]:
+def shardings(sharded: ShardedGraph) -> dict[str, Sharding]:
     """Return what each rank stores and trains of every parameter and buffer."""
     placement, mesh = sharded.placement, sharded.mesh
     whole: Placements = (Replicate(),) * len(mesh.shape)
@@ -86,7 +86,7 @@ def shardings(sharded: Sharded) -> dict[str, Sharding]:
     return found
 
 
-def gradient_sums(sharded: Sharded) -> tuple[TiedGroup, ...]:
+def gradient_sums(sharded: ShardedGraph) -> tuple[TiedGroup, ...]:
     """List what is summed after the last backward, in the order of the sums."""
     return tuple(
         TiedGroup(bucket, ranks, sync.scattered)
@@ -95,7 +95,7 @@ def gradient_sums(sharded: Sharded) -> tuple[TiedGroup, ...]:
     )
 
 
-def bucketed_syncs(sharded: Sharded) -> Iterator[tuple[GradientSync, tuple[str, ...]]]:
+def bucketed_syncs(sharded: ShardedGraph) -> Iterator[tuple[GradientSync, tuple[str, ...]]]:
     """Yield each kind of sum with the parameters of one bucket, in the order of the sums."""
     for sync in sharded.syncs:
         for bucket in _buckets(sharded.graph, sync.parameters):

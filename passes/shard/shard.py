@@ -13,7 +13,7 @@ Ops keep their names. A value is bridged once for all consumers that need it ali
 from the placements and by running the op on fake shards, and must agree.
 
 A parameter that is whole on an axis, and of whose gradient each rank there makes a part, is summed once per step and not
-in the graph: ``Sharded.syncs``.
+in the graph: ``ShardedGraph.syncs``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Needs = tuple[Need, ...]
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardedGraph:
     """``graph``: what each rank runs; its parameters and buffers have local shapes."""
 
     graph: OpGraph
@@ -59,7 +59,7 @@ class Sharded:
         return self.placement.mesh
 
 
-def shard_graph(graph: OpGraph, placement: FeaturePlacement, multiple: int = 1) -> Sharded:
+def shard_graph(graph: OpGraph, placement: FeaturePlacement, multiple: int = 1) -> ShardedGraph:
     """Make ``graph`` as a rank of ``placement.mesh`` runs it, for micro-batches of multiples of ``multiple`` samples."""
     return _Sharding(graph, placement, multiple).run()
 
@@ -84,7 +84,7 @@ class _Sharding:
         self.bridged: dict[tuple[str, Needs], fx.Node] = {}
         self.sizes = self._local_sizes()
 
-    def run(self) -> Sharded:
+    def run(self) -> ShardedGraph:
         for node in self.old.graph.nodes:
             if node.op == "placeholder":
                 self._placeholder(node)
@@ -109,7 +109,7 @@ class _Sharding:
             ),
         )
         syncs = gradient_syncs(self.old, self.deferred, self.stored, self.placement, self.mesh)
-        return Sharded(local, self.placement, syncs)
+        return ShardedGraph(local, self.placement, syncs)
 
     # ------------------------------------------------------------------------------------------------------
     # Layouts

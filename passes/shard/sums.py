@@ -17,7 +17,7 @@ from cost_models.conversion import group_links
 from cost_models.precision import Precision
 from passes.graph.graph import OpGraph
 from passes.shard.program import bucketed_syncs, shardings
-from passes.shard.shard import Sharded
+from passes.shard.shard import ShardedGraph
 from passes.shard.syncs import GradientSync
 from runtime.mesh.ranks_along import all_ranks_along
 from runtime.program.program import Collective
@@ -58,7 +58,7 @@ class UpdateGather:
 
 
 def gradient_sum_costs(
-    sharded: Sharded, gradient_bytes: Mapping[str, int], cluster: ClusterSpec
+    sharded: ShardedGraph, gradient_bytes: Mapping[str, int], cluster: ClusterSpec
 ) -> tuple[GradientSum, ...]:
     """List every sum in the order in which they are made. ``gradient_bytes``: of each parameter's gradient on a rank."""
     found = []
@@ -75,7 +75,7 @@ def gradient_sum_costs(
 
 
 def update_gathers(
-    graph: OpGraph, sharded: Sharded, precision: Precision, cluster: ClusterSpec
+    graph: OpGraph, sharded: ShardedGraph, precision: Precision, cluster: ClusterSpec
 ) -> tuple[UpdateGather, ...]:
     """List gathers after an update: leaves of which each rank has a part are put together again, the last cut first."""
     mesh = sharded.mesh

@@ -20,7 +20,7 @@ from torch import fx
 from cost_models.conversion import AxisLinks, Kind
 from cost_models.layout import Mesh
 from passes.graph.graph import tensor_specs
-from passes.shard.shard import Sharded
+from passes.shard.shard import ShardedGraph
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.ops import bridges
 from runtime.ops.local import run_local
@@ -55,7 +55,7 @@ class Traffic:
         return links.seconds(self.kind, self.whole_bytes)
 
 
-def traffic(sharded: Sharded, microbatch_size: int) -> tuple[Traffic, ...]:
+def traffic(sharded: ShardedGraph, microbatch_size: int) -> tuple[Traffic, ...]:
     """List every collective of the local graph, for micro-batches of ``microbatch_size`` samples in all."""
     batch = sharded.graph.batch
     symbols = dict.fromkeys(batch.symbols, 0) | {batch.batch_symbol: microbatch_size // batch.multiple}
@@ -72,7 +72,7 @@ def traffic(sharded: Sharded, microbatch_size: int) -> tuple[Traffic, ...]:
     )
 
 
-def collectives(sharded: Sharded, microbatch_size: int) -> tuple[Collective, ...]:
+def collectives(sharded: ShardedGraph, microbatch_size: int) -> tuple[Collective, ...]:
     """List the same for every group of ranks of the mesh, as a segment has them."""
     return tuple(
         Collective(item.kind, ranks, item.sent_bytes(len(ranks)), item.backward)

@@ -23,7 +23,7 @@ from passes.shard.rules.shapes import shape, tensors_of
 from passes.shard.words import operands
 from passes.split.rules import Way, block, mapped_args, reads_any_part, ways_to_make, ways_to_read
 from passes.split.shapes import chosen, read_by_result
-from passes.split.values import Blocks, Bundles, Made, Range, Values, ranges_of
+from passes.split.values import BlockedResults, BlockedTensor, Made, Range, Values, ranges_of
 from passes.split.windows import Window, proportional, window, window_from
 from runtime.segment.recompute import writes_statistics
 
@@ -60,7 +60,7 @@ class Pusher:
         sources = [
             (position, source, made)
             for position, source in enumerate(operands(node))
-            if isinstance(made := self.values.made[source], Blocks)
+            if isinstance(made := self.values.made[source], BlockedTensor)
         ]
         if not sources or not self._may_write(node):
             return None
@@ -87,7 +87,8 @@ class Pusher:
         return sum(
             math.prod(shape(source.meta["val"]))
             for source, need in zip(operands(way.node), way.choice.inputs, strict=True)
-            if isinstance(made := self.values.made[source], Blocks) and need.placement == Shard(made.dim)
+            if isinstance(made := self.values.made[source], BlockedTensor)
+            and need.placement == Shard(made.dim)
         )
 
     def _better_whole(self, way: Way) -> bool:
@@ -102,7 +103,7 @@ class Pusher:
         blocked, whole, assembled = 0, 0, False
         for source in operands(way.node):
             elements = math.prod(shape(source.meta["val"]))
-            if isinstance(self.values.made[source], Blocks):
+            if isinstance(self.values.made[source], BlockedTensor):
                 read = source in self.read_whole or self.values.has_whole(source)
                 assembled |= read and elements >= blocked
                 blocked = max(blocked, elements)
@@ -130,7 +131,11 @@ class Pusher:
             self.written[node.name] = {buffer.name for buffer in _buffers(node)}
         sizes = tuple(end - begin for begin, end in spans)
         made = tuple(way.sizes(sizes, result) for result in range(len(way.dims())))
-        return Bundles(nodes, way.dims(), made) if several else Blocks(way.dims()[0], nodes, made[0])
+        return (
+            BlockedResults(nodes, way.dims(), made)
+            if several
+            else BlockedTensor(way.dims()[0], nodes, made[0])
+        )
 
     def _windows(self, found: Window, spans: Sequence[Range]) -> Made | None:
         node = found.node
@@ -138,9 +143,9 @@ class Pusher:
             node, spans, lambda k, span: found.block(self.values, span, self._name(node, k)), (found.dim,)
         )
         sizes = tuple(end - begin for begin, end in spans)
-        return None if nodes is None else Blocks(found.dim, nodes, sizes)
+        return None if nodes is None else BlockedTensor(found.dim, nodes, sizes)
 
-    def _windows_from(self, node: fx.Node, made: Blocks) -> Made | None:
+    def _windows_from(self, node: fx.Node, made: BlockedTensor) -> Made | None:
         found = window_from(node, made.dim)
         if found is None:
             return None
@@ -205,7 +210,7 @@ class Pusher:
         return None
 
 
-def _ways(node: fx.Node, position: int, made: Blocks) -> Iterator[tuple[Way, Sequence[Range]]]:
+def _ways(node: fx.Node, position: int, made: BlockedTensor) -> Iterator[tuple[Way, Sequence[Range]]]:
     for way in ways_to_read(node, position, made.dim):
         if not way.allows([end for _, end in made.ranges]):
             continue

@@ -16,7 +16,7 @@ from torch import fx
 
 from passes.graph.nodes import argument
 from passes.shard.rules.shapes import plain, tensors_of
-from passes.split.values import Blocks, Bundles, Made, Pieces, Values, ranges_of
+from passes.split.values import BlockedResults, BlockedTensor, Made, Pieces, Values, ranges_of
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def chosen(values: Values, node: fx.Node) -> Made | None:
         return _lined_up(values, node)
     source: Any = node.args[0] if node.args else None
     blocks = values.made.get(source) if isinstance(source, fx.Node) else None
-    if not isinstance(blocks, Blocks):
+    if not isinstance(blocks, BlockedTensor):
         return None
     dim = argument(node, "dim", 0)
     if not isinstance(dim, int) or dim % tensors_of(source)[0].dim() != blocks.dim:
@@ -80,12 +80,12 @@ def _length(node: fx.Node, dim: int) -> int:
     return int(tensors_of(node)[0].shape[dim])
 
 
-def _within(values: Values, blocks: Blocks, begin: int, end: int) -> Made:
+def _within(values: Values, blocks: BlockedTensor, begin: int, end: int) -> Made:
     found = values.within(blocks, begin, end)
     return found if len(found.nodes) > 1 else found.nodes[0]
 
 
-def _selected(values: Values, node: fx.Node, blocks: Blocks, index: int) -> Made:
+def _selected(values: Values, node: fx.Node, blocks: BlockedTensor, index: int) -> Made:
     for source, (begin, end) in zip(blocks.nodes, blocks.ranges, strict=True):
         if begin <= index < end:
             return values.emit(node.name, node.target, (source, blocks.dim, index - begin), {}, node)
@@ -99,15 +99,15 @@ def _projected(values: Values, node: fx.Node) -> Made | None:
     made = values.made[source]
     if isinstance(made, Pieces):
         blocks = values.made[made.source]
-        assert isinstance(blocks, Blocks)
+        assert isinstance(blocks, BlockedTensor)
         return _within(values, blocks, *made.ranges[index])
-    if isinstance(made, Bundles):
+    if isinstance(made, BlockedResults):
         names = [values.fresh_block(node.name, k) for k in range(len(made.nodes))]
         nodes = [
             values.emit(name, operator.getitem, (run, index), {}, node)
             for name, run in zip(names, made.nodes, strict=True)
         ]
-        return Blocks(made.dims[index], tuple(nodes), made.sizes[index])
+        return BlockedTensor(made.dims[index], tuple(nodes), made.sizes[index])
     return None
 
 
@@ -116,7 +116,7 @@ def _lined_up(values: Values, node: fx.Node) -> Made | None:
     rank = tensors_of(node)[0].dim()
     dim = argument(node, "dim", 0) % rank
     made = [values.made[source] for source in sources]
-    if not any(isinstance(m, Blocks) and m.dim == dim for m in made):
+    if not any(isinstance(m, BlockedTensor) and m.dim == dim for m in made):
         return None
     lengths: list[Any] = [
         source.meta["val"].shape[dim] if source.meta["val"].dim() == rank else None for source in sources
@@ -127,10 +127,10 @@ def _lined_up(values: Values, node: fx.Node) -> Made | None:
     nodes: list[fx.Node] = []
     sizes: list[int] = []
     for source, value, length in zip(sources, made, lengths, strict=True):
-        if isinstance(value, Blocks) and value.dim == dim:
+        if isinstance(value, BlockedTensor) and value.dim == dim:
             nodes += value.nodes
             sizes += value.sizes
         else:
             nodes.append(values.whole(source))
             sizes.append(length)
-    return Blocks(dim, tuple(nodes), tuple(sizes))
+    return BlockedTensor(dim, tuple(nodes), tuple(sizes))

@@ -28,7 +28,7 @@ from passes.shard.rules.shapes import tensors_of
 from passes.split.push import Pusher
 from passes.split.rules import mapped_args
 from passes.split.state import settle, with_parts
-from passes.split.values import Blocks, Values, ranges_of
+from passes.split.values import BlockedTensor, Values, ranges_of
 from runtime.state.rank_state import part_name
 
 
@@ -110,14 +110,14 @@ class _Rewriting:
             dim, sizes = self.seeds.get(node.name, (0, ()))
             made = self.pusher.made(node, dim, sizes) if sizes else self.pusher.pushed(node)
         values.made[node] = made or values.copy(node, *mapped_args(values, node, {}))
-        if node.name in self.seeds and not isinstance(values.made[node], Blocks):
+        if node.name in self.seeds and not isinstance(values.made[node], BlockedTensor):
             self._cut(node)
 
     def _cut(self, node: fx.Node) -> None:
         """Run an op whole that cannot run in blocks; its readers go on with slices of it."""
         dim, sizes = self.seeds[node.name]
         parts = [self.values.take(node, {dim: span}) for span in ranges_of(sizes)]
-        self.values.made[node] = Blocks(dim, tuple(parts), sizes)
+        self.values.made[node] = BlockedTensor(dim, tuple(parts), sizes)
 
     # ------------------------------------------------------------------------------------------------------
     # What the graph returns and writes
@@ -130,7 +130,7 @@ class _Rewriting:
             node = self.old.nodes[output.node]
             if output.kind == "buffer" and output.name not in self.kept and self._in_parts(output):
                 blocks = self.values.made[node]
-                assert isinstance(blocks, Blocks)
+                assert isinstance(blocks, BlockedTensor)
                 returned += blocks.nodes
                 table += [replace(output, name=part_name(output.name, k)) for k in range(len(blocks.nodes))]
             else:
@@ -144,7 +144,7 @@ class _Rewriting:
         blocks = self.values.made[self.old.nodes[output.node]]
         given = (i.node for i in self.old.inputs if (i.kind, i.name) == ("buffer", output.name))
         requests = self.values.requests.get(self.old.nodes[next(given, output.node)], {})
-        return isinstance(blocks, Blocks) and set(requests) == {
+        return isinstance(blocks, BlockedTensor) and set(requests) == {
             ((blocks.dim, span),) for span in blocks.ranges
         }
 

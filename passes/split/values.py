@@ -33,7 +33,7 @@ Key: TypeAlias = tuple[tuple[int, Range], ...]
 
 
 @dataclass(frozen=True)
-class Blocks:
+class BlockedTensor:
     """A tensor in blocks along ``dim``, in order: nodes of the new graph and how many elements each has there."""
 
     dim: int
@@ -46,7 +46,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Bundles:
+class BlockedResults:
     """An op with several results, each in blocks: ``nodes`` are the op's runs, ``dims`` and ``sizes`` by result."""
 
     nodes: tuple[fx.Node, ...]
@@ -63,7 +63,7 @@ class Pieces:
     ranges: tuple[Range, ...]
 
 
-Made: TypeAlias = fx.Node | Blocks | Bundles | Pieces
+Made: TypeAlias = fx.Node | BlockedTensor | BlockedResults | Pieces
 
 
 def ranges_of(sizes: tuple[int, ...]) -> tuple[Range, ...]:
@@ -179,7 +179,7 @@ class Values:
         made = self.made[node]
         if isinstance(made, fx.Node):
             return made
-        assert isinstance(made, Blocks), node.name
+        assert isinstance(made, BlockedTensor), node.name
         if node not in self._wholes:
             name = self.fresh(f"{node.name}_whole")
             self._wholes[node] = self.emit(name, aten.cat.default, (list(made.nodes), made.dim), {}, node)
@@ -200,7 +200,7 @@ class Values:
         made = self.made[node]
         if self.is_state(node):
             return self._request(node, ranges)
-        if isinstance(made, Blocks) and made.dim in ranges:
+        if isinstance(made, BlockedTensor) and made.dim in ranges:
             found = self.joined(node, self.within(made, *ranges.pop(made.dim)))
         elif len(ranges) == 1 and (pulled := self.pull(node, *next(iter(ranges.items())))) is not None:
             return pulled
@@ -210,7 +210,7 @@ class Values:
             found = self.sliced(found, dim, begin, end)
         return found
 
-    def within(self, blocks: Blocks, begin: int, end: int) -> Blocks:
+    def within(self, blocks: BlockedTensor, begin: int, end: int) -> BlockedTensor:
         """Take what lies within a range, in blocks still."""
         nodes, sizes = [], []
         for node, (first, last) in zip(blocks.nodes, blocks.ranges, strict=True):
@@ -218,9 +218,9 @@ class Values:
             if low < high:
                 nodes.append(self.sliced(node, blocks.dim, low - first, high - first))
                 sizes.append(high - low)
-        return Blocks(blocks.dim, tuple(nodes), tuple(sizes))
+        return BlockedTensor(blocks.dim, tuple(nodes), tuple(sizes))
 
-    def joined(self, node: fx.Node, blocks: Blocks) -> fx.Node:
+    def joined(self, node: fx.Node, blocks: BlockedTensor) -> fx.Node:
         """Join some blocks of a value in one piece."""
         if len(blocks.nodes) == 1:
             return blocks.nodes[0]

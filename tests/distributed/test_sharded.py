@@ -24,7 +24,7 @@ from passes.lower.lower import lower
 from passes.lower.segment import on_mesh
 from passes.search.feature.place import FeatureRequest, place_features
 from passes.shard.program import gradient_sums, sharded_programs, sharded_segments, shardings
-from passes.shard.shard import Sharded, shard_graph
+from passes.shard.shard import ShardedGraph, shard_graph
 from passes.shard.traffic import traffic
 from passes.trace.trace import trace
 from runtime.check.check import check
@@ -163,7 +163,7 @@ def reference(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Any]:
 
 def sharded_of(
     model: nn.Module, batch: Mapping[str, Tensor], mesh: Mesh, forced: tuple[Forced, ...]
-) -> Sharded:
+) -> ShardedGraph:
     with float64_by_default():
         graph: OpGraph = trace(model, dict(batch), loss_reduction="mean")
     sharded = shard_graph(graph, place(graph, mesh, forced, MICROBATCHES))
@@ -171,14 +171,16 @@ def sharded_of(
     return sharded
 
 
-def run_sharded(pool: WorkerPool, model: nn.Module, batch: Mapping[str, Tensor], sharded: Sharded) -> None:
+def run_sharded(
+    pool: WorkerPool, model: nn.Module, batch: Mapping[str, Tensor], sharded: ShardedGraph
+) -> None:
     """Run it on its mesh, and compare everything with one process."""
     task = task_of(model, batch, sharded)
     results = pool.run(run_task, task, world_size=len(sharded.mesh.ranks), timeout_seconds=60)
     compare(results, task, reference(model, batch))
 
 
-def task_of(model: nn.Module, batch: Mapping[str, Tensor], sharded: Sharded) -> Task:
+def task_of(model: nn.Module, batch: Mapping[str, Tensor], sharded: ShardedGraph) -> Task:
     mesh, graph = sharded.mesh, sharded.graph
     programs = sharded_programs(sharded, MICROBATCHES, len(mesh.ranks))
     segments = sharded_segments(sharded, SegmentCost(1.0, 1.0, 1.0), len(mesh.ranks))

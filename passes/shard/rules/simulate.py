@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from cost_models.layout import Partial, Placement, Replicate, Shard
 from passes.shard.rules.local import local_op
-from passes.shard.rules.threads import Meeting, Rank, on_all
+from passes.shard.rules.threads import Rank, Rendezvous, on_all
 from passes.shard.words import Choice, Need
 from runtime.ops.local import LOCAL
 
@@ -141,7 +141,7 @@ def run_shards(
     frozen = [i for i, g in enumerate(trial.gradients) if g is None]
     target, args, kwargs = local_op(trial.node, choices, mesh_shape)
     op = trial.call if target is trial.node.target else target
-    meeting = Meeting(mesh_shape)
+    meeting = Rendezvous(mesh_shape)
     local = any(choice.local for choice in choices)  # what stands for the op then is not the op
     checked = target is trial.node.target and not local and _has_meta(trial)
 
@@ -307,7 +307,7 @@ def _differentiate(
 
 
 def _local_call(
-    op: Callable[..., Any], choices: Sequence[Choice], rank: Rank, meeting: Meeting
+    op: Callable[..., Any], choices: Sequence[Choice], rank: Rank, meeting: Rendezvous
 ) -> Callable[..., Any]:
     """Return what a rank calls: the op, or the local function with an axis per role."""
     dims: dict[str, tuple[int, ...]] = {}

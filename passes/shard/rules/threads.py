@@ -19,7 +19,7 @@ T = TypeVar("T")
 MEETING_SECONDS = 30.0
 
 
-class Meeting:
+class Rendezvous:
     """The ranks of a mesh as threads: collectives exchange tensors at a barrier per group of ranks."""
 
     def __init__(self, mesh_shape: Sequence[int]) -> None:
@@ -70,7 +70,7 @@ class ThreadAxis:
         return everyones.sum(0) if op == "sum" else everyones.amax(0)
 
 
-def on_all(function: Callable[[Rank], T], ranks: Sequence[Rank], meeting: Meeting | None) -> list[T]:
+def on_all(function: Callable[[Rank], T], ranks: Sequence[Rank], meeting: Rendezvous | None) -> list[T]:
     """Run ``function`` on every rank: in threads if they meet, else one after the other. The first error is raised."""
     if meeting is None:
         return [function(rank) for rank in ranks]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cost_models.layout import Mesh, Shard
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
-from passes.shard.shard import Sharded, shard_graph
+from passes.shard.shard import ShardedGraph, shard_graph
 from passes.shard.words import FeaturePlacement
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import BATCH, place
@@ -28,7 +28,7 @@ class Repeats(nn.Module):
         return loss
 
 
-def by_samples(graph: OpGraph) -> Sharded:
+def by_samples(graph: OpGraph) -> ShardedGraph:
     sharded = shard_graph(graph, place(graph, Mesh((0, 1), (2,), ("data",)), (BATCH,), 1))
     verify_graph(sharded.graph, after="shard")
     return sharded

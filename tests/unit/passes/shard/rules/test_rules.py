@@ -17,7 +17,7 @@ from passes.shard.rules import RULES, choices, has_rule
 from passes.shard.rules.local import fits
 from passes.shard.rules.shapes import operand_names
 from passes.shard.rules.simulate import Trial, node_of, problem, trial
-from passes.shard.rules.threads import Meeting
+from passes.shard.rules.threads import Rendezvous
 from passes.shard.rules.traffic import local_collectives
 from passes.shard.words import Choice, Need, operands
 from tests.support.traced_models import small_gpt2
@@ -150,7 +150,7 @@ def test_wrong_local_computations_are_caught() -> None:
     assert "output 0" in str(problem(wrong, [by_output], [2]))
 
 
-class Listening(Meeting):
+class Listening(Rendezvous):
     """Writes down what rank 0 brings to collectives."""
 
     heard: list[tuple[str, int]]
@@ -188,7 +188,7 @@ def test_what_local_functions_say_is_what_is_counted(family: str, random: Random
     heard: list[tuple[str, int]] = []
     meeting = type("Heard", (Listening,), {"heard": heard})
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("passes.shard.rules.simulate.Meeting", meeting)
+        patched.setattr("passes.shard.rules.simulate.Rendezvous", meeting)
         assert problem(whole, pair, (2, 2)) is None
     counted = local_collectives(node, pair, (2, 2), {})
     assert sorted((c.kind, c.size_bytes) for c in counted) == sorted(heard)
