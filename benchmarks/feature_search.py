@@ -24,6 +24,7 @@ from partitioner import partition
 from partitioner.models.bundled import bundled
 from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
+from passes.lower.job import Job
 from passes.search.feature.place import FeatureRequest, place_features
 from passes.trace.trace import trace
 
@@ -76,9 +77,7 @@ def _searched(
 ) -> tuple[str, ...]:
     began, busy = time.perf_counter(), time.process_time()
     try:
-        found = place_features(
-            graph, costs, machine, FeatureRequest(batch_size=batch, time_limit_seconds=limit)
-        )
+        found = place_features(graph, costs, machine, FeatureRequest(Job(batch), time_limit_seconds=limit))
     except (InfeasibleError, TimeLimitError) as error:
         word = "does not fit: " + error.because[0] if isinstance(error, InfeasibleError) else "out of time"
         return f"{time.perf_counter() - began:.2f}", f"{time.process_time() - busy:.2f}", "", word, *[""] * 4

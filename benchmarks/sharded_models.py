@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from cost_models.cluster import ClusterSpec
 from passes.costs.costs import costs_of
 from passes.graph.verify import verify_graph
+from passes.lower.job import Job
 from passes.lower.lower import lower
 from passes.lower.segment import on_mesh
 from passes.search.feature.place import FeatureRequest, place_features
@@ -127,7 +128,7 @@ def task_of(spec: BlockSpec, case: str) -> ShardedTask:
     model, batch = spec.build(), spec.batch()
     graph = trace(model, batch, loss_reduction="mean")
     machine = ClusterSpec.local(RANKS)
-    request = FeatureRequest(spec.batch_size, 1, optimizer="none", pins=PINS[case], mesh=(RANKS,))
+    request = FeatureRequest(Job(spec.batch_size, "none"), microbatches=1, pins=PINS[case], mesh=(RANKS,))
     placement = place_features(graph, costs_of(graph, machine), machine, request).placement
     # The pins leave gradients and their state to the search: here whole on every rank, as on the other side.
     sharded = shard_graph(graph, replace(placement, sharded_state={}))

@@ -20,6 +20,7 @@ from passes.costs.costs import costs_of
 from passes.evaluate.float64 import float64_by_default
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
+from passes.lower.job import Job
 from passes.lower.lower import lower
 from passes.lower.segment import on_mesh
 from passes.search.feature.place import FeatureRequest, place_features
@@ -275,7 +276,7 @@ def test_what_the_search_chooses_runs(pool: WorkerPool, kind: str, bandwidth: st
     device = {"kind": "cpu", "memory": "1GiB", "memory_bandwidth": 1e9, "flops": {"float64": 1e9}}
     links = {"default": {"bandwidth": bandwidth, "latency": 0.0}}
     machine = ClusterSpec.from_dict({"nodes": [{"name": "n", "count": 4, "device": device, "links": links}]})
-    request = FeatureRequest(batch_size=SAMPLES, microbatches=MICROBATCHES)
+    request = FeatureRequest(Job(SAMPLES), microbatches=MICROBATCHES)
     placement = place_features(graph, costs_of(graph, machine), machine, request).placement
     run_sharded(pool, model, batch, shard_graph(graph, placement))
 

@@ -107,8 +107,7 @@ def test_two_files_of_a_room_that_import_each_other_are_found() -> None:
 def test_a_file_and_a_subfolder_that_import_each_other_are_found() -> None:
     house = make_house(
         {
-            "passes/search/model.py": "from passes.search.layer.problem import Touch",
-            "passes/search/layer/problem.py": "",
+            "passes/search/model.py": "from passes.search.layer.place import LayerRequest",
             "passes/search/layer/place.py": "from passes.search.model import read_model",
         }
     )

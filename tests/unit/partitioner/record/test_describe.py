@@ -13,7 +13,8 @@ from cost_models.errors import PlanError
 from partitioner import Plan, Workload, partition, trace
 from partitioner.record.describe import MOST_RUNNER_UPS, distinct_runner_ups
 from partitioner.record.rebuild import refuse_other_model
-from passes.search.outcome import RunnerUp, StagesLabel
+from passes.lower.candidate import Origin, Trail
+from passes.search.outcome import LayerWiseLabel, RunnerUp, StagesLabel, TrailLabel, VariantLabel
 from tests.support.bad_workloads import Net, NoLoss, batch
 
 TWO = ClusterSpec.parse("A100-40GB:2")
@@ -127,20 +128,31 @@ def test_an_image_of_labels_is_no_text() -> None:
 
 
 def test_runner_ups_are_the_best_of_their_kind() -> None:
-    def entry(stages: int, schedule: str, microbatches: int, seconds: float, overflow: int = 0) -> RunnerUp:
-        return RunnerUp(StagesLabel(stages, schedule, microbatches, 0), seconds, 1, overflow)
+    def entry(stages: int, schedule: str, microbatches: int, seconds: float, over: int = 0) -> RunnerUp:
+        return RunnerUp(StagesLabel(stages, schedule, microbatches), seconds, 1, over)
 
-    found = distinct_runner_ups(
-        [
-            entry(4, "zb-v", 1, 3.0),
-            entry(2, "zb-v", 1, 2.0),
-            entry(2, "1f1b", 8, 1.0, overflow=1),
-            *(entry(2, "gpipe", m, 4.0 + m) for m in range(9)),
-        ]
-    )
+    overflows = entry(2, "1f1b", 8, 1.0, over=1)
+    few = [entry(4, "zb-v", 1, 3.0), entry(2, "zb-v", 1, 2.0), overflows]
+    found = distinct_runner_ups([*few, *(entry(2, "gpipe", m, 4.0 + m) for m in range(9))])
     assert found[0] == entry(2, "zb-v", 1, 2.0)
     assert len(found) == MOST_RUNNER_UPS
     assert len({str(other.label) for other in found}) == MOST_RUNNER_UPS
+    assert overflows not in found
+    assert distinct_runner_ups(few) == [entry(2, "zb-v", 1, 2.0), overflows], "what overflows comes last"
+
+
+def test_runner_ups_of_a_free_search_are_told_apart_by_how_they_were_found() -> None:
+    def found_by(origin: Origin, number: int, microbatches: int, seconds: float) -> RunnerUp:
+        return RunnerUp(TrailLabel(Trail.of(origin, number), microbatches), seconds, 1)
+
+    runs, more = (found_by(Origin.CONTIGUOUS_RUNS, number, 2, 1.0 + number) for number in (3, 4))
+    others = [
+        found_by(Origin.CONTIGUOUS_RUNS, 3, 4, 6.0),
+        found_by(Origin.ANNEALED, 0, 2, 7.0),
+        RunnerUp(VariantLabel(14, 2, 3), 8.0, 1),
+        RunnerUp(LayerWiseLabel(StagesLabel(2, "1f1b", 2)), 9.0, 1),
+    ]
+    assert distinct_runner_ups([more, *others, runs]) == [runs, *others]
 
 
 def test_another_model_is_refused_with_what_differs(plan: Plan) -> None:

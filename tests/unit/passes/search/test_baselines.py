@@ -7,8 +7,8 @@ from torch import nn
 from cost_models.cluster import ClusterSpec
 from passes.costs.costs import GraphCosts, cost_graph
 from passes.graph.graph import OpGraph
+from passes.lower.job import Job
 from passes.search.baselines import data_parallel, one_device
-from passes.search.layer.place import LayerRequest
 from passes.trace.trace import trace
 
 
@@ -30,19 +30,19 @@ def cluster(*devices: dict[str, object]) -> ClusterSpec:
 
 def test_one_device_is_the_fastest_that_fits(traced: tuple[OpGraph, GraphCosts]) -> None:
     graph, costs = traced
-    request = LayerRequest(batch_size=8)
-    fast = one_device(graph, costs, cluster({"preset": "H100-80GB"}), request)
-    slow = one_device(graph, costs, cluster({"preset": "GTX580-3GB"}), request)
-    both = one_device(graph, costs, cluster({"preset": "GTX580-3GB"}, {"preset": "H100-80GB"}), request)
+    job = Job(8)
+    fast = one_device(graph, costs, cluster({"preset": "H100-80GB"}), job)
+    slow = one_device(graph, costs, cluster({"preset": "GTX580-3GB"}), job)
+    both = one_device(graph, costs, cluster({"preset": "GTX580-3GB"}, {"preset": "H100-80GB"}), job)
     assert fast.step_seconds < slow.step_seconds
     assert both == fast
 
 
 def test_the_slowest_device_paces_data_parallelism(traced: tuple[OpGraph, GraphCosts]) -> None:
     graph, costs = traced
-    request = LayerRequest(batch_size=64)
-    equal = data_parallel(graph, costs, cluster({"preset": "H100-80GB"}, {"preset": "H100-80GB"}), request)
-    unlike = data_parallel(graph, costs, cluster({"preset": "H100-80GB"}, {"preset": "GTX580-3GB"}), request)
+    job = Job(64)
+    equal = data_parallel(graph, costs, cluster({"preset": "H100-80GB"}, {"preset": "H100-80GB"}), job)
+    unlike = data_parallel(graph, costs, cluster({"preset": "H100-80GB"}, {"preset": "GTX580-3GB"}), job)
     assert equal.step_seconds < unlike.step_seconds
     assert equal.feasible
     assert unlike.feasible
@@ -50,13 +50,13 @@ def test_the_slowest_device_paces_data_parallelism(traced: tuple[OpGraph, GraphC
 
 def test_more_micro_batches_where_memory_is_tight(traced: tuple[OpGraph, GraphCosts]) -> None:
     graph, costs = traced
-    request = LayerRequest(batch_size=4096)
-    roomy = one_device(graph, costs, cluster({"preset": "H100-80GB"}), request)
+    job = Job(4096)
+    roomy = one_device(graph, costs, cluster({"preset": "H100-80GB"}), job)
     tight = one_device(
-        graph, costs, cluster({"preset": "H100-80GB", "memory": "4MiB", "memory_reserved": 0}), request
+        graph, costs, cluster({"preset": "H100-80GB", "memory": "4MiB", "memory_reserved": 0}), job
     )
     none = one_device(
-        graph, costs, cluster({"preset": "H100-80GB", "memory": "1MiB", "memory_reserved": 0}), request
+        graph, costs, cluster({"preset": "H100-80GB", "memory": "1MiB", "memory_reserved": 0}), job
     )
     assert roomy.microbatches == 1
     assert tight.feasible
@@ -70,6 +70,6 @@ def test_what_does_not_fit_is_held_against_the_device_it_was_tried_on(
 ) -> None:
     slow = {"preset": "GTX580-3GB", "memory": "2MiB", "memory_reserved": 0}
     fast = {"preset": "H100-80GB", "memory": "1MiB", "memory_reserved": 0}
-    found = one_device(*traced, cluster(slow, fast), LayerRequest(batch_size=8))
+    found = one_device(*traced, cluster(slow, fast), Job(8))
     assert not found.feasible
     assert found.capacity_bytes == 2**20

@@ -8,7 +8,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from passes.lower.realize_features import realize_features
 
 from cost_models.cluster import ClusterSpec
 from cost_models.cluster_schema import HostSpec
@@ -18,14 +17,17 @@ from partitioner.models.as_graph import as_graph
 from partitioner.models.bundled import bundled
 from passes.costs.costs import cost_graph, costs_of
 from passes.graph.graph import OpGraph
+from passes.lower.job import Job
+from passes.lower.realize import realize
 from passes.search.feature.evaluate import op_seconds
+from passes.search.feature.outcome import sharded_candidate
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
 from passes.search.feature.problem import Setting
 from passes.shard.shard import shard_graph
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import Conv, conv_batch
 
-BATCH = 64
+JOB = Job(64)
 
 
 @cache
@@ -68,7 +70,7 @@ def calibrated() -> ClusterSpec:
 def planned(
     graph: OpGraph, machine: ClusterSpec, pins: dict[str, str], mesh: tuple[int, ...]
 ) -> FeatureResult:
-    request = FeatureRequest(batch_size=BATCH, microbatches=1, pins=pins, mesh=mesh)
+    request = FeatureRequest(JOB, microbatches=1, pins=pins, mesh=mesh)
     return place_features(graph, costs_of(graph, machine), machine, request)
 
 
@@ -84,10 +86,10 @@ def test_ops_cost_what_the_local_graph_says(
     found = planned(graph, devices, {"*": pins} if pins else {}, mesh)
     placement = found.placement
     sharded = shard_graph(graph, placement)
-    request = FeatureRequest(batch_size=BATCH)
-    setting = Setting(devices, BATCH, request.optimizer, request.precision)
-    searched = op_seconds(graph, costs_of(graph, devices), placement, setting)
-    units = BATCH // sharded.graph.batch.multiple
+    setting = Setting(devices, JOB.batch_size, JOB.optimizer, JOB.precision)
+    whole = costs_of(graph, devices)
+    searched = op_seconds(graph, whole, placement, setting)
+    units = JOB.batch_size // sharded.graph.batch.multiple
     costs = cost_graph(sharded.graph, only_size=units)
     phases = costs.phases(units, devices.devices[0])
     local: dict[str, float] = defaultdict(float)
@@ -97,7 +99,7 @@ def test_ops_cost_what_the_local_graph_says(
     assert sum(local.values()) == pytest.approx(total, rel=0.02)
     assert sum(abs(local[op] - searched[op]) for op in searched) <= 0.03 * total
 
-    realized = realize_features(graph, sharded, devices, request)
+    realized = realize(graph, whole, devices, JOB, sharded_candidate(graph, placement))
     assert realized.simulation.step_seconds == pytest.approx(found.cost.seconds, rel=0.03)
     peak = max(realized.simulation.peak_bytes)
     assert 0.98 * peak <= found.cost.memory_bytes <= 1.5 * peak

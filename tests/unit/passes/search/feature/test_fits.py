@@ -2,54 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
-from passes.lower.realize_features import realize_features
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
-from passes import compile as compiling
 from passes.compile import Compiled, compile_graph
-from passes.search.feature.place import FeatureRequest, FeatureResult
+from passes.lower.candidate import Candidate
+from passes.lower.job import Job
+from passes.lower.realize import Realized
+from passes.search.feature import outcome as sharding
+from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
+from passes.search.judge import Judge, Simulated
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import Mlp
 
 MEMORY_BYTES = 2**20
 GRAPH = trace(Mlp(), {name: torch.randn(4, 8) for name in ("x", "y")})
+Search = tuple[float, FeatureResult]
+"""The bytes that a search left free, and what it found."""
 
 
-def compiled(extra_bytes: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Compiled, list[float]]:
-    """With a simulation that finds ``extra_bytes`` more than there are; and what each search left free."""
-    reserved: list[float] = []
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[Compiled, list[Search]]]:
+    """Compile with a simulation that finds some bytes more than there are; the compile, and its searches."""
 
-    def seen(graph: object, sharded: object, cluster: object, request: FeatureRequest) -> object:
-        reserved.append(request.reserved_bytes)
-        return realize_features(graph, sharded, cluster, request)  # type: ignore[arg-type]
+    def run(extra_bytes: int) -> tuple[Compiled, list[Search]]:
+        def seen(
+            graph: object, costs: object, cluster: object, request: FeatureRequest, *rest: object
+        ) -> object:
+            found = place_features(graph, costs, cluster, request, *rest)  # type: ignore[arg-type]
+            searches.append((request.reserved_bytes, found))
+            return found
 
-    own = compiling._excess_bytes
-    monkeypatch.setattr(compiling, "realize_features", seen)
-    monkeypatch.setattr(compiling, "_excess_bytes", lambda *given: own(*given) + extra_bytes)
-    tight = ClusterSpec.local(2, memory=MEMORY_BYTES)
-    return compile_graph(GRAPH, tight, FeatureRequest(batch_size=512)), reserved
+        def heavier(self: Judge, candidate: Candidate, realized: Realized) -> Simulated:
+            found = simulated(self, candidate, realized)
+            return replace(found, overflow_bytes=found.overflow_bytes + extra_bytes)
+
+        searches.clear()
+        monkeypatch.setattr(sharding, "place_features", seen)
+        monkeypatch.setattr(Judge, "simulated", heavier)
+        tight = ClusterSpec.local(2, memory=MEMORY_BYTES)
+        return compile_graph(GRAPH, tight, FeatureRequest(Job(512))), searches
+
+    simulated, searches = Judge.simulated, list[Search]()
+    return run
 
 
-def test_what_fits_is_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiled(0.0, monkeypatch)[1] == [0.0]
+def test_what_fits_is_searched_for_once(compiled: Callable[[int], tuple[Compiled, list[Search]]]) -> None:
+    _, searches = compiled(0)
+    assert [reserved for reserved, _ in searches] == [0.0]
 
 
-def test_searched_again_with_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    free, _ = compiled(0.0, monkeypatch)
-    monkeypatch.undo()
-    room = MEMORY_BYTES - max(free.placed.realized.simulation.peak_bytes)
-    found, reserved = compiled(room + 2000, monkeypatch)
+def test_searched_again_with_less_memory(compiled: Callable[[int], tuple[Compiled, list[Search]]]) -> None:
+    free = max(compiled(0)[0].realized.simulation.peak_bytes)
+    found, searches = compiled(int(MEMORY_BYTES - free) + 2000)
+    reserved = [bytes_ for bytes_, _ in searches]
     assert reserved[0] == 0.0
     assert len(reserved) > 1
     assert reserved == sorted(reserved)
-    assert max(found.placed.realized.simulation.peak_bytes) < max(free.placed.realized.simulation.peak_bytes)
-    assert isinstance(found.placed.search, FeatureResult)
-    assert found.placed.search.cost.memory_bytes <= MEMORY_BYTES - reserved[-1]
+    assert max(found.realized.simulation.peak_bytes) < free
+    last = searches[-1][1]
+    assert found.outcome.best.candidate.sharding is last.placement
+    assert last.cost.memory_bytes <= MEMORY_BYTES - reserved[-1]
 
 
-def test_refused_where_no_search_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_where_no_search_helps(compiled: Callable[[int], tuple[Compiled, list[Search]]]) -> None:
     with pytest.raises(InfeasibleError):
-        compiled(MEMORY_BYTES, monkeypatch)
+        compiled(MEMORY_BYTES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import sympy
@@ -15,6 +16,7 @@ from cost_models.layout import Shard
 from partitioner.models.bundled import bundled
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph, tensor_specs
+from passes.lower.job import Job
 from passes.search.feature.evaluate import FeatureCost
 from passes.search.feature.graph import makes_values
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
@@ -94,7 +96,7 @@ def patterns(name: str, ranks: int, gigabytes_per_second: float) -> tuple[Featur
     costs = costs_of(graph, machine)
 
     def found(pins: dict[str, str]) -> FeatureCost:
-        request = FeatureRequest(batch_size=1, mesh=(ranks,), pins=pins)
+        request = FeatureRequest(Job(1), mesh=(ranks,), pins=pins)
         result = place_features(graph, costs, machine, request)
         assert optimal(result)
         return result.cost
@@ -195,10 +197,10 @@ def test_large_batch_and_small_model_give_data_parallelism(
     """Over links that differ a hundredfold: samples are split, parameters whole. Two micro-batches, since with one it
     costs the same to gather parameters before use (ZeRO-3) as to gather them after the update (ZeRO-1)."""
     machine = cluster(4, bandwidth)
-    fixed = {"batch_size": 512, "microbatches": 2, "mesh": mesh}
+    fixed: dict[str, Any] = {"batch_size": 512, "microbatches": 2, "mesh": mesh}
     result, graph = place(name, machine, **fixed), graph_of(name)
     assert optimal(result)
-    assert result.replicated_matmul_share == 0.0
+    assert result.origins.replicated_matmul_share == 0.0
     assert by_samples(result, graph) == []
     whole_anyway = read_without_samples(graph)
     stored = result.placement.stored
@@ -224,7 +226,7 @@ def test_memory_cut_until_data_parallelism_does_not_fit_shards_the_parameters(na
     little for any plan that keeps parameters whole: parameters in parts. Never slower than the pattern that fits."""
     graph = two_layers(name)
     costs = costs_of(graph, fast(4, 1e9))
-    request = FeatureRequest(batch_size=batch, microbatches=2, mesh=(4,))
+    request = FeatureRequest(Job(batch), microbatches=2, mesh=(4,))
 
     def found(memory_bytes: float, pins: dict[str, str]) -> FeatureResult:
         result = place_features(graph, costs, fast(4, 1e9, memory_bytes), replace(request, pins=pins))

@@ -14,6 +14,7 @@ from cost_models.errors import UsageError
 from cost_models.layout import Replicate, Shard
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
+from passes.lower.job import Job
 from passes.search.feature.pins import parse_layout
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
 from passes.trace.trace import trace
@@ -61,7 +62,7 @@ def traced(name: str) -> OpGraph:
 def placed(name: str, pins: dict[str, str], mesh: tuple[int, ...] = (2,), **fixed: Any) -> FeatureResult:
     machine = ClusterSpec.local(4 if mesh in ((2, 2), (4,)) else 2)
     graph = traced(name)
-    request = FeatureRequest(batch_size=8, microbatches=2, pins=pins, mesh=mesh, **fixed)
+    request = FeatureRequest(Job(8), microbatches=2, pins=pins, mesh=mesh, **fixed)
     return place_features(graph, costs_of(graph, machine), machine, request)
 
 

@@ -15,9 +15,12 @@ from cost_models.layout import Mesh, Replicate, Shard
 from examples.alexnet import alexnet
 from passes.costs.costs import costs_of, example_sizes
 from passes.graph.graph import OpGraph, tensor_specs
+from passes.lower.job import Job
+from passes.search.feature.explain import Alternatives, alternatives
 from passes.search.feature.local import local_cost
 from passes.search.feature.meshes import meshes
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
+from passes.search.feature.problem import Setting
 from passes.shard.rules import choices
 from passes.shard.words import operands
 from passes.trace.trace import trace
@@ -49,9 +52,9 @@ def graph_of(name: str) -> OpGraph:
     return trace(workload.model, workload.example_inputs)
 
 
-def place(name: str, machine: ClusterSpec, **fixed: Any) -> FeatureResult:
+def place(name: str, machine: ClusterSpec, batch_size: int, **fixed: Any) -> FeatureResult:
     graph = graph_of(name)
-    return place_features(graph, costs_of(graph, machine), machine, FeatureRequest(**fixed))
+    return place_features(graph, costs_of(graph, machine), machine, FeatureRequest(Job(batch_size), **fixed))
 
 
 class Uneven(nn.Module):
@@ -138,16 +141,20 @@ def test_what_cannot_be_is_refused(fixed: dict[str, Any], said: str) -> None:
 
 
 def test_other_layouts_are_explained() -> None:
-    result = place("gpt2", cluster(2, 1e9), batch_size=4)
-    name = next(node.name for node in graph_of("gpt2").ops if "addmm" in node.name)
-    others = result.explain(name)
-    assert sum(other.chosen for other in others) == 1
-    chosen = next(other for other in others if other.chosen)
-    assert chosen.step_seconds == pytest.approx(result.cost.seconds, rel=1e-6)
-    assert all(other.step_seconds >= chosen.step_seconds * (1 - 1e-9) for other in others)
-    assert len(result.explain("transformer.wte.weight")) > 2
-    with pytest.raises(UsageError):
-        result.explain("nothing")
+    graph, machine, job = graph_of("gpt2"), cluster(2, 1e9), Job(4)
+    result = place("gpt2", machine, batch_size=4)
+
+    def explained(name: str) -> Alternatives:
+        setting = Setting(machine, job.batch_size, job.optimizer, job.precision)
+        return alternatives(graph, costs_of(graph, machine), result.placement, setting, name)
+
+    found = explained(next(node.name for node in graph.ops if "addmm" in node.name))
+    assert sum(way.chosen for way in found.ways) == 1
+    assert found.chosen.step_seconds == pytest.approx(result.cost.seconds, rel=1e-6)
+    assert all(way.step_seconds >= found.chosen.step_seconds * (1 - 1e-9) for way in found.ways)
+    assert len(explained("transformer.wte.weight").ways) > 2
+    with pytest.raises(UsageError, match="'nothing' to explain"):
+        explained("nothing")
 
 
 def test_out_of_time_gives_the_best_so_far() -> None:

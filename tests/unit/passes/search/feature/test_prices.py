@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
 from passes.costs.costs import costs_of
+from passes.lower.job import Job
 from passes.search.feature.place import FeatureRequest, place_features
 from passes.search.feature.solve import ProblemSearch
 from passes.trace.trace import trace
@@ -54,6 +55,8 @@ def test_memory_never_has_a_negative_price(monkeypatch: pytest.MonkeyPatch) -> N
         node = {"name": "n", "count": 4, "device": device, "links": links}
         cluster = ClusterSpec.from_dict({"nodes": [node]})
         with suppress(InfeasibleError):
-            place_features(graph, costs_of(graph, cluster), cluster, FeatureRequest(samples, microbatches=1))
+            place_features(
+                graph, costs_of(graph, cluster), cluster, FeatureRequest(Job(samples), microbatches=1)
+            )
     assert any(price > 0.0 for price in prices)
     assert min(prices) >= 0.0

@@ -12,6 +12,7 @@ from cost_models.layout import Replicate, Shard
 from cost_models.precision import Precision
 from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
+from passes.lower.job import Job
 from passes.search.feature import place as search
 from passes.search.feature.evaluate import FeatureCost, evaluate
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
@@ -39,7 +40,7 @@ GPUS = ClusterSpec.from_dict(
     }
 )
 """Products take longer than their launches, shifting a few labels does not."""
-REQUEST = FeatureRequest(batch_size=512, microbatches=1, mesh=(4,))
+REQUEST = FeatureRequest(Job(512), microbatches=1, mesh=(4,))
 S0 = (Shard(0),)
 
 
@@ -59,7 +60,7 @@ def user_leaves(graph: OpGraph) -> list[str]:
 
 
 def cost(result: FeatureResult) -> FeatureCost:
-    space, setting = result.problem.space, Setting(GPUS, REQUEST.batch_size, "adamw", Precision())
+    space, setting = result.problem.space, Setting(GPUS, REQUEST.job.batch_size, "adamw", Precision())
     return evaluate(space.graph, space.costs, result.placement, result.problem.bridges.links, setting)
 
 

@@ -14,6 +14,7 @@ from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import owning_units
+from passes.lower.job import Job
 from passes.lower.segment import by_reach
 from passes.search.free import model as free_model
 from passes.search.free.choices import resolved_pins
@@ -117,7 +118,7 @@ def test_calls_of_one_module_never_override_pins(tasks: int, monkeypatch: pytest
     monkeypatch.setattr(free_model, "MAX_TASKS", tasks)
     graph = _traced(Shared())
     recomputed = recomputed_ops(graph)
-    request = FreeRequest(batch_size=8, pins={"first": 0, "middle": 1})
+    request = FreeRequest(Job(8), pins={"first": 0, "middle": 1})
     pins = resolved_pins(graph, recomputed, request, TWO)
     model = read_free_model(graph, costs_of(graph, TWO), TWO, recomputed, "adamw", Precision(), pins, 8)
     for units in (model.unit_of, model.exact_unit_of):

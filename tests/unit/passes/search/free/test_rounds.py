@@ -9,34 +9,36 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from passes.search.free.candidates import FreeCandidates, Scheduled
-from passes.search.placed import Placed
 
 from cost_models.cluster import ClusterSpec
-from passes.compile import compile_graph, layer_wise
+from passes.compile import compile_graph
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
-from passes.graph.recomputed import recomputed_ops
+from passes.lower.candidate import Candidate, anywhere
 from passes.lower.segment import Segmentation
 from passes.search.free import rounds as free_rounds
 from passes.search.free import variants as free_variants
-from passes.search.free.place import FreeCandidate, FreeRequest
-from passes.search.free.rounds import place_rounds
+from passes.search.free.list_judge import ListJudge
+from passes.search.free.request import FreeRequest
+from passes.search.free.rounds import place_anywhere
 from passes.search.free.shapes import Shape, family_seconds
 from passes.search.free.splits import automatic_families
 from passes.search.free.variants import Attempt, TimeBudget, Variant
-from passes.search.layer.place import LayerRequest
-from tests.unit.passes.search.free.test_shapes import BATCH, cluster, graph
+from passes.search.judge import Carried, Judge
+from passes.search.layer.place import LayerRequest, place_layers
+from passes.search.outcome import Outcome
+from tests.unit.passes.search.free.test_shapes import JOB, cluster, graph
 
 __all__ = ["graph"]
 
 
 def request(limit: float, **others: Any) -> FreeRequest:
-    return FreeRequest(BATCH, optimizer="sgd", time_limit_seconds=limit, **others)
+    return FreeRequest(JOB, time_limit_seconds=limit, **others)
 
 
-def layers(graph: OpGraph, machine: ClusterSpec) -> Placed:
-    return layer_wise(graph, costs_of(graph, machine), machine, LayerRequest(BATCH, optimizer="sgd"))
+def layers(graph: OpGraph, machine: ClusterSpec) -> Outcome:
+    costs = costs_of(graph, machine)
+    return place_layers(graph, costs, machine, LayerRequest(JOB), Judge(graph, costs, machine, JOB))
 
 
 def rounds(graph: OpGraph, machine: ClusterSpec, limit: float) -> free_rounds._Rounds:
@@ -45,29 +47,27 @@ def rounds(graph: OpGraph, machine: ClusterSpec, limit: float) -> free_rounds._R
     return free_rounds._Rounds(graph, costs, machine, asked, None, TimeBudget.of(asked))
 
 
-def noting(candidates: FreeCandidates, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def noting(judge: ListJudge, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The schedules under which candidates are simulated from now on."""
     names: list[str] = []
-    schedule = candidates.schedule
+    schedule = judge.schedule
 
-    def noted(candidate: FreeCandidate, segmentation: Segmentation, name: str) -> Scheduled:
+    def noted(candidate: Candidate, segmentation: Segmentation, name: str) -> Carried:
         names.append(name)
         return schedule(candidate, segmentation, name)
 
-    monkeypatch.setattr(candidates, "schedule", noted)
+    monkeypatch.setattr(judge, "schedule", noted)
     return names
 
 
 def test_blocks_win_where_messages_are_free(graph: OpGraph) -> None:
     """Speeds 3, 1, 1, 1 and a step of one micro-batch: whole layers cannot run beside each other."""
     machine = cluster()
-    placed = compile_graph(graph, machine, request(3.0, objective="latency")).placed
-    alone = layers(graph, machine).realized.simulation.step_seconds
-    assert placed.splits
-    assert placed.realized.simulation.step_seconds < 0.8 * alone
-    assert placed.realized.simulation.step_seconds > 0.5 * alone, (
-        "3 of 6 parts of all speed are the fast device's"
-    )
+    compiled = compile_graph(graph, machine, request(3.0, objective="latency"))
+    alone, seconds = layers(graph, machine).best.step_seconds, compiled.realized.simulation.step_seconds
+    assert compiled.outcome.splits
+    assert seconds < 0.8 * alone
+    assert seconds > 0.5 * alone, "3 of 6 parts of all speed are the fast device's"
 
 
 def test_no_graph_is_rewritten_where_blocks_cannot_win(
@@ -77,9 +77,11 @@ def test_no_graph_is_rewritten_where_blocks_cannot_win(
     machine = cluster("1MB/s")
     start = layers(graph, machine)
     asked = request(0.6, objective="latency")
-    placed = place_rounds(graph, costs_of(graph, machine), machine, asked, start, TimeBudget.of(asked))
-    assert placed.splits == ()
-    assert placed.realized.simulation.step_seconds <= start.realized.simulation.step_seconds
+    costs = costs_of(graph, machine)
+    outcome = place_anywhere(graph, costs, machine, asked, Judge(graph, costs, machine, JOB))
+    assert outcome.splits == ()
+    assert outcome.carried.realized.simulation.step_seconds == outcome.best.step_seconds
+    assert outcome.best.step_seconds <= start.best.step_seconds
 
 
 def test_the_unsplit_graph_has_at_least_half_of_the_time(
@@ -127,9 +129,9 @@ def test_sizes_are_cut_again_until_devices_are_as_busy(graph: OpGraph) -> None:
         now = replace(shape, sizes=(sizes,))
         busy = [sizes[d] / 256 * float(total[d]) + (extra if d == 0 else 0.0) for d in range(2)]
         simulation = SimpleNamespace(busy_seconds=busy)
-        scheduled = SimpleNamespace(realized=SimpleNamespace(simulation=simulation))
+        carried = SimpleNamespace(realized=SimpleNamespace(simulation=simulation))
         variant = Variant(graph, at.costs, now.splits, now)
-        attempt = cast("Attempt", SimpleNamespace(variant=variant, scheduled=scheduled))
+        attempt = cast("Attempt", SimpleNamespace(variant=variant, carried=carried))
         again = at.cut_again(attempt)
         return () if again is None else again.sizes
 
@@ -142,31 +144,30 @@ def test_sizes_are_cut_again_until_devices_are_as_busy(graph: OpGraph) -> None:
 
 def test_what_was_simulated_is_not_simulated_again(graph: OpGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = cluster()
-    recomputed = recomputed_ops(graph)
-    candidates = FreeCandidates(graph, costs_of(graph, machine), machine, request(1.0), recomputed)
-    names = noting(candidates, monkeypatch)
-    ranks = {node.name: i % 2 for i, node in enumerate(graph.ops) if node.name not in recomputed}
-    candidate = FreeCandidate(ranks, 2)
-    simulated = candidates.simulate(candidate)
+    judge = ListJudge(graph, costs_of(graph, machine), machine, JOB)
+    names = noting(judge, monkeypatch)
+    ranks = {node.name: i % 2 for i, node in enumerate(graph.ops) if node.name not in judge.recomputed}
+    candidate = anywhere(ranks, machine.world_size, 2)
+    simulated = judge.simulate(candidate)
     assert sorted(names) == ["list", "list-split"]
-    found = candidates.realized(candidate)
+    found = judge.finished(candidate)
     assert len(names) == 2
     assert found.seconds == simulated.step_seconds
-    assert candidates.merged(candidate, found, -1.0) is found, "no time for it"
-    assert candidates.merged(candidate, found).seconds <= found.seconds
+    assert judge.merged(found, -1.0) is found, "no time for it"
+    assert judge.merged(found).seconds <= found.seconds
 
 
 def test_a_long_step_is_simulated_under_one_schedule(graph: OpGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one follows at the end, if time is left."""
-    monkeypatch.setattr("passes.search.free.candidates.LONG", 0)
+    monkeypatch.setattr("passes.search.free.list_judge.LONG", 0)
     machine = cluster()
-    recomputed = recomputed_ops(graph)
-    candidates = FreeCandidates(graph, costs_of(graph, machine), machine, request(1.0), recomputed)
-    names = noting(candidates, monkeypatch)
-    candidate = FreeCandidate({n.name: 0 for n in graph.ops if n.name not in recomputed}, 1)
-    candidates.simulate(candidate)
+    judge = ListJudge(graph, costs_of(graph, machine), machine, JOB)
+    names = noting(judge, monkeypatch)
+    everything = {n.name: 0 for n in graph.ops if n.name not in judge.recomputed}
+    candidate = anywhere(everything, machine.world_size, 1)
+    judge.simulate(candidate)
     assert names == ["list-split"]
-    candidates.realized(candidate, 0.0)
+    judge.finished(candidate, 0.0)
     assert names == ["list-split"]
-    candidates.realized(candidate, math.inf)
+    judge.finished(candidate, math.inf)
     assert names == ["list-split", "list"]

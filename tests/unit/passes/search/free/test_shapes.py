@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from cost_models.cluster import ClusterSpec
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
-from passes.search.free.place import FreeRequest
+from passes.lower.job import Job
+from passes.search.free.request import FreeRequest
 from passes.search.free.shapes import Shape, alternating, equalized, family_seconds, shapes
 from passes.search.free.splits import automatic_families
 from passes.trace.trace import trace
 
-BATCH = 64
+JOB = Job(64, "sgd")
 
 
 class Perceptron(nn.Module):
@@ -65,7 +66,7 @@ def cluster(bandwidth: str = "10TB/s", speeds: tuple[float, ...] = (3, 1, 1, 1))
 def ranked(graph: OpGraph, machine: ClusterSpec, counts: tuple[int, ...] = (1, 4)) -> list[Shape]:
     costs = costs_of(graph, machine)
     chosen = automatic_families(graph, costs, machine)
-    return shapes(graph, costs, machine, FreeRequest(BATCH, optimizer="sgd"), counts, chosen)
+    return shapes(graph, costs, machine, FreeRequest(JOB), counts, chosen)
 
 
 @given(
@@ -113,7 +114,7 @@ def test_dear_messages_are_worth_none(graph: OpGraph) -> None:
     machine = cluster("1MB/s")
     alone = float(
         1 / family_seconds(
-            graph, costs_of(graph, machine), machine, FreeRequest(BATCH, optimizer="sgd"), 1,
+            graph, costs_of(graph, machine), machine, FreeRequest(JOB), 1,
             automatic_families(graph, costs_of(graph, machine), machine)[0],
         ).speeds.max()
     )  # fmt: skip

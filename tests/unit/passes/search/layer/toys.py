@@ -1,5 +1,4 @@
-"""A small hand-made graph, costs and cluster for the layer-wise search, and a plain simulation of its
-candidates."""
+"""A small hand-made graph, costs and cluster for the layer-wise search, and a judge that simulates them plainly."""
 
 from __future__ import annotations
 
@@ -15,7 +14,10 @@ from cost_models.compute import OpSeconds
 from cost_models.devices import Device, Rates
 from cost_models.links import Path
 from passes.graph.graph import GraphInput, GraphOutput, OpGraph, StateSpec
-from passes.search.layer.place import LayerCandidate, SimulatedCandidate
+from passes.lower.candidate import Candidate
+from passes.lower.job import Job
+from passes.search.infeasible import overflow_bytes
+from passes.search.judge import Judge, Simulated
 from runtime.program.program import (
     Backward,
     BackwardInput,
@@ -172,19 +174,31 @@ def toy_cluster(speeds: Sequence[float], memory_bytes: Sequence[int], bandwidth:
     return ToyCluster(devices, bandwidth)
 
 
-@dataclass(frozen=True, eq=False)
-class ToySimulator:
-    """Runs a schedule's instruction lists on a clock: each waits for its rank and for the stages it depends
-    on."""
+class ToyJudge(Judge):
+    """Runs a schedule's instruction lists on a clock: each waits for its rank and for the stages it depends on.
 
-    graph: OpGraph
-    costs: ToyCosts
-    cluster: ToyCluster
-    batch_size: int
-    memory_factor: float = 1.0
+    Its own quick bound rules nothing out.
+    """
 
-    def __call__(self, candidate: LayerCandidate) -> SimulatedCandidate:
-        size = -(-self.batch_size // candidate.microbatches)
+    costs: ToyCosts  # type: ignore[assignment]
+    cluster: ToyCluster  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        costs: ToyCosts,
+        cluster: ToyCluster,
+        batch_size: int,
+        memory_factor: float = 1.0,
+    ) -> None:
+        super().__init__(graph, costs, cluster, Job(batch_size))  # type: ignore[arg-type]
+        self.memory_factor = memory_factor
+
+    def lower_bound_seconds(self, candidate: Candidate) -> float:
+        return 0.0
+
+    def measure(self, candidate: Candidate) -> Simulated:
+        size = -(-self.job.batch_size // candidate.microbatches)
         p = len(candidate.ranks)
         segments = []
         state = [0.0] * len(self.cluster.devices)
@@ -205,18 +219,20 @@ class ToySimulator:
         plan = SegmentGraph(tuple(segments), values, len(self.cluster.devices))
         orders = SCHEDULES[candidate.schedule].order(plan, candidate.microbatches)
         peak = [int(self.memory_factor * (x + self._state(candidate, r))) for r, x in enumerate(state)]
-        return SimulatedCandidate(candidate, _clock(plan, orders), peak)
+        over = overflow_bytes(peak, self.cluster.devices)
+        return Simulated(candidate, _clock(plan, orders), peak, over)
 
-    def _held(self, candidate: LayerCandidate, stage: int) -> int:
+    def _held(self, candidate: Candidate, stage: int) -> int:
         """Results held at once by the stage: ops times micro-batches in flight."""
         schedule, p = SCHEDULES[candidate.schedule], len(candidate.ranks)
-        devices = p // candidate.chunks
+        devices = len(set(candidate.ranks))
+        chunks = p // devices
         place = schedule.positions(p, devices)[stage]
         chunk = schedule.stages_at(place, p, devices).index(stage)
-        in_flight = schedule.in_flight(place, devices, candidate.chunks, candidate.microbatches)[chunk]
+        in_flight = schedule.in_flight(place, devices, chunks, candidate.microbatches)[chunk]
         return sum(s == stage for s in candidate.stage_of.values()) * in_flight
 
-    def _state(self, candidate: LayerCandidate, rank: int) -> float:
+    def _state(self, candidate: Candidate, rank: int) -> float:
         stages = {s for s, r in enumerate(candidate.ranks) if r == rank}
         users = [
             node
