@@ -56,12 +56,12 @@ class DevicePlacementFile(_Entry):
 
 
 def is_device_placement(data: dict[str, Any]) -> bool:
-    """Whether an object is of this format."""
+    """Tell whether an object is of this format."""
     return "maxFPGAs" in data
 
 
 def graph_of(file: DevicePlacementFile) -> tuple[PlacementGraph | None, list[str]]:
-    """The graph, or every problem with the file's edges."""
+    """Build the graph, or list every problem with the file's edges."""
     position = {str(node.id): v for v, node in enumerate(file.nodes)}
     output: dict[str, float] = {}
     edges: dict[tuple[int, int], None] = {}

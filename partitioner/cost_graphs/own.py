@@ -65,12 +65,12 @@ class OwnGraphFile(_Entry):
 
 
 def is_own(data: dict[str, Any]) -> bool:
-    """Whether an object is of this format."""
+    """Tell whether an object is of this format."""
     return "graph_version" in data
 
 
 def graph_of(file: OwnGraphFile) -> tuple[PlacementGraph | None, list[str]]:
-    """The graph, or what is wrong between nodes, edges and devices."""
+    """Build the graph, or list what is wrong between nodes, edges and devices."""
     position = {node.id: v for v, node in enumerate(file.nodes)}
     problems = [
         f"edges[{i}][{end}]: there is no node {name}"

@@ -46,12 +46,12 @@ class PipeDreamProfile:
 
 
 def is_pipedream(text: str) -> bool:
-    """Whether a text looks like a profile."""
+    """Tell whether a text looks like a profile."""
     return any(NODE.match(STAGE.sub("", line)) for line in text.splitlines()[:200])
 
 
 def profile_of(text: str) -> tuple[PipeDreamProfile | None, list[str]]:
-    """The profile, or every line that cannot be read."""
+    """Read the profile, or list every line that cannot be read."""
     layers: dict[str, Layer] = {}
     pairs: list[tuple[int, str, str]] = []
     problems = []
@@ -84,7 +84,7 @@ def profile_of(text: str) -> tuple[PipeDreamProfile | None, list[str]]:
 
 
 def _layer(found: re.Match[str]) -> Layer | str:
-    """A layer, or what is wrong with its numbers."""
+    """Read a layer, or say what is wrong with its numbers."""
     values: dict[str, float] = {}
     for part in re.split(r",\s*(?=[a-z_]+=)", found["numbers"]):
         key, _, text = part.partition("=")
@@ -101,7 +101,7 @@ def _layer(found: re.Match[str]) -> Layer | str:
 
 
 def _number(text: str) -> float:
-    """ "3.5", or "[1.0; 2.0]" for a layer with several outputs: their sum."""
+    """Read "3.5", or "[1.0; 2.0]" for a layer with several outputs: their sum."""
     value = math.fsum(float(part) for part in text.strip().strip("[]").split(";"))
     if not 0 <= value < math.inf:
         raise ValueError(text)
@@ -109,7 +109,7 @@ def _number(text: str) -> float:
 
 
 def graph_of(profile: PipeDreamProfile, devices: int, bytes_per_second: float) -> PlacementGraph:
-    """The cost graph of training, in milliseconds per mini-batch, on ``devices`` accelerators."""
+    """Build the cost graph of training, in milliseconds per mini-batch, on ``devices`` accelerators."""
     layers, per_byte = profile.layers, 1e3 / bytes_per_second
     count = len(layers)
     before: list[list[int]] = [[] for _ in layers]
@@ -152,7 +152,7 @@ def graph_of(profile: PipeDreamProfile, devices: int, bytes_per_second: float) -
 
 
 def behind_parameters(profile: PipeDreamProfile, before: list[list[int]]) -> list[bool]:
-    """Whether a layer's output has a gradient that anything needs."""
+    """Tell of every layer whether its output has a gradient that anything needs."""
     learns = [layer.parameter_bytes > 0 for layer in profile.layers]
     changed = True
     while changed:

@@ -22,11 +22,11 @@ CHANNELS = re.compile(
     r"(?:ReLU6?|LeakyReLU|ELU|Sigmoid|Tanh|Dropout|MaxPool[123]d|AvgPool[123]d|AdaptiveAvgPool[123]d|AdaptiveMaxPool[123]d"
     r"|BatchNorm[123]d|Add|Concat|View|Size|Identity)\b(?:\((\d+), eps=)?"
 )
-"""With a number: how many channels there are, where the name says so."""
+"""Layers that are split channel by channel; the group is the number of channels, where the name says it."""
 
 
 def layout_problem(profile: PipeDreamProfile, devices: int, bytes_per_second: float) -> LayoutProblem:
-    """The problem of ``passes.search.cost_graph.layouts`` for the layers of a profile, in their order."""
+    """Build the problem of ``passes.search.cost_graph.layouts`` for the layers of a profile, in their order."""
     before: list[list[int]] = [[] for _ in profile.layers]
     for u, v in profile.edges:
         before[v].append(u)
@@ -54,7 +54,7 @@ def layout_problem(profile: PipeDreamProfile, devices: int, bytes_per_second: fl
 
 
 def kind_of(what: str) -> tuple[OpKind, int | None, int | None]:
-    """How a layer can be split, from its name; inputs and outputs that there are to split, where the name says so."""
+    """Read from a layer's name how it can be split, and how many inputs and outputs there are, where the name says so."""
     if what.startswith("Input"):
         return "input", None, None
     neurons, channels = NEURONS.match(what), CHANNELS.match(what)

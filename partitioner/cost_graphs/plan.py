@@ -140,7 +140,7 @@ class GraphPlan(Record):
             ) from error
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON data."""
+        """Return the plan as plain JSON data."""
         data: dict[str, Any] = json.loads(self.model_dump_json())
         return data
 
@@ -188,7 +188,7 @@ def plan_graph(
 
 
 def graph_info(read: ReadGraph, *notes: str) -> GraphInfo:
-    """Which graph a plan is for. ``notes``: beside the graph's own."""
+    """Describe the graph that a plan is for, with ``notes`` beside its own."""
     graph = read.graph
     return GraphInfo(
         source=read.source,
@@ -302,7 +302,7 @@ def _shortened(names: str) -> str:
 
 
 def is_graph_plan(path: str | os.PathLike[str]) -> bool:
-    """Whether a file says that it is a plan of a cost graph; whether it is a valid one is not looked at."""
+    """Tell whether a file says that it is a plan of a cost graph; that it is a valid one is not checked."""
     try:
         data = json.loads(read_text(path))
     except (ValueError, RecursionError):

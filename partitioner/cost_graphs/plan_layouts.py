@@ -74,7 +74,7 @@ def _per_minibatch(certificate: Certificate, value: float) -> GraphCertificate:
 
 
 def _unknown(profile: PipeDreamProfile) -> tuple[str, ...]:
-    """A word on layers that nothing but samples is known to split."""
+    """Name the layers that nothing but samples is known to split, in a note."""
     names = dict.fromkeys(
         layer.what.partition("(")[0] for layer in profile.layers if kind_of(layer.what)[0] == "samples"
     )

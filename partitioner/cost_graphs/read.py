@@ -29,7 +29,7 @@ FORMATS = (
 
 @dataclass(frozen=True)
 class ReadGraph:
-    """``profile``, ``bytes_per_second`` between devices: of a PipeDream file."""
+    """A graph with where it comes from; a PipeDream file has a profile and a bandwidth between devices too."""
 
     graph: PlacementGraph
     format: GraphFormat
@@ -44,7 +44,7 @@ def read_graph(
     devices: int | None = None,
     bytes_per_second: float | None = None,
 ) -> ReadGraph:
-    """The graph of a file. ``devices``: how many accelerators, instead of the file's number."""
+    """Read the graph of a file; ``devices`` accelerators replace the number of the file."""
     source = str(path)
     if devices is not None and not 1 <= devices <= MOST_DEVICES:
         raise UsageError(f"cannot plan for {devices} devices", [f"expected 1 to {MOST_DEVICES}"])
@@ -122,7 +122,7 @@ def _text(source: str) -> str:
 
 
 def _json(text: str, source: str) -> dict[str, Any] | None:
-    """The object, None where the text is no JSON at all."""
+    """Read the object; None where the text is no JSON at all."""
     if text.lstrip()[0] not in "{[":
         return None
     try:

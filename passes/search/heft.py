@@ -26,8 +26,7 @@ def earliest_finish(
     order               tasks, the longest way to the end first, so that producers come before readers
     producers           tasks that each task reads
     seconds[d][t]       of task t on device d
-    arrival(p, end, a, b)
-                        when the output of task p, which ends at ``end`` on device a, is on device b
+    arrival(p, e, a, b) when the output of task p, which ends at e on device a, is on device b
     unit_of             unit of each task
     allowed             devices that each unit may be on
     sizes, room         what each unit takes and each device has, in any unit; None: there is room for everything

@@ -91,7 +91,7 @@ class AnnealingChains:
         self.best = self._value(self.load, self.memory)
 
     def _sent(self, held: FloatArray, weight: FloatArray) -> FloatArray:
-        """[R, K] what accelerators pay for nets with ``held`` [D, R, K] groups on each device."""
+        """Return [R, K]: what accelerators pay for nets with ``held`` [D, R, K] groups on each device."""
         touched = held > 0
         cut = touched.sum(axis=2) > 1
         paid: FloatArray = np.einsum("drk,d->rk", touched & cut[:, :, None], weight)
@@ -159,7 +159,7 @@ class AnnealingChains:
         return np.unique(np.concatenate([self.nets_of[g] for g in groups]))
 
     def anneal(self, cooling: CoolingSchedule, deadline: float) -> Annealed:
-        """Cool down once, until ``deadline`` at most; the best placement of all chains."""
+        """Cool down once, until ``deadline`` at most, and return the best placement of all chains."""
         scale = float(np.median(self._value(self.load, self.memory)))
         count = self.problem.count
         kinds = self.random.random(cooling.steps)
@@ -185,7 +185,7 @@ class AnnealingChains:
         return Annealed(tuple(self.best_home[:, at].tolist()), float(self.best[at]))
 
     def _step(self, g: int, h: int, kind: float, temperature: float, power: float) -> None:
-        """A move of a kind: to anywhere, to a neighbour, two that change places, a stretch to anywhere or to its end."""
+        """Try a move: a group to anywhere or to a neighbour, two that change places, a stretch to anywhere or its end."""
         chains = self.home.shape[1]
         if kind < 0.25 or self.problem.count == 1:
             self.move([g], self.random.integers(0, self.devices, (1, chains)), temperature, power)
@@ -203,13 +203,13 @@ class AnnealingChains:
             self.move(line[start:end], np.repeat(target, end - start, axis=0), temperature, power)
 
     def _on_the_busiest(self, otherwise: int) -> int:
-        """Some group on the busiest device of some chain: only such moves can lower the largest load."""
+        """Draw a group from the busiest device of some chain: only such moves can lower the largest load."""
         chain = int(self.random.integers(0, self.home.shape[1]))
         groups = np.flatnonzero(self.home[:, chain] == self.load[chain].argmax())
         return int(groups[int(self.random.integers(0, len(groups)))]) if len(groups) else otherwise
 
     def _beside(self, g: int) -> int:
-        """Some group that shares a net with ``g``."""
+        """Draw a group that shares a net with ``g``."""
         nets = self.nets_of[g]
         if not len(nets):
             return g
@@ -217,7 +217,7 @@ class AnnealingChains:
         return pins[int(self.random.integers(0, len(pins)))]
 
     def _stretch(self, g: int) -> tuple[list[int], int, int]:
-        """(line, start, end): some groups around ``g``; of all lengths up to half a line, short ones more often."""
+        """Draw a stretch around ``g``, (line, start, end), of any length up to half a line; short ones more often."""
         which = int(self.random.integers(0, len(self.lines)))
         line, at = self.lines[which], self.position[which][g]
         length = min(len(line), int(2 * max(1.0, len(line) / 4) ** self.random.random()))

@@ -1,4 +1,4 @@
-"""Two devices divide what they hold anew, at best: the neighbourhood that an integer program searches exactly.
+"""Bisection of pairs: two devices divide what they hold anew, at best, by an integer program.
 
 Groups of all other devices stay. A net that touches a third device is cut anyway, and what that device pays for it does not
 change while the net still touches one of the two: so only the two loads count, and all other loads stay as they are.
@@ -27,7 +27,7 @@ LEAST_GAIN = 1e-9
 def bisect_pairs(
     problem: GroupProblem, homes: Sequence[int], loads: Sequence[float], deadline: float
 ) -> tuple[int, ...]:
-    """``homes`` improved: the busiest device shares with each other one, as long as the largest load falls."""
+    """Improve ``homes``: the busiest device shares with each other one, as long as the largest load falls."""
     best, current = tuple(homes), list(loads)
     improved = True
     while improved and time.monotonic() < deadline:

@@ -42,7 +42,7 @@ class LoadBound:
 
 
 def load_bound(problem: GroupProblem) -> LoadBound:
-    """Without a solver: the group that costs most at its cheapest, and all work shared without loss.
+    """Bound the largest load without a solver: the group that costs most at its cheapest, all work shared without loss.
 
     Work: loads of A accelerators and C CPUs add up to at least Σ_g min over kinds of weight(kind)·cost(g), for weights that
     add up to one; a group's share of a CPU is counted at the exchange rate λ that makes the bound largest.
@@ -70,7 +70,7 @@ def load_bound(problem: GroupProblem) -> LoadBound:
 
 
 class SetBound:
-    """Improves a bound until it meets ``value`` or time runs out."""
+    """A search for measures that improves a bound until it meets ``value`` or time runs out."""
 
     def __init__(self, problem: GroupProblem, value: float) -> None:
         self.problem = problem
@@ -89,7 +89,7 @@ class SetBound:
         """A target that sets found so far cover fractionally: no measure proves it."""
 
     def know(self, homes: Iterable[int]) -> None:
-        """Sets of a placement."""
+        """Take note of the sets of a placement."""
         by_device: dict[int, list[int]] = {}
         for g, home in enumerate(homes):
             by_device.setdefault(int(home), []).append(g)
@@ -98,7 +98,7 @@ class SetBound:
                 self._add(tuple(groups))
 
     def know_stretches(self, lines: Iterable[Sequence[int]]) -> None:
-        """From every place of a line the longest stretch that costs less than ``value``: sets unlike one another."""
+        """Take note of the longest stretch below ``value`` from every place of a line: sets unlike one another."""
         problem = self.problem
         cost: list[float] = problem.accelerator_cost.tolist()
         weight: list[float] = problem.weight.tolist()
@@ -125,7 +125,7 @@ class SetBound:
         return cost
 
     def cost(self, groups: tuple[int, ...]) -> float:
-        """Load of an accelerator that holds exactly these groups."""
+        """Return the load of an accelerator that holds exactly these groups."""
         inside = set(groups)
         nets = {e for g in groups for e in self.problem.nets_of[g]}
         sent: list[float] = [
@@ -135,7 +135,7 @@ class SetBound:
         return float(math.fsum(work + sent))
 
     def _extended(self, groups: tuple[int, ...], measure: FloatArray, target: float) -> tuple[int, ...]:
-        """``groups`` and as much more measure as fits under load ``target``, greedily."""
+        """Add to ``groups`` as much measure as fits under load ``target``, greedily."""
         problem = self.problem
         inside = set(groups)
         held = [sum(g in inside for g in pins) for pins in problem.nets]
@@ -171,7 +171,7 @@ class SetBound:
         return tuple(sorted(inside))
 
     def improve(self, bound: LoadBound, deadline: float) -> LoadBound:
-        """The best bound found until ``deadline``."""
+        """Return the best bound found until ``deadline``."""
         best = bound
         failed = self.failed if self.failed < self.value else self.value * (1 + CLOSE)
         if failed < self.value:
@@ -215,7 +215,7 @@ class SetBound:
         return best
 
     def _cpu_part(self, measure: FloatArray, target: float) -> float:
-        """An upper bound on the measure that all CPUs hold under load ``target``: fractional knapsacks."""
+        """Bound from above the measure that all CPUs hold under load ``target``: fractional knapsacks."""
         if not self.machine.cpus:
             return 0.0
         cost = self.problem.cpu_cost
@@ -233,7 +233,7 @@ class SetBound:
         return min(held, 1.0)
 
     def _measure(self, target: float) -> tuple[FloatArray, float]:
-        """The measure under which known sets that cost less than ``target`` hold least; by how much less than 1/k."""
+        """Find the measure under which known sets that cost less than ``target`` hold least; by how much less than 1/k."""
         count, k = self.problem.count, max(1, self.machine.accelerators)
         program = Program("measure")
         pi = [program.variable(f"pi_{g}") for g in range(count)]
@@ -265,7 +265,7 @@ class SetBound:
     def _cheapest(
         self, measure: FloatArray, target: float, deadline: float
     ) -> tuple[list[tuple[int, ...]], float]:
-        """Cheap sets with enough measure, and what is proved: no placement's largest load is below."""
+        """Find cheap sets with enough measure, and the load that no placement's largest one is then below."""
         k = max(1, self.machine.accelerators)
         share = (1.0 - self._cpu_part(measure, target)) / k * SHRINK
         if share <= LEAST_SHARE:

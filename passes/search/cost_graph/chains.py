@@ -46,7 +46,7 @@ class Chain:
 
 
 def multiplications(problem: GroupProblem, downsets: int) -> float:
-    """How many the whole program takes, roughly."""
+    """Estimate how many multiplications the whole program takes."""
     return downsets * (downsets / 2) * (sum(min(len(pins), WIDE) + 1 for pins in problem.nets) + 16)
 
 
@@ -58,12 +58,12 @@ def best_chain(
     memory_size: float | None = None,
     deadline: float = math.inf,
 ) -> Chain:
-    """The best chain of ``downsets`` (the empty and the full one among them) whose largest load is below ``limit``."""
+    """Find the best chain of ``downsets`` (the empty and the full one among them) whose largest load is below ``limit``."""
     return _Chains(problem, downsets, limit, memory_size, deadline).solve()
 
 
 def device_loads(problem: GroupProblem, downsets: Sequence[int]) -> tuple[list[int], FloatArray]:
-    """(downsets by size, [N, N] load of an accelerator that holds the second without the first, infinite if it cannot)."""
+    """Return downsets by size and the loads [N, N] of an accelerator that holds the second without the first, or inf."""
     chains = _Chains(problem, downsets, math.inf, None, math.inf)
     everything = slice(0, len(chains.downsets))
     return chains.downsets, chains.loads(np.arange(len(chains.downsets)), everything)[0]
@@ -138,7 +138,7 @@ class _Chains:
         return Chain(homes, value, cuts=cuts)
 
     def _rows(self, smaller: int, columns: slice) -> NDArray[np.intp]:
-        """Downsets that one device can get from to one of ``columns`` below the limit, going by its work alone."""
+        """List downsets that one device can get from to one of ``columns`` below the limit, going by its work alone."""
         reach = self.work[:smaller] >= self.work[columns].min() - self.limit
         if self.cpus:
             reach |= self.cpu_work[:smaller] >= self.cpu_work[columns].min() - self.limit
@@ -168,7 +168,7 @@ class _Chains:
                         )
 
     def loads(self, rows: NDArray[np.intp], columns: slice) -> tuple[FloatArray, FloatArray]:
-        """[rows, columns] the load of a device that holds the difference; infinite where it cannot."""
+        """Return [rows, columns]: the load of a device that holds the difference, infinite where it cannot."""
         contained = np.ones((len(rows), self.right[columns].shape[0]), dtype=bool)
         for w in range(self.words.shape[1]):
             contained &= (self.words[rows, w][:, None] & ~self.words[columns, w][None, :]) == 0

@@ -39,7 +39,10 @@ SPACE = "placements with an acyclic quotient of the forward graph over devices, 
 def place_contiguous(
     graph: PlacementGraph, time_limit: float = 60.0, *, prove: bool = True
 ) -> PlacementResult:
-    """Least largest load over contiguous placements. ``prove``: spend time on a bound where the method has none."""
+    """Find the least largest load over contiguous placements.
+
+    ``prove`` spends time on a bound where the method has none.
+    """
     started = time.monotonic()
     deadline = started + time_limit
     until = started + (0.6 if prove else 1.0) * time_limit
@@ -90,7 +93,7 @@ class _Attempt:
         self.chain, self.method, self.complete = _search(self.problem, self.listed, deadline)
 
     def bound(self, value: float, deadline: float) -> float:
-        """No contiguous placement is below: the optimum, if this is it, or that without limits on memory."""
+        """Bound all contiguous placements: by the optimum, if this is it, or by that without limits on memory."""
         simple = load_bound(self.problem).value
         if not self.complete or self.listed is None:
             return simple
@@ -103,7 +106,7 @@ class _Attempt:
 
 
 def _listed(problem: GroupProblem, time_limit: float) -> list[int] | None:
-    """All downsets, where time suffices to look at all pairs of them."""
+    """List all downsets, where time suffices to look at all pairs of them."""
     affordable = LISTED_SHARE * time_limit * MULTIPLICATIONS_PER_SECOND
     most = MOST_DOWNSETS
     while most > 64 and multiplications(problem, most) > affordable:
@@ -112,7 +115,7 @@ def _listed(problem: GroupProblem, time_limit: float) -> list[int] | None:
 
 
 def _search(problem: GroupProblem, listed: list[int] | None, deadline: float) -> tuple[Chain, str, bool]:
-    """(best chain, how it was found, whether it is the optimum)."""
+    """Return the best chain, the method that found it, and True if it is the optimum."""
     order = Order(problem)
     family = _union([prefixes(line) for line in linear_orders(problem, order)], order.full, FAMILY)
     chain = best_chain(problem, family, deadline=math.inf)
@@ -139,7 +142,7 @@ def _search(problem: GroupProblem, listed: list[int] | None, deadline: float) ->
 
 
 def _through(order: Order, cuts: Iterable[int], dice: random.Random) -> list[int]:
-    """A random topological order that fills one cut after the other."""
+    """Draw a topological order that fills one cut after the other."""
     slices = [0] * order.count
     for cut in cuts:
         for g in range(order.count):
@@ -151,12 +154,12 @@ def _through(order: Order, cuts: Iterable[int], dice: random.Random) -> list[int
 
 
 def _above(value: float) -> float:
-    """A limit that admits ``value`` itself."""
+    """Return a limit that admits ``value`` itself."""
     return value * (1 + 1e-9) if math.isfinite(value) else math.inf
 
 
 def _union(families: Iterable[Iterable[int]], full: int, most: int) -> list[int]:
-    """Downsets of all families, evenly taken from each where there are too many; the empty and the full one stay."""
+    """Unite downsets of all families, evenly taken from each where there are too many; the empty and the full one stay."""
     members = [list(family) for family in families]
     found: dict[int, None] = {0: None, full: None}
     share = max(2, most // max(1, len(members)))
@@ -166,7 +169,7 @@ def _union(families: Iterable[Iterable[int]], full: int, most: int) -> list[int]
 
 
 def _near(order: Order, cut: int, most: int) -> list[int]:
-    """Downsets that differ from ``cut`` by the fewest groups, breadth first."""
+    """List downsets that differ from ``cut`` by the fewest groups, breadth first."""
     found = {cut: None}
     waiting = [cut]
     while waiting and len(found) < most:

@@ -29,7 +29,7 @@ class Order:
         self.full = (1 << self.count) - 1
 
     def addable(self, downset: int) -> list[int]:
-        """Groups that make a downset again when they are added."""
+        """List groups that make a downset again when they are added."""
         return [
             g
             for g in range(self.count)
@@ -37,7 +37,7 @@ class Order:
         ]
 
     def removable(self, downset: int) -> list[int]:
-        """Groups that leave a downset when they are taken away."""
+        """List groups that leave a downset when they are taken away."""
         return [g for g in bits_of(downset) if not any(downset >> h & 1 for h in self.after[g])]
 
     def all_downsets(self, most: int) -> list[int] | None:
@@ -45,7 +45,7 @@ class Order:
         return grow_downsets(self.before, self.after, most)
 
     def linear(self, key: Callable[[int], tuple[float, ...]]) -> list[int]:
-        """The topological order that takes the smallest key first."""
+        """Return the topological order that takes the smallest key first."""
         waiting = [self.before[h].bit_count() for h in range(self.count)]
         ready = [(key(g), g) for g in range(self.count) if not waiting[g]]
         heapq.heapify(ready)
@@ -61,7 +61,7 @@ class Order:
 
 
 def bits_of(downset: int) -> Iterable[int]:
-    """Positions of its ones, ascending."""
+    """List the groups of a downset, ascending."""
     while downset:
         low = downset & -downset
         yield low.bit_length() - 1
@@ -69,7 +69,7 @@ def bits_of(downset: int) -> Iterable[int]:
 
 
 def prefixes(linear: Sequence[int]) -> list[int]:
-    """Downsets along a topological order."""
+    """List the downsets along a topological order."""
     found = [0]
     for g in linear:
         found.append(found[-1] | 1 << g)
@@ -77,7 +77,7 @@ def prefixes(linear: Sequence[int]) -> list[int]:
 
 
 def linear_orders(problem: GroupProblem, order: Order) -> list[list[int]]:
-    """Topological orders whose prefixes make good cuts: as written, deep first, broad first, and with least to send."""
+    """List topological orders whose prefixes make good cuts: as written, deep first, broad first, least to send."""
     depth = [0] * order.count
     height = [0] * order.count
     written = order.linear(lambda g: (problem.members[g][0],))
@@ -98,7 +98,7 @@ def linear_orders(problem: GroupProblem, order: Order) -> list[list[int]]:
 
 
 def _least_sent(problem: GroupProblem, order: Order) -> list[int]:
-    """Next comes the group after which the prefix has least to send to the rest; of equals, the last made ready."""
+    """Take next the group after which the prefix has least to send to the rest; of equals, the last made ready."""
     held = [0] * len(problem.nets)
     waiting = [order.before[h].bit_count() for h in range(order.count)]
     ready = {g: 0 for g in range(order.count) if not waiting[g]}
@@ -128,7 +128,7 @@ def _least_sent(problem: GroupProblem, order: Order) -> list[int]:
 
 
 def membership(downsets: Sequence[int], count: int) -> NDArray[np.bool_]:
-    """[downsets, groups] whether a group is in a downset."""
+    """Return [downsets, groups]: True where the group is in the downset."""
     width = max(1, (count + 7) // 8)
     packed = np.frombuffer(b"".join(d.to_bytes(width, "little") for d in downsets), dtype=np.uint8)
     return np.unpackbits(packed.reshape(len(downsets), width), axis=1, count=count, bitorder="little").astype(

@@ -38,7 +38,7 @@ class GraphNode:
     accelerator_cost: float
     cpu_cost: float
     output_cost: float = 0.0
-    """Of sending the node's output from or to an accelerator, once per producer and device."""
+    """Cost of sending the node's output from or to an accelerator, once per producer and device."""
     size: float = 0.0
     colour: str | None = None
     backward: bool = False
@@ -55,7 +55,7 @@ class GraphMachine:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Names, accelerators first."""
+        """Names of the devices, accelerators first."""
         return tuple(f"acc{i}" for i in range(self.accelerators)) + tuple(f"cpu{i}" for i in range(self.cpus))
 
 
@@ -71,7 +71,7 @@ class PlacementGraph:
 
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """Of every node, each once."""
+        """Consumers of every node, each once."""
         found: list[dict[int, None]] = [{} for _ in self.nodes]
         for source, target in self.edges:
             found[source][target] = None
@@ -79,7 +79,7 @@ class PlacementGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Covers nodes, costs and edges, not the machine."""
+        """A hash of nodes, costs and edges, not of the machine."""
         data = [
             [
                 n.id,
@@ -98,7 +98,7 @@ class PlacementGraph:
 
 
 def checked(graph: PlacementGraph, source: str) -> PlacementGraph:
-    """``graph`` itself, or a GraphError that names ``source`` and everything that no file may say."""
+    """Return ``graph`` itself, or raise a GraphError that names ``source`` and everything that no file may say."""
     problems = [*_number_problems(graph), *_structure_problems(graph)]
     if problems:
         more = len(problems) - 20
@@ -157,12 +157,12 @@ def _structure_problems(graph: PlacementGraph) -> list[str]:
 
 @dataclass(frozen=True)
 class DeviceLoads:
-    """What a placement costs: per device of the machine, in its order."""
+    """Load and memory of every device under a placement, in the order of the machine."""
 
     loads: tuple[float, ...]
     memory: tuple[float, ...]
     transfers: float
-    """Part of all loads that is output costs."""
+    """The part of all loads that is output costs."""
 
     @property
     def max_load(self) -> float:
@@ -170,7 +170,7 @@ class DeviceLoads:
 
 
 def evaluate(graph: PlacementGraph, placement: Sequence[int]) -> DeviceLoads:
-    """Loads of a placement: per node, the device's position in ``machine.devices``. Sums are exact (fsum)."""
+    """Return the loads of a placement, a position in ``machine.devices`` per node. Sums are exact (fsum)."""
     accelerators = graph.machine.accelerators
     count = len(graph.machine.devices)
     terms: list[list[float]] = [[] for _ in range(count)]
@@ -190,7 +190,7 @@ def evaluate(graph: PlacementGraph, placement: Sequence[int]) -> DeviceLoads:
 
 
 def broken_rules(graph: PlacementGraph, placement: Sequence[int], contiguous: bool) -> list[str]:
-    """What a placement must not do; empty for a valid one."""
+    """List the rules that a placement breaks; none for a valid one."""
     problems = []
     nodes, machine = graph.nodes, graph.machine
     homes: dict[str, int] = {}
@@ -219,6 +219,6 @@ def broken_rules(graph: PlacementGraph, placement: Sequence[int], contiguous: bo
 
 
 def named(graph: PlacementGraph, placement: Sequence[int]) -> Mapping[str, str]:
-    """Node id -> device name."""
+    """Return a placement by names: node id -> device name."""
     devices = graph.machine.devices
     return {node.id: devices[placement[v]] for v, node in enumerate(graph.nodes)}

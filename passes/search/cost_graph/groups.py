@@ -1,4 +1,4 @@
-"""What has to share a device becomes one group; what is sent becomes nets over groups.
+"""Groups and nets: nodes that have to share a device become one group, what is sent becomes nets over groups.
 
     nodes ─► groups: one colour, one circle of forward edges (contiguous)    ─► nothing is lost
           ─► groups that cost nothing join the group that all their nets touch ─► nothing is lost while memory suffices
@@ -42,7 +42,7 @@ class GroupProblem:
     costliest: tuple[int, ...]
     """A node of every group: that which costs most."""
     lossless: bool
-    """Whether a placement of nodes that is best within memory can be written as one of groups."""
+    """True if a placement of nodes that is best within memory can be written as one of groups."""
 
     @property
     def count(self) -> int:
@@ -59,11 +59,11 @@ class GroupProblem:
 
     @cached_property
     def memory_binds(self) -> bool:
-        """Whether everything on one accelerator would be too much for it."""
+        """True if everything on one accelerator would be too much for it."""
         return math.fsum(self.size) > self.machine.memory_size
 
     def of_nodes(self, homes: Sequence[int]) -> tuple[int, ...]:
-        """A device per group -> a device per node."""
+        """Turn a device per group into a device per node."""
         placement = [0] * sum(map(len, self.members))
         for g, nodes in enumerate(self.members):
             for v in nodes:
@@ -71,17 +71,17 @@ class GroupProblem:
         return tuple(placement)
 
     def of_groups(self, placement: Sequence[int]) -> tuple[int, ...]:
-        """A device per node -> that of every group's costliest node: what costs nothing follows it."""
+        """Turn a device per node into that of every group's costliest node: what costs nothing follows it."""
         return tuple(placement[v] for v in self.costliest)
 
 
 def colour_groups(graph: PlacementGraph) -> GroupProblem:
-    """Groups of what has to share a device, and no more."""
+    """Group nodes that have to share a device, and no more."""
     return _problem(graph, _by_colour(graph), (), lossless=True)
 
 
 def free_groups(graph: PlacementGraph) -> GroupProblem:
-    """Groups of a free placement: colours, and what joins for nothing as far as loads go."""
+    """Group nodes for a free placement: colours, and what joins for nothing as far as loads go."""
     problem = colour_groups(graph)
     while joined := _joins(problem, contiguous=False, sized=not problem.memory_binds):
         problem = _problem(graph, _joined(problem, joined), (), lossless=True)
@@ -89,7 +89,7 @@ def free_groups(graph: PlacementGraph) -> GroupProblem:
 
 
 def contiguous_groups(graph: PlacementGraph, *, join_sized: bool = False) -> GroupProblem:
-    """Groups of a contiguous placement: colours, circles among them, and what joins for nothing.
+    """Group nodes for a contiguous placement: colours, circles among them, and what joins for nothing.
 
     Order edges are the forward edges. A backward node whose colour no forward node has would be free of them; it is
     tied as if it had a forward node: backward edges at such a node count in reverse, as in the published method.
@@ -112,7 +112,7 @@ def contiguous_groups(graph: PlacementGraph, *, join_sized: bool = False) -> Gro
 
 
 def group_loads(problem: GroupProblem, homes: Sequence[int]) -> list[float]:
-    """Load per device."""
+    """Return the load of every device, shape [devices]."""
     machine = problem.machine
     load = [0.0] * len(machine.devices)
     for g, home in enumerate(homes):
@@ -128,7 +128,7 @@ def group_loads(problem: GroupProblem, homes: Sequence[int]) -> list[float]:
 
 
 def fits(problem: GroupProblem, homes: Sequence[int]) -> bool:
-    """Whether accelerators can hold it and run it."""
+    """Tell whether accelerators can hold and run what is placed on them."""
     machine = problem.machine
     held = np.bincount(np.asarray(homes), weights=problem.size, minlength=len(machine.devices))
     allowed = all(
@@ -146,7 +146,7 @@ def _by_colour(graph: PlacementGraph) -> list[list[int]]:
 
 
 def _order_edges(graph: PlacementGraph) -> tuple[tuple[int, int], ...]:
-    """Pairs of nodes."""
+    """List the order edges as pairs of nodes."""
     nodes = graph.nodes
     with_forward = {node.colour for node in nodes if not node.backward} - {None}
     orphaned = [node.backward and node.colour not in with_forward for node in nodes]
@@ -193,7 +193,7 @@ def _problem(
 
 
 def _joined(problem: GroupProblem, parts: Iterable[Iterable[int]]) -> list[list[int]]:
-    """Groups of nodes after the groups of each part became one."""
+    """Merge the groups of each part into one."""
     target = list(range(problem.count))
     for part in parts:
         together = sorted(part)
@@ -206,7 +206,7 @@ def _joined(problem: GroupProblem, parts: Iterable[Iterable[int]]) -> list[list[
 
 
 def _joins(problem: GroupProblem, *, contiguous: bool, sized: bool) -> list[tuple[int, int]]:
-    """Pairs (group that costs nothing, group that it joins), no group in two pairs; ``sized``: also if it has a size.
+    """List pairs (group that costs nothing, group that it joins), no group in two pairs; ``sized``: also if it has a size.
 
     Moved to a group that all its nets touch, it makes no net touch more devices. Contiguity is kept if that group is
     its only neighbour in the order.

@@ -21,7 +21,7 @@ MOST_CHOICES = 600
 def solve_placement(
     problem: GroupProblem, bound: float, value: float, seconds: float
 ) -> tuple[tuple[int, ...] | None, float]:
-    """(a placement better than ``value`` if one was found, proved lower bound)."""
+    """Return a placement better than ``value`` if one was found, and a proved lower bound, both of the largest load."""
     model = _Program(problem, bound, value)
     return model.solve(seconds)
 

@@ -44,7 +44,11 @@ QUIET_MOVES = 20_000
 
 
 class Scheduler:
-    """The makespan of placements of one graph."""
+    """List schedules of one graph: the makespan of any placement.
+
+    Its own list scheduler: that of the free search (``free.makespan``) queues messages on links and knows backwards and
+    weight halves; here messages do not wait for each other, and a forward and a backward node are alike.
+    """
 
     def __init__(self, graph: PlacementGraph) -> None:
         self.graph = graph
@@ -69,14 +73,14 @@ class Scheduler:
         return min([*costs, node.cpu_cost] if machine.cpus else costs, default=math.inf)
 
     def delay(self, v: int, source: int, target: int) -> float:
-        """From the end of node ``v`` on one device until its output is on the other."""
+        """Return the time from the end of node ``v`` on one device until its output is on the other."""
         if source == target:
             return 0.0
         ends = (source < self.accelerators) + (target < self.accelerators)
         return self.graph.nodes[v].output_cost * ends
 
     def starts(self, placement: Sequence[int]) -> tuple[list[float], float]:
-        """(start of every node, makespan)."""
+        """Return the start of every node, and the makespan."""
         nodes, way = self.graph.nodes, self.way
         waiting = list(self.waiting)
         there = [0.0] * len(nodes)
@@ -118,19 +122,19 @@ class Scheduler:
         return start, end
 
     def makespan(self, placement: Sequence[int]) -> float:
-        """When the last node ends."""
+        """Return the time when the last node ends."""
         return self.starts(placement)[1]
 
 
 def latency_bound(graph: PlacementGraph) -> float:
-    """No placement is done sooner."""
+    """Return a time that no placement is done before."""
     scheduler = Scheduler(graph)
     problem = colour_groups(graph)
     return max(max(scheduler.way, default=0.0), load_bound(problem).value)
 
 
 def place_for_latency(graph: PlacementGraph, time_limit: float = 60.0, *, seed: int = 0) -> PlacementResult:
-    """Least makespan of one batch over placements that fit."""
+    """Find the least makespan of one batch over placements that fit."""
     started = time.monotonic()
     problem = colour_groups(graph)
     check_feasible(graph, problem)
@@ -211,7 +215,7 @@ class _Search:
         self.lines = lines(self.graph, self.problem)
 
     def offer(self, homes: tuple[int, ...]) -> float:
-        """Keep a placement if it fits and is the best so far; its makespan."""
+        """Keep a placement if it fits and is the best so far, and return its makespan."""
         if not fits(self.problem, homes):
             return math.inf
         self.tried += 1
@@ -221,7 +225,7 @@ class _Search:
         return value
 
     def climb(self, bound: float) -> None:
-        """Moves from the best placement, at a temperature that falls with the time that is left."""
+        """Move on from the best placement, at a temperature that falls with the time that is left."""
         devices, count = len(self.problem.machine.devices), self.problem.count
         if self.homes is None or devices < 2:
             return

@@ -1,4 +1,4 @@
-"""Lay out every op of a layer profile over all n devices: by samples, by features or by inputs. What that costs.
+"""Layouts of a profile over all n devices, every op by samples, by features or by inputs: the problem and its costs.
 
 A step trains n mini-batches, as data parallelism does (with every op by samples it *is* data parallelism). Per op:
 
@@ -83,7 +83,7 @@ class LayoutProblem:
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """Of every op, each once."""
+        """Readers of every op, each once."""
         found: list[dict[int, None]] = [{} for _ in self.ops]
         for source, target in self.edges:
             found[source][target] = None
@@ -94,30 +94,30 @@ class LayoutProblem:
         return AlphaBeta(0.0, self.bytes_per_second)
 
     def exchange_seconds(self, u: int) -> float:
-        """Samples to features or back, and its gradient, for n mini-batches: (n-1)/n·a each."""
+        """Return the time from samples to features or back, gradient included, for n mini-batches: (n-1)/n·a each."""
         op = self.ops[u]
         return _ways(op) * all_to_all_seconds(op.activation_bytes, self.devices, self.link)
 
     def gather_seconds(self, u: int) -> float:
-        """Everything to everyone, and the sum of its gradients back, for n mini-batches: (n-1)·a each."""
+        """Return the time to gather an output, and to reduce its gradients back, for n mini-batches: (n-1)·a each."""
         op = self.ops[u]
         return _ways(op) * ring_all_gather_seconds(
             op.activation_bytes * self.devices, self.devices, self.link
         )
 
     def reduce_seconds(self, v: int) -> float:
-        """Gradients of the parameters, by samples: 2(n-1)/n·parameter bytes."""
+        """Return the time to all-reduce an op's gradients, by samples: 2(n-1)/n·parameter bytes."""
         return ring_all_reduce_seconds(self.ops[v].parameter_bytes, self.devices, self.link)
 
     def compute_seconds(self, v: int, layout: SplitBy) -> float:
-        """Of n mini-batches on the busiest device: by features or inputs the one with ⌈parts/n⌉ of the parts."""
+        """Return the time of n mini-batches on the busiest device: the one with ⌈parts/n⌉ of the neurons or inputs."""
         op, n = self.ops[v], self.devices
         seconds = op.forward_seconds + op.backward_seconds
         parts = self._parts(v, layout)
         return seconds * (-(-parts // n) * n / parts) if parts else seconds
 
     def can_be(self, v: int, layout: SplitBy) -> bool:
-        """Whether every device gets a neuron, of an op that is known to split so."""
+        """Tell whether an op is known to split so, with a part for every device."""
         kinds: dict[SplitBy, tuple[OpKind, ...]] = {
             "features": ("neurons", "channels", "input"),
             "inputs": ("neurons",),
@@ -140,10 +140,10 @@ class LayoutCosts:
     compute_seconds: float
     reduce_seconds: float
     gather_seconds: float
-    """With the sums of partial outputs and gradients."""
+    """Gathers, with the sums of partial outputs and gradients."""
     exchange_seconds: float
     parameter_bytes: float
-    """Held by a device."""
+    """Parameters that a device holds."""
 
     @property
     def step_seconds(self) -> float:
@@ -192,7 +192,7 @@ def layout_result(
 
 
 def evaluate_layouts(problem: LayoutProblem, layouts: Sequence[SplitBy]) -> LayoutCosts:
-    """What layouts cost, by the tables above. The loss, which no profile has, is computed by samples."""
+    """Price layouts by the tables above. The loss, which no profile has, is computed by samples."""
     compute, reduced, gathered, exchanged, held = [], [], [], [], []
     for v, op in enumerate(problem.ops):
         layout = layouts[v]

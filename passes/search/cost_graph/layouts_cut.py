@@ -45,7 +45,7 @@ class _Arc:
 
 
 def cut_layouts(problem: LayoutProblem) -> LayoutResult:
-    """The layouts whose step is shortest, proved by a flow as large. Where it makes no difference, ops are by samples.
+    """Find the layouts whose step is shortest, proved by a flow as large. Where it makes no difference, ops are by samples.
 
     Floats are fractions of powers of two, so prices become whole numbers without rounding, and the flow is exact.
     """
@@ -73,7 +73,7 @@ def cut_layouts(problem: LayoutProblem) -> LayoutResult:
 
 
 def _arcs(problem: LayoutProblem) -> list[_Arc]:
-    """Every price as arcs; ``i → j`` is cut, and paid, where i is by samples and j by features."""
+    """Write every price as arcs; ``i → j`` is cut, and paid, where i is by samples and j by features."""
     arcs = []
     for v, op in enumerate(problem.ops):
         by_features = problem.compute_seconds(v, "features") if problem.can_be(v, "features") else math.inf
@@ -85,7 +85,7 @@ def _arcs(problem: LayoutProblem) -> list[_Arc]:
 
 
 def _output_arcs(problem: LayoutProblem, u: int) -> list[_Arc]:
-    """What u's readers make it cost. The loss, where there are none, needs samples."""
+    """Write the price of u's output as arcs. The loss, where there are none, needs samples."""
     exchange, gather = problem.exchange_seconds(u), problem.gather_seconds(u)
     readers = problem.readers[u]
     by_neurons = [v for v in readers if problem.ops[v].kind == "neurons"]

@@ -36,7 +36,7 @@ from passes.search.ilp import Program, Terms, Variable
 PROVED = 1e-7
 """The solver's tolerance, as elsewhere."""
 FAR = 0.5
-"""Of the value that a program was scaled to: what is found below it is the start of another program."""
+"""Share of the value that a program was scaled to: a step below it is the start of another program. By hand."""
 ABSOLUTE = 1e-6
 """The solver's tolerance in scaled units, of 100 for the value known."""
 LAYOUTS: tuple[SplitBy, ...] = ("samples", "features", "inputs")
@@ -46,7 +46,7 @@ SPACE = "every op on all devices, by samples, by features or by inputs"
 def place_layouts(
     problem: LayoutProblem, time_limit: float = 60.0, *, by_inputs: bool = True
 ) -> LayoutResult:
-    """The best layouts, with proof. ``by_inputs``: whether ops may be split by their inputs too."""
+    """Find the best layouts, with proof; with ``by_inputs`` ops may be split by their inputs too."""
     _check_prices(problem)
     found = cut_layouts(problem)
     splits = any(problem.can_be(v, "inputs") for v in range(len(problem.ops)))
@@ -70,7 +70,7 @@ def _check_prices(problem: LayoutProblem) -> None:
 
 
 def improve_layouts(problem: LayoutProblem, start: LayoutResult, time_limit: float) -> LayoutResult:
-    """The best layouts of three kinds, or the best that were found; ``start`` where nothing is better than it."""
+    """Find the best layouts of three kinds, or the best until time is up; ``start`` where nothing is better than it."""
     started = time.monotonic()
     deadline = started + time_limit
     best, costs = start.layouts, start.costs
@@ -151,7 +151,7 @@ class _Program:
             self.program.row({sent: 1.0, form: -1.0}, ">=", 0.0)
 
     def _paid(self, name: str, seconds: float) -> Variable:
-        """A transfer, in the objective; not to be had where it alone costs more than what is known."""
+        """Add a transfer to the objective; it is out of reach where it alone costs more than what is known."""
         variable = self.program.variable(name, 0, 1 if seconds <= self.most else 0)
         self.objective[variable] = min(seconds, self.most) * self.scale
         return variable

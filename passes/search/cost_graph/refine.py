@@ -1,4 +1,4 @@
-"""Of placements whose busiest device has as little to do, one that sends less: nothing lies apart without a reason.
+"""Refinement: among placements with as small a largest load, one that sends less; nothing lies apart without a reason.
 
 A search for the largest load alone does not care where things go that make no difference to it. Group by group goes to
 a device of one of its neighbours in the graph while the largest load does not rise and (Σ loads, edges between devices)
@@ -42,7 +42,7 @@ class _Refinement:
         return float(kind[g])
 
     def changes(self, g: int, target: int) -> dict[int, float]:
-        """Loads that change, and by how much, if ``g`` goes to ``target``."""
+        """Return the loads that change, and by how much, if ``g`` goes to ``target``."""
         home = self.homes[g]
         found = {home: -self.cost(g, home), target: self.cost(g, target)}
         for e in self.problem.nets_of[g]:
@@ -61,7 +61,7 @@ class _Refinement:
         return found
 
     def try_moving(self, g: int, target: int) -> bool:
-        """Move if that is tidier."""
+        """Move ``g`` if that sends less."""
         home, size = self.homes[g], float(self.problem.size[g])
         if target < self.accelerators and self.memory[target] + size > self.problem.machine.memory_size:
             return False
@@ -90,7 +90,7 @@ class _Refinement:
 
 
 def refined(graph: PlacementGraph, problem: GroupProblem, homes: Sequence[int]) -> tuple[int, ...]:
-    """A placement of groups with no larger a largest load that sends less, or ``homes`` itself."""
+    """Find a placement of groups with no larger a largest load that sends less, or return ``homes`` itself."""
     tidy = _Refinement(graph, problem, homes)
     for _ in range(PASSES):
         moved = False

@@ -1,4 +1,4 @@
-"""What a search over placements of a cost graph returns, and what it asks before it starts."""
+"""The answer of a search over placements of a cost graph, and the question before it: can anything fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PlacementResult:
     placement: tuple[int, ...]
     """A device for every node, as a position in ``GraphMachine.devices``."""
     certificate: Certificate
-    """In cost units of the graph, but for ``search_seconds``."""
+    """The proof, in cost units of the graph but for ``search_seconds``."""
 
     @property
     def value(self) -> float:

@@ -42,7 +42,7 @@ SPACE = "all placements with equal colours together"
 def place_for_throughput(
     graph: PlacementGraph, time_limit: float = 60.0, *, seed: int = 0
 ) -> PlacementResult:
-    """Least largest load over all placements that fit."""
+    """Find the least largest load over all placements that fit."""
     started = time.monotonic()
     problem = free_groups(graph)
     check_feasible(graph, problem)
@@ -93,7 +93,7 @@ class _Search:
         return self.homes is not None and self.value - self.bound.value <= PROVED * self.value
 
     def run(self) -> None:
-        """Starts, then annealing and proving in turn."""
+        """Look at starts, then anneal and prove in turn."""
         for homes in self._starts():
             self._offer(homes)
         steps, quiet = max(FIRST_STEPS, 60 * self.problem.count), 0
@@ -130,7 +130,7 @@ class _Search:
         return False
 
     def _anneal(self, steps: int) -> None:
-        """In turn rounds that begin anywhere and hot, and rounds that begin at the best and warm."""
+        """Anneal one round: in turn they begin anywhere and hot, or at the best placement and warm."""
         devices, count = len(self.problem.machine.devices), self.problem.count
         large = count > LARGE
         warm = self.rounds % 2 == (0 if large else 1) and self.homes is not None
@@ -152,7 +152,7 @@ class _Search:
                 self._sets().know(chains.best_home[:, r].tolist())
 
     def _solve_whole(self) -> None:
-        """One integer program over everything, where that is small."""
+        """Solve one integer program over everything, where that is small."""
         self.exact = True
         if self.problem.count * len(self.problem.machine.devices) > MOST_CHOICES:
             return
@@ -177,7 +177,7 @@ class _Search:
 
 
 def lines(graph: PlacementGraph, problem: GroupProblem) -> tuple[list[int], ...]:
-    """Groups along the graph, broad and deep first: what lies together there is moved together."""
+    """Line the groups up along the graph, broad first and deep first: neighbours there are moved together."""
     directed: nx.DiGraph[int] = nx.DiGraph()
     directed.add_nodes_from(range(len(graph.nodes)))
     directed.add_edges_from(graph.edges)
