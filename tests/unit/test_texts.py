@@ -10,6 +10,7 @@ from benchmarks.rooms import House, make_house, read_house
 CLEAN = (
     "cost_models",
     "runtime",
+    "passes/search/cost_graph",
     *(f"passes/{room}" for room in ("costs", "evaluate", "graph", "shard", "split", "trace")),
 )
 """Folders whose texts are held to this."""

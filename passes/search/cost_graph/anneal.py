@@ -21,9 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from passes.search.cost_graph.groups import FloatArray, GroupProblem
-
-FORBIDDEN = 1e3
-"""What a group costs where it may not be, in multiples of all work."""
+from passes.search.cost_graph.tuning import TUNING
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,9 @@ class AnnealingChains:
         self.devices = len(machine.devices)
         total = float(np.where(np.isinf(problem.accelerator_cost), 0.0, problem.accelerator_cost).sum())
         total = max(total, float(problem.cpu_cost.max(initial=0.0)), 1e-300)
-        allowed = np.where(np.isinf(problem.accelerator_cost), FORBIDDEN * total, problem.accelerator_cost)
+        allowed = np.where(
+            np.isinf(problem.accelerator_cost), TUNING.forbidden * total, problem.accelerator_cost
+        )
         self.cost = np.empty((problem.count, self.devices))
         self.cost[:, : machine.accelerators] = allowed[:, None]
         self.cost[:, machine.accelerators :] = problem.cpu_cost[:, None]

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from passes.search.cost_graph.groups import GroupProblem, fits, group_loads
+from passes.search.cost_graph.tuning import TUNING
 from passes.search.ilp import Program, Terms
 
-MOST_GROUPS = 160
-"""Larger pairs of devices are left to annealing."""
 LEAST_GAIN = 1e-9
 
 
@@ -53,7 +52,7 @@ def _divide(
 ) -> tuple[int, ...] | None:
     machine = problem.machine
     groups = [g for g, home in enumerate(homes) if home in pair]
-    if not 2 <= len(groups) <= MOST_GROUPS:
+    if not 2 <= len(groups) <= TUNING.most_bisected_groups:
         return None
     first_pays, second_pays = (device < machine.accelerators for device in pair)
     scale = 100.0 / max(group_loads(problem, homes)[d] for d in pair)

@@ -22,12 +22,11 @@ import numpy as np
 
 from passes.search.bound import weighted_work
 from passes.search.cost_graph.groups import FloatArray, GroupProblem
+from passes.search.cost_graph.tuning import TUNING
 from passes.search.ilp import Program, Terms
 
 CLOSE = 1e-7
 """Relative distance of bound and value at which nothing is left to prove."""
-STRETCHES = 100
-"""Of a line at most, to begin with."""
 SHRINK = 1 - 1e-7
 """Solvers' tolerances: a measure of 1/k is asked for a little less strictly."""
 LEAST_SHARE = 1e-9
@@ -103,7 +102,7 @@ class SetBound:
         cost: list[float] = problem.accelerator_cost.tolist()
         weight: list[float] = problem.weight.tolist()
         for line in lines:
-            for start in range(0, len(line), max(1, len(line) // STRETCHES)):
+            for start in range(0, len(line), max(1, len(line) // TUNING.stretches)):
                 held: dict[int, int] = {}
                 work = sent = 0.0
                 longest = start

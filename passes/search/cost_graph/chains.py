@@ -25,10 +25,8 @@ from numpy.typing import NDArray
 
 from passes.search.cost_graph.downsets import membership
 from passes.search.cost_graph.groups import FloatArray, GroupProblem
+from passes.search.cost_graph.tuning import TUNING
 
-WIDE = 24
-"""Nets over more groups are compared one by one: their one-hot rows would be too long."""
-CHUNK = 512
 ROUNDING = 1e-12
 
 
@@ -47,7 +45,9 @@ class Chain:
 
 def multiplications(problem: GroupProblem, downsets: int) -> float:
     """Estimate how many multiplications the whole program takes."""
-    return downsets * (downsets / 2) * (sum(min(len(pins), WIDE) + 1 for pins in problem.nets) + 16)
+    return (
+        downsets * (downsets / 2) * (sum(min(len(pins), TUNING.widest_net) + 1 for pins in problem.nets) + 16)
+    )
 
 
 def best_chain(
@@ -106,7 +106,7 @@ class _Chains:
         self.wide: list[tuple[float, NDArray[np.int64], int]] = []
         for pins, weight in zip(problem.nets, problem.weight.tolist(), strict=True):
             held = self.inside[:, list(pins)].sum(axis=1)
-            if len(pins) > WIDE:
+            if len(pins) > TUNING.widest_net:
                 self.wide.append((weight, held, len(pins)))
                 continue
             totals.append(weight)
@@ -127,10 +127,10 @@ class _Chains:
     def solve(self) -> Chain:
         bounds = [0, *(np.flatnonzero(np.diff(self.sizes)) + 1).tolist(), len(self.downsets)]
         for start, stop in pairwise(bounds[1:]):
-            for begin in range(start, stop, CHUNK):
+            for begin in range(start, stop, TUNING.chunk):
                 if time.monotonic() > self.deadline:
                     return Chain(None, math.inf, finished=False)
-                self._step(start, begin, min(begin + CHUNK, stop))
+                self._step(start, begin, min(begin + TUNING.chunk, stop))
         value = float(self.best[-1, -1, -1])
         if value >= self.limit:
             return Chain(None, math.inf)

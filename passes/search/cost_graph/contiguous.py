@@ -19,20 +19,8 @@ from passes.search.cost_graph.downsets import Order, linear_orders, prefixes
 from passes.search.cost_graph.graph import PlacementGraph, evaluate
 from passes.search.cost_graph.groups import GroupProblem, contiguous_groups, free_groups
 from passes.search.cost_graph.result import PROVED, PlacementResult, certified, check_feasible
+from passes.search.cost_graph.tuning import TUNING
 
-MOST_DOWNSETS = 40_000
-MULTIPLICATIONS_PER_SECOND = 3e9
-"""On one core of a common machine."""
-LISTED_SHARE = 0.5
-"""Of the time limit that the program over all downsets may take."""
-FAMILY = 2500
-"""Downsets of a restricted family."""
-NEAR = 200
-"""Downsets looked at around each cut."""
-ORDERS = 4
-"""Random orders through the best cuts, per round."""
-QUIET_ROUNDS = 12
-"""Rounds without a better chain after which the search ends."""
 SPACE = "placements with an acyclic quotient of the forward graph over devices, equal colours together"
 
 
@@ -107,8 +95,8 @@ class _Attempt:
 
 def _listed(problem: GroupProblem, time_limit: float) -> list[int] | None:
     """List all downsets, where time suffices to look at all pairs of them."""
-    affordable = LISTED_SHARE * time_limit * MULTIPLICATIONS_PER_SECOND
-    most = MOST_DOWNSETS
+    affordable = TUNING.listed_share * time_limit * TUNING.multiplications_per_second
+    most = TUNING.most_downsets
     while most > 64 and multiplications(problem, most) > affordable:
         most = most * 3 // 4
     return Order(problem).all_downsets(most)
@@ -117,7 +105,7 @@ def _listed(problem: GroupProblem, time_limit: float) -> list[int] | None:
 def _search(problem: GroupProblem, listed: list[int] | None, deadline: float) -> tuple[Chain, str, bool]:
     """Return the best chain, the method that found it, and True if it is the optimum."""
     order = Order(problem)
-    family = _union([prefixes(line) for line in linear_orders(problem, order)], order.full, FAMILY)
+    family = _union([prefixes(line) for line in linear_orders(problem, order)], order.full, TUNING.family)
     chain = best_chain(problem, family, deadline=math.inf)
     if listed is not None:
         full = best_chain(problem, listed, limit=_above(chain.value), deadline=deadline)
@@ -125,10 +113,10 @@ def _search(problem: GroupProblem, listed: list[int] | None, deadline: float) ->
             best = full if full.homes is not None else chain
             return best, f"dynamic program over all {len(listed):,} downsets of {problem.count} groups", True
     rounds, quiet, dice = 0, 0, random.Random(0)
-    while time.monotonic() < deadline and quiet < QUIET_ROUNDS:
-        through = [prefixes(_through(order, chain.cuts, dice)) for _ in range(ORDERS)]
-        near = [_near(order, cut, NEAR) for cut in chain.cuts]
-        wider = _union([*through, *near, chain.cuts], order.full, FAMILY)
+    while time.monotonic() < deadline and quiet < TUNING.quiet_families:
+        through = [prefixes(_through(order, chain.cuts, dice)) for _ in range(TUNING.orders)]
+        near = [_near(order, cut, TUNING.near) for cut in chain.cuts]
+        wider = _union([*through, *near, chain.cuts], order.full, TUNING.family)
         found = best_chain(problem, wider, limit=_above(chain.value), deadline=deadline)
         rounds += 1
         better = found.homes is not None and found.value < chain.value * (1 - 1e-9)

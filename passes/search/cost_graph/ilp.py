@@ -14,9 +14,6 @@ import numpy as np
 from passes.search.cost_graph.groups import GroupProblem
 from passes.search.ilp import Program, Terms
 
-MOST_CHOICES = 600
-"""Groups times devices: beyond, the relaxation is too weak to prove anything in a minute."""
-
 
 def solve_placement(
     problem: GroupProblem, bound: float, value: float, seconds: float

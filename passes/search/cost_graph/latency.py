@@ -34,13 +34,11 @@ from passes.search.cost_graph.graph import PlacementGraph
 from passes.search.cost_graph.groups import GroupProblem, colour_groups, fits
 from passes.search.cost_graph.result import PROVED, PlacementResult, certified, check_feasible
 from passes.search.cost_graph.throughput import lines
+from passes.search.cost_graph.tuning import TUNING
 from passes.search.heft import earliest_finish
 
 MAKESPAN = "makespan of one batch"
 SPACE = "all placements with equal colours together, nodes in the order of a list schedule"
-START_SHARE = 0.15
-QUIET_MOVES = 20_000
-"""Moves without a better placement after which the search ends; at least twenty per group."""
 
 
 class Scheduler:
@@ -140,7 +138,7 @@ def place_for_latency(graph: PlacementGraph, time_limit: float = 60.0, *, seed: 
     check_feasible(graph, problem)
     bound = latency_bound(graph)
     search = _Search(graph, problem, started + time_limit, random.Random(seed))
-    for homes in _starts(graph, problem, search.scheduler, START_SHARE * time_limit):
+    for homes in _starts(graph, problem, search.scheduler, TUNING.start_share * time_limit):
         search.offer(homes)
     if search.homes is None:
         raise InfeasibleError(
@@ -231,7 +229,7 @@ class _Search:
             return
         started = time.monotonic()
         current, value = self.homes, self.value
-        quiet, patience = 0, max(QUIET_MOVES, 20 * count)
+        quiet, patience = 0, max(TUNING.quiet_moves, 20 * count)
         while quiet < patience and self.value - bound > PROVED * self.value:
             now = time.monotonic()
             if now > self.deadline:

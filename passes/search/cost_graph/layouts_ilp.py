@@ -31,12 +31,11 @@ from passes.search.cost_graph.layouts import (
     layout_result,
 )
 from passes.search.cost_graph.layouts_cut import cut_layouts
+from passes.search.cost_graph.tuning import TUNING
 from passes.search.ilp import Program, Terms, Variable
 
 PROVED = 1e-7
 """The solver's tolerance, as elsewhere."""
-FAR = 0.5
-"""Share of the value that a program was scaled to: a step below it is the start of another program. By hand."""
 ABSOLUTE = 1e-6
 """The solver's tolerance in scaled units, of 100 for the value known."""
 LAYOUTS: tuple[SplitBy, ...] = ("samples", "features", "inputs")
@@ -83,7 +82,7 @@ def improve_layouts(problem: LayoutProblem, start: LayoutResult, time_limit: flo
             if found.step_seconds < known:
                 best, costs = layouts, found
         # the solver's tolerances are those of what was known: far below it, it has not looked closely
-        if not 0 < costs.step_seconds < FAR * known or time.monotonic() >= deadline:
+        if not 0 < costs.step_seconds < TUNING.far * known or time.monotonic() >= deadline:
             break
     value = costs.step_seconds
     return layout_result(

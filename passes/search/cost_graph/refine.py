@@ -13,8 +13,8 @@ import numpy as np
 
 from passes.search.cost_graph.graph import PlacementGraph
 from passes.search.cost_graph.groups import GroupProblem, group_loads
+from passes.search.cost_graph.tuning import TUNING
 
-PASSES = 8
 ROUNDING = 1e-9
 
 
@@ -92,7 +92,7 @@ class _Refinement:
 def refined(graph: PlacementGraph, problem: GroupProblem, homes: Sequence[int]) -> tuple[int, ...]:
     """Find a placement of groups with no larger a largest load that sends less, or return ``homes`` itself."""
     tidy = _Refinement(graph, problem, homes)
-    for _ in range(PASSES):
+    for _ in range(TUNING.refinements):
         moved = False
         for g in range(problem.count):
             for target in sorted({tidy.homes[h] for h in tidy.beside[g]} - {tidy.homes[g]}):

@@ -21,21 +21,11 @@ from passes.search.cost_graph.bound import LoadBound, SetBound, load_bound
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.graph import PlacementGraph, evaluate
 from passes.search.cost_graph.groups import GroupProblem, fits, free_groups, group_loads
-from passes.search.cost_graph.ilp import MOST_CHOICES, solve_placement
+from passes.search.cost_graph.ilp import solve_placement
 from passes.search.cost_graph.refine import refined
 from passes.search.cost_graph.result import PROVED, PlacementResult, certified, check_feasible
+from passes.search.cost_graph.tuning import TUNING
 
-FIRST_STEPS = 10_000
-MOST_STEPS = 640_000
-MOST_CHAINS, LEAST_CHAINS = 64, 16
-LARGE = 300
-"""Groups from which on the first round begins at the contiguous placement: from anywhere it takes too long."""
-CONTIGUOUS_SHARE, LARGE_CONTIGUOUS_SHARE = 0.2, 0.5
-"""Of the time limit, for the placement to start from; of a large graph there is little that beats it."""
-ROUND_SHARE = 0.25
-"""Of the time that is left, for a round of annealing at most; of a large graph, twice that."""
-QUIET_ROUNDS = 6
-"""Of annealing without a better placement or bound, after which the search ends."""
 SPACE = "all placements with equal colours together"
 
 
@@ -85,7 +75,9 @@ class _Search:
         self.sets: SetBound | None = None
         self.rounds = 0
         self.exact = False
-        self.chains = min(MOST_CHAINS, max(LEAST_CHAINS, MOST_CHAINS * 200 // max(1, problem.count)))
+        self.chains = min(
+            TUNING.most_chains, max(TUNING.least_chains, TUNING.most_chains * 200 // max(1, problem.count))
+        )
         self.lines = lines(graph, problem)
 
     @property
@@ -96,8 +88,8 @@ class _Search:
         """Look at starts, then anneal and prove in turn."""
         for homes in self._starts():
             self._offer(homes)
-        steps, quiet = max(FIRST_STEPS, 60 * self.problem.count), 0
-        while not self.proved and time.monotonic() < self.deadline and quiet < QUIET_ROUNDS:
+        steps, quiet = max(TUNING.first_steps, 60 * self.problem.count), 0
+        while not self.proved and time.monotonic() < self.deadline and quiet < TUNING.quiet_rounds:
             value, bound, begun = self.value, self.bound.value, time.monotonic()
             self._anneal(steps)
             if self.homes is not None and not self.proved:
@@ -108,7 +100,7 @@ class _Search:
                 if not self.proved and quiet and not self.exact:
                     self._solve_whole()
             self.rounds += 1
-            steps = min(2 * steps, MOST_STEPS)
+            steps = min(2 * steps, TUNING.most_steps)
             quiet = 0 if self.value < value or self.bound.value > bound * (1 + 1e-6) else quiet + 1
 
     def _starts(self) -> list[tuple[int, ...]]:
@@ -117,7 +109,7 @@ class _Search:
         with suppress(
             InfeasibleError
         ):  # contiguity is not asked for, and a free placement may fit all the same
-            share = LARGE_CONTIGUOUS_SHARE if count > LARGE else CONTIGUOUS_SHARE
+            share = TUNING.large_contiguous_share if count > TUNING.large else TUNING.contiguous_share
             contiguous = place_contiguous(self.graph, share * self.limit, prove=False)
             starts.append(self.problem.of_groups(contiguous.placement))
         return starts
@@ -132,7 +124,7 @@ class _Search:
     def _anneal(self, steps: int) -> None:
         """Anneal one round: in turn they begin anywhere and hot, or at the best placement and warm."""
         devices, count = len(self.problem.machine.devices), self.problem.count
-        large = count > LARGE
+        large = count > TUNING.large
         warm = self.rounds % 2 == (0 if large else 1) and self.homes is not None
         accelerators = self.problem.machine.accelerators or devices
         starts = self.random.integers(0, accelerators, (self.chains, count))
@@ -141,7 +133,7 @@ class _Search:
         chains = AnnealingChains(self.problem, starts, self.seed + self.rounds, self.lines)
         cooling = CoolingSchedule(steps, first=0.01 if warm else 0.05)
         now = time.monotonic()
-        found = chains.anneal(cooling, now + (2 if large else 1) * ROUND_SHARE * (self.deadline - now))
+        found = chains.anneal(cooling, now + (2 if large else 1) * TUNING.round_share * (self.deadline - now))
         self._offer(found.homes)
         if self.homes is not None:
             loads = group_loads(self.problem, self.homes)
@@ -154,7 +146,7 @@ class _Search:
     def _solve_whole(self) -> None:
         """Solve one integer program over everything, where that is small."""
         self.exact = True
-        if self.problem.count * len(self.problem.machine.devices) > MOST_CHOICES:
+        if self.problem.count * len(self.problem.machine.devices) > TUNING.most_choices:
             return
         left = self.deadline - time.monotonic()
         homes, bound = solve_placement(self.problem, self.bound.value, self.value, max(0.1, 0.5 * left))
