@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint verify-all bench predict checkpoint docs wheel clean
+.PHONY: help setup demo test lint verify-all golden house bench predict checkpoint docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -33,6 +33,12 @@ lint: setup  ## ruff, strict mypy, floors, rooms and texts
 verify-all: setup  ## every model x stages x schedule, and x mesh x pattern, in float64 on real processes
 	$(BIN)/python -m benchmarks.verify_matrix
 	$(BIN)/python -m benchmarks.verify_matrix --strategy feature
+
+golden: setup  ## sixty plans of every kind as canonical text, compared with the hashes in benchmarks/
+	$(BIN)/python -m benchmarks.golden_plans
+
+house: setup  ## files, rooms, layers, circles, homonyms, constants and lines of this checkout
+	$(BIN)/python -m benchmarks.house
 
 bench: setup  ## the executor beside torch.distributed.pipelining, DTensor and DDP; the engine beside the executor
 	$(BIN)/python -m benchmarks.executor
