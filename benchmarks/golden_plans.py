@@ -18,6 +18,7 @@ import fnmatch
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -168,7 +169,7 @@ def evaluated(model: str, cluster: str, **options: Any) -> Texts:
         stored = {name: each.leaf for name, each in code.shardings.items()}
         reused = reuse_sharding(graph, placement, evaluation, stored, {}, 1)
         choices = "\n".join(f"{name}: {choice}" for name, choice in sorted(reused.choices.items()))
-        return {"choices": choices, "graph": str(shard_graph(evaluation, reused, 1).graph.graph)}
+        return {"choices": choices, "graph": printed(shard_graph(evaluation, reused, 1).graph)}
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     places = [stage.devices[0] for stage in plan.stages]
     holders: dict[str, set[int]] = {}
@@ -182,7 +183,7 @@ def evaluated(model: str, cluster: str, **options: Any) -> Texts:
     segments = inference_segments(placed.graph, placed.segmentation, plan.cluster.world_size, 2, 1e-6)
     programs = inference_programs(segments, plan.cluster, plan.microbatches)
     return {
-        "graph": str(placed.graph.graph),
+        "graph": printed(placed.graph),
         "programs": "\n".join(map(str, programs)),
         "segments": str(segments),
     }
@@ -199,6 +200,11 @@ def cost_graph(path: str, strategy: str = "free", **options: Any) -> Texts:
     data = plan.to_dict()
     data["graph"]["source"] = path
     return {"plan": canonical(data), "table": str(plan).replace(str(DATA), "")}
+
+
+def printed(graph: OpGraph) -> str:
+    """A graph op by op; functions by name, whatever room they are in."""
+    return re.sub(r"\bruntime\.[\w.]*\.(\w+)", r"\1", str(graph.graph))
 
 
 def canonical(data: Any) -> str:
