@@ -41,7 +41,7 @@ class Import:
         return f"{self.importer}:{self.line} imports {self.name} from {self.imported}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class House:
     """All modules of the floors, by dotted name, and what they import from each other.
 

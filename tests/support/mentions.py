@@ -3,6 +3,7 @@
 passes/graph/graph.py · passes/shard/rules/ · tests/unit/passes/split/test_*.py · docs/09     paths from the root
 graph.py · graph/graph.py                                                           a file whose path ends so
 passes.graph.graph.OpGraph.ops                                  a module, a definition in it, a member of that
+``needs_grad``                                                  a name of the code, see ``unknown``
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 from benchmarks.rooms import FLOORS, ROOT, House
 
 FOLDERS = "|".join((*FLOORS, "benchmarks", "examples", "tests", "docs"))
 PATH = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w/.*-]*\w/?)")
 FILE = re.compile(rf"(?<![\w/.\"'\[-])(?!(?:{FOLDERS})/)(\w[\w/]*\.py)\b")
+NAME = re.compile(r"``([a-z]\w*_\w*)``")
+SHORT_TEXT = 60
+"""Characters of the longest text that is taken for names, such as a key or the target of an op."""
 DOTTED = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})(?:\.[A-Za-z_]\w*)+)")
 
 
@@ -27,6 +32,31 @@ def missing(text: str, house: House) -> list[str]:
         found += [f"{number}: {file}" for file in FILE.findall(line) if not _is_file(file, house)]
         found += [f"{number}: {name}" for name in DOTTED.findall(line) if not _is_name(name, house)]
     return found
+
+
+def unknown(text: str, house: House) -> list[str]:
+    """Return the words of a docstring that are written as names of the code and are none."""
+    return [word for word in NAME.findall(text) if word not in _names(house)]
+
+
+@cache
+def _names(house: House) -> frozenset[str]:
+    """Collect every name in the code: modules, definitions, variables, arguments, attributes, short texts."""
+    found = {path[-1] for path in house.files.values()}
+    for node in (node for tree in house.trees.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.arg | ast.keyword):
+            found.add(node.arg or "")
+        elif isinstance(node, ast.alias):
+            found.update(node.name.split("."))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < SHORT_TEXT:
+            found.update(re.findall(r"\w+", node.value))
+    return frozenset(found)
 
 
 def _is_path(path: str) -> bool:

@@ -18,11 +18,14 @@ from cost_models.cluster import ClusterSpec
 from partitioner import partition
 from tests.support.bad_workloads import net
 from tests.support.made_plans import made_plan
-from tests.support.mentions import missing
+from tests.support.mentions import missing, unknown
 
 HOUSE = read_house()
 CHECKOUT = read_house(floors=(*FLOORS, "benchmarks", "examples", "tests"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+CODE = read_house(floors=(*FLOORS, "benchmarks", "examples"))
+NAMES_OF_OTHERS = {"sdp_utils", "param_init_fn", "relu_3"}
+"""Names in docstrings that no code of ours has: torch's, and a node's in an example."""
 CLUSTERS = sorted((DOCS / "clusters").glob("*.yaml"))
 
 
@@ -100,6 +103,21 @@ def test_what_docstrings_name_exists(package: str) -> None:
         for text in docstrings(tree)
     }
     assert {place: names for place, names in found.items() if names} == {}
+
+
+def test_docstrings_use_names_of_the_code() -> None:
+    found = {
+        (module, word)
+        for module, tree in CODE.trees.items()
+        for text in docstrings(tree)
+        for word in unknown(text.text, CHECKOUT)
+        if word not in NAMES_OF_OTHERS
+    }
+    assert found == set()
+
+
+def test_a_word_that_is_no_name_is_found() -> None:
+    assert unknown("As ``needs_grad`` says, or ``needs_no_such_thing``.", CODE) == ["needs_no_such_thing"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,18 @@ CLEAN = (
     "cost_models",
     "runtime",
     "passes/search/cost_graph",
-    *(f"passes/{room}" for room in ("costs", "evaluate", "graph", "shard", "split", "trace")),
+    *(f"passes/{room}" for room in ("costs", "evaluate", "graph", "lower", "shard", "split", "trace")),
+    "passes/search/feature",
+    "passes/search/layer",
+    "partitioner/batches",
+    "partitioner/deployment",
+    "partitioner/engine",
+    "partitioner/evaluation",
+    "partitioner/explain",
+    "partitioner/models",
+    "partitioner/planning",
+    "partitioner/record",
+    "partitioner/report",
 )
 """Folders whose texts are held to this."""
 HOUSE = read_house()

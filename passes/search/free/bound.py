@@ -3,7 +3,7 @@
 work     a device is at least as busy as any weighted mean of all: S ≥ Σ_u min_d λ_d·seconds[d, u] for λ ≥ 0, Σ λ = 1.
          The best λ (the dual of the linear relaxation) is looked for by multiplicative weights; any λ is valid
 unit     every unit is somewhere: S ≥ min_d seconds[d, u]
-cut      two devices: minimum s–t cuts, messages included (``free_cut``)
+cut      two devices: minimum s–t cuts, messages included (``passes.search.free.cut``)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Exact minimum of the layer-wise surrogate: a search over bottlenecks around a dynamic program over cuts.
 
 The optimum is the minimum over T of ``fill · f(T) + w · T`` with w = (m - fill)·v, where f(T) is the least
-Σ_s (t_s + x_s) of a split whose bottleneck is at most T (``layer_cuts``). Alpa (Zheng et al. 2022, section
+Σ_s (t_s + x_s) of a split whose bottleneck is at most T (``passes.search.layer.cuts``). Alpa (Zheng et al. 2022, section
 5.2) tries every T that a stage may take; here T is bisected. f falls as T grows, so on [lo, hi] nothing is
 below ``fill · f(hi) + w · lo``, and a solution found at T with bottleneck T' ≤ T settles [T', T]. Intervals
 are taken in the order of their bounds until none can beat the best split by more than the gap asked for; if

@@ -94,7 +94,7 @@ def _thinned(problem: FeatureProblem, seed: int) -> FeatureProblem:
 @pytest.mark.parametrize("part", range(4))
 def test_search_and_program_find_the_cheapest_of_all_combinations(part: int) -> None:
     """60 graphs in all, on 2 and 4 devices and a mesh of 2 × 2, short of memory. (With memory free:
-    ``test_feature_elimination``.)"""
+    ``test_elimination``.)"""
     short = 0
     for seed in (s for s in range(60 * part, 60 * part + 60) if s % 8 in (3, 6)):
         problem = _thinned(_problem(seed, by_rules=seed % 2 == 0)[0], seed)

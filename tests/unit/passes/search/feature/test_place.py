@@ -1,4 +1,4 @@
-"""Memory binds; pins, meshes and limits hold; what was chosen is told. Known strategies: ``test_features_found``."""
+"""Memory binds; pins, meshes and limits hold; what was chosen is told. Known strategies: ``test_found``."""
 
 from __future__ import annotations
 
