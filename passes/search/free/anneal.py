@@ -14,36 +14,40 @@ from dataclasses import dataclass
 
 from passes.search.free.moves import Moves
 from passes.search.free.problem import FreeProblem
+from passes.search.free.tuning import DEFAULT, FreeTuning
 
-POWER = 12.0
-"""Of the norm: with K devices at most K^(1/12) above the maximum."""
 LOOK_AT_CLOCK = 64
-REFRESH = 5000
+"""Steps between two looks at the clock."""
 
 
 @dataclass(frozen=True)
 class Cooling:
-    """Temperatures relative to the energy at the start."""
+    """Number of steps; first and last temperature relative to the energy at the start."""
 
     steps: int
-    first: float = 0.03
-    last: float = 2e-5
+    first: float
+    last: float
 
 
 def anneal(
-    problem: FreeProblem, home: Sequence[int], cooling: Cooling, seed: int, deadline: float
+    problem: FreeProblem,
+    home: Sequence[int],
+    cooling: Cooling,
+    seed: int,
+    deadline: float,
+    tuning: FreeTuning = DEFAULT,
 ) -> tuple[int, ...]:
-    """The best placement that was seen, the start included."""
+    """Return the best placement seen, the start included."""
     if problem.devices < 2 or problem.units < 1:
         return tuple(home)
-    return _Annealer(problem, home, seed).run(cooling, deadline)
+    return _Annealer(problem, home, seed, tuning).run(cooling, deadline)
 
 
 class _Annealer:
-    def __init__(self, problem: FreeProblem, home: Sequence[int], seed: int) -> None:
-        self.problem = problem
+    def __init__(self, problem: FreeProblem, home: Sequence[int], seed: int, tuning: FreeTuning) -> None:
+        self.problem, self.tuning = problem, tuning
         self.random = random.Random(seed)
-        self.moves = Moves(problem, home)
+        self.moves = Moves(problem, home, tuning.overflow_price)
         self.near = problem.neighbours
         self.open = [
             [d for d in range(problem.devices) if column[d]] for column in problem.allowed.T.tolist()
@@ -53,23 +57,24 @@ class _Annealer:
 
     def run(self, cooling: Cooling, deadline: float) -> tuple[int, ...]:
         moves, draw = self.moves, self.random
+        power, refresh = self.tuning.norm_power, self.tuning.refresh_steps
         if not self.movable:
             return tuple(moves.home)
-        energy = moves.energy(POWER)
+        energy = moves.energy(power)
         best, best_home = (moves.objective(), energy), tuple(moves.home)
         temperature = cooling.first * energy
         decay = (cooling.last / cooling.first) ** (1.0 / max(1, cooling.steps))
         for step in range(cooling.steps):
             if step % LOOK_AT_CLOCK == 0 and time.perf_counter() > deadline:
                 break
-            if step % REFRESH == REFRESH - 1:
+            if step % refresh == refresh - 1:
                 moves.refresh()
-                energy = moves.energy(POWER)
+                energy = moves.energy(power)
             temperature *= decay
             undo = self._propose()
             if not undo:
                 continue
-            after = moves.energy(POWER)
+            after = moves.energy(power)
             change = after - energy
             if change <= 0 or draw.random() < math.exp(-change / max(temperature, 1e-300)):
                 energy = after
@@ -82,16 +87,16 @@ class _Annealer:
         return best_home
 
     def _propose(self) -> list[tuple[int, int]]:
-        """Make a random move; (unit, where it was), in the order to undo it."""
+        """Make a random move; return (unit, its device before) of all that moved, in the order that undoes it."""
         draw = self.random.random()
-        if draw < 0.55:
+        if draw < self.tuning.one_share:
             return self._one()
-        if draw < 0.75:
+        if draw < self.tuning.one_share + self.tuning.swap_share:
             return self._swap()
         return self._stretch()
 
     def _pick(self) -> int:
-        """A movable unit, in half of the cases of the busiest device."""
+        """Draw a movable unit; in half of all draws, one of the busiest device if four tries find one."""
         moves = self.moves
         unit = self.movable[self.random.randrange(len(self.movable))]
         if self.random.random() < 0.5:
@@ -103,7 +108,7 @@ class _Annealer:
         return unit
 
     def _target(self, unit: int) -> int:
-        """Where a neighbour is, or any device; -1 if that is nowhere else."""
+        """Draw a device for ``unit``: a neighbour's (7 of 10 draws) or any; -1 if it may not or need not move there."""
         home, near = self.moves.home, self.near[unit]
         if near and self.random.random() < 0.7:
             target = home[near[self.random.randrange(len(near))]]
@@ -112,6 +117,7 @@ class _Annealer:
         return target if target != home[unit] and self.may[unit][target] else -1
 
     def _one(self) -> list[tuple[int, int]]:
+        """Move one unit."""
         unit = self._pick()
         target = self._target(unit)
         if target < 0:
@@ -121,6 +127,7 @@ class _Annealer:
         return [(unit, was)]
 
     def _swap(self) -> list[tuple[int, int]]:
+        """Exchange the devices of two units."""
         home = self.moves.home
         first = self._pick()
         second = self.movable[self.random.randrange(len(self.movable))]
@@ -132,7 +139,7 @@ class _Annealer:
         return [(second, b), (first, a)]
 
     def _stretch(self) -> list[tuple[int, int]]:
-        """Neighbours in the order that are on one device, to another."""
+        """Move a stretch of the program's order that is on one device to another device."""
         home = self.moves.home
         begin = self._pick()
         source, target = home[begin], self._target(begin)

@@ -1,4 +1,4 @@
-"""What no placement of whole units can beat: bounds on the surrogate, messages left out (they only add).
+"""Lower bounds on the surrogate of every placement of whole units; messages are left out, they only add.
 
 work     a device is at least as busy as any weighted mean of all: S ≥ Σ_u min_d λ_d·seconds[d, u] for λ ≥ 0, Σ λ = 1.
          The best λ (the dual of the linear relaxation) is looked for by multiplicative weights; any λ is valid
@@ -15,25 +15,23 @@ import numpy as np
 from passes.search.bound import Bound, BoundMethod
 from passes.search.free.cut import Cuts
 from passes.search.free.problem import FloatArray, FreeProblem
-
-STEPS = 300
-"""Of multiplicative weights: the best of them is within about 1% of the relaxation's optimum."""
+from passes.search.free.tuning import DEFAULT
 
 
-def simple_bound(problem: FreeProblem, cuts: Cuts | None = None) -> Bound:
-    """The tightest of the bounds that are cheap: O(K · n) each."""
+def simple_bound(problem: FreeProblem, cuts: Cuts | None = None, steps: int = DEFAULT.bound_steps) -> Bound:
+    """Return the tightest of the cheap bounds, O(K · n) each."""
     open_seconds = np.where(problem.allowed, problem.seconds, math.inf)
     found = [
         Bound(float(open_seconds.min(axis=0).max(initial=0.0)), BoundMethod.LARGEST_UNIT),
-        Bound(work_bound(problem), BoundMethod.SHARED_WORK),
+        Bound(work_bound(problem, steps), BoundMethod.SHARED_WORK),
     ]
     if cuts is not None and cuts.bound_seconds > 0:
         found.append(Bound(cuts.bound_seconds, BoundMethod.MINIMUM_CUTS))
     return max(found, key=lambda bound: bound.seconds)
 
 
-def work_bound(problem: FreeProblem, steps: int = STEPS) -> float:
-    """The largest of Σ_u min_d λ_d·seconds[d, u] over the λ looked at."""
+def work_bound(problem: FreeProblem, steps: int = DEFAULT.bound_steps) -> float:
+    """Return the largest Σ_u min_d λ_d·seconds[d, u] of all λ tried, in seconds."""
     seconds = np.where(problem.allowed, problem.seconds, np.inf)
     if len(problem.ties):
         seconds = np.concatenate([seconds, problem.tie_seconds], axis=1)
@@ -56,7 +54,9 @@ def work_bound(problem: FreeProblem, steps: int = STEPS) -> float:
 
 
 def _relaxed(seconds: FloatArray, weights: FloatArray) -> tuple[float, FloatArray]:
-    """Weighted work, and the loads where every unit goes to its cheapest devices, ties shared by near equality.
+    """Return Σ_u min_d λ_d·seconds[d, u], and the loads [K] with every unit on its cheapest device.
+
+    A unit that is equally cheap on several devices is shared among them.
 
     ``passes.search.bound.weighted_work`` is the same sum, without the choices that it comes from.
     """

@@ -11,20 +11,19 @@ from dataclasses import dataclass
 from passes.search.free.moves import borders
 from passes.search.free.problem import FreeProblem
 from passes.search.free.starts import Home
-
-SLACK = 0.02
-"""By how much a neighbour may be worse at first, relatively."""
+from passes.search.free.tuning import DEFAULT, FreeTuning
 
 
 @dataclass(frozen=True, eq=False)
 class Neighbourhood:
-    """Draws neighbours of placements. ``modules``: the module path of each unit."""
+    """Neighbours of placements, drawn at random. ``modules``: module path of each unit."""
 
     problem: FreeProblem
     modules: Sequence[str]
+    tuning: FreeTuning = DEFAULT
 
     def draw(self, home: Sequence[int], draw: random.Random) -> Iterator[Home]:
-        """Neighbours without end, none equal to ``home``; nothing if no unit can move."""
+        """Yield neighbours without end, none equal to ``home``; none at all if no unit can move."""
         problem = self.problem
         edge = borders(problem, home) or list(range(problem.units))
         may = problem.allowed
@@ -41,9 +40,9 @@ class Neighbourhood:
             unit = movable[draw.randrange(len(movable))]
             target = self._target(home, unit, draw)
             kind = draw.random()
-            if kind < 0.35:
+            if kind < self.tuning.moved_one:
                 moved = [unit]
-            elif kind < 0.85:
+            elif kind < self.tuning.moved_one + self.tuning.moved_stretch:
                 moved = self._stretch(home, unit, target, draw)
             else:
                 path = self.modules[unit]
@@ -66,13 +65,14 @@ class Neighbourhood:
             yield tuple(changed)
 
     def _target(self, home: Sequence[int], unit: int, draw: random.Random) -> int:
+        """Draw a device for ``unit``: mostly one of its neighbours'."""
         away = sorted({home[v] for v in self.problem.neighbours[unit]} - {home[unit]})
         if away and draw.random() < 0.8:
             return away[draw.randrange(len(away))]
         return draw.randrange(self.problem.devices)
 
     def _stretch(self, home: Sequence[int], unit: int, target: int, draw: random.Random) -> list[int]:
-        """Units in the order from ``unit`` on, either way, that are on its device."""
+        """Return units of one device that follow each other in the program's order, from ``unit`` on, either way."""
         most = max(2.0, self.problem.units / 12)
         length = 2 + int(draw.expovariate(1.0) * most)
         step = 1 if draw.random() < 0.5 else -1
@@ -96,9 +96,11 @@ def climb(
     quiet: int,
     seed: int,
     deadline: float,
-    slack: float = SLACK,
+    slack: float = DEFAULT.climb_slack,
 ) -> Home:
-    """The best of ``tries`` neighbours in a row; ends early after ``quiet`` of them without a new best.
+    """Walk from neighbour to neighbour, ``tries`` times; return the best placement seen.
+
+    Ends early after ``quiet`` neighbours without a new best. ``measure``: seconds of a placement.
 
     Threshold accepting (Dueck, Scheuer 1990): a neighbour that is worse by a share of at most ``slack``, less and less
     towards the end, is gone on from too.

@@ -17,11 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.search.free.problem import FloatArray, FreeProblem, IntArray, Net
-
-LARGEST_SHARE = 2.0
-"""Of all work per coarse unit wanted: the most that a coarse unit may have."""
-LEAST_SHRINK = 0.95
-"""A level that has more units than this part of the one before is not worth having."""
+from passes.search.free.tuning import DEFAULT, FreeTuning
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,32 +28,32 @@ class Level:
     unit_of: IntArray
 
     def down(self, home: Sequence[int]) -> tuple[int, ...]:
-        """A placement of the problem below."""
+        """Return the placement of the finer problem that ``home`` means."""
         return tuple(np.asarray(home, dtype=np.int64)[self.unit_of].tolist())
 
     def up(self, home: Sequence[int]) -> tuple[int, ...]:
-        """A placement of the problem below where each coarse unit is where most of its work is."""
+        """Return the coarse placement: each coarse unit on the device of most of its units in ``home``."""
         return majority(self.problem, home, self.unit_of, np.ones(len(self.unit_of)))
 
 
 def majority(
     problem: FreeProblem, home: Sequence[int], unit_of: IntArray, work: FloatArray
 ) -> tuple[int, ...]:
-    """The device of each unit of ``problem`` by the work of its parts, ``home`` being theirs; only where it may be."""
+    """Return for each unit of ``problem`` the allowed device with most work of its parts, ``home`` being theirs."""
     votes = np.zeros((problem.devices, problem.units))
     np.add.at(votes, (np.asarray(home, dtype=np.int64), unit_of), np.maximum(work, 1e-300))
     votes[~problem.allowed] = -1.0
     return tuple(votes.argmax(axis=0).tolist())
 
 
-def levels(problem: FreeProblem, wanted: int) -> list[Level]:
-    """Ever coarser problems, down to about ``wanted`` units; empty if there are no more than that already."""
+def levels(problem: FreeProblem, wanted: int, tuning: FreeTuning = DEFAULT) -> list[Level]:
+    """Return ever coarser problems, down to about ``wanted`` units; none if there are no more units than that."""
     found: list[Level] = []
     current = problem
     while current.units > wanted:
-        unit_of = _matched(current, wanted)
+        unit_of = _matched(current, tuning.coarse_share / wanted)
         count = int(unit_of.max()) + 1
-        if count > LEAST_SHRINK * current.units:
+        if count > tuning.least_shrink * current.units:
             break
         level = Level(contract(current, unit_of), unit_of)
         found.append(level)
@@ -65,8 +61,8 @@ def levels(problem: FreeProblem, wanted: int) -> list[Level]:
     return found
 
 
-def _matched(problem: FreeProblem, wanted: int) -> IntArray:
-    """Coarse unit of each unit, numbered by their first members."""
+def _matched(problem: FreeProblem, share: float) -> IntArray:
+    """Return the coarse unit of each unit, numbered by first members; none has more than ``share`` of all work."""
     affinity: list[dict[int, float]] = [defaultdict(float) for _ in range(problem.units)]
     latency, per_byte = _mean_link(problem)
     for e, net in enumerate(problem.nets):
@@ -75,7 +71,7 @@ def _matched(problem: FreeProblem, wanted: int) -> IntArray:
             affinity[net.producer][reader] += weight / len(net.readers)
             affinity[reader][net.producer] += weight / len(net.readers)
     work = problem.seconds.mean(axis=0).tolist()
-    most = LARGEST_SHARE * sum(work) / wanted
+    most = share * sum(work)
     allowed = [tuple(column) for column in problem.allowed.T.tolist()]
     partner = [-1] * problem.units
     floor = sum(work) / problem.units * 1e-3 or 1e-300
@@ -104,7 +100,7 @@ def _mean_link(problem: FreeProblem) -> tuple[float, float]:
 
 
 def contract(problem: FreeProblem, unit_of: IntArray) -> FreeProblem:
-    """The problem where units with one number in ``unit_of`` are one. Costs of its placements are those of ``problem``."""
+    """Return the problem in which units with one number in ``unit_of`` are one; its placements cost the same as there."""
     count = int(unit_of.max()) + 1
     of = unit_of.tolist()
     seconds = np.stack(

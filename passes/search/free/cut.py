@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from passes.search.free.problem import FreeProblem, evaluate
+from passes.search.free.tuning import DEFAULT
 
-MAX_CUTS = 12
 SCALE = 1 << 44
 """Whole numbers per largest capacity: rounding costs 1e-13 of it per arc."""
 FIRST_WEIGHTS = (0.5, 0.02, 0.98)
@@ -34,7 +34,7 @@ CLOSE = 1e-7
 
 @dataclass
 class Cuts:
-    """What minimum cuts between two devices found. ``homes``: placements of all units, the later the closer to balance."""
+    """Result of minimum cuts between two devices. ``homes``: placements of all units, later ones closer to balance."""
 
     bound_seconds: float = 0.0
     homes: list[tuple[int, ...]] = field(default_factory=list)
@@ -46,9 +46,9 @@ def minimum_cuts(
     *,
     pair: tuple[int, int] = (0, 1),
     home: Sequence[int] | None = None,
-    most: int = MAX_CUTS,
+    most: int = DEFAULT.most_cuts,
 ) -> Cuts:
-    """Divide the units of a pair of devices anew, all others where they are.
+    """Divide the units of a pair of devices anew; all others stay where they are.
 
     With two devices in all, ``bound_seconds`` holds for every placement; otherwise it is 0: what crosses to further
     devices is charged as if each net had that one reader.
@@ -81,7 +81,7 @@ def minimum_cuts(
 
 
 def _highest(lines: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """(λ, value) where the least of the lines λ·a + (1 - λ)·b is highest: at an end or where two lines meet."""
+    """Return (λ, value) where the least of the lines λ·a + (1 - λ)·b is highest: at an end or where two lines meet."""
     candidates = [0.0, 1.0]
     for i, (a, b) in enumerate(lines):
         for c, d in lines[:i]:
@@ -93,7 +93,7 @@ def _highest(lines: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 class _Pair:
-    """The units of two devices as a flow network, by weight."""
+    """Flow networks of the units of two devices."""
 
     def __init__(self, problem: FreeProblem, first: int, second: int, home: Sequence[int] | None) -> None:
         self.problem, self.first, self.second = problem, first, second
@@ -117,7 +117,7 @@ class _Pair:
         self.forbidden = SCALE * (4 * len(units) + 4 * len(self.nets) + 4)
 
     def _nets(self) -> list[tuple[float, tuple[int, ...]]]:
-        """(seconds, nodes) of what may cross between the two."""
+        """Return (seconds, nodes) of every net and tie that may cross between the two devices."""
         problem, node, found = self.problem, self.node, []
         for e, net in enumerate(problem.nets):
             inside = [node[u] for u in (net.producer, *net.readers) if u in node]
@@ -138,11 +138,12 @@ class _Pair:
         return [(seconds, nodes) for seconds, nodes in found if seconds > 0]
 
     def _outside(self, net: int, node: int, device: int, share: float = 1.0) -> None:
+        """Charge a message between ``node`` and a further device to ``node``, on either of the pair."""
         for mine in (self.first, self.second):
             self.outside[mine][node] += share * self.problem.pair_seconds(net, mine, device)
 
     def cut(self, weight: float) -> tuple[list[bool], float]:
-        """(whether each unit is on the first device, the cut's value rounded down) for λ = ``weight``."""
+        """Return (True for each unit on the first device, the cut's value rounded down) for λ = ``weight``."""
         problem, count = self.problem, len(self.units)
         source, sink = count, count + 1
         network = FlowNetwork(count + 2 + 2 * len(self.nets))
@@ -172,7 +173,7 @@ class _Pair:
         return network.source_side(source)[:count], flow / self.scale * (1 - 1e-12) + held
 
     def placement(self, side: Sequence[bool]) -> tuple[int, ...]:
-        """The whole placement with the pair's units as the cut has them."""
+        """Return the whole placement with the pair's units as the cut has them."""
         home = self.home.copy()
         for u, on_first in zip(self.units, side, strict=True):
             home[u] = self.first if on_first else self.second

@@ -26,13 +26,11 @@ import numpy as np
 from passes.search.free.problem import FreeProblem
 from passes.search.ilp import Program, Terms, Variable
 
-MOST_TERMS = 60_000
-"""Nonzeros beyond which building and presolving takes longer than a round may."""
-
 
 @dataclass(frozen=True)
 class Solution:
-    """``home``: None if nothing better was found. ``bound_seconds``: no placement of this program's space is below."""
+    """Answer of a program. ``home``: None if nothing better was found. ``bound_seconds``: below it lies no placement
+    of the program's space."""
 
     home: tuple[int, ...] | None
     bound_seconds: float
@@ -40,7 +38,7 @@ class Solution:
 
 
 def program_terms(problem: FreeProblem, free: Collection[int] | None = None) -> int:
-    """About how many nonzeros the program has."""
+    """Estimate the number of nonzeros of the program."""
     chosen = None if free is None else set(free)
     k, count = problem.devices, 0
     for net in problem.nets:
@@ -115,7 +113,7 @@ class _Program:
         return variable
 
     def _on(self, unit: int, device: int) -> tuple[Variable | None, float]:
-        """(variable or None, constant) that says whether the unit is on the device."""
+        """Return (variable or None, constant) whose sum is 1 if the unit is on the device, else 0."""
         if unit in self.free:
             return self.x[unit, device], 0.0
         return None, float(self.home[unit] == device)
@@ -177,7 +175,7 @@ class _Program:
         return sorted({self.home[r] for r in readers})
 
     def _reader(self, sent: dict[tuple[int, int], Variable], producer: int, reader: int, d: int) -> None:
-        """Arrivals at d for the reader, departures from d for the producer."""
+        """Add the rows of arrivals at d for the reader, and of departures from d for the producer."""
         mine, mine_constant = self._on(reader, d)
         made, made_constant = self._on(producer, d)
         for sign, arcs in (
@@ -212,7 +210,7 @@ class _Program:
                     self.program.row({held: 1.0, self.x[u, d]: -1.0}, ">=", 0.0)
 
     def _symmetry(self) -> None:
-        """Of devices that are alike, the i-th takes none of the first i heaviest units."""
+        """Break the symmetry of alike devices: the i-th of them takes none of the first i heaviest units."""
         for group in self.groups:
             for place, u in enumerate(self.heaviest[: len(group) - 1]):
                 for d in group[place + 1 :]:
@@ -246,7 +244,7 @@ class _Program:
 
 
 def alike(problem: FreeProblem) -> list[list[int]]:
-    """Groups of two or more devices that may change names: equal seconds, links, memory and pins."""
+    """Return groups of two or more interchangeable devices: equal seconds, links, memory and pins."""
     groups: list[list[int]] = []
     for d in range(problem.devices):
         for group in groups:
@@ -276,7 +274,7 @@ def _interchangeable(problem: FreeProblem, a: int, b: int) -> bool:
 
 
 def _first_come(group: Sequence[int], home: Sequence[int], order: Sequence[int]) -> dict[int, int]:
-    """Names of alike devices by the first unit of ``order`` that each has."""
+    """Rename alike devices: the first name for the device that has the earliest unit of ``order``, and so on."""
     taken: list[int] = []
     for u in order:
         if home[u] in group and home[u] not in taken:

@@ -1,4 +1,4 @@
-"""Simulates the candidates of the free search, each once, and climbs on the simulation itself."""
+"""Candidates of the free search, each simulated once, and climbing on the simulation itself."""
 
 from __future__ import annotations
 
@@ -9,20 +9,10 @@ from dataclasses import dataclass, field
 
 from passes.lower.candidate import Candidate, Origin, Trail, anywhere
 from passes.search.free.climb import Neighbourhood
-from passes.search.free.search import EXACT_CHOICES, CountSearch
+from passes.search.free.search import CountSearch
 from passes.search.free.starts import Home
+from passes.search.free.tuning import FreeTuning
 from passes.search.judge import Judge, Simulated, fastest_fitting
-
-PREDICTED_PER_SIMULATION = 6
-"""Neighbours predicted for each that is simulated, while climbing."""
-SLACK = 0.01
-"""By how much a neighbour may be slower and still be gone on from, relatively; less with every one that is no better."""
-CLIMBED = 3
-"""Placements of a large problem that are climbed from, one after the other."""
-PATIENCE = 0.4
-"""Of the time left, without a better one: then the next is climbed from."""
-QUIET_SECONDS, LEAST_QUIET, MOST_QUIET = 2.0, 16, 120
-"""Simulations in a row without a better one, after which climbing ends: as many as take this long."""
 
 
 @dataclass(eq=False)
@@ -30,6 +20,7 @@ class FreeJudge:
     """Simulates placements of a search's units, each once, and moves units of the best."""
 
     judge: Judge
+    tuning: FreeTuning
     homes: dict[int, tuple[CountSearch, Home]] = field(default_factory=dict)
     """Placements of units, by their position in ``judge.tried``."""
     _known: dict[object, Simulated] = field(default_factory=dict)
@@ -66,7 +57,7 @@ class FreeJudge:
 
     @property
     def each_seconds(self) -> float:
-        """Seconds that a simulation takes, about."""
+        """Mean seconds of a simulation."""
         return self._spent_seconds / max(1, len(self.tried))
 
     def best(self) -> Simulated | None:
@@ -74,45 +65,50 @@ class FreeJudge:
         return fastest_fitting(self.tried)
 
     def climb(self, deadline: float, seed: int) -> int:
-        """Move units of the best placement while its simulated step gets shorter; how many were simulated.
+        """Move units of the best placement while its simulated step gets shorter; return the number of simulations.
 
-        Of a large problem then of others that were found, and of the best again, while there is time: which moves are
-        drawn decides much.
+        A large problem is then climbed from other placements too, and from the best again, while there is time: on such
+        problems much depends on the moves that are drawn.
         """
+        tuning = self.tuning
         fitting = [i for i in self.homes if self.tried[i].fits]
-        if not fitting:
+        if not fitting or tuning.climbed < 1:
             return 0
         ranked = sorted(fitting, key=lambda i: self.tried[i].step_seconds)
         problem = self.homes[ranked[0]][0].problem
-        if problem.units * problem.devices <= EXACT_CHOICES:
-            return self._climb_from(ranked[0], deadline, seed)
+        if problem.units * problem.devices <= tuning.exact_choices:
+            return self._climb_from(ranked[0], deadline, seed, tuning.quiet_seconds)
         unlike: dict[Trail, int] = {}
         for i in ranked:
             unlike.setdefault(self.tried[i].candidate.trail, i)
         count = 0
-        for number, first in enumerate(list(unlike.values())[:CLIMBED]):
-            patience = PATIENCE * (deadline - time.perf_counter())
+        for number, first in enumerate(list(unlike.values())[: tuning.climbed]):
+            patience = tuning.patience * (deadline - time.perf_counter())
             count += self._climb_from(first, deadline, seed + number, patience)
         best = min(
             (i for i in self.homes if self.tried[i].fits),
             key=lambda i: self.tried[i].step_seconds,
         )
-        return count + self._climb_from(best, deadline, seed + CLIMBED)
+        if not tuning.climb_best:
+            return count
+        return count + self._climb_from(best, deadline, seed + tuning.climbed, tuning.quiet_seconds)
 
-    def _climb_from(
-        self, first: int, deadline: float, seed: int, quiet_seconds: float = QUIET_SECONDS
-    ) -> int:
-        """Threshold accepting, as ``passes.search.free.climb``. Of several neighbours the best predicted is simulated."""
-        patience = max(QUIET_SECONDS, quiet_seconds)
-        quiet = max(LEAST_QUIET, min(MOST_QUIET, int(patience / max(self.each_seconds, 1e-6))))
+    def _climb_from(self, first: int, deadline: float, seed: int, quiet_seconds: float) -> int:
+        """Climb by threshold accepting, as in ``passes.search.free.climb``; return the number of simulations.
+
+        The best predicted of several neighbours is simulated.
+        """
+        tuning = self.tuning
+        patience = max(tuning.quiet_seconds, quiet_seconds)
+        quiet = max(tuning.least_quiet, min(tuning.most_quiet, int(patience / max(self.each_seconds, 1e-6))))
         draw = random.Random(seed)
         search, home = self.homes[first]
         seconds = least = self.tried[first].step_seconds
-        around = Neighbourhood(search.problem, search.model.module_of_unit)
+        around = Neighbourhood(search.problem, search.model.module_of_unit, tuning)
         count, silent = 0, 0
         while silent < quiet and time.perf_counter() + self.each_seconds < deadline:
             silent += 1
-            drawn = list(itertools.islice(around.draw(home, draw), PREDICTED_PER_SIMULATION))
+            drawn = list(itertools.islice(around.draw(home, draw), tuning.predicted_per_simulation))
             unknown = [other for other in drawn if not self.seen(search, other)]
             if not drawn:
                 break
@@ -125,6 +121,6 @@ class FreeJudge:
                 continue
             if simulated.step_seconds < least:
                 least, silent = simulated.step_seconds, 0
-            if simulated.step_seconds <= seconds * (1 + SLACK * (1 - silent / quiet)):
+            if simulated.step_seconds <= seconds * (1 + tuning.simulated_slack * (1 - silent / quiet)):
                 home, seconds = other, simulated.step_seconds
         return count

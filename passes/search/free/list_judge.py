@@ -16,25 +16,18 @@ from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
 from passes.lower.job import Job
 from passes.lower.segment import Segmentation, merge
+from passes.search.free.tuning import DEFAULT, FreeTuning
 from passes.search.judge import Carried, Judge, Simulated
-
-LISTS = ("list", "list-split")
-"""Free placements revisit devices and branch: no pipeline's order is made for them."""
-BOTH_SECONDS = 0.05
-"""Seconds that a simulation may take for candidates to be simulated under both; then under the one that won more often."""
-LONG = 20_000
-"""Instructions of a step; longer ones are simulated under one schedule from the first on, with backwards in halves."""
-MERGE_SECONDS = 5.0
-"""Seconds for which segments of the chosen placement are merged at most."""
-MERGE_TIMES = 3.0
-"""Simulations' time that must be left to begin merging: a few trials, and the simulation of what becomes of them."""
 
 
 class ListJudge(Judge):
     """Simulates the candidates of one free search under the list schedules."""
 
-    def __init__(self, graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job) -> None:
+    def __init__(
+        self, graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, job: Job, tuning: FreeTuning = DEFAULT
+    ) -> None:
         super().__init__(graph, costs, cluster, job)
+        self._tuning = tuning
         self._won: Counter[str] = Counter()
         self._slow = False
         self._each_seconds = 0.0
@@ -42,12 +35,13 @@ class ListJudge(Judge):
     def measure(self, candidate: Candidate) -> Simulated:
         """Step time and peak memory of a candidate, under the better schedule."""
         segmentation = self.segmentation(candidate)
-        self._slow |= 3 * len(segmentation) * candidate.microbatches > LONG
-        names = LISTS if not self._slow else (max(reversed(LISTS), key=lambda name: self._won[name]),)
+        self._slow |= 3 * len(segmentation) * candidate.microbatches > self._tuning.long_step
+        lists = self._tuning.schedules
+        names = lists if not self._slow else (max(reversed(lists), key=lambda name: self._won[name]),)
         started = time.perf_counter()
         found = [self.schedule(candidate, segmentation, name) for name in names]
         self._each_seconds = (time.perf_counter() - started) / len(names)
-        self._slow |= self._each_seconds > BOTH_SECONDS
+        self._slow |= self._each_seconds > self._tuning.both_seconds
         best = min(found, key=self._rank)
         if len(found) > 1:
             self._won[best.candidate.schedule] += 1
@@ -58,18 +52,22 @@ class ListJudge(Judge):
     def finished(self, candidate: Candidate, left_seconds: float = math.inf) -> Carried:
         """What ``candidate`` became, under the best schedule; what was simulated is not simulated again."""
         known = [carried for carried in [self.kept(candidate)] if carried is not None]
-        if known and (not self._slow or left_seconds < MERGE_TIMES * self._each_seconds):
+        if known and (not self._slow or left_seconds < self._tuning.merge_times * self._each_seconds):
             return known[0]
         segmentation = known[0].realized.segmentation if known else self.segmentation(candidate)
         done = {each.candidate.schedule for each in known}
-        known += [self.schedule(candidate, segmentation, name) for name in LISTS if name not in done]
+        known += [
+            self.schedule(candidate, segmentation, name)
+            for name in self._tuning.schedules
+            if name not in done
+        ]
         return min(known, key=self._rank)
 
     def merged(self, found: Carried, left_seconds: float = math.inf) -> Carried:
         """Merge segments of ``found`` where that is not slower: each is a call and, between devices, a wait."""
-        if left_seconds < MERGE_TIMES * self._each_seconds:
+        if left_seconds < self._tuning.merge_times * self._each_seconds:
             return found
-        limit_seconds = min(MERGE_SECONDS, max(0.0, left_seconds - self._each_seconds))
+        limit_seconds = min(self._tuning.merge_seconds, max(0.0, left_seconds - self._each_seconds))
         candidate, before = found.candidate, found.realized.segmentation
         merged = merge(
             self.graph, before, lambda trial: self.makespan(candidate, trial), seconds=limit_seconds

@@ -1,4 +1,4 @@
-"""How long a micro-batch, or a few of them, take on a placement: a list schedule of tasks, forward and backward.
+"""Makespan of a few micro-batches on a placement: a list schedule of tasks, forward and backward.
 
     task      ops that run as one, without interruption; tasks form a DAG
     forward   a task starts when its device is free and what it reads has arrived
@@ -22,7 +22,7 @@ import numpy as np
 from passes.search.free.problem import BoolArray, FloatArray, IntArray
 
 RANKS = (1, 0, 2)
-"""Of forwards, backwards and weight halves, where several are ready."""
+"""Priority of forwards, backwards and weight halves where several are ready; the lowest runs first."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +37,13 @@ class TaskGraph:
     weight: FloatArray
     """[K, T] seconds of the half that nobody waits for"""
     sent_bytes: FloatArray
-    """[T] of the values that leave the task"""
+    """[T] bytes of the values that leave the task"""
     gradient_bytes: FloatArray
-    """[T] sent back by each device that reads it"""
+    """[T] bytes sent back by each device that reads the task's values"""
     passes_gradient: BoolArray
-    """[T]"""
+    """[T] True where a gradient goes through the task"""
     latency: FloatArray
-    """[K, K]"""
+    """[K, K] seconds of a message of no bytes"""
     seconds_per_byte: FloatArray
     """[K, K]"""
 
@@ -60,7 +60,7 @@ class TaskGraph:
 
     @cached_property
     def gradient_readers(self) -> tuple[tuple[int, ...], ...]:
-        """Readers that send a gradient back to each task."""
+        """Return the readers that send a gradient back to each task."""
         passing = self.passes_gradient.tolist()
         return tuple(
             tuple(v for v in readers if passing[v]) if passing[u] else ()
@@ -69,7 +69,7 @@ class TaskGraph:
 
     @cached_property
     def gradient_producers(self) -> tuple[tuple[int, ...], ...]:
-        """Producers that each task sends a gradient back to."""
+        """Return the producers that each task sends a gradient back to."""
         passing = self.passes_gradient.tolist()
         return tuple(
             tuple(p for p in producers if passing[p]) if passing[v] else ()
@@ -78,7 +78,7 @@ class TaskGraph:
 
     @cached_property
     def urgency(self) -> list[float]:
-        """[3T] the longest way to the end from the start of each forward, backward, weight half; nothing sent."""
+        """Return [3T] seconds of the longest way to the end from each forward, backward, weight half; without messages."""
         count = len(self)
         forward, backward = self.forward.mean(axis=0).tolist(), self.backward.mean(axis=0).tolist()
         way = [0.0] * (3 * count)
@@ -100,13 +100,18 @@ class TaskGraph:
 
     @cached_property
     def _waiting(self) -> list[int]:
-        """[3T] what each instruction waits for: producers; own forward and readers' backwards; own backward."""
+        """Return [3T] the number of events that each instruction waits for.
+
+        forward       its producers
+        backward      its own forward, and its readers' backwards
+        weight half   its own backward
+        """
         forward = [len(p) for p in self.producers]
         return forward + [1 + len(r) for r in self.gradient_readers] + [1] * len(forward)
 
 
 def makespan(tasks: TaskGraph, home: IntArray | list[int], microbatches: int = 1) -> float:
-    """Seconds of a few micro-batches, forward and backward, with task t on device ``home[t]``.
+    """Return the seconds of a few micro-batches, forward and backward, with task t on device ``home[t]``.
 
     O(m · (T + edges) · log).
     """
@@ -126,15 +131,15 @@ class Clock:
         self.link_free = [[0.0] * devices for _ in range(devices)]
         self.ready: list[list[tuple[int, float, int]]] = [[] for _ in range(devices)]
         self.events: list[tuple[float, int, int]] = []
-        """(when, 0: this ends, 1: this is ready, instruction)"""
+        """Heap of (seconds, 0 for "ends" or 1 for "is ready", instruction)."""
         self.sent = tasks.sent_bytes.tolist()
         self.gradient = tasks.gradient_bytes.tolist()
         self.count = len(tasks)
         self.left: dict[tuple[int, int, int], int] = {}
-        """(micro-batch, producer, device) -> readers there that still owe their part of its gradient"""
+        """Number of readers that still owe their part of a gradient, by (micro-batch, producer, device)."""
 
     def run(self) -> float:
-        """The end of the last instruction."""
+        """Play everything; return the seconds at which the last instruction ends."""
         end, events, count = 0.0, self.events, self.count
         devices = len(self.ready)
         busy = [False] * devices
@@ -168,6 +173,7 @@ class Clock:
         return end
 
     def _ended(self, instruction: int, now: float) -> None:
+        """Send on what the instruction made, and count down those that wait for it."""
         tasks, count = self.tasks, self.count
         microbatch, step = divmod(instruction, 3 * count)
         first = microbatch * 3 * count
@@ -200,10 +206,11 @@ class Clock:
             self._arrives(first + producer + count, arrives)
 
     def _readers_on(self, producer: int, device: int) -> int:
+        """Count the readers on ``device`` that send a gradient back to ``producer``."""
         return sum(self.home[reader] == device for reader in self.tasks.gradient_readers[producer])
 
     def _send(self, source: int, target: int, size_bytes: float, now: float) -> float:
-        """When a message arrives; the pair's messages in both directions share one queue."""
+        """Return the seconds at which a message arrives; the pair's messages in both directions share one queue."""
         a, b = (source, target) if source < target else (target, source)
         begin = max(now, self.link_free[a][b])
         took = self.latency[source][target] + size_bytes * self.per_byte[source][target]
@@ -211,6 +218,7 @@ class Clock:
         return begin + took
 
     def _arrives(self, instruction: int, when: float) -> None:
+        """Note one of the things that ``instruction`` waits for; after the last it is ready."""
         self.waiting[instruction] -= 1
         self.arrival[instruction] = max(self.arrival[instruction], when)
         if self.waiting[instruction] == 0:

@@ -28,15 +28,13 @@ from passes.graph.state import owning_groups, state_readers
 from passes.search.free.coarsen import majority
 from passes.search.free.makespan import TaskGraph
 from passes.search.free.problem import FloatArray, FreeProblem, IntArray, Net
+from passes.search.free.tuning import DEFAULT
 from passes.search.model import LayerModel, read_model
-
-MAX_TASKS = 5000
-"""Tasks that ops are merged into, roughly: a makespan of so many is played in a fifth of a second."""
 
 
 @dataclass(frozen=True)
 class State:
-    """A parameter or buffer. ``gradient_bytes``: of its sum over devices; 0 if it does not train."""
+    """A parameter or buffer. ``gradient_bytes``: size of the gradient that is summed over devices; 0 if not trained."""
 
     name: str
     held: StateBytes
@@ -46,22 +44,22 @@ class State:
 
 @dataclass(frozen=True, eq=False)
 class FreeModel:
-    """The placed ops 0 … n-1 of a graph in the program's order. Shapes [n] unless said otherwise."""
+    """Placed ops 0 … n-1 of a graph in the program's order. Shapes [n] unless said otherwise."""
 
     layers: LayerModel
     cluster: ClusterSpec
     optimizer: str
     states: tuple[State, ...]
     pins: Mapping[int, int]
-    """Op to rank."""
+    """Rank of each pinned op."""
     together: tuple[tuple[int, ...], ...]
     """Ops that must share a segment, with all between them."""
     exact_unit_of: IntArray
     task_of: IntArray
-    """[n] numbered in a topological order"""
+    """[n] task of each op, numbered in a topological order"""
     unit_of_task: IntArray
     module_of_unit: tuple[str, ...]
-    """Of the search's units."""
+    """Module path of each unit of the search: that of its heaviest op."""
     work: FloatArray
     """[n] seconds that tasks were balanced by"""
     _cache: dict[object, FloatArray] = field(default_factory=dict)
@@ -69,21 +67,21 @@ class FreeModel:
 
     @property
     def unit_of(self) -> IntArray:
-        """[n] unit of the search."""
+        """Return [n] the search's unit of each op."""
         return np.asarray(self.unit_of_task[self.task_of])
 
     def ranks(self, home: Sequence[int]) -> dict[str, int]:
-        """Rank of each placed op, given the device of each unit of the search."""
+        """Return the rank of each placed op, given the device of each unit of the search."""
         where = np.asarray(home, dtype=np.int64)[self.unit_of].tolist()
         return dict(zip(self.layers.names, where, strict=True))
 
     def home_of(self, rank_of: Mapping[str, int], problem: FreeProblem) -> tuple[int, ...]:
-        """The device of each unit where most of its work is in ``rank_of``."""
+        """Return for each unit the device that has most of its work in ``rank_of``."""
         ranks = [rank_of.get(name, 0) for name in self.layers.names]
         return majority(problem, ranks, self.unit_of, self.work)
 
     def seconds(self, size: int) -> FloatArray:
-        """[3, K, n] forward, input half and weight half of one micro-batch."""
+        """Return [3, K, n] seconds of forward, input half and weight half of a micro-batch of ``size`` samples."""
         key = ("seconds", size)
         if key not in self._cache:
             rows, passes = self.layers.rows, self.layers.differentiable
@@ -98,7 +96,7 @@ class FreeModel:
         return self._cache[key]
 
     def problem(self, unit_of: IntArray, batch_size: int, microbatches: int, held: int = 1) -> FreeProblem:
-        """The problem over the units ``unit_of`` [n], ``held`` micro-batches at once in memory."""
+        """Make the problem over the units ``unit_of`` [n], with ``held`` micro-batches at once in memory."""
         size = -(-batch_size // microbatches)
         count = int(unit_of.max()) + 1
         seconds = microbatches * _over_units(self.seconds(size).sum(axis=0), unit_of, count)
@@ -126,7 +124,7 @@ class FreeModel:
         )
 
     def tasks(self, batch_size: int, microbatches: int) -> TaskGraph:
-        """The tasks of one micro-batch, for makespans."""
+        """Make the tasks of one micro-batch, for makespans."""
         size = -(-batch_size // microbatches)
         count = len(self.unit_of_task)
         forward, backward, weight = self.seconds(size)
@@ -155,7 +153,7 @@ class FreeModel:
 
     @property
     def links(self) -> tuple[FloatArray, FloatArray]:
-        """[K, K] latency and seconds per byte, the slower direction of each pair."""
+        """Return [K, K] latency and [K, K] seconds per byte, the slower direction of each pair."""
         devices = len(self.cluster.devices)
         latency, per_byte = np.zeros((devices, devices)), np.zeros((devices, devices))
         for a in range(devices):
@@ -167,7 +165,7 @@ class FreeModel:
         return np.maximum(latency, latency.T), np.maximum(per_byte, per_byte.T)
 
     def _nets(self, unit_of: IntArray) -> tuple[dict[Net, int], IntArray, IntArray]:
-        """Nets, and the net of each of the ops whose results leave their unit."""
+        """Return (nets, net of each op whose results leave its unit, those ops)."""
         key = unit_of.tobytes()
         if key in self._nets_of:
             return self._nets_of[key]
@@ -185,7 +183,7 @@ class FreeModel:
         return found
 
     def _saved_bytes(self, unit_of: IntArray, count: int, size: int) -> FloatArray:
-        """[units] of one micro-batch: each storage that autograd keeps, where it is first saved."""
+        """Return [units] bytes of one micro-batch: each storage that autograd keeps, at the unit that saves it first."""
         sizes = self.layers.storage_sizes(size)
         saved = [
             (int(unit_of[touch.savers[0]]), number)
@@ -198,7 +196,7 @@ class FreeModel:
     def _add_states(
         self, unit_of: IntArray, seconds: FloatArray, unit_bytes: FloatArray
     ) -> list[tuple[tuple[int, ...], State, list[float]]]:
-        """Add what one unit owns to it; return the ties, with their optimizer seconds per device."""
+        """Add the state that one unit owns to it; return the ties, with optimizer seconds per device."""
         ties = []
         for state in self.states:
             units = sorted({int(unit_of[op]) for op in state.ops})
@@ -214,6 +212,7 @@ class FreeModel:
         return ties
 
     def _allowed(self, unit_of: IntArray, count: int) -> np.ndarray[tuple[int, int], np.dtype[np.bool_]]:
+        """Return [K, units] True where pins let a unit be."""
         allowed = np.ones((len(self.cluster.devices), count), dtype=bool)
         for op, rank in self.pins.items():
             allowed[:, unit_of[op]] = False
@@ -230,8 +229,12 @@ def read_free_model(
     precision: Precision,
     pins: Mapping[int, int],
     work_size: int,
+    most_tasks: int = DEFAULT.most_tasks,
 ) -> FreeModel:
-    """Collect the arrays. ``work_size``: samples of the micro-batch at which tasks are balanced."""
+    """Collect the arrays of a graph.
+
+    ``work_size``: samples of the micro-batch at which tasks are balanced; ``most_tasks``: about so many are made.
+    """
     layers = read_model(graph, costs, optimizer, precision)
     if recomputed.intersection(layers.names) or len(recomputed) + len(layers.names) != len(graph.ops):
         raise InternalError("free search: the ops without a rank are not those of passes.graph.recomputed")
@@ -242,7 +245,7 @@ def read_free_model(
     work = layers.seconds(work_size, cluster.devices[0])
     crossing = layers.output_bytes(work_size) * (1.0 + layers.differentiable)
     tasks = np.array(
-        clusters(OpArrays(layers.readers, work, crossing, together, pins), MAX_TASKS), dtype=np.int64
+        clusters(OpArrays(layers.readers, work, crossing, together, pins), most_tasks), dtype=np.int64
     )
     count = int(tasks.max()) + 1
     pinned = {int(tasks[op]): rank for op, rank in pins.items()}
@@ -259,7 +262,7 @@ def read_free_model(
 
 
 def repeated_calls(graph: OpGraph, layers: LayerModel, states: Sequence[State]) -> list[tuple[int, ...]]:
-    """Ops of one module that read the same parameter: calls of it at several places of the program."""
+    """Return groups of ops of one module that read the same parameter: several calls of the module."""
     groups = []
     for state in states:
         by_path: dict[str, list[int]] = defaultdict(list)
@@ -284,9 +287,9 @@ def _states(graph: OpGraph, layers: LayerModel, optimizer: str, precision: Preci
 
 
 def _numbered(count: int, groups: Sequence[Sequence[int]], pins: Mapping[int, int]) -> IntArray:
-    """[count] number of each item's group after uniting groups that share a member, by first members.
+    """Return [count] the number of each item's group, after uniting groups that share a member, by first members.
 
-    What is pinned to different ranks, itself or by what it was united with, stays apart.
+    Items that are pinned to different ranks, directly or through their groups, stay apart.
     """
     parent, pin_of = list(range(count)), dict(pins)
 
@@ -308,10 +311,10 @@ def _numbered(count: int, groups: Sequence[Sequence[int]], pins: Mapping[int, in
 
 
 def _over_units(per_op: FloatArray, unit_of: IntArray, count: int) -> FloatArray:
-    """[K, n] -> [K, units]"""
+    """Sum [K, n] over the ops of each unit: [K, units]."""
     return np.stack([_sums(unit_of, row, count) for row in per_op])
 
 
 def _sums(group: IntArray, weights: FloatArray, count: int) -> FloatArray:
-    """[count] sum of the weights of each group."""
+    """Return [count] the sum of the weights of each group."""
     return np.bincount(group, weights=weights, minlength=count).astype(np.float64)

@@ -7,15 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from passes.search.free.problem import MEMORY_TOLERANCE, FreeProblem, evaluate
-
-OVERFLOW_PRICE = 8.0
-"""What exceeding a device's memory by all of it costs, in multiples of all work."""
+from passes.search.free.tuning import DEFAULT
 
 
 class Moves:
-    """``home``, ``load`` and ``memory`` of a placement under change. Plain lists: single numbers are read and written."""
+    """A placement under change: ``home``, ``load`` and ``memory``. Plain lists, since single numbers are read and written.
 
-    def __init__(self, problem: FreeProblem, home: Sequence[int]) -> None:
+    ``overflow_price``: the cost of exceeding a device's memory by all of it, in multiples of all work.
+    """
+
+    def __init__(
+        self, problem: FreeProblem, home: Sequence[int], overflow_price: float = DEFAULT.overflow_price
+    ) -> None:
         self.problem = problem
         self.seconds = problem.seconds.tolist()
         self.latency = problem.latency.tolist()
@@ -28,12 +31,12 @@ class Moves:
         self.room = (problem.capacity_bytes * (1 + MEMORY_TOLERANCE)).tolist()
         total = float(problem.seconds.max(axis=0).sum()) or 1.0
         self.byte_price = [
-            OVERFLOW_PRICE * total / max(capacity, 1.0) for capacity in problem.capacity_bytes.tolist()
+            overflow_price * total / max(capacity, 1.0) for capacity in problem.capacity_bytes.tolist()
         ]
         self.start(home)
 
     def start(self, home: Sequence[int]) -> None:
-        """Begin at ``home``."""
+        """Begin at the placement ``home``."""
         problem = self.problem
         self.home = list(home)
         loads = evaluate(problem, home)
@@ -45,7 +48,7 @@ class Moves:
                 row[self.home[reader]] += 1
 
     def move(self, unit: int, target: int) -> None:
-        """Bring ``unit`` to device ``target``."""
+        """Move ``unit`` to device ``target``."""
         source = self.home[unit]
         if source == target:
             return
@@ -93,7 +96,7 @@ class Moves:
             self.memory[device] += sign * float(problem.tie_bytes[tie])
 
     def felt(self) -> list[float]:
-        """Loads, with what exceeds a memory as load."""
+        """Return the loads, with a price for every byte beyond a device's memory added."""
         return [
             load + price * (used - room) if used > room else load
             for load, used, room, price in zip(
@@ -102,7 +105,7 @@ class Moves:
         ]
 
     def energy(self, power: float) -> float:
-        """A p-norm of the felt loads: near their maximum, but lower too where others have less to do."""
+        """Return a p-norm of the felt loads: close to their maximum, and lower where the other devices have less to do."""
         felt = self.felt()
         top = max(felt)
         if top <= 0.0:
@@ -110,15 +113,15 @@ class Moves:
         return float(top * sum((max(f, 0.0) / top) ** power for f in felt) ** (1.0 / power))
 
     def objective(self) -> float:
-        """The busiest device's seconds, what exceeds a memory included."""
+        """Return the largest felt load."""
         return max(self.felt())
 
     def refresh(self) -> None:
-        """Compute all again: sums of many small changes drift."""
+        """Compute everything again, since sums of many small changes drift."""
         self.start(self.home)
 
 
 def borders(problem: FreeProblem, home: Sequence[int]) -> list[int]:
-    """Units with a neighbour on another device."""
+    """Return the units that have a neighbour on another device."""
     where = np.asarray(home)
     return [u for u, near in enumerate(problem.neighbours) if any(where[v] != where[u] for v in near)]

@@ -34,24 +34,6 @@ from passes.search.outcome import Outcome, RunnerUp, TrailLabel
 
 log = logging.getLogger("partitioner")
 
-LEAST_SECONDS, MOST_SECONDS, CHOICES_PER_SECOND = 8.0, 40.0, 50
-"""Where the request has no limit: more for more ops times devices. Small graphs are done before."""
-FIRST_COUNTS = 6
-"""Numbers of micro-batches that are looked at first, spread over all; then those beside the best."""
-DEEP_COUNTS = 3
-"""Of which placements are searched for in depth."""
-WORTH_DEPTH = 1.25
-"""How much slower than the best another number may be predicted to be searched too."""
-SEARCH_SHARE, SIMULATE_SHARE = 0.5, 0.75
-"""Parts of the time after which searching, and simulating what was found, end; the rest is for climbing."""
-SIMULATIONS_LEFT = 2.5
-"""As many are left time for when the search ends, where one is long."""
-ROOM_LEFT = 0.97
-"""How full a further search may make a device, if the estimate is as far off as it was where it overflowed."""
-PROVED = 1e-6
-"""The gap below which nothing is left to prove."""
-LATE = 0.98
-"""Of the time limit: a search that took so much of it was ended by it."""
 THROUGHPUT = "busiest device, messages included"
 CLIMBED = Trail.of(Origin.MOVED_IN_SIMULATION)
 LATENCY = "makespan of one micro-batch, list schedule"
@@ -69,15 +51,19 @@ def place_free(
 
     ``starts`` are simulated first. Raises ``UsageError`` for pins that cannot hold, ``InfeasibleError`` if nothing fits.
     """
-    started = time.perf_counter()
+    tuning, started = request.tuning, time.perf_counter()
     choices = len(graph) * len(cluster.devices)
-    limit = request.time_limit_seconds or min(MOST_SECONDS, LEAST_SECONDS + choices / CHOICES_PER_SECOND)
+    limit = request.time_limit_seconds or min(
+        tuning.most_seconds, tuning.least_seconds + choices / tuning.choices_per_second
+    )
     counts = counts_to_try(graph, request)
     recomputed, job = judge.recomputed, request.job
     pins = resolved_pins(graph, recomputed, request, cluster)
     work_size = max(1, job.batch_size // counts[-1])
-    model = read_free_model(graph, costs, cluster, recomputed, job.optimizer, job.precision, pins, work_size)
-    free = FreeJudge(judge)
+    model = read_free_model(
+        graph, costs, cluster, recomputed, job.optimizer, job.precision, pins, work_size, tuning.most_tasks
+    )
+    free = FreeJudge(judge, tuning)
     first = usable_starts(model, starts, counts)
     for start in first:
         free.candidate(start)
@@ -90,26 +76,28 @@ def place_free(
         if number and left < 0.1 * limit and free.best() is not None:
             return None
         begun = time.perf_counter()
-        room = max(0.1 * left, left - SIMULATIONS_LEFT * free.each_seconds)
-        searches = _search(model, request, counts, first, scale, begun + min(SEARCH_SHARE * left, room))
-        _simulate(free, searches, request, begun + SIMULATE_SHARE * left, started + limit)
+        room = max(0.1 * left, left - tuning.simulations_left * free.each_seconds)
+        searches = _search(
+            model, request, counts, first, scale, begun + min(tuning.search_share * left, room)
+        )
+        _simulate(free, searches, request, begun + tuning.simulate_share * left, started + limit)
         missed = _missed(free)
         if missed is None:
             return None
-        smaller = scale * ROOM_LEFT * _estimated_share(free, missed)
+        smaller = scale * tuning.room_left * _estimated_share(free, missed)
         log.info("the fastest placements overflow; searching again with %.0f%% of the memory", 100 * smaller)
         return smaller
 
     memory_rounds(look, 1.0)
     if free.best() is None:
         raise infeasible(request, judge)
-    climbed = free.climb(started + limit, seed=0)
+    climbed = free.climb(started + limit, seed=tuning.seed)
     best = free.best()
     assert best is not None
     spent = time.perf_counter() - started
     log.info("free search: %d simulated, %d while climbing, %.2f s", len(judge.tried), climbed, spent)
     certificate = _certificate(model, request, counts, best, searches, spent)
-    if certificate.gap > PROVED and spent > LATE * limit:
+    if certificate.gap > tuning.proved and spent > tuning.late * limit:
         certificate = replace(certificate, solver_status="time limit")
     return Outcome(best, judge, certificate, _runner_ups(judge.tried, best))
 
@@ -131,18 +119,19 @@ def _search(
     scale: float,
     deadline: float,
 ) -> list[CountSearch]:
-    """The best numbers of micro-batches, searched in depth; best predicted first."""
+    """Search the best numbers of micro-batches in depth; return these searches, best predicted first."""
+    tuning = request.tuning
     looked: dict[int, tuple[float, CountSearch]] = {}
 
     def look(count: int) -> None:
         if count in looked:
             return
-        search = CountSearch(model, request.job.batch_size, count, capacity_scale=scale)
+        search = CountSearch(model, request.job.batch_size, count, tuning.seed, scale, tuning)
         for start in starts:
             search.offer(model.home_of(start.stage_of, search.problem), start.trail)
         looked[count] = search.start(), search
 
-    spread = np.unique(np.linspace(0, len(counts) - 1, FIRST_COUNTS).round().astype(int)).tolist()
+    spread = np.unique(np.linspace(0, len(counts) - 1, tuning.first_counts).round().astype(int)).tolist()
     for count in [*(start.microbatches for start in starts), *(counts[i] for i in spread)]:
         if looked and time.perf_counter() > deadline:
             break
@@ -154,11 +143,13 @@ def _search(
             if time.perf_counter() < deadline:
                 look(beside)
     ranked = sorted(looked.values(), key=lambda pair: pair[0])
-    worth = [search for seconds, search in ranked if seconds <= WORTH_DEPTH * ranked[0][0]][:DEEP_COUNTS]
+    worth = [search for seconds, search in ranked if seconds <= tuning.worth_depth * ranked[0][0]][
+        : tuning.deep_counts
+    ]
     for number, search in enumerate(worth):
         now = time.perf_counter()
         for other in worth[:number]:  # what is good for one number is worth a look for the next
-            for found in other.ranked(request.simulations):
+            for found in other.ranked(request.tuning.simulations):
                 search.offer(found.home, found.trail)
         if now < deadline:
             latency = request.objective == "latency"
@@ -169,11 +160,14 @@ def _search(
 def _simulate(
     judge: FreeJudge, searches: Sequence[CountSearch], request: FreeRequest, deadline: float, end: float
 ) -> None:
-    """The best of each number of micro-batches, in the order of their predictions; the first up to the very ``end``."""
+    """Simulate the best of each number of micro-batches, in the order of predictions, until ``deadline``.
+
+    The first is simulated even later, until ``end``.
+    """
     chosen = [
         (search.predict(found.home), number, search, found)
         for number, search in enumerate(searches)
-        for found in search.ranked(request.simulations)
+        for found in search.ranked(request.tuning.simulations)
     ]
     for _, _, search, found in sorted(chosen, key=lambda each: each[:2]):
         late = time.perf_counter() + judge.each_seconds > (deadline if judge.homes else end)
@@ -184,7 +178,7 @@ def _simulate(
 
 
 def _missed(judge: FreeJudge) -> Simulated | None:
-    """The placement that overflows least, if one of them is faster than all that fit."""
+    """Return the placement that overflows least, if one that overflows is faster than all that fit."""
     best = judge.best()
     seconds = math.inf if best is None else best.step_seconds
     over = [
@@ -196,7 +190,7 @@ def _missed(judge: FreeJudge) -> Simulated | None:
 
 
 def _estimated_share(judge: FreeJudge, missed: Simulated) -> float:
-    """Estimated / simulated bytes, the least of all devices that overflow; below 1."""
+    """Return estimated / simulated bytes, the least of all devices that overflow; at most 1."""
     search, home = next(judge.homes[i] for i in judge.homes if judge.tried[i] is missed)
     estimated = evaluate(search.problem, home).memory_bytes.tolist()
     shares = [
@@ -219,11 +213,11 @@ def _certificate(
     searches: Sequence[CountSearch],
     search_seconds: float,
 ) -> Certificate:
-    """About the number of micro-batches that won: the surrogate of the placement, and what none can beat."""
+    """Certify the placement for its number of micro-batches: its surrogate, and a bound that none can beat."""
     m, size, rank_of = best.candidate.microbatches, request.job.batch_size, best.candidate.stage_of
     search = next((s for s in searches if s.microbatches == m), None)
     if search is None:
-        search = CountSearch(model, size, m)
+        search = CountSearch(model, size, m, tuning=request.tuning)
     devices = model.cluster.devices
     lower = min(simulated_lower_bound(_times(model, size, count), count) for count in counts)
     ops = np.arange(len(model.layers.names))
@@ -236,7 +230,7 @@ def _certificate(
         proved, name = search.bound, THROUGHPUT
     fits = proved.method is BoundMethod.INTEGER_PROGRAM
     fitting = " whose memory is estimated to fit" if fits else ""
-    if proved.seconds > objective * (1 + PROVED) and not fits:
+    if proved.seconds > objective * (1 + request.tuning.proved) and not fits:
         text = "the bound by %s, %.6g s, is above what was found, %.6g s"
         log.warning(text, proved.method.value, proved.seconds, objective)
     bound = min(proved.seconds, objective)
@@ -252,6 +246,6 @@ def _certificate(
             f"on {counted(len(devices), 'device')}, {counted(m, 'micro-batch')}; searched over {search.problem.units} units"
         ),
         method=f"{', '.join(m.value for m in dict.fromkeys(search.methods)) or 'starts'}; bound: {proved.method.value}",
-        solver_status="optimal" if gap <= PROVED else "stalled",
+        solver_status="optimal" if gap <= request.tuning.proved else "stalled",
         search_seconds=search_seconds,
     )

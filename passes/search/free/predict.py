@@ -1,4 +1,4 @@
-"""What a placement's step will take, without its programs: ranks candidates for the simulation.
+"""Predicted step of a placement, without making its programs: ranks candidates for the simulation.
 
     predicted = makespan of q micro-batches + (m - q)/m · period + the optimizer's step
 
@@ -7,7 +7,7 @@ with the busiest device's seconds of all micro-batches as period.
 q is up to three, fewer for large graphs: filling and draining are then mostly over, and the rest is one per period.
 
 Messages beside computation cost a device little where links are fast, and all their time where they wait for each other:
-the period is the busiest device's with messages counted as ``MESSAGE_SHARE`` of their seconds, or its messages alone.
+the period is the busiest device's with messages counted as ``message_share`` of their seconds, or its messages alone.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ import numpy as np
 
 from passes.search.free.makespan import TaskGraph, makespan
 from passes.search.free.problem import FloatArray, FreeProblem, IntArray, evaluate, overflow_bytes
-
-MESSAGE_SHARE = 0.5
-"""Of messages' seconds that a device is kept from computing (empirically: between none and all)."""
-MOST_PLAYED, PLAYED_TASKS = 3, 1200
-"""Micro-batches that are played: three of 400 tasks, one of 1,200."""
+from passes.search.free.tuning import DEFAULT, FreeTuning
 
 
 @dataclass(eq=False)
@@ -35,39 +31,48 @@ class Predictor:
     tasks: TaskGraph
     unit_of_task: IntArray
     microbatches: int
+    tuning: FreeTuning = DEFAULT
     _known: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    @property
+    def played_microbatches(self) -> int:
+        """Number of micro-batches whose makespan is played; fewer of large graphs."""
+        most = min(self.tuning.most_played, self.tuning.played_tasks // len(self.tasks))
+        return min(self.microbatches, max(1, most))
 
     @cached_property
     def _task_seconds(self) -> FloatArray:
-        """[K, T]"""
+        """Return [K, T] seconds of each task, forward and backward."""
         return np.asarray(self.tasks.forward + self.tasks.backward + self.tasks.weight)
 
     def signature(self, home: Sequence[int]) -> tuple[float, ...]:
-        """Equal for placements that differ in what costs nothing, or in the names of like devices, only."""
+        """Return numbers that are equal for placements of equal cost, up to the names of like devices."""
         loads = evaluate(self.problem, home)
         numbers = (self(home), *sorted(loads.seconds.tolist()), float(loads.memory_bytes.max()))
         return tuple(float(f"{number:.9g}") for number in numbers)
 
     def __call__(self, home: Sequence[int]) -> float:
-        """Predicted seconds of a step; much more than any if it does not fit or breaks pins."""
+        """Return the predicted seconds of a step; ten times as many and more if it does not fit."""
         key = tuple(home)
         if key not in self._known:
             self._known[key] = self._predict(key)
         return self._known[key]
 
     def knows(self, home: tuple[int, ...]) -> bool:
-        """Whether the placement was predicted before."""
+        """Tell whether the placement was predicted before."""
         return home in self._known
 
     def _predict(self, home: tuple[int, ...]) -> float:
         loads = evaluate(self.problem, home)
-        played = min(self.microbatches, max(1, min(MOST_PLAYED, PLAYED_TASKS // len(self.tasks))))
+        played = self.played_microbatches
         where = np.asarray(home)[self.unit_of_task]
         seconds = makespan(self.tasks, where, played)
         each = self._task_seconds[where, np.arange(len(where))] * self.microbatches
         busy = np.bincount(where, weights=each, minlength=len(loads.seconds)).astype(np.float64)
         once = loads.seconds - loads.message_seconds - busy  # the optimizer's step, sums of ties
-        seconds += (1 - played / self.microbatches) * period_seconds(busy, loads.message_seconds)
+        seconds += (1 - played / self.microbatches) * period_seconds(
+            busy, loads.message_seconds, self.tuning.message_share
+        )
         seconds += float(once.max())
         over = overflow_bytes(self.problem, loads.memory_bytes)
         if over > 0:
@@ -75,6 +80,9 @@ class Predictor:
         return seconds
 
 
-def period_seconds(busy: FloatArray, messages: FloatArray) -> float:
-    """Of a step: the busiest device's computing and part of its messages, or its messages alone. [K] seconds each."""
-    return float(np.maximum(busy + MESSAGE_SHARE * messages, messages).max())
+def period_seconds(busy: FloatArray, messages: FloatArray, message_share: float) -> float:
+    """Return seconds of all micro-batches in a full pipeline; ``busy`` and ``messages``: [K] seconds each.
+
+    The longest over devices of computing with part of the messages, or of the messages alone.
+    """
+    return float(np.maximum(busy + message_share * messages, messages).max())

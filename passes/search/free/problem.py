@@ -37,7 +37,7 @@ MEMORY_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Net:
-    """``readers``: ascending, without the producer; at least one."""
+    """Values that one unit sends to others. ``readers``: ascending, without the producer, at least one."""
 
     producer: int
     readers: tuple[int, ...]
@@ -45,35 +45,35 @@ class Net:
 
 @dataclass(frozen=True, eq=False)
 class FreeProblem:
-    """One number of micro-batches. n units, E nets, T ties, K devices."""
+    """Placement problem of one number of micro-batches. n units, E nets, T ties, K devices."""
 
     seconds: FloatArray
     """[K, n] forward + backward of all micro-batches, and the optimizer's step."""
     unit_bytes: FloatArray
-    """[n] state and what is saved of the micro-batches held at once."""
+    """[n] state, and what is saved for backward of the micro-batches held at once."""
     nets: tuple[Net, ...]
     messages: FloatArray
-    """[E] of a step, activations and gradients."""
+    """[E] number in a step to each device that reads, activations and gradients."""
     net_bytes: FloatArray
-    """[E] of a step, activations and gradients."""
+    """[E] bytes of these messages."""
     received_bytes: FloatArray
-    """[E] that each device that reads it holds at once."""
+    """[E] bytes that each device that reads the net holds at once."""
     ties: tuple[tuple[int, ...], ...]
     """Units of each tie, two or more."""
     tie_bytes: FloatArray
-    """[T] held by each device with one of its units."""
+    """[T] bytes held by each device with one of the tie's units."""
     tie_seconds: FloatArray
-    """[K, T] of the optimizer's step on each device that holds it."""
+    """[K, T] seconds of the optimizer's step on each device that holds the tie."""
     sum_bytes: FloatArray
-    """[T] of its gradient; 0 where none is summed."""
+    """[T] bytes of the gradient that is summed; 0 where none is."""
     latency: FloatArray
     """[K, K] seconds; 0 on the diagonal. Symmetric."""
     seconds_per_byte: FloatArray
     """[K, K] 0 on the diagonal. Symmetric."""
     capacity_bytes: FloatArray
-    """[K]"""
+    """[K] memory of each device."""
     allowed: BoolArray
-    """[K, n] what pins leave open."""
+    """[K, n] True where pins let the unit be."""
 
     @property
     def units(self) -> int:
@@ -85,21 +85,22 @@ class FreeProblem:
 
     @cached_property
     def produced(self) -> tuple[tuple[int, ...], ...]:
-        """Nets that each unit produces."""
+        """Return the nets that each unit produces."""
         return _by_unit(self.units, [(net.producer,) for net in self.nets])
 
     @cached_property
     def read(self) -> tuple[tuple[int, ...], ...]:
-        """Nets that each unit reads."""
+        """Return the nets that each unit reads."""
         return _by_unit(self.units, [net.readers for net in self.nets])
 
     @cached_property
     def ties_of(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ties that each unit belongs to."""
         return _by_unit(self.units, self.ties)
 
     @cached_property
     def neighbours(self) -> tuple[tuple[int, ...], ...]:
-        """Units that each unit sends to or reads from."""
+        """Return the units that each unit sends to or reads from."""
         found: list[set[int]] = [set() for _ in range(self.units)]
         for net in self.nets:
             for reader in net.readers:
@@ -108,13 +109,16 @@ class FreeProblem:
         return tuple(tuple(sorted(units)) for units in found)
 
     def pair_seconds(self, net: int, a: int, b: int) -> float:
-        """Of a net's messages between two devices."""
+        """Return the seconds of a net's messages between devices ``a`` and ``b`` in a step."""
         return float(
             self.messages[net] * self.latency[a, b] + self.net_bytes[net] * self.seconds_per_byte[a, b]
         )
 
     def sum_seconds(self, tie: int, devices: Sequence[int]) -> float:
-        """Of a ring's all-reduce over ``devices`` in ascending order: 2(k-1)·(α + n/k·β), by its slowest hop."""
+        """Return the seconds of summing a tie's gradient over ``devices``: a ring all-reduce in ascending order.
+
+        2(k-1)·(α + n/k·β) with α and β of the slowest hop, n bytes, k devices.
+        """
         k = len(devices)
         if k < 2 or self.sum_bytes[tie] == 0:
             return 0.0
@@ -135,11 +139,11 @@ def _by_unit(units: int, groups: Sequence[Sequence[int]]) -> tuple[tuple[int, ..
 
 @dataclass(frozen=True, eq=False)
 class Loads:
-    """What a placement costs, per device, shape [K] each."""
+    """Costs of a placement per device, shape [K] each."""
 
     seconds: FloatArray
     message_seconds: FloatArray
-    """The part of ``seconds`` that is messages."""
+    """Part of ``seconds`` that is messages."""
     memory_bytes: FloatArray
 
     @property
@@ -148,7 +152,10 @@ class Loads:
 
 
 def evaluate(problem: FreeProblem, home: Sequence[int]) -> Loads:
-    """Loads of a placement, ``home[u]`` the device of each unit, by their definition. What all searches are tested with."""
+    """Return the loads of a placement, ``home[u]`` the device of unit u, by their definition.
+
+    This is the reference that all solvers are tested against.
+    """
     where = np.asarray(home, dtype=np.int64)
     k, units = problem.devices, np.arange(problem.units)
     seconds = np.bincount(where, weights=problem.seconds[where, units], minlength=k).astype(np.float64)
@@ -170,13 +177,13 @@ def evaluate(problem: FreeProblem, home: Sequence[int]) -> Loads:
 
 
 def overflow_bytes(problem: FreeProblem, memory_bytes: FloatArray) -> float:
-    """By how much the devices' memory is exceeded, summed; 0 where it fits."""
+    """Return the bytes by which the devices' memory is exceeded, summed; 0 where it fits."""
     room = problem.capacity_bytes * (1 + MEMORY_TOLERANCE)
     return float(np.maximum(memory_bytes - room, 0.0).sum())
 
 
 def legal(problem: FreeProblem, home: Sequence[int]) -> bool:
-    """Whether pins hold and everything fits."""
+    """Tell whether pins hold and everything fits."""
     where = np.asarray(home, dtype=np.int64)
     if not problem.allowed[where, np.arange(problem.units)].all():
         return False

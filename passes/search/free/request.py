@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from passes.search.free.tuning import DEFAULT, FreeTuning
 from passes.search.request import Request
 from passes.search.words import StrategyName
 
@@ -26,5 +27,5 @@ class FreeRequest(Request):
     """True if ops may be split into blocks of neurons."""
     splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Glob over families of ``passes.split.families``, or an op's name -> sizes of its blocks; then no others are split."""
-    simulations: int = 12
-    """Candidates simulated at most, for each number of micro-batches."""
+    tuning: FreeTuning = DEFAULT
+    """Numbers that steer the search."""

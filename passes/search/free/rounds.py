@@ -1,4 +1,4 @@
-"""The free search over several graphs: the model's own first, then shapes of blocks that may win, then their sizes anew.
+"""Rounds of the free search: the model's graph first, then shapes of blocks that may win, then their sizes anew.
 
     the layer-wise plan ─► as it is (half of the time) ─► the best shapes, each cut again by how busy its devices were
                         ─► the fastest of all, its segments merged
@@ -27,6 +27,7 @@ from passes.search.free.outcome import fastest
 from passes.search.free.request import FreeRequest
 from passes.search.free.shapes import Shape, equalized, family_seconds, shapes
 from passes.search.free.splits import automatic_families, given_splits, proportional
+from passes.search.free.tuning import FreeTuning
 from passes.search.free.variants import (
     Attempt,
     TimeBudget,
@@ -41,23 +42,6 @@ from passes.search.outcome import Outcome
 
 log = logging.getLogger("partitioner")
 
-WHOLE_SHARE, ALONE_SHARE = 0.55, 0.93
-"""Of the time after the layer-wise plan: for the graph as it is, where shapes may come after it, or nothing but merging."""
-MOST_SHAPES, FEW_SHAPES, MOST_CUTS = 6, 2, 2
-"""Shapes in the time that is left, or where there is no limit; how often each is cut again."""
-SHAPE_SHARE = 0.35
-"""Of the time that is left: for the next search of a shape."""
-PROMISING = 1.15
-"""Times what is known: a shape that is estimated to be slower is not made."""
-CUT_AGAIN = 1.1
-"""Times what is known: the best of a shape may be as slow as this to be cut again."""
-LEAST_CHANGE = 0.01
-"""Of a family: blocks that would change by less are left."""
-MAKING_PER_OP = 1.5e-3
-"""Seconds that splitting and costs take for each op of the graph that is made, before one was made (empirically)."""
-LEAST_SECONDS = 0.3
-"""A search of a shape is not worth less."""
-
 
 def place_anywhere(
     graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: FreeRequest, judge: Judge
@@ -68,10 +52,23 @@ def place_anywhere(
     """
     budget = TimeBudget.of(request)
     # With all of the time, as layer-wise planning would have it: with less, the plan may be worse than layer-wise.
-    start = layer_start(request, judge)
+    return place_rounds(graph, costs, cluster, request, layer_start(request, judge), budget)
+
+
+def place_rounds(
+    graph: OpGraph,
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    request: FreeRequest,
+    start: Outcome | None,
+    budget: TimeBudget,
+) -> Outcome:
+    """Choose the fastest of all variants and the layer-wise plan ``start``. Raises InfeasibleError where nothing fits."""
     rounds = _Rounds(graph, costs, cluster, request, start, budget)
     if request.splits:
-        rounds.attempt(split_variant(graph, cluster, given_splits(graph, request.splits)), ALONE_SHARE)
+        rounds.attempt(
+            split_variant(graph, cluster, given_splits(graph, request.splits)), request.tuning.alone_share
+        )
     else:
         rounds.run()
     if not rounds.found and start is None:
@@ -89,38 +86,46 @@ class _Rounds:
     budget: TimeBudget
     found: list[Attempt] = field(default_factory=list)
     failures: list[InfeasibleError] = field(default_factory=list)
-    making_per_op: float = MAKING_PER_OP
+    making_per_op: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.making_per_op = self.tuning.making_per_op
+
+    @property
+    def tuning(self) -> FreeTuning:
+        return self.request.tuning
 
     def run(self) -> None:
-        """The graph as it is, then shapes, each with other sizes too."""
+        """Place the graph as it is, then shapes, each with other sizes too."""
+        tuning = self.tuning
         ranked = self.ranked()
         known = self.best_seconds
-        may_win = [shape for shape in ranked if shape.seconds < PROMISING * known]
-        self.attempt(Variant(self.graph, self.costs), WHOLE_SHARE if may_win else ALONE_SHARE)
-        worth = [shape for shape in may_win if shape.seconds < PROMISING * self.best_seconds]
+        may_win = [shape for shape in ranked if shape.seconds < tuning.promising * known]
+        self.attempt(Variant(self.graph, self.costs), tuning.whole_share if may_win else tuning.alone_share)
+        worth = [shape for shape in may_win if shape.seconds < tuning.promising * self.best_seconds]
         if ranked:
             text = "%d of %d shapes of blocks may win: %.4g s estimated, %.4g s known"
             log.info(text, len(worth), len(ranked), ranked[0].seconds, self.best_seconds)
         first: dict[object, Shape] = {}
         for shape in worth:  # those that differ in sizes alone are cut again
             first.setdefault((shape.families, shape.ranks), shape)
-        most = MOST_SHAPES if self.budget.limited else FEW_SHAPES
+        most = tuning.most_shapes if self.budget.limited else tuning.few_shapes
         for shape in list(first.values())[:most]:
-            if shape.seconds >= PROMISING * self.best_seconds:
+            if shape.seconds >= tuning.promising * self.best_seconds:
                 break
-            found = self.shape(shape, SHAPE_SHARE)
-            for _ in range(MOST_CUTS):
-                if found is None or found.carried.seconds > CUT_AGAIN * self.best_seconds:
+            found = self.shape(shape, tuning.shape_share)
+            for _ in range(tuning.most_recuts):
+                if found is None or found.carried.seconds > tuning.recut_within * self.best_seconds:
                     break
                 again = self.cut_again(found)
-                other = None if again is None else self.shape(again, SHAPE_SHARE, found)
+                other = None if again is None else self.shape(again, tuning.shape_share, found)
                 found = other if other is not None and other.carried.seconds < found.carried.seconds else None
 
     def ranked(self) -> list[Shape]:
-        """All shapes, best estimated first; none where nothing is to be split."""
+        """List all shapes, best estimated first; none where nothing is to be split."""
         if not self.request.split:
             return []
-        chosen = automatic_families(self.graph, self.costs, self.cluster)
+        chosen = automatic_families(self.graph, self.costs, self.cluster, self.tuning)
         if not chosen:
             return []
         counts = counts_to_try(self.graph, self.request)
@@ -128,7 +133,7 @@ class _Rounds:
 
     @property
     def best_seconds(self) -> float:
-        """Of the fastest known step."""
+        """Seconds of the fastest known step."""
         known = [attempt.carried.seconds for attempt in self.found]
         return min(
             known if self.start is None else [*known, self.start.best.step_seconds],
@@ -136,12 +141,12 @@ class _Rounds:
         )
 
     def shape(self, shape: Shape, share: float, like: Attempt | None = None) -> Attempt | None:
-        """A shape placed; None where there is no time, no placement, or a pin names nothing of it."""
+        """Place a shape; None where there is no time, no placement, or a pin names nothing of it."""
         blocks = sum(
             len(family.ops) * len(sizes) for family, sizes in zip(shape.families, shape.sizes, strict=True)
         )
         making = self.making_per_op * (len(self.graph) + 4 * blocks)
-        if self.budget.left_seconds < 1.5 * making + LEAST_SECONDS / share:
+        if self.budget.left_seconds < 1.5 * making + self.tuning.shape_least_seconds / share:
             return None
         began = time.perf_counter()
         alone = self.request.job.batch_size % shape.microbatches == 0
@@ -170,7 +175,7 @@ class _Rounds:
         return found
 
     def cut_again(self, attempt: Attempt) -> Shape | None:
-        """Sizes with which the devices would be as busy as each other, if only blocks changed; None if they are so.
+        """Choose sizes with which all devices would be equally busy, if only blocks changed; None if they are.
 
         busy[k] = x[k]·ΣT[f, k] + fixed[k] as simulated.
         """
@@ -185,7 +190,7 @@ class _Rounds:
         share = np.mean([_shares(sizes, len(shape.ranks)) for sizes in shape.sizes], axis=0)
         busy = np.array(attempt.carried.realized.simulation.busy_seconds)[list(shape.ranks)]
         wanted = equalized(total.tolist(), np.maximum(busy - share * total, 0.0).tolist())
-        if np.abs(np.array(wanted) - share).max() < LEAST_CHANGE:
+        if np.abs(np.array(wanted) - share).max() < self.tuning.least_change:
             return None
         kept = [max(x, 1e-9) for x in wanted]
         sizes = tuple(proportional(int(n), kept) for n in units)

@@ -27,40 +27,19 @@ from passes.search.free.bound import simple_bound
 from passes.search.free.climb import Neighbourhood, climb
 from passes.search.free.coarsen import Level, levels
 from passes.search.free.cut import Cuts, minimum_cuts
-from passes.search.free.ilp import MOST_TERMS, program_terms, solve_program
+from passes.search.free.ilp import program_terms, solve_program
 from passes.search.free.model import FreeModel
 from passes.search.free.moves import borders
 from passes.search.free.predict import Predictor
 from passes.search.free.problem import FreeProblem, evaluate, overflow_bytes
 from passes.search.free.starts import Home, all_starts, obeying
+from passes.search.free.tuning import DEFAULT, FreeTuning
 
 log = logging.getLogger("partitioner")
 
-COARSE_UNITS = 96
-"""Where annealing begins; an integer program over them often closes its gap in seconds."""
-EXACT_CHOICES = 900
-"""Units times devices up to which the integer program is over all units, and its bound proves optimality."""
-ANNEAL_PER_UNIT, MOST_STEPS = 120, 24_000
-REFINE_PER_UNIT, MOST_REFINE_STEPS = 12, 8_000
-LEADERS = 3
-"""Placements that are annealed from, beside the best."""
-FREED_UNITS = 48
-"""Units that one neighbourhood leaves open."""
-QUIET_NEIGHBOURHOODS = 4
-MANY_TASKS, FEW, FIRST = 1000, 4, 2
-"""From so many tasks on, placements are not predicted by the dozen."""
-CLIMB_LEADERS = 2
-CLIMB_WORK, MOST_TRIES, LEAST_TRIES = 150_000, 1200, 100
-"""Tasks that are played while climbing from one placement, as tries; a quarter of them without success ends it."""
-PROGRAM_SECONDS = 4.0
-MOST_SEEDS, QUIET_SEEDS = 8, 2
-"""Random numbers that a large problem is searched with; so many in a row without a better prediction end it."""
-ENOUGH = 0.5
-"""Of what the last took: so much time must be left for the next."""
-
 
 class Method(Enum):
-    """A way of looking for placements; the value is how people read it."""
+    """A way of looking for placements; its value is for people to read."""
 
     MINIMUM_CUTS = "minimum s-t cuts"
     ANNEALING = "annealing"
@@ -71,7 +50,7 @@ class Method(Enum):
 
 @dataclass
 class Found:
-    """A placement of the search's units."""
+    """A placement of the search's units. ``trail``: the method that found it, and from what."""
 
     home: Home
     trail: Trail
@@ -81,13 +60,17 @@ class Found:
 
 @dataclass(eq=False)
 class CountSearch:
-    """One number of micro-batches: its problems, and what was found. ``capacity_scale``: devices as if smaller."""
+    """Search for one number of micro-batches: its problems and the placements found.
+
+    ``seed``: first random number; ``capacity_scale``: part of every device's memory that may be used.
+    """
 
     model: FreeModel
     batch_size: int
     microbatches: int
     seed: int = 0
     capacity_scale: float = 1.0
+    tuning: FreeTuning = DEFAULT
     found: dict[Home, Found] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -96,8 +79,8 @@ class CountSearch:
         self.exact = self._scaled(model.problem(model.exact_unit_of, self.batch_size, m))
         self.lossless = self.exact.units == self.problem.units
         self.tasks = model.tasks(self.batch_size, m)
-        self.predict = Predictor(self.problem, self.tasks, model.unit_of_task, m)
-        self.bound: Bound = simple_bound(self.exact)
+        self.predict = Predictor(self.problem, self.tasks, model.unit_of_task, m, self.tuning)
+        self.bound: Bound = simple_bound(self.exact, steps=self.tuning.bound_steps)
         self.methods: list[Method] = []
 
     def _scaled(self, problem: FreeProblem) -> FreeProblem:
@@ -114,35 +97,39 @@ class CountSearch:
         return self.found[key]
 
     def start(self) -> float:
-        """Simple placements; the least predicted seconds of them."""
+        """Begin with simple placements; return the least predicted seconds of them."""
         for home, trail in all_starts(
-            self.problem, self.tasks, self.model.unit_of_task, self.model.module_of_unit
+            self.problem, self.tasks, self.model.unit_of_task, self.model.module_of_unit, self.tuning
         ):
             self.offer(home, trail)
-        return min(self.predict(found.home) for found in self._promising(FEW))
+        return min(self.predict(found.home) for found in self._promising(self.tuning.few_predicted))
 
     def best(self) -> Found:
-        """By the surrogate; placements that fit come first."""
+        """Return the best by the surrogate; placements that fit come first."""
         return min(self.found.values(), key=lambda f: (not f.fits, f.objective_seconds))
 
     def ranked(self, count: int) -> list[Found]:
-        """Best first, in turn by prediction and by the surrogate."""
-        promising = self._promising(max(FEW, 2 * count))
-        by_prediction = heapq.nsmallest(count, promising, key=lambda f: self.predict(f.home))
-        by_load = heapq.nsmallest(count, self.found.values(), key=lambda f: (not f.fits, f.objective_seconds))
+        """Return the ``count`` best, in turn the next by prediction and the next by the surrogate."""
+        promising = self._promising(max(self.tuning.few_predicted, 2 * count))
+        rankings = {
+            "prediction": heapq.nsmallest(count, promising, key=lambda f: self.predict(f.home)),
+            "load": heapq.nsmallest(
+                count, self.found.values(), key=lambda f: (not f.fits, f.objective_seconds)
+            ),
+        }
         chosen: dict[Home, Found] = {}
-        for pair in itertools.zip_longest(by_prediction, by_load):
+        for pair in itertools.zip_longest(*(rankings[name] for name in self.tuning.ranked_by)):
             for each in pair:
                 if each is not None:
                     chosen.setdefault(each.home, each)
         return list(chosen.values())[:count]
 
     def _promising(self, count: int) -> list[Found]:
-        """What is worth predicting: everything, or of a large graph the best by the surrogate and the first offered."""
-        if len(self.tasks) <= MANY_TASKS:
+        """Choose the placements to predict: all; of a large graph, the best by the surrogate and the first offered."""
+        if len(self.tasks) <= self.tuning.many_tasks:
             return list(self.found.values())
         known = [found for found in self.found.values() if self.predict.knows(found.home)]
-        first = list(self.found.values())[:FIRST]
+        first = list(self.found.values())[: self.tuning.first_predicted]
         best = heapq.nsmallest(count, self.found.values(), key=lambda f: (not f.fits, f.objective_seconds))
         return list({found.home: found for found in (*known, *first, *best)}.values())
 
@@ -150,38 +137,44 @@ class CountSearch:
         """Improve until nothing helps or the time is over; large problems with other random numbers too."""
         if self.problem.devices < 2 or not (self.problem.allowed.sum(axis=0) > 1).any():
             return
-        now = time.perf_counter()
+        tuning, now = self.tuning, time.perf_counter()
         self._cuts(now + 0.2 * (deadline - now))
         first, silent = self.seed, 0
-        large = self.problem.units * self.problem.devices > EXACT_CHOICES
+        large = self.problem.units * self.problem.devices > tuning.exact_choices
         best = math.inf
-        for self.seed in range(first, first + (MOST_SEEDS if large else 1)):
+        for self.seed in range(first, first + (tuning.most_seeds if large else 1)):
             began = time.perf_counter()
             self._once(deadline, latency and self.microbatches == 1)
-            found = min(self.predict(each.home) for each in self._promising(FEW))
-            silent = 0 if found < best * (1 - 1e-3) else silent + 1
+            found = min(self.predict(each.home) for each in self._promising(tuning.few_predicted))
+            silent = 0 if found < best * (1 - tuning.seed_gain) else silent + 1
             best = min(best, found)
             now = time.perf_counter()
-            if silent == QUIET_SEEDS or now + ENOUGH * (now - began) > deadline:
+            if silent == tuning.quiet_seeds or now + tuning.seed_time * (now - began) > deadline:
                 break
         self.seed = first
 
     def _once(self, deadline: float, latency: bool) -> None:
-        """All moves. The busiest device is no measure of latency, but what is balanced is a start."""
+        """Search once with one set of random numbers.
+
+        The surrogate, the busiest device, is no measure of latency, but balanced placements are a start.
+        """
         now = time.perf_counter()
         balance, refine = (0.3, 0.5) if latency else (0.55, 0.75)
         self._multilevel(now + balance * (deadline - now))
         self._neighbourhoods(now + refine * (deadline - now))
-        self._climb(deadline, 2 * CLIMB_LEADERS if latency else CLIMB_LEADERS)
+        self._climb(deadline, 2 * self.tuning.climb_leaders if latency else self.tuning.climb_leaders)
 
     def _cuts(self, deadline: float) -> None:
-        if self.problem.devices != 2:
+        """Offer minimum cuts between two devices, and prove a bound with them."""
+        if self.problem.devices != 2 or self.tuning.most_cuts < 1:
             return
-        cuts = minimum_cuts(self.problem, deadline)
+        cuts = minimum_cuts(self.problem, deadline, most=self.tuning.most_cuts)
         for home in cuts.homes:
             self.offer(home, Trail.of(Origin.MINIMUM_CUT))
-        proof: Cuts = cuts if self.lossless else minimum_cuts(self.exact, deadline)
-        self._raise_bound(simple_bound(self.exact, proof))
+        proof: Cuts = (
+            cuts if self.lossless else minimum_cuts(self.exact, deadline, most=self.tuning.most_cuts)
+        )
+        self._raise_bound(simple_bound(self.exact, proof, self.tuning.bound_steps))
         self.methods.append(Method.MINIMUM_CUTS)
 
     def _raise_bound(self, bound: Bound) -> None:
@@ -190,25 +183,30 @@ class CountSearch:
 
     @property
     def proved(self) -> bool:
-        """Whether the best by the surrogate cannot be beaten."""
+        """True if the best by the surrogate meets the bound."""
         best = self.best()
         return best.fits and best.objective_seconds <= self.bound.seconds * (1 + 1e-6)
 
     def _multilevel(self, deadline: float) -> None:
-        chain = levels(self.problem, COARSE_UNITS)
+        """Improve the leaders on coarse units, by annealing and a program, then refine them level by level."""
+        tuning = self.tuning
+        chain = levels(self.problem, tuning.coarse_units, tuning)
         coarse = chain[-1].problem if chain else self.problem
         leaders = heapq.nsmallest(
-            LEADERS, self.found.values(), key=lambda f: (not f.fits, f.objective_seconds)
+            tuning.leaders, self.found.values(), key=lambda f: (not f.fits, f.objective_seconds)
         )
-        steps = min(MOST_STEPS, ANNEAL_PER_UNIT * coarse.units)
+        steps = min(tuning.anneal_most_steps, tuning.anneal_steps_per_unit * coarse.units)
+        cooling = Cooling(steps, tuning.anneal_first, tuning.anneal_last)
         best: list[tuple[Home, float]] = []
         share = (deadline - time.perf_counter()) * 0.5 / (len(leaders) + 1)
         for number, leader in enumerate(leaders):
             home = _up(chain, leader.home)
             until = time.perf_counter() + share
-            home = anneal(coarse, home, Cooling(steps), self.seed + number, until)
+            home = anneal(coarse, home, cooling, self.seed + number, until, tuning)
             best.append((home, self._value(coarse, home)))
         self.methods.append(Method.ANNEALING)
+        if not best:
+            return
         best.sort(key=lambda pair: pair[1])
         solved = self._program(coarse, best[0][0], time.perf_counter() + share, exact=not chain)
         homes = [home for home, _ in best] if solved is None else [solved, *(home for home, _ in best)]
@@ -216,27 +214,32 @@ class CountSearch:
             self._down(chain, home, number, deadline)
 
     def _value(self, problem: FreeProblem, home: Home) -> float:
+        """Return the surrogate in seconds; ten times as many if the placement does not fit."""
         loads = evaluate(problem, home)
         over = overflow_bytes(problem, loads.memory_bytes)
         return loads.objective_seconds * (10.0 if over > 0 else 1.0)
 
     def _down(self, chain: Sequence[Level], home: Home, number: int, deadline: float) -> None:
         """Refine a coarse placement level by level."""
+        tuning = self.tuning
         for depth in reversed(range(len(chain))):
             below = chain[depth - 1].problem if depth else self.problem
             home = chain[depth].down(home)
-            steps = min(MOST_REFINE_STEPS, REFINE_PER_UNIT * below.units)
+            steps = min(tuning.refine_most_steps, tuning.refine_steps_per_unit * below.units)
             left = deadline - time.perf_counter()
             if left > 0:
-                cooling = Cooling(steps, first=2e-3)
-                home = anneal(below, home, cooling, self.seed + number, time.perf_counter() + 0.3 * left)
+                cooling = Cooling(steps, tuning.refine_first, tuning.anneal_last)
+                until = time.perf_counter() + 0.3 * left
+                home = anneal(below, home, cooling, self.seed + number, until, tuning)
         self.offer(home, Trail.of(Origin.ANNEALED))
 
     def _program(self, problem: FreeProblem, home: Home, deadline: float, *, exact: bool) -> Home | None:
-        """One integer program over all units of ``problem``."""
-        seconds = min(PROGRAM_SECONDS, deadline - time.perf_counter())
-        small = problem.units * problem.devices <= EXACT_CHOICES
-        if seconds < 0.2 or not small or program_terms(problem) > MOST_TERMS:
+        """Solve one integer program over all units of ``problem``; None if it was not tried or found nothing better."""
+        if not (self.tuning.exact_program if exact else self.tuning.coarse_program):
+            return None
+        seconds = min(self.tuning.program_seconds, deadline - time.perf_counter())
+        small = problem.units * problem.devices <= self.tuning.exact_choices
+        if seconds < 0.2 or not small or program_terms(problem) > self.tuning.program_terms:
             return None
         if exact and self.lossless and self.proved:
             return None
@@ -249,23 +252,30 @@ class CountSearch:
         return found.home
 
     def _neighbourhoods(self, deadline: float) -> None:
-        """Fix most, free some, while that helps: around the busiest device of the best placement."""
-        draw = np.random.default_rng(self.seed)
+        """Fix most units and free some of the busiest device and another, while that helps."""
+        tuning, draw = self.tuning, np.random.default_rng(self.seed)
         silent = 0
-        while silent < QUIET_NEIGHBOURHOODS and time.perf_counter() < deadline and not self.proved:
+        while silent < tuning.quiet_neighbourhoods and time.perf_counter() < deadline and not self.proved:
             best = self.best()
             loads = evaluate(self.problem, best.home).seconds
             busiest = int(loads.argmax())
             others = [d for d in np.argsort(loads, kind="stable").tolist() if d != busiest]
             other = others[silent % len(others)] if silent < 2 else others[int(draw.integers(len(others)))]
             improved = False
-            if self.problem.devices > 2:
-                cuts = minimum_cuts(self.problem, deadline, pair=(busiest, other), home=best.home, most=6)
+            if self.problem.devices > 2 and tuning.neighbourhood_cuts > 0:
+                cuts = minimum_cuts(
+                    self.problem,
+                    deadline,
+                    pair=(busiest, other),
+                    home=best.home,
+                    most=tuning.neighbourhood_cuts,
+                )
                 for home in cuts.homes:
                     self.offer(home, Trail.of(Origin.CUT_ANEW))
             free = self._freed(best.home, (busiest, other), draw)
-            if len(free) > 1 and program_terms(self.problem, free) <= MOST_TERMS:
-                seconds = min(2.0, deadline - time.perf_counter())
+            small = program_terms(self.problem, free) <= tuning.program_terms
+            if tuning.neighbourhood_programs and len(free) > 1 and small:
+                seconds = min(tuning.neighbourhood_seconds, deadline - time.perf_counter())
                 solved = solve_program(
                     self.problem,
                     best.home,
@@ -273,7 +283,7 @@ class CountSearch:
                     free=free,
                     bound_seconds=self.bound.seconds,
                     limit_seconds=seconds,
-                    gap=1e-4,
+                    gap=tuning.neighbourhood_gap,
                 )
                 if solved.home is not None:
                     self.offer(solved.home, Trail.of(Origin.INTEGER_PROGRAM))
@@ -285,16 +295,18 @@ class CountSearch:
         self.methods.append(Method.NEIGHBOURHOODS)
 
     def _freed(self, home: Home, pair: tuple[int, int], draw: np.random.Generator) -> list[int]:
-        """Units of the pair at borders, then their neighbours, up to ``FREED_UNITS``."""
+        """Choose units of the pair: those at borders, then their neighbours, up to ``freed_units``."""
         problem = self.problem
         edge = [u for u in borders(problem, home) if home[u] in pair]
-        if len(edge) > FREED_UNITS:
-            edge = sorted(draw.choice(edge, FREED_UNITS, replace=False).tolist())
-        free = dict.fromkeys(edge or [u for u in range(problem.units) if home[u] in pair][:FREED_UNITS])
+        if len(edge) > self.tuning.freed_units:
+            edge = sorted(draw.choice(edge, self.tuning.freed_units, replace=False).tolist())
+        free = dict.fromkeys(
+            edge or [u for u in range(problem.units) if home[u] in pair][: self.tuning.freed_units]
+        )
         queue = list(free)
         for u in queue:
             for v in problem.neighbours[u]:
-                if len(free) >= FREED_UNITS:
+                if len(free) >= self.tuning.freed_units:
                     return list(free)
                 if v not in free and home[v] in pair:
                     free[v] = None
@@ -302,11 +314,12 @@ class CountSearch:
         return list(free)
 
     def _climb(self, deadline: float, count: int) -> None:
-        """On the predicted step, from the best few by prediction."""
-        around = Neighbourhood(self.problem, self.model.module_of_unit)
+        """Climb on the predicted step, from the best few by prediction."""
+        tuning = self.tuning
+        around = Neighbourhood(self.problem, self.model.module_of_unit, tuning)
         work = len(self.tasks) * min(3, self.microbatches)
-        tries = max(LEAST_TRIES, min(MOST_TRIES, CLIMB_WORK // work))
-        promising = self._promising(FEW)
+        tries = max(tuning.climb_least_tries, min(tuning.climb_most_tries, tuning.climb_work // work))
+        promising = self._promising(tuning.few_predicted)
         leaders = heapq.nsmallest(count, promising, key=lambda f: self.predict(f.home))
         for number, leader in enumerate(leaders):
             now = time.perf_counter()
@@ -315,9 +328,10 @@ class CountSearch:
                 leader.home,
                 around,
                 tries=tries,
-                quiet=tries // 4,
+                quiet=int(tuning.climb_quiet_share * tries),
                 seed=self.seed + number,
                 deadline=now + (deadline - now) / (len(leaders) - number),
+                slack=tuning.climb_slack,
             )
             self.offer(home, leader.trail if home == leader.home else leader.trail.then(Origin.MOVED))
         self.methods.append(Method.CLIMBING)

@@ -1,4 +1,4 @@
-"""Which families are split, over which devices and into how large blocks: shapes, ranked before any graph is rewritten.
+"""Shapes: families to split, devices and sizes of blocks, ranked by an estimate before any graph is rewritten.
 
     families ─► those that are large, worth it, or pay ─► the fastest n devices ─► sizes ─► estimated, best first
 
@@ -29,18 +29,17 @@ from passes.graph.graph import OpGraph
 from passes.search.free.problem import FloatArray
 from passes.search.free.request import FreeRequest
 from passes.search.free.splits import proportional
+from passes.search.free.tuning import FreeTuning
 from passes.split.families import Family
 from passes.split.split import Split
-
-MESSAGE_SHARE = 0.5
-"""Of messages' seconds that a device is kept from computing, as in ``passes.search.free.predict``."""
-MOST_NUMBERS = 5
-"""Numbers of devices, and of micro-batches, that are looked at."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Block k of every family goes to ``ranks[k]``, the fastest first. ``seconds``: estimated, of a step."""
+    """A choice of blocks: block k of every family goes to ``ranks[k]``, the fastest first.
+
+    ``seconds``: estimate of the step.
+    """
 
     families: tuple[Family, ...]
     sizes: tuple[tuple[int, ...], ...]
@@ -50,14 +49,20 @@ class Shape:
 
     @property
     def splits(self) -> tuple[Split, ...]:
-        """What to give to ``split_neurons``."""
+        """Return the splits that ``split_neurons`` takes."""
         pairs = zip(self.families, self.sizes, strict=True)
         return tuple(split for family, sizes in pairs for split in family.splits(sizes))
 
 
 @dataclass(frozen=True, eq=False)
 class FamilySeconds:
-    """T [F, K], M [F, K] and R [K] of one number of micro-batches; ``speeds`` [K] steps of the whole model per second."""
+    """Seconds of one number of micro-batches.
+
+    whole      [F, K]   T
+    messages   [F, K]   M
+    rest       [K]      R
+    speeds     [K]      steps of the whole model per second
+    """
 
     whole: FloatArray
     messages: FloatArray
@@ -66,7 +71,7 @@ class FamilySeconds:
 
 
 def equalized(unit_seconds: Sequence[float], fixed_seconds: Sequence[float]) -> tuple[float, ...]:
-    """Shares x ≥ 0 with Σ x = 1 and x[k]·unit[k] + fixed[k] equal wherever x[k] > 0, and not less elsewhere.
+    """Return shares x ≥ 0 with Σ x = 1 and x[k]·unit[k] + fixed[k] equal wherever x[k] > 0, and not less elsewhere.
 
     >>> equalized((1.0, 3.0), (0.0, 0.0))
     (0.75, 0.25)
@@ -91,13 +96,16 @@ def shapes(
     counts: Sequence[int],
     chosen: Sequence[Sequence[Family]],
 ) -> list[Shape]:
-    """All that differ, best estimated first. ``chosen``: sets of families; ``counts``: numbers of micro-batches."""
+    """List all distinct shapes, best estimated first.
+
+    ``chosen``: sets of families; ``counts``: numbers of micro-batches.
+    """
     found: dict[object, Shape] = {}
-    numbers = np.unique(np.linspace(0, len(counts) - 1, MOST_NUMBERS).round().astype(int))
+    numbers = np.unique(np.linspace(0, len(counts) - 1, request.tuning.shape_numbers).round().astype(int))
     for families in dict.fromkeys((*map(tuple, chosen), *map(alternating, chosen))):
         for m in (counts[i] for i in numbers.tolist()):
             seconds = family_seconds(graph, costs, cluster, request, m, families)
-            for shape in _of_one_count(families, m, seconds):
+            for shape in _of_one_count(families, m, seconds, request.tuning):
                 key = shape.families, shape.sizes, shape.ranks
                 if key not in found or shape.seconds < found[key].seconds:
                     found[key] = shape
@@ -105,7 +113,10 @@ def shapes(
 
 
 def alternating(families: Sequence[Family]) -> tuple[Family, ...]:
-    """Without those whose seeds sum over units of one before: their input arrives in parts, their output in one piece."""
+    """Leave out each family whose seeds sum over the units of one before it.
+
+    The input of such a family arrives in parts and is summed, so that its output is in one piece.
+    """
     kept: list[Family] = []
     summed: set[str] = set()
     for family in families:
@@ -115,9 +126,12 @@ def alternating(families: Sequence[Family]) -> tuple[Family, ...]:
     return tuple(kept)
 
 
-def _of_one_count(families: Sequence[Family], m: int, seconds: FamilySeconds) -> Iterator[Shape]:
+def _of_one_count(
+    families: Sequence[Family], m: int, seconds: FamilySeconds, tuning: FreeTuning
+) -> Iterator[Shape]:
+    """Yield the shapes of one number of micro-batches: by devices, by families and by sizes."""
     fastest = np.argsort(-seconds.speeds, kind="stable").tolist()
-    for n in np.unique(np.linspace(2, len(fastest), MOST_NUMBERS).round().astype(int)).tolist():
+    for n in np.unique(np.linspace(2, len(fastest), tuning.shape_numbers).round().astype(int)).tolist():
         ranks = fastest[:n]
         by_speed = seconds.speeds[ranks] / seconds.speeds[ranks].sum()
         paying = [i for i in range(len(families)) if _pays(i, ranks, by_speed, seconds)]
@@ -127,20 +141,20 @@ def _of_one_count(families: Sequence[Family], m: int, seconds: FamilySeconds) ->
             of = list(members)
             total, messages = seconds.whole[of].sum(axis=0), seconds.messages[of].sum(axis=0)
             rest = float(seconds.whole.sum(axis=0)[ranks[0]] - total[ranks[0]] + seconds.rest[ranks[0]])
-            fixed = [MESSAGE_SHARE * float(messages[d]) for d in ranks]
+            fixed = [tuning.message_share * float(messages[d]) for d in ranks]
             fixed[0] = rest
             together = equalized([float(total[d]) for d in ranks], fixed)
             after_each_other = equalized(
                 [float(total[d]) for d in ranks], [float(messages[d]) for d in ranks]
             )
             for shares in dict.fromkeys((tuple(by_speed.tolist()), together, after_each_other)):
-                shape = _shape([families[i] for i in of], of, ranks, shares, m, rest, seconds)
+                shape = _shape([families[i] for i in of], of, ranks, shares, m, rest, seconds, tuning)
                 if shape is not None:
                     yield shape
 
 
 def _pays(family: int, ranks: Sequence[int], shares: FloatArray, seconds: FamilySeconds) -> bool:
-    """Whether the family's blocks end before the whole would."""
+    """Tell whether the family's blocks end before the whole would on the fastest device."""
     each = shares * seconds.whole[family, ranks] + seconds.messages[family, ranks]
     return bool(each.max() < seconds.whole[family, ranks[0]])
 
@@ -153,8 +167,12 @@ def _shape(
     m: int,
     rest: float,
     seconds: FamilySeconds,
+    tuning: FreeTuning,
 ) -> Shape | None:
-    """Devices without a share, and families of a single unit, are left out."""
+    """Make a shape with its estimate; None if fewer than two devices have a share.
+
+    Devices without a share, and families of a single unit, are left out.
+    """
     used = [(rank, share) for rank, share in zip(ranks, shares, strict=True) if share > 0]
     several = [(i, family) for i, family in zip(of, families, strict=True) if family.units > 1]
     if len(used) < 2 or not several:
@@ -168,7 +186,7 @@ def _shape(
         first += float((part * seconds.whole[i, at] + seconds.messages[i, at]).max())
         away[at] += seconds.messages[i, at]
         away[own[0]] += seconds.messages[i, at].sum()
-    lost = float((MESSAGE_SHARE * away * seconds.speeds).sum())
+    lost = float((tuning.message_share * away * seconds.speeds).sum())
     period = (1.0 + lost) / float(seconds.speeds.sum())
     estimate = first / m + (1 - 1 / m) * period
     return Shape(tuple(family for _, family in several), tuple(sizes), tuple(own), m, estimate)
@@ -182,7 +200,10 @@ def family_seconds(
     m: int,
     families: Sequence[Family],
 ) -> FamilySeconds:
-    """What families and all other ops take on each device, and the messages of a block away from the fastest device."""
+    """Return the seconds of families and of all other ops on each device, and of messages of blocks.
+
+    Messages are those of a block that is not on the fastest device, while everything else is.
+    """
     size = -(-request.job.batch_size // m)
     position = {name: number for number, name in enumerate(costs.ops)}
     each = []
@@ -217,7 +238,7 @@ def family_seconds(
 
 
 def _optimizer(graph: OpGraph, cluster: ClusterSpec, request: FreeRequest, family: Family) -> FloatArray:
-    """[K] seconds of the step of the family's parameters."""
+    """Return [K] seconds of the optimizer's step for the family's parameters."""
     read = {source.name for name in family.members for source in graph.nodes[name].all_input_nodes}
     given = [graph.input_of[name] for name in read if name in graph.input_of]
     names = sorted({i.name for i in given if i.kind == "parameter" and i.name in graph.trained})
@@ -229,7 +250,7 @@ def _optimizer(graph: OpGraph, cluster: ClusterSpec, request: FreeRequest, famil
 def _sent(
     graph: OpGraph, position: dict[str, int], output_bytes: FloatArray, family: Family
 ) -> tuple[int, float]:
-    """Messages and bytes of a block that is away, per micro-batch: what it reads, and its part of what it makes."""
+    """Count messages and bytes of a block that is away, per micro-batch: its inputs, and its part of the outputs."""
     members, ends = set(family.members), set(family.ends)
     read = {
         source.name

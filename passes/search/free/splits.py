@@ -1,4 +1,4 @@
-"""Which ops are split into blocks of neurons, and into how large ones.
+"""Ops that are split into blocks of neurons, and the blocks' sizes.
 
 given       {"mlp": (60, 40)}                    as the user says, in the family's own units
 automatic   devices of speeds 3 and 1            75 and 25 of 100 neurons: unlike devices end together
@@ -17,23 +17,15 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
+from passes.search.free.tuning import DEFAULT, FreeTuning
 from passes.split.families import Family, families
 from passes.split.split import Split, split_neurons
 
-MOST_DEVICES = 16
-"""A model is split by itself into at most so many blocks."""
-LARGE = 0.3
-"""Of one device's fair share of all work: a family that is larger makes devices hard to balance."""
-WORTH = 0.005
-"""Of all work: a family that is smaller is left whole."""
-MOST_OPS = 8000
-"""A graph that would have more ops than this is not split everywhere."""
-OPS_PER_BLOCK = 12
-"""About how many ops a block of a family brings."""
-
 
 def given_splits(graph: OpGraph, wanted: Mapping[str, Sequence[int]]) -> tuple[Split, ...]:
-    """``wanted``: glob over families' names, or an op's name (``conv2d:2`` for its dimension 2) -> sizes of blocks.
+    """Return the splits that the user asks for.
+
+    ``wanted``: sizes of blocks by glob over families' names, or by an op's name (``conv2d:2`` for its dimension 2).
 
     Raises UsageError with every problem.
     """
@@ -67,7 +59,7 @@ def given_splits(graph: OpGraph, wanted: Mapping[str, Sequence[int]]) -> tuple[S
 
 
 def _refuse_what_stays_whole(graph: OpGraph, splits: Sequence[Split]) -> None:
-    """Ops that cannot run in blocks along the dimension that was named."""
+    """Raise UsageError for ops that cannot run in blocks along the dimension that was named."""
     in_blocks = {whole for whole, _ in split_neurons(graph, splits).blocks.values()}
     whole = [split for split in splits if split.op not in in_blocks]
     if whole:
@@ -81,7 +73,7 @@ def _refuse_what_stays_whole(graph: OpGraph, splits: Sequence[Split]) -> None:
 
 
 def _named_op(graph: OpGraph, known: Sequence[Family], name: str) -> tuple[str, int] | None:
-    """The op that ``linear`` or ``conv2d:2`` means, and its dimension: that of its neurons where none is named."""
+    """Find the op that ``linear`` or ``conv2d:2`` means, and its dimension: that of its neurons where none is named."""
     op, _, dim = name.rpartition(":") if ":" in name else (name, "", "")
     node = graph.nodes.get(op)
     if node is None or node.op != "call_function" or not re.fullmatch(r"-?\d+|", dim):
@@ -100,30 +92,31 @@ def _close(glob: str, known: Sequence[Family]) -> str:
 
 
 def automatic_families(
-    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec
+    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, tuning: FreeTuning = DEFAULT
 ) -> tuple[tuple[Family, ...], ...]:
-    """What is too large for a device's fair share; and everything worth it, if that is more.
+    """Choose sets of families: those too large for a device's fair share; and all that are worth it, if those are more.
 
-    None where the graph would have too many ops, or there are too many devices.
+    Empty where the graph would have too many ops, or there are too many devices.
     """
     count = cluster.world_size
-    if not 1 < count <= MOST_DEVICES or len(graph) > MOST_OPS:
+    if not 1 < count <= tuning.most_block_devices or len(graph) > tuning.most_split_ops:
         return ()
     known = [family for family in families(graph) if family.units > 1]
     table = costs.at(graph.example_batch_size)  # as families' FLOPs are counted
     work = max(sum(family.flops for family in known), float(np.sum(table.forward_flops)))
-    large = tuple(family for family in known if family.flops > LARGE * work / count)
-    worth = tuple(family for family in known if family.flops > WORTH * work)
+    large = tuple(family for family in known if family.flops > tuning.large_family * work / count)
+    worth = tuple(family for family in known if family.flops > tuning.worth_family * work)
     return tuple(
         chosen
         for chosen in dict.fromkeys((large, worth))
         if chosen
-        and len(graph) + sum(len(family.ops) for family in chosen) * count * OPS_PER_BLOCK <= MOST_OPS
+        and len(graph) + sum(len(family.ops) for family in chosen) * count * tuning.ops_per_block
+        <= tuning.most_split_ops
     )
 
 
 def proportional(units: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """``units`` in parts as near to ``shares`` as whole numbers can be (largest remainders), none of them empty.
+    """Divide ``units`` into parts as close to ``shares`` as whole numbers can be (largest remainders), none empty.
 
     The largest shares get one each where there are fewer units than shares.
     """

@@ -4,42 +4,42 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from passes.lower.candidate import Origin, Trail
 from passes.search.free.makespan import TaskGraph
 from passes.search.free.problem import FloatArray, FreeProblem, IntArray
+from passes.search.free.tuning import DEFAULT, FreeTuning, StartFamily
 from passes.search.heft import earliest_finish
 
 Home = tuple[int, ...]
-MAX_DEPTH = 4
-"""Of module paths, whose modules are placed apart."""
-MAX_GROUPS = 4096
-MAX_RUN_COUNTS = 6
-"""Numbers of runs that are tried, from two to one for each device."""
-BISECTIONS = 40
 
 
 def all_starts(
-    problem: FreeProblem, tasks: TaskGraph, unit_of_task: IntArray, modules: Sequence[str]
+    problem: FreeProblem,
+    tasks: TaskGraph,
+    unit_of_task: IntArray,
+    modules: Sequence[str],
+    tuning: FreeTuning = DEFAULT,
 ) -> list[tuple[Home, Trail]]:
-    """Distinct placements that obey pins, each with its origin."""
+    """Return distinct placements that obey pins, each with its origin."""
     found: dict[Home, Trail] = {}
-    named = itertools.chain(
-        one_device(problem),
-        [(_earliest_finish(problem, tasks, unit_of_task), Trail.of(Origin.EARLIEST_FINISH))],
-        contiguous(problem, modules),
-        modules_apart(problem, modules),
-    )
-    for home, trail in named:
+    soonest = Trail.of(Origin.EARLIEST_FINISH)
+    families: dict[StartFamily, Callable[[], Iterable[tuple[Home, Trail]]]] = {
+        "one device": lambda: one_device(problem),
+        "earliest finish": lambda: [(_earliest_finish(problem, tasks, unit_of_task), soonest)],
+        "runs": lambda: contiguous(problem, modules, tuning),
+        "modules apart": lambda: modules_apart(problem, modules, tuning),
+    }
+    for home, trail in itertools.chain.from_iterable(families[family]() for family in tuning.starts):
         found.setdefault(obeying(problem, home), trail)
     return list(found.items())
 
 
 def obeying(problem: FreeProblem, home: Sequence[int]) -> Home:
-    """``home`` with every unit that may not be there on its fastest device that it may be on."""
+    """Return ``home`` with every unit that breaks a pin on the fastest device that it may be on."""
     where = np.asarray(home, dtype=np.int64)
     wrong = ~problem.allowed[where, np.arange(problem.units)]
     fastest = np.where(problem.allowed, problem.seconds, np.inf).argmin(axis=0)
@@ -47,7 +47,7 @@ def obeying(problem: FreeProblem, home: Sequence[int]) -> Home:
 
 
 def one_device(problem: FreeProblem) -> Iterator[tuple[Home, Trail]]:
-    """All units on each of the devices, of those that are as fast and as large on the first."""
+    """Yield placements of all units on one device, one for each kind of device."""
     seen: set[tuple[float, float]] = set()
     for d, seconds in enumerate(problem.seconds.sum(axis=1).tolist()):
         kind = seconds, float(problem.capacity_bytes[d])
@@ -56,30 +56,35 @@ def one_device(problem: FreeProblem) -> Iterator[tuple[Home, Trail]]:
         seen.add(kind)
 
 
-def contiguous(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[Home, Trail]]:
-    """Runs that take equally long, of the program's order and of the modules', on the fastest devices."""
+def contiguous(
+    problem: FreeProblem, modules: Sequence[str], tuning: FreeTuning
+) -> Iterator[tuple[Home, Trail]]:
+    """Yield runs that take equally long, of the program's order and of the modules', on the fastest devices."""
     speed = problem.seconds.sum(axis=1)
     fastest = np.argsort(speed, kind="stable").tolist()
     first: dict[str, int] = {}
     for path in modules:
         first.setdefault(path, len(first))
     by_module = np.array(sorted(range(problem.units), key=lambda u: (first[modules[u]], u)), dtype=np.int64)
-    numbers = np.unique(np.linspace(2, problem.devices, MAX_RUN_COUNTS).round().astype(int))
+    numbers = np.unique(np.linspace(2, problem.devices, tuning.run_counts).round().astype(int))
     for used in numbers.tolist() if problem.devices > 1 else []:
         chosen = fastest[:used]
         for order in dict.fromkeys((tuple(sorted(chosen)), tuple(chosen), tuple(chosen[::-1]))):
-            yield split(problem, order, np.arange(problem.units)), Trail.of(Origin.CONTIGUOUS_RUNS, used)
-            yield split(problem, order, by_module), Trail.of(Origin.RUNS_OF_MODULES, used)
+            yield (
+                split(problem, order, np.arange(problem.units), tuning),
+                Trail.of(Origin.CONTIGUOUS_RUNS, used),
+            )
+            yield split(problem, order, by_module, tuning), Trail.of(Origin.RUNS_OF_MODULES, used)
 
 
-def split(problem: FreeProblem, devices: Sequence[int], line: IntArray) -> Home:
-    """Runs of the units in the order of ``line`` on ``devices`` in turn, none longer than the least T that will do."""
+def split(problem: FreeProblem, devices: Sequence[int], line: IntArray, tuning: FreeTuning) -> Home:
+    """Cut ``line`` into runs on ``devices`` in turn so that the longest is as short as possible; return the placement."""
     cumulated = np.concatenate(
         [np.zeros((problem.devices, 1)), np.cumsum(problem.seconds[:, line], axis=1)], axis=1
     )
     low, high = 0.0, float(problem.seconds.max(axis=0).sum())
     best = _filled(cumulated, devices, high)
-    for _ in range(BISECTIONS):
+    for _ in range(tuning.run_bisections):
         middle = (low + high) / 2
         found = _filled(cumulated, devices, middle)
         if found is None:
@@ -102,13 +107,15 @@ def _filled(cumulated: FloatArray, devices: Sequence[int], most: float) -> list[
     return home if len(home) == cumulated.shape[1] - 1 else None
 
 
-def modules_apart(problem: FreeProblem, modules: Sequence[str]) -> Iterator[tuple[Home, Trail]]:
-    """Modules of each depth of the paths on devices of their own, the largest first where it ends soonest."""
-    for depth in range(1, MAX_DEPTH + 1):
+def modules_apart(
+    problem: FreeProblem, modules: Sequence[str], tuning: FreeTuning
+) -> Iterator[tuple[Home, Trail]]:
+    """Yield placements of whole modules, for each depth of their paths: the largest first, where it ends soonest."""
+    for depth in range(1, tuning.module_depth + 1):
         groups: dict[str, list[int]] = defaultdict(list)
         for unit, path in enumerate(modules):
             groups[".".join(path.split(".")[:depth])].append(unit)
-        if not 1 < len(groups) < MAX_GROUPS:
+        if not 1 < len(groups) < tuning.most_modules:
             continue
         load = np.zeros(problem.devices)
         home = [0] * problem.units

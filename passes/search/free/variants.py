@@ -1,6 +1,6 @@
-"""What the free search places: the model's graph as it is, or with ops split into blocks of neurons for the devices.
+"""Variants: the model's graph as it is, or with ops split into blocks of neurons for the devices, each placed.
 
-Which are made, and when, is for ``passes.search.free.rounds`` to say.
+``passes.search.free.rounds`` says which are made, and when.
 
 The layer-wise plan is a feasible start for all of them, and the answer where nothing beats it.
 """
@@ -33,28 +33,28 @@ log = logging.getLogger("partitioner")
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """What is left of a request's time, for one search after the other."""
+    """Time that is left of a request, for one search after the other."""
 
     deadline: float
 
     @staticmethod
     def of(request: FreeRequest) -> TimeBudget:
-        """From now on; without end where the request has no limit."""
+        """Begin now; without end where the request has no limit."""
         limit = request.time_limit_seconds
         return TimeBudget(math.inf if limit is None else time.perf_counter() + limit)
 
     @property
     def limited(self) -> bool:
-        """Whether there is an end."""
+        """True if there is an end."""
         return not math.isinf(self.deadline)
 
     @property
     def left_seconds(self) -> float:
-        """Until the end; 0 after it."""
+        """Seconds until the end; 0 after it."""
         return max(0.0, self.deadline - time.perf_counter())
 
     def part(self, request: FreeRequest, share: float) -> FreeRequest:
-        """``request`` with a share of what is left, half a second at least."""
+        """Return ``request`` with a share of the time that is left, half a second at least."""
         if not self.limited:
             return request
         return replace(request, time_limit_seconds=max(0.5, share * self.left_seconds))
@@ -62,7 +62,10 @@ class TimeBudget:
 
 @dataclass(frozen=True, eq=False)
 class Variant:
-    """A graph to place, with its costs. ``splits``: what was done to the model's own; ``shape``: where the search chose."""
+    """A graph to place, with its costs. ``splits``: ops of the model's graph that it has in blocks.
+
+    ``shape``: the search's choice of blocks; None for the graph as it is, or if the user chose.
+    """
 
     graph: OpGraph
     costs: GraphCosts
@@ -71,14 +74,14 @@ class Variant:
 
 
 def means_something(glob: str, graph: OpGraph) -> bool:
-    """Whether an op is pinned by ``glob``: one that is split has other names."""
+    """Tell whether ``glob`` pins any op: blocks of an op have other names than the op had."""
     return any(matches(glob, node.name, str(node.meta.get("module_path", ""))) for node in graph.ops)
 
 
 def split_variant(
     graph: OpGraph, cluster: ClusterSpec, splits: tuple[Split, ...], size: int | None = None
 ) -> Variant:
-    """``size``: the only samples of a micro-batch that will be asked about, in a fifth of the time of all."""
+    """Split a graph and cost it. ``size``: the only micro-batch size that is costed, in a fifth of the time of all."""
     split = split_neurons(graph, splits)
     log.info("%d ops split into blocks: %d ops instead of %d", len(splits), len(split), len(graph))
     if size is None:
@@ -88,7 +91,7 @@ def split_variant(
 
 def layer_start(request: FreeRequest, judge: Judge) -> Outcome | None:
     """Plan the same request layer-wise; None where there is no such plan, or it breaks a pin."""
-    if request.splits:
+    if request.splits or not request.tuning.from_layer_wise:
         return None
     one_batch = request.objective == "latency" and request.microbatches == "auto"
     layers = LayerRequest(
@@ -121,7 +124,7 @@ class Attempt:
 
     @property
     def label(self) -> VariantLabel:
-        """The attempt in a few words."""
+        """Label of the attempt in comparisons of plans."""
         count = self.search.best.candidate.microbatches
         return VariantLabel(len(self.carried.realized.groups), count, len(self.variant.splits))
 
@@ -134,9 +137,9 @@ def place_variant(
     before: Sequence[Candidate],
     budget: TimeBudget,
 ) -> Attempt:
-    """The best placement of a variant, simulated. ``before``: placements of other variants to begin with too."""
+    """Search the best placement of a variant. ``before``: placements of other variants to begin with too."""
     graph, costs = variant.graph, variant.costs
-    judge = ListJudge(graph, costs, cluster, request.job)
+    judge = ListJudge(graph, costs, cluster, request.job, request.tuning)
     starts = list(_starts(variant, cluster, judge.recomputed, start, before))
     search = place_free(graph, costs, cluster, request, judge, starts)
     return Attempt(variant, judge, search, judge.finished(search.best.candidate, budget.left_seconds))
@@ -149,7 +152,10 @@ def _starts(
     start: Outcome | None,
     before: Sequence[Candidate],
 ) -> Iterator[Candidate]:
-    """The layer-wise placement and those of other variants, with blocks apart; blocks apart, all else on the fastest."""
+    """Yield placements to start from, with blocks apart in all of them.
+
+    The layer-wise plan; placements of other variants; everything but blocks on the fastest device.
+    """
     shape = variant.shape
     ranks = tuple(range(cluster.world_size)) if shape is None else shape.ranks
     m = None if shape is None else shape.microbatches
@@ -172,7 +178,7 @@ def _starts(
 def _with_blocks(
     graph: OpGraph, recomputed: frozenset[str], known: Mapping[str, int], ranks: Sequence[int]
 ) -> dict[str, int]:
-    """``known`` where it says; block k on ``ranks[k]``, and what else is new with what it reads."""
+    """Place ops as ``known`` says, block k on ``ranks[k]``, and other new ops beside what they read."""
     rank_of: dict[str, int] = {}
     for node in graph.ops:
         if node.name in recomputed:

@@ -16,7 +16,6 @@ from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import owning_units
 from passes.lower.job import Job
 from passes.lower.segment import by_reach
-from passes.search.free import model as free_model
 from passes.search.free.choices import resolved_pins
 from passes.search.free.model import read_free_model
 from passes.search.free.request import FreeRequest
@@ -113,14 +112,15 @@ def test_pins_that_part_the_users_of_a_buffer_are_refused() -> None:
 
 
 @pytest.mark.parametrize("tasks", [1000, 4])
-def test_calls_of_one_module_never_override_pins(tasks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a large graph, what is pinned and a call beside it are one task."""
-    monkeypatch.setattr(free_model, "MAX_TASKS", tasks)
+def test_calls_of_one_module_never_override_pins(tasks: int) -> None:
+    """In a large graph, a pinned op and a call beside it are one task."""
     graph = _traced(Shared())
     recomputed = recomputed_ops(graph)
     request = FreeRequest(Job(8), pins={"first": 0, "middle": 1})
     pins = resolved_pins(graph, recomputed, request, TWO)
-    model = read_free_model(graph, costs_of(graph, TWO), TWO, recomputed, "adamw", Precision(), pins, 8)
+    model = read_free_model(
+        graph, costs_of(graph, TWO), TWO, recomputed, "adamw", Precision(), pins, 8, tasks
+    )
     for units in (model.unit_of, model.exact_unit_of):
         allowed = model.problem(units, 8, 1).allowed
         assert {op: allowed[:, units[op]].tolist() for op in pins} == {

@@ -23,6 +23,7 @@ from passes.search.free.request import FreeRequest
 from passes.search.free.rounds import place_anywhere
 from passes.search.free.shapes import Shape, family_seconds
 from passes.search.free.splits import automatic_families
+from passes.search.free.tuning import FreeTuning
 from passes.search.free.variants import Attempt, TimeBudget, Variant
 from passes.search.judge import Carried, Judge
 from passes.search.layer.place import LayerRequest, place_layers
@@ -159,9 +160,8 @@ def test_what_was_simulated_is_not_simulated_again(graph: OpGraph, monkeypatch: 
 
 def test_a_long_step_is_simulated_under_one_schedule(graph: OpGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one follows at the end, if time is left."""
-    monkeypatch.setattr("passes.search.free.list_judge.LONG", 0)
     machine = cluster()
-    judge = ListJudge(graph, costs_of(graph, machine), machine, JOB)
+    judge = ListJudge(graph, costs_of(graph, machine), machine, JOB, FreeTuning(long_step=0))
     names = noting(judge, monkeypatch)
     everything = {n.name: 0 for n in graph.ops if n.name not in judge.recomputed}
     candidate = anywhere(everything, machine.world_size, 1)

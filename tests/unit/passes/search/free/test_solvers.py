@@ -176,13 +176,16 @@ def test_annealing_finds_the_optimum_of_small_problems_and_keeps_to_pins(seed: i
     if best is None:
         return
     found = min(
-        (anneal(problem, anywhere(problem), Cooling(1200), number, math.inf) for number in range(3)),
+        (
+            anneal(problem, anywhere(problem), Cooling(1200, 0.03, 2e-5), number, math.inf)
+            for number in range(3)
+        ),
         key=lambda home: (not legal(problem, home), evaluate(problem, home).objective_seconds),
     )
     assert legal(problem, found)
     assert evaluate(problem, found).objective_seconds <= best[0] * 1.1
-    assert anneal(problem, anywhere(problem), Cooling(300), 1, math.inf) == anneal(
-        problem, anywhere(problem), Cooling(300), 1, math.inf
+    assert anneal(problem, anywhere(problem), Cooling(300, 0.03, 2e-5), 1, math.inf) == anneal(
+        problem, anywhere(problem), Cooling(300, 0.03, 2e-5), 1, math.inf
     )
 
 

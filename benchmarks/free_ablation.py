@@ -1,0 +1,304 @@
+"""Ablation of the free search: what each method and each number of ``FreeTuning`` is worth.
+
+    python -m benchmarks.free_ablation                              all rows on all cases
+    python -m benchmarks.free_ablation --rows 'starts*,no *' --cases 'lstm*,moe*'
+    python -m benchmarks.free_ablation --record runs.json           keep what was run; run only what is new
+
+A row is one change of the record, everything else as it is. The clock stands still, so searches end by the work they
+have done, whatever else the machine does; as simulations then seem to take no time, ``most_quiet`` is what two seconds
+hold of simulations of 0.1 s.
+
+    step    simulated step divided by the step with everything on: geometric mean, least and most of all cases
+    slower  cases whose step is more than 0.5% longer
+    gap     certified gap in percent, less that with everything on: mean of all cases
+    CPU     user seconds of the search divided by those with everything on, all cases together
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+from benchmarks.free_clusters import clusters
+from benchmarks.free_scaling import made
+from cost_models.cluster import ClusterSpec
+from partitioner.models.as_graph import as_graph
+from partitioner.models.load import load_workload
+from partitioner.report.text import columns
+from passes.costs.costs import GraphCosts, costs_of
+from passes.graph.graph import OpGraph
+from passes.lower.job import Job
+from passes.search.free.request import FreeRequest, Objective
+from passes.search.free.rounds import place_rounds
+from passes.search.free.tuning import FreeTuning
+from passes.search.free.variants import TimeBudget, layer_start
+from passes.search.judge import Judge
+from passes.search.outcome import Outcome
+
+BASE = FreeTuning(most_quiet=16, most_seeds=2)
+"""Everything on."""
+SLOWER = 1.005
+"""Ratio of steps from which a case counts as slower."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a cluster. ``source``: of ``load_workload``, or a kind and number of ops of the scaling benchmark."""
+
+    source: str
+    cluster: str
+    batch: int
+    objective: Objective = "throughput"
+    settings: Mapping[str, str] = field(default_factory=dict)
+    split: bool = False
+    microbatches: int | Literal["auto"] = "auto"
+    base: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers that make a problem of this size a large one."""
+
+    def graph(self) -> OpGraph:
+        kind, _, ops = self.source.partition("/")
+        if kind == "scaling":
+            name, _, number = ops.partition("/")
+            return made(name, int(number))
+        return as_graph(load_workload(self.source, settings=self.settings))
+
+    def devices(self) -> ClusterSpec:
+        return clusters()[self.cluster]
+
+
+LSTM = {"layers": "2", "source_steps": "2", "target_steps": "2"}
+LARGE = {"coarse_units": 20, "exact_choices": 100}
+CASES: dict[str, Case] = {
+    "mlp": Case("examples.mlp:mlp", "gpu-2", 1024, split=True),
+    "mlp-latency": Case("examples.mlp:mlp", "cpu-2", 64, "latency", split=True),
+    "moe": Case("examples.moe:moe", "slow-2", 8, settings={"blocks": "1"}, microbatches=4),
+    "moe-latency": Case("examples.moe:moe", "slow-2", 8, "latency", {"blocks": "1"}),
+    "lstm": Case("examples.lstm_seq2seq:lstm_seq2seq", "gpu-2", 64, settings=LSTM),
+    "lstm-latency": Case("examples.lstm_seq2seq:lstm_seq2seq", "gpu-2", 64, "latency", LSTM),
+    "towers-latency": Case("examples.alexnet:two_towers", "cpu-4", 128, "latency"),
+    "locally": Case("examples.locally_connected:locally_connected", "slow-4", 32),
+    "unet": Case("examples.unet:unet", "gpu-2", 16, settings={"size": "64"}, microbatches=4),
+    "gpt2": Case("gpt2", "gpu-4", 16, settings={"seq": "256", "layers": "2"}, microbatches=4),
+    "transformer-100": Case("scaling/transformer/100", "gpu-8", 32, microbatches=8),
+    "branchy-40": Case("scaling/branchy/40", "gpu-4", 16, microbatches=4, base=LARGE),
+}
+
+Change = Mapping[str, Any]
+FAMILIES = BASE.starts
+
+
+def _without(name: str) -> Change:
+    """A family of starts left out."""
+    return {"starts": tuple(family for family in FAMILIES if family != name)}
+
+
+METHODS: dict[str, Change] = {
+    "other random numbers": {"seed": 200},
+    "no start on one device": _without("one device"),
+    "no earliest finish": _without("earliest finish"),
+    "no runs": _without("runs"),
+    "no modules apart": _without("modules apart"),
+    "no start from the layer-wise plan": {"from_layer_wise": False},
+    "no minimum cuts of two devices": {"most_cuts": 0},
+    "no minimum cuts of pairs": {"neighbourhood_cuts": 0},
+    "no annealing of coarse units": {"anneal_steps_per_unit": 0},
+    "no refinement level by level": {"refine_steps_per_unit": 0},
+    "no annealing at all": {"anneal_steps_per_unit": 0, "refine_steps_per_unit": 0},
+    "no swaps in annealing": {"swap_share": 0.0},
+    "no stretches in annealing": {"one_share": 0.8},
+    "no exact program": {"exact_program": False},
+    "no coarse program": {"coarse_program": False},
+    "no programs over neighbourhoods": {"neighbourhood_programs": False},
+    "no integer programs": {"exact_program": False, "coarse_program": False, "neighbourhood_programs": False},
+    "no climbing on the prediction": {"climb_leaders": 0},
+    "no modules moved in climbing": {"moved_stretch": 0.65},
+    "no stretches moved in climbing": {"moved_one": 0.85, "moved_stretch": 0.0},
+    "no climbing on the simulation": {"climbed": 0},
+    "climbing from one placement": {"climbed": 1, "climb_best": False},
+    "one set of random numbers": {"most_seeds": 1},
+    "one number of micro-batches in depth": {"deep_counts": 1},
+    "simulated by prediction alone": {"ranked_by": ("prediction",)},
+    "simulated by load alone": {"ranked_by": ("load",)},
+    "schedule list alone": {"schedules": ("list",)},
+    "schedule list-split alone": {"schedules": ("list-split",)},
+    "no merging of segments": {"merge_seconds": -1.0},
+    "no blocks": {"few_shapes": 0},
+    "one shape": {"few_shapes": 1},
+    "blocks not cut again": {"most_recuts": 0},
+}
+"""Methods switched off, one at a time; first the search as it is with other random numbers, which says what is luck."""
+
+NUMBERS = (
+    *("run_counts", "module_depth", "first_counts", "worth_depth", "coarse_units", "coarse_share"),
+    *("leaders", "anneal_steps_per_unit", "anneal_first", "anneal_last", "refine_steps_per_unit"),
+    *(
+        "refine_first",
+        "norm_power",
+        "most_cuts",
+        "neighbourhood_cuts",
+        "exact_choices",
+        "quiet_neighbourhoods",
+    ),
+    *(
+        "freed_units",
+        "climb_leaders",
+        "climb_work",
+        "climb_slack",
+        "message_share",
+        "most_played",
+        "simulations",
+    ),
+    *("climbed", "predicted_per_simulation", "simulated_slack", "most_quiet", "most_seeds", "quiet_seeds"),
+    *("promising", "recut_within", "shape_numbers", "large_family", "worth_family"),
+)
+"""Fields that are halved and doubled."""
+
+
+def rows() -> dict[str, Change]:
+    """Every row by its name."""
+    found = dict(METHODS)
+    for name in NUMBERS:
+        value = getattr(BASE, name)
+        for word, times in (("half", 0.5), ("double", 2.0)):
+            other = type(value)(max(1, round(value * times)) if isinstance(value, int) else value * times)
+            if other != value:
+                found[f"{name} {word}"] = {name: other}
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """A case under one change."""
+
+    step_seconds: float
+    gap: float
+    cpu_seconds: float
+
+
+@dataclass(eq=False)
+class Bench:
+    """Cases, each traced and planned layer by layer once."""
+
+    cases: Mapping[str, Case]
+    record: Path | None
+    runs: dict[str, Run] = field(default_factory=dict)
+    _ready: dict[str, tuple[OpGraph, GraphCosts, Outcome | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.record is not None and self.record.exists():
+            self.runs = {key: Run(**each) for key, each in json.loads(self.record.read_text()).items()}
+
+    def run(self, name: str, change: Change, seed: int) -> Run:
+        """One search, or what is known of it."""
+        key = f"{name} {json.dumps(change, sort_keys=True)} {seed}"
+        if key not in self.runs:
+            given = {**self.cases[name].base, **change}
+            self.runs[key] = self._search(
+                name, replace(BASE, **{**given, "seed": given.get("seed", 0) + seed})
+            )
+            print(f"{key:60} {self.runs[key]}", file=sys.stderr, flush=True)
+            if self.record is not None:
+                self.record.write_text(json.dumps({k: asdict(run) for k, run in self.runs.items()}, indent=1))
+        return self.runs[key]
+
+    def _search(self, name: str, tuning: FreeTuning) -> Run:
+        case = self.cases[name]
+        cluster = case.devices()
+        job = Job(case.batch)
+        request = FreeRequest(
+            job, case.microbatches, objective=case.objective, split=case.split, tuning=tuning
+        )
+        with frozen():
+            if name not in self._ready:
+                graph = case.graph()
+                costs = costs_of(graph, cluster)
+                start = layer_start(request, Judge(graph, costs, cluster, job))
+                self._ready[name] = graph, costs, start
+            graph, costs, start = self._ready[name]
+            began = os.times().user
+            placed = place_rounds(
+                graph,
+                costs,
+                cluster,
+                request,
+                start if tuning.from_layer_wise else None,
+                TimeBudget.of(request),
+            )
+            cpu = os.times().user - began
+        return Run(placed.best.step_seconds, placed.certificate.gap, cpu)
+
+
+def frozen() -> Any:
+    """The clock stands still."""
+    return mock.patch.multiple("time", perf_counter=lambda: 0.0, monotonic=lambda: 0.0)
+
+
+def table(bench: Bench, changes: Mapping[str, Change], seeds: Sequence[int]) -> str:
+    """A line for each row."""
+    lines = []
+    base = {(name, seed): bench.run(name, {}, seed) for name in bench.cases for seed in seeds}
+    for row, change in changes.items():
+        found = {(name, seed): bench.run(name, change, seed) for name, seed in base}
+        ratios = {
+            name: math.exp(
+                sum(math.log(found[name, s].step_seconds / base[name, s].step_seconds) for s in seeds)
+                / len(seeds)
+            )
+            for name in bench.cases
+        }
+        worst = max(ratios, key=lambda name: ratios[name])
+        mean = math.exp(sum(map(math.log, ratios.values())) / len(ratios))
+        gap = 100 * sum(found[key].gap - base[key].gap for key in base) / len(base)
+        cpu = sum(run.cpu_seconds for run in found.values()) / sum(run.cpu_seconds for run in base.values())
+        lines.append(
+            [
+                row,
+                f"{mean:.4f}",
+                f"{min(ratios.values()):.3f}",
+                f"{ratios[worst]:.3f}",
+                worst if ratios[worst] > SLOWER else "",
+                str(sum(ratio > SLOWER for ratio in ratios.values())),
+                f"{gap:+.1f}",
+                f"{cpu:.2f}",
+            ]
+        )
+    return columns(HEAD, lines, left=("changed", "slowest"))
+
+
+HEAD = ("changed", "step", "least", "most", "slowest", "slower", "gap", "CPU")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table; each run on stderr as it comes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", default="*", help="globs over names of rows, with commas")
+    parser.add_argument("--cases", default="*", help="globs over names of cases, with commas")
+    parser.add_argument("--record", type=Path, help="file of runs, read and added to")
+    parser.add_argument("--seeds", default="0,100", help="first random numbers, with commas")
+    given = parser.parse_args(arguments)
+    os.environ["PARTITIONER_CALIBRATION"] = "none"
+    bench = Bench({name: CASES[name] for name in _matching(CASES, given.cases)}, given.record)
+    changes = rows()
+    wanted = {name: changes[name] for name in _matching(changes, given.rows)}
+    print(table(bench, wanted, [int(seed) for seed in given.seeds.split(",")]))
+    return 0
+
+
+def _matching(names: Mapping[str, object], globs: str) -> list[str]:
+    wanted = globs.split(",")
+    return [name for name in names if any(fnmatch.fnmatchcase(name, glob) for glob in wanted)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
