@@ -114,7 +114,7 @@ def test_any_placement_computes_what_the_model_computes(
         drawn = [chance.randrange(count) if count else 0 for count in ways]
         return replace(found, placement=assemble(found.problem, drawn))
 
-    monkeypatch.setattr("passes.compile.place_features", placed)
+    monkeypatch.setattr("passes.search.feature.outcome.place_features", placed)
     workload = make()
     plan = partition(
         workload,

@@ -46,20 +46,20 @@ def failure(model: nn.Module, batch: object = None, **options: object) -> ModelE
 def test_data_dependent_control_flow() -> None:
     error = failure(inside(Branching()), loss_fn=mean_loss)
     assert "'1.0'" in error.because[0]
-    assert "test_trace_errors.py:" in error.because[0]
+    assert "test_errors.py:" in error.because[0]
     assert "if x.sum() > 0" in error.because[0]
     assert any("torch.where" in text for text in error.suggestions)
 
 
 def test_sizes_that_depend_on_numbers() -> None:
     error = failure(inside(Picking()), loss_fn=mean_loss)
-    assert "test_trace_errors.py:" in " ".join(error.because)
+    assert "test_errors.py:" in " ".join(error.because)
     assert any("mask" in text or "torch.where" in text for text in error.suggestions)
 
 
 def test_code_that_export_cannot_see_through() -> None:
     error = failure(inside(Numpy()), loss_fn=mean_loss)
-    assert "test_trace_errors.py:" in error.because[0]
+    assert "test_errors.py:" in error.because[0]
 
 
 def test_inputs_that_do_not_fit() -> None:
@@ -70,7 +70,7 @@ def test_inputs_that_do_not_fit() -> None:
 
 def test_a_fault_in_the_loss_function() -> None:
     error = failure(nn.Linear(4, 2), loss_fn=lambda output, batch: F.cross_entropy(output, batch["missing"]))
-    assert "test_trace_errors.py:" in " ".join(error.because)
+    assert "test_errors.py:" in " ".join(error.because)
 
 
 def test_missing_and_unusable_losses() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from passes.shard.rules.threads import Meeting, on_all
+from passes.shard.rules.threads import Rendezvous, on_all
 from runtime.ops.local import LOCAL
 
 aten = torch.ops.aten
@@ -33,7 +33,7 @@ class Alone:
 
 def together(function: str, role: str, run: Any) -> list[Any]:
     """``run(rank, call)`` on every rank."""
-    meeting = Meeting([RANKS])
+    meeting = Rendezvous([RANKS])
 
     def on_rank(rank: tuple[int, ...]) -> Any:
         axes = {role: meeting.axis((0,), rank)}
