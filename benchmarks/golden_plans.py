@@ -171,7 +171,7 @@ def evaluated(model: str, cluster: str, **options: Any) -> Texts:
         choices = "\n".join(f"{name}: {choice}" for name, choice in sorted(reused.choices.items()))
         return {"choices": choices, "graph": printed(shard_graph(evaluation, reused, 1).graph)}
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
-    places = [stage.devices[0] for stage in plan.stages]
+    groups = [stage.devices for stage in plan.stages]
     holders: dict[str, set[int]] = {}
     for node in code.graph.ops:
         for given in code.graph.inputs:
@@ -179,7 +179,7 @@ def evaluated(model: str, cluster: str, **options: Any) -> Texts:
             if read and given.kind in ("parameter", "buffer") and node.name in code.segmentation.segment_of:
                 rank = code.segmentation.ranks[code.segmentation.segment_of[node.name]][0]
                 holders.setdefault(given.name, set()).add(plan.used_devices[rank])
-    placed = reuse_placement(code.graph, stage_of, evaluation, places, holders)
+    placed = reuse_placement(code.graph, stage_of, evaluation, groups, holders)
     segments = inference_segments(placed.graph, placed.segmentation, plan.cluster.world_size, 2, 1e-6)
     programs = inference_programs(segments, plan.cluster, plan.microbatches)
     return {

@@ -11,7 +11,7 @@ from partitioner.deployment.share import Recipe, Share
 from partitioner.engine.callbacks import Callback
 from partitioner.engine.engine import Engine
 from partitioner.evaluation.evaluation import Evaluator
-from partitioner.evaluation.graphs import Deployed
+from partitioner.evaluation.placed import Deployed
 from partitioner.record.data import PlanData
 from runtime.execute.execute import Executor
 from runtime.program.relabel import RankMap

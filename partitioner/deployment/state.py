@@ -65,4 +65,5 @@ def rank_state(
         del value  # the next one is made first
     held = {**parameters, **buffers}
     own = {name: sharding for name, sharding in shardings.items() if name in held}
-    return RankState(rank, {**leaves, **buffers}, parameters, buffers, holders, own, graph.parts)
+    elsewhere = {name: sharding for name, sharding in shardings.items() if name not in held}
+    return RankState(rank, {**leaves, **buffers}, parameters, buffers, holders, own, graph.parts, elsewhere)

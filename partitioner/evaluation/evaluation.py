@@ -18,7 +18,8 @@ from torch import Tensor
 from cost_models.errors import UsageError
 from partitioner.batches.part_batch import PartBatch, given_part, normalized
 from partitioner.batches.step import refuse_autocast, share_results, shared_and_rest
-from partitioner.evaluation.graphs import Deployed, EvaluationGraph, EvaluationGraphs
+from partitioner.evaluation.graphs import EvaluationGraph, EvaluationGraphs
+from partitioner.evaluation.placed import Deployed
 from passes.graph.token_counts import valid_tokens
 from passes.trace.loss.reduction import loss_weights, samples_in
 from runtime.execute.gather_outputs import (
@@ -30,7 +31,7 @@ from runtime.execute.gather_outputs import (
     whole_shape,
 )
 from runtime.execute.results import StepSums
-from runtime.segment.microbatch import GivenPart, cut_at, symbol_sizes
+from runtime.segment.microbatch import cut_at, symbol_sizes
 
 
 @dataclass(frozen=True)
@@ -91,14 +92,15 @@ class Evaluator:
     ) -> _Run:
         """Run every micro-batch of the batch, in rounds."""
         plan, executor, graph = self._deployed.plan, self._deployed.executor, made.graph
-        needed = made.leaf_names
+        needed = made.runs.leaf_names
         part = batch if isinstance(batch, PartBatch) else None
         samples = samples_in(graph, leaves, needed)
         shared, alone = self._sizes(made, samples if part is None else part.samples)
         sizes = (*shared, *alone)
-        given = None if part is None else _given_part(made, part, leaves, sizes)
+        place = self._deployed.place
+        given = None if part is None else given_part(part, leaves, graph.batch, sizes, place)
         if keep_outputs:
-            refuse_unjoinable(made.places, len(sizes))
+            refuse_unjoinable(made.runs.places, len(sizes))
         weights = loss_weights(graph.loss_reduction, sizes)
         filled = normalized(graph, leaves, sizes, needed, part, executor.collectives)
         rounds = [
@@ -119,7 +121,7 @@ class Evaluator:
                     {name: parts[at] for name, parts in pieces.items()},
                     len(numbers),
                     weights=weights[numbers.start : numbers.stop],
-                    loaded=made.load(outputs=keep_outputs, shared=numbers.start < len(shared)),
+                    loaded=made.runs.load(outputs=keep_outputs, shared=numbers.start < len(shared)),
                     keep_outputs=keep_outputs,
                     part=None
                     if given is None
@@ -137,7 +139,7 @@ class Evaluator:
                 f"cannot evaluate {plan.model.name} on {samples} samples", [f"{reason} needs {least} at once"]
             )
         planned = plan.batch_size, plan.microbatches
-        return shared_and_rest(samples, planned, least, made.multiple)
+        return shared_and_rest(samples, planned, least, self._deployed.multiple)
 
     def _gather(
         self, made: EvaluationGraph, leaves: Mapping[str, Tensor], run: _Run, gather: Gather
@@ -145,18 +147,18 @@ class Evaluator:
         state, executor = self._deployed.state, self._deployed.executor
         given = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
         symbols = [symbol_sizes(made.graph.batch, given, size) for size in run.sizes]
-        held = {**leaves, **{n: tensor for loaded in made.loaded for n, tensor in loaded.state.items()}}
+        held = {**leaves, **{n: tensor for loaded in made.runs.loaded for n, tensor in loaded.state.items()}}
         foreign = frozenset(memory_of(tensor) for tensor in held.values())
         own: dict[str, Tensor] = {}
-        for place in made.places:
+        for place in made.runs.places:
             name = place.names[0]
             if place.held:
                 if place.rank in (None, state.rank) and place.held in held:
                     own[name] = held[place.held].detach().to(executor.device, copy=True)
             elif run.sums.outputs and place.rank in (None, state.rank):
                 own[name] = joined(place, [found[name] for found in run.sums.outputs], foreign)
-        shapes = [whole_shape(place, symbols) for place in made.places]
-        found = gather_outputs(made.places, own, shapes, gather, state.rank, executor.collectives)
+        shapes = [whole_shape(place, symbols) for place in made.runs.places]
+        found = gather_outputs(made.runs.places, own, shapes, gather, state.rank, executor.collectives)
         return None if found is None else {name: found[name] for name in made.output_names}
 
 
@@ -173,14 +175,6 @@ _TOKENS = "(valid tokens)"
 """The name of the valid tokens, which travel with the metrics."""
 
 
-def _given_part(
-    made: EvaluationGraph, part: PartBatch, leaves: Mapping[str, Tensor], sizes: Sequence[int]
-) -> GivenPart:
-    if made.place is None:
-        raise UsageError("cannot evaluate a part of a batch", ["it was loaded for another engine"])
-    return given_part(part, leaves, made.graph.batch, sizes, made.place)
-
-
 def _with_tokens(
     made: EvaluationGraph, batch: Any, leaves: Mapping[str, Tensor], sums: StepSums
 ) -> tuple[StepSums, Sequence[str]]:
@@ -188,7 +182,7 @@ def _with_tokens(
     counts = made.graph.token_counts
     if counts is None:
         return sums, made.metric_names
-    if counts.made & made.leaf_names:  # it counted them for the loss
+    if counts.made & made.runs.leaf_names:  # it counted them for the loss
         parts = batch.place.world if isinstance(batch, PartBatch) else 1
         found = valid_tokens(counts, leaves) * (sums.share * parts)
         sums = replace(sums, metrics={**sums.metrics, _TOKENS: found})

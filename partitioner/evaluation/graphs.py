@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from cost_models.errors import UsageError
 from partitioner.batches.absent_batch import AbsentBatch, refuse_absent
-from partitioner.batches.part_batch import DataPlace, PartBatch
+from partitioner.batches.part_batch import PartBatch
 from partitioner.evaluation.choice import (
     EVERYWHERE,
     Given,
@@ -35,66 +35,26 @@ from partitioner.evaluation.choice import (
     refuse_other_constants,
     votes,
 )
-from partitioner.evaluation.sharded import SharedGraph, SharedStage
-from partitioner.record.data import PlanData
+from partitioner.evaluation.placed import Deployed, LossFunction, PlacedEvaluation
 from passes.evaluate.graph import without_writes
-from passes.evaluate.outputs import evaluation_outputs
-from passes.evaluate.parts import reuse_splits
-from passes.evaluate.placement import Reused, reuse_placement
-from passes.evaluate.programs import inference_programs, inference_segments
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.graph.token_counts import user_leaves
-from passes.graph.verify import verify_graph
-from passes.lower.lower import lower
-from passes.lower.segment import Segmentation
-from passes.split.split import Split
 from passes.trace.batch import flatten_batch, forward_arguments, forward_constants, forward_names
 from passes.trace.trace import trace
-from runtime.check.check import check
-from runtime.execute.execute import Executor
-from runtime.execute.gather_outputs import OutputPlace
-from runtime.execute.loaded import Loaded
-from runtime.program.program import Program
-from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.ranks.meeting import Meeting
-from runtime.segment.microbatch import microbatch_sizes
-from runtime.state.rank_state import RankState
 
 logger = logging.getLogger("partitioner")
-
-LossFunction = Callable[..., Any]
 
 MOST_GRAPHS = 8
 """The most graphs that are kept: each has programs, code and constants of its own."""
 
 
 @dataclass(frozen=True)
-class Deployed:
-    """The deployed model on this rank: everything that evaluation graphs are made from."""
-
-    plan: PlanData
-    model: nn.Module
-    loss_fn: LossFunction | None
-    example: Any
-    """The batch that training was traced with."""
-    dynamic_dims: Mapping[str, list[int]] | None
-    training: OpGraph
-    run: OpGraph
-    """The graph that ranks run of ``training``: if ops were split, with their blocks."""
-    ranks: RankMap
-    executor: Executor
-    state: RankState
-
-
-@dataclass(frozen=True)
 class EvaluationGraph:
     """One evaluation graph, ready to run on this rank."""
 
-    graph: OpGraph
-    runs: Loaded | SharedGraph
-    places: tuple[OutputPlace, ...]
-    """The model's outputs."""
+    runs: PlacedEvaluation
     output_names: tuple[str, ...]
     """The outputs' names, in the model's own order."""
     metric_names: tuple[str, ...]
@@ -103,32 +63,9 @@ class EvaluationGraph:
     """The batch that it was traced with."""
 
     @property
-    def multiple(self) -> int:
-        """The number that samples of a micro-batch are a multiple of, for ranks that share it."""
-        return self.runs.stage.multiple if isinstance(self.runs, SharedGraph) else 1
-
-    @property
-    def place(self) -> DataPlace | None:
-        """The part of a batch that this rank may be given; None if it is the whole."""
-        return self.runs.stage.place if isinstance(self.runs, SharedGraph) else None
-
-    @property
-    def leaf_names(self) -> frozenset[str]:
-        """The leaves of a batch that this rank cannot do without."""
-        return self.runs.leaf_names
-
-    @property
-    def loaded(self) -> tuple[Loaded, ...]:
-        """The programs that are in the executor by now."""
-        return self.runs.loaded if isinstance(self.runs, SharedGraph) else (self.runs,)
-
-    def load(self, *, outputs: bool, shared: bool) -> Loaded:
-        """Load what runs it: see ``SharedGraph.load``. Collective."""
-        return (
-            self.runs.load(outputs=outputs, shared=shared)
-            if isinstance(self.runs, SharedGraph)
-            else self.runs
-        )
+    def graph(self) -> OpGraph:
+        """The graph as one rank would run it."""
+        return self.runs.graph
 
 
 class EvaluationGraphs:
@@ -141,14 +78,12 @@ class EvaluationGraphs:
         parameters = inspect.signature(deployed.model.forward).parameters.values()
         self._optional = frozenset(p.name for p in parameters if p.default is not inspect.Parameter.empty)
         self._told = False
-        parts = deployed.plan, deployed.training, deployed.ranks, deployed.executor, deployed.state
-        self._stage = SharedStage.of(*parts)
 
     def for_loss(self, batch: Any) -> tuple[EvaluationGraph, Mapping[str, Tensor]]:
         """Return the graph that computes the loss of ``batch`` and the model's outputs, and the leaves of the batch."""
         if isinstance(batch, AbsentBatch):
             found = self._find(None, True)
-            refuse_absent(found.leaf_names)
+            refuse_absent(found.runs.leaf_names)
             return found, batch.leaves_of(found.wanted.spec)
         batch = batch.batch if isinstance(batch, PartBatch) else batch
         given = self._given(batch, self._deployed.loss_fn)
@@ -226,15 +161,11 @@ class EvaluationGraphs:
     def _make(self, given: Given, with_loss: bool) -> EvaluationGraph:
         with Meeting.join().all_or_none("evaluation"):
             graph = _traced(self._deployed, given, with_loss)
-            placed = None if self._stage is not None else _placed(self._deployed, graph)
-        if placed is None:
-            assert self._stage is not None
-            shared = SharedGraph.of(self._stage, graph)
-            return _found(shared.graph, shared, shared.places, given, with_loss)
-        return _found(placed.graph, *_loaded(self._deployed, placed), given, with_loss)
+            placed = PlacedEvaluation.of(self._deployed, graph)
+        return _found(placed, given, with_loss)
 
     def _forget(self, graph: EvaluationGraph) -> None:
-        for loaded in graph.loaded:
+        for loaded in graph.runs.loaded:
             self._deployed.executor.unload(loaded)
         if not self._told:
             self._told = True
@@ -274,20 +205,6 @@ def _traced(deployed: Deployed, given: Given, with_loss: bool) -> OpGraph:
     return without_writes(graph)
 
 
-def _placed(deployed: Deployed, graph: OpGraph) -> Reused:
-    """Place the evaluation graph where training is, its segments on the devices of the plan."""
-    plan = deployed.plan
-    splits = [Split(record.op, record.dim, record.sizes) for record in plan.splits]
-    graph = reuse_splits(graph, deployed.training, deployed.run, splits)
-    stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
-    devices = deployed.ranks.device_of_rank
-    holders = {name: {devices[rank] for rank in ranks} for name, ranks in deployed.state.holders.items()}
-    places = [stage.devices[0] for stage in plan.stages]
-    reused = reuse_placement(deployed.run, stage_of, graph, places, holders)
-    verify_graph(reused.graph, after="reuse_placement")
-    return reused
-
-
 def _open_dims(
     dynamic_dims: Mapping[str, list[int]] | None, leaves: Mapping[str, Tensor]
 ) -> dict[str, list[int]]:
@@ -299,57 +216,12 @@ def _open_dims(
     }
 
 
-def _loaded(deployed: Deployed, placed: Reused) -> tuple[Loaded, tuple[OutputPlace, ...]]:
-    """Load programs and code into the executor, and say where outputs are. Collective."""
-    graph, segmentation = placed.graph, placed.segmentation
-    plan, ranks, state, executor = deployed.plan, deployed.ranks, deployed.state, deployed.executor
-    sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
-    op_seconds = sum(stage.forward_seconds for stage in plan.stages) / max(1, plan.model.ops)
-    planned = inference_segments(graph, segmentation, plan.cluster.world_size, sizes[0], op_seconds)
-    segments = relabelled_segments(planned, ranks)
-
-    def programs_of(microbatches: int) -> Sequence[Program]:
-        programs = relabelled_programs(inference_programs(planned, plan.cluster, microbatches), ranks)
-        check(programs, segments, microbatches, training=False)
-        return programs
-
-    programs = programs_of(plan.microbatches)
-    mine = frozenset(segment.index for segment in segments.segments if state.rank in segment.ranks)
-    leaves = {
-        name: state.leaves[name] for name in (*graph.parameters, *graph.buffers) if name in state.leaves
-    }
-    constants = {name: constant.to(executor.device) for name, constant in graph.constants.items()}
-    loaded = executor.load(
-        programs[state.rank],
-        lower(graph, segmentation, device=str(executor.device), only=mine),
-        segments,
-        {**leaves, **constants},
-        graph.batch,
-        programs=programs,
-        replan=programs_of,
-    )
-    launched = Segmentation(
-        segmentation.segment_of, tuple(s.ranks for s in segments.segments), segmentation.recomputed
-    )
-    return loaded, evaluation_outputs(graph, launched, state.holders)
-
-
-def _found(
-    graph: OpGraph,
-    runs: Loaded | SharedGraph,
-    places: tuple[OutputPlace, ...],
-    given: Given,
-    with_loss: bool,
-) -> EvaluationGraph:
+def _found(runs: PlacedEvaluation, given: Given, with_loss: bool) -> EvaluationGraph:
+    graph = runs.graph
     return EvaluationGraph(
-        graph=graph,
         runs=runs,
-        places=places,
         output_names=tuple(output.name for output in graph.outputs if output.kind == "output"),
         metric_names=tuple(output.name for output in graph.outputs if output.kind == "metric"),
         least_samples=least_samples(graph),
         wanted=Wanted(with_loss, user_leaves(graph.batch, graph.token_counts), given.constants),
     )
-
-
-__all__ = ["Deployed", "EvaluationGraph", "EvaluationGraphs"]

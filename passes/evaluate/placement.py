@@ -28,46 +28,53 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from cost_models.errors import InternalError
+from cost_models.layout import Mesh
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import copy_graph, new_module
 from passes.graph.recomputed import recomputed_ops
+from passes.lower.placed_graph import PlacedGraph
 from passes.lower.segment import Segmentation, by_reach, by_stage
 
 OpKey = tuple[str, str, int]
 """Module path, kind of op, how many of these came before."""
 
 
-@dataclass(frozen=True)
-class Reused:
-    """The evaluation graph, placed. ``graph`` has an op more for every parameter that travels as a value."""
-
-    graph: OpGraph
-    segmentation: Segmentation
-
-
 def reuse_placement(
     training: OpGraph,
     stage_of: Mapping[str, int],
     evaluation: OpGraph,
-    stage_ranks: Sequence[int],
+    groups: Sequence[tuple[int, ...]],
     holders: Mapping[str, Collection[int]],
-) -> Reused:
+    meshes: Sequence[Mesh | None] = (),
+) -> PlacedGraph:
     """Place every op of ``evaluation`` that is not recomputed wherever it is needed (``passes.graph.recomputed``).
 
-    ``stage_of``: stage of each placed op of ``training``. ``stage_ranks``: the rank that runs each stage. ``holders``:
-    the ranks that hold each parameter and buffer.
+    ``stage_of``: stage of each placed op of ``training``. ``groups``: the ranks that run each stage; ``meshes``: how they
+    are arranged where several share it. ``holders``: the ranks that hold each parameter and buffer, or blocks of it.
+
+    The graph has an op more for every parameter that travels as a value. Raises ``InternalError`` where ops would have to
+    leave the stages, and a stage is on a mesh.
     """
     known = {key: stage_of[node.name] for key, node in keyed_ops(training) if node.name in stage_of}
-    reused = _Reuse(evaluation, known, stage_ranks, {name: frozenset(at) for name, at in holders.items()})
+    reused = _Reuse(evaluation, known, groups, {name: frozenset(at) for name, at in holders.items()})
     cheap = recomputed_ops(evaluation)
     without_state = frozenset(name for name, names in reused.state_read(cheap).items() if not names)
     for recomputed in dict.fromkeys((cheap, without_state)):
         placed = reused.by_stages(recomputed)
         if placed is not None:
-            return Reused(evaluation, _one_segment_per_stage(evaluation, placed, stage_ranks, recomputed))
+            segmentation = _one_segment_per_stage(evaluation, placed, groups, recomputed, meshes)
+            return PlacedGraph(evaluation, segmentation)
+    if any(len(group) > 1 for group in groups):
+        raise InternalError(
+            "place an evaluation graph on meshes",
+            [
+                "ops read what no one stage holds, or what a later stage makes: values would go from mesh to mesh"
+            ],
+        )
     graph, rank_of = reused.anywhere(without_state)
-    groups = {name: (rank,) for name, rank in rank_of.items()}
-    return Reused(graph, by_reach(graph, groups, without_state))
+    group_of = {name: (rank,) for name, rank in rank_of.items()}
+    return PlacedGraph(graph, by_reach(graph, group_of, without_state))
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class _Reuse:
     graph: OpGraph
     known: Mapping[OpKey, int]
     """Stage of each training op."""
-    stage_ranks: Sequence[int]
+    groups: Sequence[tuple[int, ...]]
     holders: Mapping[str, frozenset[int]]
 
     def state_read(self, recomputed: frozenset[str]) -> dict[str, frozenset[str]]:
@@ -101,20 +108,21 @@ class _Reuse:
             if _is_projection(node) and sources:
                 stage = earliest
             names = self._needs(node, through)
-            if not all(self.stage_ranks[stage] in self.holders[name] for name in names):
-                later = [
-                    other
-                    for other in range(earliest, len(self.stage_ranks))
-                    if all(self.stage_ranks[other] in self.holders[name] for name in names)
-                ]
+            if not self._holds(stage, names):
+                later = [other for other in range(earliest, len(self.groups)) if self._holds(other, names)]
                 if not later:
                     return None
                 stage = later[0]
             placed[node.name] = stage
         return placed
 
+    def _holds(self, stage: int, names: Collection[str]) -> bool:
+        """Tell whether every rank of a stage holds ``names``, or blocks of them."""
+        return all(self.holders[name].issuperset(self.groups[stage]) for name in names)
+
     def anywhere(self, recomputed: frozenset[str]) -> tuple[OpGraph, dict[str, int]]:
         """Find a rank for every placed op; in the new graph, parameters travel that their readers' ranks do not hold."""
+        stage_ranks = [group[0] for group in self.groups]
         rank_of: dict[str, int] = {}
         travels: dict[tuple[str, str], str] = {}
         for key, node in keyed_ops(self.graph):
@@ -122,7 +130,7 @@ class _Reuse:
                 continue
             sources = [rank_of[source.name] for source in node.all_input_nodes if source.name in rank_of]
             stage = self.known.get(key)
-            wanted = self.stage_ranks[stage] if stage is not None else (sources or self.stage_ranks)[-1]
+            wanted = stage_ranks[stage] if stage is not None else (sources or stage_ranks)[-1]
             if _is_projection(node) and sources:
                 wanted = sources[0]
             rank_of[node.name] = rank = self._near(wanted, sources, self._needs(node, {}))
@@ -155,13 +163,18 @@ class _Reuse:
 
 
 def _one_segment_per_stage(
-    graph: OpGraph, stage_of: Mapping[str, int], stage_ranks: Sequence[int], recomputed: frozenset[str]
+    graph: OpGraph,
+    stage_of: Mapping[str, int],
+    groups: Sequence[tuple[int, ...]],
+    recomputed: frozenset[str],
+    meshes: Sequence[Mesh | None],
 ) -> Segmentation:
     """Make one segment per stage; stages that evaluation has nothing of are left out."""
     used = sorted(set(stage_of.values()))
     index = {stage: position for position, stage in enumerate(used)}
     renumbered = {name: index[stage] for name, stage in stage_of.items()}
-    return by_stage(graph, renumbered, [(stage_ranks[stage],) for stage in used], recomputed)
+    own_meshes = [meshes[stage] for stage in used] if meshes else []
+    return by_stage(graph, renumbered, [groups[stage] for stage in used], recomputed, (), own_meshes)
 
 
 def _with_copies(graph: OpGraph, travels: Mapping[tuple[str, str], str]) -> tuple[OpGraph, Mapping[str, str]]:

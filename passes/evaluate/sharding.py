@@ -46,18 +46,23 @@ def reuse_sharding(
     stored: Mapping[str, Placements],
     batch: Mapping[str, Placements],
     unit: int,
+    whole: OpGraph | None = None,
 ) -> FeaturePlacement:
     """Place ``evaluation`` on the mesh of ``placement``, the one of ``training``.
 
     ``stored``: how parameters and buffers are kept (whole if not listed). ``batch``: how leaves arrive, likewise.
     ``unit``: nothing is sharded that needs more than a multiple of so many samples; 1: for any number of them.
+    ``whole``: the graph that ``evaluation`` is a part of, if it is one: ops are counted in it.
     """
     known = {key: node for key, node in keyed_ops(training) if node.name in placement.choices}
     reuse = _Reuse(evaluation, placement.mesh, unit, _sizes(evaluation))
     for given in evaluation.inputs:
         layouts = stored if given.kind in ("parameter", "buffer") else batch if given.kind == "batch" else {}
         reuse.layouts[given.node] = (layouts.get(given.name, reuse.whole),)
-    for key, node in keyed_ops(evaluation):
+    for key, counted in keyed_ops(whole or evaluation):
+        node = evaluation.nodes.get(counted.name)
+        if node is None:
+            continue
         if node.target is operator.getitem:
             reuse.project(node)
         elif makes_tensors(node):

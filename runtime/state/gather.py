@@ -43,7 +43,7 @@ class HeldPiece:
 
 def pieces_of(state: RankState, name: str, shape: tuple[int, ...]) -> tuple[HeldPiece, ...]:
     """Return the blocks that make up the tensor called ``name``, and who has them; the same on every rank."""
-    sharding = state.shardings.get(name)
+    sharding = state.shardings.get(name) or state.elsewhere.get(name)
     if sharding is not None:
         speakers = [rank for rank in sharding.mesh.ranks if sharding.speaks(rank)]
         blocks = [sharding.owner_block(shape, rank) for rank in speakers]

@@ -63,6 +63,8 @@ class RankState:
     """Shardings of tensors that ranks hold blocks of: ``leaves`` has the stored, ``parameters`` the trained block."""
     parts: Mapping[str, StatePart] = field(default_factory=dict)
     """Every part that some rank holds instead of a tensor of the model, by its name."""
+    elsewhere: Mapping[str, Sharding] = field(default_factory=dict)
+    """Shardings of tensors of which only other ranks hold blocks: those of other stages."""
 
     def names_of(self, name: str) -> tuple[str, ...]:
         """Return the names of what ranks hold of the model's tensor called ``name``: its parts, or itself."""

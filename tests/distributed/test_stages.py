@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -67,3 +69,44 @@ def test_two_groups_train_as_one_device(pool: WorkerPool, patterns: str) -> None
     assert text.startswith("rank 2 of 4 · Towers · mesh 2 · b: ")
     assert "stage 1" in text
     assert "left" not in text
+
+
+def evaluate(plan_json: str) -> list[Any]:
+    """In a worker: evaluations of several sizes, one of which no mesh divides, after a step of training."""
+    made, found = workload(), []
+    with Plan.from_json(plan_json).deploy(made, timeout_seconds=30.0, check_memory=False) as engine:
+        engine.train_step(samples(8))
+        before = {name: leaf.detach().clone() for name, leaf in engine.state.leaves.items()}
+        for count in SIZES:
+            output = engine.eval_step(samples(count), gather="all")
+            assert output.outputs is not None
+            found.append((output.loss, output.metrics["right"], dict(output.outputs)))
+        assert all(torch.equal(leaf, before[name]) for name, leaf in engine.state.leaves.items())
+        return [engine.state_dict(), *found]
+
+
+SIZES = (8, 5, 19)
+
+
+def samples(count: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(count)
+    return batch(count)
+
+
+@pytest.mark.parametrize("patterns", ["data", "zero3", "column_row"])
+def test_two_groups_evaluate_as_one_device(pool: WorkerPool, patterns: str) -> None:
+    """Each rank has the outputs of its own group, and gets those of the other."""
+    plan = side_by_side(traced(workload().model), patterns)
+    results = pool.run(evaluate, plan.model_dump_json(), world_size=4, timeout_seconds=120.0)
+    reference = workload().model.eval()
+    reference.load_state_dict(results[0][0])
+    for number, count in enumerate(SIZES, 1):
+        data = samples(count)
+        with torch.no_grad():
+            output = reference(data["x"])
+            loss, metrics = loss_fn(output, data)
+        for result in results:
+            found_loss, metric, outputs = result[number]
+            torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(metric, metrics["right"], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(outputs, output, rtol=1e-12, atol=1e-12)

@@ -98,7 +98,7 @@ def test_parts_travel_to_whoever_reads_them() -> None:
     read = read_parts(whole, split.parts)
     rank_of = {node.name: int("_b1" in node.name) for node in split.ops}
     holders = {name: {int(name.endswith("#1"))} for name in (*read.parameters, *read.buffers)}
-    placed = reuse_placement(split, rank_of, read, (0, 1), holders)
+    placed = reuse_placement(split, rank_of, read, ((0,), (1,)), holders)
     assert len(placed.graph.ops) > len(read.ops), "a parameter travels as a value"
     (output,) = run(placed.graph, model(), batch()["x"])
     assert torch.equal(output, model().eval()(batch()["x"]))

@@ -7,12 +7,13 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from passes.evaluate.graph import without_writes
-from passes.evaluate.placement import Reused, reuse_placement
+from passes.evaluate.placement import reuse_placement
 from passes.evaluate.programs import inference_programs, inference_segments
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.verify import verify_graph
 from passes.lower.lower import crossing_values, lower
+from passes.lower.placed_graph import PlacedGraph
 from passes.lower.segment import segment_edges
 from passes.trace.trace import trace
 from runtime.check.check import check
@@ -50,12 +51,12 @@ def holders(graph: OpGraph) -> dict[str, set[int]]:
     return {name: {int(name.startswith("last"))} for name in names}
 
 
-def reused(model: nn.Module, held: Mapping[str, set[int]] | None = None) -> Reused:
+def reused(model: nn.Module, held: Mapping[str, set[int]] | None = None) -> PlacedGraph:
     training, stage_of, evaluation = traces(model)
-    return reuse_placement(training, stage_of, evaluation, (0, 1), held or holders(evaluation))
+    return reuse_placement(training, stage_of, evaluation, ((0,), (1,)), held or holders(evaluation))
 
 
-def run(made: Reused, model: nn.Module, held: Mapping[str, set[int]]) -> Tensor:
+def run(made: PlacedGraph, model: nn.Module, held: Mapping[str, set[int]]) -> Tensor:
     """The segments, one after another; every rank may read only what it holds."""
     graph, segmentation = made.graph, made.segmentation
     state = dict((*model.named_parameters(), *model.named_buffers()))
@@ -74,7 +75,7 @@ def run(made: Reused, model: nn.Module, held: Mapping[str, set[int]]) -> Tensor:
     return made_values["output"]
 
 
-def agrees(model: nn.Module, held: Mapping[str, set[int]] | None = None) -> Reused:
+def agrees(model: nn.Module, held: Mapping[str, set[int]] | None = None) -> PlacedGraph:
     """Placed, proved free of deadlock, and computes what the model computes."""
     made = reused(model.double(), held)
     verify_graph(made.graph, "reuse_placement")

@@ -58,7 +58,7 @@ def placed(blocks: OpGraph, made: OpGraph) -> tuple[OpGraph, dict[str, int]]:
     """Parts and blocks 1 on rank 1."""
     rank_of = {node.name: int(node.name.endswith("_b1")) for node in blocks.ops}
     holders = {name: {int(name.endswith("#1"))} for name in (*made.parameters, *made.buffers)}
-    found = reuse_placement(blocks, rank_of, made, (0, 1), holders)
+    found = reuse_placement(blocks, rank_of, made, ((0,), (1,)), holders)
     ranks = {name: found.segmentation.ranks[s][0] for name, s in found.segmentation.segment_of.items()}
     return found.graph, ranks
 
