@@ -55,8 +55,8 @@ class SegmentSeconds:
 class HeldBytes:
     """Bytes that a segment holds from its forward to its backward, per micro-batch.
 
-    ``saved``: storages saved by autograd, sent outputs and received values, as one union. ``weight_saved``: what a
-    deferred weight half still needs, the output gradients included.
+    ``saved``: storages saved by autograd, sent outputs and received values, as one union. ``weight_saved``: bytes
+    that a deferred weight half still needs, the output gradients included.
     """
 
     saved: int

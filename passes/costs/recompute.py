@@ -56,7 +56,7 @@ def region_bytes(costs: GraphCosts, region: Region, batch_size: int) -> int:
 def transient_bytes(costs: GraphCosts, regions: Sequence[Region], batch_size: int, deferring: bool) -> int:
     """Find the most bytes alive at once because of what backward computes again, the last region first.
 
-    ``deferring``: what weight halves need of a region stays until they run, while earlier regions follow.
+    ``deferring``: storages that weight halves need of a region stay until they run, while earlier regions follow.
     """
     exact = costs.exact(batch_size)
     most, kept = 0, 0

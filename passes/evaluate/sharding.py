@@ -50,8 +50,8 @@ def reuse_sharding(
 ) -> FeaturePlacement:
     """Place ``evaluation`` on the mesh of ``placement``, the one of ``training``.
 
-    ``stored``: how parameters and buffers are kept (whole if not listed). ``batch``: how leaves arrive, likewise.
-    ``unit``: nothing is sharded that needs more than a multiple of so many samples; 1: for any number of them.
+    ``stored``: placements of parameters and buffers (whole if not listed). ``batch``: those of leaves that arrive,
+    likewise. ``unit``: number that samples come in multiples of (1: any number): nothing is sharded that needs more.
     ``whole``: the graph that ``evaluation`` is a part of, if it is one: ops are counted in it.
     """
     known = {key: node for key, node in keyed_ops(training) if node.name in placement.choices}

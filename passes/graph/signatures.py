@@ -56,7 +56,7 @@ class Operand:
 class Signature:
     """A class of equal ops, by its first member.
 
-    ``differentiated``: whether the op's output receives a gradient.
+    ``differentiated``: true if the op's output receives a gradient.
     """
 
     exemplar: fx.Node
@@ -83,7 +83,7 @@ class SignatureTable:
     of: tuple[int, ...]
     operands: tuple[tuple[Operand, ...], ...]
     elements: tuple[tuple[int, ...], ...]
-    """``elements[i]``: which elements of what op i produces are tensors; ``(0,)`` for a single tensor."""
+    """``elements[i]``: the elements of op i's result that are tensors; ``(0,)`` for a single tensor."""
 
 
 def group_by_signature(graph: OpGraph) -> SignatureTable:

@@ -25,7 +25,7 @@ from runtime.segment.microbatch import cut_at
 class Normalizer:
     """One extra batch leaf, of shape (samples,).
 
-    ``ignore_index``: which targets do not count; None where the graph of counts returns the denominator itself.
+    ``ignore_index``: the target that does not count; None if the graph of counts returns the denominator itself.
     ``class_counts``: for a loss with class weights, a second leaf of shape (classes,): valid targets of the whole batch
     per class. The model's graph then computes Σ counts · weights, as only it holds the weights.
     """
@@ -95,7 +95,7 @@ def filled(
     """Fill the extra leaves of ``counts`` into ``batch``. Runs where the batch is; never waits for a device.
 
     ``loss_normalizer``[sample] = 1 / (N · w), w the share of the sample's micro-batch; (samples,), floating.
-    ``sizes``: samples of each micro-batch. ``numbers``: of ``counted``, where this rank has a part of the batch only.
+    ``sizes``: samples of each micro-batch. ``numbers``: those of ``counted``, if this rank has only a part of the batch.
     """
     if numbers is None:
         numbers = counted(counts, spec, batch, sizes)

@@ -60,7 +60,7 @@ class FoundChoices:
 
 
 class Discovery:
-    """Choices of a graph's ops. Remembers what it found; ``path``: where it is kept between runs, None for nowhere."""
+    """Choices of a graph's ops. Remembers what it found; ``path``: the file that keeps it between runs; None: no file."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path

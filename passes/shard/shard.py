@@ -47,7 +47,7 @@ Needs = tuple[Need, ...]
 
 @dataclass(frozen=True)
 class ShardedGraph:
-    """``graph``: what each rank runs; its parameters and buffers have local shapes."""
+    """The graph that each rank runs: its parameters and buffers have local shapes."""
 
     graph: OpGraph
     placement: FeaturePlacement

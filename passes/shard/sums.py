@@ -25,8 +25,10 @@ from runtime.program.program import Collective
 
 @dataclass(frozen=True)
 class GradientSum:
-    """One sum, made by every group of ranks along its axes at once. ``size_bytes``: of each parameter, on a rank, as the
-    sum begins."""
+    """One sum, made by every group of ranks along its axes at once.
+
+    ``size_bytes``: bytes of each parameter's gradient on a rank, as the sum begins.
+    """
 
     sync: GradientSync
     parameters: tuple[str, ...]
@@ -37,7 +39,7 @@ class GradientSum:
 
 @dataclass(frozen=True)
 class UpdateGather:
-    """Updated parameters put together along one axis. ``whole_bytes``: of what a rank has afterwards."""
+    """Updated parameters put together along one axis. ``whole_bytes``: bytes that a rank has afterwards."""
 
     axis: str
     parameters: tuple[str, ...]
@@ -60,7 +62,7 @@ class UpdateGather:
 def gradient_sum_costs(
     sharded: ShardedGraph, gradient_bytes: Mapping[str, int], cluster: ClusterSpec
 ) -> tuple[GradientSum, ...]:
-    """List every sum in the order in which they are made. ``gradient_bytes``: of each parameter's gradient on a rank."""
+    """List every sum in the order in which they are made. ``gradient_bytes``: each parameter's, on a rank."""
     found = []
     parts = dict.fromkeys(gradient_bytes, 1)
     for sync, names in bucketed_syncs(sharded):

@@ -20,7 +20,7 @@ from passes.shard.words import FeaturePlacement, Need, Placements, operands
 
 @dataclass(frozen=True)
 class GradientSync:
-    """One kind of sum after the last backward. ``axes``: of the mesh, taken together."""
+    """One kind of sum after the last backward. ``axes``: axes of the mesh, taken together."""
 
     parameters: tuple[str, ...]
     axes: tuple[str, ...]

@@ -74,9 +74,10 @@ class Choice:
 class FeaturePlacement:
     """A placement of a whole model on a mesh.
 
-    ``choices``: per op, one choice per mesh axis. ``stored``: of parameters and buffers, between steps.
-    ``sharded_state``: of gradients and optimizer state, where it differs from ``stored`` (ZeRO-1 and 2).
-    ``batch``: how batch leaves arrive.
+    ``choices``         per op, one choice per mesh axis
+    ``stored``          placements of parameters and buffers between steps
+    ``sharded_state``   placements of gradients and optimizer state where they differ from ``stored`` (ZeRO-1 and 2)
+    ``batch``           placements in which batch leaves arrive
     """
 
     mesh: Mesh

@@ -32,7 +32,7 @@ log = logging.getLogger("partitioner")
 
 
 class Pusher:
-    """``written``: by op in blocks, the buffers that its blocks write."""
+    """The maker of blocks. ``written``: the buffers that an op's blocks write, by op."""
 
     def __init__(self, graph: OpGraph, values: Values) -> None:
         self.graph, self.values = graph, values

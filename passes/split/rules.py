@@ -58,7 +58,7 @@ _OPTIONAL_BIAS = CONVOLUTIONS | {aten.linear.default, aten.bilinear.default}
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run an op in blocks. ``length``: of the dimension in whose elements blocks are given."""
+    """One way to run an op in blocks. ``length``: elements of the dimension that blocks are given in."""
 
     node: fx.Node
     choice: Choice

@@ -120,7 +120,7 @@ class _Rewriting:
         self.values.made[node] = BlockedTensor(dim, tuple(parts), sizes)
 
     # ------------------------------------------------------------------------------------------------------
-    # What the graph returns and writes
+    # The values that the graph returns and writes
 
     def _outputs(self) -> tuple[GraphOutput, ...]:
         """Make the output node: whole values, but for buffers that are read and written in the same blocks."""

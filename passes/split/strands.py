@@ -39,7 +39,7 @@ Share = tuple[Fraction, Fraction]
 
 @dataclass(eq=False)
 class Strand:
-    """Dimensions cut together. ``lengths``: how many elements (or groups) each has; all must be cut alike."""
+    """Dimensions cut together. ``lengths``: numbers of elements (or groups) that they have; all must be cut alike."""
 
     lengths: set[int] = field(default_factory=set)
     ops: list[fx.Node] = field(default_factory=list)

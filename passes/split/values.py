@@ -140,7 +140,7 @@ class Values:
             copy = self.new.create_node("call_function", target, args, dict(kwargs), name=node.name)
             copy.meta = dict(node.meta)
             return copy
-        # What was put together may lie in memory in another order than what the op was traced with.
+        # A value that was put together may lie in memory in another order than the one that the op was traced with.
         if target is aten.as_strided.default:
             args = (self._contiguous(node), *args[1:])
         return self.emit(node.name, reshaping(target), args, kwargs, node)

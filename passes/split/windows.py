@@ -36,7 +36,7 @@ aten = torch.ops.aten
 class Window:
     """The inputs along ``source_dim`` of the first operand that each output along ``dim`` reads.
 
-    ``per_row``: how many outputs along ``dim`` a row of windows makes (``im2col`` has its rows one after another).
+    ``per_row``: outputs along ``dim`` that a row of windows makes (``im2col`` has its rows one after another).
     """
 
     node: fx.Node

@@ -84,8 +84,7 @@ def _twin(original: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
 def flatten_batch(batch: object, names: Sequence[str] = ()) -> dict[str, Tensor]:
     """Return every tensor of the batch by its leaf name, in order of appearance.
 
-    ``names``: what the elements of a tuple are called (``forward_names(model)``); beyond it they are
-    ``batch.N``.
+    ``names``: names of a tuple's elements (``forward_names(model)``); those beyond are called ``batch.N``.
     """
     leaves: dict[str, Tensor] = {}
 

@@ -105,7 +105,7 @@ NOT_ONE_SIZES = 4
 def check_guards(guards: Iterable[sympy.Basic], symbol: sympy.Symbol) -> list[str]:
     """Refuse a graph that holds for some batch sizes only: for the others the model's code takes another way.
 
-    ``guards``: what the trace assumed, such as ``3 < batch`` from ``if x.shape[0] > 3``. One that a single
+    ``guards``: assumptions of the trace, such as ``3 < batch`` from ``if x.shape[0] > 3``. One that a single
     size breaks (``batch != 8``), or that says that some size is not 1 (``batch // 2 != 1``, of ``x.chunk(2)``),
     is returned as a remark: most come from torch itself, which asks this of strides and broadcasts.
     """

@@ -226,7 +226,7 @@ def _used_inputs(graph: fx.Graph, stands_for: Mapping[str, GraphInput]) -> tuple
 
 
 # --------------------------------------------------------------------------------------------------
-# Where every node comes from
+# The origin of every node
 
 
 def _annotate(graph: fx.Graph, fake_mode: FakeTensorMode, model: nn.Module) -> None:

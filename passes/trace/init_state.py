@@ -87,11 +87,11 @@ def values_of(
 
     Names that have no value are told at the end.
 
-    Without a ``state_dict`` entry, ``model`` says shape and dtype and must be given. ``weights``: by canonical name,
-    the stored tensor, or several (under each name of a tied one), which must be the same. ``blocks``: of tensors that
-    are wanted in part: these parts; a submodule that ``init_fn`` fills is whole for as long as one of its names is
+    Without a ``state_dict`` entry, ``model`` says shape and dtype and must be given. ``weights``: the stored
+    tensor by canonical name, or several (under each name of a tied one), which must be the same. ``blocks``: the parts
+    of tensors that are wanted in part; a submodule that ``init_fn`` fills is whole for as long as one of its names is
     asked for. ``wider``: types in which ``weights`` are read instead of the model's own, where they have more digits
-    (master copies). ``parts``: names that are no names of the model, and of which of its tensors they are blocks.
+    (master copies). ``parts``: names that are no names of the model, and the blocks of its tensors that they stand for.
     """
     wanted = list(names)
     places = parts or {}

@@ -84,8 +84,8 @@ def trace(
     floating-point inputs of ``forward`` are cast to it, and ``loss_fn`` gets outputs in float32 again, where it
     is a 16-bit type. ``loss_fn`` sees the batch as it was given. Buffers keep their type.
 
-    ``loss_reduction``: how micro-batches' losses become the batch's, "mean", "sum" or "token_mean"; by the form of the
-    loss itself if not given (``passes.trace.loss.reduction``).
+    ``loss_reduction``: the way from micro-batches' losses to the batch's, "mean", "sum" or "token_mean"; that of the
+    loss's own form if not given (``passes.trace.loss.reduction``).
 
     The model may be on the meta device. Nothing of it is copied or changed.
     """

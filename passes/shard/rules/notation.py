@@ -120,7 +120,7 @@ def from_terms(
 ) -> tuple[Choice, ...]:
     """List every choice on one axis; all replicated first.
 
-    ``divides``: of letters, a count that the axis must divide. ``local``: of letters, the local function.
+    ``divides``: a count that the axis must divide, by letter. ``local``: the local function, by letter.
     """
     values = tuple(operand.meta["val"] for operand in operands(node))
     taken = [_lettered(term, value) for term, value in zip(inputs, values, strict=True)]

@@ -84,7 +84,7 @@ def _stand_in(expression: sympy.Expr) -> int:
 
 @lru_cache(maxsize=256)
 def _prime(symbol: sympy.Symbol) -> int:
-    # By the name's characters, so that the number does not depend on which symbol was met first.
+    # The name's characters count, so that the number does not depend on which symbol was met first.
     return int(
         sympy.nextprime(FIRST_STAND_IN + sum(ord(c) * 131**i for i, c in enumerate(str(symbol))) % 10**6)
     )

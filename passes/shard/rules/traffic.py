@@ -29,7 +29,7 @@ from runtime.ops.cross_entropy import MEAN
 class LocalCollective:
     """One collective of a local function over the mesh axes ``axes`` taken together.
 
-    ``size_bytes``: of what one rank brings.
+    ``size_bytes``: bytes that one rank brings.
     """
 
     kind: Literal["all_reduce", "all_gather"]

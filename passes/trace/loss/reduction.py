@@ -138,7 +138,7 @@ def _refuse_without_terms(found: LossTerms, model_name: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# What everything that runs a step asks for
+# Questions of everything that runs a step
 
 
 def samples_in(graph: OpGraph, batch: Mapping[str, Tensor], needed: Collection[str] | None = None) -> int:
@@ -161,8 +161,8 @@ def with_normalizers(
 ) -> Mapping[str, Tensor]:
     """Add the leaves that a token mean reads to ``batch`` (the whole one); unchanged if there are none.
 
-    ``microbatches``: how many, or the samples of each. ``needed``: leaves that this rank reads (default: all); others
-    are not made. ``numbers``: what ``token_counts.counted`` says of the whole batch, where ``batch`` is a part of it.
+    ``microbatches``: their number, or the samples of each. ``needed``: leaves that this rank reads (default: all); others
+    are not made. ``numbers``: those of ``token_counts.counted`` for the whole batch, if ``batch`` is a part of it.
     """
     counts = graph.token_counts
     if counts is None or (needed is not None and not counts.made & set(needed)):

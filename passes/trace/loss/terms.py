@@ -72,7 +72,7 @@ class Term:
 class LossTerms:
     """``path``: nodes between the terms and the loss, in order. ``problems``: why a token mean cannot be had of what
     looks like one. ``sums``, ``others``: the remaining terms that depend on the batch; ``others`` are no sums.
-    ``adds_constant``: whether something is added that is the same for every micro-batch (a number, a penalty on weights).
+    ``adds_constant``: true if something is added that is the same for every micro-batch (a number, a penalty on weights).
     """
 
     terms: tuple[Term, ...]
