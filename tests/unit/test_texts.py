@@ -13,6 +13,7 @@ CLEAN = (
     "passes/search/cost_graph",
     *(f"passes/{room}" for room in ("costs", "evaluate", "graph", "lower", "shard", "split", "trace")),
     "passes/search/feature",
+    "passes/search/free",
     "passes/search/layer",
     "partitioner/batches",
     "partitioner/deployment",

@@ -1,4 +1,4 @@
-"""What a request of the free search leaves open, and what is said where it leaves nothing."""
+"""Choices that a request of the free search leaves open, and the errors where it leaves none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def counts_to_try(graph: OpGraph, request: FreeRequest) -> list[int]:
 def resolved_pins(
     graph: OpGraph, recomputed: frozenset[str], request: FreeRequest, cluster: ClusterSpec
 ) -> dict[int, int]:
-    """Placed op -> rank. Raises UsageError with every conflict; here, ops may be pinned in any order."""
+    """Return the rank of each pinned op; ops may be pinned in any order. Raises UsageError with every conflict."""
     placed = [node for node in graph.ops if node.name not in recomputed]
     beyond = [
         f"{glob!r} is pinned to rank {rank}; the cluster has ranks 0 to {cluster.world_size - 1}"
@@ -46,7 +46,7 @@ def resolved_pins(
 
 
 def usable_starts(model: FreeModel, starts: Sequence[Candidate], counts: Sequence[int]) -> list[Candidate]:
-    """The starts that obey pins, keep together what must be, and have a number of micro-batches that may be used."""
+    """Choose the starts that obey pins, keep together what must be, and have an accepted number of micro-batches."""
     return [start for start in starts if start.microbatches in counts and _legal(model, start.stage_of)]
 
 

@@ -18,7 +18,7 @@ MOST_DEVICES = 32
 
 
 def moved_together(judge: ListJudge, ops: Collection[str]) -> set[str]:
-    """The placed ones of ``ops``, and what shares a device with them whatever the placement."""
+    """Return the placed ones of ``ops``, with all ops that share their device in every placement."""
     unit_of = owning_units(judge.graph, judge.recomputed)
     units = {unit_of[op] for op in ops if op in unit_of}
     return {op for op, unit in unit_of.items() if unit in units}
@@ -31,7 +31,7 @@ def ways_elsewhere(
     moved: Collection[str],
     planned: Simulation,
 ) -> tuple[Way, ...]:
-    """The step with ``moved`` on each device, fastest first. ``planned``: the step as it is."""
+    """Simulate the step with ``moved`` on each device, fastest first. ``planned``: the step as it is."""
     devices = judge.cluster.devices
     here = sorted({rank_of[op] for op in moved})
     ways = []
@@ -65,7 +65,7 @@ def _sends_seconds(simulation: Simulation) -> float:
 
 
 def _computes_seconds(judge: ListJudge, ops: Collection[str], rank: int, microbatches: int) -> float:
-    """Seconds of ``ops`` on a device in a step."""
+    """Sum the seconds of ``ops`` on a device in a step."""
     size = microbatch_sizes(judge.job.batch_size, microbatches)[0]
     indices = np.array([i for i, name in enumerate(judge.costs.ops) if name in ops], dtype=np.int64)
     seconds = judge.costs.segment_seconds(indices, size, judge.cluster.devices[rank])

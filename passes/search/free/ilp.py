@@ -10,8 +10,8 @@
     Σ_u bytes[u]·x[u,d] + Σ_e,a received[e]·s[e,a,d] + Σ_i bytes[i]·h[i,d] ≤ capacity[d]
     minimize T,  bound ≤ T ≤ value
 
-The sums of ties' gradients are left out: they only add, so bounds hold, and solutions are valued by ``evaluate``. Of
-interchangeable devices the first takes the heaviest unit that any of them has. Units that are fixed are constants, so a
+The sums of ties' gradients are left out: they only add, so bounds hold, and solutions are valued by ``evaluate``. Among
+interchangeable devices, the first takes the heaviest unit that any of them has. Units that are fixed are constants, so a
 neighbourhood is a small program. The incumbent is given to the solver as its start.
 """
 

@@ -33,7 +33,7 @@ class ListJudge(Judge):
         self._each_seconds = 0.0
 
     def measure(self, candidate: Candidate) -> Simulated:
-        """Step time and peak memory of a candidate, under the better schedule."""
+        """Measure step time and peak memory of a candidate under the better schedule."""
         segmentation = self.segmentation(candidate)
         self._slow |= 3 * len(segmentation) * candidate.microbatches > self._tuning.long_step
         lists = self._tuning.schedules
@@ -50,7 +50,7 @@ class ListJudge(Judge):
         return simulated
 
     def finished(self, candidate: Candidate, left_seconds: float = math.inf) -> Carried:
-        """What ``candidate`` became, under the best schedule; what was simulated is not simulated again."""
+        """Carry ``candidate`` through under the best schedule; schedules that were simulated are not simulated again."""
         known = [carried for carried in [self.kept(candidate)] if carried is not None]
         if known and (not self._slow or left_seconds < self._tuning.merge_times * self._each_seconds):
             return known[0]

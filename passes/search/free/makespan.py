@@ -6,7 +6,7 @@
     weight    the half of backward that makes parameters' gradients: after the backward, when nothing else is to do
     message   value and gradient once per device; messages between a pair of devices wait for each other
 
-Of what is ready on a device backwards come before forwards, then older micro-batches, then the longest way to the end:
+Among what is ready on a device, backwards come before forwards, then older micro-batches, then the longest way to the end:
 the rules of the list scheduler that splits backwards (``runtime.schedules.list_scheduler``), without its limits of
 micro-batches in flight.
 """

@@ -1,4 +1,4 @@
-"""From the attempts of the free search to what is kept: the fastest, its segments merged, beside what was not chosen."""
+"""Outcome of the free search's attempts: the fastest, its segments merged, beside those that were not chosen."""
 
 from __future__ import annotations
 
