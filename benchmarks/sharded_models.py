@@ -22,7 +22,7 @@ from passes.lower.job import Job
 from passes.lower.lower import lower
 from passes.lower.segment import on_mesh
 from passes.search.feature.place import FeatureRequest, place_features
-from passes.shard.program import gradient_sums, sharded_programs, sharded_segments, shardings
+from passes.shard.program import gradient_sums, shardings
 from passes.shard.shard import shard_graph
 from passes.trace.trace import trace
 from runtime.check.check import check
@@ -30,6 +30,7 @@ from runtime.mesh.sharding import Sharding
 from runtime.ops.bridges import is_bridge
 from runtime.program.program import Program, SegmentCost, SegmentGraph
 from runtime.segment.code import BatchSpec, SegmentCode
+from tests.support.sharded_programs import sharded_programs, sharded_segments
 
 RANKS = 2
 COLUMNS, ROWS = ("qkv", "up"), ("out", "down")

@@ -1,8 +1,4 @@
-"""The program of a sharded model: one segment on all ranks of a mesh, then the sums of gradients, then the step.
-
-rank 0: 0F0 0B0 0F1 0B1 +wte@0,1 step
-rank 1: 0F0 0B0 0F1 0B1 +wte@0,1 step
-"""
+"""The state of a sharded graph: what each rank stores of a tensor, and the sums of its gradients, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -16,17 +12,7 @@ from passes.shard.syncs import GradientSync
 from passes.shard.words import Placements
 from runtime.mesh.ranks_along import all_ranks_along
 from runtime.mesh.sharding import Sharding
-from runtime.program.order import build_programs
-from runtime.program.program import (
-    Backward,
-    Compute,
-    Forward,
-    Program,
-    Segment,
-    SegmentCost,
-    SegmentGraph,
-    TiedGroup,
-)
+from runtime.program.program import TiedGroup
 
 BUCKET_BYTES = 25 * 2**20
 """About how much is summed at once: as torch's DistributedDataParallel, so that sums overlap each other's copies."""
@@ -36,37 +22,6 @@ FIRST_BUCKET_BYTES = 2**20
 
 ALONE_BYTES = 2 * 2**20
 """A gradient as large as this is summed by itself. On Gloo, 1 MiB takes as long to copy together as to sum apart."""
-
-
-def sharded_programs(
-    sharded: ShardedGraph, microbatches: int, world_size: int, *, training: bool = True
-) -> tuple[Program, ...]:
-    """Return one program per rank of the world."""
-    segments = sharded_segments(sharded, SegmentCost(0.0, 0.0, 0.0), world_size)
-    trains = training and segments.segments[0].has_backward
-    order: list[Compute] = []
-    for mb in range(microbatches):
-        order += [Forward(0, mb), Backward(0, mb)] if trains else [Forward(0, mb)]
-    lead = segments.segments[0].rank
-    return build_programs(
-        segments,
-        tuple(tuple(order) if rank == lead else () for rank in range(world_size)),
-        microbatches,
-        transfer_seconds=_nothing,
-        tied=gradient_sums(sharded),
-        training=trains,
-    )
-
-
-def _nothing(source: int, target: int, size_bytes: int) -> float:
-    return 0.0
-
-
-def sharded_segments(sharded: ShardedGraph, cost: SegmentCost, world_size: int) -> SegmentGraph:
-    """Return the graph of the one segment."""
-    graph = sharded.graph
-    segment = Segment(0, sharded.mesh.ranks, cost, graph.loss is not None and graph.loss in graph.needs_grad)
-    return SegmentGraph((segment,), (), world_size)
 
 
 def shardings(sharded: ShardedGraph) -> dict[str, Sharding]:

@@ -24,7 +24,7 @@ from passes.lower.job import Job
 from passes.lower.lower import lower
 from passes.lower.segment import on_mesh
 from passes.search.feature.place import FeatureRequest, place_features
-from passes.shard.program import gradient_sums, sharded_programs, sharded_segments, shardings
+from passes.shard.program import gradient_sums, shardings
 from passes.shard.shard import ShardedGraph, shard_graph
 from passes.shard.traffic import traffic
 from passes.trace.trace import trace
@@ -65,6 +65,7 @@ from tests.distributed.sharded_models import (
     mlp_batch,
     place,
 )
+from tests.support.sharded_programs import sharded_programs, sharded_segments
 
 SAMPLES, MICROBATCHES, STEPS = 8, 2, 2
 MAX_NORM = 0.05
