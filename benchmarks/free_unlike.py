@@ -21,7 +21,7 @@ from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
 from partitioner.report.text import columns
 from passes.graph.graph import OpGraph
-from passes.search.free.place import Objective
+from passes.search.free.request import Objective
 from runtime.ranks.launch import WorkerPool
 
 CLUSTERS = ("gpu-4", "gpu-2", "cpu-4", "cpu-2")
