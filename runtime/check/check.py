@@ -18,10 +18,6 @@ from runtime.check.deadlock import Place, find_deadlock
 from runtime.collector import collector_paused
 from runtime.program.groups import refuse_impossible_groups
 from runtime.program.program import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Forward,
     Message,
     OptimizerStep,
     Program,
@@ -79,6 +75,24 @@ class _Facts:
     last_backward: dict[int, int] = field(default_factory=dict)
     """Index of each rank's last backward of any kind."""
 
+    def __post_init__(self) -> None:
+        for rank, program in enumerate(self.programs):
+            for index, instruction in enumerate(program.instructions):
+                place = (rank, index)
+                if isinstance(instruction, Send):
+                    self.sends.setdefault(instruction.message, []).append((place, instruction.queue))
+                elif isinstance(instruction, Recv):
+                    self.receives.setdefault(instruction.message, []).append((place, instruction.queue))
+                elif isinstance(instruction, ReduceGradients):
+                    self.reductions.append((place, instruction))
+                elif isinstance(instruction, OptimizerStep):
+                    self.steps.append(place)
+                else:
+                    key = (instruction.letter, instruction.segment, instruction.microbatch)
+                    self.computes.setdefault(key, []).append(place)
+                    if instruction.letter != "F":
+                        self.last_backward[rank] = index
+
     def at(self, kind: str, segment: int, microbatch: int, rank: int) -> int | None:
         """Return the index of a compute on ``rank``; None if it is not there."""
         for place in self.computes.get((kind, segment, microbatch), ()):
@@ -95,7 +109,6 @@ class _Facts:
         return f"rank {place[0]}: {self.programs[place[0]].instructions[place[1]]} (instruction {place[1]})"
 
 
-_LETTER: dict[type, str] = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
 _NAME = {"F": "forward", "B": "backward", "I": "input half of backward", "W": "weight half of backward"}
 
 
@@ -125,7 +138,7 @@ def check(
     ]
     if len(programs) != graph.world_size or misplaced:
         raise InternalError(f"check {len(programs)} programs of {graph.world_size} ranks", misplaced)
-    facts = _gather(programs, graph, microbatches, tied, training, optimizer, blocking)
+    facts = _Facts(programs, graph, microbatches, tied, training, optimizer, blocking)
     faults = [fault for _, rule in RULES for fault in rule(facts)]
     if faults:
         error = DeadlockError if any(fault.hangs for fault in faults) else InternalError
@@ -140,36 +153,6 @@ def check(
         collectives=len({reduction for _, reduction in facts.reductions}),
         rules=tuple(text for text, _ in RULES),
     )
-
-
-def _gather(
-    programs: Sequence[Program],
-    graph: SegmentGraph,
-    microbatches: int,
-    tied: Sequence[TiedGroup],
-    training: bool,
-    optimizer: bool | None,
-    blocking: bool,
-) -> _Facts:
-    facts = _Facts(programs, graph, microbatches, tied, training, optimizer, blocking)
-    for rank, program in enumerate(programs):
-        for index, instruction in enumerate(program.instructions):
-            place = (rank, index)
-            if isinstance(instruction, Send):
-                facts.sends.setdefault(instruction.message, []).append((place, instruction.queue))
-            elif isinstance(instruction, Recv):
-                facts.receives.setdefault(instruction.message, []).append((place, instruction.queue))
-            elif isinstance(instruction, ReduceGradients):
-                facts.reductions.append((place, instruction))
-            elif isinstance(instruction, OptimizerStep):
-                facts.steps.append(place)
-            else:
-                letter = _LETTER[type(instruction)]
-                key = (letter, instruction.segment, instruction.microbatch)
-                facts.computes.setdefault(key, []).append(place)
-                if letter != "F":
-                    facts.last_backward[rank] = index
-    return facts
 
 
 def _computes_owed(facts: _Facts) -> Iterator[Fault]:

@@ -30,6 +30,7 @@ from runtime.program.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Compute,
     Forward,
     Instruction,
     Message,
@@ -43,7 +44,6 @@ from runtime.segment.code import SegmentCode
 from runtime.segment.runner import as_leaf, gradient_of
 
 Handler = Callable[[], None]
-COMPUTES = (Forward, Backward, BackwardInput, BackwardWeight)
 
 
 class Binder:
@@ -73,7 +73,7 @@ class Binder:
         self.handlers = [self._bind(p, instruction) for p, instruction in enumerate(instructions)]
         overlap(instructions, self.handlers, self.reductions)
         for p, instruction in enumerate(instructions):
-            if isinstance(instruction, COMPUTES) and context.codes[instruction.segment].mesh is not None:
+            if isinstance(instruction, Compute) and context.codes[instruction.segment].mesh is not None:
                 self.handlers[p] = shared_compute(context.monitor, shared, p, self.handlers[p])
 
     def slot(self, value: str, microbatch: int) -> int:

@@ -26,7 +26,7 @@ from cost_models.errors import InternalError, UsageError
 from runtime.execute.bind import Binder
 from runtime.execute.context import Shared
 from runtime.execute.loaded import Loaded, MakeBinder, Replan, Surroundings
-from runtime.execute.results import Evaluation, StepSums
+from runtime.execute.results import StepSums
 from runtime.mesh.ranks_along import part_of
 from runtime.mesh.sharding import Sharding
 from runtime.ops.random import Seeded
@@ -231,7 +231,7 @@ class Executor:
         weights: Sequence[float] | None = None,
         keep_outputs: bool = True,
         part: GivenPart | None = None,
-    ) -> Evaluation:
+    ) -> StepSums:
         """Run forwards without gradients; buffers, gradients and ``step`` stay as they are.
 
         loaded        the graph to run, one of evaluation (batch norm in training mode would write buffers in place)
@@ -244,7 +244,7 @@ class Executor:
             self._run(binder, shared)
         for runner in loaded.runners.values():
             runner.discard()
-        result = Evaluation.of(shared, loaded.result_share)
+        result = StepSums.of(shared, loaded.result_share)
         shared.outputs = []
         return result
 

@@ -44,10 +44,6 @@ class StepSums:
         return cls(loss, metrics, shared.weights, shared.outputs, share)
 
 
-class Evaluation(StepSums):
-    """The results of ``Executor.evaluate``."""
-
-
 def _weighted_sum(results: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """Return Σ weightᵢ · resultᵢ; results have the shape ()."""
     stacked = torch.stack(list(results)).double()

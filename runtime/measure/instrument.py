@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,16 +29,8 @@ Mark = Any
 """A moment that can be read once the run is over."""
 
 
-class Clock(Protocol):
-    """A clock that marks moments, and reads the marks in seconds of this process's ``time.perf_counter``."""
-
-    def mark(self) -> Mark: ...
-
-    def seconds(self, marks: Sequence[Mark]) -> list[float]: ...
-
-
 class HostClock:
-    """The clock of the CPU: ``time.perf_counter``."""
+    """The clock of the CPU: marks are seconds of this process's ``time.perf_counter``."""
 
     mark = staticmethod(time.perf_counter)
 
@@ -47,7 +39,7 @@ class HostClock:
 
 
 class CudaClock:
-    """The clock of a GPU: events in the current stream of ``device``."""
+    """The clock of a GPU: events in the current stream of ``device``, read in seconds of ``time.perf_counter``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,11 +56,6 @@ class CudaClock:
     def seconds(self, marks: Sequence[Mark]) -> list[float]:
         torch.cuda.synchronize(self._device)
         return [self._zero_seconds + self._zero.elapsed_time(mark) * 1e-3 for mark in marks]
-
-
-def clock_for(device: torch.device) -> Clock:
-    """Return the clock that measures what runs on ``device``."""
-    return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 @dataclass(frozen=True)
@@ -103,7 +90,7 @@ class Recorder:
     """A recorder of runs on one rank: ``bind`` makes handlers, ``take`` reads what they noted."""
 
     def __init__(self, device: torch.device) -> None:
-        self.clock = clock_for(device)
+        self.clock = CudaClock(device) if device.type == "cuda" else HostClock()
         self.program: Program | None = None
         self.starts: list[Mark] = []
         self.ends: list[Mark] = []

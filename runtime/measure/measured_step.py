@@ -15,6 +15,7 @@ from runtime.program.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Compute,
     Forward,
     Instruction,
     Message,
@@ -25,7 +26,7 @@ from runtime.program.program import (
 )
 from runtime.simulate.simulate import Simulation, Span, Transfer
 
-COMPUTES = (Forward, Backward, BackwardInput, BackwardWeight)
+BACKWARDS = (Backward, BackwardInput, BackwardWeight)
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def measured_step(records: Sequence[StepRecord], offsets: Sequence[float]) -> Si
     return Simulation(
         step_seconds=max(span.end_seconds for spans in timeline for span in spans),
         timeline=timeline,
-        busy_seconds=tuple(_busy(spans, COMPUTES) for spans in timeline),
+        busy_seconds=tuple(_busy(spans, (Forward, *BACKWARDS)) for spans in timeline),
         memory=(),
         transfers=transfers,
         link_bytes={},
@@ -85,7 +86,7 @@ def measured_step(records: Sequence[StepRecord], offsets: Sequence[float]) -> Si
 def measured_times(record: StepRecord) -> RankTimes:
     """Add up what the seconds of one rank's step went into."""
     spans = list(_spans(record, 0.0))
-    forward, backward = _busy(spans, (Forward,)), _busy(spans, COMPUTES[1:])
+    forward, backward = _busy(spans, (Forward,)), _busy(spans, BACKWARDS)
     reducing = {p for p, i in enumerate(record.run.program.instructions) if isinstance(i, ReduceGradients)}
     reduction = sum(w.end_seconds - w.start_seconds for w in record.run.waits if w.position in reducing)
     waiting = sum(w.end_seconds - w.start_seconds for w in record.run.waits if w.position not in reducing)
@@ -103,7 +104,7 @@ def measured_times(record: StepRecord) -> RankTimes:
 def simulated_times(simulation: Simulation, rank: int) -> RankTimes:
     """Return the same of a simulated step; what is not computing or communicating is waiting."""
     spans = simulation.timeline[rank]
-    forward, backward = _busy(spans, (Forward,)), _busy(spans, COMPUTES[1:])
+    forward, backward = _busy(spans, (Forward,)), _busy(spans, BACKWARDS)
     reduction, optimizer = _busy(spans, (ReduceGradients,)), _busy(spans, (OptimizerStep,))
     waiting = simulation.step_seconds - forward - backward - reduction - optimizer
     return RankTimes(forward, backward, max(0.0, waiting), reduction, optimizer, 0.0)
@@ -123,7 +124,7 @@ def _spans(record: StepRecord, zero: float) -> list[Span]:
         while at < len(waits) and waits[at].start_seconds < end:
             begin = max(begin, waits[at].end_seconds)
             at += 1
-        if isinstance(instruction, COMPUTES):
+        if isinstance(instruction, Compute):
             spans.append(Span(begin - zero, end - zero, instruction))
     instructions = run.program.instructions
     spans += [

@@ -22,53 +22,51 @@ Text form (the notation of the field's pipeline tools: ``<segment><action><micro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, Literal, NamedTuple, TypeAlias
+
+Letter: TypeAlias = Literal["F", "B", "I", "W"]
+"""Forward, whole backward, input half of a backward, weight half of one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class _Compute:
+    letter: ClassVar[Letter]
+
+    segment: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.segment}{self.letter}{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward(_Compute):
     """Run the segment's graph on one micro-batch."""
 
-    segment: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.segment}F{self.microbatch}"
+    letter = "F"
 
 
 @dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(_Compute):
     """Run the segment's whole backward: input and weight gradients."""
 
-    segment: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.segment}B{self.microbatch}"
+    letter = "B"
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardInput:
+class BackwardInput(_Compute):
     """The half of backward that upstream waits for: gradients of the segment's inputs."""
 
-    segment: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.segment}I{self.microbatch}"
+    letter = "I"
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardWeight:
+class BackwardWeight(_Compute):
     """The half of backward that nobody waits for: gradients of the segment's parameters."""
 
-    segment: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"{self.segment}W{self.microbatch}"
+    letter = "W"
 
 
 Compute: TypeAlias = Forward | Backward | BackwardInput | BackwardWeight
@@ -250,10 +248,6 @@ class SegmentGraph:
     def of_rank(self, rank: int) -> tuple[Segment, ...]:
         return tuple(s for s in self.segments if rank in s.ranks)
 
-    def edges(self) -> set[tuple[int, int]]:
-        """Return the (producer, consumer) pairs of segments."""
-        return {(v.producer, c) for v in self.values for c in v.consumers}
-
 
 ComputeOrder: TypeAlias = tuple[tuple[Compute, ...], ...]
 """Compute instructions of each rank, in order: what a schedule returns."""
@@ -261,10 +255,3 @@ ComputeOrder: TypeAlias = tuple[tuple[Compute, ...], ...]
 
 TransferSeconds: TypeAlias = Callable[[int, int, int], float]
 """Function from (source rank, target rank, bytes) to the seconds of the transfer alone on its links."""
-
-
-def compute_of(instructions: Iterable[Instruction]) -> tuple[Compute, ...]:
-    """Return the compute instructions among ``instructions``, in order."""
-    return tuple(
-        i for i in instructions if isinstance(i, Forward | Backward | BackwardInput | BackwardWeight)
-    )

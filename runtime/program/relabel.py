@@ -22,7 +22,6 @@ from functools import cached_property
 from cost_models.errors import InternalError
 from runtime.program.program import (
     Instruction,
-    Message,
     Program,
     Recv,
     ReduceGradients,
@@ -93,27 +92,16 @@ def relabelled_segments(graph: SegmentGraph, ranks: RankMap) -> SegmentGraph:
 def _relabelled(instruction: Instruction, ranks: RankMap) -> Instruction:
     rank_of = ranks.rank_of_device
     match instruction:
-        case Send(message=message, queue=queue):
-            return Send(_message(message, ranks), _pair(queue, message, ranks))
-        case Recv(message=message, queue=queue):
-            return Recv(_message(message, ranks), _pair(queue, message, ranks))
+        case Send(message=message, queue=queue) | Recv(message=message, queue=queue):
+            moved = message._replace(source=rank_of[message.source], target=rank_of[message.target])
+            old, new = pair_queue(message.source, message.target), pair_queue(moved.source, moved.target)
+            return replace(instruction, message=moved, queue=_renamed(queue, old, new))
         case ReduceGradients(ranks=group, queue=queue):
             renamed = tuple(sorted(rank_of[device] for device in group))
             queue = _renamed(queue, group_queue(group), group_queue(renamed))
             return replace(instruction, ranks=renamed, queue=queue)
         case _:
             return instruction
-
-
-def _message(message: Message, ranks: RankMap) -> Message:
-    rank_of = ranks.rank_of_device
-    return message._replace(source=rank_of[message.source], target=rank_of[message.target])
-
-
-def _pair(queue: str, message: Message, ranks: RankMap) -> str:
-    rank_of = ranks.rank_of_device
-    old = pair_queue(message.source, message.target)
-    return _renamed(queue, old, pair_queue(rank_of[message.source], rank_of[message.target]))
 
 
 def _renamed(queue: str, old: str, new: str) -> str:

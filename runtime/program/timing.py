@@ -80,9 +80,8 @@ def time_orders(
 
     Segments of several ranks are timed on the leader of their group (``groups``).
     """
-    if any(len(segment.ranks) > 1 for segment in graph.segments):
-        led = on_leaders(graph)
-        graph, orders = led.graph, led.orders(orders)
+    led = on_leaders(graph)
+    graph, orders = led.graph, led.orders(orders)
     ways = _ways(graph, microbatches, transfer_seconds)
     steps = _steps(graph, orders, microbatches, ways)
     nodes = 3 * len(graph.segments) * microbatches

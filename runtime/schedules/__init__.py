@@ -8,30 +8,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from runtime.schedules.held import Moment, peak_bytes, peak_saved_bytes
+from runtime.schedules.held import Moment, peak_bytes
 from runtime.schedules.list_scheduler import (
     ListSchedule,
-    default_limits,
     inference_order,
     limits_within,
     list_order,
 )
 from runtime.schedules.pipelines import gpipe, interleaved, one_f_one_b
 from runtime.schedules.schedule import PipelineSchedule, Schedule
-from runtime.schedules.table import table
 from runtime.schedules.zero_bubble import zb_h1, zb_h2, zb_v
 
 __all__ = [
     "SCHEDULES",
     "Moment",
     "Schedule",
-    "default_limits",
     "inference_order",
     "limits_within",
     "list_order",
     "peak_bytes",
-    "peak_saved_bytes",
-    "table",
 ]
 
 _ALL: tuple[Schedule, ...] = (
@@ -39,16 +34,12 @@ _ALL: tuple[Schedule, ...] = (
         name="gpipe",
         title="GPipe: all forwards, then all backwards",
         source="Huang et al. 2019, arXiv 1811.06965",
-        splits_backward=False,
-        chunks=1,
         generate=gpipe,
     ),
     PipelineSchedule(
         name="1f1b",
         title="1F1B: one forward, one backward",
         source="Narayanan et al. 2019 (PipeDream); Fan et al. 2021 (DAPPLE), arXiv 2007.01045",
-        splits_backward=False,
-        chunks=1,
         generate=one_f_one_b,
         settles="always",
     ),
@@ -56,7 +47,6 @@ _ALL: tuple[Schedule, ...] = (
         name="interleaved",
         title="Interleaved 1F1B: several chunks per rank, round and round",
         source="Narayanan et al. 2021 (Megatron-LM), arXiv 2104.04473",
-        splits_backward=False,
         chunks=None,
         minimum_chunks=2,
         generate=interleaved,
@@ -67,7 +57,6 @@ _ALL: tuple[Schedule, ...] = (
         title="ZB-H1: weight gradients fill a part of 1F1B's bubble, in 1F1B's memory",
         source="Qi et al. 2024, arXiv 2401.10241",
         splits_backward=True,
-        chunks=1,
         generate=zb_h1,
         settles="always",
     ),
@@ -76,7 +65,6 @@ _ALL: tuple[Schedule, ...] = (
         title="ZB-H2: no bubble, in up to twice 1F1B's memory",
         source="Qi et al. 2024, arXiv 2401.10241",
         splits_backward=True,
-        chunks=1,
         generate=zb_h2,
         settles="always",
     ),
@@ -94,7 +82,6 @@ _ALL: tuple[Schedule, ...] = (
         name="list",
         title="List scheduler: any segments, any placement",
         source="Graham 1969; limits by Little 1961",
-        splits_backward=False,
         chunks=None,
     ),
     ListSchedule(

@@ -7,13 +7,12 @@ own order matters: holding begins with a forward and ends with a backward of the
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
-from runtime.program.program import Backward, BackwardInput, ComputeOrder, Forward, SegmentGraph
+from runtime.program.program import Letter
 
-Kind: TypeAlias = Literal["F", "B", "I", "W"]
-Step: TypeAlias = tuple[Kind, int, int]
-"""The (forward, whole backward, input half or weight half; chunk on the rank; micro-batch) of a compute."""
+Step: TypeAlias = tuple[Letter, int, int]
+"""The (letter, chunk on the rank, micro-batch) of a compute."""
 
 Moment: TypeAlias = tuple[tuple[int, int], ...]
 """Micro-batches of each chunk that are held whole, and those of which only the weight half is left.
@@ -22,7 +21,7 @@ whole         forward done, (input) backward not done: each holds ``saved_bytes`
 weights left  input half done, weight half not done:   each holds ``weight_saved_bytes``
 """
 
-_CHANGE: dict[Kind, tuple[int, int]] = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
+_CHANGE: dict[Letter, tuple[int, int]] = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
 
 
 def fullest_moments(steps: Iterable[Step], chunks: int) -> tuple[Moment, ...]:
@@ -30,26 +29,25 @@ def fullest_moments(steps: Iterable[Step], chunks: int) -> tuple[Moment, ...]:
 
     The peak of any non-negative weighting of the counts, so of bytes, is reached at one of them.
     """
-    whole = [0] * chunks
-    weights = [0] * chunks
-    seen: set[Moment] = set()
-    for kind, chunk, _ in steps:
-        more_whole, more_weights = _CHANGE[kind]
-        whole[chunk] += more_whole
-        weights[chunk] += more_weights
-        # A step that only releases leads to a moment that holds no more than the one before: it cannot be the fullest.
-        if more_whole > 0 or more_weights > 0:
-            seen.add(tuple(zip(whole, weights, strict=True)))
-    return _undominated(seen)
-
-
-def _undominated(moments: set[Moment]) -> tuple[Moment, ...]:
     kept: list[Moment] = []
+    moments = _growing(steps, chunks)
     by_size = sorted(moments, key=lambda moment: (sum(map(sum, moment)), moment), reverse=True)
     for moment in by_size:  # a dominating moment has a larger sum, so it comes first
         if not any(_dominates(other, moment) for other in kept):
             kept.append(moment)
     return tuple(kept)
+
+
+def _growing(steps: Iterable[Step], chunks: int) -> set[Moment]:
+    """Return the moments after steps that hold more. A step that only releases leads to no moment that is fuller."""
+    counts = [(0, 0)] * chunks
+    seen: set[Moment] = set()
+    for letter, chunk, _ in steps:
+        whole, weights = _CHANGE[letter]
+        counts[chunk] = (counts[chunk][0] + whole, counts[chunk][1] + weights)
+        if whole > 0 or weights > 0:
+            seen.add(tuple(counts))
+    return seen
 
 
 def _dominates(one: Moment, other: Moment) -> bool:
@@ -61,15 +59,8 @@ def chunk_corners(steps: Iterable[Step], chunks: int) -> tuple[tuple[tuple[int, 
 
     ``whole·a + weights·b`` with a, b >= 0 is largest at a corner of the counts' convex hull, whatever a and b are.
     """
-    whole, weights = [0] * chunks, [0] * chunks
-    seen: list[set[tuple[int, int]]] = [set() for _ in range(chunks)]
-    for kind, chunk, _ in steps:
-        more_whole, more_weights = _CHANGE[kind]
-        whole[chunk] += more_whole
-        weights[chunk] += more_weights
-        if more_whole > 0 or more_weights > 0:
-            seen[chunk].add((whole[chunk], weights[chunk]))
-    return tuple(_corners(points) for points in seen)
+    moments = _growing(steps, chunks)
+    return tuple(_corners({moment[chunk] for moment in moments}) for chunk in range(chunks))
 
 
 def _corners(points: set[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
@@ -89,19 +80,6 @@ def _right_of(a: tuple[int, int], b: tuple[int, int], c: tuple[int, int]) -> int
     return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
 
 
-def held_microbatches(steps: Iterable[Step], chunks: int) -> tuple[int, ...]:
-    """Return, for each chunk, the most micro-batches at once whose forward is done and last backward half is not."""
-    now = [0] * chunks
-    most = [0] * chunks
-    for kind, chunk, _ in steps:
-        if kind == "F":
-            now[chunk] += 1
-            most[chunk] = max(most[chunk], now[chunk])
-        elif kind != "I":
-            now[chunk] -= 1
-    return tuple(most)
-
-
 def peak_bytes(
     moments: Iterable[Moment], saved_bytes: Sequence[int], weight_saved_bytes: Sequence[int]
 ) -> int:
@@ -116,26 +94,3 @@ def peak_bytes(
         ),
         default=0,
     )
-
-
-def peak_saved_bytes(graph: SegmentGraph, order: ComputeOrder) -> tuple[int, ...]:
-    """Return, for each rank, the most bytes saved for backward at once in ``order``: any graph, any schedule."""
-    peaks = []
-    for instructions in order:
-        held = peak = 0
-        for instruction in instructions:
-            segment = graph.segments[instruction.segment]
-            if not segment.has_backward:
-                continue
-            cost = segment.cost
-            if isinstance(instruction, Forward):
-                held += cost.saved_bytes
-            elif isinstance(instruction, Backward):
-                held -= cost.saved_bytes
-            elif isinstance(instruction, BackwardInput):
-                held += cost.weight_saved_bytes - cost.saved_bytes
-            else:
-                held -= cost.weight_saved_bytes
-            peak = max(peak, held)
-        peaks.append(peak)
-    return tuple(peaks)

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from runtime.program.program import (
-    Compute,
     ComputeOrder,
     Segment,
     SegmentCost,
@@ -31,10 +30,10 @@ from runtime.program.program import (
     TransferSeconds,
     Value,
 )
-from runtime.schedules.held import Kind, Step
+from runtime.schedules.held import Step
 from runtime.schedules.list_clock import play
 from runtime.schedules.list_work import Mode, Work, work_of
-from runtime.schedules.schedule import INSTRUCTION, Schedule
+from runtime.schedules.schedule import Schedule
 
 WORTH_TWICE_THE_MEMORY = 0.01
 """Part of the step that twice the micro-batches in flight must save to be chosen."""
@@ -44,33 +43,16 @@ def list_order(
     graph: SegmentGraph,
     microbatches: int,
     *,
-    limits: Sequence[int] | None = None,
+    limits: Sequence[int],
     transfer_seconds: TransferSeconds | None = None,
     mode: Mode = "whole",
-    forward_first: bool = False,
 ) -> ComputeOrder:
     """Return each rank's instructions in order of their simulated start.
 
-    limits         per rank, most unfinished micro-batches at once; ``default_limits`` if None
-    mode           forwards only, whole backwards, or backwards in halves
-    forward_first  swaps the first rule: on a chain that is GPipe
+    limits  per rank, most unfinished micro-batches at once
+    mode    forwards only, whole backwards, or backwards in halves
     """
-    work = work_of(graph, transfer_seconds, mode, forward_first)
-    if limits is None:
-        limits = _alone(graph, work).limits(microbatches)
-    return play(graph, work, microbatches, limits).order()
-
-
-def default_limits(
-    graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSeconds | None = None
-) -> tuple[int, ...]:
-    """Return, for each rank, how many unfinished micro-batches keep the slowest rank busy (and no more).
-
-    Little's law: L = λW. λ is one micro-batch per period, the work of the busiest rank; W is the time from a
-    micro-batch's first forward to its last backward on the rank when it is alone. On p equal stages this is
-    p-i on rank i, 1F1B's own bound.
-    """
-    return _alone(graph, work_of(graph, transfer_seconds, "whole", False)).limits(microbatches)
+    return play(graph, work_of(graph, transfer_seconds, mode), microbatches, limits).order()
 
 
 def limits_within(graph: SegmentGraph, limits: Sequence[int], memory_bytes: Sequence[int]) -> tuple[int, ...]:
@@ -130,8 +112,8 @@ class ListSchedule(Schedule):
         memory_bytes: Sequence[int] | None = None,
         transfer_seconds: TransferSeconds | None = None,
     ) -> ComputeOrder:
-        work = work_of(graph, transfer_seconds, self.mode, False)
-        alone = _alone(graph, work)
+        work = work_of(graph, transfer_seconds, self.mode)
+        alone = Alone.of(graph, work)
         once = alone.limits(microbatches)
         twice = tuple(min(microbatches, 2 * limit) for limit in once)
         if memory_bytes is not None:
@@ -160,15 +142,14 @@ def _chain_steps(
         tuple(Value(f"v{s}", s, (s + 1,), 0, True) for s in range(stages - 1)),
         ranks,
     )
-    kinds: dict[type[Compute], Kind] = {made: kind for kind, made in INSTRUCTION.items()}
     return tuple(
-        tuple((kinds[type(i)], i.segment // ranks, i.microbatch) for i in instructions)
+        tuple((i.letter, i.segment // ranks, i.microbatch) for i in instructions)
         for instructions in schedule.order(chain, microbatches)
     )
 
 
 @dataclass(frozen=True)
-class _Alone:
+class Alone:
     """Times of one micro-batch played alone."""
 
     step_seconds: float
@@ -177,19 +158,25 @@ class _Alone:
     span_seconds: Sequence[float]
     """Seconds of each rank from its first start to its last finish."""
 
+    @staticmethod
+    def of(graph: SegmentGraph, work: Work) -> Alone:
+        """Play it."""
+        clock = play(graph, work, 1, [1] * graph.world_size)
+        busy_seconds = [0.0] * graph.world_size
+        for node in work.nodes:
+            for rank in node.segment.ranks:
+                busy_seconds[rank] += node.seconds
+        return Alone(clock.step_seconds, max(busy_seconds), clock.span_seconds())
+
     def limits(self, microbatches: int) -> tuple[int, ...]:
-        """Apply Little's law, see ``default_limits``."""
+        """Return, for each rank, how many unfinished micro-batches keep the slowest rank busy (and no more).
+
+        Little's law: L = λW. λ is one micro-batch per period, the work of the busiest rank; W is the time from a
+        micro-batch's first forward to its last backward on the rank when it is alone. On p equal stages this is
+        p-i on rank i, 1F1B's own bound.
+        """
         if self.period_seconds <= 0:
             return (microbatches,) * len(self.span_seconds)
         # A little less than the quotient, so that rounding of equal times does not add a micro-batch.
         quotients = (math.ceil(span / self.period_seconds - 1e-6) for span in self.span_seconds)
         return tuple(min(microbatches, max(1, quotient)) for quotient in quotients)
-
-
-def _alone(graph: SegmentGraph, work: Work) -> _Alone:
-    clock = play(graph, work, 1, [1] * graph.world_size)
-    busy_seconds = [0.0] * graph.world_size
-    for node in work.nodes:
-        for rank in node.segment.ranks:
-            busy_seconds[rank] += node.seconds
-    return _Alone(clock.step_seconds, max(busy_seconds), clock.span_seconds())

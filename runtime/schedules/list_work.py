@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from cost_models.errors import UsageError
-from runtime.program.program import Segment, SegmentGraph, TransferSeconds
-from runtime.schedules.held import Kind
+from runtime.program.program import Letter, Segment, SegmentGraph, TransferSeconds
 
 Mode: TypeAlias = Literal["inference", "whole", "split"]
 """Forwards only, whole backwards, or backwards in halves."""
@@ -17,7 +16,7 @@ Mode: TypeAlias = Literal["inference", "whole", "split"]
 class WorkNode:
     """A piece of one segment's work on every micro-batch: its forward, backward, or a half of it."""
 
-    kind: Kind
+    kind: Letter
     segment: Segment
     seconds: float
     urgency: int  # 0 runs before 1 before 2
@@ -58,23 +57,20 @@ def _transfers(
     return found
 
 
-def work_of(
-    graph: SegmentGraph, transfer_seconds: TransferSeconds | None, mode: Mode, forward_first: bool
-) -> Work:
-    """Make the DAG of one micro-batch. ``forward_first``: forwards are more urgent than backwards."""
+def work_of(graph: SegmentGraph, transfer_seconds: TransferSeconds | None, mode: Mode) -> Work:
+    """Make the DAG of one micro-batch."""
     count = len(graph.segments)
-    nodes = [WorkNode("F", s, s.cost.forward_seconds, 0 if forward_first else 1) for s in graph.segments]
+    nodes = [WorkNode("F", s, s.cost.forward_seconds, 1) for s in graph.segments]
     backward: dict[int, int] = {}
     weight: dict[int, int] = {}
     if mode != "inference":
-        urgency = 1 if forward_first else 0
         # Consumers first: node indices stay a topological order.
         for s in reversed(graph.segments):
             if s.has_backward:
                 backward[s.index] = len(nodes)
-                kind: Kind = "B" if mode == "whole" else "I"
+                kind: Letter = "B" if mode == "whole" else "I"
                 whole = s.cost.backward_seconds if mode == "whole" else s.cost.backward_input_seconds
-                nodes.append(WorkNode(kind, s, whole, urgency))
+                nodes.append(WorkNode(kind, s, whole, 0))
     if mode == "split":
         for index in backward:
             weight[index] = len(nodes)

@@ -15,16 +15,14 @@ from runtime.program.program import (
     Compute,
     ComputeOrder,
     Forward,
+    Letter,
     SegmentGraph,
     TransferSeconds,
 )
-from runtime.schedules.held import Kind, Moment, Step, chunk_corners, fullest_moments, held_microbatches
+from runtime.schedules.held import Moment, Step, chunk_corners, fullest_moments
 
-INSTRUCTION: dict[Kind, type[Forward] | type[Backward] | type[BackwardInput] | type[BackwardWeight]] = {
-    "F": Forward,
-    "B": Backward,
-    "I": BackwardInput,
-    "W": BackwardWeight,
+INSTRUCTION: dict[Letter, type[Compute]] = {
+    made.letter: made for made in (Forward, Backward, BackwardInput, BackwardWeight)
 }
 
 
@@ -36,9 +34,9 @@ class Schedule:
     title: str
     source: str
     """Publication that it comes from."""
-    splits_backward: bool
+    splits_backward: bool = False
     """True if backwards come in halves (``BackwardInput``, ``BackwardWeight``)."""
-    chunks: int | None
+    chunks: int | None = 1
     """Stages per rank; None if any number from ``minimum_chunks`` up."""
     minimum_chunks: int = 1
     folded: bool = False
@@ -77,7 +75,8 @@ class Schedule:
         A split backward is done with its weight half. Exact for each chunk; but chunks need not peak together,
         and a micro-batch that waits for its weight half holds less. ``moments`` has both.
         """
-        return _in_flight(self, position, ranks, chunks, self.settled(ranks, microbatches))
+        corners = self.corners(position, ranks, chunks, microbatches)
+        return tuple(max(map(sum, points), default=0) for points in corners)
 
     def moments(self, position: int, ranks: int, chunks: int, microbatches: int) -> tuple[Moment, ...]:
         """Return the moments at which the rank may hold the most; ``peak_bytes`` turns them into bytes. Exact."""
@@ -176,13 +175,6 @@ class PipelineSchedule(Schedule):
                 problems,
                 ["schedule 'list' takes any placement", "place the stages as schedule.stage_ranks says"],
             )
-
-
-@lru_cache(maxsize=65536)
-def _in_flight(
-    schedule: Schedule, position: int, ranks: int, chunks: int, microbatches: int
-) -> tuple[int, ...]:
-    return held_microbatches(schedule.steps(position, ranks, chunks, microbatches), chunks)
 
 
 @lru_cache(maxsize=65536)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from runtime.schedules.held import Kind, Step
+from runtime.program.program import Letter
+from runtime.schedules.held import Step
 
 
 def zb_h1(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step]:
@@ -59,9 +60,9 @@ def zb_v(position: int, ranks: int, chunks: int, microbatches: int) -> list[Step
     """
     padded = max(microbatches, 2 * ranks - 1)
     steps: list[Step] = []
-    done: Counter[tuple[Kind, int]] = Counter()
+    done: Counter[tuple[Letter, int]] = Counter()
 
-    def run(kind: Kind, chunk: int) -> None:
+    def run(kind: Letter, chunk: int) -> None:
         microbatch = done[kind, chunk]
         done[kind, chunk] += 1
         if microbatch < microbatches:

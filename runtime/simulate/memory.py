@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.program.program import SegmentGraph
+from runtime.program.timing import consumers_by_rank
 
 Floats: TypeAlias = NDArray[np.float64]
 Instant: TypeAlias = tuple[Floats, Floats]
@@ -107,9 +108,7 @@ def memory_curves(
         ledger.hold(rank, deferred, backward[s], done[s])  # after what ends at the same moment
     for value in graph.values:
         home = graph.segments[value.producer].rank
-        by_rank: dict[int, list[int]] = {}
-        for consumer in value.consumers:
-            by_rank.setdefault(graph.segments[consumer].rank, []).append(consumer)
+        by_rank = consumers_by_rank(graph, value)
         held_until = backward[value.producer] if value.needs_grad else forward[value.producer]
         held_until = _latest(forward[value.producer], held_until)
         for rank, consumers in by_rank.items():

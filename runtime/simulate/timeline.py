@@ -16,6 +16,7 @@ from runtime.program.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Compute,
     Forward,
     Instruction,
     OptimizerStep,
@@ -23,14 +24,6 @@ from runtime.program.program import (
 )
 from runtime.simulate.simulate import Simulation, Span
 
-_LETTER: dict[type, str] = {
-    Forward: "F",
-    Backward: "B",
-    BackwardInput: "I",
-    BackwardWeight: "W",
-    ReduceGradients: "+",
-    OptimizerStep: "S",
-}
 _CATEGORY: dict[type, str] = {
     Forward: "forward",
     Backward: "backward",
@@ -74,13 +67,13 @@ def _row(spans: tuple[Span, ...], columns_per_second: float, width: int) -> str:
 
 def _cell(instruction: Instruction, columns: int, several_segments: bool) -> str:
     """Return the most telling text that fits, filled up to ``columns``."""
-    letter = _LETTER[type(instruction)]
-    if isinstance(instruction, Forward | Backward | BackwardInput | BackwardWeight):
+    if isinstance(instruction, Compute):
+        letter: str = instruction.letter
         short = f"{letter}{instruction.microbatch}"
         texts = [f"{instruction.segment}{short}", short, letter] if several_segments else [short, letter]
         text = next(text for text in texts if len(text) <= columns)
     else:
-        text = letter
+        text = "S" if isinstance(instruction, OptimizerStep) else "+"
     return text.ljust(columns, "-")
 
 

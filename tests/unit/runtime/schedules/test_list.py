@@ -10,13 +10,20 @@ from cost_models.errors import UsageError
 from runtime.program.program import SegmentCost, SegmentGraph
 from runtime.schedules import (
     SCHEDULES,
-    default_limits,
     inference_order,
     limits_within,
     list_order,
+)
+from tests.unit.runtime.schedules.tools import (
+    HALF,
+    UNIT,
+    chain,
+    clock,
+    default_limits,
+    faults,
+    graph_of,
     peak_saved_bytes,
 )
-from tests.unit.runtime.schedules.tools import HALF, UNIT, chain, clock, faults, graph_of
 
 
 @st.composite
@@ -50,21 +57,20 @@ def test_any_dag_on_any_placement_within_memory(
 
 
 @settings(max_examples=100, deadline=None)
-@given(free(), st.integers(1, 5), st.integers(1, 3), st.booleans())
-def test_any_limit_in_halves_and_whole(graph: SegmentGraph, m: int, limit: int, forward_first: bool) -> None:
+@given(free(), st.integers(1, 5), st.integers(1, 3))
+def test_any_limit_in_halves_and_whole(graph: SegmentGraph, m: int, limit: int) -> None:
     limits = [limit] * graph.world_size
-    split = list_order(graph, m, limits=limits, mode="split", forward_first=forward_first)
+    split = list_order(graph, m, limits=limits, mode="split")
     assert faults(graph, split, m, split=True) == []
-    whole = list_order(graph, m, limits=limits, forward_first=forward_first)
+    whole = list_order(graph, m, limits=limits)
     assert faults(graph, whole, m, split=False) == []
 
 
 @pytest.mark.parametrize(("p", "m"), [(1, 3), (2, 2), (3, 8), (4, 8), (6, 9), (8, 30)])
-def test_greedy_is_1f1b_and_gpipe_within_their_limits(p: int, m: int) -> None:
+def test_greedy_is_1f1b_within_its_limits(p: int, m: int) -> None:
     graph = chain("list", p, cost=HALF)
     one_f_one_b = SCHEDULES["1f1b"].order(graph, m)
     assert list_order(graph, m, limits=[p - i for i in range(p)]) == one_f_one_b
-    assert list_order(graph, m, limits=[m] * p, forward_first=True) == SCHEDULES["gpipe"].order(graph, m)
     assert default_limits(graph, m) == tuple(min(m, p - i) for i in range(p))
     assert SCHEDULES["list"].order(graph, m) == one_f_one_b
 

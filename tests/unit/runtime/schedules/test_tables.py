@@ -11,7 +11,8 @@ import pytest
 
 from cost_models.errors import DeadlockError
 from runtime.program.program import Backward, ComputeOrder, Forward
-from runtime.schedules import SCHEDULES, inference_order, list_order, table
+from runtime.schedules import SCHEDULES, inference_order, list_order
+from tests.unit.runtime.schedules.clock_table import table
 from tests.unit.runtime.schedules.tools import HALF, UNIT, chain, graph_of
 
 TABLES = {

@@ -8,9 +8,9 @@ from itertools import product
 import pytest
 
 from runtime.program.program import Backward, SegmentCost
-from runtime.schedules import SCHEDULES, peak_bytes, peak_saved_bytes
-from runtime.schedules.held import Step, chunk_corners, held_microbatches
-from tests.unit.runtime.schedules.tools import chain, clock, ordered
+from runtime.schedules import SCHEDULES, peak_bytes
+from runtime.schedules.held import Step, chunk_corners
+from tests.unit.runtime.schedules.tools import chain, clock, held_microbatches, ordered, peak_saved_bytes
 
 SIZES = [(1, 1), (1, 4), (2, 1), (2, 3), (3, 3), (4, 4), (4, 8), (4, 9), (5, 13), (8, 8), (8, 20)]
 

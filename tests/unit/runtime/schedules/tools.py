@@ -22,9 +22,13 @@ from runtime.program.program import (
     Segment,
     SegmentCost,
     SegmentGraph,
+    TransferSeconds,
     Value,
 )
 from runtime.schedules import SCHEDULES
+from runtime.schedules.held import Step
+from runtime.schedules.list_scheduler import Alone
+from runtime.schedules.list_work import work_of
 
 UNIT = SegmentCost(1, 1, 1, saved_bytes=10, weight_saved_bytes=4)
 HALF = SegmentCost(1, 0.5, 0.5, saved_bytes=10, weight_saved_bytes=4)
@@ -104,6 +108,49 @@ def _waits(graph: SegmentGraph, order: ComputeOrder, split: bool) -> nx.DiGraph[
         for instruction in instructions:
             waits.add_edges_from((need, instruction) for need in needs(graph, instruction, split))
     return waits
+
+
+def default_limits(
+    graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSeconds | None = None
+) -> tuple[int, ...]:
+    """The limits of the schedule "list", which is not tight of memory."""
+    return Alone.of(graph, work_of(graph, transfer_seconds, "whole")).limits(microbatches)
+
+
+def held_microbatches(steps: Iterable[Step], chunks: int) -> tuple[int, ...]:
+    """For each chunk, the most micro-batches at once whose forward is done and last backward half is not."""
+    now = [0] * chunks
+    most = [0] * chunks
+    for kind, chunk, _ in steps:
+        if kind == "F":
+            now[chunk] += 1
+            most[chunk] = max(most[chunk], now[chunk])
+        elif kind != "I":
+            now[chunk] -= 1
+    return tuple(most)
+
+
+def peak_saved_bytes(graph: SegmentGraph, order: ComputeOrder) -> tuple[int, ...]:
+    """For each rank, the most bytes saved for backward at once in ``order``: any graph, any schedule."""
+    peaks = []
+    for instructions in order:
+        held = peak = 0
+        for instruction in instructions:
+            segment = graph.segments[instruction.segment]
+            if not segment.has_backward:
+                continue
+            cost = segment.cost
+            if isinstance(instruction, Forward):
+                held += cost.saved_bytes
+            elif isinstance(instruction, Backward):
+                held -= cost.saved_bytes
+            elif isinstance(instruction, BackwardInput):
+                held += cost.weight_saved_bytes - cost.saved_bytes
+            else:
+                held -= cost.weight_saved_bytes
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
 
 
 @dataclass(frozen=True)

@@ -39,15 +39,15 @@ def table(
     """
     starts = clock_times(order, graph, units)
     several = any(len({i.segment for i in instructions}) > 1 for instructions in order)
-    end = max((start + units[_kind(i)] for (_, i), start in starts.items()), default=0)
+    end = max((start + units[i.letter] for (_, i), start in starts.items()), default=0)
     rows = []
     for rank, instructions in enumerate(order):
         cells = ["."] * end
         for instruction in instructions:
             start = starts[rank, instruction]
-            length = units[_kind(instruction)]
+            length = units[instruction.letter]
             cells[start : start + length] = ["="] * length
-            cells[start] = str(instruction) if several else f"{_kind(instruction)}{instruction.microbatch}"
+            cells[start] = str(instruction) if several else f"{instruction.letter}{instruction.microbatch}"
         rows.append((f"rank {rank}", cells))
     head = [str(t) for t in range(end)]
     width = max((len(cell) for _, cells in [*rows, ("", head)] for cell in cells), default=1) + 1
@@ -84,7 +84,7 @@ def clock_times(
                 if not heads or any(i not in done for i in inputs):
                     break
                 start = max([free[r] for r in group] + [done[i] for i in inputs])
-                done[instruction] = start + units[_kind(instruction)]
+                done[instruction] = start + units[instruction.letter]
                 for r in group:
                     starts[r, instruction] = start
                     free[r] = done[instruction]
@@ -94,14 +94,6 @@ def clock_times(
     if stuck:
         raise DeadlockError("this order cannot run", stuck)
     return starts
-
-
-def _kind(instruction: Compute) -> str:
-    if isinstance(instruction, Forward):
-        return "F"
-    if isinstance(instruction, BackwardInput):
-        return "I"
-    return "W" if isinstance(instruction, BackwardWeight) else "B"
 
 
 def _edges(order: ComputeOrder, graph: SegmentGraph | None) -> dict[tuple[int, int], bool]:
