@@ -27,8 +27,7 @@ from runtime.execute.bind import Binder
 from runtime.execute.context import Shared
 from runtime.execute.loaded import Loaded, MakeBinder, Replan, Surroundings
 from runtime.execute.results import StepSums
-from runtime.mesh.ranks_along import part_of
-from runtime.mesh.sharding import Sharding
+from runtime.mesh.sharding import Sharding, block_of
 from runtime.ops.random import Seeded
 from runtime.program.program import Program, Recv, SegmentGraph, Send
 from runtime.ranks.collective import Collectives, Waited
@@ -328,8 +327,8 @@ class Executor:
         """Return what this rank reads of a leaf's micro-batch."""
         if name not in spec.placements or spec.mesh is None:
             return piece
-        part = part_of(piece, spec.placements[name], spec.mesh, self.program.rank)
-        return part.to(self.device, non_blocking=True)
+        block = block_of(piece.shape, spec.placements[name], spec.mesh, self.program.rank)
+        return block.of(piece).to(self.device, non_blocking=True)
 
     # ------------------------------------------------------------------------------------------------------
     # The run

@@ -5,7 +5,7 @@ An executor has one of these for training and one for each evaluation graph; the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,15 +20,14 @@ from runtime.execute.early_sends import EarlySends, early_outputs
 from runtime.execute.release import releases
 from runtime.execute.shared_segment import SegmentWait
 from runtime.mesh.axis import Axis
-from runtime.mesh.ranks_along import axis_of
+from runtime.mesh.ranks_along import JOINT, axis_of, ranks_along
 from runtime.mesh.sharding import Sharding
-from runtime.ops.bridges import bind
+from runtime.ops.bridges import axes_of, bind
 from runtime.ops.random import Seeded
 from runtime.program.program import BackwardInput, Forward, Program, Recv, SegmentGraph, Send
 from runtime.ranks.collective import Waited
 from runtime.ranks.failure import FailureMonitor
 from runtime.ranks.groups import create_channels
-from runtime.segment.axes import axes_for, groups_needed
 from runtime.segment.code import BatchSpec, SegmentCode
 from runtime.segment.compiled import CompileOptions
 from runtime.segment.microbatch import microbatch_sizes, symbol_sizes
@@ -89,7 +88,7 @@ class Loaded:
         self.shardings = dict(shardings or {})
         self.sums: dict[str, Tensor] = {}
         """This rank's part of each gradient's sum, by parameter, where ranks keep parts only."""
-        shared = groups_needed((codes[i] for i in mine), self.shardings.values(), program.rank)
+        shared = self._groups_needed(codes[i] for i in mine)
         if shared and group is None:
             raise UsageError(
                 "ranks that share a segment need a process group", suggestions=["init_distributed(device)"]
@@ -142,17 +141,26 @@ class Loaded:
         self.leaf_names = frozenset(leaves | sizes)
         """Leaves of a batch that this rank cannot do without."""
 
+    def _groups_needed(self, codes: Iterable[SegmentCode]) -> set[tuple[int, ...]]:
+        """Return the groups, ranks ascending, in which this rank runs bridges of ``codes`` and shares owners."""
+        wanted = {(code.mesh, name) for code in codes if code.mesh for name in axes_of(code.module.graph)}
+        wanted |= {(s.mesh, s.mesh.axes[axis]) for s in self.shardings.values() for axis, _ in s.cuts}
+        return {
+            tuple(sorted(ranks_along(mesh, name.split(JOINT), self.program.rank))) for mesh, name in wanted
+        }
+
     def _on_axes(self, code: SegmentCode) -> SegmentCode:
         """Return ``code`` with its bridges bound to process groups."""
-        axes = axes_for(code, self.program.rank, self._channels, self._segment_wait())
+        assert code.mesh is not None
+        around, rank = self._surroundings, self.program.rank
+        wait = SegmentWait(around.monitor, around.waited, on_gpu=around.device.type == "cuda")
+        axes = {
+            name: axis_of(code.mesh, name, rank, self._channels, wait) for name in axes_of(code.module.graph)
+        }
         # Recomputing, compiling and splitting backward look for linear layers, and for nodes by their names.
-        plain = not code.recomputed and self._surroundings.compile is None
+        plain = not code.recomputed and around.compile is None
         split = any(isinstance(i, BackwardInput) for i in self.program.instructions)
         return replace(code, module=bind(code.module, axes, fused=plain and not split))
-
-    def _segment_wait(self) -> SegmentWait:
-        around = self._surroundings
-        return SegmentWait(around.monitor, around.waited, on_gpu=around.device.type == "cuda")
 
     def axis(self, sharding: Sharding, axis: int) -> Axis:
         """Return this rank's place on the axis of a sharding along which owners are parts of leaves."""
@@ -248,10 +256,12 @@ class Loaded:
 
 
 def _forwards_of(program: Program) -> Program:
-    return Program(program.rank, tuple(i for i in program.instructions if _is_forward(i)))
-
-
-def _is_forward(instruction: object) -> bool:
-    if isinstance(instruction, Send | Recv):
-        return not instruction.message.gradient
-    return isinstance(instruction, Forward)
+    """Return the forwards and the messages between them."""
+    return Program(
+        program.rank,
+        tuple(
+            i
+            for i in program.instructions
+            if isinstance(i, Forward) or (isinstance(i, Send | Recv) and not i.message.gradient)
+        ),
+    )

@@ -1,4 +1,4 @@
-"""The axes of a mesh as one rank sees them: the ranks that it talks to along each, and its own part of a tensor.
+"""The axes of a mesh as one rank sees them: the ranks that it talks to along each.
 
 mesh ranks (0 1 / 2 3), axes ("data", "tensor")      rank 2:  "data" 0 2, place 1     "data+tensor" 0 1 2 3, place 2
 """
@@ -10,9 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from torch import Tensor
-
-from cost_models.layout import Mesh, Placement, Shard
+from cost_models.layout import Mesh
 from runtime.mesh.axis import Axis, WaitFor, plainly
 from runtime.mesh.sharding import Sharding, coordinates
 from runtime.program.program import group_queue
@@ -62,12 +60,3 @@ def axis_among(sharding: Sharding, ranks: Sequence[int], rank: int) -> int:
         for axis, _ in sharding.cuts
         if sorted(ranks_along(sharding.mesh, (sharding.mesh.axes[axis],), rank)) == sorted(ranks)
     )
-
-
-def part_of(tensor: Tensor, placements: Sequence[Placement], mesh: Mesh, rank: int) -> Tensor:
-    """Return the part of a whole tensor that ``rank`` has: a view."""
-    for placement, size, index in zip(placements, mesh.shape, coordinates(mesh, rank), strict=True):
-        if isinstance(placement, Shard) and size > 1:
-            length = tensor.shape[placement.dim] // size
-            tensor = tensor.narrow(placement.dim, index * length, length)
-    return tensor

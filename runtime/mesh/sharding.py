@@ -80,12 +80,7 @@ class Sharding:
 
     def leaf_block(self, shape: Sequence[int], rank: int) -> Block:
         """Return the block that ``rank`` stores of a tensor of ``shape``."""
-        block = Block((0,) * len(shape), tuple(shape))
-        place = coordinates(self.mesh, rank)
-        for placement, size, index in zip(self.leaf, self.mesh.shape, place, strict=True):
-            if isinstance(placement, Shard):
-                block = block.cut(placement.dim, size, index)
-        return block
+        return block_of(shape, self.leaf, self.mesh, rank)
 
     def owner_block(self, shape: Sequence[int], rank: int) -> Block:
         """Return the block that ``rank`` trains of a tensor of ``shape``."""
@@ -118,6 +113,15 @@ class Sharding:
             index == 0 or isinstance(placement, Shard)
             for index, placement in zip(place, self.owner, strict=True)
         )
+
+
+def block_of(shape: Sequence[int], placements: Sequence[Placement], mesh: Mesh, rank: int) -> Block:
+    """Return the block that ``rank`` has of a tensor of ``shape``."""
+    block = Block((0,) * len(shape), tuple(shape))
+    for placement, size, index in zip(placements, mesh.shape, coordinates(mesh, rank), strict=True):
+        if isinstance(placement, Shard):
+            block = block.cut(placement.dim, size, index)
+    return block
 
 
 def _places(place: Sequence[int], placements: Sequence[Placement]) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ work on fake tensors only: they tell shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial as given
 from typing import Any
 
@@ -107,19 +107,14 @@ class _Bridge(torch.autograd.Function):
         return ctx.back(gradient.to_dense() if gradient.is_sparse else gradient), None, None
 
 
-class Reuse:
-    """The tensors of a bridge that nobody else reads, its input and its gradient: a sum may be made in them."""
-
-    def __init__(self, node: fx.Node) -> None:
-        source = node.args[0]
-        self.input = isinstance(source, fx.Node) and source.target in PRODUCTS and len(source.users) == 1
-        self.gradient = bool(node.users) and all(multiplies(user, node) for user in node.users)
-
-
-def _ways(target: Any, axis: Axis, args: Sequence[Any], options: Mapping[str, Any], reuse: Reuse) -> Any:
-    """Return (there, back) of a bridge on ``axis``. ``args``: the arguments behind the tensor."""
-    partial = options.get("partial", False)
-    total, total_gradient = given(axis.sum, reuse=reuse.input), given(axis.sum, reuse=reuse.gradient)
+def _ways(bridge: fx.Node, axis: Axis) -> Any:
+    """Return (there, back) of a bridge on ``axis``. Sums are made in its input, or gradient, if nobody else reads that."""
+    target: Any = bridge.target
+    source, *args = bridge.args
+    reuse = isinstance(source, fx.Node) and source.target in PRODUCTS and len(source.users) == 1
+    reuse_gradient = bool(bridge.users) and all(multiplies(user, bridge) for user in bridge.users)
+    partial = bridge.kwargs.get("partial", False)
+    total, total_gradient = given(axis.sum, reuse=reuse), given(axis.sum, reuse=reuse_gradient)
     match target.__name__, *args:
         case ("all_reduce",):
             return total, axis.sum if partial else None
@@ -162,7 +157,7 @@ def is_bridge(node: fx.Node) -> bool:
 def bridge_function(node: fx.Node, axis: Axis) -> Callable[..., Tensor]:
     """Return the function that runs in place of a bridge; it takes the node's own arguments."""
     target: Any = node.target
-    there, back = _ways(target, axis, node.args[1:], node.kwargs, Reuse(node))
+    there, back = _ways(node, axis)
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
         result: Tensor = _Bridge.apply(x, there, back)  # type: ignore[no-untyped-call]

@@ -37,7 +37,7 @@ from cost_models.errors import InternalError
 from runtime.ops.batch_norm import batch_norm
 from runtime.ops.cross_entropy import cross_entropy, mean_nll_loss
 from runtime.ops.peers import Peers
-from runtime.ops.random import mix
+from runtime.ops.random import generators_of, mix, seeded
 
 Axes: TypeAlias = Mapping[str, Peers]
 LocalOp: TypeAlias = Callable[..., Any]
@@ -61,19 +61,9 @@ def _embedding(
 
 def _random(op: LocalOp, axes: Axes, *args: Any, **kwargs: Any) -> Any:
     device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
-    generators = [torch.default_generator]
     seed = mix(int(torch.randint(1 << 62, ())), axes["shards"].rank)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
-    before = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(seed)
-    try:
+    with seeded(generators_of(device), seed):
         return op(*args, **kwargs)
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
 
 
 LOCAL: Mapping[str, LocalOp] = {

@@ -10,7 +10,8 @@ shards draw from seeds of their own (``runtime.ops.local``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,26 +30,36 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Return the generators that ops on ``device`` may draw from: the CPU's, and a GPU's own."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
+
+
+@contextmanager
+def seeded(generators: Sequence[torch.Generator], seed: int) -> Iterator[None]:
+    """Seed ``generators`` meanwhile; restore them afterwards."""
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+
+
 class Seeded:
     """Random numbers for functions that run under a seed of their own."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
-        self.seed = seed
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+        self.seed, self._generators = seed, generators_of(device)
 
     def run(
         self, step: int, segment: int, microbatch: int, function: Callable[[], Sequence[Any]]
     ) -> Sequence[Any]:
         """Call ``function`` with the generators seeded for this place in the training; restore them afterwards."""
-        before = [generator.get_state() for generator in self._generators]
-        seed = mix(self.seed, step, segment, microbatch)
-        for generator in self._generators:
-            generator.manual_seed(seed)
-        try:
+        with seeded(self._generators, mix(self.seed, step, segment, microbatch)):
             return function()
-        finally:
-            for generator, state in zip(self._generators, before, strict=True):
-                generator.set_state(state)

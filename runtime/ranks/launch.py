@@ -114,11 +114,6 @@ class WorkerPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of the workers that are up."""
-        return [worker[0].pid for worker in self._workers if worker is not None]
-
     def run(
         self,
         function: Callable[..., Any],

@@ -13,59 +13,25 @@ rank has a transfer under way, its computes run ``contention`` times slower.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import NamedTuple
 
-from cost_models.links import Path
-from runtime.simulate.fair_share import FairShare, Links
+from runtime.simulate.fair_share import FairShare
+from runtime.simulate.flatten import COMPUTE, RECV, REDUCE, SEND, TOGETHER, FlatPrograms
 
 NOT_YET = -1.0
 
-COMPUTE, SEND, RECV, REDUCE, STEP, TOGETHER = range(6)
 _COMPUTE_END, _BYTES_START, _BYTES_END, _REDUCE_END, _GO_ON = range(5)
-
-
-class Operation(NamedTuple):
-    """An instruction as numbers."""
-
-    code: int
-    target: int
-    """Node of a compute, number of a message or of a reduction (or of a compute that several ranks run together)."""
-    seconds: float
-    """Seconds of a compute, step or reduction; the host's time to issue a send or receive."""
-    queue: int = -1
-    """Queue of a send or receive, private to the rank."""
-
-
-@dataclass(frozen=True)
-class FlatStep:
-    """Everything that the loop needs of a step, as flat lists."""
-
-    operations: Sequence[Sequence[Operation]]
-    nodes: int
-    message_bytes: Sequence[float]
-    message_paths: Sequence[Path]
-    message_ranks: Sequence[tuple[int, int]]
-    """(source, target) of each message."""
-    message_consumers: Sequence[int]
-    """The node on the target that waits for the message; -1 if none does."""
-    reduction_ranks: Sequence[Sequence[int]]
-    queues: int
-    contention: float
-    links: Links
 
 
 class EventLoop:
     """The times of everything that happened, in seconds; ``NOT_YET`` where something never ran."""
 
-    def __init__(self, flat: FlatStep) -> None:
+    def __init__(self, flat: FlatPrograms) -> None:
         self.flat = flat
-        count = len(flat.message_bytes)
+        count, nodes = len(flat.message_bytes), len(flat.node_places)
         ranks = range(len(flat.operations))
-        self.start = [NOT_YET] * flat.nodes
-        self.end = [NOT_YET] * flat.nodes
+        self.start = [NOT_YET] * nodes
+        self.end = [NOT_YET] * nodes
         self.posted_send = [NOT_YET] * count
         self.posted_receive = [NOT_YET] * count
         self.transfer_start = [NOT_YET] * count
@@ -76,7 +42,7 @@ class EventLoop:
         self.step_end = [NOT_YET for _ in ranks]
         self.finish_seconds = 0.0
 
-        self._awaited = [0] * flat.nodes
+        self._awaited = [0] * nodes
         for consumer in flat.message_consumers:
             if consumer >= 0:
                 self._awaited[consumer] += 1
@@ -84,7 +50,7 @@ class EventLoop:
         self._asleep_at = [-1 for _ in ranks]
         self._running = [-1 for _ in ranks]
         self._heads = [0] * count
-        self._fifo: list[deque[int]] = [deque() for _ in range(flat.queues)]
+        self._fifo: list[deque[int]] = [deque() for _ in range(len(flat.queues))]
         self._queues_of: list[list[int]] = [[] for _ in range(count)]
         self._version = [0] * count
         self._arrived = [0] * len(flat.reduction_ranks)

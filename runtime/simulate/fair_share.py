@@ -8,14 +8,14 @@ ends exactly at start + bytes / bandwidth.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from cost_models.links import Link, Path, fair_rates
 
 
 class Links(Protocol):
-    """A cluster as the simulator asks about it."""
+    """A cluster as the simulator asks about it (``cost_models.cluster``, which needs torch)."""
 
     @property
     def links(self) -> Mapping[str, Link]:
@@ -25,22 +25,6 @@ class Links(Protocol):
     def path(self, a: int, b: int) -> Path:
         """Return the links from rank ``a`` to rank ``b``."""
         ...
-
-
-@dataclass(frozen=True)
-class UniformLinks:
-    """Links on which nothing is ever shared: a wire of its own from each rank to each other."""
-
-    bandwidth_bytes_per_second: float
-    latency_seconds: float = 0.0
-    links: dict[str, Link] = field(default_factory=dict)
-
-    def path(self, a: int, b: int) -> Path:
-        """Return the wire from ``a`` to ``b``."""
-        name = f"{a}>{b}"
-        if name not in self.links:
-            self.links[name] = Link(name, self.bandwidth_bytes_per_second, self.latency_seconds)
-        return Path.over([self.links[name]])
 
 
 @dataclass(slots=True)

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from cost_models.links import Path
 from runtime.program.program import Message, OptimizerStep, Program, Recv, ReduceGradients, SegmentGraph, Send
 from runtime.program.timing import NODE_PLANE, compute_seconds
-from runtime.simulate.event_loop import COMPUTE, RECV, REDUCE, SEND, STEP, TOGETHER, FlatStep, Operation
 from runtime.simulate.fair_share import Links
+
+COMPUTE, SEND, RECV, REDUCE, STEP, TOGETHER = range(6)
+
+
+class Operation(NamedTuple):
+    """An instruction as numbers."""
+
+    code: int
+    target: int
+    """Node of a compute, number of a message or of a reduction (or of a compute that several ranks run together)."""
+    seconds: float
+    """Seconds of a compute, step or reduction; the host's time to issue a send or receive."""
+    queue: int = -1
+    """Queue of a send or receive, private to the rank."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +50,23 @@ def count_microbatches(programs: Sequence[Program]) -> int:
 
 @dataclass
 class FlatPrograms:
-    """Programs as flat lists: ``flatten`` fills them, ``step`` hands them to the event loop; places lead back from them."""
+    """Programs as flat lists: ``flatten`` fills them, the event loop runs them; places lead back from them."""
 
     programs: Sequence[Program]
     graph: SegmentGraph
     links: Links
     scale: Sequence[float]
     """Size of each micro-batch relative to a full one."""
+    contention: float
+    """Factor by which a rank's computes slow down while a transfer of that rank is under way."""
     operations: list[list[Operation]] = field(default_factory=list)
     messages: dict[Message, int] = field(default_factory=dict)
     message_bytes: list[float] = field(default_factory=list)
     message_paths: list[Path] = field(default_factory=list)
+    message_ranks: list[tuple[int, int]] = field(default_factory=list)
+    """(source, target) of each message."""
     message_consumers: list[int] = field(default_factory=list)
+    """The node on the target that waits for the message; -1 if none does."""
     send_places: list[int] = field(default_factory=list)
     """Index of each message's send in its program."""
     receive_places: list[int] = field(default_factory=list)
@@ -117,21 +135,6 @@ class FlatPrograms:
                         operations.append(Operation(COMPUTE, node, seconds))
             self.operations.append(operations)
 
-    def step(self, contention: float) -> FlatStep:
-        """Return the input of the event loop."""
-        return FlatStep(
-            operations=self.operations,
-            nodes=len(self.node_places),
-            message_bytes=self.message_bytes,
-            message_paths=self.message_paths,
-            message_ranks=[(message.source, message.target) for message in self.messages],
-            message_consumers=self.message_consumers,
-            reduction_ranks=self.reduction_ranks,
-            queues=len(self.queues),
-            contention=contention,
-            links=self.links,
-        )
-
     def _meeting(self, known: dict[Any, int], key: Any, ranks: tuple[int, ...]) -> int:
         """Return the number of what ``ranks`` come together for."""
         if key not in known:
@@ -143,7 +146,8 @@ class FlatPrograms:
         number = self.messages.get(message)
         if number is None:
             number = self.messages[message] = len(self.messages)
-            self.message_paths.append(self.path((message.source, message.target)))
+            self.message_ranks.append((message.source, message.target))
+            self.message_paths.append(self.path(self.message_ranks[-1]))
             self.message_bytes.append(self._sizes[message.value] * self.scale[message.microbatch])
             self.message_consumers.append(-1)
             self.send_places.append(0)

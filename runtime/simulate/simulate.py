@@ -19,12 +19,20 @@ from runtime.collector import collector_paused
 from runtime.program.groups import OnLeaders, on_leaders
 from runtime.program.program import Instruction, Message, Program, ReduceGradients, SegmentGraph
 from runtime.program.timing import NODE_PLANE
-from runtime.simulate.event_loop import COMPUTE, NOT_YET, REDUCE, STEP, TOGETHER, EventLoop
+from runtime.simulate.event_loop import NOT_YET, EventLoop
 from runtime.simulate.fair_share import Links
-from runtime.simulate.flatten import FlatPrograms, Overheads, count_microbatches
+from runtime.simulate.flatten import (
+    COMPUTE,
+    REDUCE,
+    STEP,
+    TOGETHER,
+    FlatPrograms,
+    Overheads,
+    count_microbatches,
+)
 from runtime.simulate.memory import MemoryCurve, MessageTimes, StepTimes, memory_curves
 
-__all__ = ["Links", "MemoryCurve", "Overheads", "Simulation", "Span", "Transfer", "simulate"]
+__all__ = ["MemoryCurve", "Overheads", "Simulation", "Span", "Transfer", "simulate"]
 
 _NO_OVERHEADS = Overheads()
 
@@ -130,20 +138,16 @@ def simulate(
     ]
     if problems:
         raise InternalError("simulate a step", problems)
-    flat = FlatPrograms(programs, graph, links, scale)
-    flat.flatten(overheads, optimizer_seconds or [0.0] * world, reduce_seconds or _free, device_queues)
-    run = EventLoop(flat.step(contention)).run()
+    flat = FlatPrograms(programs, graph, links, scale, contention)
+    flat.flatten(overheads, optimizer_seconds or [0.0] * world, reduce_seconds or _nothing, device_queues)
+    run = EventLoop(flat).run()
     _refuse_stuck(programs, run)
     for node, number in flat.together.items():
         run.start[node], run.end[node] = run.reduction_start[number], run.reduction_end[number]
-    return _report(programs, led, flat, run, state_bytes or [0.0] * world, reduce_bytes or _no_bytes)
+    return _report(programs, led, flat, run, state_bytes or [0.0] * world, reduce_bytes or _nothing)
 
 
-def _free(_: ReduceGradients) -> float:
-    return 0.0
-
-
-def _no_bytes(_: ReduceGradients) -> float:
+def _nothing(_: ReduceGradients) -> float:
     return 0.0
 
 

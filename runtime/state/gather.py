@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cost_models.errors import InternalError
+from runtime.mesh.sharding import Block
 from runtime.ranks.side_group import SideGroup
 from runtime.state.rank_state import RankState
 
@@ -91,22 +92,16 @@ def _gathered(entry: StateEntry, state: RankState, side: SideGroup, ahead_bytes:
     pieces = pieces_of(state, entry.name, entry.shape)
     full = torch.empty(entry.shape, dtype=entry.dtype, device="cpu" if side.rank == 0 else "meta")
     for piece in pieces:
+        block = Block(piece.offsets, piece.shape).of(full)
         if piece.rank == side.rank:
             own = state.own(piece.name).detach()
             if side.rank == 0:
-                _block(full, piece).copy_(own)
+                block.copy_(own)
             else:
                 side.send(own.to("cpu", entry.dtype).contiguous(), 0, ahead_bytes=ahead_bytes)
         elif side.rank == 0:
-            block = _block(full, piece)
             received = block if block.is_contiguous() else torch.empty(piece.shape, dtype=entry.dtype)
             side.receive(received, piece.rank)
             if received is not block:
                 block.copy_(received)
-    return full
-
-
-def _block(full: Tensor, piece: HeldPiece) -> Tensor:
-    for dim, (offset, length) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
-        full = full.narrow(dim, offset, length)
     return full

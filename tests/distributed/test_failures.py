@@ -65,11 +65,15 @@ def _failing(how: str, call: Any) -> Any:
     return run
 
 
+def _pids(pool: WorkerPool) -> list[int]:
+    return [worker[0].pid for worker in pool._workers if worker is not None]
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
     with WorkerPool(3, group_timeout_seconds=20) as workers:
         yield workers
-        pids = workers.pids
+        pids = _pids(workers)
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
@@ -125,7 +129,7 @@ def test_the_pool_goes_on_after_an_error(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match="exit code -9"):
         pool.run(die, 1, world_size=2)
     assert pool.run(fail_if, 5) == [3, 3, 3]
-    os.kill(pool.pids[1], signal.SIGKILL)
+    os.kill(_pids(pool)[1], signal.SIGKILL)
     time.sleep(0.2)
     assert pool.run(fail_if, 5, world_size=2) == [2, 2]
 

@@ -29,8 +29,8 @@ from runtime.program.program import (
 )
 from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
-from runtime.simulate.fair_share import UniformLinks
 from runtime.simulate.simulate import simulate
+from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.schedules.helpers import COST, no_time
 
 SLOW = SegmentCost(5.0, 5.0, 5.0, saved_bytes=70)

@@ -38,9 +38,10 @@ from runtime.program.program import (
 )
 from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
-from runtime.simulate.fair_share import FairShare, UniformLinks
+from runtime.simulate.fair_share import FairShare
 from runtime.simulate.simulate import Overheads, Simulation, simulate
 from tests.support.random_dags import Case, cases
+from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.schedules.helpers import chain, gpipe, no_time, one_f_one_b
 
 INSTANT = UniformLinks(math.inf)

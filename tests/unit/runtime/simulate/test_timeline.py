@@ -8,9 +8,9 @@ from dataclasses import replace
 from runtime.program.order import build_programs
 from runtime.program.program import ComputeOrder, SegmentGraph, TiedGroup
 from runtime.schedules import SCHEDULES
-from runtime.simulate.fair_share import UniformLinks
 from runtime.simulate.simulate import Simulation, simulate
 from runtime.simulate.timeline import chrome_trace, render
+from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.schedules.helpers import chain, no_time, one_f_one_b, split_backward
 
 
