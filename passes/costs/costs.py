@@ -19,7 +19,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import sympy
 import torch
 
 from cost_models.cluster import ClusterSpec
@@ -220,10 +219,9 @@ def cost_graph(
     ``device_kind`` ("cuda" or "cpu") choose themselves.
     """
     table = group_by_signature(graph)
-    symbols = example_sizes(graph)
 
     def profiler(signature: int, batch_size: int) -> OpProfile:
-        sizes = {**symbols, graph.batch.batch_symbol: batch_size}
+        sizes = {**graph.example_sizes, graph.batch.batch_symbol: batch_size}
         return profile(table.signatures[signature], sizes, attention=attention, device_kind=device_kind)
 
     if only_size is not None:
@@ -267,15 +265,6 @@ def _assemble(
         ),
         _one_sample=one_sample,
     )
-
-
-def example_sizes(graph: OpGraph) -> dict[sympy.Symbol, int]:
-    """Return the number of every dynamic size in the example batch. The batch's own is replaced by each size asked for."""
-    sizes: dict[sympy.Symbol, int] = {}
-    for symbol, (leaf, dim) in graph.batch.symbols.items():
-        if leaf in graph.example_shapes:
-            sizes[symbol] = graph.example_shapes[leaf][dim]
-    return sizes
 
 
 def _dtype(signature: Signature) -> torch.dtype:

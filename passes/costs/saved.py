@@ -31,6 +31,7 @@ from cost_models.attention import (
 )
 from cost_models.compute import OpClass, OpWork
 from passes.costs.kernels import KernelCounter, KernelCounts
+from passes.graph.nodes import tensors_in
 from passes.graph.signatures import Signature, called, concrete, concrete_arguments
 from runtime.ops.bridges import is_bridge
 from runtime.segment.code import TensorSpec
@@ -125,7 +126,7 @@ class _Run:
             with _one_attention(backend), _plain_recurrence(self._signature), self._counter, hooks:
                 result = self._call(operands)
                 forward = self._counter.take()
-            outputs = _tensors(result)
+            outputs = tensors_in(result)
             with self._counter:
                 total, weight = self._backward(outputs, leaves)
             structure, storage_bytes = self._storages(operands, outputs, saved, backend)
@@ -337,11 +338,6 @@ def _plain_recurrence(signature: Signature) -> Iterator[None]:
         warnings.simplefilter("ignore", UserWarning)  # about Intel GPUs, from setting a flag
         with torch.backends.mkldnn.flags(enabled=False):
             yield
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    items = result if isinstance(result, list | tuple) else (result,)
-    return [item for item in items if isinstance(item, torch.Tensor)]
 
 
 def _storage(tensor: torch.Tensor) -> int:

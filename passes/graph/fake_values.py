@@ -14,8 +14,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes.graph.nodes import fake_call, value_of
-from passes.graph.signatures import hashable, symbolic
+from passes.graph.nodes import fake_call, symbolic, value_of
+from passes.graph.signatures import hashable
 from runtime.segment.code import Dim
 
 
@@ -36,7 +36,7 @@ class FakeValues:
         """Return the value of ``target(*args, **kwargs)``, where arguments may be nodes."""
         if _invents_sizes(target):
             return self._run(target, args, kwargs)
-        key = (target, hashable(args, self), hashable(dict(kwargs), self))
+        key = (target, hashable(args, self.key), hashable(dict(kwargs), self.key))
         if key not in self._made:
             self._made[key] = self._run(target, args, kwargs)
         return self._made[key]

@@ -24,8 +24,9 @@ import torch
 from torch import fx
 
 from cost_models.precision import ParameterPrecision, Precision
+from passes.graph.nodes import is_floating, symbolic, tensors_of
 from passes.graph.token_counts import TokenCounts
-from runtime.segment.code import BatchSpec, Dim, TensorSpec
+from runtime.segment.code import BatchSpec, TensorSpec
 from runtime.state.rank_state import StatePart
 
 aten = torch.ops.aten
@@ -190,6 +191,15 @@ class OpGraph:
         """Names of the parameters that get a gradient."""
         return frozenset(i.name for i in self.inputs if i.kind == "parameter" and i.node in self.needs_grad)
 
+    @cached_property
+    def example_sizes(self) -> Mapping[sympy.Symbol, int]:
+        """The number of every dynamic size in the example batch."""
+        return {
+            symbol: self.example_shapes[leaf][dim]
+            for symbol, (leaf, dim) in self.batch.symbols.items()
+            if leaf in self.example_shapes
+        }
+
     def types_of(self, name: str, precision: Precision) -> ParameterPrecision:
         """Return the data types of a parameter or buffer when trained in ``precision``."""
         spec = self.parameters.get(name)
@@ -249,34 +259,13 @@ def _differentiable(graph: OpGraph) -> frozenset[str]:
         if node.name in trainable or (
             node.op == "call_function"
             and node.target not in NOT_DIFFERENTIABLE
-            and _is_floating(node)
+            and is_floating(node)
             and any(source.name in found for source in node.all_input_nodes)
         ):
             found.add(node.name)
     return frozenset(found)
 
 
-def _is_floating(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    items = value if isinstance(value, list | tuple) else (value,)
-    return any(
-        isinstance(item, torch.Tensor) and (item.is_floating_point() or item.is_complex()) for item in items
-    )
-
-
 def tensor_specs(node: fx.Node) -> tuple[TensorSpec, ...]:
     """Return the specs of the tensors a node produces: one for a tensor, several for a tuple, none for sizes."""
-    value = node.meta.get("val")
-    items = value if isinstance(value, list | tuple) else (value,)
-    return tuple(
-        TensorSpec(tuple(_dim(size) for size in item.shape), item.dtype)
-        for item in items
-        if isinstance(item, torch.Tensor)
-    )
-
-
-def _dim(size: int | torch.SymInt) -> Dim:
-    if isinstance(size, torch.SymInt):
-        expression = size.node.expr
-        return int(expression) if expression.is_Integer else sympy.sympify(expression)
-    return int(size)
+    return tuple(TensorSpec(tuple(map(symbolic, item.shape)), item.dtype) for item in tensors_of(node))

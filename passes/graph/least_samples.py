@@ -9,8 +9,7 @@ var, std over samples                 0/0 for a single sample
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -24,12 +23,7 @@ aten = torch.ops.aten
 
 def least_samples(graph: OpGraph) -> tuple[int, str]:
     """Return the fewest samples that a micro-batch needs, and the op that needs as many ("" if one will do)."""
-    sizes = {
-        symbol: graph.example_shapes[leaf][dim]
-        for symbol, (leaf, dim) in graph.batch.symbols.items()
-        if leaf in graph.example_shapes
-    }
-    sizes[graph.batch.batch_symbol] = 1
+    sizes = {**graph.example_sizes, graph.batch.batch_symbol: 1}
     for node in graph.ops:
         if node.target not in _REFUSES:
             continue
@@ -39,19 +33,16 @@ def least_samples(graph: OpGraph) -> tuple[int, str]:
     return 1, ""
 
 
-Shape: TypeAlias = tuple[int, ...]
+def _normalizes_one(node: fx.Node, spec: TensorSpec, shape: Sequence[int]) -> bool:
+    return bool(argument(node, "training")) and math.prod((*shape[:1], *shape[2:])) == 1
 
 
-def _normalizes_one(node: fx.Node, spec: TensorSpec, shape: Shape) -> bool:
-    return bool(argument(node, "training")) and math.prod(shape[:1] + shape[2:]) == 1
-
-
-def _squeezes_samples(node: fx.Node, spec: TensorSpec, shape: Shape) -> bool:
+def _squeezes_samples(node: fx.Node, spec: TensorSpec, shape: Sequence[int]) -> bool:
     dims = _dims(node, len(shape))
     return any(shape[dim] == 1 and not isinstance(spec.shape[dim], int) for dim in dims)
 
 
-def _varies_one(node: fx.Node, spec: TensorSpec, shape: Shape) -> bool:
+def _varies_one(node: fx.Node, spec: TensorSpec, shape: Sequence[int]) -> bool:
     correction = argument(node, "correction", 1)
     wanted = 1 if correction is None else correction
     unbiased = argument(node, "unbiased", True) is not False and wanted > 0
@@ -68,7 +59,7 @@ def _dims(node: fx.Node, rank: int) -> tuple[int, ...]:
     return tuple(d % rank for d in given) if rank else ()
 
 
-_REFUSES: Mapping[object, Callable[[fx.Node, TensorSpec, Shape], bool]] = {
+_REFUSES: Mapping[object, Callable[[fx.Node, TensorSpec, Sequence[int]], bool]] = {
     aten.batch_norm.default: _normalizes_one,
     aten.squeeze.default: _squeezes_samples,
     aten.squeeze.dim: _squeezes_samples,

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate
 from torch.fx.passes.shape_prop import TensorMetadata
+
+from runtime.segment.code import Dim
 
 _ORIGIN = ("nn_module_stack", "stack_trace", "module_path", "source")
 _TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
@@ -118,6 +121,49 @@ def where(node: fx.Node) -> str:
     return f"{node.target} in module {str(module) or 'the root'!r} ({source})"
 
 
+def op_name(node: fx.Node) -> str:
+    """Return "linear" for ``aten.linear.default``; "" for what is no op of torch."""
+    target = node.target
+    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def nodes_in(arguments: Any) -> list[fx.Node]:
+    """List the nodes among the arguments, in order, repeated as often as they are given."""
+    found: list[fx.Node] = []
+    fx.map_arg(arguments, found.append)
+    return found
+
+
+def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a result: itself, or those of a tuple, in order."""
+    items = value if isinstance(value, list | tuple) else (value,)
+    return tuple(item for item in items if isinstance(item, torch.Tensor))
+
+
+def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that ``node`` produces, in order."""
+    return tensors_in(node.meta.get("val"))
+
+
+def is_floating(node: fx.Node) -> bool:
+    """Tell whether some tensor that ``node`` produces is floating-point or complex."""
+    return any(value.is_floating_point() or value.is_complex() for value in tensors_of(node))
+
+
+def is_size(value: Any) -> TypeGuard[torch.SymInt | torch.SymFloat | torch.SymBool]:
+    """Tell whether a value is a number that follows from sizes."""
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def symbolic(size: Any) -> Dim:
+    """Return a size as a number or an expression."""
+    if not is_size(size):
+        dim: Dim = size
+        return dim
+    expression = size.node.expr
+    return int(expression) if getattr(expression, "is_Integer", False) else expression
+
+
 def storage_key(value: Any) -> int | None:
     """Return a key that is equal for tensors that share memory; None for anything without memory."""
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -129,14 +175,42 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     """Return the op's argument ``name`` as given, else its schema's default, else ``default``."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return default
-    for position, declared in enumerate(node.target._schema.arguments):
+    return given_argument(node.target, node.args, node.kwargs, name, default)
+
+
+def given_argument(
+    target: torch._ops.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    name: str,
+    default: Any = None,
+) -> Any:
+    """Return argument ``name`` of a call as given, else its schema's default, else ``default``."""
+    for position, declared in enumerate(target._schema.arguments):
         if declared.name == name:
-            if name in node.kwargs:
-                return node.kwargs[name]
-            if position < len(node.args):
-                return node.args[position]
-            return declared.default_value
+            if name in kwargs:
+                return kwargs[name]
+            return args[position] if position < len(args) else declared.default_value
     return default
+
+
+def relocated(node: fx.Node, device: torch.device) -> fx.Node:
+    """Write ``device`` over every device among the op's arguments, in place."""
+
+    def relocate(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) else argument
+
+    node.args, node.kwargs = map_aggregate(node.args, relocate), map_aggregate(node.kwargs, relocate)
+    return node
+
+
+def replaced(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any) -> Any:
+    """Return (args, kwargs) with the schema's argument ``name`` set."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == name and name not in kwargs and position < len(args):
+            return (*args[:position], value, *args[position + 1 :]), kwargs
+    return args, {**kwargs, name: value}
 
 
 def recorded_requires_grad(node: fx.Node) -> bool | None:

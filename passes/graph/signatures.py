@@ -17,9 +17,9 @@ graph (``passes.search.feature.graph``).
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import sympy
 import torch
@@ -27,6 +27,7 @@ from torch import fx
 
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph, once_per_graph, tensor_specs
+from passes.graph.nodes import nodes_in, symbolic
 from runtime.ops.local import LEADING, op_called, run_local
 from runtime.segment.code import Dim, TensorSpec
 
@@ -94,12 +95,14 @@ def group_by_signature(graph: OpGraph) -> SignatureTable:
     of: list[int] = []
     operands: list[tuple[Operand, ...]] = []
     for node in graph.ops:
-        own = tuple(operand for source in _sources(node) for operand in tensors.of(source))
+        own = tuple(
+            operand for source in nodes_in((node.args, dict(node.kwargs))) for operand in tensors.of(source)
+        )
         differentiated = node.name in graph.needs_grad
         key = (
             node.target,
-            hashable(node.args, tensors),
-            hashable(dict(node.kwargs), tensors),
+            hashable(node.args, tensors.key),
+            hashable(dict(node.kwargs), tensors.key),
             differentiated,
         )
         if key not in found:
@@ -202,18 +205,6 @@ def weight_nodes(graph: OpGraph) -> frozenset[str]:
     return frozenset(found)
 
 
-def _sources(node: fx.Node) -> list[fx.Node]:
-    """List the nodes among the arguments, in order, repeated as often as they are given."""
-    found: list[fx.Node] = []
-
-    def visit(source: fx.Node) -> fx.Node:
-        found.append(source)
-        return source
-
-    fx.node.map_arg((node.args, dict(node.kwargs)), visit)
-    return found
-
-
 def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """Return the op that a node stands for and its positional arguments: local forms name theirs."""
     if node.target is run_local:
@@ -221,31 +212,16 @@ def called(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     return node.target, node.args
 
 
-def symbolic(size: Any) -> Dim:
-    """Return a size as a number or an expression."""
-    if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool):
-        expression = size.node.expr
-        return int(expression) if getattr(expression, "is_Integer", False) else expression
-    dim: Dim = size
-    return dim
-
-
-class NodeKeys(Protocol):
-    """A source of keys that stand for nodes among an op's arguments."""
-
-    def key(self, node: fx.Node) -> Hashable: ...
-
-
-def hashable(value: Any, tensors: NodeKeys) -> Hashable:
-    """Turn an op's argument into a dictionary key; 1, 1.0 and True stay different."""
+def hashable(value: Any, key: Callable[[fx.Node], Hashable]) -> Hashable:
+    """Turn an op's argument into a dictionary key, with ``key`` of its nodes; 1, 1.0 and True stay different."""
     if isinstance(value, fx.Node):
-        return tensors.key(value)
+        return key(value)
     if isinstance(value, list | tuple):
-        return ("list", *(hashable(item, tensors) for item in value))
+        return ("list", *(hashable(item, key) for item in value))
     if isinstance(value, dict):
-        return ("dict", *((name, hashable(item, tensors)) for name, item in value.items()))
+        return ("dict", *((name, hashable(item, key)) for name, item in value.items()))
     if isinstance(value, slice):
-        return ("slice", *(hashable(v, tensors) for v in (value.start, value.stop, value.step)))
+        return ("slice", *(hashable(v, key) for v in (value.start, value.stop, value.step)))
     return (type(value), value)
 
 

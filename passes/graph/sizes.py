@@ -21,7 +21,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from cost_models.errors import InternalError, ModelError
-from passes.graph.nodes import copy_graph, drop_dead_code, new_module, where
+from passes.graph.nodes import copy_graph, drop_dead_code, is_size, new_module, where
 
 aten = torch.ops.aten
 
@@ -30,9 +30,9 @@ def are_canonical(graph: fx.Graph, batch_inputs: Sequence[str]) -> bool:
     """Tell whether every integer is read off batch inputs alone. (Those that depend on data are not judged.)"""
     known = set(batch_inputs)
     return all(
-        source.name in known or _is_size(source.meta.get("val"))
+        source.name in known or is_size(source.meta.get("val"))
         for node in graph.nodes
-        if _is_size(node.meta.get("val")) and not _data_dependent(node.meta["val"])
+        if is_size(node.meta.get("val")) and not _data_dependent(node.meta["val"])
         for source in node.all_input_nodes
     )
 
@@ -41,7 +41,7 @@ def canonical_sizes(gm: fx.GraphModule, batch_inputs: Sequence[str]) -> fx.Graph
     """Make a new module whose sizes depend only on ``sym_size`` of the placeholders named in ``batch_inputs``."""
     _refuse_data_dependent(gm.graph)
     graph = copy_graph(gm.graph)
-    sizes = [node for node in graph.nodes if node.op == "call_function" and _is_size(node.meta.get("val"))]
+    sizes = [node for node in graph.nodes if node.op == "call_function" and is_size(node.meta.get("val"))]
     if sizes:
         placeholders = graph.find_nodes(op="placeholder")
         with graph.inserting_after(placeholders[-1]):
@@ -53,10 +53,6 @@ def canonical_sizes(gm: fx.GraphModule, batch_inputs: Sequence[str]) -> fx.Graph
         graph.erase_node(anchor)
         drop_dead_code(graph)
     return new_module(gm, graph)
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _origins(placeholders: Sequence[fx.Node], batch_inputs: Sequence[str]) -> dict[Any, tuple[fx.Node, int]]:
@@ -140,7 +136,7 @@ def _data_dependent(value: Any) -> set[Any]:
     items = value if isinstance(value, list | tuple) else (value,)
     found: set[Any] = set()
     for item in items:
-        if _is_size(item) or (
+        if is_size(item) or (
             isinstance(item, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in item.shape)
         ):
             found |= free_unbacked_symbols(item)

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, fx
-from torch.fx.node import map_aggregate
 
+from passes.graph.nodes import op_name, relocated
 from runtime.segment.code import BatchSpec
 from runtime.segment.microbatch import cut_at
 
@@ -164,7 +164,7 @@ def adds_up(counts: TokenCounts, spec: BatchSpec) -> bool:
 def _summed(result: fx.Node) -> set[fx.Node]:
     """Find the sum that a denominator is, with the casts after it; nothing if it is something else."""
     found = {result}
-    while _name(result) in _CASTS and len(result.all_input_nodes) == 1:
+    while op_name(result) in _CASTS and len(result.all_input_nodes) == 1:
         result = result.all_input_nodes[0]
         found.add(result)
     return found if result.target is torch.ops.aten.sum.default else set()
@@ -184,7 +184,7 @@ def _sample_by_sample(node: fx.Node) -> bool:
     """Tell whether an op works sample by sample: sizes, views, what is done to each element, parts of samples."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return True  # arithmetic on sizes
-    name = _name(node)
+    name = op_name(node)
     if name in ("slice", "select"):
         dim, start, end = (*node.args[1:], *(None,) * 3)[:3]
         all_of_it = name == "slice" and not start and isinstance(end, int) and end >= _TO_THE_END
@@ -194,11 +194,6 @@ def _sample_by_sample(node: fx.Node) -> bool:
 
 _TO_THE_END = 2**62
 """The number that an open end of a slice is traced as."""
-
-
-def _name(node: fx.Node) -> str:
-    target = node.target
-    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
 
 
 def valid_tokens(counts: TokenCounts, batch: Mapping[str, Tensor]) -> Tensor:
@@ -241,6 +236,5 @@ def _relocated(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
         if node.op == "call_function":
-            node.args = map_aggregate(node.args, lambda a: device if isinstance(a, torch.device) else a)
-            node.kwargs = map_aggregate(node.kwargs, lambda a: device if isinstance(a, torch.device) else a)
+            relocated(node, device)
     return fx.GraphModule(torch.nn.Module(), graph)

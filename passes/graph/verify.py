@@ -10,13 +10,13 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from cost_models.errors import InternalError
 from passes.graph.graph import OpGraph
+from passes.graph.nodes import is_size
 from runtime.ops.bridges import is_bridge
 from runtime.ops.local import run_local
 
@@ -104,7 +104,7 @@ def _known_ops(graph: OpGraph) -> Iterator[str]:
             yield f"{node.name} is the higher-order op {node.target}"
         elif _is_op(node):
             continue
-        elif not _is_size(node.meta.get("val")):
+        elif not is_size(node.meta.get("val")):
             yield f"{node.name} calls {node.target}"
 
 
@@ -205,17 +205,13 @@ def _buffers_known(graph: OpGraph) -> Iterator[str]:
             yield f"{name} is written {count} times"
 
 
-def _is_size(value: Any) -> bool:
-    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
-
-
 def _sizes_from_batch(graph: OpGraph) -> Iterator[str]:
     batch = {entry.node for entry in graph.inputs if entry.kind == "batch"}
     for node in _ops(graph):
-        if not _is_size(node.meta.get("val")):
+        if not is_size(node.meta.get("val")):
             continue
         for source in node.all_input_nodes:
-            if not _is_size(source.meta.get("val")) and source.name not in batch:
+            if not is_size(source.meta.get("val")) and source.name not in batch:
                 yield f"{node.name} reads {source.name}"
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 
 from cost_models.errors import InternalError
 from passes.graph.graph import OpGraph, tensor_specs
+from passes.graph.nodes import relocated
 from passes.graph.recomputed import draws_random_numbers
 from passes.lower.segment import Segmentation
 from runtime.segment.code import SegmentCode, SegmentInput, SegmentOutput, TensorSpec
@@ -76,7 +75,8 @@ def _lower_segment(
         environment[name].meta = dict(graph.nodes[name].meta)
         inputs.append(_input(graph, name))
     for node in body:
-        environment[node.name] = _copy(new, node, environment, device)
+        copy = new.node_copy(node, lambda source: environment[source.name])
+        environment[node.name] = relocated(copy, torch.device(device))
 
     outputs: list[SegmentOutput] = []
     returned: list[fx.Node] = []
@@ -130,15 +130,3 @@ def _input(graph: OpGraph, name: str) -> SegmentInput:
     if placeholder is None:
         return SegmentInput("value", name, name in graph.needs_grad)
     return SegmentInput(placeholder.kind, placeholder.name)
-
-
-def _copy(new: fx.Graph, node: fx.Node, environment: Mapping[str, fx.Node], device: str) -> fx.Node:
-    copy = new.node_copy(node, lambda source: environment[source.name])
-    target = torch.device(device)
-
-    def relocate(argument: Any) -> Any:
-        return target if isinstance(argument, torch.device) else argument
-
-    copy.args = map_aggregate(copy.args, relocate)
-    copy.kwargs = map_aggregate(copy.kwargs, relocate)
-    return copy

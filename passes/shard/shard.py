@@ -30,11 +30,19 @@ from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Partial, Replicate
 from passes.graph.fake_values import FakeValues
 from passes.graph.graph import GraphOutput, OpGraph
-from passes.graph.nodes import argument, drop_dead_code, fake_mode_of, new_module, origin
+from passes.graph.nodes import (
+    argument,
+    drop_dead_code,
+    fake_mode_of,
+    new_module,
+    origin,
+    replaced,
+    tensors_of,
+)
 from passes.graph.sizes import SizeBuilder
 from passes.shard.bridges import BridgeOp, bridge_ops, first_gradient_op
 from passes.shard.rules.local import explicit
-from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS, LocalSizes, local_sizes, replaced, sizes_of
+from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS, LocalSizes, local_sizes, sizes_of
 from passes.shard.syncs import GradientSync, deferred_axes, gradient_syncs
 from passes.shard.words import Choice, FeaturePlacement, Need, Placements, all_replicated, operands, short
 from runtime.mesh.ranks_along import JOINT
@@ -61,10 +69,10 @@ class ShardedGraph:
 
 def shard_graph(graph: OpGraph, placement: FeaturePlacement, multiple: int = 1) -> ShardedGraph:
     """Make ``graph`` as a rank of ``placement.mesh`` runs it, for micro-batches of multiples of ``multiple`` samples."""
-    return _Sharding(graph, placement, multiple).run()
+    return _Sharder(graph, placement, multiple).run()
 
 
-class _Sharding:
+class _Sharder:
     """One run of the pass."""
 
     def __init__(self, graph: OpGraph, placement: FeaturePlacement, multiple: int) -> None:
@@ -131,7 +139,7 @@ class _Sharding:
     def _choices_of(self, node: fx.Node) -> tuple[Choice, ...]:
         found = self.placement.choices.get(node.name)
         if found is None:
-            return (all_replicated(len(operands(node)), len(_tensors(node))),) * len(self.mesh.shape)
+            return (all_replicated(len(operands(node)), len(tensors_of(node))),) * len(self.mesh.shape)
         return found
 
     def _layouts_of(self, node: fx.Node) -> tuple[Placements, ...]:
@@ -143,13 +151,13 @@ class _Sharding:
             return (
                 self.placement.batch.get(given.name, self.whole) if given.kind == "batch" else self.whole,
             )
-        if not _tensors(node):
+        if not tensors_of(node):
             return ()
         if _is_projection(node):
             source: Any = node.args[0]
             return (self._layouts_of(source)[node.args[1]],)  # type: ignore[index]
         choices = self.choices[node.name]
-        return tuple(tuple(c.outputs[i] for c in choices) for i in range(len(_tensors(node))))
+        return tuple(tuple(c.outputs[i] for c in choices) for i in range(len(tensors_of(node))))
 
     def _needs_of_operand(self, node: fx.Node, position: int) -> Needs:
         source = operands(node)[position]
@@ -169,7 +177,7 @@ class _Sharding:
                 for size in sizes:
                     if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                         known.setdefault(size.node.expr, size)
-            sharded += zip(_tensors(node), self.layouts[node.name], strict=True)
+            sharded += zip(tensors_of(node), self.layouts[node.name], strict=True)
             if node.op == "call_function" and not _is_projection(node):
                 for i, source in enumerate(operands(node)):
                     needs = self.choices[node.name]
@@ -271,7 +279,7 @@ class _Sharding:
             taken = [
                 self.sizes.local(s.meta["val"], self._taken_as(node, i)) for i, s in enumerate(operands(node))
             ]
-            made = self.sizes.local(_tensors(node)[0], layouts[0])
+            made = self.sizes.local(tensors_of(node)[0], layouts[0])
             sizes = [self._number(size, node) for size in new_sizes(node, taken, made)]
             args, kwargs = replaced(node, args, kwargs, name, sizes)
         counts: dict[str, int] = {}
@@ -317,7 +325,9 @@ class _Sharding:
 
     def _check(self, node: fx.Node, made: fx.Node) -> None:
         """Check that what the op made of its shards is what the placement promised."""
-        for value, found, layout in zip(_tensors(node), _tensors(made), self.layouts[node.name], strict=True):
+        for value, found, layout in zip(
+            tensors_of(node), tensors_of(made), self.layouts[node.name], strict=True
+        ):
             promised = self.sizes.local(value, layout)
             shape = sizes_of(found)
             if any(bool(a - b != 0) for a, b in zip(promised, shape, strict=True)):
@@ -381,16 +391,10 @@ class _Sharding:
         return tuple(outputs)
 
 
-def _tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    value = node.meta.get("val")
-    items = value if isinstance(value, list | tuple) else (value,)
-    return tuple(item for item in items if isinstance(item, torch.Tensor))
-
-
 def _is_projection(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
         and not operands(node)
-        and bool(_tensors(node))
+        and bool(tensors_of(node))
         and any(isinstance(a, fx.Node) and isinstance(a.meta.get("val"), list | tuple) for a in node.args)
     )

@@ -179,12 +179,3 @@ SIZE_ARGUMENTS: Mapping[object, tuple[str, NewSizes]] = {
 
 COUNTS = ("groups", "num_groups")
 """Arguments that count what a sharded dimension consists of (``Choice.divides``)."""
-
-
-def replaced(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, value: Any) -> Any:
-    """Return (args, kwargs) with the schema's argument ``name`` set."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for position, declared in enumerate(node.target._schema.arguments):
-        if declared.name == name and name not in kwargs and position < len(args):
-            return (*args[:position], value, *args[position + 1 :]), kwargs
-    return args, {**kwargs, name: value}

@@ -23,8 +23,9 @@ from cost_models.errors import UsageError
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.graph.nodes import argument
 from passes.shard.words import operands
+from passes.split.rules import CONVOLUTIONS
 from passes.split.split import Split
-from passes.split.strands import Seed, Strand, Strands, is_convolution
+from passes.split.strands import Seed, Strand, Strands
 
 aten = torch.ops.aten
 
@@ -187,7 +188,7 @@ def _terms(node: fx.Node, numbers: Mapping[Any, int]) -> Iterator[float]:
         yield sources[0][-1]
     elif node.target in (aten.addmm.default, aten.baddbmm.default):
         yield sources[1][-1]
-    elif is_convolution(node):
+    elif node.target in CONVOLUTIONS:
         yield math.prod(sources[1][1:])
     elif node.target is aten.einsum.default:
         left, _, right = str(argument(node, "equation")).replace(" ", "").partition("->")

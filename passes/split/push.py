@@ -17,9 +17,10 @@ from torch import fx
 
 from cost_models.layout import Shard
 from passes.graph.graph import OpGraph
+from passes.graph.nodes import tensors_of
 from passes.graph.recomputed import draws_random_numbers
 from passes.shard.rules import makes_tensors
-from passes.shard.rules.shapes import shape, tensors_of
+from passes.shard.rules.shapes import shape
 from passes.shard.words import operands
 from passes.split.rules import Way, block, mapped_args, reads_any_part, ways_to_make, ways_to_read
 from passes.split.shapes import chosen, read_by_result
@@ -38,7 +39,7 @@ class Pusher:
         self.graph, self.values = graph, values
         self.written: dict[str, set[str]] = {}
         self.read_whole: set[fx.Node] = set()
-        self.of_state = computed_from(graph, ("parameter", "buffer", "constant"))
+        self.of_state = computed_from_state(graph)
         values.pull = self._pull
 
     def made(self, node: fx.Node, dim: int, sizes: tuple[int, ...]) -> Made | None:
@@ -68,7 +69,12 @@ class Pusher:
             if reads_any_part(node, position):
                 args, kwargs = mapped_args(self.values, node, {source: made.nodes[0]})
                 return self.values.emit(node.name, node.target, args, kwargs, node)
-        ways = [(way, spans) for p, _, made in sources for way, spans in _ways(node, p, made)]
+        ways = [
+            (way, made.ranges)
+            for position, _, made in sources
+            for way in ways_to_read(node, position, made.dim)
+            if way.allows([end for _, end in made.ranges])
+        ]
         going_on = [(way, spans) for way, spans in ways if not way.summed]
         if going_on:
             best = max(going_on, key=lambda found: self._covered(found[0]))  # the first of equals
@@ -210,19 +216,12 @@ class Pusher:
         return None
 
 
-def _ways(node: fx.Node, position: int, made: BlockedTensor) -> Iterator[tuple[Way, Sequence[Range]]]:
-    for way in ways_to_read(node, position, made.dim):
-        if not way.allows([end for _, end in made.ranges]):
-            continue
-        yield way, made.ranges
-
-
-def computed_from(graph: OpGraph, kinds: Sequence[str]) -> frozenset[str]:
-    """Name inputs of these kinds and all that is computed from them alone, the same every time.
+def computed_from_state(graph: OpGraph) -> frozenset[str]:
+    """Name parameters, buffers, constants and all that is computed from them alone, the same every time.
 
     Not from running statistics that a batch norm writes in place: what they are depends on when they are read.
     """
-    found = {i.node for i in graph.inputs if i.kind in kinds}
+    found = {i.node for i in graph.inputs if i.kind != "batch"}
     found -= {source.name for node in graph.ops if writes_statistics(node) for source in _buffers(node)}
     for node in graph.ops:
         sources = node.all_input_nodes

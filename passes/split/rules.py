@@ -19,13 +19,13 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from cost_models.layout import Partial, Replicate, Shard
-from passes.graph.nodes import argument
+from passes.graph.nodes import argument, given_argument, replaced, tensors_of
 from passes.shard.rules import choices
 from passes.shard.rules.local import explicit
 from passes.shard.rules.reductions import MEAN
-from passes.shard.rules.shapes import plain, tensors_of
-from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS, replaced
-from passes.shard.words import Choice, Need, operands
+from passes.shard.rules.shapes import plain
+from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS
+from passes.shard.words import Choice, operands
 from passes.split.values import Range, Values, reshaping
 
 aten = torch.ops.aten
@@ -68,14 +68,6 @@ class Way:
     def dims(self) -> tuple[int, ...]:
         """Return the blocked dimension of each result."""
         return tuple(p.dim for p in self.choice.outputs if isinstance(p, Shard))
-
-    def cuts(self, need: Need, dim: int) -> bool:
-        """Tell whether an operand that needs to be so is cut along ``dim``."""
-        return need.placement == Shard(dim)
-
-    def counts(self) -> tuple[int, ...]:
-        """Return the counts of groups that are cut as well."""
-        return self.choice.divides
 
     def allows(self, boundaries: Sequence[int]) -> bool:
         """Tell whether every dimension that is cut has elements at these boundaries (counts of groups too)."""
@@ -202,12 +194,12 @@ def _summand(
 
 def _resized(way: Way, span: Range, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return sizes and counts among the arguments as the block has them."""
-    node = way.node
-    if node.target in SIZE_ARGUMENTS:
-        name, _ = SIZE_ARGUMENTS[node.target]
+    node, target = way.node, way.node.target
+    if target in SIZE_ARGUMENTS and isinstance(target, torch._ops.OpOverload):
+        name, _ = SIZE_ARGUMENTS[target]
         sizes, at = list(argument(node, name)), way.dims()[0]
         rank = tensors_of(node)[0].dim()
-        if node.target is aten.unflatten.int:
+        if target is aten.unflatten.int:
             at -= argument(node, "dim") % operands(node)[0].meta["val"].dim()
         else:
             at -= rank - len(sizes)  # tile may name fewer dimensions than there are
@@ -215,7 +207,7 @@ def _resized(way: Way, span: Range, args: tuple[Any, ...], kwargs: dict[str, Any
         if grows and 0 <= at < len(sizes):
             begin, end = way.scaled(span, int(tensors_of(node)[0].shape[way.dims()[0]]))
             sizes[at] = end - begin
-            given = _given_now(node, name, args, kwargs)
+            given = given_argument(target, args, kwargs, name)
             sizes = [size if i == at else given[i] for i, size in enumerate(sizes)]
             args, kwargs = replaced(node, args, kwargs, name, sizes)
     for count in way.choice.divides:
@@ -223,15 +215,6 @@ def _resized(way: Way, span: Range, args: tuple[Any, ...], kwargs: dict[str, Any
         begin, end = way.scaled(span, int(plain(count)))
         args, kwargs = replaced(node, args, kwargs, name, end - begin)
     return args, kwargs
-
-
-def _given_now(node: fx.Node, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return an argument as it is in ``args`` and ``kwargs``, which stand for the node's own."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for position, declared in enumerate(node.target._schema.arguments):
-        if declared.name == name:
-            return kwargs[name] if name in kwargs else args[position]
-    raise KeyError(name)
 
 
 def _cut(way: Way, position: int) -> bool:

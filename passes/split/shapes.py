@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph.nodes import argument
-from passes.shard.rules.shapes import plain, tensors_of
+from passes.graph.nodes import argument, tensors_of
+from passes.shard.rules.shapes import plain
 from passes.split.values import BlockedResults, BlockedTensor, Made, Pieces, Values, ranges_of
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ def chosen(values: Values, node: fx.Node) -> Made | None:
         return None
     if node.target in PARTING:
         sizes = tuple(int(tensor.shape[blocks.dim]) for tensor in tensors_of(node))
-        return Pieces(source, blocks.dim, ranges_of(sizes)) if all(sizes) and read_by_result(node) else None
+        return Pieces(source, ranges_of(sizes)) if all(sizes) and read_by_result(node) else None
     length = int(tensors_of(source)[0].shape[blocks.dim])
     if node.target is aten.select.int:
         return _selected(values, node, blocks, plain(argument(node, "index")) % length)

@@ -22,9 +22,8 @@ from torch import fx
 
 from cost_models.errors import InternalError, UsageError
 from passes.graph.graph import GraphOutput, OpGraph
-from passes.graph.nodes import drop_dead_code, new_module
+from passes.graph.nodes import drop_dead_code, new_module, tensors_of
 from passes.shard.rules import makes_tensors
-from passes.shard.rules.shapes import tensors_of
 from passes.split.push import Pusher
 from passes.split.rules import mapped_args
 from passes.split.state import settle, with_parts

@@ -17,14 +17,14 @@ from itertools import combinations
 from torch import fx
 
 from passes.graph.graph import GraphInput, OpGraph, StateSpec
-from passes.split.values import Key, Values
+from passes.split.values import RangeKey, Values
 from runtime.mesh.sharding import Block
 from runtime.state.rank_state import StatePart, part_name
 
 
-def settle(values: Values) -> dict[fx.Node, dict[Key, fx.Node]]:
+def settle(values: Values) -> dict[fx.Node, dict[RangeKey, fx.Node]]:
     """Turn requests into parts or slices. The parts' placeholders by the whole's old node and by range, in order."""
-    parts: dict[fx.Node, dict[Key, fx.Node]] = {}
+    parts: dict[fx.Node, dict[RangeKey, fx.Node]] = {}
     for whole, requests in values.requests.items():
         live = {key: node for key, node in requests.items() if node.users}
         for node in (node for node in requests.values() if not node.users):
@@ -39,23 +39,23 @@ def settle(values: Values) -> dict[fx.Node, dict[Key, fx.Node]]:
     return parts
 
 
-def block_of(whole: fx.Node, key: Key) -> Block:
+def block_of(whole: fx.Node, key: RangeKey) -> Block:
     """Return a range of a tensor as a block."""
     ranges = dict(key)
     spans = [ranges.get(d, (0, int(size))) for d, size in enumerate(whole.meta["val"].shape)]
     return Block(tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
 
 
-def _tile(whole: fx.Node, requests: Mapping[Key, fx.Node]) -> bool:
+def _tile(whole: fx.Node, requests: Mapping[RangeKey, fx.Node]) -> bool:
     blocks = [block_of(whole, key) for key in requests]
     complete = sum(math.prod(block.shape) for block in blocks) == whole.meta["val"].numel()
     return complete and all(a.shared_with(b) is None for a, b in combinations(blocks, 2))
 
 
 def _as_parts(
-    values: Values, whole: fx.Node, placeholder: fx.Node, requests: Mapping[Key, fx.Node]
-) -> dict[Key, fx.Node]:
-    parts: dict[Key, fx.Node] = {}
+    values: Values, whole: fx.Node, placeholder: fx.Node, requests: Mapping[RangeKey, fx.Node]
+) -> dict[RangeKey, fx.Node]:
+    parts: dict[RangeKey, fx.Node] = {}
     before = placeholder
     for number, key in enumerate(sorted(requests, key=lambda key: block_of(whole, key).offsets)):
         with values.new.inserting_after(before):
@@ -67,7 +67,7 @@ def _as_parts(
     return parts
 
 
-def _as_slices(values: Values, placeholder: fx.Node, requests: Mapping[Key, fx.Node]) -> None:
+def _as_slices(values: Values, placeholder: fx.Node, requests: Mapping[RangeKey, fx.Node]) -> None:
     first = next(node for node in values.new.nodes if node.op != "placeholder")
     for key, request in requests.items():
         found = placeholder
@@ -78,7 +78,7 @@ def _as_slices(values: Values, placeholder: fx.Node, requests: Mapping[Key, fx.N
         values.new.erase_node(request)
 
 
-def with_parts(graph: OpGraph, parts: Mapping[fx.Node, Mapping[Key, fx.Node]]) -> OpGraph:
+def with_parts(graph: OpGraph, parts: Mapping[fx.Node, Mapping[RangeKey, fx.Node]]) -> OpGraph:
     """Return the tables of ``graph``, the module left as it is, with parts in place of the tensors that were cut."""
     by_name = {graph.input_of[whole.name].name: (whole, cut) for whole, cut in parts.items()}
     known = dict(graph.parts)

@@ -21,12 +21,13 @@ from fractions import Fraction
 import torch
 from torch import fx
 
+from cost_models.layout import Shard
 from passes.graph.graph import OpGraph
-from passes.graph.nodes import argument
+from passes.graph.nodes import argument, tensors_of
 from passes.shard.rules import makes_tensors
-from passes.shard.rules.shapes import shape, tensors_of
+from passes.shard.rules.shapes import shape
 from passes.shard.words import operands
-from passes.split.push import computed_from, mere_forms
+from passes.split.push import computed_from_state, mere_forms
 from passes.split.rules import CONVOLUTIONS, Way, reads_any_part, ways_to_read
 from passes.split.shapes import PARTING, read_by_result
 from passes.split.values import ranges_of
@@ -102,7 +103,7 @@ class Strands:
 
     def __init__(self, graph: OpGraph) -> None:
         self.graph = graph
-        self.of_state = computed_from(graph, ("parameter", "buffer", "constant"))
+        self.of_state = computed_from_state(graph)
         self.light = self._light()
         self.of: dict[fx.Node, tuple[int, Strand]] = {}
         self.parted: dict[fx.Node, list[Strand]] = {}
@@ -173,7 +174,7 @@ class Strands:
         taken = [
             (source, self.of[source])
             for source, need in zip(operands(node), way.choice.inputs, strict=True)
-            if source in self.of and way.cuts(need, self.of[source][0])
+            if source in self.of and need.placement == Shard(self.of[source][0])
         ]
         roots = list(dict.fromkeys(strand.root for _, (_, strand) in taken))
         if not way.allows([0]) or self._beside_whole(way):
@@ -185,7 +186,7 @@ class Strands:
             first.join(strand)
         dim = way.dims()[0]
         first.root.ops.append(node)
-        first.root.lengths |= {int(tensors_of(node)[0].shape[dim]), *way.counts()}
+        first.root.lengths |= {int(tensors_of(node)[0].shape[dim]), *way.choice.divides}
         self.of[node] = (dim, first)
         return True
 
@@ -277,8 +278,3 @@ def _einsum(node: fx.Node, of_state: frozenset[str]) -> tuple[int, str] | None:
     if shared:
         return shared[-1], "experts" if len(shared) == 1 else "locations"
     return (own[-1], "neurons") if own else None
-
-
-def is_convolution(node: fx.Node) -> bool:
-    """Tell whether the op is a convolution: its neurons are channels."""
-    return node.target in CONVOLUTIONS

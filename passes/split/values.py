@@ -20,8 +20,7 @@ from torch import fx
 from cost_models.errors import InternalError
 from passes.graph.fake_values import FakeValues
 from passes.graph.graph import OpGraph, once_per_graph
-from passes.graph.nodes import fake_mode_of, origin
-from passes.shard.rules.shapes import tensors_of
+from passes.graph.nodes import fake_mode_of, nodes_in, origin, tensors_of
 
 aten = torch.ops.aten
 
@@ -29,7 +28,7 @@ Range: TypeAlias = tuple[int, int]
 """The first element, and the one behind the last."""
 Ranges: TypeAlias = Mapping[int, Range]
 """Ranges by dimension."""
-Key: TypeAlias = tuple[tuple[int, Range], ...]
+RangeKey: TypeAlias = tuple[tuple[int, Range], ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class Pieces:
     """Results that are ranges of a value in blocks (chunk along its blocks): no op at all."""
 
     source: fx.Node
-    dim: int
     ranges: tuple[Range, ...]
 
 
@@ -97,12 +95,12 @@ class Values:
         self.made: dict[fx.Node, Made] = {}
         self.blocks: dict[str, tuple[str, int]] = {}
         self.pull: Callable[[fx.Node, int, Range], fx.Node | None] = lambda node, dim, span: None
-        self.requests: dict[fx.Node, dict[Key, fx.Node]] = {}
+        self.requests: dict[fx.Node, dict[RangeKey, fx.Node]] = {}
         """Ranges of parameters and buffers that blocks read: placeholders for now."""
         self._state = {i.node for i in old.inputs if i.kind in ("parameter", "buffer")}
         self._names = set(old.nodes)
         self._wholes: dict[fx.Node, fx.Node] = {}
-        self._taken: dict[tuple[fx.Node, Key], fx.Node] = {}
+        self._taken: dict[tuple[fx.Node, RangeKey], fx.Node] = {}
 
     # ------------------------------------------------------------------------------------------------------
     # Making nodes
@@ -134,7 +132,7 @@ class Values:
 
     def copy(self, node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Node:
         """Copy an op of the old graph with its name, on whole operands."""
-        operands = zip(_nodes(args, kwargs), _nodes(node.args, node.kwargs), strict=True)
+        operands = zip(nodes_in((args, dict(kwargs))), nodes_in((node.args, dict(node.kwargs))), strict=True)
         target: Any = node.target
         if all(self.fake.key(new) == self.fake.key(old) for new, old in operands):
             copy = self.new.create_node("call_function", target, args, dict(kwargs), name=node.name)
@@ -256,9 +254,3 @@ class Values:
 def reshaping(target: Any) -> Any:
     """Put ``reshape`` in place of ``view``, which refuses what is not laid out as it was."""
     return aten.reshape.default if target in (aten.view.default, aten._unsafe_view.default) else target
-
-
-def _nodes(args: Any, kwargs: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg((args, dict(kwargs)), found.append)
-    return found

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.graph.nodes import argument
+from passes.graph.nodes import argument, replaced
 from passes.shard.rules.shapes import operands_shapes, plain
-from passes.shard.sizes import replaced
 from passes.shard.words import operands
 from passes.split.rules import mapped_args
 from passes.split.values import Range, Values

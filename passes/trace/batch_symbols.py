@@ -17,6 +17,7 @@ from torch import fx
 
 from cost_models.errors import ModelError
 from passes.graph.graph import tensor_specs
+from passes.graph.nodes import is_size, symbolic
 from passes.trace.batch import BatchDims
 from runtime.segment.code import BatchSpec
 
@@ -48,11 +49,7 @@ def settle(guess: BatchDims, leaves: Mapping[str, fx.Node]) -> Settled:
 
 def size_of(node: fx.Node, dim: int) -> int | sympy.Expr:
     """Return one size of a node's value: a number, or an expression of the symbols that are still apart."""
-    size = node.meta["val"].shape[dim]
-    if isinstance(size, torch.SymInt):
-        expression = size.node.expr
-        return int(expression) if expression.is_Integer else expression
-    return int(size)
+    return symbolic(node.meta["val"].shape[dim])
 
 
 def merge(settled: Settled, leaves: Mapping[str, fx.Node]) -> tuple[sympy.Symbol, tuple[str, ...]]:
@@ -152,7 +149,7 @@ def check_known(graph: fx.Graph, known: BatchSpec) -> None:
 
 def _symbolic_sizes(value: object) -> Iterator[sympy.Expr]:
     for item in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(item, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if is_size(item):
             yield item.node.expr
         if isinstance(item, torch.Tensor):
             sizes: tuple[Any, ...] = tuple(item.shape)

@@ -14,12 +14,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
@@ -27,14 +26,13 @@ from cost_models.errors import InternalError, ModelError
 from passes.graph.graph import GraphInput, GraphOutput
 from passes.graph.nodes import where
 from passes.graph.sizes import are_canonical, canonical_sizes
+from passes.trace.errors import OURS, TORCH
 from passes.trace.export import OutputRecord
 from passes.trace.names import StateNames
 from passes.trace.normal.functional import functionalize
 from passes.trace.normal.simplify import simplify
 
 _PREFIX = "model."
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_OURS = str(Path(__file__).parents[1]) + os.sep
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _SLICE = re.compile(r"(?P<container>[\w.]+)\.slice\((?P<limits>[^)]*)\)\.(?P<index>\d+)(?P<rest>.*)")
 _EXPORT_META = (
@@ -92,7 +90,7 @@ def convert(
     batch = [node for node, entry in stands_for.items() if entry.kind == "batch"]
     if not are_canonical(module.graph, batch):  # only where pass functional had to read a shape
         module = canonical_sizes(module, batch)
-    inputs = _used_inputs(module.graph, stands_for)
+    inputs = used_inputs(module.graph, stands_for)
     kept = {i.name for i in inputs if i.kind == "constant"}
     module.graph.lint()
     module.recompile()
@@ -140,7 +138,7 @@ def _constant(program: ExportedProgram, target: str) -> Tensor:
 
 
 def _check_constants(constants: Mapping[str, Tensor]) -> None:
-    lost = [name for name, value in constants.items() if value.is_meta or _is_fake(value)]
+    lost = [name for name, value in constants.items() if value.is_meta or isinstance(value, FakeTensor)]
     if lost:
         raise ModelError(
             "the model holds tensors that have no values",
@@ -162,10 +160,6 @@ def _check_transforms(graph: fx.Graph) -> None:
             list(dict.fromkeys(places)),
             ["let the operations broadcast over a batch dimension instead"],
         )
-
-
-def _is_fake(value: Tensor) -> bool:
-    return isinstance(value, torch._subclasses.FakeTensor)
 
 
 def _merge_ties(graph: fx.Graph, stands_for: Mapping[str, GraphInput]) -> dict[str, GraphInput]:
@@ -212,9 +206,10 @@ def _outputs(
     return tuple(described)
 
 
-def _used_inputs(graph: fx.Graph, stands_for: Mapping[str, GraphInput]) -> tuple[GraphInput, ...]:
-    """Drop placeholders that nothing reads; the model's state keeps all its names in
-    ``OpGraph.parameters``.
+def used_inputs(graph: fx.Graph, stands_for: Mapping[str, GraphInput]) -> tuple[GraphInput, ...]:
+    """Drop placeholders that nothing reads; return the inputs of the others, in the graph's order.
+
+    The model's state keeps all its names in ``OpGraph.parameters``.
     """
     inputs = []
     for node in graph.find_nodes(op="placeholder"):
@@ -265,7 +260,7 @@ def _module_path(path: str, model: nn.Module) -> str:
 def _source(stack_trace: str) -> str:
     """Return "file.py:line" of the innermost frame that is neither torch's nor ours; "" if there is none."""
     for file, line in reversed(_FRAME.findall(stack_trace)):
-        if not file.startswith((_TORCH, _OURS, "torch/")):  # export writes some of its own relative
+        if not file.startswith((TORCH, OURS, "torch/")):  # export writes some of its own relative
             return f"{os.path.basename(file)}:{line}"
     return ""
 

@@ -8,15 +8,14 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
 
 import torch
 from torch import nn
 
 from cost_models.errors import ModelError
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_OURS = str(Path(__file__).parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep
+OURS = str(Path(__file__).parents[1]) + os.sep
 _MESSAGE_CHARACTERS = 300
 _SYMBOL = re.compile(r"\bs\d+\b")
 """The spelling of a batch size that export left open."""
@@ -109,12 +108,12 @@ def _location(error: BaseException, model: nn.Module) -> str:
     """
     paths = {id(module): path for path, module in model.named_modules()}
     line = module = None
-    for frame, number in _frames(error.__traceback__):
+    for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in paths:
             module = paths[id(owner)]
-        if not code.co_filename.startswith((_TORCH, _OURS, "<")):
+        if not code.co_filename.startswith((TORCH, OURS, "<")):
             line = traceback.FrameSummary(code.co_filename, number, code.co_name)
     parts = []
     if module is not None:
@@ -123,7 +122,3 @@ def _location(error: BaseException, model: nn.Module) -> str:
     if line is not None:
         parts.append(f"{line.filename}:{line.lineno}: {line.line}")
     return ", ".join(parts)
-
-
-def _frames(trace: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
-    yield from traceback.walk_tb(trace)

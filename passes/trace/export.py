@@ -158,8 +158,8 @@ def loss_and_metrics(
         return loss_of(output, required), {}
     returned = loss_fn(output, batch)
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-        return checked_loss(returned[0], "loss_fn"), checked_metrics(returned[1])
-    return checked_loss(returned, "loss_fn"), {}
+        return checked_loss(returned[0]), checked_metrics(returned[1])
+    return checked_loss(returned), {}
 
 
 def checked_metrics(metrics: Mapping[Any, object]) -> Mapping[str, Tensor]:
@@ -185,7 +185,7 @@ def checked_metrics(metrics: Mapping[Any, object]) -> Mapping[str, Tensor]:
     return {str(name): metric for name, metric in metrics.items() if isinstance(metric, Tensor)}
 
 
-def checked_loss(loss: object, origin: str) -> Tensor:
+def checked_loss(loss: object) -> Tensor:
     """Return ``loss`` if it is one floating-point number, else raise a ModelError.
 
     ``loss_fn`` may return ``(loss, {"name": 0-dim tensor})`` as well. Such metrics are computed per micro-batch and
@@ -200,7 +200,7 @@ def checked_loss(loss: object, origin: str) -> Tensor:
         else repr(type(loss))
     )
     raise ModelError(
-        f"{origin} does not return a loss",
+        "loss_fn does not return a loss",
         [f"a loss is one floating-point number; got {got}"],
         ["return loss.mean()", 'return (loss, {"name": metric}) to have metrics beside it'],
     )

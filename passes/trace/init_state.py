@@ -21,7 +21,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,10 @@ from torch import Tensor, nn
 from cost_models.errors import ModelError
 from cost_models.units import listed
 from passes.trace.names import StateNames, state_names
+from runtime.checkpoint.safetensors import StoredTensor
+from runtime.checkpoint.storage import StoredPieces
 from runtime.mesh.sharding import Block
 from runtime.state.rank_state import StatePart
-
-__all__ = ["materialize", "values_of"]
 
 logger = logging.getLogger("partitioner")
 
@@ -42,22 +42,6 @@ InitFunction: TypeAlias = Callable[[nn.Module], Any]
 """
 
 
-class StoredTensor(Protocol):
-    """A tensor in a file."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def read_block(self, target: Tensor, offsets: Sequence[int]) -> Any:
-        """Fill ``target``, which may have another dtype or device, with the block of its shape from ``offsets`` on."""
-
-    def checksum(self) -> int:
-        """Return a number that is equal for equal contents of one dtype."""
-
-
 _MOST_NAMED = 10
 """So many names are listed in an error; more are counted."""
 
@@ -65,16 +49,11 @@ REBUILD_LIMIT_ELEMENTS = 2**28
 """A submodule with more parameters than this (1 GiB in 32 bits) is not rebuilt for the sake of a buffer."""
 
 
-def materialize(names: Iterable[str], **sources: Any) -> dict[str, Tensor]:
-    """Return ``values_of`` all at once."""
-    return dict(values_of(names, **sources))
-
-
 def values_of(
     names: Iterable[str],
     *,
     model: nn.Module | None = None,
-    weights: Mapping[str, Sequence[StoredTensor]] | None = None,
+    weights: Mapping[str, Sequence[StoredTensor | StoredPieces]] | None = None,
     state_dict: Mapping[str, Tensor] | None = None,
     init_fn: InitFunction | None = None,
     device: torch.device | str = "cpu",
@@ -271,7 +250,7 @@ class _Source:
 
 def _read(
     name: str,
-    stored: Sequence[StoredTensor],
+    stored: Sequence[StoredTensor | StoredPieces],
     known: StateNames,
     device: torch.device | str,
     wider: torch.dtype | None = None,

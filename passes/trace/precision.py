@@ -16,6 +16,7 @@ from torch import fx
 from cost_models.errors import ModelError, UsageError
 from cost_models.precision import NAMES, Precision
 from passes.graph.graph import OpGraph
+from passes.graph.nodes import op_name, tensors_of
 
 __all__ = ["check_precision", "dominant_dtype", "precision_notes", "refuse_mixed_types"]
 
@@ -74,9 +75,8 @@ def refuse_other_trace(graph: OpGraph, precision: Precision) -> None:
 
 def computes_gradients_in_float16(graph: OpGraph) -> bool:
     """Tell whether any gradient of the backward is a float16 tensor, be it through autocast's casts."""
-    values = (graph.nodes[name].meta.get("val") for name in graph.needs_grad)
-    tensors = (item for value in values for item in (value if isinstance(value, list | tuple) else (value,)))
-    return any(isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float16 for tensor in tensors)
+    tensors = (tensor for name in graph.needs_grad for tensor in tensors_of(graph.nodes[name]))
+    return any(tensor.dtype == torch.float16 for tensor in tensors)
 
 
 def dominant_dtype(graph: OpGraph) -> torch.dtype | None:
@@ -128,7 +128,7 @@ def refuse_mixed_types(graph: OpGraph) -> None:
 
 def _mixed(graph: OpGraph) -> Iterator[str]:
     for node in graph.ops:
-        name = str(getattr(node.target, "_schema", None) and node.target._schema.name).rpartition("::")[2]  # type: ignore[union-attr]
+        name = op_name(node)
         if name.rstrip("_") not in SAME_TYPE | NOT_NARROWER:
             continue
         types = _types(node)

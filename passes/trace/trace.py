@@ -100,7 +100,7 @@ def trace(
             f"cannot trace {model_name}", ["example_inputs holds no tensor"], ["pass an example batch"]
         )
     state = state_names(model)
-    request = _Request(
+    subject = _Subject(
         model,
         batch,
         leaves,
@@ -117,7 +117,7 @@ def trace(
         changes.enter_context(caching_off(model, notes))
         changes.enter_context(watch_checkpointing(model, checkpointing))
         changes.enter_context(watch_gradient_hooks(model, notes))
-        traced = _trace_batch_dims(request, batch_dims)
+        traced = _trace_batch_dims(subject, batch_dims)
     notes += traced.notes
     notes += [
         f"forward changes the Python number {changed}; the traced graph keeps what its first call saw"
@@ -156,7 +156,7 @@ def trace(
         notes=tuple(dict.fromkeys(notes)),
         checkpointing=checkpointing[-1] if checkpointing else None,
         frozen_modules=frozen_modules(model),
-        precision=request.precision,
+        precision=subject.precision,
         loss_reduction=reduced.reduction,
         token_counts=reduced.counts,
     )
@@ -239,8 +239,8 @@ def _dynamic(
 
 
 @dataclass(frozen=True)
-class _Request:
-    """The request: what is to be traced."""
+class _Subject:
+    """The model and batch that are to be traced, and how."""
 
     model: nn.Module
     batch: Any
@@ -273,14 +273,14 @@ class _Traced:
     notes: tuple[str, ...]
 
 
-def _trace_batch_dims(request: _Request, overrides: Mapping[str, int | None] | None) -> _Traced:
+def _trace_batch_dims(subject: _Subject, overrides: Mapping[str, int | None] | None) -> _Traced:
     """Trace with the first guess whose leading leaf keeps a symbolic size, else the first in which any leaf does."""
     fallback: _Exported | None = None
     failure: ModelError | None = None
     tried: list[str] = []
-    for guess in batch_dim_candidates(request.leaves, overrides):
+    for guess in batch_dim_candidates(subject.leaves, overrides):
         try:
-            exported = _export(request, guess)
+            exported = _export(subject, guess)
         except ModelError as error:
             if guess.size > 1:
                 raise
@@ -288,7 +288,7 @@ def _trace_batch_dims(request: _Request, overrides: Mapping[str, int | None] | N
             failure = failure or error
             continue
         if not exported.settled.fixed or exported.settled.leading in exported.settled.open:
-            return _finish(request, exported, overrides)
+            return _finish(subject, exported, overrides)
         if exported.settled.open and fallback is None:
             fallback = exported
         tried += [
@@ -296,11 +296,11 @@ def _trace_batch_dims(request: _Request, overrides: Mapping[str, int | None] | N
             for leaf in exported.settled.fixed
         ]
     if fallback is not None:
-        return _finish(request, fallback, overrides)
+        return _finish(subject, fallback, overrides)
     if failure is not None:
         raise failure
     raise ModelError(
-        f"no batch dimension found in the inputs of {request.model_name}",
+        f"no batch dimension found in the inputs of {subject.model_name}",
         list(dict.fromkeys(tried)),
         [
             "batch_dims={leaf name: dim or None} says which dimension of which input counts samples",
@@ -309,50 +309,50 @@ def _trace_batch_dims(request: _Request, overrides: Mapping[str, int | None] | N
     )
 
 
-def _export(request: _Request, guess: BatchDims) -> _Exported:
+def _export(subject: _Subject, guess: BatchDims) -> _Exported:
     """Return the export with the guessed and the requested dimensions open. A batch of one is doubled."""
     doubled = guess.size == 1
     leaves = {
         name: tile(leaf, dim) if doubled and (dim := guess.dims[name]) is not None else leaf
-        for name, leaf in request.leaves.items()
+        for name, leaf in subject.leaves.items()
     }
     remaining = iter(leaves.values())
-    batch = map_tensors(request.batch, lambda path, old: next(remaining))
-    module = ModelWithLoss(request.model, batch, request.loss_fn, request.training, request.precision)
+    batch = map_tensors(subject.batch, lambda path, old: next(remaining))
+    module = ModelWithLoss(subject.model, batch, subject.loss_fn, subject.training, subject.precision)
     fake_mode = export_fake_mode()
-    symbolic = _open_dims(request, guess)
+    symbolic = _open_dims(subject, guess)
     try:
         # Gradients on: inside no_grad the whole model would be traced as frozen.
         with (
             torch.enable_grad(),
             torch_quiet(),
-            state_as_traced(request.model, fake_mode, request.precision),
-            refuse_own_backwards() if request.training else contextlib.nullcontext(),
+            state_as_traced(subject.model, fake_mode, subject.precision),
+            refuse_own_backwards() if subject.training else contextlib.nullcontext(),
         ):
             program = export(module, leaves, symbolic, fake_mode)
     except PartitionerError:
         raise
     except Exception as error:
-        raise model_error(error, request.model, request.model_name) from error
+        raise model_error(error, subject.model, subject.model_name) from error
     nodes = leaf_nodes(program, tuple(leaves))
     return _Exported(program, module, fake_mode, nodes, settle(guess, nodes), 2 if doubled else guess.size)
 
 
-def _open_dims(request: _Request, guess: BatchDims) -> dict[str, frozenset[int]]:
+def _open_dims(subject: _Subject, guess: BatchDims) -> dict[str, frozenset[int]]:
     """Choose the dimensions to leave open per leaf: the batch, what was asked for, equal sizes at the same place elsewhere.
 
     Opening ``input_ids`` alone would be in vain if ``labels`` of the same length stayed fixed.
     """
-    wanted = {(d, request.leaves[name].shape[d]) for name, dims in request.dynamic.items() for d in dims}
+    wanted = {(d, subject.leaves[name].shape[d]) for name, dims in subject.dynamic.items() for d in dims}
     result = {}
-    for name, leaf in request.leaves.items():
+    for name, leaf in subject.leaves.items():
         batch_dim = guess.dims[name]
         more = {d for d, size in enumerate(leaf.shape) if (d, size) in wanted}
         result[name] = frozenset(more | ({batch_dim} if batch_dim is not None else set()))
     return result
 
 
-def _finish(request: _Request, exported: _Exported, overrides: Mapping[str, int | None] | None) -> _Traced:
+def _finish(subject: _Subject, exported: _Exported, overrides: Mapping[str, int | None] | None) -> _Traced:
     """Leave one batch symbol for all leaves, and every requested size really open; remark on what was inferred."""
     problems = [
         f"the code fixes {leaf} in dimension {dim}, which batch_dims calls its batch dimension"
@@ -360,14 +360,14 @@ def _finish(request: _Request, exported: _Exported, overrides: Mapping[str, int 
         if leaf in exported.settled.fixed
     ]
     problems += [
-        f"the code fixes dimension {dim} of {leaf} at {request.leaves[leaf].shape[dim]}"
-        for leaf, dims in request.dynamic.items()
+        f"the code fixes dimension {dim} of {leaf} at {subject.leaves[leaf].shape[dim]}"
+        for leaf, dims in subject.dynamic.items()
         for dim in sorted(dims)
         if isinstance(size_of(exported.leaves[leaf], dim), int)
     ]
     if problems:
         raise ModelError(
-            f"cannot keep these sizes of {request.model_name} open",
+            f"cannot keep these sizes of {subject.model_name} open",
             problems,
             ["take the size from tensor.shape in the model, not from a constant", "leave the dimension out"],
         )

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from cost_models.layout import Mesh, Partial, Placement, Replicate, Shard
 from passes.graph.graph import OpGraph
+from passes.graph.nodes import tensors_of
 from passes.shard.rules import choices
-from passes.shard.rules.shapes import shape, tensors_of
+from passes.shard.rules.shapes import shape
 from passes.shard.words import Choice, FeaturePlacement, operands
 
 R, P = Replicate(), Partial()

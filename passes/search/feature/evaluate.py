@@ -26,7 +26,7 @@ from cost_models.conversion import (
     steps_seconds,
 )
 from cost_models.layout import Partial, Placement, Replicate, Shard
-from passes.costs.costs import GraphCosts, example_sizes
+from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.search.feature.graph import ValueName, kept_operands, makes_values, value_name
 from passes.search.feature.local import local_cost
@@ -91,7 +91,7 @@ def _whole(
     setting: Setting,
 ) -> _Whole:
     samples = setting.batch_size // placement.microbatches
-    symbols = {**example_sizes(graph), graph.batch.batch_symbol: samples}
+    symbols = {**graph.example_sizes, graph.batch.batch_symbol: samples}
     return _Whole(graph, costs, placement, tuple(links), setting, samples, symbols)
 
 

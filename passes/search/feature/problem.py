@@ -25,7 +25,6 @@ from cost_models.conversion import AxisLinks, axis_links
 from cost_models.devices import Device
 from cost_models.layout import Mesh
 from cost_models.precision import ParameterPrecision, Precision
-from passes.costs.costs import example_sizes
 from passes.search.feature.bridges import Bridges, BridgeTable
 from passes.search.feature.codes import DEFERRED, combine
 from passes.search.feature.graph import FeatureGraph, Unit
@@ -140,7 +139,7 @@ def build_problem(
     ``restrict``: leaves a unit the options that its pin allows.
     """
     samples = setting.batch_size // microbatches
-    symbols = {**example_sizes(space.graph), space.graph.batch.batch_symbol: samples}
+    symbols = {**space.graph.example_sizes, space.graph.batch.batch_symbol: samples}
     builder = _Builder(space, mesh, links, microbatches, samples, symbols, setting, restrict)
     return FeatureProblem(
         space,

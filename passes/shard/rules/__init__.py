@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from passes.graph.nodes import tensors_of
 from passes.shard.rules import (
     attention,
     contractions,
@@ -26,7 +27,6 @@ from passes.shard.rules import (
 )
 from passes.shard.rules.notation import Rule
 from passes.shard.rules.producers import replicated
-from passes.shard.rules.shapes import tensors_of
 from passes.shard.words import Choice
 
 __all__ = ["RULES", "choices", "has_rule", "makes_tensors"]

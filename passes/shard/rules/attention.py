@@ -7,11 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from passes.graph.nodes import argument
+from passes.graph.nodes import argument, tensors_of
 from passes.graph.recomputed import draws_random_numbers
 from passes.shard.rules.notation import Rule, from_text
 from passes.shard.rules.pointwise import RANDOM
-from passes.shard.rules.shapes import tensors_of
 from passes.shard.words import Choice
 
 aten = torch.ops.aten

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from cost_models.layout import Shard
-from passes.graph.nodes import argument
+from passes.graph.nodes import argument, tensors_of
 from passes.shard.rules.notation import P, R, Rule, Term, from_terms, from_text
-from passes.shard.rules.shapes import operands_shapes, tensors_of
+from passes.shard.rules.shapes import operands_shapes
 from passes.shard.words import Choice, Need
 
 aten = torch.ops.aten

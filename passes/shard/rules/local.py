@@ -19,9 +19,9 @@ from torch import fx
 
 from cost_models.layout import Placement, Shard
 from passes.graph.graph import tensor_specs
-from passes.graph.nodes import argument
-from passes.shard.rules.shapes import operands_shapes, plain, shape, tensors_of
-from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS, replaced, ways
+from passes.graph.nodes import argument, replaced, tensors_of
+from passes.shard.rules.shapes import operands_shapes, plain, shape
+from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS, ways
 from passes.shard.words import Choice, Placements, operands
 from runtime.segment.code import Dim, TensorSpec
 

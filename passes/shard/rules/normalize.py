@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from passes.graph.nodes import argument
+from passes.graph.nodes import argument, tensors_of
 from passes.shard.rules.notation import Rule, from_text
-from passes.shard.rules.shapes import operands_shapes, plain, tensors_of
+from passes.shard.rules.shapes import operands_shapes, plain
 from passes.shard.words import Choice
 
 aten = torch.ops.aten

@@ -28,7 +28,8 @@ from torch import fx
 
 from cost_models.errors import InternalError
 from cost_models.layout import Partial, Placement, Replicate, Shard
-from passes.shard.rules.shapes import operand_names, shape, tensors_of
+from passes.graph.nodes import tensors_of
+from passes.shard.rules.shapes import operand_names, shape
 from passes.shard.words import Choice, Need, all_replicated, operands
 
 Rule: TypeAlias = Callable[[fx.Node], tuple[Choice, ...]]

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import fx
 
-from passes.graph.nodes import argument
+from passes.graph.nodes import argument, tensors_of
 from passes.graph.recomputed import draws_random_numbers
 from passes.shard.rules.notation import Rule, Term, from_terms, from_text
-from passes.shard.rules.shapes import operand, operand_names, operands_shapes, tensors_of
+from passes.shard.rules.shapes import operand, operand_names, operands_shapes
 from passes.shard.words import Choice
 
 aten = torch.ops.aten

@@ -11,8 +11,9 @@ import torch
 from torch import fx
 
 from cost_models.layout import Shard
+from passes.graph.nodes import tensors_of
 from passes.shard.rules.notation import Rule, Term, from_terms
-from passes.shard.rules.shapes import operands_shapes, tensors_of
+from passes.shard.rules.shapes import operands_shapes
 from passes.shard.words import Choice, Need, all_replicated, operands
 
 aten = torch.ops.aten

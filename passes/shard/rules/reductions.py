@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from passes.graph.nodes import argument
+from passes.graph.nodes import argument, tensors_of
 from passes.shard.rules.notation import Rule, Term, from_terms
-from passes.shard.rules.shapes import operands_shapes, tensors_of
+from passes.shard.rules.shapes import operands_shapes
 from passes.shard.words import Choice
 
 aten = torch.ops.aten

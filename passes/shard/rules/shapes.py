@@ -54,13 +54,6 @@ def operands_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     return tuple(shape_of(source) for source in operands(node))
 
 
-def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that ``node`` produces, in order."""
-    value = node.meta.get("val")
-    items = value if isinstance(value, list | tuple) else (value,)
-    return tuple(item for item in items if isinstance(item, torch.Tensor))
-
-
 def operand(node: fx.Node, name: str) -> fx.Node | None:
     """Return the tensor given for an argument, if any is."""
     value = argument(node, name)

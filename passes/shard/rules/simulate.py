@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from cost_models.layout import Partial, Placement, Replicate, Shard
+from passes.graph.nodes import tensors_in
 from passes.shard.rules.local import local_op
 from passes.shard.rules.threads import Rank, Rendezvous, on_all
 from passes.shard.words import Choice, Need
@@ -287,8 +288,7 @@ def _run(
 
     args = fx.map_arg(args, value)
     result = call(*args, **fx.map_arg(kwargs, value))
-    items = result if isinstance(result, list | tuple) else (result,)
-    return tuple(item for item in items if isinstance(item, Tensor))
+    return tensors_in(result)
 
 
 def _differentiate(

@@ -8,9 +8,9 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
-from passes.graph.nodes import argument
+from passes.graph.nodes import argument, tensors_of
 from passes.shard.rules.notation import Rule, Term, from_terms
-from passes.shard.rules.shapes import operands_shapes, plain, shape, tensors_of
+from passes.shard.rules.shapes import operands_shapes, plain, shape
 from passes.shard.words import Choice
 
 aten = torch.ops.aten

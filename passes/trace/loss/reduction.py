@@ -61,11 +61,11 @@ def reduce_loss(
     else:
         notes = ()
         _refuse_without_terms(found, model_name)
-    made = token_mean(traced, spec, found)
-    if made.counts.other_terms:
-        rest = ", ".join(made.counts.other_terms)
+    traced, spec, counts = token_mean(traced, spec, found)
+    if counts.other_terms:
+        rest = ", ".join(counts.other_terms)
         notes += (f"the loss has terms besides its token mean ({rest}): these are averaged by samples",)
-    return Reduced(made.traced, made.batch, "token_mean", made.counts, notes)
+    return Reduced(traced, spec, "token_mean", counts, notes)
 
 
 def checked_reduction(declared: str | None) -> LossReduction | None:

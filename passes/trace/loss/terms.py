@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from passes.graph.nodes import argument, where
+from passes.graph.nodes import argument, is_size, op_name, symbolic, where
 from passes.graph.recomputed import draws_random_numbers
 from passes.trace.build import Converted
 from runtime.segment.code import BatchSpec
@@ -56,7 +56,7 @@ _MADE_BY_SHAPE = frozenset(
 
 
 @dataclass(frozen=True)
-class Term:
+class LossTerm:
     """A term that is divided by a count of tokens. ``node``: the cross-entropy, or the division.
 
     ``counted``: the node of its targets, or of its denominator where ``node`` is a division.
@@ -75,7 +75,7 @@ class LossTerms:
     ``adds_constant``: true if something is added that is the same for every micro-batch (a number, a penalty on weights).
     """
 
-    terms: tuple[Term, ...]
+    terms: tuple[LossTerm, ...]
     path: tuple[fx.Node, ...]
     problems: tuple[str, ...]
     sums: tuple[fx.Node, ...]
@@ -93,11 +93,11 @@ def loss_terms(traced: Converted, spec: BatchSpec) -> LossTerms | None:
     loss = next((o.node for o in traced.outputs if o.kind == "loss"), None)
     if loss is None:
         return None
-    facts = _Facts(traced, spec)
+    facts = _Known(traced, spec)
     return _Walk(facts).terms_of(facts.nodes[loss])
 
 
-class _Facts:
+class _Known:
     """The facts about every node that are known before the walk."""
 
     def __init__(self, traced: Converted, spec: BatchSpec) -> None:
@@ -112,7 +112,7 @@ class _Facts:
         for node in self.nodes.values():
             kind, name = self.kinds.get(node.name, ("", ""))
             value = node.meta.get("val")
-            if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            if is_size(value):
                 varies = self.symbol in value.node.expr.free_symbols
             elif node.target in _MADE_BY_SHAPE:
                 varies = self.symbol in sympy.sympify(_elements(node)).free_symbols
@@ -128,9 +128,9 @@ class _Facts:
 class _Walk:
     """One walk from the loss (or a numerator) backwards."""
 
-    def __init__(self, facts: _Facts) -> None:
+    def __init__(self, facts: _Known) -> None:
         self.facts, self.symbol, self.varying = facts, facts.symbol, facts.varying
-        self.terms: dict[fx.Node, Term] = {}
+        self.terms: dict[fx.Node, LossTerm] = {}
         self.path: set[fx.Node] = set()
         self.problems: list[str] = []
         self.sums: dict[fx.Node, None] = {}
@@ -166,9 +166,9 @@ class _Walk:
         inputs = self._linear_in(node)
         if inputs and not any(self._counts_samples(source) for source in inputs):
             return inputs
-        if _name(node) == "div" and self._division(node):
+        if op_name(node) == "div" and self._division(node):
             return []
-        if _name(node) == "sum" and inputs:
+        if op_name(node) == "sum" and inputs:
             self.sums[node] = None
             return []
         self.others[node] = None
@@ -194,7 +194,7 @@ class _Walk:
             self.others[node] = None
             return
         per_sample = float(samples) if sympy.sympify(samples).is_number else math.inf
-        self.terms[node] = Term(node, target, per_sample)
+        self.terms[node] = LossTerm(node, target, per_sample)
 
     def _division(self, node: fx.Node) -> bool:
         """Tell whether ``node`` is a sum over the batch, divided by a number that the batch's contents give."""
@@ -211,12 +211,12 @@ class _Walk:
             )
         if found.terms or found.others or found.adds_constant or not found.sums:
             return False
-        self.terms[node] = Term(node, below, math.inf)
+        self.terms[node] = LossTerm(node, below, math.inf)
         return True
 
     def _linear_in(self, node: fx.Node) -> list[fx.Node]:
         """Return the floating-point inputs that ``node`` is linear in; none if it is not, or not for all of them."""
-        name = _name(node)
+        name = op_name(node)
         if not _is_floating(node):
             return []
         if name in _ADDING and any(_is_constant(item) and item not in self.varying for item in _added(node)):
@@ -275,11 +275,6 @@ def _is_constant(item: object) -> bool:
     return item != 0
 
 
-def _name(node: fx.Node) -> str:
-    target: Any = node.target
-    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
-
-
 def _is_floating(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.is_floating_point()
@@ -288,5 +283,4 @@ def _is_floating(node: fx.Node) -> bool:
 def _elements(node: fx.Node) -> Any:
     """Number of elements: a number or an expression of the sizes."""
     sizes = node.meta["val"].shape if isinstance(node.meta.get("val"), torch.Tensor) else ()
-    expressions = [s.node.expr if isinstance(s, torch.SymInt) else sympy.Integer(int(s)) for s in sizes]
-    return sympy.expand(sympy.prod(expressions)) if expressions else sympy.Integer(1)
+    return sympy.expand(sympy.prod(map(symbolic, sizes)))

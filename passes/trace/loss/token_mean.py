@@ -16,7 +16,7 @@ well. Losses in 16 bits are summed and divided in 32, where a sum over many toke
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from torch import fx
 from passes.graph.graph import GraphInput, GraphOutput, tensor_specs
 from passes.graph.nodes import argument, call, drop_dead_code, fake_call, fake_mode_of, quiet, value_of
 from passes.graph.token_counts import Normalizer, TokenCounts
-from passes.trace.build import Converted
-from passes.trace.loss.terms import CROSS_ENTROPIES, NONE, SUM, LossTerms, Term
+from passes.trace.build import Converted, used_inputs
+from passes.trace.loss.terms import CROSS_ENTROPIES, NONE, SUM, LossTerm, LossTerms
 from runtime.segment.code import BatchSpec
 
 aten = torch.ops.aten
@@ -36,17 +36,12 @@ CLASS_COUNTS = "loss_class_counts"
 METRIC_SHARE = "loss_metric_share"
 
 
-@dataclass(frozen=True)
-class TokenMean:
-    """The rewritten graph, the batch with its extra leaves, and how these are filled."""
-
-    traced: Converted
-    batch: BatchSpec
-    counts: TokenCounts
-
-
-def token_mean(traced: Converted, spec: BatchSpec, found: LossTerms) -> TokenMean:
-    """Rewrite every term of ``found``. The graph of ``traced`` is changed in place."""
+def token_mean(
+    traced: Converted, spec: BatchSpec, found: LossTerms
+) -> tuple[Converted, BatchSpec, TokenCounts]:
+    """Rewrite every term of ``found``, the graph of ``traced`` in place. With the batch's extra leaves, and how these are
+    filled.
+    """
     graph = traced.module.graph
     leaves = _Leaves(traced, spec)
     normalizers = tuple(leaves.normalizer(term) for term in found.terms)
@@ -65,11 +60,11 @@ def token_mean(traced: Converted, spec: BatchSpec, found: LossTerms) -> TokenMea
         share = leaves.metric_share()
         outputs = _with_shared_metrics(graph, outputs, leaves.nodes[share])
     drop_dead_code(graph)
-    inputs = _used(graph, (*traced.inputs, *leaves.inputs))
+    inputs = used_inputs(graph, {i.node: i for i in (*traced.inputs, *leaves.inputs)})
     graph.lint()
     traced.module.recompile()
     kept = {i.name for i in inputs if i.kind == "constant"}
-    return TokenMean(
+    return (
         Converted(traced.module, inputs, outputs, {n: c for n, c in traced.constants.items() if n in kept}),
         _with_known_symbols(leaves.spec(), inputs, graph),
         TokenCounts(module, names, constants, normalizers, rest, share),
@@ -93,7 +88,7 @@ class _Leaves:
             if dim is not None and name in node_of
         )
 
-    def normalizer(self, term: Term) -> Normalizer:
+    def normalizer(self, term: LossTerm) -> Normalizer:
         """Make the leaf (or two) that ``term`` is scaled by."""
         dtype = _sum_dtype(term.node)
         leaf = self._add(LEAF, self._samples, 0, dtype)
@@ -144,7 +139,7 @@ def _sum_dtype(node: fx.Node) -> torch.dtype:
 
 
 def _scaled(
-    graph: fx.Graph, term: Term, normalizer: Normalizer, leaves: Mapping[str, fx.Node]
+    graph: fx.Graph, term: LossTerm, normalizer: Normalizer, leaves: Mapping[str, fx.Node]
 ) -> tuple[fx.Node, fx.Node]:
     """Scale a term: (the term as its readers have it, the same as part of the whole batch's mean).
 
@@ -197,7 +192,7 @@ def _cast(graph: fx.Graph, result: fx.Node, dtype: torch.dtype) -> fx.Node:
     return call(graph, fake_mode_of(graph), aten.to.dtype, (result, dtype), like=result)
 
 
-def _own_mean(graph: fx.Graph, term: Term, total: fx.Node, dtype: torch.dtype) -> fx.Node:
+def _own_mean(graph: fx.Graph, term: LossTerm, total: fx.Node, dtype: torch.dtype) -> fx.Node:
     """Make the micro-batch's own mean from the sum over its tokens."""
     node, mode = term.node, fake_mode_of(graph)
     targets, weight = term.counted, argument(node, "weight")
@@ -248,18 +243,6 @@ def _with_shared_metrics(
         result[index] = replace(entry, node=values[index].name)
     output.args = (tuple(values),)
     return tuple(result)
-
-
-def _used(graph: fx.Graph, inputs: tuple[GraphInput, ...]) -> tuple[GraphInput, ...]:
-    """Return the inputs that something reads (not a mask that only counted tokens), in the graph's order."""
-    used = []
-    by_node = {i.node: i for i in inputs}
-    for node in graph.find_nodes(op="placeholder"):
-        if node.users:
-            used.append(by_node[node.name])
-        else:
-            graph.erase_node(node)
-    return tuple(used)
 
 
 def _with_known_symbols(spec: BatchSpec, inputs: tuple[GraphInput, ...], graph: fx.Graph) -> BatchSpec:

@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from passes.graph.nodes import argument, call, storage_key
+from passes.graph.nodes import argument, call, given_argument, storage_key
 
 aten = torch.ops.aten
 
@@ -50,12 +50,7 @@ class View:
 
     def argument(self, name: str, default: Any = None) -> Any:
         """Return the traced op's argument, or its default."""
-        for position, declared in enumerate(self.target._schema.arguments):
-            if declared.name == name:
-                if name in self.kwargs:
-                    return self.kwargs[name]
-                return self.args[position] if position < len(self.args) else declared.default_value
-        return default
+        return given_argument(self.target, self.args, self.kwargs, name, default)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def functionalize(
 
 
 @dataclass
-class _Family:
+class _AliasFamily:
     """Tensors that share memory. ``root`` made the memory."""
 
     root: fx.Node
@@ -92,7 +92,7 @@ class _Family:
 class _Member:
     """One tensor: the view that makes it (None for the root), and its contents as of ``version``."""
 
-    family: _Family
+    family: _AliasFamily
     view: View | None
     contents: fx.Node
     version: int
@@ -133,7 +133,7 @@ class _Rewriter:
             elif node in views:
                 self._add_view(node, views[node], taken)
             elif mine:
-                family = _Family(node, bool(recorded_requires_grad(node)))
+                family = _AliasFamily(node, bool(recorded_requires_grad(node)))
                 self.members[node] = _Member(family, None, node, 0)
             elif isinstance(node.meta.get("val"), list | tuple):
                 taken[node] = max((self._version(source) for source in node.all_input_nodes), default=0)
@@ -160,7 +160,7 @@ class _Rewriter:
         if first is not node and first in self.members:  # one tensor under two names
             self.members[node] = self.members[first]
             return
-        self.members[node] = _Member(_Family(node, bool(recorded_requires_grad(node))), None, node, 0)
+        self.members[node] = _Member(_AliasFamily(node, bool(recorded_requires_grad(node))), None, node, 0)
 
     def _add_view(self, node: fx.Node, view: View, taken: Mapping[fx.Node, int]) -> None:
         source = self.members.get(view.source)
@@ -263,7 +263,7 @@ class _Rewriter:
         for member, contents in updated:
             member.contents, member.version = contents, family.version
 
-    def _check_write(self, node: fx.Node, family: _Family) -> None:
+    def _check_write(self, node: fx.Node, family: _AliasFamily) -> None:
         root = family.root
         without_gradient = recorded_requires_grad(node) is False or node.meta.get("grad_enabled") is False
         if root.op == "placeholder" and root.name not in self.mutable_buffers:

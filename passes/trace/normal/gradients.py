@@ -9,15 +9,13 @@ did although no input carries one has a backward that the graph cannot show: an 
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cost_models.errors import ModelError
 from passes.graph.graph import NOT_DIFFERENTIABLE
-from passes.graph.nodes import call, fake_mode_of, recorded_requires_grad, where
+from passes.graph.nodes import call, fake_mode_of, is_floating, recorded_requires_grad, where
 
 aten = torch.ops.aten
 
@@ -39,7 +37,7 @@ def cut_gradients(graph: fx.Graph, *, strict: bool, written: frozenset[fx.Node] 
             if recorded:
                 carries.add(node)
             continue
-        if node.op != "call_function" or not _is_floating(node):
+        if node.op != "call_function" or not is_floating(node):
             continue
         carried = node.target not in NOT_DIFFERENTIABLE and any(s in carries for s in node.all_input_nodes)
         if not strict and _mutates(node):
@@ -75,11 +73,3 @@ def _detach(graph: fx.Graph, mode: FakeTensorMode | None, node: fx.Node) -> None
 
 def _mutates(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _is_floating(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    items = value if isinstance(value, list | tuple) else (value,)
-    if node.target is operator.getitem and value is None:
-        return False
-    return any(isinstance(i, torch.Tensor) and (i.is_floating_point() or i.is_complex()) for i in items)

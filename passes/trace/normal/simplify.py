@@ -12,7 +12,7 @@ that, so they are refused by name and line.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,8 +59,8 @@ _ADVICE = {
 
 
 @dataclass(frozen=True)
-class _Region:
-    """The surroundings of a piece of graph: gradient mode (None: as the caller's) and autocast per device type."""
+class _Modes:
+    """The modes around a piece of graph: gradient mode (None: as the caller's) and autocast per device type."""
 
     grad_enabled: bool | None = None
     autocast: Autocast | None = None
@@ -80,108 +80,96 @@ def simplify(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _inline(gm: fx.GraphModule) -> fx.Graph:
-    graph = fx.Graph()
-    problems: list[tuple[str, str]] = []
-    casts = CastCache()
+    inliner = _Inliner()
     environment: dict[fx.Node, Any] = {}
     for node in gm.graph.nodes:
         if node.op == "output":
-            copied = graph.output(fx.map_arg(node.args[0], lambda n: environment[n]))
+            copied = inliner.graph.output(fx.map_arg(node.args[0], lambda n: environment[n]))
             copied.meta.update(node.meta)
         else:
-            _copy(graph, gm, node, environment, _Region(), casts, problems)
-    if problems:
+            inliner.copy(gm, node, environment, _Modes())
+    if inliner.problems:
         raise ModelError(
             "the traced graph holds operations that choose what to run from data",
-            [place for place, _ in problems],
-            list(dict.fromkeys(advice for _, advice in problems)),
+            [place for place, _ in inliner.problems],
+            list(dict.fromkeys(advice for _, advice in inliner.problems)),
         )
-    return graph
+    return inliner.graph
 
 
-def _copy(
-    graph: fx.Graph,
-    owner: torch.nn.Module,
-    node: fx.Node,
-    environment: dict[fx.Node, Any],
-    region: _Region,
-    casts: CastCache,
-    problems: list[tuple[str, str]],
-) -> None:
-    """Copy one node of ``owner`` into ``graph``; ``environment`` maps old nodes to new ones (or tuples of them)."""
-    if node.op == "get_attr":
-        environment[node] = _attribute(owner, str(node.target))
-        if not isinstance(environment[node], torch.nn.Module):
-            environment[node] = graph.node_copy(node, lambda n: environment[n])
-        return
-    if node.op == "call_module" or _is_assert(node):
-        environment[node] = None  # guards and asserts return nothing that is read
-        return
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
-        environment[node] = _expand(graph, node, environment, region, casts, problems)
-        return
-    source = node.args[0] if node.args else None
-    if isinstance(source, fx.Node) and isinstance(environment.get(source), list | tuple):
-        environment[node] = environment[source][node.args[1]]  # projection of an inlined region's result
-        return
-    new = copy_with_casts(graph, node, environment, region.autocast, casts)
-    if region.grad_enabled is not None:
-        new.meta["grad_enabled"] = region.grad_enabled
-    environment[node] = new
+@dataclass
+class _Inliner:
+    """The new graph as it grows, the casts in it, and (place, advice) of what it cannot hold."""
 
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    casts: CastCache = field(default_factory=CastCache)
+    problems: list[tuple[str, str]] = field(default_factory=list)
 
-def _expand(
-    graph: fx.Graph,
-    node: fx.Node,
-    environment: dict[fx.Node, Any],
-    region: _Region,
-    casts: CastCache,
-    problems: list[tuple[str, str]],
-) -> list[Any]:
-    """Inline one higher-order op; returns its results."""
-    args = [environment[a] if isinstance(a, fx.Node) else a for a in node.args]
-    name = getattr(node.target, "__name__", str(node.target))
-    if name == "wrap_with_set_grad_enabled":
-        enabled, body, *inputs = args
-        inner = _Region(bool(enabled), region.autocast)
-    elif name == "wrap_with_autocast":
-        device, dtype, enabled, _cache, body, *inputs = args
-        inner = _Region(
-            region.grad_enabled, _autocast(node, str(device), dtype, bool(enabled), region, problems)
-        )
-    else:
-        advice = _ADVICE.get(name, f"rewrite the model without torch.ops.higher_order.{name}")
-        problems.append((f"{name}: {where(node)}", advice))
-        count = len(node.meta["val"]) if isinstance(node.meta.get("val"), list | tuple) else 1
-        return [graph.node_copy(node, lambda n: None)] * max(count, 1)
-    assert isinstance(body, fx.GraphModule)
-    local: dict[fx.Node, Any] = {}
-    placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
-    local.update(zip(placeholders, inputs, strict=True))
-    results: list[Any] = []
-    for inside in body.graph.nodes:
-        if inside.op == "output":
-            found = fx.map_arg(inside.args[0], lambda n: local[n])
-            results = list(found) if isinstance(found, list | tuple) else [found]
-        elif inside.op != "placeholder":
-            _copy(graph, body, inside, local, inner, casts, problems)
-    return results
+    def copy(
+        self, owner: torch.nn.Module, node: fx.Node, environment: dict[fx.Node, Any], modes: _Modes
+    ) -> None:
+        """Copy one node of ``owner``; ``environment`` maps old nodes to new ones (or tuples of them)."""
+        if node.op == "get_attr":
+            environment[node] = _attribute(owner, str(node.target))
+            if not isinstance(environment[node], torch.nn.Module):
+                environment[node] = self.graph.node_copy(node, lambda n: environment[n])
+            return
+        if node.op == "call_module" or _is_assert(node):
+            environment[node] = None  # guards and asserts return nothing that is read
+            return
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            environment[node] = self._expand(node, environment, modes)
+            return
+        source = node.args[0] if node.args else None
+        if isinstance(source, fx.Node) and isinstance(environment.get(source), list | tuple):
+            environment[node] = environment[source][node.args[1]]  # projection of an inlined graph's result
+            return
+        new = copy_with_casts(self.graph, node, environment, modes.autocast, self.casts)
+        if modes.grad_enabled is not None:
+            new.meta["grad_enabled"] = modes.grad_enabled
+        environment[node] = new
 
+    def _expand(self, node: fx.Node, environment: dict[fx.Node, Any], modes: _Modes) -> list[Any]:
+        """Inline one higher-order op; returns its results."""
+        args = [environment[a] if isinstance(a, fx.Node) else a for a in node.args]
+        name = getattr(node.target, "__name__", str(node.target))
+        if name == "wrap_with_set_grad_enabled":
+            enabled, body, *inputs = args
+            inner = _Modes(bool(enabled), modes.autocast)
+        elif name == "wrap_with_autocast":
+            device, dtype, enabled, _cache, body, *inputs = args
+            inner = _Modes(modes.grad_enabled, self._autocast(node, str(device), dtype, bool(enabled), modes))
+        else:
+            advice = _ADVICE.get(name, f"rewrite the model without torch.ops.higher_order.{name}")
+            self.problems.append((f"{name}: {where(node)}", advice))
+            count = len(node.meta["val"]) if isinstance(node.meta.get("val"), list | tuple) else 1
+            return [self.graph.node_copy(node, lambda n: None)] * max(count, 1)
+        assert isinstance(body, fx.GraphModule)
+        placeholders = [n for n in body.graph.nodes if n.op == "placeholder"]
+        local: dict[fx.Node, Any] = dict(zip(placeholders, inputs, strict=True))
+        results: list[Any] = []
+        for inside in body.graph.nodes:
+            if inside.op == "output":
+                found = fx.map_arg(inside.args[0], lambda n: local[n])
+                results = list(found) if isinstance(found, list | tuple) else [found]
+            elif inside.op != "placeholder":
+                self.copy(body, inside, local, inner)
+        return results
 
-def _autocast(
-    node: fx.Node, device: str, dtype: Any, enabled: bool, region: _Region, problems: list[tuple[str, str]]
-) -> Autocast | None:
-    """Return the autocast state inside the region. Only the device that the trace ran on (CPU) has one."""
-    if device == "cpu":
-        return Autocast(device, dtype or torch.get_autocast_dtype("cpu")) if enabled else None
-    if enabled:
-        problems.append(
-            (
-                f"autocast for {device!r} has no effect in a trace, which runs on fake CPU tensors: {where(node)}",
-                "write torch.autocast(x.device.type, ...) instead of a fixed device type",
+    def _autocast(
+        self, node: fx.Node, device: str, dtype: Any, enabled: bool, modes: _Modes
+    ) -> Autocast | None:
+        """Return the autocast state inside. Only the device that the trace ran on (CPU) has one."""
+        if device == "cpu":
+            return Autocast(device, dtype or torch.get_autocast_dtype("cpu")) if enabled else None
+        if enabled:
+            self.problems.append(
+                (
+                    f"autocast for {device!r} has no effect in a trace, which runs on fake CPU tensors: {where(node)}",
+                    "write torch.autocast(x.device.type, ...) instead of a fixed device type",
+                )
             )
-        )
-    return region.autocast
+        return modes.autocast
 
 
 def _attribute(owner: torch.nn.Module, path: str) -> Any:

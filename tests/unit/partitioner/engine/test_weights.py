@@ -14,7 +14,7 @@ from cost_models.errors import CheckpointError, ModelError
 from cost_models.precision import Precision
 from partitioner.engine.state_keys import StateKeys
 from partitioner.engine.weights import INDEX, SINGLE, weights_of
-from passes.trace.init_state import materialize
+from tests.support.materialize import materialize
 
 
 class Net(nn.Module):

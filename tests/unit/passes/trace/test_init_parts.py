@@ -14,9 +14,9 @@ from cost_models.errors import ModelError
 from cost_models.precision import Precision
 from partitioner.engine.state_keys import StateKeys
 from partitioner.engine.weights import weights_of
-from passes.trace.init_state import materialize
 from runtime.mesh.sharding import Block
 from runtime.state.rank_state import StatePart
+from tests.support.materialize import materialize
 
 PARTS = {
     "0.weight#0": StatePart("0.weight", Block((0, 0), (3, 4))),

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError
 from partitioner.models.hugging_face import build
-from passes.trace.init_state import materialize
 from passes.trace.names import state_names
 from runtime.mesh.sharding import Block
+from tests.support.materialize import materialize
 from tests.support.traced_models import small
 
 

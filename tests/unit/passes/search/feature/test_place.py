@@ -13,7 +13,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
 from cost_models.layout import Mesh, Replicate, Shard
 from examples.alexnet import alexnet
-from passes.costs.costs import costs_of, example_sizes
+from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.lower.job import Job
 from passes.search.feature.explain import Alternatives, alternatives
@@ -178,7 +178,7 @@ def test_collectives_inside_ops_cost_what_they_send() -> None:
     graph, machine, mesh = graph_of("gpt2"), cluster(4, 1e6, 1e-3), Mesh((0, 1, 2, 3), (2, 2), ("a", "b"))
     node = next(n for n in graph.ops if "cross_entropy" in str(n.target))
     by_class = next(c for c in choices(node) if c.local == "cross_entropy:classes")
-    symbols = {**example_sizes(graph), graph.batch.batch_symbol: 4}
+    symbols = {**graph.example_sizes, graph.batch.batch_symbol: 4}
     seconds, sent = local_cost(node, (by_class, by_class), mesh, symbols, machine, differentiable=True)
     logits, labels = (tensor_specs(operand)[0] for operand in operands(node)[:2])
     one_number = labels.concrete(symbols)[0] * logits.dtype.itemsize
