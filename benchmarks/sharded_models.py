@@ -22,8 +22,8 @@ from passes.lower.job import Job
 from passes.lower.lower import lower
 from passes.lower.segment import on_mesh
 from passes.search.feature.place import FeatureRequest, place_features
-from passes.shard.program import gradient_sums, shardings
 from passes.shard.shard import shard_graph
+from passes.shard.state import gradient_sums, shardings
 from passes.trace.trace import trace
 from runtime.check.check import check
 from runtime.mesh.sharding import Sharding

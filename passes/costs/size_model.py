@@ -9,9 +9,11 @@ fourth checks. A signature that fails the check, or whose structure changes with
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
+from typing import TypeAlias
 
 import numpy as np
 
@@ -24,6 +26,9 @@ CHECK_SIZE = 8
 WORK_FIELDS = tuple(f.name for f in fields(OpWork))
 OUTPUT_BYTES = len(WORK_FIELDS)
 """Column of the output's bytes; the columns after it are storages."""
+
+Row: TypeAlias = tuple[float, float, float]
+"""Coefficients of 1, b and b²."""
 
 Profiler = Callable[[int, int], OpProfile]
 """(signature index, batch size) -> profile."""
@@ -61,25 +66,30 @@ class SizeModel:
 
 def fit(signatures: int, profiler: Profiler) -> SizeModel:
     """Profile each signature at ``FIT_SIZES`` and ``CHECK_SIZE``; four short runs per signature."""
-    coefficients: list[tuple[float, float, float]] = []
-    first_row = [0]
-    structures: list[OpStructure] = []
+    found: list[tuple[list[Row], OpStructure]] = []
     direct: list[int] = []
     for signature in range(signatures):
         rows, structure = _fitted(signature, profiler)
-        structures.append(structure)
         if rows is None:
             direct.append(signature)
             rows = [(0.0, 0.0, 0.0)] * len(_numbers(profiler(signature, CHECK_SIZE)))
-        coefficients += rows
-        first_row.append(len(coefficients))
-    table = np.array(coefficients, dtype=np.float64).reshape(-1, 3)
-    return SizeModel(table, tuple(first_row), tuple(structures), tuple(direct), profiler)
+        found.append((rows, structure))
+    return _model(found, tuple(direct), profiler, None)
 
 
-def _fitted(
-    signature: int, profiler: Profiler
-) -> tuple[list[tuple[float, float, float]] | None, OpStructure]:
+def _model(
+    found: Sequence[tuple[list[Row], OpStructure]],
+    direct: tuple[int, ...],
+    profiler: Profiler,
+    only_size: int | None,
+) -> SizeModel:
+    """Make the model of each signature's rows and structure."""
+    table = np.array([row for rows, _ in found for row in rows], dtype=np.float64).reshape(-1, 3)
+    first_row = tuple(itertools.accumulate((len(rows) for rows, _ in found), initial=0))
+    return SizeModel(table, first_row, tuple(s for _, s in found), direct, profiler, only_size)
+
+
+def _fitted(signature: int, profiler: Profiler) -> tuple[list[Row] | None, OpStructure]:
     """Fit (coefficients of each number, structure); no coefficients if no polynomial fits."""
     profiles = [profiler(signature, size) for size in (*FIT_SIZES, CHECK_SIZE)]
     samples = [_numbers(p) for p in profiles]
@@ -128,20 +138,15 @@ def _at_one_size(
     size: int,
     refused: Callable[[int], tuple[list[float], OpStructure]],
 ) -> SizeModel:
-    coefficients: list[tuple[float, float, float]] = []
-    first_row = [0]
-    structures: list[OpStructure] = []
+    found: list[tuple[list[Row], OpStructure]] = []
     for signature in range(signatures):
         profile = profiler(signature, size)
         numbers, structure = [float(n) for n in _numbers(profile)], profile.structure
         if structure.estimated:
             others, other = refused(signature)
             numbers, structure = (numbers, structure) if other.estimated else (others, other)
-        structures.append(structure)
-        coefficients += [(number, 0.0, 0.0) for number in numbers]
-        first_row.append(len(coefficients))
-    table = np.array(coefficients, dtype=np.float64).reshape(-1, 3)
-    return SizeModel(table, tuple(first_row), tuple(structures), (), profiler, size)
+        found.append(([(number, 0.0, 0.0) for number in numbers], structure))
+    return _model(found, (), profiler, size)
 
 
 def _numbers(profile: OpProfile) -> list[int]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from passes.graph.graph import OpGraph
-from passes.graph.nodes import copy_graph
+from passes.graph.nodes import copy_graph, replaced
 from passes.graph.recomputed import draws_random_numbers
 
 _PROBABILITY_NAMES = ("p", "dropout_p", "dropout")
@@ -87,11 +87,8 @@ def _set_probability(node: fx.Node) -> bool:
     assert isinstance(node.target, torch._ops.OpOverload)
     if not any(name in node.target._schema.name for name in _DROPPING_OPS):
         return False
-    for position, argument in enumerate(node.target._schema.arguments):
+    for argument in node.target._schema.arguments:
         if argument.name in _PROBABILITY_NAMES and not isinstance(argument.type, torch.TensorType):
-            if argument.name not in node.kwargs and position < len(node.args):
-                node.args = (*node.args[:position], 0.0, *node.args[position + 1 :])
-            else:
-                node.kwargs = {**node.kwargs, argument.name: 0.0}
+            node.args, node.kwargs = replaced(node, node.args, node.kwargs, argument.name, 0.0)
             return True
     return False

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from passes.graph.graph import OpGraph
-from passes.graph.nodes import argument, copy_graph, fake_call, fake_mode_of, origin
+from passes.graph.nodes import argument, copy_graph, fake_call, fake_mode_of, origin, replaced
 from passes.graph.part import with_outputs
 
 
@@ -22,7 +22,7 @@ def without_writes(graph: OpGraph) -> OpGraph:
     outputs = tuple(output for output in graph.outputs if output.kind != "buffer")
     for node in new.nodes:
         if argument(node, "momentum") is not None:
-            _set_argument(node, "momentum", 0.0)
+            node.args, node.kwargs = replaced(node, node.args, node.kwargs, "momentum", 0.0)
     return with_outputs(graph, new, outputs)
 
 
@@ -55,12 +55,3 @@ def with_computed_outputs(graph: OpGraph) -> OpGraph:
         for output in graph.outputs
     )
     return with_outputs(graph, new, outputs)
-
-
-def _set_argument(node: fx.Node, name: str, value: float) -> None:
-    """Write ``value`` over an argument that the op has, by position or by name."""
-    position = [declared.name for declared in node.target._schema.arguments].index(name)  # type: ignore[union-attr]
-    if name in node.kwargs or position >= len(node.args):
-        node.kwargs = {**node.kwargs, name: value}
-    else:
-        node.args = (*node.args[:position], value, *node.args[position + 1 :])

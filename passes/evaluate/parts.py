@@ -32,7 +32,7 @@ from runtime.state.rank_state import StatePart, names_of_parts
 
 log = logging.getLogger("partitioner")
 
-Piece = tuple[StatePart, fx.Node]
+PartNode = tuple[StatePart, fx.Node]
 
 
 def reuse_splits(evaluation: OpGraph, training: OpGraph, run: OpGraph, splits: Sequence[Split]) -> OpGraph:
@@ -112,7 +112,7 @@ def _placeholder(new: fx.Graph, whole: fx.Node, part: StatePart) -> fx.Node:
     return node
 
 
-def _together(new: fx.Graph, pieces: Sequence[Piece], whole: fx.Node, spec: StateSpec) -> fx.Node:
+def _together(new: fx.Graph, pieces: Sequence[PartNode], whole: fx.Node, spec: StateSpec) -> fx.Node:
     """Put together the tensor that ``pieces`` are the blocks of: cut it wherever a plane meets none, and go on inside."""
     if len(pieces) == 1:
         return pieces[0][1]
@@ -126,9 +126,9 @@ def _together(new: fx.Graph, pieces: Sequence[Piece], whole: fx.Node, spec: Stat
     raise InternalError(f"the parts of {spec.name} lie in no rows", [str(part.block) for part, _ in pieces])
 
 
-def _slabs(pieces: Sequence[Piece], dim: int) -> list[list[Piece]]:
+def _slabs(pieces: Sequence[PartNode], dim: int) -> list[list[PartNode]]:
     """Group ``pieces`` by where they are along ``dim``: those that overlap there are together."""
-    slabs: list[list[Piece]] = []
+    slabs: list[list[PartNode]] = []
     end = 0
     for piece in sorted(pieces, key=lambda piece: piece[0].block.offsets[dim]):
         block = piece[0].block

@@ -57,11 +57,11 @@ def reuse_placement(
     leave the stages, and a stage is on a mesh.
     """
     known = {key: stage_of[node.name] for key, node in keyed_ops(training) if node.name in stage_of}
-    reused = _Reuse(evaluation, known, groups, {name: frozenset(at) for name, at in holders.items()})
+    attempts = _Attempts(evaluation, known, groups, {name: frozenset(at) for name, at in holders.items()})
     cheap = recomputed_ops(evaluation)
-    without_state = frozenset(name for name, names in reused.state_read(cheap).items() if not names)
+    without_state = frozenset(name for name, names in attempts.state_read(cheap).items() if not names)
     for recomputed in dict.fromkeys((cheap, without_state)):
-        placed = reused.by_stages(recomputed)
+        placed = attempts.by_stages(recomputed)
         if placed is not None:
             segmentation = _one_segment_per_stage(evaluation, placed, groups, recomputed, meshes)
             return PlacedGraph(evaluation, segmentation)
@@ -72,13 +72,13 @@ def reuse_placement(
                 "ops read what no one stage holds, or what a later stage makes: values would go from mesh to mesh"
             ],
         )
-    graph, rank_of = reused.anywhere(without_state)
+    graph, rank_of = attempts.anywhere(without_state)
     group_of = {name: (rank,) for name, rank in rank_of.items()}
     return PlacedGraph(graph, by_reach(graph, group_of, without_state))
 
 
 @dataclass(frozen=True)
-class _Reuse:
+class _Attempts:
     """The facts that all attempts look at."""
 
     graph: OpGraph
@@ -105,7 +105,7 @@ class _Reuse:
             sources = [placed[source.name] for source in node.all_input_nodes if source.name in placed]
             earliest = max(sources, default=0)
             stage = max(earliest, self.known.get(key, earliest))
-            if _is_projection(node) and sources:
+            if node.target is operator.getitem and sources:  # results of one op cannot be sent together
                 stage = earliest
             names = self._needs(node, through)
             if not self._holds(stage, names):
@@ -131,7 +131,7 @@ class _Reuse:
             sources = [rank_of[source.name] for source in node.all_input_nodes if source.name in rank_of]
             stage = self.known.get(key)
             wanted = stage_ranks[stage] if stage is not None else (sources or stage_ranks)[-1]
-            if _is_projection(node) and sources:
+            if node.target is operator.getitem and sources:
                 wanted = sources[0]
             rank_of[node.name] = rank = self._near(wanted, sources, self._needs(node, {}))
             for source in node.all_input_nodes:
@@ -194,11 +194,6 @@ def _with_copies(graph: OpGraph, travels: Mapping[tuple[str, str], str]) -> tupl
         nodes[reader].replace_input_with(nodes[placeholder], copies[name])
     made = dataclasses.replace(graph, module=new_module(graph.module, new))
     return made, {copy.name: name for name, copy in copies.items()}
-
-
-def _is_projection(node: fx.Node) -> bool:
-    """Tell whether the op takes one of several results: these cannot be sent together, so it stays with their op."""
-    return node.target is operator.getitem
 
 
 def keyed_ops(graph: OpGraph) -> list[tuple[OpKey, fx.Node]]:

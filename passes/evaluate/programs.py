@@ -5,7 +5,6 @@ evaluation graph, segmentation ─► segments (no backward) ─► inference or
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 from cost_models.cluster import ClusterSpec
@@ -30,16 +29,10 @@ def inference_segments(
         Segment(index, ranks, SegmentCost(ops[index] * op_seconds, 0.0, 0.0), has_backward=False)
         for index, ranks in enumerate(segmentation.ranks)
     )
-    sizes = {
-        symbol: graph.example_shapes[leaf][dim]
-        for symbol, (leaf, dim) in graph.batch.symbols.items()
-        if leaf in graph.example_shapes
-    }
-    sizes[graph.batch.batch_symbol] = microbatch_size
+    sizes = {**graph.example_sizes, graph.batch.batch_symbol: microbatch_size}
     values = []
     for name, consumers in crossing_values(graph, segmentation).items():
-        spec = value_spec(graph, name)
-        size_bytes = math.prod(spec.concrete(sizes)) * spec.dtype.itemsize
+        size_bytes = value_spec(graph, name).size_bytes(sizes)
         values.append(Value(name, segmentation.segment_of[name], consumers, size_bytes, needs_grad=False))
     return SegmentGraph(segments, tuple(values), world_size)
 

@@ -55,26 +55,26 @@ def reuse_sharding(
     ``whole``: the graph that ``evaluation`` is a part of, if it is one: ops are counted in it.
     """
     known = {key: node for key, node in keyed_ops(training) if node.name in placement.choices}
-    reuse = _Reuse(evaluation, placement.mesh, unit, _sizes(evaluation))
+    walk = _MeshWalk(evaluation, placement.mesh, unit, _sizes(evaluation))
     for given in evaluation.inputs:
         layouts = stored if given.kind in ("parameter", "buffer") else batch if given.kind == "batch" else {}
-        reuse.layouts[given.node] = (layouts.get(given.name, reuse.whole),)
+        walk.layouts[given.node] = (layouts.get(given.name, walk.whole),)
     for key, counted in keyed_ops(whole or evaluation):
         node = evaluation.nodes.get(counted.name)
         if node is None:
             continue
         if node.target is operator.getitem:
-            reuse.project(node)
+            walk.project(node)
         elif makes_tensors(node):
             twin = known.get(key)
-            reuse.place(node, twin, () if twin is None else placement.choices[twin.name])
+            walk.place(node, twin, () if twin is None else placement.choices[twin.name])
     state = {name: stored[name] for name in (*evaluation.parameters, *evaluation.buffers) if name in stored}
     leaves = {name: batch[name] for name in evaluation.batch.batch_dims if name in batch}
-    return FeaturePlacement(placement.mesh, reuse.chosen, state, leaves, placement.microbatches)
+    return FeaturePlacement(placement.mesh, walk.chosen, state, leaves, placement.microbatches)
 
 
 @dataclass(frozen=True)
-class _Reuse:
+class _MeshWalk:
     """One walk through the evaluation graph. ``sizes``: a number for every symbol, to weigh bytes with."""
 
     graph: OpGraph
@@ -184,17 +184,17 @@ class _Reuse:
         cost = 0.0
         for i, source in enumerate(operands(node)):
             needed = tuple(c.inputs[i].placement for c in tried)
-            size = self._bytes(tensor_specs(source)[0])
+            size = tensor_specs(source)[0].size_bytes(self.sizes)
             for step in path(self.layouts[source.name][0], needed, self.mesh.shape):
                 cost += MOVED * size * volume_share(step, self.mesh.shape[step.axis])
             cost += size * self._share(needed)
         for o, spec in enumerate(tensor_specs(node)):
             made = tuple(c.outputs[o] for c in tried)
-            cost += self._bytes(spec) * self._share(made)
+            cost += spec.size_bytes(self.sizes) * self._share(made)
             for step in path(
                 made, self._summed(made), self.mesh.shape
             ):  # a sum in parts is summed sooner or later
-                cost += MOVED * self._bytes(spec) * volume_share(step, self.mesh.shape[step.axis])
+                cost += MOVED * spec.size_bytes(self.sizes) * volume_share(step, self.mesh.shape[step.axis])
         return cost
 
     def _summed(self, made: Placements) -> Placements:
@@ -205,17 +205,10 @@ class _Reuse:
             n for p, n in zip(placements, self.mesh.shape, strict=True) if isinstance(p, Shard)
         )
 
-    def _bytes(self, spec: TensorSpec) -> int:
-        return math.prod(spec.concrete(self.sizes)) * spec.dtype.itemsize
-
 
 def _sizes(graph: OpGraph) -> dict[sympy.Symbol, int]:
     """Return the sizes of the example."""
-    found = {
-        symbol: graph.example_shapes[leaf][dim]
-        for symbol, (leaf, dim) in graph.batch.symbols.items()
-        if leaf in graph.example_shapes
-    }
+    found = dict(graph.example_sizes)
     for node in graph.graph.nodes:  # whatever else is open
         for spec in tensor_specs(node):
             for size in spec.shape:

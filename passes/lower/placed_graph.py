@@ -17,8 +17,8 @@ from passes.graph.part import part_of
 from passes.lower.lower import lower
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import ops_by_segment, state_names_of_segments
-from passes.shard.program import shardings
 from passes.shard.shard import ShardedGraph, shard_graph
+from passes.shard.state import shardings
 from passes.shard.words import FeaturePlacement
 from runtime.mesh.sharding import Sharding
 from runtime.segment.code import BatchSpec, SegmentCode

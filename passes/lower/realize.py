@@ -14,8 +14,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import owning_units
 from passes.lower.candidate import Candidate
-from passes.lower.costed import Costed, costed_segments
-from passes.lower.costed_shards import costed_shards
+from passes.lower.costed import Costed, costed_segments, costed_shards
 from passes.lower.job import Job
 from passes.lower.segment import Segmentation, by_reach, by_stage
 from passes.lower.step import programs_for, simulate_step

@@ -16,6 +16,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import networkx as nx
 from torch import fx
@@ -24,6 +25,8 @@ from cost_models.errors import InternalError
 from cost_models.layout import Mesh
 from passes.graph.blocks import regions_of_stages
 from passes.graph.graph import OpGraph
+
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -189,8 +192,8 @@ def merge(
     return best
 
 
-def segment_edges(graph: OpGraph, segment_of: Mapping[str, int]) -> set[tuple[int, int]]:
-    """(producer, consumer) pairs of different segments."""
+def segment_edges(graph: OpGraph, segment_of: Mapping[str, Key]) -> set[tuple[Key, Key]]:
+    """(producer, consumer) pairs of different segments, whatever they are named by."""
     return {
         (segment_of[node.name], segment_of[user.name])
         for node in graph.ops
@@ -243,12 +246,7 @@ def _numbered(
             first.setdefault(key_of[node.name], position)
     dag: nx.DiGraph[object] = nx.DiGraph()
     dag.add_nodes_from(first)
-    for node in graph.ops:
-        if node.name not in key_of:
-            continue
-        for user in node.users:
-            if user.name in key_of and key_of[user.name] != key_of[node.name]:
-                dag.add_edge(key_of[node.name], key_of[user.name])
+    dag.add_edges_from(segment_edges(graph, key_of))
     order = list(nx.lexicographical_topological_sort(dag, key=lambda key: first[key]))
     index = {key: position for position, key in enumerate(order)}
     return Segmentation(

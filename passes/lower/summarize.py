@@ -122,19 +122,27 @@ def state_names_of_segments(graph: OpGraph, segmentation: Segmentation) -> tuple
     return tuple(frozenset(found) for found in names)
 
 
-def trained_tensors(graph: OpGraph, segmentation: Segmentation, world_size: int) -> tuple[int, ...]:
-    """Count the parameters that the optimizer steps on each rank."""
+def state_names_of_ranks(graph: OpGraph, segmentation: Segmentation, world_size: int) -> list[set[str]]:
+    """Name the parameters and buffers that each rank holds. What no segment reads is with the lowest that runs one."""
     names: list[set[str]] = [set() for _ in range(world_size)]
     for segment, found in enumerate(state_names_of_segments(graph, segmentation)):
         for rank in segmentation.ranks[segment]:
-            names[rank] |= found & graph.trained
-    return tuple(map(len, names))
+            names[rank] |= found
+    lowest = min(rank for ranks in segmentation.ranks for rank in ranks)
+    names[lowest] |= (graph.parameters.keys() | graph.buffers.keys()).difference(*names)
+    return names
+
+
+def trained_tensors(graph: OpGraph, segmentation: Segmentation, world_size: int) -> tuple[int, ...]:
+    """Count the parameters that the optimizer steps on each rank."""
+    held = state_names_of_ranks(graph, segmentation, world_size)
+    return tuple(len(names & graph.trained) for names in held)
 
 
 def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, ...]:
     """List which gradients must be summed across device groups, one entry per distinct set of ranks.
 
-    What ranks of one group sum among themselves is not in it (``passes.shard.program.gradient_sums``).
+    What ranks of one group sum among themselves is not in it (``passes.shard.state.gradient_sums``).
     """
     groups_of: dict[str, set[tuple[int, ...]]] = defaultdict(set)
     for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
@@ -150,16 +158,8 @@ def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, 
 def state_of_ranks(
     graph: OpGraph, segmentation: Segmentation, world_size: int, optimizer: str, precision: Precision
 ) -> tuple[StateBytes, ...]:
-    """Bytes of parameters, gradients and optimizer state on each rank; buffers count as parameters that do not train.
-
-    What no segment reads is held by the lowest rank that runs one.
-    """
-    names: list[set[str]] = [set() for _ in range(world_size)]
-    for segment, found in enumerate(state_names_of_segments(graph, segmentation)):
-        for rank in segmentation.ranks[segment]:
-            names[rank] |= found
-    lowest = min(rank for ranks in segmentation.ranks for rank in ranks)
-    names[lowest] |= (graph.parameters.keys() | graph.buffers.keys()).difference(*names)
+    """Bytes of parameters, gradients and optimizer state on each rank; buffers count as parameters that do not train."""
+    names = state_names_of_ranks(graph, segmentation, world_size)
     return tuple(
         state_bytes(map(partial(_count, graph, precision), sorted(held)), optimizer) for held in names
     )

@@ -58,12 +58,12 @@ def _without_idle_axes(
     )
 
 
-Pair = tuple[Step | None, Step | None]
+BothWays = tuple[Step | None, Step | None]
 
 
-def _paired(there: Steps, back: Steps) -> list[Pair] | None:
+def _paired(there: Steps, back: Steps) -> list[BothWays] | None:
     """Pair both ways in one chain of ops, in forward order; None if they do not fit together. ``back``: turned round."""
-    pairs: list[Pair] = []
+    pairs: list[BothWays] = []
     i = j = 0
     while i < len(there) or j < len(back):
         step = there[i] if i < len(there) else None
@@ -96,7 +96,7 @@ def _conjugate(step: Step, back: Step) -> bool:
     return back.kind in ways_back.get(step.kind, ()) and step.dim == back.dim
 
 
-def _turned_round(there: Steps, produced: Placements, needed: Sequence[Need]) -> list[Pair]:
+def _turned_round(there: Steps, produced: Placements, needed: Sequence[Need]) -> list[BothWays]:
     """Return the way there, each step with its own way back."""
     last = {step.axis: number for number, step in enumerate(there)}
     partial = {
@@ -104,7 +104,7 @@ def _turned_round(there: Steps, produced: Placements, needed: Sequence[Need]) ->
         for axis, need in enumerate(needed)
         if need.partial_gradient and isinstance(need.placement, Replicate)
     }
-    pairs: list[Pair] = [
+    pairs: list[BothWays] = [
         (None, Step("all_reduce", axis, -1, 1.0))
         for axis in sorted(partial)
         if axis not in last and not isinstance(produced[axis], Shard)

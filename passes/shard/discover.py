@@ -18,7 +18,8 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -116,7 +117,7 @@ def all_valid_choices(node: fx.Node, seconds: float = SECONDS) -> tuple[Choice, 
     Choices with local functions of their own (``Choice.local``) are not among them.
     """
     whole = replicated(node)
-    with _Quietly():
+    with _quietly():
         trials = _trials(node)
         if not trials or _vague(trials[0]):
             return whole
@@ -126,7 +127,7 @@ def all_valid_choices(node: fx.Node, seconds: float = SECONDS) -> tuple[Choice, 
 
 def tried_again(node: fx.Node, choices: Sequence[Choice]) -> tuple[Choice, ...] | None:
     """Return the choices if all of them hold on a fresh draw, else None."""
-    with _Quietly():
+    with _quietly():
         trials = _trials(node)
         whole = replicated(node)
         sound = all(len(c.inputs) == len(whole[0].inputs) and _proved(trials, c) for c in choices)
@@ -216,25 +217,20 @@ def _vague(tried: Trial) -> bool:
     return not all(bool(y.isfinite().all()) for y in tried.outputs)
 
 
-class _Quietly:
-    """Draws that are the same every time and leave the user's generator alone; autograd on, whatever the caller set.
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Draw the same every time and leave the user's generator alone; autograd on, whatever the caller set.
 
     One thread: for small inputs several are slower, by 40 times on a busy machine.
     """
-
-    def __enter__(self) -> None:
-        self._fork = torch.random.fork_rng(devices=[])
-        self._grad = torch.enable_grad()
-        self._fork.__enter__()
-        self._grad.__enter__()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(SEED)
-        self._threads = torch.get_num_threads()
+        threads = torch.get_num_threads()
         torch.set_num_threads(1)
-
-    def __exit__(self, *error: Any) -> None:
-        torch.set_num_threads(self._threads)
-        self._grad.__exit__(*error)
-        self._fork.__exit__(*error)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
 
 
 def kept_file() -> Path | None:

@@ -25,7 +25,6 @@ from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.ops import bridges
 from runtime.ops.local import run_local
 from runtime.program.program import Collective
-from runtime.segment.code import TensorSpec
 
 _FACTOR: Mapping[Kind, float] = {
     "all_reduce": 2.0,
@@ -85,7 +84,7 @@ def _of_bridge(node: fx.Node, differentiable: bool, symbols: Mapping[sympy.Symbo
     source = node.args[0]
     assert isinstance(source, fx.Node)
     axis, partial = str(node.kwargs["axis"]), bool(node.kwargs.get("partial", False))
-    taken, made = (_bytes(tensor_specs(n)[0], symbols) for n in (source, node))
+    taken, made = (tensor_specs(n)[0].size_bytes(symbols) for n in (source, node))
     there: Kind | None = None
     back: Kind | None = None
     whole = max(taken, made)
@@ -128,17 +127,10 @@ def _of_local(
         reduction = rest[2] if len(rest) > 2 else 1
         if "classes" in roles:
             (target,) = tensor_specs(rest[0])  # type: ignore[arg-type]
-            samples = _bytes(target, symbols) // target.dtype.itemsize * max(4, spec.dtype.itemsize)
+            samples = math.prod(target.concrete(symbols)) * max(4, spec.dtype.itemsize)
             smoothed = 1 if len(rest) > 4 and rest[4] else 0
             yield Traffic(node.name, "all_reduce", str(roles["classes"]), samples, False)
             yield Traffic(node.name, "all_reduce", str(roles["classes"]), samples * (2 + smoothed), False)
         if "samples" in roles and reduction == 1:
-            made = _bytes(tensor_specs(node)[0], symbols)
+            made = tensor_specs(node)[0].size_bytes(symbols)
             yield Traffic(node.name, "all_reduce", str(roles["samples"]), made, False)
-
-
-def _bytes(spec: TensorSpec, symbols: Mapping[sympy.Symbol, int]) -> int:
-    count = spec.dtype.itemsize
-    for size in spec.concrete(symbols):
-        count *= size
-    return count

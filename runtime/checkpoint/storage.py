@@ -264,16 +264,6 @@ def stored_pieces(directory: Path, index: Index, names: Iterable[str]) -> dict[s
     }
 
 
-def refuse_damage(stored: StoredTensor, piece: Piece, checksum: int) -> None:
-    """Raise CheckpointError if other bytes were read than were written."""
-    if checksum != piece.crc32:
-        raise CheckpointError(
-            f"{stored.path} is damaged",
-            [f"the checksum of {stored.name} is {checksum:#010x}, it was saved with {piece.crc32:#010x}"],
-            ["load an earlier checkpoint"],
-        )
-
-
 def _tensor_data(item: WriteItem) -> TensorWriteData:
     if item.tensor_data is None:
         raise InternalError(f"{item.index.fqn} is no tensor: only tensors go through DCP")
@@ -295,7 +285,13 @@ def _key(item: WriteItem, data: TensorWriteData) -> str:
 
 def _read_piece(stored: StoredTensor, piece: Piece, block: Block, target: Tensor) -> None:
     """Read a block of a stored piece into ``target``; the checksum of a whole piece is checked."""
-    if block.shape == piece.shape:
-        refuse_damage(stored, piece, stored.read_into(target))
-    else:
+    if block.shape != piece.shape:
         stored.read_block(target, block.offsets)
+        return
+    checksum = stored.read_into(target)
+    if checksum != piece.crc32:
+        raise CheckpointError(
+            f"{stored.path} is damaged",
+            [f"the checksum of {stored.name} is {checksum:#010x}, it was saved with {piece.crc32:#010x}"],
+            ["load an earlier checkpoint"],
+        )

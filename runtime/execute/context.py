@@ -22,7 +22,6 @@ from runtime.ranks.collective import Waited
 from runtime.ranks.failure import FailureMonitor
 from runtime.ranks.groups import Channel
 from runtime.segment.code import SegmentCode
-from runtime.segment.fresh import fresh_gradients
 from runtime.segment.runner import SegmentRunner
 
 
@@ -62,7 +61,7 @@ class ProgramContext:
         found: dict[str, bool] = {}
         for index in self.runners:
             code = self.codes[index]
-            fresh = fresh_gradients(code)
+            fresh = code.fresh
             for name in code.held:
                 found[name] = found.get(name, True) and name in fresh
         return frozenset(name for name, own in found.items() if own)

@@ -42,7 +42,7 @@ class GradientReduction:
     """The reduction at one ``position`` of the program. A missing gradient counts as zeros.
 
     sums    parts of sums that were scattered before; where a parameter has one, that part is summed
-    fresh   parameters whose gradients may be written into (``runtime.segment.fresh``)
+    fresh   parameters whose gradients may be written into (``SegmentCode.fresh``)
     """
 
     def __init__(

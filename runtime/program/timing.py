@@ -82,12 +82,12 @@ def time_orders(
     """
     led = on_leaders(graph)
     graph, orders = led.graph, led.orders(orders)
-    ways = _ways(graph, microbatches, transfer_seconds)
-    steps = _steps(graph, orders, microbatches, ways)
+    dag = _dag(graph, microbatches, transfer_seconds)
+    steps = _steps(graph, orders, microbatches, dag)
     nodes = 3 * len(graph.segments) * microbatches
     start, position, sequence = [UNSET] * nodes, [-1] * nodes, [-1] * nodes
-    end = [UNSET] * (nodes + ways.tensors * microbatches)
-    free_at = [0.0] * len(ways.pairs)
+    end = [UNSET] * (nodes + dag.tensors * microbatches)
+    free_at = [0.0] * len(dag.pairs)
     clock, next_step = [0.0] * len(orders), [0] * len(orders)
     waiters: dict[int, int] = {}
     """The rank that waits for a node or an arrival; each is needed on one rank only."""
@@ -125,13 +125,13 @@ def time_orders(
             break
         clock[rank], next_step[rank] = now, index
     if done < sum(map(len, orders)):
-        raise _stuck(orders, next_step, waiters, ways, microbatches)
+        raise _stuck(orders, next_step, waiters, dag, microbatches)
     rank_ends = [[end[step[0]] for step in todo] for todo in steps]
     return Timing(max(clock, default=0.0), start, end[:nodes], position, sequence, rank_ends)
 
 
 @dataclass
-class _Ways:
+class _Dag:
     """The needs and sends of each row; a row is a segment in one of the three planes."""
 
     rows: int
@@ -160,26 +160,26 @@ class _Ways:
             self.needs[row].append(tensor)
 
 
-def _ways(graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSeconds) -> _Ways:
+def _dag(graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSeconds) -> _Dag:
     count = len(graph.segments)
     rows = 3 * count
-    ways = _Ways(rows, microbatches, [[] for _ in range(rows)], [[] for _ in range(rows)])
+    dag = _Dag(rows, microbatches, [[] for _ in range(rows)], [[] for _ in range(rows)])
     for value in graph.values:
         home = graph.segments[value.producer].rank
         for rank, consumers in consumers_by_rank(graph, value).items():
             if rank == home:
                 for consumer in consumers:
-                    ways.needs[consumer].append(value.producer * microbatches)
+                    dag.needs[consumer].append(value.producer * microbatches)
                     if value.needs_grad:
-                        ways.needs[count + value.producer].append((count + consumer) * microbatches)
+                        dag.needs[count + value.producer].append((count + consumer) * microbatches)
                 continue
             there = transfer_seconds(home, rank, value.size_bytes)
-            ways.carry(value.name, [value.producer], consumers, (home, rank), there)
+            dag.carry(value.name, [value.producer], consumers, (home, rank), there)
             if value.needs_grad:
                 back = transfer_seconds(rank, home, value.size_bytes)
                 backwards = [count + consumer for consumer in consumers]
-                ways.carry(f"d({value.name})", backwards, [count + value.producer], (rank, home), back)
-    return ways
+                dag.carry(f"d({value.name})", backwards, [count + value.producer], (rank, home), back)
+    return dag
 
 
 def consumers_by_rank(graph: SegmentGraph, value: Value) -> dict[int, list[int]]:
@@ -191,16 +191,16 @@ def consumers_by_rank(graph: SegmentGraph, value: Value) -> dict[int, list[int]]
 
 
 def _steps(
-    graph: SegmentGraph, orders: ComputeOrder, microbatches: int, ways: _Ways
+    graph: SegmentGraph, orders: ComputeOrder, microbatches: int, dag: _Dag
 ) -> list[list[_TimedCompute]]:
     """Return the orders as flat tuples, one per compute."""
     duration = compute_seconds(graph)
-    base = [row * microbatches for row in range(ways.rows)]
+    base = [row * microbatches for row in range(dag.rows)]
     offset = {kind: plane * len(graph.segments) for kind, plane in NODE_PLANE.items()}
     try:
         return [
             [
-                (base[row] + mb, mb, duration[type(c)][c.segment], ways.needs[row], ways.sends[row])
+                (base[row] + mb, mb, duration[type(c)][c.segment], dag.needs[row], dag.sends[row])
                 for c in order
                 for row, mb in ((offset[type(c)] + c.segment, c.microbatch),)
             ]
@@ -224,17 +224,17 @@ def compute_seconds(graph: SegmentGraph) -> dict[type, list[float]]:
 
 
 def _stuck(
-    orders: ComputeOrder, next_step: Sequence[int], waiters: dict[int, int], ways: _Ways, microbatches: int
+    orders: ComputeOrder, next_step: Sequence[int], waiters: dict[int, int], dag: _Dag, microbatches: int
 ) -> DeadlockError:
     """Return the error for orders whose ranks wait for each other, or for computes that nobody runs."""
     reasons = []
     for waited, rank in sorted(waiters.items(), key=lambda item: item[1]):
         compute: Compute = orders[rank][next_step[rank]]
         row, mb = divmod(waited, microbatches)
-        segments = ways.rows // 3
-        if row < ways.rows:
+        segments = dag.rows // 3
+        if row < dag.rows:
             text = f"{row % segments}{'FBW'[row // segments]}{mb}, which comes later on the same rank"
         else:
-            text = f"{ways.texts[row - ways.rows]}:{mb}"
+            text = f"{dag.texts[row - dag.rows]}:{mb}"
         reasons.append(f"rank {rank}: {compute} waits for {text}")
     return DeadlockError("time a schedule: its computes wait for each other forever", reasons)

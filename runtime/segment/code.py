@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
@@ -11,7 +12,18 @@ import torch
 from torch import fx
 
 from cost_models.layout import Mesh, Placement
+from runtime.ops.products import PRODUCTS, is_factor
 from runtime.segment.portable import PackedNode, pack, unpack
+
+aten = torch.ops.aten
+
+_WEIGHTED = PRODUCTS | {
+    aten.conv1d.default,
+    aten.conv2d.default,
+    aten.conv3d.default,
+    aten.embedding.default,
+}
+"""Ops whose weight's gradient is a new tensor; some keep more than that."""
 
 Dim: TypeAlias = int | sympy.Expr
 """A size, or an expression of the batch symbol (and of other dynamic sizes)."""
@@ -27,6 +39,10 @@ class TensorSpec:
     def concrete(self, symbols: Mapping[sympy.Symbol, int]) -> tuple[int, ...]:
         """Return the shape, in elements per dimension, once every symbol has a number."""
         return tuple(d if isinstance(d, int) else int(d.subs(symbols)) for d in self.shape)
+
+    def size_bytes(self, symbols: Mapping[sympy.Symbol, int]) -> int:
+        """Return the bytes of such a tensor, once every symbol has a number."""
+        return math.prod(self.concrete(symbols)) * self.dtype.itemsize
 
 
 InputKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch", "value"]
@@ -87,6 +103,17 @@ class SegmentCode:
         kinds = {i.name: i.kind for i in self.inputs if i.kind in ("parameter", "buffer", "constant")}
         written: dict[str, InputKind] = {o.name: "buffer" for o in self.outputs if o.kind == "buffer"}
         return {**written, **kinds}
+
+    @property
+    def fresh(self) -> frozenset[str]:
+        """The parameters whose gradients are new tensors that nobody else reads: a sum over ranks may be made in them."""
+        found: dict[str, bool] = {}
+        placeholders = self.module.graph.find_nodes(op="placeholder")
+        for node, given in zip(placeholders, self.inputs, strict=True):
+            if given.kind == "parameter":
+                alone = all(user.target in _WEIGHTED and is_factor(user, node) for user in node.users)
+                found[given.name] = found.get(given.name, True) and alone
+        return frozenset(name for name, alone in found.items() if alone)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Give plain data that can travel to another process (``runtime.segment.portable``)."""

@@ -32,7 +32,7 @@ def copied(task: Task) -> set[str]:
 
 def test_weights_are_summed_where_they_lie(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also those of layers that run together with the bridge in front of them (``runtime.ops.fused_linear``)."""
-    monkeypatch.setattr("passes.shard.program.ALONE_BYTES", 1)
+    monkeypatch.setattr("passes.shard.state.ALONE_BYTES", 1)
     _, mesh, forced = CASES["gpt batch and column row"]
     model, batch = Gpt().double(), gpt_batch(SAMPLES)
     task = task_of(model, batch, sharded_of(model, batch, mesh, forced))

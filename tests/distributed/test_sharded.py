@@ -24,8 +24,8 @@ from passes.lower.job import Job
 from passes.lower.lower import lower
 from passes.lower.segment import on_mesh
 from passes.search.feature.place import FeatureRequest, place_features
-from passes.shard.program import gradient_sums, shardings
 from passes.shard.shard import ShardedGraph, shard_graph
+from passes.shard.state import gradient_sums, shardings
 from passes.shard.traffic import traffic
 from passes.trace.trace import trace
 from runtime.check.check import check
@@ -350,8 +350,8 @@ def when_sums_start(task: Task) -> tuple[list[str], int]:
 
 
 def test_gradients_are_summed_while_backward_runs(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("passes.shard.program.FIRST_BUCKET_BYTES", 1024)
-    monkeypatch.setattr("passes.shard.program.BUCKET_BYTES", 4096)
+    monkeypatch.setattr("passes.shard.state.FIRST_BUCKET_BYTES", 1024)
+    monkeypatch.setattr("passes.shard.state.BUCKET_BYTES", 4096)
     model, batch = Gpt().double(), gpt_batch(SAMPLES)
     task = task_of(model, batch, sharded_of(model, batch, TWO, (BATCH,)))
     results = pool.run(when_sums_start, task, world_size=2, timeout_seconds=60)
@@ -364,7 +364,7 @@ def test_gradients_are_summed_while_backward_runs(pool: WorkerPool, monkeypatch:
 
 
 def test_gradients_that_are_summed_alone(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("passes.shard.program.ALONE_BYTES", 1)
+    monkeypatch.setattr("passes.shard.state.ALONE_BYTES", 1)
     torch.manual_seed(0)
     model, batch = Gpt().double(), gpt_batch(SAMPLES)
     sharded = sharded_of(model, batch, TWO, (BATCH,))

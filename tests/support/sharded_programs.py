@@ -6,8 +6,8 @@ rank 1: 0F0 0B0 0F1 0B1 +wte@0,1 step
 
 from __future__ import annotations
 
-from passes.shard.program import gradient_sums
 from passes.shard.shard import ShardedGraph
+from passes.shard.state import gradient_sums
 from runtime.program.order import build_programs
 from runtime.program.program import Backward, Compute, Forward, Program, Segment, SegmentCost, SegmentGraph
 

@@ -1,6 +1,6 @@
 """Parameters of a feature-wise placement: what keeping, summing, updating and gathering one costs.
 
-Small gradients are summed together (``passes.shard.program``): each is charged its part of such a sum's seconds, so that a
+Small gradients are summed together (``passes.shard.state``): each is charged its part of such a sum's seconds, so that a
 model of a hundred small parameters pays the network's latency a few times and not a hundred times.
 """
 
@@ -19,7 +19,7 @@ from cost_models.memory import OPTIMIZERS, StateBytes
 from cost_models.precision import ParameterPrecision, Precision
 from passes.graph.graph import OpGraph, once_per_graph
 from passes.search.feature.local import joined_links
-from passes.shard.program import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES
+from passes.shard.state import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES
 from passes.shard.words import Placements
 
 
@@ -68,7 +68,7 @@ def gradient_sums_of(
 
 
 def gathers_of(stored: Placements, state: Placements, mesh: Mesh) -> Iterator[OncePerStep]:
-    """After the update (``passes.shard.sums``): what each rank has updated a part of."""
+    """After the update (``passes.shard.state``): what each rank has updated a part of."""
     share = local_share(stored, mesh.shape)
     for axis, (kept, owned) in enumerate(zip(stored, state, strict=True)):
         if mesh.shape[axis] > 1 and kept != owned:

@@ -8,6 +8,7 @@ gradients  of operands taken R: equal on all ranks (R), or parts of a sum (~)
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -51,7 +52,7 @@ def combinations(trial: Trial) -> Iterator[tuple[Placement, ...]]:
     """Yield placements of the operands. If there are too many, the tensors of a list are all placed alike."""
     options = [_options(value) for value in trial.values]
     ties = list(range(len(options)))
-    if _count(options, ties) > MOST_COMBINATIONS:
+    if math.prod(map(len, options)) > MOST_COMBINATIONS:
         names = operand_names(trial.node)
         ties = [
             next(j for j in ties if names[j] == names[i] and trial.values[j].shape == trial.values[i].shape)
@@ -67,13 +68,6 @@ def combinations(trial: Trial) -> Iterator[tuple[Placement, ...]]:
 def _options(value: Tensor) -> list[Placement]:
     shards: list[Placement] = [Shard(d) for d, size in enumerate(value.shape) if size and size % AXIS == 0]
     return [R, *shards, *([P] if is_float(value) else [])]
-
-
-def _count(options: Sequence[Sequence[Placement]], ties: Sequence[int]) -> int:
-    count = 1
-    for leader in set(ties):
-        count *= len(options[leader])
-    return count
 
 
 def _supposed_outputs(trial: Trial) -> Iterator[Sequence[Placement]]:

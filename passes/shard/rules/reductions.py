@@ -58,22 +58,14 @@ def _mean(node: fx.Node) -> tuple[Choice, ...]:
     return reduce(node, summed=True, linear=_linear_in(node), local=MEAN)
 
 
-def _whole(node: fx.Node) -> tuple[Choice, ...]:
-    return reduce(node)
-
-
-def along(node: fx.Node, *, linear: bool = False, default: int | None = -1) -> tuple[Choice, ...]:
+def along(node: fx.Node, *, linear: bool = False) -> tuple[Choice, ...]:
     """Shard all dimensions but those worked on, which stay: softmax, cumsum, sort, topk."""
     rank = len(operands_shapes(node)[0])
-    dim = argument(node, "dim", default)
+    dim = argument(node, "dim", -1)
     gone = {d % rank for d in ([dim] if isinstance(dim, int) else dim)} if rank and dim is not None else set()
     letters = tuple(None if d in gone else letter for d, letter in enumerate(_letters(rank)))
     count = len(operands_shapes(node))
     return from_terms(node, [Term(letters, linear=linear)] * count, [Term(letters)] * len(tensors_of(node)))
-
-
-def _along(node: fx.Node) -> tuple[Choice, ...]:
-    return along(node)
 
 
 def _linear_along(node: fx.Node) -> tuple[Choice, ...]:
@@ -125,7 +117,7 @@ RULES: Mapping[object, Rule] = {
             aten.median.dim,
             aten.kthvalue.default,
         ),
-        _whole,
+        reduce,
     ),
     **dict.fromkeys(
         (
@@ -143,7 +135,7 @@ RULES: Mapping[object, Rule] = {
             aten.argsort.stable,
             aten.glu.default,
         ),
-        _along,
+        along,
     ),
     aten.cumsum.default: _linear_along,
     aten.diff.default: _diff,

@@ -10,6 +10,7 @@ sizes if they are not too many.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -95,7 +96,7 @@ def samples(node: fx.Node) -> Iterator[Sample]:
     specs = [spec for source in operands(node) for spec in tensor_specs(source)]
     real = tuple(tuple(_concrete(size) for size in spec.shape) for spec in specs)
     dtypes = tuple(spec.dtype for spec in specs)
-    elements = sum(_product(shape) for shape in real)
+    elements = sum(map(math.prod, real))
     if elements <= SMALL:
         yield Sample(node, real, dtypes, _same, {})
     new = _new_sizes(real)
@@ -139,10 +140,3 @@ def _draw(shape: tuple[int, ...], dtype: torch.dtype, positive: bool, high: int,
 
 def _same(number: Any) -> Any:
     return number
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result

@@ -15,7 +15,6 @@ from passes.shard.words import Choice
 
 aten = torch.ops.aten
 
-Shape: TypeAlias = tuple[int, ...]
 Letters: TypeAlias = list[str | None]
 
 
@@ -34,7 +33,7 @@ def reshape(node: fx.Node) -> tuple[Choice, ...]:
     return from_terms(node, [Term(tuple(left), linear=True), made][: len(operands_shapes(node))], [made])
 
 
-def outermost_pairs(before: Shape, after: Shape) -> list[tuple[int, int]]:
+def outermost_pairs(before: Sequence[int], after: Sequence[int]) -> list[tuple[int, int]]:
     """Find the outermost dimension on either side of each group of dimensions that hold the same elements on both."""
     left = [d for d, size in enumerate(before) if size != 1]
     right = [d for d, size in enumerate(after) if size != 1]
@@ -87,11 +86,8 @@ def _movedim(node: fx.Node, rank: int) -> list[int]:
     return [placed[k] if k in placed else next(rest) for k in range(rank)]
 
 
-def _kept(*names: str, default: int | None = None, removed: bool = False, second: bool = False) -> Rule:
-    """Keep dimensions named by arguments whole (or gone, ``removed``); the others may be sharded.
-
-    ``second``: further tensors have the same dimensions as the first.
-    """
+def _kept(*names: str, default: int | None = None, removed: bool = False) -> Rule:
+    """Keep dimensions named by arguments whole (or gone, ``removed``); the others may be sharded."""
 
     def rule(node: fx.Node) -> tuple[Choice, ...]:
         shapes = operands_shapes(node)
@@ -103,7 +99,7 @@ def _kept(*names: str, default: int | None = None, removed: bool = False, second
             whole |= {d % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
         letters: Letters = [None if d in whole else f"d{d}" for d in range(rank)]
         made = [x for d, x in enumerate(letters) if not removed or d not in whole]
-        term = Term(tuple(letters), linear=not second, added=second)
+        term = Term(tuple(letters), linear=True)
         return from_terms(node, [term] * len(shapes), [Term(tuple(made))] * len(tensors_of(node)))
 
     return rule
@@ -181,10 +177,15 @@ def _pad(node: fx.Node) -> tuple[Choice, ...]:
     return from_terms(node, [Term(letters, linear=zeros)], [Term(letters)])
 
 
-def _last_two(node: fx.Node) -> tuple[Choice, ...]:
-    rank = len(operands_shapes(node)[0])
-    letters = tuple(f"d{d}" if d < rank - 2 else None for d in range(rank))
-    return from_terms(node, [Term(letters, linear=True)], [Term(letters)])
+def _in_front_of(last: int) -> Rule:
+    """Make the rule of ops that work on the ``last`` dimensions: those in front may be sharded."""
+
+    def rule(node: fx.Node) -> tuple[Choice, ...]:
+        rank = len(operands_shapes(node)[0])
+        letters = tuple(f"d{d}" if d < rank - last else None for d in range(rank))
+        return from_terms(node, [Term(letters, linear=True)], [Term(letters)])
+
+    return rule
 
 
 def _diagonal(node: fx.Node) -> tuple[Choice, ...]:
@@ -200,13 +201,6 @@ def _unfold(node: fx.Node) -> tuple[Choice, ...]:
     dim = argument(node, "dimension") % rank
     letters = tuple(None if d == dim else f"d{d}" for d in range(rank))
     return from_terms(node, [Term(letters, linear=True)], [Term((*letters, None))])
-
-
-def _shuffle(node: fx.Node) -> tuple[Choice, ...]:
-    """Shard what is in front of (channels, height, width): channels become pixels."""
-    rank = len(operands_shapes(node)[0])
-    letters = tuple(f"d{d}" if d < rank - 3 else None for d in range(rank))
-    return from_terms(node, [Term(letters, linear=True)], [Term(letters)])
 
 
 RULES: Mapping[object, Rule] = {
@@ -267,10 +261,10 @@ RULES: Mapping[object, Rule] = {
     aten.repeat_interleave.self_int: _repeat_interleave,
     aten.pad.default: _pad,
     aten.constant_pad_nd.default: _pad,
-    aten.tril.default: _last_two,
-    aten.triu.default: _last_two,
+    aten.tril.default: _in_front_of(2),
+    aten.triu.default: _in_front_of(2),
     aten.diagonal.default: _diagonal,
     aten.unfold.default: _unfold,
-    aten.pixel_shuffle.default: _shuffle,
-    aten.pixel_unshuffle.default: _shuffle,
+    aten.pixel_shuffle.default: _in_front_of(3),  # channels become pixels
+    aten.pixel_unshuffle.default: _in_front_of(3),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.shard.program import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES, _buckets
+from passes.shard.state import ALONE_BYTES, BUCKET_BYTES, FIRST_BUCKET_BYTES, _buckets
 
 
 def graph_reading(sizes: dict[str, int], read: str) -> Any:

@@ -6,7 +6,6 @@ import torch
 from torch import fx
 
 from runtime.segment.code import SegmentCode, SegmentInput
-from runtime.segment.fresh import fresh_gradients
 
 aten = torch.ops.aten
 
@@ -28,14 +27,14 @@ def test_weights_of_products() -> None:
     code = code_of(
         [(aten.linear.default, ("x", "w", "b")), (aten.mm.default, (0, "v"))], ["x", "w", "b", "v"]
     )
-    assert fresh_gradients(code) == {"w", "v"}  # a bias gets the output's gradient where there is one row
+    assert code.fresh == {"w", "v"}  # a bias gets the output's gradient where there is one row
 
 
 def test_what_is_added_has_the_sums_gradient() -> None:
     code = code_of([(aten.add.Tensor, ("a", "c")), (aten.mm.default, ("x", 0))], ["x", "a", "c"])
-    assert fresh_gradients(code) == frozenset()
+    assert code.fresh == frozenset()
     code = code_of([(aten.addmm.default, ("a", "x", "c"))], ["x", "a", "c"])
-    assert fresh_gradients(code) == {"c"}
+    assert code.fresh == {"c"}
 
 
 def test_one_reader_of_another_kind_is_enough() -> None:
@@ -43,5 +42,5 @@ def test_one_reader_of_another_kind_is_enough() -> None:
         (aten.embedding.default, ("w", "x")),
         (aten.linear.default, (0, "w")),
     ]
-    assert fresh_gradients(code_of(ops, ["x", "w"])) == {"w"}  # tied: two new tensors are added
-    assert fresh_gradients(code_of([*ops, (aten.add.Tensor, (1, "w"))], ["x", "w"])) == frozenset()
+    assert code_of(ops, ["x", "w"]).fresh == {"w"}  # tied: two new tensors are added
+    assert code_of([*ops, (aten.add.Tensor, (1, "w"))], ["x", "w"]).fresh == frozenset()
