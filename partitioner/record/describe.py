@@ -36,7 +36,7 @@ from passes.lower.realize import Realized
 from passes.lower.summarize import state_names_of_segments
 from passes.search.baselines import Baseline
 from passes.search.layer.options import RecomputeMode
-from passes.search.outcome import MeshLabel, MeshTried, Outcome, RunnerUp
+from passes.search.outcome import Label, MeshTried, Outcome, RunnerUp
 from passes.search.request import Request
 from passes.search.strategies import STRATEGIES
 from passes.trace.precision import dominant_dtype, precision_notes
@@ -301,9 +301,9 @@ def _other_meshes(outcome: Outcome) -> list[Alternative]:
     """List the best of each other mesh and number of micro-batches looked at, by the search's own count of seconds."""
     details, chosen = outcome.details, outcome.label
     assert details is not None
-    best: dict[MeshLabel, MeshTried] = {}
+    best: dict[Label, MeshTried] = {}
     for tried in sorted(details.tried, key=_at_least):
-        best.setdefault(MeshLabel(tried.shape, tried.microbatches), tried)
+        best.setdefault(Label.of_mesh(tried.shape, tried.microbatches), tried)
     return [
         Alternative(
             strategy=str(label),

@@ -8,41 +8,26 @@ a stage that computes its blocks again    holds what its blocks read from outsid
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from passes.costs.costs import GraphCosts
 from passes.costs.recompute import computed_again
 from passes.search.touches import FloatArray, Touch
 
 IntArray: TypeAlias = NDArray[np.int64]
 
 
-class BlockCosts(Protocol):
-    """The part of ``passes.costs.costs.GraphCosts`` that is read here."""
-
-    @property
-    def saved(self) -> tuple[tuple[str, ...], ...]: ...
-    @property
-    def output_storages(self) -> tuple[tuple[str | None, ...], ...]: ...
-    @property
-    def weight_half(self) -> tuple[bool, ...]: ...
-    @property
-    def reads(self) -> tuple[tuple[tuple[int, str | None], ...], ...]: ...
-    @property
-    def maker(self) -> Mapping[str, int]: ...
-    def storage_bytes(self, batch_size: int) -> Mapping[str, int]: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Blocks:
     """The blocks of the placed ops 0 … n-1."""
 
-    costs: BlockCosts
+    costs: GraphCosts
     names: tuple[str, ...]
     of: IntArray
     """[n] index of the op's block; -1 outside of any."""
@@ -65,11 +50,12 @@ class Blocks:
     @cached_property
     def again(self) -> FloatArray:
         """[n] 1 for ops that run a second time where their block is computed again."""
-        op_of = {row: op for op, row in enumerate(self.rows.tolist())}
         result = np.zeros(len(self.rows))
         for ops in self.members:
             region = [int(row) for row in self.rows[list(ops)]]
-            result[[op_of[row] for row in computed_again(self.costs, region, deferring=False)]] = 1.0
+            result[[self._op_of_row[row] for row in computed_again(self.costs, region, deferring=False)]] = (
+                1.0
+            )
         return result
 
     @cached_property
@@ -99,16 +85,11 @@ class Blocks:
     @cached_property
     def storages(self) -> tuple[tuple[str, Touch], ...]:
         """Storage keys with the ops that make a stage hold them, when it computes all its blocks again."""
-        savers: dict[str, list[int]] = defaultdict(list)
-        holders: dict[str, list[int]] = defaultdict(list)
-        for op, row in enumerate(self.rows.tolist()):
-            block = int(self.of[op])
-            for key in self.costs.saved[row] if block < 0 else self._read_from_outside(op, block):
-                savers[key].append(op)
-            for storage in self.costs.output_storages[row]:
-                if storage is not None:
-                    holders[storage].append(op)
-        return touches(savers, holders, self.readers)
+        saved = [
+            self.costs.saved[row] if block < 0 else self._read_from_outside(op, block)
+            for op, (row, block) in enumerate(zip(self.rows.tolist(), self.of.tolist(), strict=True))
+        ]
+        return touches(self.costs, self.rows.tolist(), self.readers, saved)
 
     def sizes(self, size: int) -> FloatArray:
         """[storages] bytes per micro-batch of ``size`` samples."""
@@ -139,11 +120,15 @@ class Blocks:
 
 
 def touches(
-    savers: Mapping[str, Sequence[int]],
-    holders: Mapping[str, Sequence[int]],
+    costs: GraphCosts,
+    rows: Sequence[int],
     readers: Sequence[Sequence[int]],
+    saved: Iterable[Iterable[str]],
 ) -> tuple[tuple[str, Touch], ...]:
-    """List what makes a stage hold each storage. ``holders``: the ops whose results live in it, its maker first."""
+    """List what makes a stage hold each storage. ``saved``: the storages that each op has the stage keep."""
+    savers = ops_by_storage(saved)
+    # the ops whose results live in it, its maker first
+    holders = ops_by_storage(filter(None, costs.output_storages[row]) for row in rows)
     found = []
     for key in dict.fromkeys([*savers, *holders]):
         family = holders.get(key, [])
@@ -153,3 +138,12 @@ def touches(
         if mine or read_by:
             found.append((key, Touch(tuple(sorted(set(mine))), producer, tuple(sorted(read_by)))))
     return tuple(found)
+
+
+def ops_by_storage(storages: Iterable[Iterable[str]]) -> dict[str, list[int]]:
+    """Turn the storages of each op into the ops of each storage, rising."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for op, names in enumerate(storages):
+        for name in names:
+            found[name].append(op)
+    return found

@@ -7,64 +7,34 @@ Recomputed ops (masks, rotary tables) are not in it: every stage runs its own co
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.compute import OpSeconds
 from cost_models.devices import Device
 from cost_models.memory import state_bytes
 from cost_models.precision import Precision
+from passes.costs.costs import GraphCosts
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import colocated, state_readers
-from passes.search.blocks import Blocks, touches
+from passes.search.blocks import Blocks, ops_by_storage, touches
 from passes.search.bound import OpTimes
 from passes.search.touches import FloatArray, Touch
 
 IntArray: TypeAlias = NDArray[np.int64]
-T = TypeVar("T")
-G = TypeVar("G", bound=Hashable)
-
-
-class OpTableLike(Protocol):
-    """Arrays over ops for one micro-batch size."""
-
-    @property
-    def output_bytes(self) -> FloatArray: ...
-
-
-class Costs(Protocol):
-    """The part of ``passes.costs.costs.GraphCosts`` that the search reads."""
-
-    @property
-    def ops(self) -> tuple[str, ...]: ...
-    @property
-    def saved(self) -> tuple[tuple[str, ...], ...]: ...
-    @property
-    def output_storages(self) -> tuple[tuple[str | None, ...], ...]: ...
-    @property
-    def weight_half(self) -> tuple[bool, ...]: ...
-    def at(self, batch_size: int) -> OpTableLike: ...
-    @property
-    def reads(self) -> tuple[tuple[tuple[int, str | None], ...], ...]: ...
-    @property
-    def maker(self) -> Mapping[str, int]: ...
-    def seconds(self, batch_size: int, device: Device) -> OpSeconds: ...
-    def storage_bytes(self, batch_size: int) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True, eq=False)
 class LayerModel:
     """The placed ops of a graph, 0 … n-1 in the order of the model's own code, and what they touch."""
 
-    costs: Costs
+    costs: GraphCosts
     names: tuple[str, ...]
     rows: IntArray
     """[n] positions in ``costs.ops``."""
@@ -96,29 +66,20 @@ class LayerModel:
         """[n] seconds of each op's second forward, where its block is computed again."""
         return np.asarray(self.costs.seconds(size, device).forward)[self.rows] * self.blocks.again
 
-    def times(self, size: int, devices: Sequence[Device]) -> OpTimes:
-        """Seconds by phase, for the bound on simulated time."""
-        each = [self.costs.seconds(size, device) for device in devices]
+    def smallest_times(self, batch_size: int, microbatches: int, devices: Sequence[Device]) -> OpTimes:
+        """Seconds by phase of the smallest micro-batch, for the bound on simulated time.
+
+        As the simulation has them: the largest one's, in proportion to samples.
+        """
+        share = smallest_share(batch_size, microbatches)
+        each = [self.costs.seconds(-(-batch_size // microbatches), device) for device in devices]
         return OpTimes(
             self.readers,
-            np.stack([np.asarray(s.forward)[self.rows] for s in each]),
-            np.stack([np.asarray(s.backward_input)[self.rows] for s in each]),
-            np.stack([np.asarray(s.backward_weight)[self.rows] for s in each]),
+            share * np.stack([np.asarray(s.forward)[self.rows] for s in each]),
+            share * np.stack([np.asarray(s.backward_input)[self.rows] for s in each]),
+            share * np.stack([np.asarray(s.backward_weight)[self.rows] for s in each]),
             self.differentiable,
             self.loss,
-        )
-
-    def smallest_times(self, batch_size: int, microbatches: int, devices: Sequence[Device]) -> OpTimes:
-        """Times of the smallest micro-batch, as the simulation has it: the largest one's, in proportion to samples."""
-        share = smallest_share(batch_size, microbatches)
-        times = self.times(-(-batch_size // microbatches), devices)
-        return OpTimes(
-            times.readers,
-            share * times.forward,
-            share * times.backward_input,
-            share * times.backward_weight,
-            times.differentiable,
-            times.loss,
         )
 
     def storage_sizes(self, size: int) -> FloatArray:
@@ -138,7 +99,7 @@ class LayerModel:
         return np.array([size for size, _ in self.states], dtype=np.float64)
 
 
-def read_model(graph: OpGraph, costs: Costs, optimizer: str, precision: Precision) -> LayerModel:
+def read_model(graph: OpGraph, costs: GraphCosts, optimizer: str, precision: Precision) -> LayerModel:
     """Collect the arrays. Costs and graph must list the same ops in the same order."""
     skipped = recomputed_ops(graph)
     position = {name: row for row, name in enumerate(costs.ops)}
@@ -146,14 +107,15 @@ def read_model(graph: OpGraph, costs: Costs, optimizer: str, precision: Precisio
     index = {node.name: i for i, node in enumerate(placed)}
     readers = tuple(tuple(sorted(index[u.name] for u in node.users if u.name in index)) for node in placed)
     rows = np.array([position[node.name] for node in placed], dtype=np.int64)
+    deferred = (costs.saved[row] if costs.weight_half[row] else () for row in rows)
     return LayerModel(
         costs=costs,
         names=tuple(node.name for node in placed),
         rows=rows,
         readers=readers,
         differentiable=np.array([node.name in graph.needs_grad for node in placed], dtype=bool),
-        storages=_storages(costs, rows, readers),
-        deferred=_deferred(costs, rows),
+        storages=touches(costs, rows.tolist(), readers, (costs.saved[row] for row in rows)),
+        deferred=tuple((name, Touch(tuple(ops))) for name, ops in ops_by_storage(deferred).items()),
         parameterized=np.array([u for u, row in enumerate(rows) if costs.weight_half[row]], dtype=np.int64),
         states=_states(graph, index, optimizer, precision),
         together=tuple(
@@ -167,34 +129,16 @@ def read_model(graph: OpGraph, costs: Costs, optimizer: str, precision: Precisio
 
 
 def _blocks(
-    graph: OpGraph, costs: Costs, names: Sequence[str], rows: IntArray, readers: tuple[tuple[int, ...], ...]
+    graph: OpGraph,
+    costs: GraphCosts,
+    names: Sequence[str],
+    rows: IntArray,
+    readers: tuple[tuple[int, ...], ...],
 ) -> Blocks:
     found = block_of(graph)
     index = {block: i for i, block in enumerate(dict.fromkeys(found.values()))}
     of = np.array([index.get(found.get(name, ""), -1) for name in names], dtype=np.int64)
     return Blocks(costs, tuple(index), of, rows, readers)
-
-
-def _storages(
-    costs: Costs, rows: IntArray, readers: Sequence[Sequence[int]]
-) -> tuple[tuple[str, Touch], ...]:
-    savers: dict[str, list[int]] = defaultdict(list)
-    holders: dict[str, list[int]] = defaultdict(list)
-    for op, row in enumerate(rows.tolist()):
-        for key in costs.saved[row]:
-            savers[key].append(op)
-        for storage in costs.output_storages[row]:
-            if storage is not None:
-                holders[storage].append(op)
-    return touches(savers, holders, readers)
-
-
-def _deferred(costs: Costs, rows: IntArray) -> tuple[tuple[str, Touch], ...]:
-    savers: dict[str, list[int]] = defaultdict(list)
-    for op, row in enumerate(rows.tolist()):
-        for key in costs.saved[row] if costs.weight_half[row] else ():
-            savers[key].append(op)
-    return tuple((key, Touch(tuple(ops))) for key, ops in savers.items())
 
 
 def _states(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from cost_models.units import counted
 from passes.lower.candidate import Candidate, Trail
@@ -13,100 +12,48 @@ from passes.split.split import Split
 
 
 @dataclass(frozen=True)
-class StagesLabel:
-    """A pipeline: ``8 stages, 1f1b, 32 micro-batches, 2 stages recompute``."""
+class Label:
+    """A candidate in a few words, and the kind by which runner-ups are told apart."""
 
-    stages: int
-    schedule: str
-    microbatches: int
-    recomputing: int = 0
-    """Stages that compute activations again."""
+    text: str
+    kind: tuple[object, ...]
+
+    def __str__(self) -> str:
+        return self.text
 
     @staticmethod
-    def of(candidate: Candidate) -> StagesLabel:
-        """Label a pipeline by its candidate."""
-        recomputing = sum(map(bool, candidate.recomputed_blocks))
-        return StagesLabel(len(candidate.groups), candidate.schedule, candidate.microbatches, recomputing)
+    def of_stages(candidate: Candidate) -> Label:
+        """Label a pipeline: ``8 stages, 1f1b, 32 micro-batches, 2 stages recompute``; splits of a schedule are alike."""
+        schedule, count = candidate.schedule, candidate.microbatches
+        text = f"{counted(len(candidate.groups), 'stage')}, {schedule}, {counted(count, 'micro-batch')}"
+        if recomputing := sum(map(bool, candidate.recomputed_blocks)):
+            text += f", {counted(recomputing, 'stage')} recompute"
+        return Label(text, (schedule, count))
 
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """The kind by which runner-ups are told apart: splits of one schedule are much alike."""
-        return self.schedule, self.microbatches
+    @staticmethod
+    def of_layer_wise(candidate: Candidate) -> Label:
+        """Label the layer-wise plan that a free search began with."""
+        plan = Label.of_stages(candidate)
+        return Label(f"layer-wise: {plan}", ("layer-wise", *plan.kind))
 
-    def __str__(self) -> str:
-        text = (
-            f"{counted(self.stages, 'stage')}, {self.schedule}, {counted(self.microbatches, 'micro-batch')}"
-        )
-        return f"{text}, {counted(self.recomputing, 'stage')} recompute" if self.recomputing else text
+    @staticmethod
+    def of_trail(trail: Trail, microbatches: int) -> Label:
+        """Label a free placement by the way it was found: ``annealed, moved, 8 micro-batches``, numbers aside."""
+        origins = tuple(origin for origin, _ in trail.steps)
+        return Label(f"{trail}, {counted(microbatches, 'micro-batch')}", (origins, microbatches))
 
+    @staticmethod
+    def of_variant(segments: int, microbatches: int, splits: int) -> Label:
+        """Label the best free placement of one graph: ``14 segments, 2 micro-batches, 3 ops split`` in blocks."""
+        text = f"{counted(segments, 'segment')}, {counted(microbatches, 'micro-batch')}"
+        text += f", {counted(splits, 'op')} split" if splits else ""
+        return Label(text, (segments, microbatches, splits))
 
-@dataclass(frozen=True)
-class TrailLabel:
-    """A free placement by the way it was found: ``annealed, moved, 8 micro-batches``."""
-
-    trail: Trail
-    microbatches: int
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """The kind by which runner-ups are told apart: their origins, whatever the numbers."""
-        return tuple(origin for origin, _ in self.trail.steps), self.microbatches
-
-    def __str__(self) -> str:
-        return f"{self.trail}, {counted(self.microbatches, 'micro-batch')}"
-
-
-@dataclass(frozen=True)
-class VariantLabel:
-    """The best free placement of one graph: ``14 segments, 2 micro-batches, 3 ops split``."""
-
-    segments: int
-    microbatches: int
-    splits: int
-    """Ops that run in blocks of neurons."""
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """The kind by which runner-ups are told apart: each variant is its own."""
-        return self.segments, self.microbatches, self.splits
-
-    def __str__(self) -> str:
-        text = f"{counted(self.segments, 'segment')}, {counted(self.microbatches, 'micro-batch')}"
-        return f"{text}, {counted(self.splits, 'op')} split" if self.splits else text
-
-
-@dataclass(frozen=True)
-class LayerWiseLabel:
-    """The layer-wise plan that a free search began with."""
-
-    plan: StagesLabel
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """The kind by which runner-ups are told apart."""
-        return "layer-wise", *self.plan.kind
-
-    def __str__(self) -> str:
-        return f"layer-wise: {self.plan}"
-
-
-@dataclass(frozen=True)
-class MeshLabel:
-    """A sharding of all ops: ``mesh 2×4, 8 micro-batches``."""
-
-    shape: tuple[int, ...]
-    microbatches: int
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """The kind by which runner-ups are told apart."""
-        return self.shape, self.microbatches
-
-    def __str__(self) -> str:
-        return f"mesh {'×'.join(map(str, self.shape))}, {counted(self.microbatches, 'micro-batch')}"
-
-
-Label: TypeAlias = StagesLabel | TrailLabel | VariantLabel | LayerWiseLabel | MeshLabel
+    @staticmethod
+    def of_mesh(shape: tuple[int, ...], microbatches: int) -> Label:
+        """Label a sharding of all ops: ``mesh 2×4, 8 micro-batches``."""
+        text = f"mesh {'×'.join(map(str, shape))}, {counted(microbatches, 'micro-batch')}"
+        return Label(text, (shape, microbatches))
 
 
 @dataclass(frozen=True)
@@ -195,7 +142,7 @@ class Outcome:
         """The best candidate in a few words."""
         candidate = self.best.candidate
         if candidate.sharding is not None:
-            return MeshLabel(candidate.sharding.mesh.shape, candidate.microbatches)
+            return Label.of_mesh(candidate.sharding.mesh.shape, candidate.microbatches)
         if candidate.contiguous:
-            return StagesLabel.of(candidate)
-        return VariantLabel(len(self.carried.realized.groups), candidate.microbatches, len(self.splits))
+            return Label.of_stages(candidate)
+        return Label.of_variant(len(self.carried.realized.groups), candidate.microbatches, len(self.splits))

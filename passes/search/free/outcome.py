@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.free.variants import Attempt, TimeBudget
-from passes.search.outcome import LayerWiseLabel, Outcome, RunnerUp, StagesLabel
+from passes.search.outcome import Label, Outcome, RunnerUp
 
 
 def fastest(found: Sequence[Attempt], start: Outcome | None, budget: TimeBudget) -> Outcome:
@@ -61,6 +61,6 @@ def _others(found: Sequence[Attempt], start: Outcome | None) -> tuple[RunnerUp, 
         for attempt in found
     ]
     if start is not None:
-        label = LayerWiseLabel(StagesLabel.of(start.best.candidate))
+        label = Label.of_layer_wise(start.best.candidate)
         others.append(RunnerUp.of(label, start.best))
     return tuple(others)

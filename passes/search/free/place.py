@@ -30,7 +30,7 @@ from passes.search.free.problem import evaluate
 from passes.search.free.request import FreeRequest
 from passes.search.free.search import CountSearch
 from passes.search.judge import Judge, Simulated, memory_rounds
-from passes.search.outcome import Outcome, RunnerUp, TrailLabel
+from passes.search.outcome import Label, Outcome, RunnerUp
 
 log = logging.getLogger("partitioner")
 
@@ -106,7 +106,7 @@ def _runner_ups(tried: Sequence[Simulated], best: Simulated) -> tuple[RunnerUp, 
     """List what was simulated and not chosen, fastest first, but for the neighbours that climbing looked at."""
     told = [s for s in tried if s is not best and s.candidate.trail != CLIMBED]
     return tuple(
-        RunnerUp.of(TrailLabel(s.candidate.trail, s.candidate.microbatches), s)
+        RunnerUp.of(Label.of_trail(s.candidate.trail, s.candidate.microbatches), s)
         for s in sorted(told, key=lambda s: s.step_seconds)
     )
 

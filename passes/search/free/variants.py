@@ -24,7 +24,7 @@ from passes.search.free.request import FreeRequest
 from passes.search.free.shapes import Shape
 from passes.search.judge import Carried, Judge
 from passes.search.layer.place import LayerRequest, place_layers
-from passes.search.outcome import Outcome, VariantLabel
+from passes.search.outcome import Label, Outcome
 from passes.search.pins import matches
 from passes.split.split import Split, split_neurons
 
@@ -123,10 +123,10 @@ class Attempt:
     carried: Carried
 
     @property
-    def label(self) -> VariantLabel:
+    def label(self) -> Label:
         """Label of the attempt in comparisons of plans."""
         count = self.search.best.candidate.microbatches
-        return VariantLabel(len(self.carried.realized.groups), count, len(self.variant.splits))
+        return Label.of_variant(len(self.carried.realized.groups), count, len(self.variant.splits))
 
 
 def place_variant(

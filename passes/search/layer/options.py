@@ -6,12 +6,12 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
+from cost_models.cluster import ClusterSpec
 from cost_models.devices import Device
-from cost_models.links import Path
 from passes.search.layer.problem import DeviceKind, Held, LayerProblem, Recompute
 from passes.search.layer.spaces import Space
 from passes.search.layer.tuning import TUNING
@@ -32,14 +32,6 @@ AUTO_SCHEDULES: tuple[tuple[str, int], ...] = (
     ("gpipe", 1),
 )
 """(name, chunks per device) that "auto" compares."""
-
-
-class Cluster(Protocol):
-    """The part of ``cost_models.cluster.ClusterSpec`` that the search reads."""
-
-    @property
-    def devices(self) -> Sequence[Device]: ...
-    def path(self, a: int, b: int) -> Path: ...
 
 
 @dataclass(frozen=True)
@@ -124,7 +116,7 @@ class DeviceTable:
     """Per rank."""
 
 
-def device_table(cluster: Cluster) -> DeviceTable:
+def device_table(cluster: ClusterSpec) -> DeviceTable:
     """Group devices whose every op takes equally long."""
     rows: dict[tuple[object, ...], int] = {}
     first: list[Device] = []
@@ -145,7 +137,7 @@ def device_table(cluster: Cluster) -> DeviceTable:
 
 
 def device_plan(
-    cluster: Cluster, table: DeviceTable, chunks: int, folded: bool, max_stages: int
+    cluster: ClusterSpec, table: DeviceTable, chunks: int, folded: bool, max_stages: int
 ) -> DevicePlan:
     """Make the ways in which a pipeline with ``chunks`` stages per device may use the cluster.
 
@@ -186,7 +178,7 @@ def device_plan(
 
 
 def _single(
-    cluster: Cluster, table: DeviceTable, assignment: str, sequence: tuple[int, ...], text: str
+    cluster: ClusterSpec, table: DeviceTable, assignment: str, sequence: tuple[int, ...], text: str
 ) -> DevicePlan:
     """Each device a kind of its own."""
     devices = cluster.devices
@@ -207,7 +199,7 @@ def _single(
     )
 
 
-def _multiset(cluster: Cluster, groups: Sequence[tuple[tuple[int, int], list[int]]]) -> DevicePlan:
+def _multiset(cluster: ClusterSpec, groups: Sequence[tuple[tuple[int, int], list[int]]]) -> DevicePlan:
     """Unlike devices in any order: a kind per speed and memory, links by the worst that neighbours of the
     kinds have."""
     kinds = tuple(
@@ -228,7 +220,7 @@ def _multiset(cluster: Cluster, groups: Sequence[tuple[tuple[int, int], list[int
     return DevicePlan(kinds, latency, rate, "unordered", (), tuple(tuple(ranks) for _, ranks in groups), text)
 
 
-def _link(cluster: Cluster, a: int, b: int) -> tuple[float, float]:
+def _link(cluster: ClusterSpec, a: int, b: int) -> tuple[float, float]:
     """Latency of a message each way, and seconds per byte."""
     path = cluster.path(a, b)
     return 2 * path.latency_seconds, 1.0 / path.bandwidth_bytes_per_second

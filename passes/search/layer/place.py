@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
 from cost_models.units import counted
+from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.judge import Judge, memory_rounds
@@ -30,7 +32,6 @@ from passes.search.layer.judge import (
     fastest_seconds,
 )
 from passes.search.layer.options import (
-    Cluster,
     Option,
     RecomputeMode,
     device_table,
@@ -41,8 +42,8 @@ from passes.search.layer.search import LayerSearch, OptionResult, Solved
 from passes.search.layer.spaces import spaces
 from passes.search.layer.tuning import TUNING
 from passes.search.microbatches import accepted_counts
-from passes.search.model import Costs, read_model
-from passes.search.outcome import Outcome, RunnerUp, StagesLabel
+from passes.search.model import read_model
+from passes.search.outcome import Label, Outcome, RunnerUp
 from passes.search.pins import resolve_pins
 from passes.search.request import Request
 from passes.search.words import StrategyName
@@ -76,7 +77,7 @@ class LayerRequest(Request):
 
 
 def place_layers(
-    graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerRequest, judge: Judge
+    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: LayerRequest, judge: Judge
 ) -> Outcome:
     """Search, simulate the best candidates, return the best that fits.
 
@@ -102,7 +103,7 @@ def place_layers(
     )
 
 
-def prepare(graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerRequest) -> LayerSearch:
+def prepare(graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: LayerRequest) -> LayerSearch:
     """Everything that the search of ``request`` reads, as arrays."""
     _refuse_too_few_devices(cluster, request)
     model = read_model(graph, costs, request.job.optimizer, request.job.precision)
@@ -127,7 +128,7 @@ def prepare(graph: OpGraph, costs: Costs, cluster: Cluster, request: LayerReques
     )
 
 
-def _refuse_too_few_devices(cluster: Cluster, request: LayerRequest) -> None:
+def _refuse_too_few_devices(cluster: ClusterSpec, request: LayerRequest) -> None:
     world = len(cluster.devices)
     if request.min_stages is not None and request.min_stages > world:
         raise InfeasibleError(
@@ -239,12 +240,12 @@ def _runner_ups(
 ) -> tuple[RunnerUp, ...]:
     """List what was judged and not chosen, by time."""
     found = [
-        RunnerUp.of(StagesLabel.of(judged.simulated.candidate), judged.simulated)
+        RunnerUp.of(Label.of_stages(judged.simulated.candidate), judged.simulated)
         for judged in tried
         if judged is not best
     ]
     for solved, seconds in bounded:
-        label = StagesLabel.of(candidate_of(search, solved))
+        label = Label.of_stages(candidate_of(search, solved))
         peak_bytes = round(max(estimated_bytes(search, solved)))
         found.append(RunnerUp(label, seconds, peak_bytes, bounded=True))
     return tuple(sorted(found, key=lambda runner_up: runner_up.step_seconds))

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from cost_models.cluster import ClusterSpec
 from cost_models.devices import Device
 from passes.search.bound import simulated_lower_bound
 from passes.search.layer.dp import DpResult, solve_dp
 from passes.search.layer.options import (
-    Cluster,
     DevicePlan,
     DeviceTable,
     Numbers,
@@ -62,7 +62,7 @@ class LayerSearch:
     """Everything the search reads, and caches per micro-batch size and kind of schedule."""
 
     model: LayerModel
-    cluster: Cluster
+    cluster: ClusterSpec
     table: DeviceTable
     spaces: Sequence[Space]
     batch_size: int

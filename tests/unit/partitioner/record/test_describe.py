@@ -13,8 +13,8 @@ from cost_models.errors import PlanError
 from partitioner import Plan, Workload, partition, trace
 from partitioner.record.describe import MOST_RUNNER_UPS, distinct_runner_ups
 from partitioner.record.rebuild import refuse_other_model
-from passes.lower.candidate import Origin, Trail
-from passes.search.outcome import LayerWiseLabel, RunnerUp, StagesLabel, TrailLabel, VariantLabel
+from passes.lower.candidate import Candidate, Origin, Trail
+from passes.search.outcome import Label, RunnerUp
 from tests.support.bad_workloads import Net, NoLoss, batch
 
 TWO = ClusterSpec.parse("A100-40GB:2")
@@ -127,9 +127,13 @@ def test_an_image_of_labels_is_no_text() -> None:
     assert made.prediction.tokens_per_second is None
 
 
+def pipeline(stages: int, schedule: str, microbatches: int) -> Candidate:
+    return Candidate({}, tuple((rank,) for rank in range(stages)), microbatches, schedule)
+
+
 def test_runner_ups_are_the_best_of_their_kind() -> None:
     def entry(stages: int, schedule: str, microbatches: int, seconds: float, over: int = 0) -> RunnerUp:
-        return RunnerUp(StagesLabel(stages, schedule, microbatches), seconds, 1, over)
+        return RunnerUp(Label.of_stages(pipeline(stages, schedule, microbatches)), seconds, 1, over)
 
     overflows = entry(2, "1f1b", 8, 1.0, over=1)
     few = [entry(4, "zb-v", 1, 3.0), entry(2, "zb-v", 1, 2.0), overflows]
@@ -143,14 +147,14 @@ def test_runner_ups_are_the_best_of_their_kind() -> None:
 
 def test_runner_ups_of_a_free_search_are_told_apart_by_how_they_were_found() -> None:
     def found_by(origin: Origin, number: int, microbatches: int, seconds: float) -> RunnerUp:
-        return RunnerUp(TrailLabel(Trail.of(origin, number), microbatches), seconds, 1)
+        return RunnerUp(Label.of_trail(Trail.of(origin, number), microbatches), seconds, 1)
 
     runs, more = (found_by(Origin.CONTIGUOUS_RUNS, number, 2, 1.0 + number) for number in (3, 4))
     others = [
         found_by(Origin.CONTIGUOUS_RUNS, 3, 4, 6.0),
         found_by(Origin.ANNEALED, 0, 2, 7.0),
-        RunnerUp(VariantLabel(14, 2, 3), 8.0, 1),
-        RunnerUp(LayerWiseLabel(StagesLabel(2, "1f1b", 2)), 9.0, 1),
+        RunnerUp(Label.of_variant(14, 2, 3), 8.0, 1),
+        RunnerUp(Label.of_layer_wise(pipeline(2, "1f1b", 2)), 9.0, 1),
     ]
     assert distinct_runner_ups([more, *others, runs]) == [runs, *others]
 
