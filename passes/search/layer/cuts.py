@@ -53,7 +53,7 @@ class CutProgram:
                 key = (float(problem.link_latency_seconds[a, b]), float(problem.link_seconds_per_byte[a, b]))
                 self.link_class[a, b] = key
                 if key not in self.links:
-                    self.links[key] = table.link_seconds(problem, a, b)
+                    self.links[key] = table.link_seconds(a, b)
             if problem.charges_cut(k):
                 for i, into in enumerate(self.charged_into[k - 1]):
                     into += {self.link_class[s.kind, later[i].kind] for s in level if i in s.next}

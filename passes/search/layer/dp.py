@@ -16,8 +16,8 @@ import time
 from dataclasses import dataclass, replace
 
 from passes.search.layer.cuts import CutProgram
-from passes.search.layer.problem import LayerProblem, Split, evaluate
-from passes.search.layer.table import Geometry, StageTable, stage_table
+from passes.search.layer.problem import LayerProblem, StageSplit, evaluate
+from passes.search.layer.table import Geometry, StageTable
 
 
 @dataclass(frozen=True)
@@ -25,15 +25,11 @@ class DpResult:
     """``splits``: distinct, best first; empty if nothing fits. No split of the space is below
     ``bound_seconds``."""
 
-    splits: tuple[Split, ...]
+    splits: tuple[StageSplit, ...]
     bound_seconds: float
     optimal: bool
     thresholds: int
     """Dynamic programs solved."""
-
-    @property
-    def best(self) -> Split | None:
-        return self.splits[0] if self.splits else None
 
 
 def solve_dp(
@@ -51,16 +47,15 @@ def solve_dp(
     ``time.perf_counter`` to stop at. ``cutoff_seconds``: splits above it are of no interest; what is
     returned then may be empty with a bound ≥ cutoff.
     """
-    geometry = geometry or Geometry(problem.structure)
-    table = stage_table(problem, geometry)
-    if not problem.pins:
-        return _Search(problem, table, keep, relative_gap, deadline, cutoff_seconds).run()
-    # a pin counts stages from the front, the program counts from the end: one search per number of stages
-    results = []
-    first = max(problem.stage_counts[0], max(problem.pins.values()) + 1)
-    for p in range(first, problem.max_stages + 1):
-        fixed = replace(problem, stage_counts=(p, p))
-        results.append(_Search(fixed, table, keep, relative_gap, deadline, cutoff_seconds).run())
+    table = StageTable(problem, geometry or Geometry(problem.structure))
+    problems = [problem]
+    if problem.pins:
+        # a pin counts stages from the front, the program counts from the end: one search per number of stages
+        first = max(problem.stage_counts[0], max(problem.pins.values()) + 1)
+        problems = [replace(problem, stage_counts=(p, p)) for p in range(first, problem.max_stages + 1)]
+    results: list[DpResult] = []
+    for each in problems:
+        results.append(_Bisection(each, table, keep, relative_gap, deadline, cutoff_seconds).run())
         best = min((r.splits[0].objective_seconds for r in results if r.splits), default=math.inf)
         cutoff_seconds = min(cutoff_seconds, best * (1 + 1e-9)) if keep == 1 else cutoff_seconds
     splits = sorted((s for r in results for s in r.splits), key=lambda s: s.objective_seconds)
@@ -70,7 +65,7 @@ def solve_dp(
     )
 
 
-class _Search:
+class _Bisection:
     """Branch and bound over intervals of bottlenecks of one problem."""
 
     def __init__(
@@ -85,7 +80,7 @@ class _Search:
         self.problem, self.keep, self.deadline = problem, keep, deadline
         self.gap, self.cutoff = relative_gap, cutoff_seconds
         self.program = CutProgram(problem, table)
-        self.found: dict[tuple[tuple[int, ...], tuple[int, ...]], Split] = {}
+        self.found: dict[tuple[tuple[int, ...], tuple[int, ...]], StageSplit] = {}
         self.best_seconds = math.inf
         self.best_threshold = math.inf
         self.solved = 0
@@ -163,7 +158,7 @@ class _Search:
             self.best_seconds, self.best_threshold = split.objective_seconds, bottleneck
         return ends[0][0], min(split.bottleneck_seconds, bottleneck)
 
-    def _keep(self, end: tuple[int, int]) -> Split:
+    def _keep(self, end: tuple[int, int]) -> StageSplit:
         split = evaluate(self.problem, *self.program.trace_back(*end))
         self.found.setdefault((split.stage_of, split.kinds), split)
         return split

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -13,11 +14,10 @@ from cost_models.errors import InfeasibleError
 from cost_models.units import counted, format_bytes
 from passes.search.infeasible import shortfalls
 from passes.search.layer.dp import solve_dp
-from passes.search.layer.options import Option, layer_problem, microbatch_counts, numbers
-from passes.search.layer.problem import DeviceKind, LayerProblem, Split
-from passes.search.layer.search import LayerSearch, Solved, device_overflow
-from passes.search.layer.spaces import Space
-from passes.search.layer.table import Geometry
+from passes.search.layer.judge import Judged
+from passes.search.layer.options import DevicePlan, ScheduleOption, microbatch_counts
+from passes.search.layer.problem import DevicePool, StageSplit
+from passes.search.layer.search import LayerSearch, device_overflow
 from passes.search.layer.tuning import TUNING
 
 NO_WAY = (
@@ -27,33 +27,27 @@ NO_SPLIT = "other pins, another number of stages or another schedule: together t
 
 
 def infeasible(
-    search: LayerSearch,
-    auto_microbatches: bool,
-    least: Solved | None = None,
-    peak_bytes: Sequence[int] | None = None,
-    capacity_scale: float = 1.0,
+    search: LayerSearch, auto_microbatches: bool, least: Judged | None, capacity_scale: float
 ) -> InfeasibleError:
-    """The error for a request that does not fit, with the shortfall of the least-bad split and what would
-    fit.
+    """The error for a request that does not fit, with the shortfall of the least-bad split and what would fit.
 
-    ``least`` and ``peak_bytes`` (per rank): the least-bad candidate that was simulated; None if not even the
-    surrogate's memory fitted anything.
+    ``least``: the least-bad candidate that was simulated; None if not even the surrogate's memory fitted anything.
     """
     devices = search.cluster.devices
     option = _leanest(search.options)
-    because = [f"{_words(search, option)}, the least-bad split:"]
-    found: tuple[LayerProblem, Split] | None = None
-    if least is not None and peak_bytes is not None:
-        because = [f"{_words(search, least.option)}, the least-bad split, simulated:"]
-        because += shortfalls(enumerate(peak_bytes), devices)
+    no_way = NO_WAY
+    if least is not None:
+        because = [f"{_words(search, least.solved.option)}, the least-bad split, simulated:"]
+        because += shortfalls(enumerate(least.simulated.peak_bytes), devices)
     else:
-        found = _least_bad(search, option)
-        if found is None:
+        because = [f"{_words(search, option)}, the least-bad split:"]
+        split = _least_bad(search, option)
+        if split is None:
+            no_way = NO_SPLIT
             because.append(
                 "no split obeys the pins, the number of stages and the schedule, whatever the memory"
             )
         else:
-            _, split = found
             ranks = search.plan(option).ranks_of(split.kinds, option.chunks)
             used: Counter[int] = Counter()
             for rank, size in zip(ranks, split.memory_bytes, strict=True):
@@ -63,49 +57,48 @@ def infeasible(
     return InfeasibleError(
         f"no layer-wise plan fits {len(devices)} devices at batch size {search.batch_size}",
         because,
-        ways or [NO_WAY if least is not None or found is not None else NO_SPLIT],
+        ways or [no_way],
     )
 
 
-def _leanest(options: Sequence[Option]) -> Option:
+def _leanest(options: Sequence[ScheduleOption]) -> ScheduleOption:
     """The option that holds the least: smallest micro-batches, then the order that releases them first."""
     order = {"1f1b": 0, "list": 1, "zb-h1": 2}
     return max(options, key=lambda o: (o.microbatches, -order.get(o.schedule, 3)))
 
 
-def _words(search: LayerSearch, option: Option) -> str:
+def _words(search: LayerSearch, option: ScheduleOption) -> str:
     return (
         f"{option.schedule} with {counted(option.microbatches, 'micro-batch')} of up to "
         f"{counted(option.size(search.batch_size), 'sample')}"
     )
 
 
-def fitting_split(problem: LayerProblem | None, space: Space) -> Split | None:
-    """Any split that fits, quickly; None if there is none."""
-    if problem is None:
-        return None
-    geometry = (
-        space.geometry if space.geometry.structure is problem.structure else Geometry(problem.structure)
-    )
-    for split in solve_dp(problem, geometry=geometry, keep=4, relative_gap=math.inf).splits:
-        if problem.chunks == 1 or device_overflow(problem, split) <= 0:
-            return split
+def _fitting_split(
+    search: LayerSearch, option: ScheduleOption, scale: float, plan: DevicePlan | None = None
+) -> StageSplit | None:
+    """Any split that fits ``scale`` times the devices' memory, quickly; None if there is none."""
+    for index, space in enumerate(search.spaces):
+        problem = search.problem(index, option, scale, plan)
+        if problem is None:
+            continue
+        for split in solve_dp(problem, geometry=space.geometry, keep=4, relative_gap=math.inf).splits:
+            if problem.chunks == 1 or device_overflow(problem, split) <= 0:
+                return split
     return None
 
 
-def _least_bad(search: LayerSearch, option: Option) -> tuple[LayerProblem, Split] | None:
+def _least_bad(search: LayerSearch, option: ScheduleOption) -> StageSplit | None:
     """The split that would fit if all devices had the least larger memory, by bisection of that factor."""
-    found: tuple[LayerProblem, Split] | None = None
+    found: StageSplit | None = None
     low, high = 1.0, 2.0
     while high <= TUNING.most_scale and found is None:
-        found = _at_scale(search, option, high)
+        found = _fitting_split(search, option, high)
         if found is None:
             low, high = high, high * 2
-    if found is None:
-        return None
-    while high / low > 1.005:
+    while found is not None and high / low > 1.005:
         middle = math.sqrt(low * high)
-        smaller = _at_scale(search, option, middle)
+        smaller = _fitting_split(search, option, middle)
         if smaller is None:
             low = middle
         else:
@@ -113,35 +106,30 @@ def _least_bad(search: LayerSearch, option: Option) -> tuple[LayerProblem, Split
     return found
 
 
-def _at_scale(search: LayerSearch, option: Option, scale: float) -> tuple[LayerProblem, Split] | None:
-    for index, space in enumerate(search.spaces):
-        problem = search.problem(index, option, scale)
-        split = fitting_split(problem, space)
-        if problem is not None and split is not None:
-            return problem, split
-    return None
-
-
-def _ways_out(search: LayerSearch, option: Option, auto_microbatches: bool, scale: float) -> Iterator[str]:
+def _ways_out(
+    search: LayerSearch, option: ScheduleOption, auto_microbatches: bool, scale: float
+) -> Iterator[str]:
     """The first setting that fits, of each kind, the cheapest kind first."""
-    if search.min_stages > 1 and _fits(replace(search, min_stages=1), option, search.batch_size, scale):
+
+    def fits(option: ScheduleOption, **changed: Any) -> bool:
+        return _fitting_split(replace(search, **changed), option, scale) is not None
+
+    if search.min_stages > 1 and fits(option, min_stages=1):
         yield f"fewer stages: min_stages={search.min_stages} keeps out what fits"
     if not auto_microbatches:
         for m in microbatch_counts(search.batch_size, "auto")[-TUNING.most_counts :]:
-            if m > option.microbatches and _fits(
-                search, replace(option, microbatches=m), search.batch_size, scale
-            ):
+            if m > option.microbatches and fits(replace(option, microbatches=m)):
                 yield f"more micro-batches: {m} fit ({option.schedule})"
                 break
     lean = replace(option, schedule="1f1b", chunks=1)
-    lean_fits = option.schedule != "1f1b" and _fits(search, lean, search.batch_size, scale)
+    lean_fits = option.schedule != "1f1b" and fits(lean)
     if lean_fits:
         yield f"schedule 1f1b, which holds fewer micro-batches at once: it fits with {lean.microbatches}"
     yield from _recompute(search, option, scale)
     batch = search.batch_size // 2
     while batch >= 1:
         m = microbatch_counts(batch, "auto")[-1] if auto_microbatches else min(option.microbatches, batch)
-        if _fits(search, replace(option, microbatches=m), batch, scale):
+        if fits(replace(option, microbatches=m), batch_size=batch):
             yield f"a smaller batch: {counted(batch, 'sample')}, as {counted(m, 'micro-batch')}"
             break
         batch //= 2
@@ -153,26 +141,7 @@ def _ways_out(search: LayerSearch, option: Option, auto_microbatches: bool, scal
             break
 
 
-def _fits(search: LayerSearch, option: Option, batch_size: int, scale: float) -> bool:
-    size = option.size(batch_size)
-    for space in search.spaces:
-        costs = numbers(search.model, space, search.table, size)
-        problem = layer_problem(
-            space,
-            costs,
-            search.plan(option),
-            option,
-            search.pins,
-            search.stage_counts,
-            scale,
-            search.recompute,
-        )
-        if fitting_split(problem, space) is not None:
-            return True
-    return False
-
-
-def _fits_on_more(search: LayerSearch, option: Option, factor: int, scale: float) -> bool:
+def _fits_on_more(search: LayerSearch, option: ScheduleOption, factor: int, scale: float) -> bool:
     """Tell whether ``factor`` times as many devices of each kind would do, with the worst links of the cluster."""
     single = replace(option, schedule="1f1b", chunks=1) if option.chunks > 1 else option
     plan = search.plan(single)
@@ -181,7 +150,7 @@ def _fits_on_more(search: LayerSearch, option: Option, factor: int, scale: float
         counts[kind.row, kind.capacity_bytes] += kind.count * factor
     if math.prod(n + 1 for n in counts.values()) > 4096:
         return False
-    kinds = tuple(DeviceKind(f"kind {i}", row, size, n) for i, ((row, size), n) in enumerate(counts.items()))
+    kinds = tuple(DevicePool(f"kind {i}", row, size, n) for i, ((row, size), n) in enumerate(counts.items()))
     worst = np.ones((len(kinds), len(kinds)))
     grown = replace(
         plan,
@@ -191,28 +160,17 @@ def _fits_on_more(search: LayerSearch, option: Option, factor: int, scale: float
         assignment="unordered",
         sequence=(),
     )
-    for index, space in enumerate(search.spaces):
-        costs = search.numbers(index, single.size(search.batch_size))
-        problem = layer_problem(
-            space, costs, grown, single, search.pins, search.stage_counts, scale, search.recompute
-        )
-        if fitting_split(problem, space) is not None:
-            return True
-    return False
+    return _fitting_split(search, single, scale, grown) is not None
 
 
-def _recompute(search: LayerSearch, option: Option, scale: float) -> Iterator[str]:
+def _recompute(search: LayerSearch, option: ScheduleOption, scale: float) -> Iterator[str]:
     """Recompute in the stages that need it, if that was not allowed."""
     if search.recompute == "auto" or not search.model.blocks:
         return
-    allowed = replace(search, recompute="auto")
-    for index, space in enumerate(search.spaces):
-        problem = allowed.problem(index, option, scale)
-        split = fitting_split(problem, space)
-        if split is not None:
-            yield (
-                f'recompute the activations of blocks in backward (recompute "auto"): in {sum(split.recomputed)} '
-                f"of {counted(split.stages, 'stage')}, {format_bytes(max(split.memory_bytes))} on the fullest "
-                f"device with {counted(option.microbatches, 'micro-batch')}"
-            )
-            return
+    split = _fitting_split(replace(search, recompute="auto"), option, scale)
+    if split is not None:
+        yield (
+            f'recompute the activations of blocks in backward (recompute "auto"): in {sum(split.recomputed)} '
+            f"of {counted(split.stages, 'stage')}, {format_bytes(max(split.memory_bytes))} on the fullest "
+            f"device with {counted(option.microbatches, 'micro-batch')}"
+        )

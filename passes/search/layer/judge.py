@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from passes.lower.candidate import Candidate
 from passes.search.judge import Judge, Simulated
 from passes.search.layer.lean import all_blocks, fewest_blocks
-from passes.search.layer.search import LayerSearch, Solved, busiest_seconds
+from passes.search.layer.search import LayerSearch, SolvedSplit, busiest_seconds
 
 
 @dataclass(frozen=True, eq=False)
 class Judged:
     """A split of the search and what its simulation said."""
 
-    solved: Solved
+    solved: SolvedSplit
     simulated: Simulated
 
 
@@ -26,11 +26,11 @@ class SplitJudge:
 
     search: LayerSearch
     judge: Judge
-    bounded: list[tuple[Solved, float]] = field(default_factory=list)
+    bounded: list[tuple[SolvedSplit, float]] = field(default_factory=list)
     """Splits that were not simulated, with the seconds that their step takes at least."""
     _seen: set[tuple[object, ...]] = field(default_factory=set)
 
-    def __call__(self, solved: Solved, best_seconds: float) -> Judged | None:
+    def __call__(self, solved: SolvedSplit, best_seconds: float) -> Judged | None:
         """Simulate a split; None if it cannot beat ``best_seconds`` or was judged before."""
         split = solved.split
         key = (solved.option, solved.ranks, solved.space.name, split.stage_of, split.recomputed)
@@ -51,7 +51,7 @@ class SplitJudge:
         return Judged(solved, simulated)
 
 
-def candidate_of(search: LayerSearch, solved: Solved) -> Candidate:
+def candidate_of(search: LayerSearch, solved: SolvedSplit) -> Candidate:
     """Make the split a placement of the model's ops, with as few blocks computed again as fit."""
     model = search.model
     stages = [solved.split.stage_of[unit] for unit in solved.space.unit_of.tolist()]
@@ -69,7 +69,7 @@ def fastest_seconds(judged: Sequence[Judged]) -> float:
     return min((j.simulated.step_seconds for j in judged if j.simulated.fits), default=math.inf)
 
 
-def estimated_bytes(search: LayerSearch, solved: Solved) -> list[float]:
+def estimated_bytes(search: LayerSearch, solved: SolvedSplit) -> list[float]:
     """Bytes that each rank holds, as the surrogate counts them."""
     held = [0.0] * len(search.cluster.devices)
     for rank, size in zip(solved.ranks, solved.split.memory_bytes, strict=True):

@@ -12,18 +12,18 @@ from collections import defaultdict
 import numpy as np
 
 from passes.search.blocks import Blocks
-from passes.search.layer.search import LayerSearch, Solved
+from passes.search.layer.search import LayerSearch, SolvedSplit
 from passes.search.touches import FloatArray
 
 BlocksOfStages = tuple[tuple[str, ...], ...]
 
 
-def all_blocks(search: LayerSearch, solved: Solved) -> BlocksOfStages:
+def all_blocks(search: LayerSearch, solved: SolvedSplit) -> BlocksOfStages:
     """Per stage, the blocks with ops in it if it computes them again; () if no stage does."""
     return _named(search.model.blocks, _present(search, solved))
 
 
-def fewest_blocks(search: LayerSearch, solved: Solved) -> BlocksOfStages:
+def fewest_blocks(search: LayerSearch, solved: SolvedSplit) -> BlocksOfStages:
     """Per stage, the blocks that it must compute again to fit; all of them where that was asked for."""
     present = _present(search, solved)
     recompute = solved.problem.recompute
@@ -35,7 +35,7 @@ def fewest_blocks(search: LayerSearch, solved: Solved) -> BlocksOfStages:
     return _named(search.model.blocks, present)
 
 
-def _present(search: LayerSearch, solved: Solved) -> list[set[int]]:
+def _present(search: LayerSearch, solved: SolvedSplit) -> list[set[int]]:
     """Per stage that computes its blocks again, the blocks with ops in it; nothing for the others."""
     stages = np.array(solved.split.stage_of)[solved.space.unit_of]
     found: list[set[int]] = [set() for _ in solved.ranks]
@@ -51,7 +51,7 @@ def _named(blocks: Blocks, present: list[set[int]]) -> BlocksOfStages:
     return tuple(tuple(blocks.names[block] for block in sorted(found)) for found in present)
 
 
-def _room(solved: Solved) -> FloatArray:
+def _room(solved: SolvedSplit) -> FloatArray:
     """[kinds or devices, by rank] bytes left on each rank, by the surrogate's estimate."""
     room = np.zeros(max(solved.ranks) + 1)
     for rank, kind in zip(solved.ranks, solved.split.kinds, strict=True):
@@ -60,7 +60,9 @@ def _room(solved: Solved) -> FloatArray:
     return room
 
 
-def _kept(search: LayerSearch, solved: Solved, stage: int, present: set[int], room: FloatArray) -> set[int]:
+def _kept(
+    search: LayerSearch, solved: SolvedSplit, stage: int, present: set[int], room: FloatArray
+) -> set[int]:
     """Blocks of ``present`` whose activations fit the room on the stage's rank, which shrinks by them."""
     size, rank = solved.option.size(search.batch_size), solved.ranks[stage]
     held = max(whole for whole, _ in solved.problem.held_at(len(solved.ranks) - stage))
@@ -75,7 +77,7 @@ def _kept(search: LayerSearch, solved: Solved, stage: int, present: set[int], ro
 
 
 def _savings(
-    search: LayerSearch, solved: Solved, stage: int, present: set[int], size: int
+    search: LayerSearch, solved: SolvedSplit, stage: int, present: set[int], size: int
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Bytes per micro-batch that recomputing each block of the stage frees, and seconds that it takes."""
     model, blocks = search.model, search.model.blocks

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
 from cost_models.cluster import ClusterSpec
 from cost_models.devices import Device
-from passes.search.layer.problem import DeviceKind, Held, LayerProblem, Recompute
+from passes.search.layer.problem import Assignment, DevicePool, Held, Recompute
 from passes.search.layer.spaces import Space
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel
 from passes.search.touches import FloatArray
 from runtime.schedules import SCHEDULES
 
+T = TypeVar("T")
 RecomputeMode: TypeAlias = Literal["none", "full", "auto"]
 """Activation recomputation: no block, every block, or those of stages that do not fit otherwise."""
 
@@ -35,7 +36,7 @@ AUTO_SCHEDULES: tuple[tuple[str, int], ...] = (
 
 
 @dataclass(frozen=True)
-class Option:
+class ScheduleOption:
     """One micro-batch count under one schedule."""
 
     microbatches: int
@@ -70,7 +71,7 @@ def microbatch_counts(batch_size: int, wanted: int | str) -> list[int]:
     return sorted(counts)[-TUNING.most_counts :]
 
 
-def options(counts: Sequence[int], schedule: str, devices: int) -> list[Option]:
+def options(counts: Sequence[int], schedule: str, devices: int) -> list[ScheduleOption]:
     """Every micro-batch count under every schedule that may be used."""
     if schedule == "auto":
         names = [(name, v) for name, v in AUTO_SCHEDULES if v == 1 or devices > 1]
@@ -78,17 +79,17 @@ def options(counts: Sequence[int], schedule: str, devices: int) -> list[Option]:
         names = [("interleaved", 2), ("interleaved", 4)]
     else:
         names = [(schedule, SCHEDULES[schedule].chunks or 1)]
-    return [Option(m, name, v) for m in counts for name, v in names]
+    return [ScheduleOption(m, name, v) for m in counts for name, v in names]
 
 
 @dataclass(frozen=True, eq=False)
 class DevicePlan:
     """A way to hand out devices: kinds with their links, and the ranks behind each kind."""
 
-    kinds: tuple[DeviceKind, ...]
+    kinds: tuple[DevicePool, ...]
     latency_seconds: FloatArray
     seconds_per_byte: FloatArray
-    assignment: str
+    assignment: Assignment
     sequence: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
     """Ranks of each kind, in file order."""
@@ -178,13 +179,13 @@ def device_plan(
 
 
 def _single(
-    cluster: ClusterSpec, table: DeviceTable, assignment: str, sequence: tuple[int, ...], text: str
+    cluster: ClusterSpec, table: DeviceTable, assignment: Assignment, sequence: tuple[int, ...], text: str
 ) -> DevicePlan:
     """Each device a kind of its own."""
     devices = cluster.devices
     world = len(devices)
     kinds = tuple(
-        DeviceKind(f"rank {rank}", table.row_of[rank], float(device.memory_bytes))
+        DevicePool(f"rank {rank}", table.row_of[rank], float(device.memory_bytes))
         for rank, device in enumerate(devices)
     )
     if assignment == "ordered":
@@ -203,7 +204,7 @@ def _multiset(cluster: ClusterSpec, groups: Sequence[tuple[tuple[int, int], list
     """Unlike devices in any order: a kind per speed and memory, links by the worst that neighbours of the
     kinds have."""
     kinds = tuple(
-        DeviceKind(cluster.devices[ranks[0]].model, row, float(memory), len(ranks))
+        DevicePool(cluster.devices[ranks[0]].model, row, float(memory), len(ranks))
         for (row, memory), ranks in groups
     )
     count = len(groups)
@@ -226,7 +227,7 @@ def _link(cluster: ClusterSpec, a: int, b: int) -> tuple[float, float]:
     return 2 * path.latency_seconds, 1.0 / path.bandwidth_bytes_per_second
 
 
-def in_flight(option: Option, devices: int, stages: int) -> tuple[int, ...]:
+def in_flight(option: ScheduleOption, devices: int, stages: int) -> tuple[int, ...]:
     """Micro-batches held at once by each stage, counted from the end.
 
     GPipe and 1F1B in closed form (as the published orders, which are tested against it); others as their own
@@ -237,16 +238,10 @@ def in_flight(option: Option, devices: int, stages: int) -> tuple[int, ...]:
         return (m,) * stages
     if option.schedule in ("1f1b", "list"):
         return tuple(min(m, k) for k in range(1, stages + 1))
-    places = schedule.positions(stages, devices)
-    seen: dict[int, int] = {}
-    counts = []
-    for place in places:
-        chunk = seen[place] = seen.get(place, -1) + 1
-        counts.append(schedule.in_flight(place, devices, option.chunks, m)[chunk])
-    return tuple(reversed(counts))
+    return _by_stage(option, devices, stages, schedule.in_flight)
 
 
-def fullest_moments(option: Option, devices: int, stages: int) -> tuple[tuple[Held, ...], ...]:
+def fullest_moments(option: ScheduleOption, devices: int, stages: int) -> tuple[tuple[Held, ...], ...]:
     """The moments at which each stage, counted from the end, may hold the most; empty if no weight half is ever left over.
 
     Exact for ``devices`` ranks. A zero-bubble pipeline of fewer stages leaves fewer weight halves over, so for it
@@ -255,16 +250,23 @@ def fullest_moments(option: Option, devices: int, stages: int) -> tuple[tuple[He
     schedule = SCHEDULES[option.schedule]
     if not schedule.splits_backward:
         return ()
+    return _by_stage(option, devices, stages, schedule.corners)
+
+
+def _by_stage(
+    option: ScheduleOption, devices: int, stages: int, of_place: Callable[[int, int, int, int], Sequence[T]]
+) -> tuple[T, ...]:
+    """Per stage, counted from the end, what ``of_place`` says of its chunk. ``of_place``: see the methods of schedules."""
     seen: dict[int, int] = {}
-    found: list[tuple[Held, ...]] = []
-    for place in schedule.positions(stages, devices):
+    found = []
+    for place in SCHEDULES[option.schedule].positions(stages, devices):
         chunk = seen[place] = seen.get(place, -1) + 1
-        found.append(schedule.corners(place, devices, option.chunks, option.microbatches)[chunk])
+        found.append(of_place(place, devices, option.chunks, option.microbatches)[chunk])
     return tuple(reversed(found))
 
 
 @dataclass(frozen=True, eq=False)
-class Numbers:
+class UnitCosts:
     """Costs of one micro-batch size over the units of a space."""
 
     seconds: FloatArray
@@ -275,89 +277,31 @@ class Numbers:
     gradient_bytes: FloatArray
     recompute: Recompute | None
     """The numbers that change where blocks are computed again; None for a model without blocks."""
-    beside_deferred_bytes: FloatArray | None = None
+    beside_deferred_bytes: FloatArray
     """[units] its ``transient_bytes`` under schedules that defer weight halves."""
 
 
-def numbers(model: LayerModel, space: Space, table: DeviceTable, size: int) -> Numbers:
+def unit_costs(model: LayerModel, space: Space, table: DeviceTable, size: int) -> UnitCosts:
     """Costs of micro-batches of ``size`` samples."""
+
+    def seconds(of_ops: Callable[[int, Device], FloatArray]) -> FloatArray:
+        return np.stack([space.seconds(of_ops(size, device)) for device in table.representatives])
+
     forward, gradient = space.crossing_bytes(model.output_bytes(size))
-    return Numbers(
-        np.stack([space.seconds(model.seconds(size, device)) for device in table.representatives]),
+    recompute = None
+    if model.blocks:
+        recompute = Recompute(
+            seconds(model.again_seconds),
+            space.recomputed_bytes(model.blocks.sizes(size)),
+            space.largest(model.blocks.transient_bytes(size)),
+        )
+    return UnitCosts(
+        seconds(model.seconds),
         space.storage_bytes(model.storage_sizes(size)),
         space.deferred_bytes(model.deferred_sizes(size)),
         space.state_bytes(model.state_sizes),
         forward,
         gradient,
-        _recompute(model, space, table, size) if model.blocks else None,
+        recompute,
         space.largest(model.blocks.beside_deferred_bytes(size, model.output_bytes(size))),
     )
-
-
-def _recompute(model: LayerModel, space: Space, table: DeviceTable, size: int) -> Recompute:
-    return Recompute(
-        np.stack([space.seconds(model.again_seconds(size, device)) for device in table.representatives]),
-        space.recomputed_bytes(model.blocks.sizes(size)),
-        space.largest(model.blocks.transient_bytes(size)),
-    )
-
-
-def layer_problem(
-    space: Space,
-    costs: Numbers,
-    plan: DevicePlan,
-    option: Option,
-    pins: Mapping[int, int],
-    stage_counts: tuple[int, int],
-    capacity_scale: float = 1.0,
-    recompute: RecomputeMode = "none",
-) -> LayerProblem | None:
-    """The problem of one option over one space; None if it cannot have that many stages.
-
-    ``stage_counts``: devices with a stage at least, stages at most.
-    """
-    least, max_stages = stage_counts
-    single = option.chunks == 1
-    devices = sum(kind.count for kind in plan.kinds) if single else len(plan.sequence) // option.chunks
-    stages = min(devices, max_stages, space.structure.units) if single else len(plan.sequence)
-    if stages > min(space.structure.units, max_stages) or min(stages, devices) < least:
-        return None
-    if (
-        SCHEDULES[option.schedule].check(stages, stages if single else devices, option.microbatches)
-        is not None
-    ):
-        return None
-    scale = capacity_scale
-    kinds = tuple(replace(kind, capacity_bytes=kind.capacity_bytes * scale) for kind in plan.kinds)
-    return LayerProblem(
-        structure=space.structure,
-        seconds=costs.seconds,
-        storage_bytes=costs.storage_bytes,
-        state_bytes=costs.state_bytes,
-        forward_bytes=costs.forward_bytes,
-        gradient_bytes=costs.gradient_bytes,
-        kinds=kinds,
-        link_latency_seconds=plan.latency_seconds,
-        link_seconds_per_byte=plan.seconds_per_byte,
-        in_flight=in_flight(option, stages if single else devices, stages),
-        microbatches=option.microbatches,
-        fill=option.fill,
-        chunks=option.chunks,
-        deferred_bytes=costs.deferred_bytes,
-        moments=fullest_moments(option, stages if single else devices, stages),
-        alternating=option.schedule == "1f1b",
-        assignment=plan.assignment,  # type: ignore[arg-type]
-        sequence=plan.sequence,
-        stage_counts=stage_counts if single else (stages, stages),
-        pins={int(space.unit_of[op]): stage for op, stage in pins.items()},
-        recompute=_allowed(costs, recompute, option),
-    )
-
-
-def _allowed(costs: Numbers, mode: RecomputeMode, option: Option) -> Recompute | None:
-    if costs.recompute is None or mode == "none":
-        return None
-    transient_bytes = costs.recompute.transient_bytes
-    if SCHEDULES[option.schedule].splits_backward and costs.beside_deferred_bytes is not None:
-        transient_bytes = costs.beside_deferred_bytes
-    return replace(costs.recompute, transient_bytes=transient_bytes, always=mode == "full")

@@ -32,13 +32,13 @@ from passes.search.layer.judge import (
     fastest_seconds,
 )
 from passes.search.layer.options import (
-    Option,
     RecomputeMode,
+    ScheduleOption,
     device_table,
     microbatch_counts,
     options,
 )
-from passes.search.layer.search import LayerSearch, OptionResult, Solved
+from passes.search.layer.search import LayerSearch, OptionResult, SolvedSplit
 from passes.search.layer.spaces import spaces
 from passes.search.layer.tuning import TUNING
 from passes.search.microbatches import accepted_counts
@@ -166,7 +166,7 @@ def _simulate_until_one_fits(
     The splits of one option are much alike: after one that overflows, its others wait until nothing else fits.
     """
     tried: list[Judged] = []
-    waiting: list[Solved] = []
+    waiting: list[SolvedSplit] = []
     last_scale = 1.0
     enough = min(deadline, time.perf_counter() + request.simulation_seconds)
 
@@ -174,7 +174,7 @@ def _simulate_until_one_fits(
         """Simulate what is best with this share of the memory; the share to try next, or None."""
         nonlocal last_scale
         found = results if number == 0 else search.solve(deadline, scale)
-        overflowing: dict[Option, Judged] = {}
+        overflowing: dict[ScheduleOption, Judged] = {}
         for solved in _ranked(found, request.simulations):
             best_seconds = fastest_seconds(tried)
             if math.isfinite(best_seconds) and time.perf_counter() > enough:
@@ -205,18 +205,19 @@ def _simulate_until_one_fits(
             break
         tried += [judged for judged in [judge(solved, math.inf)] if judged is not None]
     if math.isinf(fastest_seconds(tried)):
-        raise _overflowing(search, tried, request, last_scale)
+        least_bad = min(tried, key=lambda j: j.simulated.overflow_bytes, default=None)
+        raise infeasible(search, request.microbatches == "auto", least_bad, last_scale)
     return tried
 
 
-def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
+def _ranked(results: Sequence[OptionResult], count: int) -> list[SolvedSplit]:
     """Best first by surrogate, after the best of every schedule that is nearly as good and one cautious
     split."""
     solved = sorted((s for r in results for s in r.solved), key=lambda s: s.split.objective_seconds)
     if not solved:
         return []
     worth = solved[0].split.objective_seconds * TUNING.one_of_each
-    first: dict[tuple[str, int], Solved] = {}
+    first: dict[tuple[str, int], SolvedSplit] = {}
     for s in solved:
         if s.split.objective_seconds <= worth:
             first.setdefault((s.option.schedule, s.option.chunks), s)
@@ -225,18 +226,8 @@ def _ranked(results: Sequence[OptionResult], count: int) -> list[Solved]:
     return [*leaders, *(s for s in solved if s not in leaders)][:count]
 
 
-def _overflowing(
-    search: LayerSearch, tried: Sequence[Judged], request: LayerRequest, scale: float
-) -> InfeasibleError:
-    if not tried:
-        return infeasible(search, request.microbatches == "auto")
-    least = min(tried, key=lambda j: j.simulated.overflow_bytes)
-    peak_bytes = least.simulated.peak_bytes
-    return infeasible(search, request.microbatches == "auto", least.solved, peak_bytes, scale)
-
-
 def _runner_ups(
-    search: LayerSearch, tried: Sequence[Judged], bounded: Sequence[tuple[Solved, float]], best: Judged
+    search: LayerSearch, tried: Sequence[Judged], bounded: Sequence[tuple[SolvedSplit, float]], best: Judged
 ) -> tuple[RunnerUp, ...]:
     """List what was judged and not chosen, by time."""
     found = [
@@ -252,7 +243,7 @@ def _runner_ups(
 
 
 def _certificate(
-    search: LayerSearch, results: Sequence[OptionResult], best: Solved, search_seconds: float
+    search: LayerSearch, results: Sequence[OptionResult], best: SolvedSplit, search_seconds: float
 ) -> Certificate:
     """About the option that won: its surrogate's proved minimum over all its splits."""
     own = next(r for r in results if r.option == best.option)

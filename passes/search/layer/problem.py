@@ -42,7 +42,6 @@ sends, is counted once; so is ``deferred``, what weight halves need.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -94,7 +93,7 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class DeviceKind:
+class DevicePool:
     """``count`` interchangeable devices; ``row`` selects their seconds."""
 
     name: str
@@ -123,7 +122,7 @@ class LayerProblem:
     """[crossings] activations."""
     gradient_bytes: FloatArray
     """[crossings] their gradients; 0 where none is sent back."""
-    kinds: tuple[DeviceKind, ...]
+    kinds: tuple[DevicePool, ...]
     link_latency_seconds: FloatArray
     """[K, K] per cut: the latencies of all its messages of one micro-batch."""
     link_seconds_per_byte: FloatArray
@@ -169,7 +168,7 @@ class LayerProblem:
 
 
 @dataclass(frozen=True)
-class Split:
+class StageSplit:
     """A solution: the stage of each unit, the kind of each stage, and what the surrogate says about them."""
 
     stage_of: tuple[int, ...]
@@ -194,7 +193,7 @@ def evaluate(
     stage_of: Sequence[int],
     kinds: Sequence[int],
     recomputed: Sequence[bool] | None = None,
-) -> Split:
+) -> StageSplit:
     """The surrogate and the memory of one split, by their definitions. The reference that the solvers are
     tested with.
 
@@ -223,7 +222,7 @@ def evaluate(
     bottleneck = float(max(seconds.max(), link.max(), round_trip, _charged(problem, seconds, link)))
     total = float(seconds.sum() + link.sum())
     objective = problem.fill * total + problem.bottleneck_weight * bottleneck
-    return Split(
+    return StageSplit(
         tuple(stage_of),
         tuple(kinds),
         objective,
@@ -313,49 +312,3 @@ def touched_bytes(touches: Sequence[Touch], sizes: FloatArray, stage_of: Sequenc
         for stage in stages:
             total[stage] += sizes[index]
     return total
-
-
-def overflow_bytes(problem: LayerProblem, split: Split) -> tuple[float, ...]:
-    """Per stage: bytes that do not fit its device; 0 where it fits."""
-    return tuple(
-        max(0.0, used - problem.kinds[kind].capacity_bytes * (1 + TUNING.memory_tolerance))
-        for used, kind in zip(split.memory_bytes, split.kinds, strict=True)
-    )
-
-
-def violations(problem: LayerProblem, split: Split) -> list[str]:
-    """Every rule of the problem that ``split`` breaks; empty for a legal split."""
-    found: list[str] = []
-    p = split.stages
-    if not problem.stage_counts[0] <= p <= problem.max_stages:
-        found.append(f"{p} stages")
-    if set(split.stage_of) != set(range(p)):
-        found.append("an empty stage")
-    found += [
-        f"edge {u}->{v} leads back"
-        for u, v in problem.structure.edges
-        if split.stage_of[u] > split.stage_of[v]
-    ]
-    found += [f"unit {u} is pinned to stage {s}" for u, s in problem.pins.items() if split.stage_of[u] != s]
-    found += [
-        f"stage {s} is too large" for s, excess in enumerate(overflow_bytes(problem, split)) if excess > 0
-    ]
-    if problem.structure.downsets is None:
-        if list(split.stage_of) != sorted(split.stage_of):
-            found.append("a stage is no interval of the numbering")
-    else:
-        family = set(problem.structure.downsets)
-        for s in range(p):
-            if sum(1 << u for u, stage in enumerate(split.stage_of) if stage <= s) not in family:
-                found.append(f"cut {s + 1} is not in the family")
-    if not _kinds_allowed(problem, split.kinds):
-        found.append("devices")
-    return found
-
-
-def _kinds_allowed(problem: LayerProblem, kinds: tuple[int, ...]) -> bool:
-    if problem.assignment == "sequence":
-        return kinds == problem.sequence[len(problem.sequence) - len(kinds) :]
-    if problem.assignment == "ordered":
-        return all(a < b for a, b in itertools.pairwise(kinds))
-    return all(kinds.count(k) <= problem.kinds[k].count for k in set(kinds))

@@ -10,35 +10,34 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cost_models.cluster import ClusterSpec
-from cost_models.devices import Device
 from passes.search.bound import simulated_lower_bound
 from passes.search.layer.dp import DpResult, solve_dp
 from passes.search.layer.options import (
     DevicePlan,
     DeviceTable,
-    Numbers,
-    Option,
     RecomputeMode,
+    ScheduleOption,
+    UnitCosts,
     device_plan,
-    layer_problem,
-    numbers,
+    fullest_moments,
+    in_flight,
+    unit_costs,
 )
-from passes.search.layer.problem import LayerProblem, Split, evaluate
+from passes.search.layer.problem import LayerProblem, Recompute, StageSplit, evaluate
 from passes.search.layer.spaces import Space
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel, smallest_share
-from passes.search.touches import FloatArray
 from runtime.schedules import SCHEDULES
 
 
 @dataclass(frozen=True, eq=False)
-class Solved:
+class SolvedSplit:
     """A split of one option over one space."""
 
-    option: Option
+    option: ScheduleOption
     space: Space
     problem: LayerProblem
-    split: Split
+    split: StageSplit
     ranks: tuple[int, ...]
     """Rank of each stage."""
     cautious: bool = False
@@ -49,8 +48,8 @@ class Solved:
 class OptionResult:
     """The result of one option. No split of its space is below ``bound_seconds``."""
 
-    option: Option
-    solved: tuple[Solved, ...]
+    option: ScheduleOption
+    solved: tuple[SolvedSplit, ...]
     bound_seconds: float
     looked_at: bool
     """True if it was solved; else its bound alone ruled it out, or time did."""
@@ -68,62 +67,77 @@ class LayerSearch:
     batch_size: int
     pins: Mapping[int, int]
     max_stages: int
-    options: Sequence[Option]
+    options: Sequence[ScheduleOption]
     min_stages: int = 1
     """Devices with a stage, at least."""
     recompute: RecomputeMode = "none"
-    _numbers: dict[tuple[int, int], Numbers] = field(default_factory=dict)
-    _op_seconds: dict[tuple[int, Device], FloatArray] = field(default_factory=dict)
+    _numbers: dict[tuple[int, int], UnitCosts] = field(default_factory=dict)
     _plans: dict[tuple[int, bool], DevicePlan] = field(default_factory=dict)
 
-    def numbers(self, space: int, size: int) -> Numbers:
+    def numbers(self, space: int, size: int) -> UnitCosts:
         """Costs over the units of a space, cached."""
         key = (space, size)
         if key not in self._numbers:
-            self._numbers[key] = numbers(self.model, self.spaces[space], self.table, size)
+            self._numbers[key] = unit_costs(self.model, self.spaces[space], self.table, size)
         return self._numbers[key]
 
-    @property
-    def stage_counts(self) -> tuple[int, int]:
-        """Fewest and most."""
-        return self.min_stages, self.max_stages
-
-    def plan(self, option: Option) -> DevicePlan:
+    def plan(self, option: ScheduleOption) -> DevicePlan:
         """The ways in which the option may hand out devices, cached."""
         key = (option.chunks, SCHEDULES[option.schedule].folded)
         if key not in self._plans:
             self._plans[key] = device_plan(self.cluster, self.table, *key, self.max_stages)
         return self._plans[key]
 
-    def problem(self, space: int, option: Option, capacity_scale: float = 1.0) -> LayerProblem | None:
-        """The option as numbers; None if it cannot be used on this cluster."""
-        costs = self.numbers(space, option.size(self.batch_size))
-        return layer_problem(
-            self.spaces[space],
-            costs,
-            self.plan(option),
-            option,
-            self.pins,
-            self.stage_counts,
-            capacity_scale,
-            self.recompute,
+    def problem(
+        self, space: int, option: ScheduleOption, capacity_scale: float = 1.0, plan: DevicePlan | None = None
+    ) -> LayerProblem | None:
+        """The option as numbers; None if it cannot have that many stages. ``plan``: other devices than the cluster's."""
+        costs, structure = self.numbers(space, option.size(self.batch_size)), self.spaces[space].structure
+        plan = plan or self.plan(option)
+        single, schedule = option.chunks == 1, SCHEDULES[option.schedule]
+        devices = sum(kind.count for kind in plan.kinds) if single else len(plan.sequence) // option.chunks
+        most = min(structure.units, self.max_stages)
+        stages = min(devices, most) if single else len(plan.sequence)
+        if stages > most or min(stages, devices) < self.min_stages:
+            return None
+        used = stages if single else devices
+        if schedule.check(stages, used, option.microbatches) is not None:
+            return None
+        return LayerProblem(
+            structure=structure,
+            seconds=costs.seconds,
+            storage_bytes=costs.storage_bytes,
+            state_bytes=costs.state_bytes,
+            forward_bytes=costs.forward_bytes,
+            gradient_bytes=costs.gradient_bytes,
+            kinds=tuple(replace(k, capacity_bytes=k.capacity_bytes * capacity_scale) for k in plan.kinds),
+            link_latency_seconds=plan.latency_seconds,
+            link_seconds_per_byte=plan.seconds_per_byte,
+            in_flight=in_flight(option, used, stages),
+            microbatches=option.microbatches,
+            fill=option.fill,
+            chunks=option.chunks,
+            deferred_bytes=costs.deferred_bytes,
+            moments=fullest_moments(option, used, stages),
+            alternating=option.schedule == "1f1b",
+            assignment=plan.assignment,
+            sequence=plan.sequence,
+            stage_counts=(self.min_stages, self.max_stages) if single else (stages, stages),
+            pins={int(self.spaces[space].unit_of[op]): stage for op, stage in self.pins.items()},
+            recompute=self._allowed(costs, schedule.splits_backward),
         )
 
-    def fastest_seconds(self, size: int) -> FloatArray:
-        """[n ops] forward + backward seconds on the fastest device for each."""
-        return np.asarray(np.minimum.reduce([self.op_seconds(size, d) for d in self.table.representatives]))
+    def _allowed(self, costs: UnitCosts, deferring: bool) -> Recompute | None:
+        """The recompute that stages may do, under a schedule that defers weight halves or not."""
+        if costs.recompute is None or self.recompute == "none":
+            return None
+        transient_bytes = costs.beside_deferred_bytes if deferring else costs.recompute.transient_bytes
+        return replace(costs.recompute, transient_bytes=transient_bytes, always=self.recompute == "full")
 
-    def op_seconds(self, size: int, device: Device) -> FloatArray:
-        """[n ops] forward + backward seconds on ``device``, cached."""
-        key = (size, device)
-        if key not in self._op_seconds:
-            self._op_seconds[key] = self.model.seconds(size, device)
-        return self._op_seconds[key]
-
-    def floor_seconds(self, option: Option) -> float:
+    def floor_seconds(self, option: ScheduleOption) -> float:
         """A quick bound on the option's surrogate: equal shares of the work, or the heaviest op."""
         size = option.size(self.batch_size)
-        fastest = self.fastest_seconds(size)
+        fastest = np.minimum.reduce([self.model.seconds(size, d) for d in self.table.representatives])
         work, world = float(fastest.sum()), len(self.cluster.devices)
         bottleneck = max(work / (world * option.chunks), float(fastest.max()))
         return option.fill * work + (option.microbatches - option.fill) * option.chunks * bottleneck
@@ -170,9 +184,9 @@ class LayerSearch:
             results[index] = replace(results[index], solved=(*known, *added))
 
     def _solve_option(
-        self, option: Option, floor: float, deadline: float, cutoff: float, capacity_scale: float
+        self, option: ScheduleOption, floor: float, deadline: float, cutoff: float, capacity_scale: float
     ) -> OptionResult:
-        solved: list[Solved] = []
+        solved: list[SolvedSplit] = []
         bound, optimal = math.inf, True
         for index, space in enumerate(self.spaces):
             problem = self.problem(index, option, capacity_scale)
@@ -183,7 +197,7 @@ class LayerSearch:
             for split in result.splits:
                 shifted = _first_devices(problem, split)
                 ranks = plan.ranks_of(shifted.kinds, option.chunks)
-                solved.append(Solved(option, space, problem, shifted, ranks))
+                solved.append(SolvedSplit(option, space, problem, shifted, ranks))
             bound, optimal = min(bound, result.bound_seconds), optimal and result.optimal
         solved.sort(key=lambda s: s.split.objective_seconds)
         # a run of devices may be as good or better elsewhere than where the program puts it
@@ -222,7 +236,7 @@ class LayerSearch:
         return min(bounds.values())
 
 
-def busiest_seconds(search: LayerSearch, solved: Solved) -> float:
+def busiest_seconds(search: LayerSearch, solved: SolvedSplit) -> float:
     """Compute seconds of the busiest rank in one step: no simulation of the candidate is below it.
 
     Counted at the smallest micro-batch, because the last ones may be smaller; in proportion to the largest one's, as
@@ -234,11 +248,11 @@ def busiest_seconds(search: LayerSearch, solved: Solved) -> float:
     busy = np.zeros(len(search.cluster.devices))
     for stage, rank in enumerate(solved.ranks):
         device = search.table.representatives[search.table.row_of[rank]]
-        busy[rank] += float(search.op_seconds(size, device)[stages == stage].sum())
+        busy[rank] += float(search.model.seconds(size, device)[stages == stage].sum())
     return m * smallest_share(search.batch_size, m) * float(busy.max())
 
 
-def device_overflow(problem: LayerProblem, split: Split) -> float:
+def device_overflow(problem: LayerProblem, split: StageSplit) -> float:
     """Bytes that do not fit the fullest device when all its chunks are counted together."""
     used = np.zeros(len(problem.kinds))
     np.add.at(used, list(split.kinds), split.memory_bytes)
@@ -246,7 +260,7 @@ def device_overflow(problem: LayerProblem, split: Split) -> float:
     return float((used - room).max())
 
 
-def _first_devices(problem: LayerProblem, split: Split) -> Split:
+def _first_devices(problem: LayerProblem, split: StageSplit) -> StageSplit:
     """The same split on the first devices of a run of identical ones (the program counts from the end), if
     as good."""
     identical = len({(kind.row, kind.capacity_bytes) for kind in problem.kinds}) == 1

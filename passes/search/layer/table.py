@@ -9,10 +9,10 @@ The geometry depends on the structure only and is reused for every micro-batch s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,8 @@ IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
 
-class TouchSum(Protocol):
-    """Sizes of storages -> bytes held by each pair's stage, shape [pairs]."""
-
-    def __call__(self, sizes: FloatArray) -> FloatArray: ...
+TouchSum: TypeAlias = Callable[[FloatArray], FloatArray]
+"""Sizes of storages -> bytes held by each pair's stage, shape [pairs]."""
 
 
 class Geometry:
@@ -88,6 +86,11 @@ class Geometry:
         for first in range(n):
             plane[first, first + 1 :] = np.maximum.accumulate(of_units[first:])
         return plane[self._ends]
+
+    def over_pairs(self, of_units: FloatArray) -> FloatArray:
+        """Sums over the units of each pair's stage: [R, units] -> [R, pairs]."""
+        prefix = self.members.astype(np.float64) @ of_units.T  # [downsets, R]
+        return np.asarray((prefix[self.target] - prefix[self.source]).T)
 
     @property
     def _ends(self) -> tuple[IntArray, IntArray]:
@@ -194,26 +197,57 @@ def _any_inside(members: BoolArray, units: Sequence[int], source: IntArray, targ
 
 @dataclass(frozen=True, eq=False)
 class StageTable:
-    """The numbers of one problem over the pairs of its geometry."""
+    """The numbers of one problem over the pairs of its geometry, made where they are needed."""
 
-    geometry: Geometry
-    work_seconds: FloatArray
-    """[R, pairs]"""
-    free_bytes: tuple[FloatArray, ...]
-    """Per kind, [pairs]: room for activations beside the state. Kinds of one capacity share one array."""
-    held_bytes: FloatArray
-    """[pairs] of one micro-batch held whole."""
-    deferred_bytes: FloatArray
-    """[pairs] of one micro-batch of which only the weight half is left."""
-    cut_bytes: FloatArray
-    """[downsets] activations + gradients crossing."""
     problem: LayerProblem
+    geometry: Geometry
+
+    def __post_init__(self) -> None:
+        if self.geometry.structure is not self.problem.structure:
+            raise ValueError("the geometry belongs to another structure")
+
+    @cached_property
+    def work_seconds(self) -> FloatArray:
+        """[R, pairs]"""
+        return self.geometry.over_pairs(self.problem.seconds)
+
+    @cached_property
+    def free_bytes(self) -> tuple[FloatArray, ...]:
+        """Per kind, [pairs]: room for activations beside the state. Kinds of one capacity share one array."""
+        geometry, kinds = self.geometry, self.problem.kinds
+        gradient = geometry.crossed @ self.problem.gradient_bytes
+        fixed = (
+            geometry.state(self.problem.state_bytes) + gradient[geometry.source] + gradient[geometry.target]
+        )
+        sizes = {kind.capacity_bytes for kind in kinds}
+        free = {size: size * (1 + TUNING.memory_tolerance) - fixed for size in sizes}
+        return tuple(free[kind.capacity_bytes] for kind in kinds)
+
+    @cached_property
+    def held_bytes(self) -> FloatArray:
+        """[pairs] of one micro-batch held whole."""
+        return self.geometry.held(self.problem.storage_bytes)
+
+    @cached_property
+    def deferred_bytes(self) -> FloatArray:
+        """[pairs] of one micro-batch of which only the weight half is left."""
+        if not self.problem.moments:
+            return np.zeros_like(self.held_bytes)
+        return self.geometry.deferred(self.problem.deferred_bytes)
+
+    @cached_property
+    def cut_bytes(self) -> FloatArray:
+        """[downsets] activations + gradients crossing."""
+        crossed: FloatArray = self.geometry.crossed @ (
+            self.problem.forward_bytes + self.problem.gradient_bytes
+        )
+        return crossed
 
     @cached_property
     def work_again_seconds(self) -> FloatArray:
-        """[R, pairs] of a stage that computes its blocks again. This and what follows is made where it is needed."""
+        """[R, pairs] of a stage that computes its blocks again."""
         assert self.problem.recompute is not None
-        return self.work_seconds + _over_pairs(self.geometry, self.problem.recompute.seconds)
+        return self.work_seconds + self.geometry.over_pairs(self.problem.recompute.seconds)
 
     @cached_property
     def held_again_bytes(self) -> FloatArray:
@@ -243,41 +277,10 @@ class StageTable:
             fitting = fitting & (needed <= free)
         return np.asarray(fitting, dtype=bool)
 
-    def link_seconds(self, problem: LayerProblem, a: int, b: int) -> FloatArray:
+    def link_seconds(self, a: int, b: int) -> FloatArray:
         """[downsets] seconds of a cut between a stage on kind ``a`` and the next on kind ``b``."""
+        problem = self.problem
         seconds: FloatArray = (
             problem.link_latency_seconds[a, b] + self.cut_bytes * problem.link_seconds_per_byte[a, b]
         )
         return seconds
-
-
-def stage_table(problem: LayerProblem, geometry: Geometry) -> StageTable:
-    """Fill the arrays for one problem. ``geometry`` must be of the problem's structure."""
-    if geometry.structure is not problem.structure:
-        raise ValueError("the geometry belongs to another structure")
-    source, target = geometry.source, geometry.target
-    work = _over_pairs(geometry, problem.seconds)
-    gradient = geometry.crossed @ problem.gradient_bytes
-    cut = geometry.crossed @ (problem.forward_bytes + problem.gradient_bytes)
-    fixed = geometry.state(problem.state_bytes) + gradient[source] + gradient[target]
-    held = geometry.held(problem.storage_bytes)
-    deferred = geometry.deferred(problem.deferred_bytes) if problem.moments else np.zeros_like(held)
-    free = {
-        size: size * (1 + TUNING.memory_tolerance) - fixed
-        for size in {k.capacity_bytes for k in problem.kinds}
-    }
-    return StageTable(
-        geometry,
-        work,
-        tuple(free[kind.capacity_bytes] for kind in problem.kinds),
-        held,
-        deferred,
-        cut,
-        problem,
-    )
-
-
-def _over_pairs(geometry: Geometry, seconds: FloatArray) -> FloatArray:
-    """[R, units] -> [R, pairs]"""
-    prefix = geometry.members.astype(np.float64) @ seconds.T  # [downsets, R]
-    return np.asarray((prefix[geometry.target] - prefix[geometry.source]).T)

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import pulp
 
 from passes.search.ilp import Program, Variable
-from passes.search.layer.problem import LayerProblem, Split, evaluate
+from passes.search.layer.problem import LayerProblem, StageSplit, evaluate
 from passes.search.touches import FloatArray, Touch
 
 
@@ -40,7 +40,7 @@ class IlpResult:
     """``status``: "optimal", "feasible" (time ran out), "infeasible" or "unknown". No split is below
     ``bound_seconds``."""
 
-    split: Split | None
+    split: StageSplit | None
     status: str
     bound_seconds: float
     solver: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,14 +11,14 @@ from itertools import product
 import numpy as np
 
 from passes.search.layer.problem import (
-    DeviceKind,
+    DevicePool,
     LayerProblem,
     LayerStructure,
     Recompute,
-    Split,
+    StageSplit,
     evaluate,
-    violations,
 )
+from passes.search.layer.tuning import TUNING
 from passes.search.touches import Crossing, Touch
 
 
@@ -73,11 +74,11 @@ def random_problem(
     sequence: tuple[int, ...] = ()
     if assignment == "unordered":
         kinds = tuple(
-            DeviceKind(f"k{r}", r, _capacity(rng, demand, tight), int(rng.integers(1, 3)))
+            DevicePool(f"k{r}", r, _capacity(rng, demand, tight), int(rng.integers(1, 3)))
             for r in range(rows)
         )
     else:
-        kinds = tuple(DeviceKind(f"d{i}", i % rows, _capacity(rng, demand, tight)) for i in range(devices))
+        kinds = tuple(DevicePool(f"d{i}", i % rows, _capacity(rng, demand, tight)) for i in range(devices))
     if assignment == "sequence":
         sequence = tuple(int(i) for i in rng.integers(0, devices, 3))
     pins = {int(rng.integers(0, n)): int(rng.integers(0, 2)) for _ in range(2)} if pinned else {}
@@ -126,9 +127,9 @@ def _capacity(rng: np.random.Generator, demand: float, tight: bool) -> float:
     return float(math.ceil(demand * rng.uniform(0.4, 1.1))) if tight else math.inf
 
 
-def brute_force(problem: LayerProblem) -> Split | None:
+def brute_force(problem: LayerProblem) -> StageSplit | None:
     """The best legal split among all assignments of units to stages and of stages to kinds."""
-    best: Split | None = None
+    best: StageSplit | None = None
     n = problem.structure.units
     for p in range(1, problem.max_stages + 1):
         for stage_of in _monotone(problem, n, p):
@@ -147,3 +148,49 @@ def _monotone(problem: LayerProblem, n: int, p: int) -> Iterator[tuple[int, ...]
             stage_of[u] <= stage_of[v] for u, v in problem.structure.edges
         ):
             yield stage_of
+
+
+def _overflow_bytes(problem: LayerProblem, split: StageSplit) -> tuple[float, ...]:
+    """Per stage: bytes that do not fit its device; 0 where it fits."""
+    return tuple(
+        max(0.0, used - problem.kinds[kind].capacity_bytes * (1 + TUNING.memory_tolerance))
+        for used, kind in zip(split.memory_bytes, split.kinds, strict=True)
+    )
+
+
+def violations(problem: LayerProblem, split: StageSplit) -> list[str]:
+    """Every rule of the problem that ``split`` breaks; empty for a legal split."""
+    found: list[str] = []
+    p = split.stages
+    if not problem.stage_counts[0] <= p <= problem.max_stages:
+        found.append(f"{p} stages")
+    if set(split.stage_of) != set(range(p)):
+        found.append("an empty stage")
+    found += [
+        f"edge {u}->{v} leads back"
+        for u, v in problem.structure.edges
+        if split.stage_of[u] > split.stage_of[v]
+    ]
+    found += [f"unit {u} is pinned to stage {s}" for u, s in problem.pins.items() if split.stage_of[u] != s]
+    found += [
+        f"stage {s} is too large" for s, excess in enumerate(_overflow_bytes(problem, split)) if excess > 0
+    ]
+    if problem.structure.downsets is None:
+        if list(split.stage_of) != sorted(split.stage_of):
+            found.append("a stage is no interval of the numbering")
+    else:
+        family = set(problem.structure.downsets)
+        for s in range(p):
+            if sum(1 << u for u, stage in enumerate(split.stage_of) if stage <= s) not in family:
+                found.append(f"cut {s + 1} is not in the family")
+    if not _kinds_allowed(problem, split.kinds):
+        found.append("devices")
+    return found
+
+
+def _kinds_allowed(problem: LayerProblem, kinds: tuple[int, ...]) -> bool:
+    if problem.assignment == "sequence":
+        return kinds == problem.sequence[len(problem.sequence) - len(kinds) :]
+    if problem.assignment == "ordered":
+        return all(a < b for a, b in itertools.pairwise(kinds))
+    return all(kinds.count(k) <= problem.kinds[k].count for k in set(kinds))

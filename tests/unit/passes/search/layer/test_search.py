@@ -15,7 +15,7 @@ from passes.lower.job import Job
 from passes.search.certificate import Certificate
 from passes.search.infeasible import overflow_bytes
 from passes.search.judge import Simulated
-from passes.search.layer.options import Option, fullest_moments, in_flight, microbatch_counts
+from passes.search.layer.options import ScheduleOption, fullest_moments, in_flight, microbatch_counts
 from passes.search.layer.place import LayerRequest, place_layers, prepare
 from passes.search.outcome import Outcome
 from runtime.schedules import SCHEDULES, peak_bytes
@@ -233,7 +233,7 @@ def test_one_device_is_one_stage() -> None:
 def test_micro_batches_in_flight_depend_on_the_stages_behind_only(name: str) -> None:
     # stages are numbered from the end: the table for many stages must hold for fewer, or be above it
     for m in (1, 2, 5, 8):
-        longest = in_flight(Option(m, name, 1), 6, 6)
+        longest = in_flight(ScheduleOption(m, name, 1), 6, 6)
         for p in range(1, 7):
             exact = tuple(SCHEDULES[name].in_flight(place, p, 1, m)[0] for place in reversed(range(p)))
             assert all(a >= b for a, b in zip(longest, exact, strict=False))
@@ -246,7 +246,7 @@ def test_memory_of_deferred_weight_halves_is_that_of_the_order(name: str, chunks
     p, schedule = 4, SCHEDULES[name]
     for m in (1, 3, 4, 9, 16):
         places = schedule.positions(p * chunks, p)
-        found = fullest_moments(Option(m, name, chunks), p, p * chunks)[::-1]
+        found = fullest_moments(ScheduleOption(m, name, chunks), p, p * chunks)[::-1]
         for whole_bytes, weight_bytes in ((10, 4), (10, 10), (3, 0)):
             for stage, place in enumerate(places):
                 own = [0] * chunks
@@ -257,7 +257,7 @@ def test_memory_of_deferred_weight_halves_is_that_of_the_order(name: str, chunks
                     [weight_bytes * mine for mine in own],
                 )
                 assert max(w * whole_bytes + d * weight_bytes for w, d in found[stage]) == exact
-    assert fullest_moments(Option(8, "1f1b", 1), p, p) == ()
+    assert fullest_moments(ScheduleOption(8, "1f1b", 1), p, p) == ()
 
 
 def test_a_zero_bubble_stage_is_charged_for_halves_as_halves() -> None:

@@ -10,9 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from passes.search.layer.dp import solve_dp
-from passes.search.layer.problem import LayerProblem, violations
+from passes.search.layer.problem import LayerProblem
 from tests.unit.passes.search.layer.ilp import solve_ilp
-from tests.unit.passes.search.layer.samples import brute_force, random_problem
+from tests.unit.passes.search.layer.samples import brute_force, random_problem, violations
 
 problems = st.builds(
     random_problem,
@@ -31,11 +31,10 @@ def test_dp_equals_exhaustive_search(problem: LayerProblem) -> None:
     result, expected = solve_dp(problem, keep=4), brute_force(problem)
     assert result.optimal
     if expected is None:
-        assert result.best is None
+        assert not result.splits
         assert math.isinf(result.bound_seconds)
         return
-    assert result.best is not None
-    assert result.best.objective_seconds == pytest.approx(expected.objective_seconds, rel=1e-9)
+    assert result.splits[0].objective_seconds == pytest.approx(expected.objective_seconds, rel=1e-9)
     assert result.bound_seconds == pytest.approx(expected.objective_seconds, rel=1e-9)
     for split in result.splits:
         assert violations(problem, split) == []
@@ -46,7 +45,7 @@ def test_dp_equals_exhaustive_search(problem: LayerProblem) -> None:
 @given(problems)
 def test_that_nothing_fits_below_the_cutoff_takes_one_program(problem: LayerProblem) -> None:
     free = replace(problem, pins={})
-    if solve_dp(free, keep=1).best is None:
+    if not solve_dp(free, keep=1).splits:
         assert solve_dp(free).thresholds <= 1
     cutoff = 0.5 * free.fill * float(free.seconds.min(axis=0).sum())
     assume(free.bottleneck_weight > 0)
@@ -61,10 +60,10 @@ def test_that_nothing_fits_below_the_cutoff_takes_one_program(problem: LayerProb
 @given(problems)
 def test_ilp_equals_dp(problem: LayerProblem) -> None:
     dp, ilp = solve_dp(problem, keep=1), solve_ilp(problem, time_limit_seconds=20)
-    if dp.best is None:
+    if not dp.splits:
         assert ilp.status == "infeasible"
         return
     assert ilp.status == "optimal"
     assert ilp.split is not None
     assert violations(problem, ilp.split) == []
-    assert ilp.split.objective_seconds == pytest.approx(dp.best.objective_seconds, rel=1e-9)
+    assert ilp.split.objective_seconds == pytest.approx(dp.splits[0].objective_seconds, rel=1e-9)
