@@ -53,10 +53,8 @@ class SplitJudge:
 
 def candidate_of(search: LayerSearch, solved: SolvedSplit) -> Candidate:
     """Make the split a placement of the model's ops, with as few blocks computed again as fit."""
-    model = search.model
-    stages = [solved.split.stage_of[unit] for unit in solved.space.unit_of.tolist()]
     return Candidate(
-        stage_of=dict(zip(model.names, stages, strict=True)),
+        stage_of=dict(zip(search.model.names, solved.stages.tolist(), strict=True)),
         groups=tuple((rank,) for rank in solved.ranks),
         microbatches=solved.option.microbatches,
         schedule=solved.option.schedule,

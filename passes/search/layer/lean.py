@@ -37,9 +37,8 @@ def fewest_blocks(search: LayerSearch, solved: SolvedSplit) -> BlocksOfStages:
 
 def _present(search: LayerSearch, solved: SolvedSplit) -> list[set[int]]:
     """Per stage that computes its blocks again, the blocks with ops in it; nothing for the others."""
-    stages = np.array(solved.split.stage_of)[solved.space.unit_of]
     found: list[set[int]] = [set() for _ in solved.ranks]
-    for stage, block in zip(stages.tolist(), search.model.blocks.of.tolist(), strict=True):
+    for stage, block in zip(solved.stages.tolist(), search.model.blocks.of.tolist(), strict=True):
         if block >= 0 and solved.split.recomputed and solved.split.recomputed[stage]:
             found[stage].add(block)
     return found
@@ -81,9 +80,8 @@ def _savings(
 ) -> tuple[dict[int, float], dict[int, float]]:
     """Bytes per micro-batch that recomputing each block of the stage frees, and seconds that it takes."""
     model, blocks = search.model, search.model.blocks
-    device = search.table.representatives[search.table.row_of[solved.ranks[stage]]]
-    again = model.again_seconds(size, device)
-    stages = np.array(solved.split.stage_of)[solved.space.unit_of]
+    again = model.again_seconds(size, search.table.device(solved.ranks[stage]))
+    stages = solved.stages
     sizes = model.costs.storage_bytes(size)
     bytes_of: dict[int, float] = {}
     seconds_of: defaultdict[int, float] = defaultdict(float)

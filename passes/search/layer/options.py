@@ -116,6 +116,10 @@ class DeviceTable:
     row_of: tuple[int, ...]
     """Per rank."""
 
+    def device(self, rank: int) -> Device:
+        """A device as fast as that of ``rank``."""
+        return self.representatives[self.row_of[rank]]
+
 
 def device_table(cluster: ClusterSpec) -> DeviceTable:
     """Group devices whose every op takes equally long."""
@@ -145,37 +149,23 @@ def device_plan(
     Several chunks go round all devices in file order (as a V if ``folded``). One chunk: identical devices in
     file order; unlike ones in any order, as long as that is few enough states.
     """
-    devices = cluster.devices
-    world = len(devices)
+    world = len(cluster.devices)
     if chunks > 1:
         used = max(1, min(world, max_stages // chunks))
-        rounds = [
-            tuple(range(used)) if c % 2 == 0 or not folded else tuple(range(used))[::-1]
-            for c in range(chunks)
-        ]
-        sequence = tuple(itertools.chain.from_iterable(rounds))
-        return _single(
-            cluster, table, "sequence", sequence, f"{chunks} stages on each of {used} devices in file order"
-        )
+        rounds = [range(used)[:: -1 if folded and c % 2 else 1] for c in range(chunks)]
+        text = f"{chunks} stages on each of {used} devices in file order"
+        return _single(cluster, table, "sequence", tuple(itertools.chain.from_iterable(rounds)), text)
     groups: dict[tuple[int, int], list[int]] = {}
-    for rank, device in enumerate(devices):
+    for rank, device in enumerate(cluster.devices):
         groups.setdefault((table.row_of[rank], device.memory_bytes), []).append(rank)
-    if len(groups) == 1:
-        return _single(
-            cluster,
-            table,
-            "sequence",
-            tuple(range(world)),
-            f"a run of {world} identical devices in file order",
-        )
-    states = len(groups) * math.prod(len(ranks) + 1 for ranks in groups.values())
-    if states <= TUNING.most_device_states:
-        return _multiset(cluster, list(groups.items()))
-    if world <= TUNING.most_subsequence_devices:
-        return _single(cluster, table, "ordered", (), f"any subsequence of {world} devices in file order")
-    return _single(
-        cluster, table, "sequence", tuple(range(world)), f"a run of {world} unlike devices in file order"
-    )
+    if len(groups) > 1:
+        states = len(groups) * math.prod(len(ranks) + 1 for ranks in groups.values())
+        if states <= TUNING.most_device_states:
+            return _multiset(cluster, list(groups.items()))
+        if world <= TUNING.most_subsequence_devices:
+            return _single(cluster, table, "ordered", (), f"any subsequence of {world} devices in file order")
+    text = f"a run of {world} {'unlike' if len(groups) > 1 else 'identical'} devices in file order"
+    return _single(cluster, table, "sequence", tuple(range(world)), text)
 
 
 def _single(

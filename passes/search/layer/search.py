@@ -24,7 +24,7 @@ from passes.search.layer.options import (
     unit_costs,
 )
 from passes.search.layer.problem import LayerProblem, Recompute, StageSplit, evaluate
-from passes.search.layer.spaces import Space
+from passes.search.layer.spaces import IntArray, Space
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel, smallest_share
 from runtime.schedules import SCHEDULES
@@ -42,6 +42,11 @@ class SolvedSplit:
     """Rank of each stage."""
     cautious: bool = False
     """Found with slower links than there are."""
+
+    @property
+    def stages(self) -> IntArray:
+        """[n ops] the stage of each op."""
+        return np.array(self.split.stage_of)[self.space.unit_of]
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,16 +177,14 @@ class LayerSearch:
             slower = replace(
                 first.problem, link_seconds_per_byte=first.problem.link_seconds_per_byte * TUNING.caution
             )
-            found = self._solve_problem(first.space, slower, deadline, math.inf).splits[:1]
-            added = []
-            for split in found:
+            for split in self._solve_problem(first.space, slower, deadline, math.inf).splits[:1]:
                 real = _first_devices(
                     first.problem, evaluate(first.problem, split.stage_of, split.kinds, split.recomputed)
                 )
                 ranks = self.plan(first.option).ranks_of(real.kinds, first.option.chunks)
                 if all(real.stage_of != s.split.stage_of or ranks != s.ranks for s in known):
-                    added.append(replace(first, split=real, ranks=ranks, cautious=True))
-            results[index] = replace(results[index], solved=(*known, *added))
+                    added = replace(first, split=real, ranks=ranks, cautious=True)
+                    results[index] = replace(results[index], solved=(*known, added))
 
     def _solve_option(
         self, option: ScheduleOption, floor: float, deadline: float, cutoff: float, capacity_scale: float
@@ -244,10 +247,10 @@ def busiest_seconds(search: LayerSearch, solved: SolvedSplit) -> float:
     """
     m = solved.option.microbatches
     size = solved.option.size(search.batch_size)
-    stages = np.array(solved.split.stage_of)[solved.space.unit_of]
+    stages = solved.stages
     busy = np.zeros(len(search.cluster.devices))
     for stage, rank in enumerate(solved.ranks):
-        device = search.table.representatives[search.table.row_of[rank]]
+        device = search.table.device(rank)
         busy[rank] += float(search.model.seconds(size, device)[stages == stage].sum())
     return m * smallest_share(search.batch_size, m) * float(busy.max())
 
