@@ -15,9 +15,10 @@ from partitioner.record.modules import range_of, shorten
 from partitioner.record.rebuild import refuse_wrong_choices
 from partitioner.report.sharding import mesh_text
 from passes.costs.costs import costs_of
+from passes.lower.job import Job
 from passes.search.explain import Way
 from passes.search.feature.explain import Alternatives, alternatives
-from passes.search.feature.problem import Setting
+from passes.search.feature.setting import Setting
 from passes.search.words import STRATEGY_WORDS
 from passes.shard.discover import Discovery
 
@@ -59,7 +60,8 @@ def _of_shards(
     """Explain a plan whose only ``stage`` is shared as ``sharding`` says."""
     placement = sharding.placement(stage.devices, plan.microbatches)
     refuse_wrong_choices(plan.model.name, graph, placement)
-    setting = Setting(plan.cluster, plan.batch_size, plan.optimizer_memory, plan.precision)
+    job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
+    setting = Setting(plan.cluster, job)
     found = alternatives(graph, costs_of(graph, plan.cluster), placement, setting, name, Discovery.stored())
     equals = [other for other in found.equals if other != name]
     facts = {

@@ -17,8 +17,9 @@ from partitioner.record.rebuild import plan_code, plan_programs, plan_segments
 from passes.costs.costs import costs_of
 from passes.evaluate.float64 import float64_by_default
 from passes.graph.graph import OpGraph
+from passes.lower.job import Job
 from passes.search.feature.evaluate import evaluate
-from passes.search.feature.problem import Setting, links_of
+from passes.search.feature.setting import Setting
 from passes.trace.trace import trace
 from runtime.execute.reduce import GradientReduction
 from runtime.mesh.axis import Axis
@@ -161,9 +162,8 @@ def searched_bytes(plan: Plan, graph: OpGraph) -> float:
     (stage,) = plan.stages
     assert stage.sharding is not None
     placement = stage.sharding.placement(stage.devices, plan.microbatches)
-    setting = Setting(plan.cluster, plan.batch_size, plan.optimizer_memory, plan.precision)
-    links = links_of(placement.mesh, plan.cluster)
-    return evaluate(graph, costs_of(graph, plan.cluster), placement, links, setting).communication_bytes
+    setting = Setting(plan.cluster, Job(plan.batch_size, plan.optimizer_memory, plan.precision))
+    return evaluate(graph, costs_of(graph, plan.cluster), placement, setting).communication_bytes
 
 
 def recorded_bytes(plan: Plan) -> float:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import sympy
@@ -31,9 +32,10 @@ from passes.graph.graph import OpGraph, tensor_specs
 from passes.search.feature.graph import ValueName, kept_operands, makes_values, value_name
 from passes.search.feature.local import local_cost
 from passes.search.feature.options import bytes_of
-from passes.search.feature.parameters import gathers_of, gradient_sums_of, parameter_costs, sum_bytes
-from passes.search.feature.problem import Setting, storage_share
-from passes.search.feature.seconds import byte_shares, local_seconds
+from passes.search.feature.parameters import ShardedParameter, sum_bytes
+from passes.search.feature.problem import storage_share
+from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds
+from passes.search.feature.setting import Setting
 from passes.shard.words import FeaturePlacement, Need, Placements, operands
 from runtime.segment.code import TensorSpec
 
@@ -54,15 +56,9 @@ class FeatureCost:
         return self.op_seconds + self.bridge_seconds + self.parameter_seconds
 
 
-def evaluate(
-    graph: OpGraph,
-    costs: GraphCosts,
-    placement: FeaturePlacement,
-    links: Sequence[AxisLinks],
-    setting: Setting,
-) -> FeatureCost:
+def evaluate(graph: OpGraph, costs: GraphCosts, placement: FeaturePlacement, setting: Setting) -> FeatureCost:
     """The surrogate's seconds and bytes of ``placement``; O(ops · operands)."""
-    whole = _whole(graph, costs, placement, links, setting)
+    whole = Evaluation(graph, costs, placement, setting)
     seconds_of, saved = whole.ops()
     bridge_seconds, copies, buffer, sent, deferred = whole.bridges()
     inside_seconds, inside_sent = whole.inside_ops()
@@ -76,39 +72,32 @@ def evaluate(
     )
 
 
-def op_seconds(
-    graph: OpGraph, costs: GraphCosts, placement: FeaturePlacement, setting: Setting
-) -> Mapping[str, float]:
-    """Seconds of every op that makes values, in one micro-batch, on its shards; without collectives."""
-    return _whole(graph, costs, placement, (), setting).ops()[0]
-
-
-def _whole(
-    graph: OpGraph,
-    costs: GraphCosts,
-    placement: FeaturePlacement,
-    links: Sequence[AxisLinks],
-    setting: Setting,
-) -> _Whole:
-    samples = setting.batch_size // placement.microbatches
-    symbols = {**graph.example_sizes, graph.batch.batch_symbol: samples}
-    return _Whole(graph, costs, placement, tuple(links), setting, samples, symbols)
-
-
 @dataclass(frozen=True, eq=False)
-class _Whole:
+class Evaluation:
+    """A placement, followed through the whole graph."""
+
     graph: OpGraph
     costs: GraphCosts
     placement: FeaturePlacement
-    links: tuple[AxisLinks, ...]
     setting: Setting
-    samples: int
-    symbols: Mapping[sympy.Symbol, int]
+
+    @property
+    def samples(self) -> int:
+        """Samples of a micro-batch."""
+        return self.setting.job.batch_size // self.placement.microbatches
+
+    @cached_property
+    def symbols(self) -> Mapping[sympy.Symbol, int]:
+        return {**self.graph.example_sizes, self.graph.batch.batch_symbol: self.samples}
+
+    @cached_property
+    def links(self) -> tuple[AxisLinks, ...]:
+        return self.setting.links(self.placement.mesh)
 
     def ops(self) -> tuple[dict[str, float], float]:
-        """(seconds of each op in one micro-batch, bytes saved for backward)."""
+        """(seconds of each op on its shards in one micro-batch, without collectives; bytes saved for backward)."""
         shape = self.placement.mesh.shape
-        rows, work, moved, weight = [], [], [], []
+        rows = []
         shares: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for index, node in enumerate(self.graph.ops):
             if not makes_values(node):
@@ -130,20 +119,9 @@ class _Whole:
                 np.array([read]).reshape(1, -1),
                 np.array([made]),
             )
-            rows.append(index)
-            work.append(busy)
-            moved.append(traffic[0])
-            weight.append(weight_traffic[0])
+            rows.append(LocalRows(np.array([index]), np.array([busy]), traffic, weight_traffic))
             shares[node.name] = np.array([made]), np.array([busy])
-        seconds = local_seconds(
-            self.costs,
-            np.array(rows, dtype=np.intp),
-            np.array(work),
-            np.array(moved),
-            np.array(weight),
-            self.samples,
-            self.setting.devices,
-        )
+        seconds = local_seconds(self.costs, rows, self.samples, self.setting.devices)
         return dict(zip(shares, seconds.tolist(), strict=True)), self._saved(shares)
 
     def inside_ops(self) -> tuple[float, float]:
@@ -247,7 +225,7 @@ class _Whole:
         whole = (Replicate(),) * len(shape)
         seconds = held = sent = 0.0
         used = self.needs()
-        together_bytes = sum_bytes(graph, self.setting.precision)
+        together_bytes = sum_bytes(graph, self.setting.job.precision)
         for given in graph.inputs:
             node = graph.nodes[given.node]
             if not tensor_specs(node) or node.target is operator.getitem:
@@ -258,31 +236,17 @@ class _Whole:
                     times = placement.microbatches if given.kind == "batch" else 1
                     held += size * times * local_share(self.produced((node.name, 0)), shape)
                 continue
-            types = graph.types_of(given.name, self.setting.precision)
             stored = placement.stored.get(given.name, whole)
-            state = placement.sharded_state.get(given.name, stored)
-            later = deferred.get(given.name, (False,) * len(shape))
-            elements = size // tensor_specs(node)[0].dtype.itemsize
-            trained = node.name in graph.needs_grad
-            own = parameter_costs(
-                elements,
-                types,
-                trained,
-                stored,
-                state,
-                later,
-                placement.mesh,
-                self.links,
-                self.setting.optimizer,
-                self.setting.devices,
-                together_bytes,
-                self.setting.cluster,
+            parameter = ShardedParameter(
+                elements=size // tensor_specs(node)[0].dtype.itemsize,
+                types=graph.types_of(given.name, self.setting.job.precision),
+                trained=node.name in graph.needs_grad,
+                mesh=placement.mesh,
+                stored=stored,
+                state=placement.sharded_state.get(given.name, stored),
+                deferred=deferred.get(given.name, (False,) * len(shape)),
             )
+            own = parameter.costs(self.links, self.setting, together_bytes)
             seconds, held = seconds + own[0], held + own[1]
-            if trained:
-                mesh = placement.mesh
-                for item in gradient_sums_of(stored, state, later, mesh):
-                    sent += item.sent_bytes(elements * types.gradient.itemsize, mesh)
-                for item in gathers_of(stored, state, mesh):
-                    sent += item.sent_bytes(elements * types.leaf.itemsize, mesh)
+            sent += parameter.sent_bytes()
         return seconds, held, sent

@@ -26,7 +26,8 @@ from passes.search.feature.bound import WireTable, price, wire_tables
 from passes.search.feature.codes import DEFERRED, WHOLE, needs_of
 from passes.search.feature.graph import FeatureGraph, Unit, UnitKind, feature_graph
 from passes.search.feature.options import Options, StoredChoice
-from passes.search.feature.problem import FeatureProblem, Setting, UnitNumbers, build_problem, links_of
+from passes.search.feature.problem import FeatureProblem, UnitNumbers, build_problem
+from passes.search.feature.setting import Setting
 from passes.search.feature.tuning import TUNING
 from passes.shard.discover import Discovery
 from passes.shard.words import FeaturePlacement, Placements, choice_text, placements_text
@@ -88,9 +89,7 @@ def alternatives(
         return numbers.keep(np.array(held, dtype=np.intp))
 
     mesh = placement.mesh
-    problem = build_problem(
-        space, mesh, links_of(mesh, setting.cluster), placement.microbatches, setting, restrict=restrict
-    )
+    problem = build_problem(space, mesh, placement.microbatches, setting, restrict=restrict)
     ways = _ways(problem, unit, near, placement)
     labels = [way.layout for way in ways if way.chosen]
     if len(labels) != 1:

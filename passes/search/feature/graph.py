@@ -10,6 +10,7 @@ into the head is a wire with its own readers and count. Nothing here depends on 
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,13 +19,14 @@ from typing import Literal, TypeAlias
 import torch
 from torch import fx
 
+from cost_models.layout import Replicate
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, once_per_graph, tensor_specs
 from passes.graph.signatures import op_classes
 from passes.search.feature.twins import with_twins
-from passes.search.feature.written import taking_shared_buffers_whole
 from passes.shard.words import Choice, operands
 from runtime.segment.code import TensorSpec
+from runtime.segment.recompute import writes_statistics
 
 UnitKind: TypeAlias = Literal["op", "parameter", "batch", "state", "output"]
 Chooser: TypeAlias = Callable[[fx.Node], tuple[Choice, ...]]
@@ -87,7 +89,7 @@ def feature_graph(
 ) -> FeatureGraph:
     """Group ops, placeholders and values; O(ops · operands). ``marks``: nodes with unlike marks are in unlike units."""
     marks = marks or {}
-    choices = taking_shared_buffers_whole(graph, choices)
+    choices = _taking_shared_buffers_whole(graph, choices)
     unit_of: dict[str, int] = {}
     units: list[Unit] = []
     ops = graph.ops
@@ -107,6 +109,37 @@ def feature_graph(
     _add_placeholders(graph, readers, unit_of, units, marks)
     _add_outputs(graph, readers, order, unit_of, units)
     return FeatureGraph(graph, costs, tuple(units), _wires(graph, costs, readers, unit_of), unit_of)
+
+
+def _taking_shared_buffers_whole(graph: OpGraph, choices: Chooser) -> Chooser:
+    """``choices``; of ops that write a buffer that others write too, only those that take it whole.
+
+    Else what one wrote would be lost to the next. A batch norm that a model calls twice is two ops on the same running
+    statistics. Each could take these as it likes (by channels, or whole where samples are split), but they are stored in
+    one way only.
+    """
+    writers = Counter(source.name for node in graph.ops for source in _written(node))
+    shared = {name for name, count in writers.items() if count > 1}
+    if not shared:
+        return choices
+
+    def fewer(node: fx.Node) -> tuple[Choice, ...]:
+        whole = [
+            i for i, source in enumerate(operands(node)) if source in _written(node) and source.name in shared
+        ]
+        return tuple(
+            choice
+            for choice in choices(node)
+            if all(isinstance(choice.inputs[i].placement, Replicate) for i in whole)
+        )
+
+    return fewer
+
+
+def _written(node: fx.Node) -> tuple[fx.Node, ...]:
+    if not writes_statistics(node):
+        return ()
+    return tuple(source for source in node.args[3:5] if isinstance(source, fx.Node))
 
 
 def makes_values(node: fx.Node) -> bool:

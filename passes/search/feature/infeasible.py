@@ -8,7 +8,7 @@ from cost_models.errors import InfeasibleError, UsageError
 from cost_models.memory import state_bytes
 from cost_models.units import format_bytes
 from passes.graph.graph import OpGraph
-from passes.search.feature.problem import Setting
+from passes.search.feature.setting import Setting
 
 
 def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> InfeasibleError:
@@ -17,10 +17,10 @@ def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> Infeas
     smallest = min(devices, key=lambda device: device.memory_bytes)
     capacity, world = smallest.memory_bytes, len(devices)
     held = [
-        (spec.elements, graph.types_of(name, setting.precision), name in graph.trained)
+        (spec.elements, graph.types_of(name, setting.job.precision), name in graph.trained)
         for name, spec in (*graph.parameters.items(), *graph.buffers.items())
     ]
-    state = state_bytes(held, setting.optimizer).total
+    state = state_bytes(held, setting.job.optimizer).total
     because = [
         f"rank {smallest.rank} ({smallest.model}) has {format_bytes(capacity)}, and every sharding needs "
         + (
@@ -28,7 +28,7 @@ def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> Infeas
             if math.isinf(least_bytes)
             else f"at least {format_bytes(int(least_bytes))} of each device (proved)"
         ),
-        f"parameters, gradients and {setting.optimizer} state are {format_bytes(state)}: "
+        f"parameters, gradients and {setting.job.optimizer} state are {format_bytes(state)}: "
         f"{format_bytes(state // world)} a device where all of it is split",
     ]
     if setting.reserved_bytes:
@@ -46,7 +46,7 @@ def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> Infeas
         ]
     else:
         ways = [
-            f"a smaller batch: it was tried in up to {setting.batch_size:,} micro-batches",
+            f"a smaller batch: it was tried in up to {setting.job.batch_size:,} micro-batches",
             "more devices",
         ]
     return InfeasibleError(

@@ -38,13 +38,12 @@ from passes.search.feature.meshes import meshes
 from passes.search.feature.pins import Pin, broken, resolve, restricted
 from passes.search.feature.problem import (
     FeatureProblem,
-    Setting,
     UnitNumbers,
     build_problem,
     least_saved_bytes,
-    links_of,
 )
 from passes.search.feature.result import assemble, replicated_share
+from passes.search.feature.setting import Setting
 from passes.search.feature.solve import ProblemSearch, Solved
 from passes.search.feature.ties import with_split_batch
 from passes.search.feature.tuning import TUNING
@@ -105,10 +104,8 @@ def place_features(
     pins = resolve(graph, request.pins)
     discovery = discovery or Discovery()
     space = feature_graph(graph, costs, discovery.choices, {node: pin.mark for node, pin in pins.items()})
-    setting = Setting(
-        cluster, request.job.batch_size, request.job.optimizer, request.job.precision, request.reserved_bytes
-    )
-    search = _Search(space, setting, pins, deadline)
+    setting = Setting(cluster, request.job, request.reserved_bytes)
+    search = _MeshSearch(space, setting, pins, deadline)
     counts = _counts(graph, request)
     best = search.run(meshes(cluster, request.max_axes, request.mesh), counts)
     if best is None:
@@ -117,7 +114,7 @@ def place_features(
     assert solved.options is not None
     options = with_split_batch(problem, solved.options)
     placement = assemble(problem, options)
-    cost = evaluate(graph, costs, placement, problem.bridges.links, setting)
+    cost = evaluate(graph, costs, placement, setting)
     _check(cost.seconds, solved)
     log.info("feature search: %d problems in %.2f s", len(search.tried), time.perf_counter() - started)
     return FeatureResult(
@@ -164,12 +161,12 @@ def _counts(graph: OpGraph, request: FeatureRequest) -> list[int]:
 
 
 @dataclass(eq=False)
-class _Candidate:
+class _MeshTrial:
     """A mesh and a micro-batch count."""
 
     mesh: Mesh
     bridges: Bridges
-    """Bridges of the mesh: shared by its candidates."""
+    """Bridges of the mesh: shared by its trials."""
     counts: Sequence[int]
     """This count, then larger ones."""
     floor_seconds: float
@@ -183,7 +180,7 @@ class _Candidate:
         return self.floor_seconds if self.search is None else self.search.bound
 
 
-class _Search:
+class _MeshSearch:
     """All meshes and micro-batch counts, always on with what has the lowest bound."""
 
     def __init__(
@@ -193,7 +190,7 @@ class _Search:
         self.capacity = setting.capacity_bytes
         self.tried: list[MeshTried] = []
         self.best: tuple[FeatureProblem, Solved] | None = None
-        self.open: list[tuple[float, int, _Candidate]] = []
+        self.open: list[tuple[float, int, _MeshTrial]] = []
         self.started = 0
         self._order = itertools.count()
         self.broken: dict[tuple[int, ...], list[str]] = {}
@@ -206,50 +203,49 @@ class _Search:
 
     def run(self, shapes: Sequence[Mesh], counts: Sequence[int]) -> tuple[FeatureProblem, Solved] | None:
         for mesh in shapes:
-            bridges = Bridges(mesh.shape, links_of(mesh, self.setting.cluster))
-            self._push(_Candidate(mesh, bridges, counts, 0.0))
+            bridges = Bridges(mesh.shape, self.setting.links(mesh))
+            self._push(_MeshTrial(mesh, bridges, counts, 0.0))
         while self.open:
-            _, _, candidate = heapq.heappop(self.open)
+            _, _, trial = heapq.heappop(self.open)
             late = self.best is not None and time.perf_counter() > self.deadline
             began = time.perf_counter()
-            if candidate.search is None:
-                self._begin(candidate, late)
+            if trial.search is None:
+                self._begin(trial, late)
             elif late:
-                candidate.search.out_of_time = True
-                self._close(candidate)
-            elif candidate.search.is_over(self.known_seconds):
-                self._close(candidate)
+                trial.search.out_of_time = True
+                self._close(trial)
+            elif trial.search.is_over(self.known_seconds):
+                self._close(trial)
             else:
-                self._advance(candidate)
-                candidate.seconds += time.perf_counter() - began
-                self._push(candidate)
+                self._advance(trial)
+                trial.seconds += time.perf_counter() - began
+                self._push(trial)
         return self.best
 
-    def _push(self, candidate: _Candidate) -> None:
-        heapq.heappush(self.open, (candidate.bound, next(self._order), candidate))
+    def _push(self, trial: _MeshTrial) -> None:
+        heapq.heappush(self.open, (trial.bound, next(self._order), trial))
 
-    def _begin(self, candidate: _Candidate, late: bool) -> None:
+    def _begin(self, trial: _MeshTrial, late: bool) -> None:
         """Make the problem, unless it is plain already that it has nothing to give."""
         began = time.perf_counter()
-        shape, count = candidate.mesh.shape, candidate.counts[0]
-        if candidate.floor_seconds >= self.known_seconds or late:
-            status = "time limit" if late and candidate.floor_seconds < self.known_seconds else "bounded"
-            self.tried.append(MeshTried(shape, count, status, math.inf, candidate.floor_seconds, 0.0))
+        shape, count = trial.mesh.shape, trial.counts[0]
+        if trial.floor_seconds >= self.known_seconds or late:
+            status = "time limit" if late and trial.floor_seconds < self.known_seconds else "bounded"
+            self.tried.append(MeshTried(shape, count, status, math.inf, trial.floor_seconds, 0.0))
             return
-        least = least_saved_bytes(self.space, math.prod(shape), self.setting.batch_size // count)
+        least = least_saved_bytes(self.space, math.prod(shape), self.setting.job.batch_size // count)
         if least > self.capacity:
             self.started += 1
             self.least_bytes = min(self.least_bytes, least)
             self.tried.append(MeshTried(shape, count, "infeasible", math.inf, math.inf, 0.0))
-            self._more_microbatches(candidate, candidate.floor_seconds)
+            self._more_microbatches(trial, trial.floor_seconds)
             return
         problem = build_problem(
             self.space,
-            candidate.mesh,
-            candidate.bridges.links,
+            trial.mesh,
             count,
             self.setting,
-            candidate.bridges,
+            trial.bridges,
             partial(self._restrict, len(shape)) if self.pins else None,
         )
         wrong = broken(list(zip(self.space.units, problem.units, strict=True)), self.pins, len(shape))
@@ -257,35 +253,35 @@ class _Search:
             self.broken[shape] = wrong
         else:
             self.started += 1
-            candidate.search = ProblemSearch(problem)
-            candidate.seconds = time.perf_counter() - began
-            self._push(candidate)
-            self._note(candidate)
+            trial.search = ProblemSearch(problem)
+            trial.seconds = time.perf_counter() - began
+            self._push(trial)
+            self._note(trial)
 
-    def _advance(self, candidate: _Candidate) -> None:
-        """One step of a candidate; its better choice, if any, is known to all at once."""
-        search = candidate.search
+    def _advance(self, trial: _MeshTrial) -> None:
+        """One step of a trial; its better choice, if any, is known to all at once."""
+        search = trial.search
         assert search is not None
         search.advance(self.known_seconds, self.deadline)
-        self._note(candidate)
+        self._note(trial)
 
-    def _note(self, candidate: _Candidate) -> None:
-        search = candidate.search
+    def _note(self, trial: _MeshTrial) -> None:
+        search = trial.search
         assert search is not None
         self.least_bytes = min(self.least_bytes, search.least_bytes)
         if search.best is not None and search.best[0].seconds < self.known_seconds:
             self.best = search.problem, search.result(self.known_seconds)
         # More micro-batches cost no less (docs/06c-feature-wise.md) but save memory: tried only where that is short.
         if search.short_of_memory or not search.possible:
-            self._more_microbatches(candidate, search.free_bound)
+            self._more_microbatches(trial, search.free_bound)
 
-    def _more_microbatches(self, candidate: _Candidate, floor_seconds: float) -> None:
-        if len(candidate.counts) > 1:
-            self._push(_Candidate(candidate.mesh, candidate.bridges, candidate.counts[1:], floor_seconds))
-            candidate.counts = candidate.counts[:1]
+    def _more_microbatches(self, trial: _MeshTrial, floor_seconds: float) -> None:
+        if len(trial.counts) > 1:
+            self._push(_MeshTrial(trial.mesh, trial.bridges, trial.counts[1:], floor_seconds))
+            trial.counts = trial.counts[:1]
 
-    def _close(self, candidate: _Candidate) -> None:
-        search = candidate.search
+    def _close(self, trial: _MeshTrial) -> None:
+        search = trial.search
         assert search is not None
         mine = self.best is not None and self.best[0] is search.problem
         if mine:
@@ -293,12 +289,12 @@ class _Search:
         solved = search.result(math.inf if mine else self.known_seconds)
         self.tried.append(
             MeshTried(
-                candidate.mesh.shape,
+                trial.mesh.shape,
                 search.problem.microbatches,
                 solved.status,
                 solved.seconds,
                 solved.bound_seconds,
-                candidate.seconds,
+                trial.seconds,
             )
         )
 
@@ -330,7 +326,7 @@ class _Search:
 
 
 def _certificate(
-    search: _Search, cost: FeatureCost, solved: Solved, request: FeatureRequest, seconds: float
+    search: _MeshSearch, cost: FeatureCost, solved: Solved, request: FeatureRequest, seconds: float
 ) -> Certificate:
     """About all meshes and micro-batch counts of the search together."""
     bound = min([cost.seconds, *(t.bound_seconds for t in search.tried if t.status != "infeasible")])

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,16 +29,22 @@ LOOKUPS = frozenset(
 )
 
 
+class LocalRows(NamedTuple):
+    """Ops, by their index, with the shares of their work and of their traffic that a rank has. Shapes [rows]."""
+
+    ops: IndexArray
+    work: FloatArray
+    bytes: FloatArray
+    """Forward and input half."""
+    weight_bytes: FloatArray
+    """Weight half."""
+
+
 def local_seconds(
-    costs: GraphCosts,
-    ops: IndexArray,
-    work_share: FloatArray,
-    byte_share: FloatArray,
-    weight_byte_share: FloatArray,
-    samples: int,
-    devices: Sequence[ComputeDevice],
+    costs: GraphCosts, rows: Sequence[LocalRows], samples: int, devices: Sequence[ComputeDevice]
 ) -> FloatArray:
-    """Seconds per row, of op ``ops[row]`` with these shares; on the slowest of ``devices``. Shapes [rows]."""
+    """Seconds of all rows, one after the other, each op on the slowest of ``devices``."""
+    ops, work_share, byte_share, weight_byte_share = map(np.concatenate, zip(*rows, strict=True))
     exact = costs.exact(samples)
     work = exact.at(samples).rows(ops)
     local = replace(

@@ -16,9 +16,10 @@ from partitioner import Plan, partition
 from partitioner.explain.explain import _why
 from partitioner.report.dot import to_dot, to_json
 from passes.costs.costs import costs_of
+from passes.lower.job import Job
 from passes.search.feature.evaluate import evaluate
 from passes.search.feature.explain import alternatives
-from passes.search.feature.problem import Setting, links_of
+from passes.search.feature.setting import Setting
 from passes.shard.words import FeaturePlacement, read_choice, read_placements
 from tests.distributed.sharded_models import Mlp
 from tests.support.made_plans import made_hybrid_plan
@@ -85,15 +86,14 @@ def test_every_way_costs_what_the_whole_graph_costs_with_it(name: str, mesh: tup
     (stage,) = planned.stages
     assert stage.sharding is not None
     placement = stage.sharding.placement(stage.devices, 2)
-    setting = Setting(planned.cluster, 16, "adamw", planned.precision)
+    setting = Setting(planned.cluster, Job(16, "adamw", planned.precision))
     costs = costs_of(graph, planned.cluster)
     found = alternatives(graph, costs, placement, setting, name)
-    links = links_of(placement.mesh, planned.cluster)
     assert found.chosen.step_seconds == pytest.approx(planned.certificate.objective_seconds, rel=1e-9)
     assert found.ways[0].chosen, "nothing was pinned, and all fits"
     for way in found.ways:
         other = changed(placement, name, found.equals, way.layout)
-        cost = evaluate(graph, costs, other, links, setting)
+        cost = evaluate(graph, costs, other, setting)
         assert way.step_seconds == pytest.approx(cost.seconds, rel=1e-9), way.layout
         assert way.memory_bytes == pytest.approx(cost.memory_bytes, rel=1e-9), way.layout
 
@@ -139,7 +139,7 @@ def test_memory_is_a_reason() -> None:
     assert graph is not None
     placement = stage.sharding.placement(stage.devices, planned.microbatches)
     placement = changed(placement, "up.weight", ("up.weight",), "stored S0")
-    setting = Setting(planned.cluster, 64, "adamw", planned.precision)
+    setting = Setting(planned.cluster, Job(64, "adamw", planned.precision))
     found = alternatives(graph, costs_of(graph, planned.cluster), placement, setting, "up.weight")
     assert _why(found).startswith("it was fixed by a pin")
     tight = replace(found, capacity_bytes=found.chosen.memory_bytes)

@@ -19,10 +19,10 @@ from passes.costs.costs import cost_graph, costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.lower.realize import realize
-from passes.search.feature.evaluate import op_seconds
+from passes.search.feature.evaluate import Evaluation
 from passes.search.feature.outcome import sharded_candidate
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
-from passes.search.feature.problem import Setting
+from passes.search.feature.setting import Setting
 from passes.shard.shard import shard_graph
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import Conv, conv_batch
@@ -86,9 +86,9 @@ def test_ops_cost_what_the_local_graph_says(
     found = planned(graph, devices, {"*": pins} if pins else {}, mesh)
     placement = found.placement
     sharded = shard_graph(graph, placement)
-    setting = Setting(devices, JOB.batch_size, JOB.optimizer, JOB.precision)
+    setting = Setting(devices, JOB)
     whole = costs_of(graph, devices)
-    searched = op_seconds(graph, whole, placement, setting)
+    searched = Evaluation(graph, whole, placement, setting).ops()[0]
     units = JOB.batch_size // sharded.graph.batch.multiple
     costs = cost_graph(sharded.graph, only_size=units)
     phases = costs.phases(units, devices.devices[0])

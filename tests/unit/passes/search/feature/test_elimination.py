@@ -9,10 +9,11 @@ import random
 import pytest
 
 from cost_models.layout import Mesh
-from cost_models.precision import Precision
 from passes.costs.costs import cost_graph
+from passes.lower.job import Job
 from passes.search.feature.graph import feature_graph
-from passes.search.feature.problem import FeatureProblem, Setting, build_problem, links_of
+from passes.search.feature.problem import FeatureProblem, build_problem
+from passes.search.feature.setting import Setting
 from passes.search.feature.solve import solve_problem
 from tests.support.random_graphs import random_model
 from tests.unit.passes.search.feature.eliminate import TooWideError, least_seconds
@@ -30,8 +31,8 @@ def _problem(seed: int) -> FeatureProblem:
     cluster = _cluster(draw, ranks)
     space = feature_graph(graph, cost_graph(graph), every_valid)
     mesh = Mesh(tuple(range(ranks)), shape, ("outer", "inner")[: len(shape)])
-    setting = Setting(cluster, 8, "adamw", Precision())
-    return build_problem(space, mesh, links_of(mesh, cluster), draw.choice([1, 2]), setting)
+    setting = Setting(cluster, Job(8))
+    return build_problem(space, mesh, draw.choice([1, 2]), setting)
 
 
 @pytest.mark.parametrize("part", range(4))

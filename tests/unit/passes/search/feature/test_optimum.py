@@ -14,15 +14,16 @@ from torch import fx
 
 from cost_models.cluster import ClusterSpec
 from cost_models.layout import Mesh
-from cost_models.precision import Precision
 from passes.costs.costs import GraphCosts, cost_graph
 from passes.graph.graph import OpGraph
+from passes.lower.job import Job
 from passes.search.feature import ilp as feature_ilp
 from passes.search.feature.bound import price, wire_tables
 from passes.search.feature.evaluate import evaluate
 from passes.search.feature.graph import feature_graph
-from passes.search.feature.problem import FeatureProblem, Setting, build_problem, links_of
+from passes.search.feature.problem import FeatureProblem, build_problem
 from passes.search.feature.result import assemble
+from passes.search.feature.setting import Setting
 from passes.search.feature.solve import solve_problem
 from passes.shard.discover import all_valid_choices
 from passes.shard.rules import choices as rule_choices
@@ -75,9 +76,9 @@ def _problem(seed: int, *, by_rules: bool) -> tuple[FeatureProblem, Setting]:
     ranks = math.prod(shape)
     cluster = _cluster(draw, ranks)
     space = feature_graph(graph, costs, rule_choices if by_rules else every_valid)
-    setting = Setting(cluster, 8, "adamw", Precision())
+    setting = Setting(cluster, Job(8))
     mesh = Mesh(tuple(range(ranks)), shape, ("outer", "inner")[: len(shape)])
-    return build_problem(space, mesh, links_of(mesh, cluster), draw.choice([1, 2]), setting), setting
+    return build_problem(space, mesh, draw.choice([1, 2]), setting), setting
 
 
 def _thinned(problem: FeatureProblem, seed: int) -> FeatureProblem:
@@ -140,9 +141,7 @@ def test_tables_agree_with_the_sum_over_the_whole_graph() -> None:
             priced = price(problem, tables, chosen)
             options = [int(u.index[k]) for u, k in zip(problem.units, chosen, strict=True)]
             placement = assemble(problem, options)
-            cost = evaluate(
-                problem.space.graph, problem.space.costs, placement, problem.bridges.links, setting
-            )
+            cost = evaluate(problem.space.graph, problem.space.costs, placement, setting)
             if _says_more_than_is_needed(problem, chosen) or priced.seconds > 1e6:
                 continue  # a gradient deferred that nobody leaves in parts; or a pair that is not allowed
             assert cost.seconds == pytest.approx(priced.seconds, rel=1e-9)

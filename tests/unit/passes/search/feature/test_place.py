@@ -20,7 +20,7 @@ from passes.search.feature.explain import Alternatives, alternatives
 from passes.search.feature.local import local_cost
 from passes.search.feature.meshes import meshes
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
-from passes.search.feature.problem import Setting
+from passes.search.feature.setting import Setting
 from passes.shard.rules import choices
 from passes.shard.words import operands
 from passes.trace.trace import trace
@@ -145,7 +145,7 @@ def test_other_layouts_are_explained() -> None:
     result = place("gpt2", machine, batch_size=4)
 
     def explained(name: str) -> Alternatives:
-        setting = Setting(machine, job.batch_size, job.optimizer, job.precision)
+        setting = Setting(machine, job)
         return alternatives(graph, costs_of(graph, machine), result.placement, setting, name)
 
     found = explained(next(node.name for node in graph.ops if "addmm" in node.name))

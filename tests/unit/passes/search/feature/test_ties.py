@@ -9,14 +9,13 @@ import pytest
 
 from cost_models.cluster import ClusterSpec
 from cost_models.layout import Replicate, Shard
-from cost_models.precision import Precision
 from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.feature import place as search
 from passes.search.feature.evaluate import FeatureCost, evaluate
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
-from passes.search.feature.problem import Setting
+from passes.search.feature.setting import Setting
 from passes.search.feature.ties import with_split_batch
 from tests.unit.passes.search.feature.test_place import graph_of
 
@@ -60,8 +59,8 @@ def user_leaves(graph: OpGraph) -> list[str]:
 
 
 def cost(result: FeatureResult) -> FeatureCost:
-    space, setting = result.problem.space, Setting(GPUS, REQUEST.job.batch_size, "adamw", Precision())
-    return evaluate(space.graph, space.costs, result.placement, result.problem.bridges.links, setting)
+    space, setting = result.problem.space, Setting(GPUS, REQUEST.job)
+    return evaluate(space.graph, space.costs, result.placement, setting)
 
 
 @pytest.mark.parametrize(("name", "tied"), [("gpt2", "labels"), ("llama-8b", "labels"), ("bert", "labels")])
