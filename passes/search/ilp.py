@@ -1,6 +1,6 @@
 """Integer linear programs: stated row by row through PuLP, solved by HiGHS, or by CBC where HiGHS is absent.
 
-    program = Program("example")
+    program = IntegerProgram("example")
     x, y = program.binary("x"), program.variable("y", high=2.5)
     program.minimize({x: -3.0, y: -2.0})
     program.row({x: 1.0, y: 1.0}, "<=", 3.0)
@@ -38,7 +38,7 @@ _HIGHS_FEASIBLE = 2
 
 
 @dataclass(frozen=True)
-class Solution:
+class SolverAnswer:
     """The answer of a solver to a program that is minimized."""
 
     status: Status
@@ -53,7 +53,7 @@ class Solution:
     """Columns of the program."""
 
 
-class Program:
+class IntegerProgram:
     """A minimization over variables and rows."""
 
     def __init__(self, name: str) -> None:
@@ -93,7 +93,7 @@ class Program:
         absolute_gap: float | None = None,
         presolve: bool = False,
         start: Mapping[Variable, float] | None = None,
-    ) -> Solution:
+    ) -> SolverAnswer:
         """Solve on one thread, for at most ``seconds``, until (value - bound) / value is at most ``gap``.
 
         ``start`` is a known solution, a value for every variable in a row or in the objective. None leaves a limit to the
@@ -113,7 +113,7 @@ class Program:
         self._lp.solve(solver)
         return self._solution()
 
-    def _solution(self) -> Solution:
+    def _solution(self) -> SolverAnswer:
         """Read the answer.
 
         After a time limit PuLP's ``status`` still reads "Optimal": ``sol_status`` tells the two apart. PuLP passes no bound
@@ -131,7 +131,7 @@ class Program:
             bound = float(info.mip_dual_bound)
         elif status == "optimal":
             bound = float(pulp.value(self._lp.objective))
-        return Solution(
+        return SolverAnswer(
             status,
             {v: float(v.value() or 0.0) for v in self._variables} if found else None,
             bound,

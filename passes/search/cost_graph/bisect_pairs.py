@@ -18,7 +18,7 @@ import numpy as np
 
 from passes.search.cost_graph.groups import GroupProblem, fits, group_loads
 from passes.search.cost_graph.tuning import TUNING
-from passes.search.ilp import Program, Terms
+from passes.search.ilp import IntegerProgram, Terms
 
 LEAST_GAIN = 1e-9
 
@@ -56,7 +56,7 @@ def _divide(
         return None
     first_pays, second_pays = (device < machine.accelerators for device in pair)
     scale = 100.0 / max(group_loads(problem, homes)[d] for d in pair)
-    program = Program("divide")
+    program = IntegerProgram("divide")
     top = program.variable("top")
     program.minimize({top: 1.0})
     y = {}

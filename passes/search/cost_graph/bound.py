@@ -23,7 +23,7 @@ import numpy as np
 from passes.search.bound import weighted_work
 from passes.search.cost_graph.groups import FloatArray, GroupProblem
 from passes.search.cost_graph.tuning import TUNING
-from passes.search.ilp import Program, Terms
+from passes.search.ilp import IntegerProgram, Terms
 
 CLOSE = 1e-7
 """Relative distance of bound and value at which nothing is left to prove."""
@@ -234,7 +234,7 @@ class SetBound:
     def _measure(self, target: float) -> tuple[FloatArray, float]:
         """Find the measure under which known sets that cost less than ``target`` hold least; by how much less than 1/k."""
         count, k = self.problem.count, max(1, self.machine.accelerators)
-        program = Program("measure")
+        program = IntegerProgram("measure")
         pi = [program.variable(f"pi_{g}") for g in range(count)]
         room = program.variable("room", None)
         program.minimize({room: -1.0})
@@ -286,7 +286,7 @@ class OneDevice:
 
     def __init__(self, problem: GroupProblem, measure: FloatArray, share: float, scale: float) -> None:
         self.problem, self.scale = problem, scale
-        self.program = program = Program("cheapest")
+        self.program = program = IntegerProgram("cheapest")
         allowed = ~np.isinf(problem.accelerator_cost)
         self.y = [program.variable(f"y_{g}", 0, int(allowed[g]), integer=True) for g in range(problem.count)]
         objective: Terms = {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from passes.search.cost_graph.groups import GroupProblem
-from passes.search.ilp import Program, Terms
+from passes.search.ilp import IntegerProgram, Terms
 
 
 def solve_placement(
@@ -28,7 +28,7 @@ class _Program:
         self.problem, self.bound, self.value = problem, bound, value
         self.scale = 100.0 / value
         machine = problem.machine
-        self.program = Program("placement")
+        self.program = IntegerProgram("placement")
         self.top = self.program.variable("T", bound * self.scale * (1 - 1e-9), 100.0 * (1 + 1e-9))
         self.program.minimize({self.top: 1.0})
         devices = range(len(machine.devices))

@@ -32,7 +32,7 @@ from passes.search.cost_graph.layouts import (
 )
 from passes.search.cost_graph.layouts_cut import cut_layouts
 from passes.search.cost_graph.tuning import TUNING
-from passes.search.ilp import Program, Terms, Variable
+from passes.search.ilp import IntegerProgram, Terms, Variable
 
 PROVED = 1e-7
 """The solver's tolerance, as elsewhere."""
@@ -99,7 +99,7 @@ class _Program:
     def __init__(self, problem: LayoutProblem, value: float) -> None:
         self.problem = problem
         self.scale, self.most = 100.0 / value, value * (1 + 1e-9)
-        self.program = Program("layouts")
+        self.program = IntegerProgram("layouts")
         self.objective: Terms = {}
         self.x: list[dict[SplitBy, Variable]] = []
         for v in range(len(problem.ops)):

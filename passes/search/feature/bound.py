@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from cost_models.compute import FloatArray
 from passes.search.feature.bridges import BridgeTable
+from passes.search.feature.graph import Wire
 from passes.search.feature.problem import FeatureProblem
 from passes.search.feature.tuning import TUNING
 
@@ -54,7 +55,7 @@ class _End:
 
 
 @dataclass(eq=False)
-class _Edge:
+class _DualEdge:
     """A wire and one of its readers. ``part``: this reader's part of the wire's costs, [sources, the reader's needs];
     ``slack``: what messages left of it. ``columns``: of the wire's needs those of the reader."""
 
@@ -141,9 +142,9 @@ class DualBound:
         self.price, self.time_weight = seconds_per_byte, time_weight
         self.cost = [time_weight * u.seconds + seconds_per_byte * u.bytes for u in problem.units]
         self.constant = -seconds_per_byte * problem.capacity_bytes if seconds_per_byte else 0.0
-        self.edges: list[_Edge] = []
-        self.groups: list[list[_Edge]] = []
-        self._of_wire: dict[int, list[_Edge]] = {}
+        self.edges: list[_DualEdge] = []
+        self.groups: list[list[_DualEdge]] = []
+        self._of_wire: dict[int, list[_DualEdge]] = {}
         for w, (wire, known) in enumerate(zip(problem.space.wires, tables, strict=True)):
             whole = self.wire_cost(w)
             if not whole.any():
@@ -157,12 +158,12 @@ class DualBound:
                 present, own = np.unique(code, return_inverse=True)
                 part = whole[:, present] / len(wire.readers)
                 ends = _End.of(wire.producer, made), _End.of(unit, own.reshape(-1))
-                group.append(_Edge(w, part, part.copy(), present, *ends))
+                group.append(_DualEdge(w, part, part.copy(), present, *ends))
             self.edges += group
             self._of_wire[w] = group
             if len(group) > 1:
                 self.groups.append(group)
-        self.at: list[list[tuple[_Edge, bool]]] = [[] for _ in problem.units]
+        self.at: list[list[tuple[_DualEdge, bool]]] = [[] for _ in problem.units]
         for edge in self.edges:
             self.at[edge.producer.unit].append((edge, True))
             self.at[edge.reader.unit].append((edge, False))
@@ -218,7 +219,7 @@ class DualBound:
 
     def _sweep(self, order: Sequence[int], *, forward: bool) -> None:
         for unit in order:
-            ahead: list[tuple[_Edge, bool, _End]] = []
+            ahead: list[tuple[_DualEdge, bool, _End]] = []
             behind = 0
             for edge, makes in self.at[unit]:
                 end = edge.collect(at_producer=makes)
@@ -336,10 +337,17 @@ def price(problem: FeatureProblem, tables: Sequence[WireTable], chosen: Sequence
     held = sum(float(u.bytes[k]) for u, k in zip(problem.units, chosen, strict=True))
     buffer = 0.0
     for wire, known in zip(problem.space.wires, tables, strict=True):
-        s = known.sources.index(int(problem.units[wire.producer].outputs[wire.output][chosen[wire.producer]]))
-        needs = {int(problem.units[u].inputs[i][chosen[u]]) for u, i in wire.readers}
-        columns = [known.needs.index(n) for n in needs]
-        seconds += float(known.seconds[s, columns].sum())
-        held += float(known.table.copies[s, columns].sum())
-        buffer = max(buffer, float(known.table.buffers[s, columns].sum()))
+        at = bridges_used(problem, wire, known, chosen)
+        seconds += float(known.seconds[at].sum())
+        held += float(known.table.copies[at].sum())
+        buffer = max(buffer, float(known.table.buffers[at].sum()))
     return Priced(seconds, held + buffer)
+
+
+def bridges_used(
+    problem: FeatureProblem, wire: Wire, known: WireTable, chosen: Sequence[int]
+) -> tuple[int, list[int]]:
+    """Where in a wire's table the bridges are that a choice of one option per unit uses: (source, distinct needs)."""
+    made = problem.units[wire.producer].outputs[wire.output][chosen[wire.producer]]
+    needs = {int(problem.units[u].inputs[i][chosen[u]]) for u, i in wire.readers}
+    return known.sources.index(int(made)), [known.needs.index(need) for need in needs]

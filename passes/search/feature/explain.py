@@ -22,7 +22,7 @@ from cost_models.layout import Mesh, Replicate
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.search.explain import Way
-from passes.search.feature.bound import WireTable, price, wire_tables
+from passes.search.feature.bound import WireTable, bridges_used, price, wire_tables
 from passes.search.feature.codes import DEFERRED, WHOLE, needs_of
 from passes.search.feature.graph import FeatureGraph, Unit, UnitKind, feature_graph
 from passes.search.feature.options import Options, StoredChoice
@@ -294,23 +294,12 @@ def _near_seconds(
     problem: FeatureProblem, tables: Sequence[WireTable], unit: int, chosen: Sequence[int]
 ) -> float:
     """Seconds of a unit and the bridges at it."""
-    wires = (w for w in range(len(tables)) if _touches(problem, w, unit))
-    own = float(problem.units[unit].seconds[chosen[unit]])
-    return own + math.fsum(_wire_seconds(problem, tables, w, chosen) for w in wires)
-
-
-def _touches(problem: FeatureProblem, wire: int, unit: int) -> bool:
-    w = problem.space.wires[wire]
-    return w.producer == unit or any(u == unit for u, _ in w.readers)
-
-
-def _wire_seconds(
-    problem: FeatureProblem, tables: Sequence[WireTable], wire: int, chosen: Sequence[int]
-) -> float:
-    w, known = problem.space.wires[wire], tables[wire]
-    source = known.sources.index(int(problem.units[w.producer].outputs[w.output][chosen[w.producer]]))
-    needs = {int(problem.units[u].inputs[i][chosen[u]]) for u, i in w.readers}
-    return float(known.seconds[source, [known.needs.index(need) for need in needs]].sum())
+    bridges = [
+        float(known.seconds[bridges_used(problem, wire, known, chosen)].sum())
+        for wire, known in zip(problem.space.wires, tables, strict=True)
+        if wire.producer == unit or any(u == unit for u, _ in wire.readers)
+    ]
+    return float(problem.units[unit].seconds[chosen[unit]]) + math.fsum(bridges)
 
 
 def _shares(

@@ -23,10 +23,14 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from passes.search.feature.bound import WireTable
 from passes.search.feature.bridges import BridgeTable
 from passes.search.feature.problem import FeatureProblem, UnitNumbers
 from passes.search.feature.tuning import TUNING
-from passes.search.ilp import Program, Status, Terms, Variable
+from passes.search.ilp import IntegerProgram, Status, Terms, Variable
+
+GAP = 1e-7
+"""Relative gap to which programs are solved."""
 
 
 @dataclass(frozen=True)
@@ -39,53 +43,52 @@ class IlpResult:
     chosen: tuple[int, ...] | None
     status: Status
     bound_seconds: float
-    solver: str
-    variables: int
 
 
 Pairs: TypeAlias = Mapping[tuple[int, int], NDArray[np.bool_]]
 """Per (wire, which reader), the bridges to be thought of; all of those that are not named. Shapes [sources, needs]."""
 
 
-def solve(
-    problem: FeatureProblem,
-    *,
-    memory: bool,
-    time_limit_seconds: float,
-    gap: float = 1e-7,
-    tables: Sequence[BridgeTable] | None = None,
-    pairs: Pairs | None = None,
-) -> IlpResult:
-    """The cheapest choice; ``memory``: that fits. Without, the bound holds for every choice that fits all the more.
-    ``tables``: of the wires, where they are known.
+class FeatureProgram:
+    """The program of one problem, each of whose units has an option; ``memory``: what is chosen must fit.
+
+    Without, the bound holds for every choice that fits all the more.
     """
-    model = _Model(problem, memory, tables, pairs or {})
-    if model.impossible:
-        return IlpResult(None, "infeasible", math.inf, "none", 0)
-    return model.solve(time_limit_seconds, gap)
 
-
-class _Model:
     def __init__(
-        self, problem: FeatureProblem, memory: bool, tables: Sequence[BridgeTable] | None, pairs: Pairs
+        self,
+        problem: FeatureProblem,
+        tables: Sequence[WireTable],
+        *,
+        memory: bool,
+        pairs: Pairs | None = None,
     ) -> None:
-        self.problem, self.memory, self.tables, self.pairs = problem, memory, tables, pairs
-        self.impossible = any(not len(unit.seconds) for unit in problem.units)
-        if self.impossible:
-            return
-        least = sum(float(unit.seconds.min()) for unit in problem.units)
-        self.time_scale = max(least, 1e-9) / 100.0
+        self.problem, self.tables, self.pairs = problem, tables, pairs or {}
+        self.least_seconds = sum(float(unit.seconds.min()) for unit in problem.units)
+        self.time_scale = max(self.least_seconds, 1e-9) / 100.0
         self.byte_scale = max(problem.capacity_bytes, 1.0) / 100.0
         self.objective: Terms = {}
         self.held: Terms = {}
-        self.program = Program("features")
+        self.program = IntegerProgram("features")
         self.x: list[list[Variable]] = []
         self.buffer = self.program.variable("b") if memory else None
         for u, unit in enumerate(problem.units):
             self._unit(u, unit)
         for w in range(len(problem.space.wires)):
             self._wire(w)
-        self._finish()
+        self.program.minimize(self.objective)
+        if self.buffer is not None:
+            capacity = self.problem.capacity_bytes / self.byte_scale
+            self.program.row({**self.held, self.buffer: 1.0}, "<=", capacity)
+
+    def solve(self, time_limit_seconds: float) -> IlpResult:
+        """The cheapest choice."""
+        found = self.program.solve(time_limit_seconds, GAP, absolute_gap=0.0)
+        bound = self.least_seconds if found.bound == -math.inf else found.bound * self.time_scale
+        values, chosen = found.values, None
+        if values is not None:
+            chosen = tuple(int(np.argmax([values[v] for v in own])) for own in self.x)
+        return IlpResult(chosen, found.status, bound)
 
     def _unit(self, u: int, unit: UnitNumbers) -> None:
         own = [self.program.binary(f"x_{u}_{k}") for k in range(len(unit.seconds))]
@@ -99,17 +102,16 @@ class _Model:
         wire = self.problem.space.wires[w]
         made = self.problem.units[wire.producer].outputs[wire.output]
         taken = [self.problem.units[u].inputs[i] for u, i in wire.readers]
-        sources = sorted(set(made.tolist()))
-        needs = sorted({code for codes in taken for code in codes.tolist()})
-        table = self.problem.table(w, sources, needs) if self.tables is None else self.tables[w]
+        known, memory = self.tables[w], self.buffer is not None
+        table = known.table
         if self._is_free(table):
             return
-        rows = group(table, self.memory, by_source=True)
-        members = self._members(made, sources, rows, self.x[wire.producer])
+        rows = group(table, memory, by_source=True)
+        members = self._members(made, known.sources, rows, self.x[wire.producer])
         single = len(wire.readers) == 1
-        columns = group(table, self.memory, by_source=False) if single else np.arange(len(needs))
+        columns = group(table, memory, by_source=False) if single else np.arange(len(known.needs))
         reads = [
-            self._members(codes, needs, columns, self.x[u])
+            self._members(codes, known.needs, columns, self.x[u])
             for codes, (u, _) in zip(taken, wire.readers, strict=True)
         ]
         first_row = [int(np.flatnonzero(rows == g)[0]) for g in range(len(members))]
@@ -127,7 +129,7 @@ class _Model:
         for (s, n), variable in bridges.items():
             at = first_row[s], first_column[n]
             self.objective[variable] = float(table.seconds[at]) / self.time_scale
-            if self.memory:
+            if memory:
                 self.held[variable] = float(table.copies[at]) / self.byte_scale
                 buffers[variable] = -float(table.buffers[at]) / self.byte_scale
         if self.buffer is not None and any(buffers.values()):
@@ -135,7 +137,7 @@ class _Model:
 
     def _is_free(self, table: BridgeTable) -> bool:
         costly = bool((table.seconds > TUNING.free_seconds).any()) or not table.allowed.all()
-        return not costly and not (self.memory and (table.copies.any() or table.buffers.any()))
+        return not costly and not (self.buffer is not None and (table.copies.any() or table.buffers.any()))
 
     def _members(
         self, codes: NDArray[np.int64], distinct: Sequence[int], groups: NDArray[np.intp], x: list[Variable]
@@ -184,23 +186,6 @@ class _Model:
             for variable in using:
                 self.program.row({bridges[pair]: 1.0, variable: -1.0}, ">=", 0.0)
         return bridges
-
-    def _finish(self) -> None:
-        self.program.minimize(self.objective)
-        if self.memory:
-            assert self.buffer is not None
-            capacity = self.problem.capacity_bytes / self.byte_scale
-            self.program.row({**self.held, self.buffer: 1.0}, "<=", capacity)
-
-    def solve(self, time_limit_seconds: float, gap: float) -> IlpResult:
-        found = self.program.solve(time_limit_seconds, gap, absolute_gap=0.0)
-        bound = found.bound * self.time_scale
-        if bound == -math.inf:  # all units at their least
-            bound = sum(float(unit.seconds.min()) for unit in self.problem.units)
-        values, chosen = found.values, None
-        if values is not None:
-            chosen = tuple(int(np.argmax([values[v] for v in own])) for own in self.x)
-        return IlpResult(chosen, found.status, bound, found.solver, found.variables)
 
 
 def group(table: BridgeTable, memory: bool, *, by_source: bool) -> NDArray[np.intp]:

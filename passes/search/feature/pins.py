@@ -26,11 +26,11 @@ from cost_models.layout import Shard
 from passes.graph.graph import OpGraph
 from passes.search.feature.graph import Unit, makes_values
 from passes.search.feature.options import Options, StoredChoice
-from passes.search.feature.presets import PRESETS, Rule, refused_word, rules_of
+from passes.search.feature.presets import PRESETS, AxisRule, refused_word, rules_of
 from passes.search.feature.problem import UnitNumbers
 from passes.shard.words import read_placement
 
-Rules = tuple[Rule | None, ...]
+Rules = tuple[AxisRule | None, ...]
 """One per mesh axis; None: anything."""
 
 _PLACEMENT = r"(R|P|S\d)(?:/(R|S\d))?"
@@ -144,18 +144,18 @@ def _rank(pin: Pin) -> int:
     return 0 if pin.firm else 2 if pin.pattern else 1
 
 
-def parse_layout(text: str) -> tuple[Rule, ...]:
+def parse_layout(text: str) -> tuple[AxisRule, ...]:
     """ "S0 R", "S0,R", "R/S0?": one rule per mesh axis. Raises UsageError."""
     words = _words(text.strip().removesuffix("?"))
     problems: list[str] = [] if words else ["it is empty"]
-    found: list[Rule] = []
+    found: list[AxisRule] = []
     for word in words:
         if read := re.fullmatch(_PLACEMENT, word):
             stored = read_placement(read[1])
             state = None if read[2] is None else read_placement(read[2])
             if state is not None and isinstance(stored, Shard) and state != stored:
                 problems.append(f"{word!r}: what is stored in parts has its state in the same parts")
-            found.append(Rule(frozenset({stored}), state=None if state is None else frozenset({state})))
+            found.append(AxisRule(frozenset({stored}), state=None if state is None else frozenset({state})))
         else:
             problems.append(refused_word(word))
     if problems:
@@ -272,7 +272,7 @@ def _to_hold(pin: Pin, axes: int) -> Iterator[tuple[str, Rules]]:
     """(in words, rules) of what must hold somewhere: a layout on all axes together, what a pattern is about on each."""
     rules = _per_axis(pin, axes)
     if rules is None:
-        yield f"{pin.text} on {axes} axes", (Rule(outputs=frozenset()),) * axes
+        yield f"{pin.text} on {axes} axes", (AxisRule(outputs=frozenset()),) * axes
     elif not pin.pattern:
         yield pin.text, rules
     else:

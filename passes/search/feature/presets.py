@@ -34,7 +34,7 @@ Layouts = frozenset[Placement]
 
 
 @dataclass(frozen=True)
-class Rule:
+class AxisRule:
     """The ways that are allowed of a node on one axis; None and "": anything.
 
     ``outputs``: its first output; how a parameter is stored. ``state``: where its gradient and optimizer state are.
@@ -48,7 +48,7 @@ class Rule:
     operand: int | None = None
     local: str = ""
     essential: bool = True
-    otherwise: Rule | None = None
+    otherwise: AxisRule | None = None
 
     def allows(self, choice: Choice) -> bool:
         """Tell whether a choice of an op or a batch leaf is allowed."""
@@ -82,9 +82,9 @@ def refused_word(word: str) -> str:
 
 
 @once_per_graph
-def rules_of(graph: OpGraph, preset: str) -> Mapping[str, Rule]:
+def rules_of(graph: OpGraph, preset: str) -> Mapping[str, AxisRule]:
     """Node -> what ``preset`` fixes of it on an axis; computed once per graph."""
-    makers: dict[str, Callable[[Shapes], Iterator[tuple[str, Rule]]]] = {
+    makers: dict[str, Callable[[Shapes], Iterator[tuple[str, AxisRule]]]] = {
         "data": lambda shapes: _by_samples(shapes, _WHOLE),
         "zero1": lambda shapes: _by_samples(shapes, _SPLIT_STATE),
         "zero3": lambda shapes: _by_samples(shapes, _SPLIT),
@@ -98,9 +98,9 @@ def rules_of(graph: OpGraph, preset: str) -> Mapping[str, Rule]:
 _ANY_PART: Layouts = frozenset(Shard(d) for d in range(8))
 _REPLICATED: Layouts = frozenset({Replicate()})
 _NOT_SAMPLES: Layouts = frozenset({Replicate(), *(Shard(d) for d in range(1, 8))})
-_WHOLE = Rule(_REPLICATED, _REPLICATED, essential=False)
-_SPLIT_STATE = Rule(_REPLICATED, _ANY_PART)
-_SPLIT = Rule(_ANY_PART)
+_WHOLE = AxisRule(_REPLICATED, _REPLICATED, essential=False)
+_SPLIT_STATE = AxisRule(_REPLICATED, _ANY_PART)
+_SPLIT = AxisRule(_ANY_PART)
 
 _MOVES_DIMS = frozenset(
     {
@@ -116,53 +116,56 @@ _MOVES_DIMS = frozenset(
 )
 
 
-def _by_samples(shapes: Shapes, parameters: Rule) -> Iterator[tuple[str, Rule]]:
+def _by_samples(shapes: Shapes, parameters: AxisRule) -> Iterator[tuple[str, AxisRule]]:
     whole = parameters.outputs == parameters.state == _REPLICATED
     for given in shapes.graph.inputs:
         if given.kind == "parameter":
             yield given.node, parameters
         dim = shapes.graph.batch.batch_dims.get(given.name) if given.kind == "batch" else None
         if dim is not None:
-            yield given.node, Rule(frozenset({Shard(dim)}), essential=whole)
+            yield given.node, AxisRule(frozenset({Shard(dim)}), essential=whole)
     for node in shapes.ops:
         if dims := shapes.samples(node):
-            yield node.name, Rule(frozenset(Shard(d) for d in dims), essential=False)
+            yield node.name, AxisRule(frozenset(Shard(d) for d in dims), essential=False)
 
 
-def _no_rows(shapes: Shapes, inside: Collection[str] = ()) -> Iterator[tuple[str, Rule]]:
+def _no_rows(shapes: Shapes, inside: Collection[str] = ()) -> Iterator[tuple[str, AxisRule]]:
     """Leaves arrive whole, no op by samples or positions. ``inside`` blocks not by samples only, where positions may be on
     the way from parts of a product of q, k and v together to heads; attention by heads."""
     for given in shapes.graph.inputs:
         if given.kind == "batch":
-            yield given.node, Rule(_REPLICATED, essential=False)
+            yield given.node, AxisRule(_REPLICATED, essential=False)
     for node in shapes.ops:
         if not (rows := shapes.rows(node)):
             continue
         if node.name in inside and node.target is aten.scaled_dot_product_attention.default:
-            yield node.name, Rule(frozenset({Shard(1)}), essential=False, otherwise=Rule(_NOT_SAMPLES))
+            yield (
+                node.name,
+                AxisRule(frozenset({Shard(1)}), essential=False, otherwise=AxisRule(_NOT_SAMPLES)),
+            )
             continue
         kept = shapes.samples(node) if node.name in inside else rows
         dims = frozenset(Shard(d) for d in range(len(sizes_of(node))) if d not in kept)
-        yield node.name, Rule(_REPLICATED | {Partial()} | dims, essential=False)
+        yield node.name, AxisRule(_REPLICATED | {Partial()} | dims, essential=False)
 
 
-def _column_row(shapes: Shapes) -> Iterator[tuple[str, Rule]]:
+def _column_row(shapes: Shapes) -> Iterator[tuple[str, AxisRule]]:
     products = products_of(shapes)
     yield from _no_rows(shapes, products.inside)
     yield from _products(shapes, products)
 
 
-def _products(shapes: Shapes, products: Products) -> Iterator[tuple[str, Rule]]:
+def _products(shapes: Shapes, products: Products) -> Iterator[tuple[str, AxisRule]]:
     """Yield the rules where weights are read: by columns, then by rows; convolutions and products of many matrices one way
     or the other."""
     for node in shapes.ops:
         if node.name in products.alone or not (found := shapes.weight(node)):
             continue
         position, parameter = found
-        in_parts = Rule(operand=position)
+        in_parts = AxisRule(operand=position)
         last: Layouts = frozenset({Shard(len(sizes_of(node)) - 1)})
         if node.name in products.heads:
-            yield node.name, replace(in_parts, outputs=last, otherwise=Rule(_REPLICATED))
+            yield node.name, replace(in_parts, outputs=last, otherwise=AxisRule(_REPLICATED))
             continue
         if node.name in products.rows:
             yield node.name, replace(in_parts, outputs=frozenset({Partial()}), otherwise=in_parts)
@@ -170,10 +173,10 @@ def _products(shapes: Shapes, products: Products) -> Iterator[tuple[str, Rule]]:
             yield node.name, replace(in_parts, outputs=last, otherwise=in_parts)
         else:
             yield node.name, in_parts
-        yield parameter.name, Rule(_ANY_PART, essential=False)
+        yield parameter.name, AxisRule(_ANY_PART, essential=False)
 
 
-def _sequence(shapes: Shapes) -> Iterator[tuple[str, Rule]]:
+def _sequence(shapes: Shapes) -> Iterator[tuple[str, AxisRule]]:
     """Embeddings and their sums are free: by positions, the gradients of whole tables would have to be summed."""
     products = products_of(shapes)
     start = embedded(shapes)
@@ -190,25 +193,25 @@ def _sequence(shapes: Shapes) -> Iterator[tuple[str, Rule]]:
             and node.target not in PRODUCTS | _MOVES_DIMS
             and node.name not in products.inside | start
         ):
-            yield node.name, Rule(frozenset({Shard(1)}))
+            yield node.name, AxisRule(frozenset({Shard(1)}))
 
 
-def _vocabulary(shapes: Shapes) -> Iterator[tuple[str, Rule]]:
+def _vocabulary(shapes: Shapes) -> Iterator[tuple[str, AxisRule]]:
     yield from _no_rows(shapes)
     for node in shapes.ops:
         if node.target is aten.embedding.default:
-            yield node.name, Rule(local=VOCABULARY)
+            yield node.name, AxisRule(local=VOCABULARY)
             if (table := operands(node)[0]).name in shapes.parameters:
-                yield table.name, Rule(frozenset({Shard(0)}), essential=False)
+                yield table.name, AxisRule(frozenset({Shard(0)}), essential=False)
         elif node.target is aten.cross_entropy_loss.default:
-            yield node.name, Rule(local=CLASSES)
+            yield node.name, AxisRule(local=CLASSES)
             product = operands(node)[0]
             while product.target not in PRODUCTS and len(operands(product)) == 1:
                 product = operands(product)[0]
             if found := shapes.weight(product):
                 made = Shard(1 if "conv" in str(product.target) else len(sizes_of(product)) - 1)
-                yield product.name, Rule(frozenset({made}), operand=found[0], essential=False)
-                yield found[1].name, Rule(_ANY_PART, essential=False)
+                yield product.name, AxisRule(frozenset({made}), operand=found[0], essential=False)
+                yield found[1].name, AxisRule(_ANY_PART, essential=False)
 
 
 def _text(layouts: Layouts | None) -> str:

@@ -83,6 +83,11 @@ class FeatureProblem:
     largest_buffer_bytes: float = math.inf
     """Bridges with larger buffers leave no room for the rest: they are not allowed."""
 
+    def keep(self, chosen: Sequence[NDArray[np.bool_]]) -> FeatureProblem:
+        """The problem with these options of each unit only."""
+        units = zip(self.units, chosen, strict=True)
+        return replace(self, units=tuple(unit.keep(mask) for unit, mask in units))
+
     def table(self, wire: int, sources: Sequence[int], needs: Sequence[int]) -> BridgeTable:
         """Seconds per step and bytes of ``wire``'s bridges, over all the values that it stands for."""
         w = self.space.wires[wire]

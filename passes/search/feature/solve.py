@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.search.feature import ilp as feature_ilp
 from passes.search.feature.bound import DualBound, Priced, WireTable, price, wire_tables
+from passes.search.feature.ilp import FeatureProgram
 from passes.search.feature.problem import FeatureProblem
 from passes.search.feature.tuning import TUNING
 
@@ -36,16 +36,6 @@ class Solved:
     bytes: float
     bound_seconds: float
     status: str
-    variables: int = 0
-    """Variables of the program, where one was needed."""
-
-
-def solve_problem(problem: FeatureProblem, known_seconds: float, deadline: float) -> Solved:
-    """Search for a choice that fits and costs less than ``known_seconds``, to the end."""
-    search = ProblemSearch(problem)
-    while not search.is_over(known_seconds):
-        search.advance(known_seconds, deadline)
-    return search.result(known_seconds)
 
 
 class ProblemSearch:
@@ -61,7 +51,6 @@ class ProblemSearch:
         """Bytes that the smallest choice needs at least, where it is proved that nothing fits."""
         self.short_of_memory = False
         """The cheapest choice of all may not fit."""
-        self.variables = 0
         self.out_of_time = False
         self._duals: DualBound | None = None
         self._latest: DualBound | None = None
@@ -73,6 +62,10 @@ class ProblemSearch:
             self._does_not_fit(sum(float(u.bytes.min()) for u in problem.units) - problem.capacity_bytes)
         self._tables = self._whole_tables = wire_tables(problem) if self.possible else []
 
+    @property
+    def best_seconds(self) -> float:
+        return math.inf if self.best is None else self.best[0].seconds
+
     def advance(self, known_seconds: float, deadline: float) -> None:
         self._steps.pop(0)(known_seconds, deadline)
 
@@ -83,19 +76,19 @@ class ProblemSearch:
         return self.bound >= known_seconds * (1 - TUNING.solved)
 
     def is_proved(self) -> bool:
-        return self.best is not None and self.bound >= self.best[0].seconds * (1 - TUNING.solved)
+        return self.best is not None and self.bound >= self.best_seconds * (1 - TUNING.solved)
 
     def result(self, known_seconds: float) -> Solved:
         if not self.possible:
-            return Solved(None, math.inf, math.inf, math.inf, "infeasible", self.variables)
+            return Solved(None, math.inf, math.inf, math.inf, "infeasible")
         status = "time limit" if self.out_of_time else "optimal"
         if self.best is None or self.best[0].seconds >= known_seconds:
             status = "bounded" if self.is_bounded(known_seconds) else "time limit"
-            return Solved(None, math.inf, math.inf, self.bound, status, self.variables)
+            return Solved(None, math.inf, math.inf, self.bound, status)
         cost, chosen = self.best
         options = tuple(int(u.index[k]) for u, k in zip(self.problem.units, chosen, strict=True))
         bound = min(self.bound, cost.seconds)
-        return Solved(options, cost.seconds, cost.bytes, bound, status, self.variables)
+        return Solved(options, cost.seconds, cost.bytes, bound, status)
 
     # ----------------------------------------------------------------------------------------------
     # Steps
@@ -153,8 +146,7 @@ class ProblemSearch:
             at = crossing
 
     def _shrink(self, keep: Sequence[NDArray[np.bool_]]) -> None:
-        units = zip(self._tight.units, keep, strict=True)
-        self._tight = replace(self._tight, units=tuple(unit.keep(mask) for unit, mask in units))
+        self._tight = self._tight.keep(keep)
         self._tables = wire_tables(self._tight, self._tables) if _possible(self._tight) else []
 
     def _core(self, known_seconds: float, deadline: float) -> None:
@@ -163,7 +155,7 @@ class ProblemSearch:
         if time.perf_counter() > deadline:
             self.out_of_time = True
             return
-        known = min(known_seconds, self.best[0].seconds if self.best else math.inf)
+        known = min(known_seconds, self.best_seconds)
         margin = self._margins.pop(0)
         limit = self.bound * (1 + margin)
         if known <= self.bound * (1 + TUNING.close * margin):
@@ -181,10 +173,8 @@ class ProblemSearch:
         assert self._duals is not None
         problem, tables, duals = self._tight, self._tables, self._duals
         while math.isfinite(limit):
-            keep = duals.needless(limit)
             before = sum(len(unit.seconds) for unit in problem.units)
-            kept = zip(problem.units, keep, strict=True)
-            problem = replace(problem, units=tuple(unit.keep(mask) for unit, mask in kept))
+            problem = problem.keep(duals.needless(limit))
             if not _possible(problem):
                 return None
             tables = wire_tables(problem, tables)
@@ -202,14 +192,8 @@ class ProblemSearch:
         for memory in (False, True):
             if self.short_of_memory and not memory:
                 continue
-            found = feature_ilp.solve(
-                core.problem,
-                memory=memory,
-                time_limit_seconds=min(left, TUNING.longest_seconds),
-                tables=[known.table for known in core.tables],
-                pairs=pairs,
-            )
-            self.variables = max(self.variables, found.variables)
+            program = FeatureProgram(core.problem, core.tables, memory=memory, pairs=pairs)
+            found = program.solve(min(left, TUNING.longest_seconds))
             self.out_of_time = found.status not in ("optimal", "infeasible")
             # A choice that was left out costs at least the limit.
             self.bound = max(self.bound, min(found.bound_seconds, limit))
@@ -228,7 +212,7 @@ class ProblemSearch:
         fits = cost.bytes <= self.problem.capacity_bytes * (1 + TUNING.rounding)
         if not fits:
             self.short_of_memory = True
-        elif self.best is None or cost.seconds < self.best[0].seconds:
+        elif cost.seconds < self.best_seconds:
             self.best = cost, tuple(index)
         return fits
 
@@ -243,7 +227,7 @@ class ProblemSearch:
         cost = price(self._tight, self._tables, chosen)
         if cost.bytes > self.problem.capacity_bytes:
             self.short_of_memory = True
-        elif cost.seconds < min(TUNING.forbidden_seconds, self.best[0].seconds if self.best else math.inf):
+        elif cost.seconds < min(TUNING.forbidden_seconds, self.best_seconds):
             self._take(self._tight, chosen)
         return cost
 

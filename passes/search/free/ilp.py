@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from passes.search.free.problem import FreeProblem
-from passes.search.ilp import Program, Terms, Variable
+from passes.search.ilp import IntegerProgram, Terms, Variable
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _Program:
         for group in self.groups:  # the start must obey ``_symmetry``
             renamed = _first_come(group, self.home, self.heaviest)
             self.home = [renamed.get(d, d) for d in self.home]
-        self.program = Program("free_placement")
+        self.program = IntegerProgram("free_placement")
         self.start: dict[Variable, float] = {}
         self.top = self._variable("T", bound * self.scale * (1 - 1e-9), 100.0 * (1 + 1e-7), 100.0)
         self.program.minimize({self.top: 1.0})

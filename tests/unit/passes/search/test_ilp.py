@@ -8,12 +8,12 @@ import random
 import pulp
 import pytest
 
-from passes.search.ilp import Program, Variable
+from passes.search.ilp import IntegerProgram, Variable
 
 
-def knapsack() -> tuple[Program, dict[str, Variable]]:
+def knapsack() -> tuple[IntegerProgram, dict[str, Variable]]:
     """Worth 10 at most, by b and c."""
-    program = Program("knapsack")
+    program = IntegerProgram("knapsack")
     worth = {"a": 6.0, "b": 5.0, "c": 5.0}
     size = {"a": 5.0, "b": 4.0, "c": 5.0}
     items = {name: program.binary(name) for name in worth}
@@ -23,12 +23,12 @@ def knapsack() -> tuple[Program, dict[str, Variable]]:
     return program, items
 
 
-def makespan() -> tuple[Program, Variable, dict[Variable, float]]:
+def makespan() -> tuple[IntegerProgram, Variable, dict[Variable, float]]:
     """80 jobs of random length on 7 machines, the time of the busiest one, and a solution: all jobs on the first machine.
 
     Nobody proves such an optimum: the relaxation gives an equal share of the work, and all machines are alike.
     """
-    program, dice = Program("makespan"), random.Random(0)
+    program, dice = IntegerProgram("makespan"), random.Random(0)
     top = program.variable("top")
     program.minimize({top: 1.0})
     jobs = [dice.uniform(1.0, 2.0) for _ in range(80)]
@@ -88,7 +88,7 @@ def test_a_gap_ends_the_search() -> None:
 
 
 def test_a_program_without_integers() -> None:
-    program = Program("linear")
+    program = IntegerProgram("linear")
     x, y = program.variable("x", None), program.variable("y", high=2.0)
     program.minimize({x: -1.0, y: -1.0})
     program.row({x: 1.0, y: 2.0}, "==", 3.0)

@@ -14,10 +14,9 @@ from passes.lower.job import Job
 from passes.search.feature.graph import feature_graph
 from passes.search.feature.problem import FeatureProblem, build_problem
 from passes.search.feature.setting import Setting
-from passes.search.feature.solve import solve_problem
 from tests.support.random_graphs import random_model
 from tests.unit.passes.search.feature.eliminate import TooWideError, least_seconds
-from tests.unit.passes.search.feature.test_optimum import _cluster, every_valid
+from tests.unit.passes.search.feature.test_optimum import _cluster, every_valid, solve_problem
 
 SHAPES = ((2,), (4,), (2, 2))
 CASES = 200

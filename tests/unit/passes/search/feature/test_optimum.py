@@ -17,14 +17,14 @@ from cost_models.layout import Mesh
 from passes.costs.costs import GraphCosts, cost_graph
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
-from passes.search.feature import ilp as feature_ilp
 from passes.search.feature.bound import price, wire_tables
 from passes.search.feature.evaluate import evaluate
 from passes.search.feature.graph import feature_graph
+from passes.search.feature.ilp import FeatureProgram
 from passes.search.feature.problem import FeatureProblem, build_problem
 from passes.search.feature.result import assemble
 from passes.search.feature.setting import Setting
-from passes.search.feature.solve import solve_problem
+from passes.search.feature.solve import ProblemSearch, Solved
 from passes.shard.discover import all_valid_choices
 from passes.shard.rules import choices as rule_choices
 from passes.shard.words import Choice, operands
@@ -92,6 +92,14 @@ def _thinned(problem: FeatureProblem, seed: int) -> FeatureProblem:
     return replace(problem, units=tuple(units))
 
 
+def solve_problem(problem: FeatureProblem, known_seconds: float, deadline: float) -> Solved:
+    """Search for a choice that fits and costs less than ``known_seconds``, to the end."""
+    search = ProblemSearch(problem)
+    while not search.is_over(known_seconds):
+        search.advance(known_seconds, deadline)
+    return search.result(known_seconds)
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_search_and_program_find_the_cheapest_of_all_combinations(part: int) -> None:
     """60 graphs in all, on 2 and 4 devices and a mesh of 2 × 2, short of memory. (With memory free:
@@ -111,7 +119,7 @@ def test_search_and_program_find_the_cheapest_of_all_combinations(part: int) -> 
         assert solved.seconds == pytest.approx(best, rel=1e-7), seed
         assert solved.bound_seconds == pytest.approx(best, rel=1e-6), seed
         assert solved.bytes <= capacity * (1 + 1e-9)
-        program = feature_ilp.solve(problem, memory=True, time_limit_seconds=60)
+        program = FeatureProgram(problem, wire_tables(problem), memory=True).solve(60)
         assert program.status == "optimal"
         assert program.chosen is not None
         assert price(problem, wire_tables(problem), program.chosen).seconds == pytest.approx(best, rel=1e-6)

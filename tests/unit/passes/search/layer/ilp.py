@@ -30,7 +30,7 @@ from typing import Any, Literal
 
 import pulp
 
-from passes.search.ilp import Program, Variable
+from passes.search.ilp import IntegerProgram, Variable
 from passes.search.layer.problem import LayerProblem, StageSplit, evaluate
 from passes.search.touches import FloatArray, Touch
 
@@ -79,7 +79,7 @@ class _Model:
             float(max(sum(problem.storage_bytes), sum(problem.state_bytes), sum(problem.gradient_bytes)))
             or 1.0
         )
-        self.program = Program("layers")
+        self.program = IntegerProgram("layers")
         self.steps = range(1, self.stages + 1)
         binary, real = self._binary, self._real
         self.z = {(u, k): binary(f"z_{u}_{k}") for u in range(self.units) for k in self.steps}
