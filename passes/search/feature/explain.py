@@ -11,7 +11,7 @@ that parameter's sum at the end of the step comes with it (or goes).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
@@ -81,11 +81,7 @@ def alternatives(
             return numbers
         held = [k for k in range(len(numbers.seconds)) if _is_held(graph, placement, other, numbers, k)]
         if not held:
-            raise UsageError(
-                f"cannot explain {name}",
-                [f"{other.name} is placed in a way that the search does not know"],
-                ["plans are not meant to be edited: plan this model anew"],
-            )
+            raise _unknown_way(name, other.name)
         return numbers.keep(np.array(held, dtype=np.intp))
 
     mesh = placement.mesh
@@ -93,20 +89,24 @@ def alternatives(
     ways = _ways(problem, unit, near, placement)
     labels = [way.layout for way in ways if way.chosen]
     if len(labels) != 1:
-        raise UsageError(
-            f"cannot explain {name}",
-            ["it is placed in a way that the search does not know"],
-            ["plans are not meant to be edited: plan this model anew"],
-        )
+        raise _unknown_way(name, "it")
     return Alternatives(
         name,
         unit.kind,
         _what(graph, unit),
-        _names(graph, unit),
+        tuple(graph.input_of[m].name if m in graph.input_of else m for m in unit.members),
         mesh,
         ways,
         problem.capacity_bytes,
         _left_out(unit, problem.units[unit.index]),
+    )
+
+
+def _unknown_way(name: str, what: str) -> UsageError:
+    return UsageError(
+        f"cannot explain {name}",
+        [f"{what} is placed in a way that the search does not know"],
+        ["plans are not meant to be edited: plan this model anew"],
     )
 
 
@@ -155,10 +155,6 @@ def _unit(space: FeatureGraph, name: str) -> Unit:
         if close
         else ["the names that `partitioner graph MODEL` shows"],
     )
-
-
-def _names(graph: OpGraph, unit: Unit) -> tuple[str, ...]:
-    return tuple(graph.input_of[m].name if m in graph.input_of else m for m in unit.members)
 
 
 def _what(graph: OpGraph, unit: Unit) -> str:
@@ -223,17 +219,18 @@ def _ways(
 ) -> tuple[Way, ...]:
     tables = wire_tables(problem)
     graph = problem.space.graph
-    base = _settled(problem, tables, [0] * len(problem.units), frozenset(_open(problem)) - {unit.index})
+    numbers = problem.units[unit.index]
+    several = {u for u, other in enumerate(problem.units) if len(other.seconds) > 1}
+    base = _settled(problem, tables, [0] * len(problem.units), several - {unit.index})
     best: dict[str, Way] = {}
     parts = _axes_of_parts(problem, unit, base)
-    for k in range(len(problem.units[unit.index].seconds)):
-        if not _is_summed_once(problem.units[unit.index], k, parts):
+    for k in range(len(numbers.seconds)):
+        if not _is_summed_once(numbers, k, parts):
             continue
         chosen = [*base[: unit.index], k, *base[unit.index + 1 :]]
         chosen = _settled(problem, tables, chosen, near)
         cost = price(problem, tables, chosen)
         computes, sends = _shares(problem, tables, unit, near, chosen)
-        numbers = problem.units[unit.index]
         way = Way(
             layout=_layout(numbers.detail, int(numbers.index[k])),
             step_seconds=cost.seconds,
@@ -247,10 +244,6 @@ def _ways(
         if known is None or way.step_seconds < known.step_seconds:
             best[way.layout] = way
     return tuple(sorted(best.values(), key=lambda way: (way.step_seconds, not way.chosen, way.layout)))
-
-
-def _open(problem: FeatureProblem) -> list[int]:
-    return [u for u, numbers in enumerate(problem.units) if len(numbers.seconds) > 1]
 
 
 def _axes_of_parts(problem: FeatureProblem, unit: Unit, chosen: Sequence[int]) -> frozenset[int]:
@@ -279,7 +272,7 @@ def _is_summed_once(numbers: UnitNumbers, k: int, parts: frozenset[int]) -> bool
 
 
 def _settled(
-    problem: FeatureProblem, tables: Sequence[WireTable], chosen: Sequence[int], parameters: frozenset[int]
+    problem: FeatureProblem, tables: Sequence[WireTable], chosen: Sequence[int], parameters: Set[int]
 ) -> list[int]:
     """Settle when gradients of ``parameters`` are summed, in the cheapest way; they do not touch each other."""
     found = list(chosen)

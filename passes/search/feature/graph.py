@@ -228,18 +228,15 @@ def _wires(
     graph: OpGraph, costs: GraphCosts, readers: Readers, unit_of: Mapping[str, int]
 ) -> tuple[Wire, ...]:
     keeps = kept_operands(graph, costs)
-    counts: dict[object, int] = {}
-    found: dict[object, tuple[int, int, tuple[tuple[int, int], ...], bool, bool]] = {}
+    found: Counter[tuple[int, int, tuple[tuple[int, int], ...], bool, bool]] = Counter()
     for (name, output), used in readers.items():
         if name not in unit_of:
             continue
         ends = tuple(sorted({(unit_of[reader], position) for reader, position, _ in used}))
         gradient = any(flows for _, _, flows in used)
         kept = any((reader, position) in keeps for reader, position, _ in used)
-        key = (unit_of[name], output, ends, gradient, kept)
-        found[key] = key
-        counts[key] = counts.get(key, 0) + 1
-    return tuple(Wire(*key, count=counts[name]) for name, key in found.items())
+        found[unit_of[name], output, ends, gradient, kept] += 1
+    return tuple(Wire(*key, count) for key, count in found.items())
 
 
 @once_per_graph

@@ -45,17 +45,6 @@ class Options:
     def count(self) -> int:
         return len(self.axes)
 
-    def keep(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> Options:
-        return Options(
-            self.choices,
-            self.axes[chosen],
-            tuple(codes[chosen] for codes in self.inputs),
-            tuple(codes[chosen] for codes in self.outputs),
-            self.operand_share[chosen],
-            self.output_share[chosen],
-            self.work_share[chosen],
-        )
-
     def per_axis(self, option: int) -> tuple[Choice, ...]:
         return tuple(self.choices[i] for i in self.axes[option])
 
@@ -137,11 +126,6 @@ def _combined(code: NDArray[np.int64], axes: IntArray) -> IntArray:
     for axis in range(axes.shape[1]):
         total = total << BITS | code[axes[:, axis]]
     return total
-
-
-def arrivals(batch_dim: int | None) -> tuple[Placement, ...]:
-    """Placements in which a leaf may arrive on one axis."""
-    return (Replicate(),) if batch_dim is None else (Replicate(), Shard(batch_dim))
 
 
 @dataclass(frozen=True)

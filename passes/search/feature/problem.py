@@ -19,7 +19,7 @@ import sympy
 from numpy.typing import NDArray
 
 from cost_models.compute import FloatArray
-from cost_models.layout import Mesh
+from cost_models.layout import Mesh, Replicate, Shard
 from passes.search.feature.bridges import Bridges, BridgeTable
 from passes.search.feature.codes import DEFERRED, combine
 from passes.search.feature.graph import FeatureGraph, Unit
@@ -27,7 +27,6 @@ from passes.search.feature.local import local_cost
 from passes.search.feature.options import (
     Options,
     StoredChoice,
-    arrivals,
     bytes_of,
     options_of,
     sizes_of,
@@ -238,7 +237,7 @@ class _Builder:
             leaf = self.problem.space.graph.input_of[unit.name].name
             dim = self.problem.space.graph.batch.batch_dims.get(leaf)
             size *= self.problem.microbatches
-        ways = [Choice((), (p,)) for p in arrivals(dim)]
+        ways = [Choice((), (Replicate(),)), *([] if dim is None else [Choice((), (Shard(dim),))])]
         o = options_of(unit, ways, self.problem.mesh.shape, self.problem.symbols)
         assert o.axes.shape[1] == axes
         return UnitNumbers(
