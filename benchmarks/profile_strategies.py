@@ -19,7 +19,7 @@ from partitioner.cost_graphs.pipedream import PipeDreamProfile
 from partitioner.cost_graphs.pipedream_layouts import layout_problem
 from partitioner.cost_graphs.read import ReadGraph, read_graph
 from partitioner.report.text import columns
-from passes.search.cost_graph.chains import device_loads
+from passes.search.cost_graph.chains import Chains
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.downsets import Order, membership
 from passes.search.cost_graph.graph import PlacementGraph
@@ -53,7 +53,9 @@ def replicated_ms(graph: PlacementGraph) -> tuple[float, str]:
     problem = contiguous_groups(graph)
     listed = Order(problem).all_downsets(4000)
     assert listed is not None
-    downsets, loads = device_loads(problem, listed)
+    chains = Chains(problem, listed)
+    downsets = chains.downsets
+    loads, _ = chains.loads(np.arange(len(downsets)), slice(0, len(downsets)))
     held = membership(downsets, problem.count) @ problem.size
     parameters = held[None, :] - held[:, None]
     devices, count = graph.machine.accelerators, len(downsets)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,22 +22,10 @@ from numpy.typing import NDArray
 from passes.search.cost_graph.groups import FloatArray, GroupProblem
 from passes.search.cost_graph.tuning import TUNING
 
-
-@dataclass(frozen=True)
-class Annealed:
-    homes: tuple[int, ...]
-    value: float
-
-
-@dataclass(frozen=True)
-class CoolingSchedule:
-    """Temperatures relative to the value that the chains start from."""
-
-    steps: int
-    first: float = 0.05
-    last: float = 2e-5
-    low_power: float = 6.0
-    high_power: float = 40.0
+COLDEST = 2e-5
+"""The last temperature, relative to the value that the chains start from."""
+POWERS = (6.0, 40.0)
+"""The p of the p-norm while chains are hot, and when they are cold."""
 
 
 class AnnealingChains:
@@ -158,21 +145,25 @@ class AnnealingChains:
             return self.nets_of[groups[0]]
         return np.unique(np.concatenate([self.nets_of[g] for g in groups]))
 
-    def anneal(self, cooling: CoolingSchedule, deadline: float) -> Annealed:
-        """Cool down once, until ``deadline`` at most, and return the best placement of all chains."""
+    def anneal(self, steps: int, hottest: float, deadline: float) -> tuple[int, ...]:
+        """Cool down once, until ``deadline`` at most, and return the best placement of all chains.
+
+        ``hottest``: the first temperature, relative to the value that the chains start from.
+        """
+        low, high = POWERS
         scale = float(np.median(self._value(self.load, self.memory)))
         count = self.problem.count
-        kinds = self.random.random(cooling.steps)
-        picks = self.random.integers(0, count, (cooling.steps, 2))
+        kinds = self.random.random(steps)
+        picks = self.random.integers(0, count, (steps, 2))
         begun = time.monotonic()
-        for step in range(cooling.steps):
+        for step in range(steps):
             if step % 64 == 0:
                 spent = (time.monotonic() - begun) / max(deadline - begun, 1e-9)
                 if spent >= 1:
                     break
-                share = max(step / cooling.steps, spent)  # cold when time is up, whatever that takes
-                temperature = scale * cooling.first * (cooling.last / cooling.first) ** share
-                power = cooling.low_power * (cooling.high_power / cooling.low_power) ** share
+                share = max(step / steps, spent)  # cold when time is up, whatever that takes
+                temperature = scale * hottest * (COLDEST / hottest) ** share
+                power = low * (high / low) ** share
                 self.energy = self._energy(self.load, self.memory, power)
                 if step % 4096 == 0 and step:
                     self._go_with_the_winners()
@@ -181,8 +172,7 @@ class AnnealingChains:
             if step % 2 and count > 1:
                 g = self._on_the_busiest(g)
             self._step(g, h, float(kinds[step]), temperature, power)
-        at = int(self.best.argmin())
-        return Annealed(tuple(self.best_home[:, at].tolist()), float(self.best[at]))
+        return tuple(self.best_home[:, self.best.argmin()].tolist())
 
     def _step(self, g: int, h: int, kind: float, temperature: float, power: float) -> None:
         """Try a move: a group to anywhere or to a neighbour, two that change places, a stretch to anywhere or its end."""

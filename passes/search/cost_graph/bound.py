@@ -37,7 +37,6 @@ LEAST_SHARE = 1e-9
 class LoadBound:
     value: float
     method: str
-    rounds: int = 0
 
 
 def load_bound(problem: GroupProblem) -> LoadBound:
@@ -94,7 +93,7 @@ class SetBound:
             by_device.setdefault(int(home), []).append(g)
         for home, groups in by_device.items():
             if home < self.machine.accelerators:
-                self._add(tuple(groups))
+                self.sets[tuple(groups)] = self.cost(groups)
 
     def know_stretches(self, lines: Iterable[Sequence[int]]) -> None:
         """Take note of the longest stretch below ``value`` from every place of a line: sets unlike one another."""
@@ -116,14 +115,10 @@ class SetBound:
                     if work + sent < self.value * (1 - CLOSE):
                         longest = i + 1
                 if longest > start:
-                    self._add(tuple(sorted(line[start:longest])))
+                    found = tuple(sorted(line[start:longest]))
+                    self.sets[found] = self.cost(found)
 
-    def _add(self, groups: tuple[int, ...]) -> float:
-        cost = self.cost(groups)
-        self.sets[groups] = cost
-        return cost
-
-    def cost(self, groups: tuple[int, ...]) -> float:
+    def cost(self, groups: Sequence[int]) -> float:
         """Return the load of an accelerator that holds exactly these groups."""
         inside = set(groups)
         nets = {e for g in groups for e in self.problem.nets_of[g]}
@@ -140,30 +135,19 @@ class SetBound:
         held = [sum(g in inside for g in pins) for pins in problem.nets]
         load = self.cost(groups)
         cost: list[float] = problem.accelerator_cost.tolist()
-        weight: list[float] = problem.weight.tolist()
-
-        def more(g: int) -> float:
-            change = cost[g]
-            for e in problem.nets_of[g]:
-                if held[e] == 0:
-                    change += weight[e]
-                if held[e] + 1 == len(problem.nets[e]):
-                    change -= weight[e]
-            return change
-
         while True:
             best, chosen = -1.0, -1
             for g in range(problem.count):
                 if g in inside:
                     continue
-                change = more(g)
+                change = problem.growth(g, held, cost[g])
                 if load + change < target * (1 - 1e-6):
                     gain = measure[g] / max(change, 1e-9 * target) if change > 0 else 1e30 + measure[g]
                     if gain > best:
                         best, chosen = gain, g
             if chosen < 0 or best <= 0:
                 break
-            load += more(chosen)
+            load += problem.growth(chosen, held, cost[chosen])
             inside.add(chosen)
             for e in problem.nets_of[chosen]:
                 held[e] += 1
@@ -199,12 +183,10 @@ class SetBound:
             if proved > self.inner_bound:
                 self.inner, self.inner_bound = mixed, proved
             if proved > best.value:
-                best = LoadBound(
-                    min(proved, self.value), "sets of one device, column generation", self.rounds
-                )
+                best = LoadBound(min(proved, self.value), "sets of one device, column generation")
             known = len(self.sets)
             for groups in found:
-                self._add(groups)
+                self.sets[groups] = self.cost(groups)
             if proved >= target * (1 - CLOSE / 10):
                 target = self.value if failed > self.value else (best.value + failed) / 2
             elif len(self.sets) == known:
@@ -269,57 +251,52 @@ class SetBound:
         share = (1.0 - self._cpu_part(measure, target)) / k * SHRINK
         if share <= LEAST_SHARE:
             return [], 0.0  # the CPUs might hold it all
-        model = OneDevice(self.problem, measure, share, self.scale)
-        groups, proved = model.solve(max(0.05, deadline - time.monotonic()))
+        seconds = max(0.05, deadline - time.monotonic())
+        groups, proved = cheapest_set(self.problem, measure, share, self.scale, seconds)
         proved *= 1 - 1e-9
         if self.machine.cpus:
             proved = min(proved, target)
         return [groups] if groups else [], proved
 
 
-class OneDevice:
-    """The cheapest set of groups on one accelerator with at least ``share`` of a measure, as an integer program.
+def cheapest_set(
+    problem: GroupProblem, measure: FloatArray, share: float, scale: float, seconds: float
+) -> tuple[tuple[int, ...], float]:
+    """Find the cheapest set of groups on one accelerator with at least ``share`` of a measure, by an integer program.
 
     y[g] ∈ {0,1} is in the set     t[e] ≥ y[g] net e is touched     h[e] ≤ y[g] net e is held whole, g of e
     minimize Σ cost[g]·y[g] + Σ weight[e]·(t[e] - h[e])     Σ π[g]·y[g] ≥ share     Σ size[g]·y[g] ≤ memory
+
+    Returns (groups, proved lower bound on their cost); no groups if none was found in ``seconds``.
     """
-
-    def __init__(self, problem: GroupProblem, measure: FloatArray, share: float, scale: float) -> None:
-        self.problem, self.scale = problem, scale
-        self.program = program = IntegerProgram("cheapest")
-        allowed = ~np.isinf(problem.accelerator_cost)
-        self.y = [program.variable(f"y_{g}", 0, int(allowed[g]), integer=True) for g in range(problem.count)]
-        objective: Terms = {}
-        for g, variable in enumerate(self.y):
-            objective[variable] = float(problem.accelerator_cost[g]) * scale if allowed[g] else 0.0
-        rows = []
-        for e, pins in enumerate(problem.nets):
-            weight = float(problem.weight[e]) * scale
-            if len(pins) == 2:
-                g, h = pins
-                cut = program.variable(f"c_{e}", 0, 1)
-                objective[cut] = weight
-                rows += [
-                    {cut: 1.0, self.y[g]: -1.0, self.y[h]: 1.0},
-                    {cut: 1.0, self.y[g]: 1.0, self.y[h]: -1.0},
-                ]
-                continue
-            touched, whole = program.variable(f"t_{e}", 0, 1), program.variable(f"h_{e}", 0, 1)
-            objective[touched], objective[whole] = weight, -weight
-            for g in pins:
-                rows += [{touched: 1.0, self.y[g]: -1.0}, {self.y[g]: 1.0, whole: -1.0}]
-        program.minimize(objective)
-        for terms in rows:
-            program.row(terms, ">=", 0.0)
-        program.row({v: float(m) / share for v, m in zip(self.y, measure, strict=True) if m > 0}, ">=", 1.0)
-        if problem.memory_binds:
-            size = problem.machine.memory_size
-            program.row({v: -float(s) / size for v, s in zip(self.y, problem.size, strict=True)}, ">=", -1.0)
-
-    def solve(self, seconds: float) -> tuple[tuple[int, ...], float]:
-        """Return (groups, proved lower bound on their cost); no groups if none was found."""
-        found = self.program.solve(seconds, 1e-9)
-        values, bound = found.values, found.bound / self.scale
-        if values is None:
-            return (), bound
-        return tuple(g for g, variable in enumerate(self.y) if values[variable] > 0.5), bound
+    program = IntegerProgram("cheapest")
+    allowed = ~np.isinf(problem.accelerator_cost)
+    y = [program.variable(f"y_{g}", 0, int(allowed[g]), integer=True) for g in range(problem.count)]
+    objective: Terms = {}
+    for g, variable in enumerate(y):
+        objective[variable] = float(problem.accelerator_cost[g]) * scale if allowed[g] else 0.0
+    rows: list[Terms] = []
+    for e, pins in enumerate(problem.nets):
+        weight = float(problem.weight[e]) * scale
+        if len(pins) == 2:
+            g, h = pins
+            cut = program.variable(f"c_{e}", 0, 1)
+            objective[cut] = weight
+            rows += [{cut: 1.0, y[g]: -1.0, y[h]: 1.0}, {cut: 1.0, y[g]: 1.0, y[h]: -1.0}]
+            continue
+        touched, whole = program.variable(f"t_{e}", 0, 1), program.variable(f"h_{e}", 0, 1)
+        objective[touched], objective[whole] = weight, -weight
+        for g in pins:
+            rows += [{touched: 1.0, y[g]: -1.0}, {y[g]: 1.0, whole: -1.0}]
+    program.minimize(objective)
+    for terms in rows:
+        program.row(terms, ">=", 0.0)
+    program.row({v: float(m) / share for v, m in zip(y, measure, strict=True) if m > 0}, ">=", 1.0)
+    if problem.memory_binds:
+        size = problem.machine.memory_size
+        program.row({v: -float(s) / size for v, s in zip(y, problem.size, strict=True)}, ">=", -1.0)
+    found = program.solve(seconds, 1e-9)
+    values, bound = found.values, found.bound / scale
+    if values is None:
+        return (), bound
+    return tuple(g for g, variable in enumerate(y) if values[variable] > 0.5), bound

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -50,34 +50,19 @@ def multiplications(problem: GroupProblem, downsets: int) -> float:
     )
 
 
-def best_chain(
-    problem: GroupProblem,
-    downsets: Sequence[int],
-    *,
-    limit: float = math.inf,
-    memory_size: float | None = None,
-    deadline: float = math.inf,
-) -> Chain:
-    """Find the best chain of ``downsets`` (the empty and the full one among them) whose largest load is below ``limit``."""
-    return _Chains(problem, downsets, limit, memory_size, deadline).solve()
+class Chains:
+    """The program over ``downsets``, the empty and the full one among them."""
 
-
-def device_loads(problem: GroupProblem, downsets: Sequence[int]) -> tuple[list[int], FloatArray]:
-    """Return downsets by size and the loads [N, N] of an accelerator that holds the second without the first, or inf."""
-    chains = _Chains(problem, downsets, math.inf, None, math.inf)
-    everything = slice(0, len(chains.downsets))
-    return chains.downsets, chains.loads(np.arange(len(chains.downsets)), everything)[0]
-
-
-class _Chains:
     def __init__(
         self,
         problem: GroupProblem,
         downsets: Sequence[int],
-        limit: float,
-        memory_size: float | None,
-        deadline: float,
+        *,
+        limit: float = math.inf,
+        memory_size: float | None = None,
+        deadline: float = math.inf,
     ) -> None:
+        """``limit``: the largest load must be below it. ``memory_size``: None for the machine's."""
         self.problem, self.limit, self.deadline = problem, limit, deadline
         self.memory_size = problem.machine.memory_size if memory_size is None else memory_size
         self.downsets = sorted(set(downsets), key=int.bit_count)
@@ -125,6 +110,7 @@ class _Chains:
         self.right = right * np.array(weights)[None, :]
 
     def solve(self) -> Chain:
+        """Find the best chain."""
         bounds = [0, *(np.flatnonzero(np.diff(self.sizes)) + 1).tolist(), len(self.downsets)]
         for start, stop in pairwise(bounds[1:]):
             for begin in range(start, stop, TUNING.chunk):
@@ -152,20 +138,19 @@ class _Chains:
         for a in range(self.accelerators + 1):
             for c in range(self.cpus + 1):
                 best = self.best[a, c, columns]
-                if a:
-                    np.minimum(best, self.best[a - 1, c, columns], out=best)
+                for before, loads in self._before(a, c, on_accelerator, on_cpu):
+                    np.minimum(best, before[columns], out=best)
                     if len(rows):
-                        np.minimum(
-                            best,
-                            np.maximum(self.best[a - 1, c, rows][:, None], on_accelerator).min(axis=0),
-                            out=best,
-                        )
-                if c:
-                    np.minimum(best, self.best[a, c - 1, columns], out=best)
-                    if len(rows):
-                        np.minimum(
-                            best, np.maximum(self.best[a, c - 1, rows][:, None], on_cpu).min(axis=0), out=best
-                        )
+                        np.minimum(best, np.maximum(before[rows][:, None], loads).min(axis=0), out=best)
+
+    def _before(
+        self, a: int, c: int, on_accelerator: FloatArray, on_cpu: FloatArray
+    ) -> Iterator[tuple[FloatArray, FloatArray]]:
+        """Yield the values with one device less, and the loads [rows, columns] of that device."""
+        if a:
+            yield self.best[a - 1, c], on_accelerator
+        if c:
+            yield self.best[a, c - 1], on_cpu
 
     def loads(self, rows: NDArray[np.intp], columns: slice) -> tuple[FloatArray, FloatArray]:
         """Return [rows, columns]: the load of a device that holds the difference, infinite where it cannot."""

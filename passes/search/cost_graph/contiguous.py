@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from cost_models.errors import InfeasibleError
 from passes.search.cost_graph.bound import SetBound, load_bound
-from passes.search.cost_graph.chains import Chain, best_chain, multiplications
+from passes.search.cost_graph.chains import Chain, Chains, multiplications
 from passes.search.cost_graph.downsets import Order, linear_orders, prefixes
 from passes.search.cost_graph.graph import PlacementGraph, evaluate
 from passes.search.cost_graph.groups import GroupProblem, contiguous_groups, free_groups
@@ -34,11 +34,11 @@ def place_contiguous(
     started = time.monotonic()
     deadline = started + time_limit
     until = started + (0.6 if prove else 1.0) * time_limit
-    exact = _Attempt(contiguous_groups(graph), time_limit)
+    exact = _DownsetSearch(contiguous_groups(graph), time_limit)
     check_feasible(graph, exact.problem)
     attempts = [exact]
     if exact.listed is None and exact.problem.memory_binds:
-        attempts.insert(0, _Attempt(contiguous_groups(graph, join_sized=True), time_limit))
+        attempts.insert(0, _DownsetSearch(contiguous_groups(graph, join_sized=True), time_limit))
     for i, attempt in enumerate(attempts, 1):
         attempt.search(time.monotonic() + (until - time.monotonic()) * i / len(attempts))
     best = min(attempts, key=lambda attempt: attempt.chain.value)
@@ -69,7 +69,7 @@ def place_contiguous(
     )
 
 
-class _Attempt:
+class _DownsetSearch:
     """A search over the downsets of one way to group nodes."""
 
     def __init__(self, problem: GroupProblem, time_limit: float) -> None:
@@ -89,7 +89,8 @@ class _Attempt:
             return max(simple, min(value, self.chain.value))
         # weights joined their readers: without memory limits that loses nothing
         limit = _above(value)
-        relaxed = best_chain(self.problem, self.listed, limit=limit, memory_size=math.inf, deadline=deadline)
+        chains = Chains(self.problem, self.listed, limit=limit, memory_size=math.inf, deadline=deadline)
+        relaxed = chains.solve()
         return max(simple, min(value, relaxed.value)) if relaxed.homes is not None else simple
 
 
@@ -106,9 +107,9 @@ def _search(problem: GroupProblem, listed: list[int] | None, deadline: float) ->
     """Return the best chain, the method that found it, and True if it is the optimum."""
     order = Order(problem)
     family = _union([prefixes(line) for line in linear_orders(problem, order)], order.full, TUNING.family)
-    chain = best_chain(problem, family, deadline=math.inf)
+    chain = Chains(problem, family).solve()
     if listed is not None:
-        full = best_chain(problem, listed, limit=_above(chain.value), deadline=deadline)
+        full = Chains(problem, listed, limit=_above(chain.value), deadline=deadline).solve()
         if full.finished:
             best = full if full.homes is not None else chain
             return best, f"dynamic program over all {len(listed):,} downsets of {problem.count} groups", True
@@ -117,7 +118,7 @@ def _search(problem: GroupProblem, listed: list[int] | None, deadline: float) ->
         through = [prefixes(_through(order, chain.cuts, dice)) for _ in range(TUNING.orders)]
         near = [_near(order, cut, TUNING.near) for cut in chain.cuts]
         wider = _union([*through, *near, chain.cuts], order.full, TUNING.family)
-        found = best_chain(problem, wider, limit=_above(chain.value), deadline=deadline)
+        found = Chains(problem, wider, limit=_above(chain.value), deadline=deadline).solve()
         rounds += 1
         better = found.homes is not None and found.value < chain.value * (1 - 1e-9)
         chain = found if better else chain

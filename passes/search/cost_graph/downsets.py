@@ -7,7 +7,7 @@ of the quotient, fill the graph downset by downset. A downset is a Python int wi
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,7 +38,11 @@ class Order:
 
     def removable(self, downset: int) -> list[int]:
         """List groups that leave a downset when they are taken away."""
-        return [g for g in bits_of(downset) if not any(downset >> h & 1 for h in self.after[g])]
+        return [
+            g
+            for g in range(self.count)
+            if downset >> g & 1 and not any(downset >> h & 1 for h in self.after[g])
+        ]
 
     def all_downsets(self, most: int) -> list[int] | None:
         """List every downset, smaller ones first; None if there are more than ``most``."""
@@ -58,14 +62,6 @@ class Order:
                 if not waiting[h]:
                     heapq.heappush(ready, (key(h), h))
         return found
-
-
-def bits_of(downset: int) -> Iterable[int]:
-    """List the groups of a downset, ascending."""
-    while downset:
-        low = downset & -downset
-        yield low.bit_length() - 1
-        downset ^= low
 
 
 def prefixes(linear: Sequence[int]) -> list[int]:
@@ -103,19 +99,8 @@ def _least_sent(problem: GroupProblem, order: Order) -> list[int]:
     waiting = [order.before[h].bit_count() for h in range(order.count)]
     ready = {g: 0 for g in range(order.count) if not waiting[g]}
     found: list[int] = []
-    weight = problem.weight.tolist()
     while ready:
-
-        def grows(g: int) -> tuple[float, int]:
-            change = 0.0
-            for e in problem.nets_of[g]:
-                if held[e] == 0:
-                    change += weight[e]
-                if held[e] + 1 == len(problem.nets[e]):
-                    change -= weight[e]
-            return change, -ready[g]
-
-        g = min(ready, key=grows)
+        g = min(ready, key=lambda g: (problem.growth(g, held), -ready[g]))
         del ready[g]
         found.append(g)
         for e in problem.nets_of[g]:

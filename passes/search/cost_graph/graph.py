@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -72,10 +72,15 @@ class PlacementGraph:
     @cached_property
     def consumers(self) -> tuple[tuple[int, ...], ...]:
         """Consumers of every node, each once."""
-        found: list[dict[int, None]] = [{} for _ in self.nodes]
-        for source, target in self.edges:
-            found[source][target] = None
-        return tuple(tuple(targets) for targets in found)
+        return readers(len(self.nodes), self.edges)
+
+    @cached_property
+    def directed(self) -> nx.DiGraph[int]:
+        """Nodes by position, and edges, for networkx."""
+        found: nx.DiGraph[int] = nx.DiGraph()
+        found.add_nodes_from(range(len(self.nodes)))
+        found.add_edges_from(self.edges)
+        return found
 
     @cached_property
     def fingerprint(self) -> str:
@@ -95,6 +100,14 @@ class PlacementGraph:
         ]
         text = json.dumps([data, sorted(set(self.edges))])
         return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
+
+
+def readers(count: int, edges: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the targets of each of ``count`` sources, each once, in the order of the edges."""
+    found: list[dict[int, None]] = [{} for _ in range(count)]
+    for source, target in edges:
+        found[source][target] = None
+    return tuple(map(tuple, found))
 
 
 def checked(graph: PlacementGraph, source: str) -> PlacementGraph:
@@ -145,13 +158,9 @@ def _structure_problems(graph: PlacementGraph) -> list[str]:
             problems.append(
                 f"edge {nodes[source].id} -> {nodes[target].id}: from a backward to a forward node"
             )
-    if not problems:
-        directed: nx.DiGraph[int] = nx.DiGraph()
-        directed.add_nodes_from(range(len(nodes)))
-        directed.add_edges_from(graph.edges)
-        if not nx.is_directed_acyclic_graph(directed):
-            circle = [nodes[source].id for source, _ in nx.find_cycle(directed)]
-            problems.append(f"its edges go in a circle: {' -> '.join([*circle[:12], circle[0]])}")
+    if not problems and not nx.is_directed_acyclic_graph(graph.directed):
+        circle = [nodes[source].id for source, _ in nx.find_cycle(graph.directed)]
+        problems.append(f"its edges go in a circle: {' -> '.join([*circle[:12], circle[0]])}")
     return problems
 
 

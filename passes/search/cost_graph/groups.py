@@ -58,6 +58,21 @@ class GroupProblem:
         return tuple(map(tuple, found))
 
     @cached_property
+    def weights(self) -> list[float]:
+        """``weight`` for loops."""
+        return self.weight.tolist()
+
+    def growth(self, g: int, held: Sequence[int], cost: float = 0.0) -> float:
+        """Return ``cost`` and what a set with ``held[e]`` groups of each net then sends more if ``g`` joins it."""
+        weights, nets = self.weights, self.nets
+        for e in self.nets_of[g]:
+            if held[e] == 0:
+                cost += weights[e]
+            if held[e] + 1 == len(nets[e]):
+                cost -= weights[e]
+        return cost
+
+    @cached_property
     def memory_binds(self) -> bool:
         """True if everything on one accelerator would be too much for it."""
         return math.fsum(self.size) > self.machine.memory_size

@@ -15,15 +15,9 @@ from passes.search.cost_graph.groups import GroupProblem
 from passes.search.ilp import IntegerProgram, Terms
 
 
-def solve_placement(
-    problem: GroupProblem, bound: float, value: float, seconds: float
-) -> tuple[tuple[int, ...] | None, float]:
-    """Return a placement better than ``value`` if one was found, and a proved lower bound, both of the largest load."""
-    model = _Program(problem, bound, value)
-    return model.solve(seconds)
+class PlacementProgram:
+    """The program that looks for a placement whose largest load is between ``bound`` and ``value``."""
 
-
-class _Program:
     def __init__(self, problem: GroupProblem, bound: float, value: float) -> None:
         self.problem, self.bound, self.value = problem, bound, value
         self.scale = 100.0 / value
@@ -69,7 +63,7 @@ class _Program:
         self.program.row(load, "<=", 0.0)
 
     def solve(self, seconds: float) -> tuple[tuple[int, ...] | None, float]:
-        """Carry out :func:`solve_placement`."""
+        """Return a placement better than ``value`` if one was found, and a proved lower bound, both of the largest load."""
         found = self.program.solve(seconds, 1e-8)
         if found.status == "infeasible":  # nothing is as good as what is known, which then is the best
             return None, self.value

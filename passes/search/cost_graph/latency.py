@@ -56,10 +56,7 @@ class Scheduler:
         for targets in graph.consumers:
             for v in targets:
                 self.waiting[v] += 1
-        directed: nx.DiGraph[int] = nx.DiGraph()
-        directed.add_nodes_from(range(len(graph.nodes)))
-        directed.add_edges_from(graph.edges)
-        self.order: list[int] = list(nx.topological_sort(directed))
+        self.order: list[int] = list(nx.topological_sort(graph.directed))
         self.least = [self._least(v) for v in range(len(graph.nodes))]
         self.way = [0.0] * len(graph.nodes)
         for v in reversed(self.order):
@@ -137,7 +134,7 @@ def place_for_latency(graph: PlacementGraph, time_limit: float = 60.0, *, seed: 
     problem = colour_groups(graph)
     check_feasible(graph, problem)
     bound = latency_bound(graph)
-    search = _Search(graph, problem, started + time_limit, random.Random(seed))
+    search = _LatencySearch(graph, problem, started + time_limit, random.Random(seed))
     for homes in _starts(graph, problem, search.scheduler, TUNING.start_share * time_limit):
         search.offer(homes)
     if search.homes is None:
@@ -199,7 +196,7 @@ def _earliest_finish(problem: GroupProblem, scheduler: Scheduler) -> tuple[int, 
 
 
 @dataclass
-class _Search:
+class _LatencySearch:
     graph: PlacementGraph
     problem: GroupProblem
     deadline: float

@@ -46,6 +46,7 @@ from cost_models.communication import (
 )
 from cost_models.errors import InternalError
 from passes.search.certificate import Certificate, relative_gap
+from passes.search.cost_graph.graph import readers
 
 SplitBy: TypeAlias = Literal["samples", "features", "inputs"]
 OpKind: TypeAlias = Literal["neurons", "channels", "samples", "input"]
@@ -84,10 +85,7 @@ class LayoutProblem:
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """Readers of every op, each once."""
-        found: list[dict[int, None]] = [{} for _ in self.ops]
-        for source, target in self.edges:
-            found[source][target] = None
-        return tuple(tuple(targets) for targets in found)
+        return readers(len(self.ops), self.edges)
 
     @cached_property
     def link(self) -> AlphaBeta:

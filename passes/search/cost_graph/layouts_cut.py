@@ -29,9 +29,9 @@ from passes.search.cost_graph.layouts import (
     layout_result,
 )
 
-Node: TypeAlias = tuple[str, int]
-SAMPLES: Node = ("samples", -1)
-FEATURES: Node = ("features", -1)
+Vertex: TypeAlias = tuple[str, int]
+SAMPLES: Vertex = ("samples", -1)
+FEATURES: Vertex = ("features", -1)
 PROVED = 1e-9
 """Relative distance of value and flow that rounding explains."""
 SPACE = "every op on all devices, by samples or by features"
@@ -39,8 +39,8 @@ SPACE = "every op on all devices, by samples or by features"
 
 @dataclass(frozen=True)
 class _Arc:
-    source: Node
-    target: Node
+    source: Vertex
+    target: Vertex
     seconds: float
 
 
@@ -52,7 +52,7 @@ def cut_layouts(problem: LayoutProblem) -> LayoutResult:
     started = time.monotonic()
     arcs = _arcs(problem)
     whole = max((arc.seconds.as_integer_ratio()[1] for arc in arcs if arc.seconds < math.inf), default=1)
-    network: nx.DiGraph[Node] = nx.DiGraph()
+    network: nx.DiGraph[Vertex] = nx.DiGraph()
     network.add_nodes_from((SAMPLES, FEATURES))
     for arc in arcs:
         if arc.seconds > 0:

@@ -75,7 +75,7 @@ def improve_layouts(problem: LayoutProblem, start: LayoutResult, time_limit: flo
     best, costs = start.layouts, start.costs
     while True:
         known = costs.step_seconds
-        model = _Program(problem, known)
+        model = _LayoutProgram(problem, known)
         layouts, bound, variables = model.solve(max(0.0, deadline - time.monotonic()))
         if layouts is not None:
             found = evaluate_layouts(problem, layouts)
@@ -95,7 +95,7 @@ def improve_layouts(problem: LayoutProblem, start: LayoutResult, time_limit: flo
     )
 
 
-class _Program:
+class _LayoutProgram:
     def __init__(self, problem: LayoutProblem, value: float) -> None:
         self.problem = problem
         self.scale, self.most = 100.0 / value, value * (1 + 1e-9)

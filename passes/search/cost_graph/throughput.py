@@ -15,13 +15,13 @@ import networkx as nx
 import numpy as np
 
 from cost_models.errors import InfeasibleError
-from passes.search.cost_graph.anneal import AnnealingChains, CoolingSchedule
+from passes.search.cost_graph.anneal import AnnealingChains
 from passes.search.cost_graph.bisect_pairs import bisect_pairs
 from passes.search.cost_graph.bound import LoadBound, SetBound, load_bound
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.graph import PlacementGraph, evaluate
 from passes.search.cost_graph.groups import GroupProblem, fits, free_groups, group_loads
-from passes.search.cost_graph.ilp import solve_placement
+from passes.search.cost_graph.ilp import PlacementProgram
 from passes.search.cost_graph.refine import refined
 from passes.search.cost_graph.result import PROVED, PlacementResult, certified, check_feasible
 from passes.search.cost_graph.tuning import TUNING
@@ -36,7 +36,7 @@ def place_for_throughput(
     started = time.monotonic()
     problem = free_groups(graph)
     check_feasible(graph, problem)
-    search = _Search(graph, problem, started, time_limit, seed)
+    search = _ThroughputSearch(graph, problem, started, time_limit, seed)
     search.run()
     if search.homes is None:
         raise InfeasibleError(
@@ -62,7 +62,7 @@ def place_for_throughput(
     )
 
 
-class _Search:
+class _ThroughputSearch:
     def __init__(
         self, graph: PlacementGraph, problem: GroupProblem, started: float, limit: float, seed: int
     ) -> None:
@@ -131,10 +131,9 @@ class _Search:
         if self.homes is not None:
             starts[: self.chains if warm else max(1, self.chains // 4)] = self.homes
         chains = AnnealingChains(self.problem, starts, self.seed + self.rounds, self.lines)
-        cooling = CoolingSchedule(steps, first=0.01 if warm else 0.05)
         now = time.monotonic()
-        found = chains.anneal(cooling, now + (2 if large else 1) * TUNING.round_share * (self.deadline - now))
-        self._offer(found.homes)
+        until = now + (2 if large else 1) * TUNING.round_share * (self.deadline - now)
+        self._offer(chains.anneal(steps, 0.01 if warm else 0.05, until))
         if self.homes is not None:
             loads = group_loads(self.problem, self.homes)
             deadline = min(self.deadline, time.monotonic() + 0.05 * self.limit)
@@ -149,7 +148,8 @@ class _Search:
         if self.problem.count * len(self.problem.machine.devices) > TUNING.most_choices:
             return
         left = self.deadline - time.monotonic()
-        homes, bound = solve_placement(self.problem, self.bound.value, self.value, max(0.1, 0.5 * left))
+        program = PlacementProgram(self.problem, self.bound.value, self.value)
+        homes, bound = program.solve(max(0.1, 0.5 * left))
         if homes is not None:
             self._offer(homes)
         if bound > self.bound.value:
@@ -163,24 +163,19 @@ class _Search:
         return self.sets
 
     def _prove(self, deadline: float) -> None:
-        found: LoadBound = self._sets().improve(self.bound, deadline)
-        if found.value > self.bound.value:
-            self.bound = found
+        self.bound = self._sets().improve(self.bound, deadline)
 
 
 def lines(graph: PlacementGraph, problem: GroupProblem) -> tuple[list[int], ...]:
     """Line the groups up along the graph, broad first and deep first: neighbours there are moved together."""
-    directed: nx.DiGraph[int] = nx.DiGraph()
-    directed.add_nodes_from(range(len(graph.nodes)))
-    directed.add_edges_from(graph.edges)
     depth = [0.0] * len(graph.nodes)
-    for number, layer in enumerate(nx.topological_generations(directed)):
+    for number, layer in enumerate(nx.topological_generations(graph.directed)):
         for v in layer:
             depth[v] = number
     for v in range(len(graph.nodes)):
         if depth[v] == 0 and graph.consumers[v]:  # weights and inputs lie where they are read
             depth[v] = min(depth[w] for w in graph.consumers[v]) - 0.5
-    deep = {v: i for i, v in enumerate(nx.dfs_postorder_nodes(directed.reverse(copy=False)))}
+    deep = {v: i for i, v in enumerate(nx.dfs_postorder_nodes(graph.directed.reverse(copy=False)))}
     keys: tuple[Sequence[float], ...] = (
         [min(depth[v] for v in nodes) for nodes in problem.members],
         [min(deep[v] for v in nodes) for nodes in problem.members],
