@@ -16,7 +16,7 @@ Symbols
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -62,9 +62,6 @@ class OpWork:
     backward_input_launches: float = 0.0
     backward_weight_launches: float = 0.0
 
-    def __add__(self, other: OpWork) -> OpWork:
-        return OpWork(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
 
 @dataclass(frozen=True)
 class PhaseSeconds:
@@ -102,20 +99,6 @@ class OpSeconds:
     forward: FloatArray
     backward_input: FloatArray
     backward_weight: FloatArray
-
-
-def op_seconds(work: OpWork, device: ComputeDevice, dtype: torch.dtype, op_class: OpClass) -> OpSeconds:
-    """Time of one op on its own: the longer of launching and running on a GPU, their sum on a CPU."""
-
-    def phase(name: str) -> FloatArray:
-        kernel = kernel_seconds(
-            getattr(work, f"{name}_flops"), getattr(work, f"{name}_bytes"), device, dtype, op_class
-        )
-        launch = np.asarray(getattr(work, f"{name}_launches") * device.launch_overhead_seconds)
-        seconds: FloatArray = np.maximum(kernel, launch) if device.kind == "cuda" else kernel + launch
-        return seconds
-
-    return OpSeconds(phase("forward"), phase("backward_input"), phase("backward_weight"))
 
 
 def segment_seconds(phase: PhaseSeconds, device: ComputeDevice, ops: IndexArray | None = None) -> float:

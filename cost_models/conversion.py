@@ -16,14 +16,14 @@ costed is what is lowered.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from cost_models.communication import (
     AlphaBeta,
-    Machine,
     all_to_all_seconds,
     hierarchical_all_reduce_seconds,
     ring_all_gather_seconds,
@@ -32,6 +32,9 @@ from cost_models.communication import (
     tree_all_reduce_seconds,
 )
 from cost_models.layout import Mesh, Partial, Placement, Replicate, Shard
+
+if TYPE_CHECKING:
+    from cost_models.cluster import ClusterSpec
 
 Kind: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "slice", "keep_first"]
 
@@ -195,59 +198,69 @@ class AxisLinks:
         if kind == "all_to_all":
             return all_to_all_seconds(size_bytes / self.size, self.size, self.ring)
         if kind != "all_reduce":
-            seconds = ring_all_gather_seconds(size_bytes, self.size, self.ring)
-            if self.inside is not None and self.between is not None:
-                # Half of the all-reduce's hierarchy: the pieces across nodes at once, then inside each node.
-                seconds = min(seconds, self._hierarchy(size_bytes, self.inside, self.between) / 2)
-            return seconds
-        seconds = min(
+            # Half of the all-reduce's hierarchy: the pieces across nodes at once, then inside each node.
+            halves = self.hierarchy_seconds(size_bytes) / 2
+            return min(ring_all_gather_seconds(size_bytes, self.size, self.ring), halves)
+        return min(
             ring_all_reduce_seconds(size_bytes, self.size, self.ring),
             tree_all_reduce_seconds(size_bytes, self.size, self.ring),
+            self.hierarchy_seconds(size_bytes),
         )
-        if self.inside is not None and self.between is not None:
-            seconds = min(seconds, self._hierarchy(size_bytes, self.inside, self.between))
-        return seconds
 
-    def _hierarchy(self, size_bytes: float, inside: AlphaBeta, between: AlphaBeta) -> float:
+    def hierarchy_seconds(self, size_bytes: float) -> float:
+        """Return the seconds of an all-reduce by a hierarchy of nodes; infinite if there is none."""
+        if self.inside is None or self.between is None:
+            return math.inf
         nodes = self.size // self.per_node
-        return hierarchical_all_reduce_seconds(size_bytes, self.per_node, nodes, inside, between)
+        return hierarchical_all_reduce_seconds(size_bytes, self.per_node, nodes, self.inside, self.between)
 
 
 def axis_groups(mesh: Mesh, axis: int) -> list[list[int]]:
     """List the groups of ranks that differ in this axis only, each in the axis' order."""
-    size = mesh.shape[axis]
-    stride = 1
-    for later in mesh.shape[axis + 1 :]:
-        stride *= later
+    size, stride = mesh.shape[axis], math.prod(mesh.shape[axis + 1 :])
     starts = [i for i in range(len(mesh.ranks)) if (i // stride) % size == 0]
     return [[mesh.ranks[start + j * stride] for j in range(size)] for start in starts]
 
 
-def axis_links(mesh: Mesh, axis: int, machine: Machine) -> AxisLinks:
-    """Return the links of ``mesh``'s axis on ``machine``."""
-    return group_links(axis_groups(mesh, axis), machine)
+def axis_links(mesh: Mesh, axis: int, cluster: ClusterSpec) -> AxisLinks:
+    """Return the links of ``mesh``'s axis on ``cluster``."""
+    return group_links(axis_groups(mesh, axis), cluster)
 
 
-def group_links(groups: Sequence[Sequence[int]], machine: Machine) -> AxisLinks:
+def group_links(groups: Sequence[Sequence[int]], cluster: ClusterSpec) -> AxisLinks:
     """Return the links of groups of ranks, equally large, that all talk at once."""
     size = len(groups[0])
     if size == 1:
         return AxisLinks(1, AlphaBeta(0.0, 1.0))
     members_of = [list(group) for group in groups]
-    ring = slowest_hop(members_of, machine)
-    split = [_by_node(group, machine) for group in members_of]
+    ring = slowest_hop(members_of, cluster)
+    split = [_by_node(group, cluster) for group in members_of]
     widths = {len(members) for nodes in split for members in nodes}
     if len(widths) != 1 or widths in ({1}, {size}):
         return AxisLinks(size, ring)
-    inside = slowest_hop([members for nodes in split for members in nodes], machine)
+    inside = slowest_hop([members for nodes in split for members in nodes], cluster)
     across = [list(column) for nodes in split for column in zip(*nodes, strict=True)]
-    return AxisLinks(size, ring, widths.pop(), inside, slowest_hop(across, machine))
+    return AxisLinks(size, ring, widths.pop(), inside, slowest_hop(across, cluster))
 
 
-def _by_node(group: Sequence[int], machine: Machine) -> list[list[int]]:
+def data_parallel_seconds(gradient_bytes: float, cluster: ClusterSpec) -> float:
+    """Return the seconds to all-reduce ``gradient_bytes`` over all ranks, by the faster of ring and hierarchy.
+
+    The sum begins after the last backward. One ring through the ranks in order; or a ring inside each node and, at the same
+    time for each place in a node, a ring across nodes (only when all nodes have equally many ranks). Rings that share links
+    share their bandwidth.
+    """
+    links = group_links([range(cluster.world_size)], cluster)
+    return min(
+        ring_all_reduce_seconds(gradient_bytes, links.size, links.ring),
+        links.hierarchy_seconds(gradient_bytes),
+    )
+
+
+def _by_node(group: Sequence[int], cluster: ClusterSpec) -> list[list[int]]:
     nodes: dict[int, list[int]] = {}
     for rank in group:
-        nodes.setdefault(machine.devices[rank].node, []).append(rank)
+        nodes.setdefault(cluster.devices[rank].node, []).append(rank)
     return list(nodes.values())
 
 

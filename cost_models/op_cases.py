@@ -69,6 +69,16 @@ def op_cases() -> tuple[OpCase, ...]:
     return (*_elementwise(), *_rowwise(), *_lookups(), *_products(), *_attention(), *_images())
 
 
+def _normal(*shapes: tuple[int, ...]) -> Callable[[], Sequence[Tensor]]:
+    """Return a function that makes random tensors of these shapes."""
+    return lambda: [torch.randn(shape) for shape in shapes]
+
+
+def _scale(width: int) -> Callable[[], Sequence[Tensor]]:
+    """Return a function that makes the weights of a normalization."""
+    return lambda: (torch.ones(width), torch.zeros(width))
+
+
 _ELEMENTS = (256, 2**14, 2**17, 2**20, 3 * 2**20)
 
 
@@ -76,15 +86,10 @@ def _elementwise() -> Iterator[OpCase]:
     for count in _ELEMENTS:
         rows, width = count // 64, 64
 
-        def one(rows: int = rows, width: int = width) -> Sequence[Tensor]:
-            return (torch.randn(rows, width),)
-
-        def two(rows: int = rows, width: int = width) -> Sequence[Tensor]:
-            return torch.randn(rows, width), torch.randn(rows, width)
-
         def heads(rows: int = rows) -> Sequence[Tensor]:
             return (torch.randn(4, rows // 4, 64).transpose(0, 1),)
 
+        one, two = _normal((rows, width)), _normal((rows, width), (rows, width))
         yield OpCase("add", aten.add.Tensor, two)
         yield OpCase("mul", aten.mul.Tensor, two)
         yield OpCase("relu", aten.relu.default, one)
@@ -97,29 +102,24 @@ def _elementwise() -> Iterator[OpCase]:
         yield OpCase(
             "contiguous", lambda x: aten.clone.default(x, memory_format=torch.contiguous_format), heads
         )
-    yield OpCase("view", lambda x: aten.view.default(x, [64, 4]), lambda: (torch.randn(4, 64),))
+    yield OpCase("view", lambda x: aten.view.default(x, [64, 4]), _normal((4, 64)))
 
 
 def _rowwise() -> Iterator[OpCase]:
     for count in _ELEMENTS:
         rows, width = max(1, count // 256), 256
 
-        def one(rows: int = rows, width: int = width) -> Sequence[Tensor]:
-            return (torch.randn(rows, width),)
-
-        def scale(width: int = width) -> Sequence[Tensor]:
-            return torch.ones(width), torch.zeros(width)
-
         def logits(rows: int = rows, width: int = width) -> Sequence[Tensor]:
             return torch.randn(rows, width), torch.zeros(rows, dtype=torch.long)
 
+        one = _normal((rows, width))
         yield OpCase("softmax", lambda x: aten.softmax.int(x, -1), one)
         yield OpCase("mean", lambda x: aten.mean.dim(x, [-1], True), one)
         yield OpCase(
             "layer_norm",
             lambda x, w, b, width=width: aten.layer_norm.default(x, [width], w, b, 1e-5),
             one,
-            scale,
+            _scale(width),
         )
         yield OpCase("cross_entropy_loss", aten.cross_entropy_loss.default, logits)
 
@@ -130,9 +130,7 @@ def _lookups() -> Iterator[OpCase]:
         def ids(rows: int = rows, vocabulary: int = vocabulary) -> Sequence[Tensor]:
             return (torch.arange(rows) * 7 % vocabulary,)
 
-        def table(vocabulary: int = vocabulary, width: int = width) -> Sequence[Tensor]:
-            return (torch.randn(vocabulary, width),)
-
+        table = _normal((vocabulary, width))
         yield OpCase("embedding", lambda ids, table: aten.embedding.default(table, ids), ids, table)
 
 
@@ -149,20 +147,10 @@ def _products() -> Iterator[OpCase]:
         (1024, 1024, 256),
     )
     for tokens, inner, outer in shapes:
-
-        def x(tokens: int = tokens, inner: int = inner) -> Sequence[Tensor]:
-            return (torch.randn(tokens, inner),)
-
-        def affine(inner: int = inner, outer: int = outer) -> Sequence[Tensor]:
-            return torch.randn(outer, inner), torch.randn(outer)
-
-        yield OpCase("linear", aten.linear.default, x, affine)
+        affine = _normal((outer, inner), (outer,))
+        yield OpCase("linear", aten.linear.default, _normal((tokens, inner)), affine)
     for batch, rows, inner in ((4, 8, 8), (8, 64, 32), (16, 128, 64), (8, 256, 128)):
-
-        def pair(batch: int = batch, rows: int = rows, inner: int = inner) -> Sequence[Tensor]:
-            return torch.randn(batch, rows, inner), torch.randn(batch, inner, rows)
-
-        yield OpCase("matmul", aten.matmul.default, pair)
+        yield OpCase("matmul", aten.matmul.default, _normal((batch, rows, inner), (batch, inner, rows)))
 
 
 def _attention() -> Iterator[OpCase]:
@@ -191,31 +179,17 @@ def _images() -> Iterator[OpCase]:
         (4, 128, 128, 16),
     )
     for batch, channels, wider, side in shapes:
-
-        def images(batch: int = batch, channels: int = channels, side: int = side) -> Sequence[Tensor]:
-            return (torch.randn(batch, channels, side, side),)
-
-        def window(channels: int = channels, wider: int = wider) -> Sequence[Tensor]:
-            return torch.randn(wider, channels, 3, 3), torch.randn(wider)
-
-        def doubled(channels: int = channels, wider: int = wider) -> Sequence[Tensor]:
-            return torch.randn(channels, wider, 2, 2), torch.randn(wider)
-
+        images = _normal((batch, channels, side, side))
+        window = _normal((wider, channels, 3, 3), (wider,))
         yield OpCase("conv2d", lambda x, w, b: aten.conv2d.default(x, w, b, [1, 1], [1, 1]), images, window)
         yield OpCase(
             "conv_transpose2d",
             lambda x, w, b: aten.conv_transpose2d.input(x, w, b, [2, 2]),
             images,
-            doubled,
+            _normal((channels, wider, 2, 2), (wider,)),
         )
     for batch, channels, side in ((1, 4, 8), (2, 16, 32), (4, 32, 64), (8, 32, 128)):
-
-        def maps(batch: int = batch, channels: int = channels, side: int = side) -> Sequence[Tensor]:
-            return (torch.randn(batch, channels, side, side),)
-
-        def scale(channels: int = channels) -> Sequence[Tensor]:
-            return torch.ones(channels), torch.zeros(channels)
-
+        maps, scale = _normal((batch, channels, side, side)), _scale(channels)
         yield OpCase("group_norm", lambda x, w, b: aten.group_norm.default(x, 4, w, b), maps, scale)
         yield OpCase(
             "batch_norm",

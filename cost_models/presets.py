@@ -28,6 +28,18 @@ Data = Mapping[str, Any]
 # --------------------------------------------------------------------------------------------------
 # Devices: the keys of ``device`` in a cluster file.
 
+# [A100]; float64 on tensor cores (9.7 without)
+_A100_FLOPS = {"float64": "19.5T", "float32": "19.5T", "tf32": "156T", "bfloat16": "312T", "float16": "312T"}
+# [H100]: the sheet's tensor-core numbers are sparse, these are half; float64 on tensor cores (34 without)
+_H100_FLOPS = {
+    "float64": "67T",
+    "float32": "67T",
+    "tf32": "494.7T",
+    "bfloat16": "989.4T",
+    "float16": "989.4T",
+    "float8": "1978.9T",
+}
+
 DEVICES: Mapping[str, Data] = {
     "V100-32GB": {
         "kind": "cuda",
@@ -43,14 +55,7 @@ DEVICES: Mapping[str, Data] = {
         "memory": "39.5GiB",  # [mem]
         "memory_reserved": "1GiB",
         "memory_bandwidth": "1555GB/s",  # [A100], the 40 GB card
-        # [A100]; float64 on tensor cores (9.7 without)
-        "flops": {
-            "float64": "19.5T",
-            "float32": "19.5T",
-            "tf32": "156T",
-            "bfloat16": "312T",
-            "float16": "312T",
-        },
+        "flops": _A100_FLOPS,
         "launch_overhead": "5us",
     },
     "A100-80GB": {
@@ -58,13 +63,7 @@ DEVICES: Mapping[str, Data] = {
         "memory": "79.25GiB",  # [mem]
         "memory_reserved": "1GiB",
         "memory_bandwidth": "2039GB/s",  # [A100]
-        "flops": {
-            "float64": "19.5T",
-            "float32": "19.5T",
-            "tf32": "156T",
-            "bfloat16": "312T",
-            "float16": "312T",
-        },
+        "flops": _A100_FLOPS,
         "launch_overhead": "5us",
     },
     "H100-80GB": {
@@ -72,15 +71,7 @@ DEVICES: Mapping[str, Data] = {
         "memory": "79.1GiB",  # [unchecked]
         "memory_reserved": "1GiB",
         "memory_bandwidth": "3350GB/s",  # [H100]
-        # [H100]: the sheet's tensor-core numbers are sparse, these are half; float64 on tensor cores (34 without)
-        "flops": {
-            "float64": "67T",
-            "float32": "67T",
-            "tf32": "494.7T",
-            "bfloat16": "989.4T",
-            "float16": "989.4T",
-            "float8": "1978.9T",
-        },
+        "flops": _H100_FLOPS,
         "launch_overhead": "5us",
     },
     "H200-141GB": {
@@ -88,15 +79,7 @@ DEVICES: Mapping[str, Data] = {
         "memory": "139.8GiB",  # [unchecked]
         "memory_reserved": "1GiB",
         "memory_bandwidth": "4800GB/s",  # [H200]
-        # [H200]: the compute of an H100
-        "flops": {
-            "float64": "67T",
-            "float32": "67T",
-            "tf32": "494.7T",
-            "bfloat16": "989.4T",
-            "float16": "989.4T",
-            "float8": "1978.9T",
-        },
+        "flops": _H100_FLOPS,  # [H200]: the compute of an H100
         "launch_overhead": "5us",
     },
     "TitanX-12GB": {

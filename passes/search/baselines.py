@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
-from cost_models.communication import data_parallel_seconds
 from cost_models.compute import optimizer_seconds
+from cost_models.conversion import data_parallel_seconds
 from cost_models.devices import Device
 from cost_models.memory import StateBytes
 from passes.costs.costs import GraphCosts

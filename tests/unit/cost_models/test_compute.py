@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.compute import (
-    OpWork,
     PhaseSeconds,
     additive_seconds,
     kernel_seconds,
-    op_seconds,
     optimizer_seconds,
     segment_seconds,
 )
@@ -48,15 +46,6 @@ def test_a_device_is_not_asked_for_a_rate_it_does_not_need():
         kernel_seconds(1, 1e9, NoFloat16(), torch.float16, "matmul")
 
 
-def test_a_cpu_op_waits_for_its_overhead_and_a_gpu_op_hides_the_smaller_part():
-    work = OpWork(forward_flops=4e3, forward_launches=3)
-    cpu = op_seconds(work, StandIn("cpu"), torch.float32, "matmul")
-    gpu = op_seconds(work, StandIn("cuda"), torch.float32, "matmul")
-    assert cpu.forward == pytest.approx(7e-6)
-    assert gpu.forward == pytest.approx(4e-6)
-    assert cpu.backward_input == cpu.backward_weight == 0
-
-
 def test_a_gpu_segment_overlaps_launches_and_kernels_over_all_its_ops():
     phase = PhaseSeconds(kernel=np.array([5.0, 1.0, 1.0]), launch=np.array([2.0, 2.0, 2.0]))
     assert segment_seconds(phase, StandIn("cuda")) == 7.0  # op by op it would be 5 + 2 + 2
@@ -76,11 +65,6 @@ def test_additive_seconds_add_up_to_the_whole_and_never_overcharge_a_part(pairs,
     assert per_op.sum() == pytest.approx(segment_seconds(phase, device))
     half = np.arange(len(pairs)) % 2 == 0
     assert per_op[half].sum() <= segment_seconds(phase, device, half) + 1e-9
-
-
-def test_work_adds_up_field_by_field():
-    total = OpWork(1, 2, 3, 4, 5, 6, 7, 8, 9) + OpWork(10, 20, 30, 40, 50, 60, 70, 80, 90)
-    assert total == OpWork(11, 22, 33, 44, 55, 66, 77, 88, 99)
 
 
 def test_the_optimizer_is_bound_by_memory():
