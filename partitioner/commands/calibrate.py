@@ -10,13 +10,13 @@ from cyclopts import Parameter
 from cost_models import host
 from cost_models.calibration import cache_path
 from cost_models.calibration import calibrate as measure
-from partitioner.commands.options import JsonFlag, Whole, emit, progress
+from partitioner.commands.options import JsonFlag, WholeNumber, emit, progress
 from passes.costs.cases import count_case
 
 
 def calibrate(
     *,
-    workers: Whole | None = None,
+    workers: WholeNumber | None = None,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     json: JsonFlag = False,
 ) -> int:

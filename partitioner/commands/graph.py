@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from cost_models.errors import UsageError
-from partitioner.commands.options import JsonFlag, Settings, Whole, emit, progress, settings
+from partitioner.commands.options import NOTHING_GIVEN, JsonFlag, ModelOptions, WholeNumber, emit, progress
 from partitioner.explain.graph_of_plan import graph_of
 from partitioner.explain.rank_graph import rank_graph
 from partitioner.models.as_graph import as_graph
-from partitioner.models.load import load_workload
 from partitioner.plan import Plan
 from partitioner.report.dot import op_graph, stage_graph, to_dot, to_json
 
@@ -21,10 +20,8 @@ def graph(
     *,
     format: Literal["text", "dot", "json"] | None = None,
     plan: Path | None = None,
-    rank: Whole | None = None,
-    seq: Whole | None = None,
-    dtype: str | None = None,
-    set_: Settings = (),
+    rank: WholeNumber | None = None,
+    model_options: ModelOptions = NOTHING_GIVEN,
     json: JsonFlag = False,
 ) -> int:
     """Draw the ops of a MODEL, the stages of a PLAN file with devices as clusters, or what one rank runs of a MODEL.
@@ -39,12 +36,6 @@ def graph(
         With a model: the plan whose devices its ops are grouped by.
     rank
         With a model and a plan: what this rank runs, bridges to others marked.
-    seq
-        Sequence length of a bundled or hf: model.
-    dtype
-        Data type of a bundled or hf: model, such as bfloat16.
-    set_
-        key=value for the factory's arguments; may be repeated.
     json
         The same as --format json.
     """
@@ -55,7 +46,12 @@ def graph(
             ["give MODEL, --plan PLAN and --rank N"],
         )
     if target.endswith(".json") and not target.startswith("hf:"):
-        given = {"--plan": plan, "--rank": rank, "--seq": seq, "--dtype": dtype, "--set": set_ or None}
+        of_model = {
+            "--seq": model_options.seq,
+            "--dtype": model_options.dtype,
+            "--set": model_options.set_ or None,
+        }
+        given = {"--plan": plan, "--rank": rank, **of_model}
         extra = [flag for flag, value in given.items() if value is not None]
         if extra:
             raise UsageError(
@@ -72,7 +68,7 @@ def graph(
         )
     loaded = Plan.load(plan) if plan is not None else None
     with progress(f"tracing {target}"):
-        workload = load_workload(target, settings=settings(set_), seq=seq, dtype=dtype)
+        workload = model_options.load(target)
         traced = as_graph(workload) if loaded is None else graph_of(loaded, workload, "draw", {})
     if loaded is not None and rank is not None:
         own = rank_graph(loaded, traced, rank, {})

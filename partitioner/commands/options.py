@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,8 +19,9 @@ from cyclopts import Parameter
 from cost_models.errors import PartitionerError, UsageError
 from partitioner.report.text import printable
 
-if TYPE_CHECKING:
-    from cost_models.precision import Precision  # imports torch, which takes seconds
+if TYPE_CHECKING:  # these import torch, which takes seconds
+    from cost_models.precision import Precision
+    from partitioner.models.workload import Workload
 
 SECONDS_BEFORE_PROGRESS = 1.0
 
@@ -32,11 +34,64 @@ def _whole(_: Any, tokens: Sequence[Any]) -> int:
     return int(text)
 
 
-Whole = Annotated[int, Parameter(converter=_whole)]
+WholeNumber = Annotated[int, Parameter(converter=_whole)]
 JsonFlag = Annotated[bool, Parameter(name="--json", negative=(), show_default=False)]
 Settings = Annotated[tuple[str, ...], Parameter(name="--set", negative=(), show_default=False)]
 
 Dims = Annotated[tuple[str, ...], Parameter(negative=(), show_default=False)]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options of a model, beside its name.
+
+    Parameters
+    ----------
+    seq
+        Sequence length of a bundled or hf: model.
+    dtype
+        Data type of a bundled or hf: model, such as bfloat16.
+    set_
+        key=value for the factory's arguments; may be repeated.
+    """
+
+    seq: WholeNumber | None = None
+    dtype: str | None = None
+    set_: Settings = ()
+
+    def load(self, model: str) -> Workload:
+        """Load the workload that ``model`` names."""
+        from partitioner.models.load import load_workload
+
+        return load_workload(model, settings=settings(self.set_), seq=self.seq, dtype=self.dtype)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True)
+class PlannedModelOptions(ModelOptions):
+    """The options of the model that a plan was made for.
+
+    Parameters
+    ----------
+    batch_dims
+        As given to `partitioner plan`.
+    dynamic_dims
+        As given to `partitioner plan`.
+    """
+
+    batch_dims: Dims = ()
+    dynamic_dims: Dims = ()
+
+    def dims(self) -> dict[str, Any]:
+        """Read the batch dimensions and the open ones."""
+        return {
+            "batch_dims": batch_dims(self.batch_dims),
+            "dynamic_dims": dynamic_dims(self.dynamic_dims),
+        }
+
+
+NOTHING_GIVEN = PlannedModelOptions()
 
 
 @contextmanager

@@ -14,10 +14,11 @@ from cost_models.units import percent
 from partitioner.api import partition
 from partitioner.commands import options
 from partitioner.commands.options import (
+    NOTHING_GIVEN,
     Dims,
     JsonFlag,
-    Settings,
-    Whole,
+    ModelOptions,
+    WholeNumber,
     block_sizes,
     check_output,
     emit,
@@ -27,10 +28,8 @@ from partitioner.commands.options import (
     progress,
     read_precision,
     report,
-    settings,
 )
 from partitioner.models.as_graph import as_graph
-from partitioner.models.load import load_workload
 from partitioner.planning.option_table import with_command_help
 from partitioner.planning.options import PlanOptions
 from partitioner.report.timings import pass_table
@@ -47,15 +46,15 @@ def plan(
     /,
     *,
     cluster: str,
-    batch_size: Whole,
+    batch_size: WholeNumber,
     strategy: str = "layer",
     microbatches: str = "auto",
     schedule: str = "auto",
     optimizer_memory: str = "adamw",
     precision: str | None = None,
     loss_reduction: str | None = None,
-    min_stages: Whole | None = None,
-    max_stages: Whole | None = None,
+    min_stages: WholeNumber | None = None,
+    max_stages: WholeNumber | None = None,
     recompute: str | None = None,
     pin: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     mesh: str | None = None,
@@ -64,9 +63,7 @@ def plan(
     batch_dims: Dims = (),
     dynamic_dims: Dims = (),
     time_limit: float = 60.0,
-    seq: Whole | None = None,
-    dtype: str | None = None,
-    set_: Settings = (),
+    model_options: ModelOptions = NOTHING_GIVEN,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     timings: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     json: JsonFlag = False,
@@ -81,12 +78,6 @@ def plan(
         file.py:factory, package.module:factory, hf:PATH/config.json, or a bundled name (gpt2, llama-70b, …).
     cluster
         A cluster file, PRESET[:NODES] such as dgx-h100:8, or local:N for CPU workers on this machine.
-    seq
-        Sequence length of a bundled or hf: model.
-    dtype
-        Data type of a bundled or hf: model, such as bfloat16.
-    set_
-        key=value for the factory's arguments; may be repeated.
     output
         The file to write the plan to; without it nothing is written.
     timings
@@ -121,7 +112,7 @@ def plan(
     machines = ClusterSpec.parse(cluster)
     wanted.check_mesh(machines)
     with progress(f"loading {model}"):
-        workload = load_workload(model, settings=settings(set_), seq=seq, dtype=dtype)
+        workload = model_options.load(model)
     with pass_times() as times:
         with progress(f"tracing {model}"):
             traced = as_graph(workload, precision=types, loss_reduction=reduction, **dims)

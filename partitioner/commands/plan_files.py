@@ -6,7 +6,7 @@ import json as json_module
 from pathlib import Path
 
 from cost_models.errors import UsageError
-from partitioner.commands.options import JsonFlag, Whole, check_output, emit, progress
+from partitioner.commands.options import JsonFlag, WholeNumber, check_output, emit, progress
 from partitioner.cost_graphs.plan import GraphPlan, is_graph_plan
 from partitioner.plan import Plan
 from runtime.simulate.timeline import chrome_trace, render
@@ -47,7 +47,9 @@ def diff(first: Path, second: Path, /, *, json: JsonFlag = False) -> int:
     return 0
 
 
-def simulate(plan: Path, /, *, width: Whole = 80, trace: Path | None = None, json: JsonFlag = False) -> int:
+def simulate(
+    plan: Path, /, *, width: WholeNumber = 80, trace: Path | None = None, json: JsonFlag = False
+) -> int:
     """Rebuild a plan's programs, prove them again, simulate one step and draw its timeline.
 
     Parameters

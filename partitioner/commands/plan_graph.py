@@ -11,7 +11,7 @@ from cyclopts import Parameter
 
 from cost_models.errors import TimeLimitError, UsageError
 from cost_models.units import percent
-from partitioner.commands.options import JsonFlag, Whole, check_output, emit, progress, report
+from partitioner.commands.options import JsonFlag, WholeNumber, check_output, emit, progress, report
 from partitioner.cost_graphs.plan import GraphStrategy, check_options, plan_graph
 from partitioner.cost_graphs.plan_layouts import plan_feature_wise
 from partitioner.cost_graphs.read import read_graph
@@ -36,7 +36,7 @@ def plan(
     graph: Path,
     strategy: str = "free",
     contiguous: bool = False,
-    devices: Whole | None = None,
+    devices: WholeNumber | None = None,
     objective: str = "throughput",
     bandwidth: float | None = None,
     time_limit: float = 60.0,

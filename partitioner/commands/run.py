@@ -13,9 +13,16 @@ from cyclopts import Parameter
 
 from cost_models.errors import ModelError, PartitionerError, UsageError
 from cost_models.units import counted, format_seconds
-from partitioner.commands import options
-from partitioner.commands.options import Dims, JsonFlag, Settings, Whole, emit, progress, settings
-from partitioner.models.load import load_workload
+from partitioner.commands.options import (
+    NOTHING_GIVEN,
+    JsonFlag,
+    ModelOptions,
+    PlannedModelOptions,
+    WholeNumber,
+    emit,
+    progress,
+    settings,
+)
 from partitioner.plan import Plan
 from partitioner.verify.grow_batch import grow_batch
 from runtime.ranks.launch import spawn_local
@@ -29,16 +36,12 @@ def run(
     model: str,
     /,
     *,
-    steps: Whole,
+    steps: WholeNumber,
     local: Annotated[bool, Parameter(negative=())] = False,
     learning_rate: float = 1e-3,
-    seed: Whole = 0,
+    seed: WholeNumber = 0,
     timeout: float = 30.0,
-    seq: Whole | None = None,
-    dtype: str | None = None,
-    set_: Settings = (),
-    batch_dims: Dims = (),
-    dynamic_dims: Dims = (),
+    model_options: PlannedModelOptions = NOTHING_GIVEN,
     json: JsonFlag = False,
 ) -> int:
     """Train for some steps on the model's example batch, grown to the plan's batch size.
@@ -59,16 +62,8 @@ def run(
         Of dropout and of initial weights.
     timeout
         Seconds a rank waits for another before it ends with an error that names it.
-    seq
-        Sequence length of a bundled or hf: model.
-    dtype
+    model_options.dtype
         Data type of a bundled or hf: model.
-    set_
-        key=value for the factory's arguments; may be repeated.
-    batch_dims
-        As given to `partitioner plan`.
-    dynamic_dims
-        As given to `partitioner plan`.
     json
         Print one JSON object.
     """
@@ -77,28 +72,22 @@ def run(
         "learning_rate": learning_rate,
         "seed": seed,
         "timeout_seconds": timeout,
-        "batch_dims": options.batch_dims(batch_dims),
-        "dynamic_dims": options.dynamic_dims(dynamic_dims),
+        **model_options.dims(),
     }
     if local:  # these workers are on this machine, whatever the plan's hosts and devices are called
         deploying |= {"device": "cpu", "check_hosts": False}
     loaded = Plan.load(plan)
-    arguments = (
-        loaded.model_dump_json(),
-        model,
-        steps,
-        seq,
-        dtype,
-        settings(set_),
-        deploying,
-    )
+    settings(model_options.set_)  # refused before any rank starts
+    arguments = loaded.model_dump_json(), model, model_options, steps, deploying
     if local:
         with progress(f"running {counted(steps, 'step')} on {counted(loaded.world_size, 'local process')}"):
             result = _run_locally(loaded.world_size, arguments)
     elif os.environ.get("WORLD_SIZE") != str(loaded.world_size):
         launch = loaded.launch_command(model, str(plan), steps).splitlines()
+        running = os.environ.get("WORLD_SIZE")
+        where = "outside torchrun" if running is None else f"in {counted(int(running), 'process')}"
         raise UsageError(
-            f"cannot run the plan {_as_launched()}",
+            f"cannot run the plan {where}",
             because=[f"it needs {counted(loaded.world_size, 'process')}, and --local was not given"],
             suggestions=["add --local, to run on CPU workers of this machine", *launch],
         )
@@ -110,11 +99,6 @@ def run(
     predicted = loaded.prediction.step_seconds
     emit(_text(result, predicted), {**result, "predicted_step_seconds": predicted}, json)
     return 0
-
-
-def _as_launched() -> str:
-    running = os.environ.get("WORLD_SIZE")
-    return "outside torchrun" if running is None else f"in {counted(int(running), 'process')}"
 
 
 def _check(steps: int, learning_rate: float, timeout: float) -> None:
@@ -164,23 +148,16 @@ def _text(result: dict[str, Any], predicted_seconds: float) -> str:
 
 
 def train(
-    plan_json: str,
-    model: str,
-    steps: Whole,
-    seq: Whole | None,
-    dtype: str | None,
-    set_: dict[str, str],
-    deploying: dict[str, Any],
+    plan_json: str, model: str, model_options: ModelOptions, steps: int, deploying: dict[str, Any]
 ) -> dict[str, Any]:
     """Train as one rank of the run: losses and seconds per step. The first step warms up and does not count.
 
     ``deploying``: options of ``Plan.deploy``.
     """
     plan = Plan.from_json(plan_json)
-    torch.manual_seed(
-        deploying["seed"]
-    )  # a factory that does not seed itself makes the same weights on every rank
-    workload = load_workload(model, settings=set_, seq=seq, dtype=dtype)
+    # A factory that does not seed itself makes the same weights on every rank.
+    torch.manual_seed(deploying["seed"])
+    workload = model_options.load(model)
     losses, seconds = [], []
     with plan.deploy(workload, **deploying) as deployment:
         dims = deployment.executor.batch_spec.batch_dims

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 from cost_models.errors import UsageError
 from cost_models.units import counted
-from partitioner.commands import options
-from partitioner.commands.options import Dims, JsonFlag, Settings, Whole, emit, progress, settings
-from partitioner.models.load import load_workload
+from partitioner.commands.options import NOTHING_GIVEN, JsonFlag, PlannedModelOptions, emit, progress
 from partitioner.plan import Plan
 from partitioner.verify.verify import verify_plan
 
@@ -20,11 +17,7 @@ def verify(
     model: str,
     /,
     *,
-    seq: Whole | None = None,
-    dtype: str | None = None,
-    set_: Settings = (),
-    batch_dims: Dims = (),
-    dynamic_dims: Dims = (),
+    model_options: PlannedModelOptions = NOTHING_GIVEN,
     timeout: float = 300.0,
     json: JsonFlag = False,
 ) -> int:
@@ -36,16 +29,8 @@ def verify(
         The plan file.
     model
         The model it was made for, as given to `partitioner plan`.
-    seq
-        Sequence length of a bundled or hf: model.
-    dtype
+    model_options.dtype
         Data type of a bundled or hf: model.
-    set_
-        key=value for the factory's arguments; may be repeated.
-    batch_dims
-        As given to `partitioner plan`.
-    dynamic_dims
-        As given to `partitioner plan`.
     timeout
         Seconds for the step on the workers.
     json
@@ -55,13 +40,10 @@ def verify(
         raise UsageError(
             "cannot verify with this option", [f"--timeout is {timeout:g}, expected more than 0 seconds"]
         )
-    dims: dict[str, Any] = {
-        "batch_dims": options.batch_dims(batch_dims),
-        "dynamic_dims": options.dynamic_dims(dynamic_dims),
-    }
+    dims = model_options.dims()
     loaded = Plan.load(plan)
     with progress(f"loading {model}"):
-        workload = load_workload(model, settings=settings(set_), seq=seq, dtype=dtype)
+        workload = model_options.load(model)
     with progress(f"verifying on {counted(loaded.world_size, 'local process')}"):
         report = verify_plan(loaded, workload, timeout_seconds=timeout, **dims)
     emit(str(report), report.to_dict(), json)
