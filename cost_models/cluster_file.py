@@ -1,9 +1,4 @@
-"""Cluster files: text → plain data with line numbers, and every problem of the data as one ``ClusterError``.
-
-nodes:                                  error[cluster]: cluster.yaml has 2 problems
-  - name: a                  →            because: nodes[0].memory: unknown key; expected one of … (line 3)
-    memory: eighty                        because: nodes[0].device: expected a device such as …, got nothing (line 2)
-"""
+"""Cluster files: text → plain data with line numbers. Its problems: ``cost_models.cluster_diagnosis``."""
 
 from __future__ import annotations
 

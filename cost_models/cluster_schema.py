@@ -302,20 +302,16 @@ class GraphLink(LinkSpec):
     b: Text
 
 
-class NetworkSpec(Section):
-    """``network``: cards of one kind behind switches, or an explicit link graph (``links``)."""
+class NetworkSpec(LinkSpec):
+    """``network``: cards of one kind behind switches, or an explicit link graph (``links``). Itself one card's link."""
 
-    preset: Annotated[str | None, known_name(LINKS, "a link")] = None
-    bandwidth: Bandwidth | None = None
-    latency: Seconds | None = None
-    duplex: Duplex | None = None
     per: Literal["node", "device"] | None = None
     cards: Count | None = None
     switches: tuple[SwitchSpec, ...] = ()
     links: tuple[GraphLink, ...] = ()
 
     @model_validator(mode="after")
-    def _one_way_to_say_it(self, info: ValidationInfo) -> Self:
+    def _complete(self, info: ValidationInfo) -> Self:
         found: list[Problem] = []
         if self.links:
             others = ("preset", "bandwidth", "latency", "duplex", "per", "cards", "switches")
@@ -338,15 +334,8 @@ class NetworkSpec(Section):
             return min(self.cards, count)
         return 1 if self.per == "node" else count
 
-    def link(self) -> tuple[float, float, Duplex]:
-        """Return (bytes per second, seconds, duplex) of one card, as ``LinkSpec.resolved`` does."""
-        spec = LinkSpec(
-            preset=self.preset, bandwidth=self.bandwidth, latency=self.latency, duplex=self.duplex
-        )
-        return spec.resolved()
 
-
-def _missing_rates(link: LinkSpec | NetworkSpec) -> list[Problem]:
+def _missing_rates(link: LinkSpec) -> list[Problem]:
     if link.preset is not None:
         return []
     needed = {

@@ -34,24 +34,22 @@ def with_rates(node: NodeSpec, rates: MeasuredRates) -> NodeSpec:
     full = node.resolved()
     assert full.device is not None  # validated
     device = full.device.resolved()
-    new: dict[str, Any] = {}
+    new = _given(
+        memory_bandwidth=rates.memory_bandwidth_bytes_per_second,
+        launch_overhead=rates.launch_overhead_seconds,
+        op_times=rates.op_times,
+    )
     if rates.flops_per_second is not None:
         new["flops"] = {**(device.flops or {}), **rates.flops_per_second}
-    if rates.memory_bandwidth_bytes_per_second is not None:
-        new["memory_bandwidth"] = rates.memory_bandwidth_bytes_per_second
     if rates.efficiency is not None:
         new["efficiency"] = {**(device.efficiency or {}), **rates.efficiency}
-    if rates.launch_overhead_seconds is not None:
-        new["launch_overhead"] = rates.launch_overhead_seconds
-    if rates.op_times is not None:
-        new["op_times"] = rates.op_times
     update: dict[str, Any] = {"device": full.device.model_copy(update=new)}
-    link: dict[str, Any] = {}
-    if rates.link_bandwidth_bytes_per_second is not None:
-        link["bandwidth"] = rates.link_bandwidth_bytes_per_second
-    if rates.link_latency_seconds is not None:
-        link["latency"] = rates.link_latency_seconds
+    link = _given(bandwidth=rates.link_bandwidth_bytes_per_second, latency=rates.link_latency_seconds)
     if link and full.links is not None and full.links.default is not None:
         default: LinkSpec = full.links.default.model_copy(update=link)
         update["links"] = full.links.model_copy(update={"default": default})
     return node.model_copy(update=update)
+
+
+def _given(**values: object) -> dict[str, object]:
+    return {key: value for key, value in values.items() if value is not None}

@@ -135,7 +135,7 @@ class _SwitchedNetwork:
         self._across: dict[str, Link] = {}
         if network is None or len(nodes) < 2:
             return
-        bandwidth, latency, duplex = network.link()
+        bandwidth, latency, duplex = network.resolved()
         for node in nodes:
             self._cards[node.name] = tuple(
                 topology.add(f"{node.name}/nic{c}", bandwidth, latency / 2, duplex)

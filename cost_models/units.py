@@ -51,10 +51,7 @@ Number = TypeVar("Number", int, float)
 
 
 class UnitError(UsageError, ValueError):
-    """A quantity that cannot be read. ``expected`` says what would have been."""
-
-    def __init__(self, what: str, because: tuple[str, ...] = (), suggestions: tuple[str, ...] = ()) -> None:
-        super().__init__(what, because, suggestions)
+    """A quantity that cannot be read."""
 
 
 def parse_bytes(value: str | int | float) -> int:

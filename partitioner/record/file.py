@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cost_models.cluster_file import key_path
 from cost_models.errors import PlanError
 from cost_models.units import show
 
@@ -112,7 +113,7 @@ def validation_problems(error: ValidationError) -> list[str]:
             message = "is no key of a plan"
         elif isinstance(got, str | int | float | bool | None):
             message += f", got {show(got)}"
-        path = _key_path(entry["loc"])
+        path = key_path(entry["loc"])
         lines += [f"{path}: {part}" if path else part for part in message.split("\n")]
     if len(found) > MOST_PROBLEMS:
         lines.append(f"and {len(found) - MOST_PROBLEMS} more problems")
@@ -138,14 +139,6 @@ def _insane(data: Any, path: str, depth: int) -> Iterator[str]:
 def _integer(text: str) -> int | float:
     """Read an integer. Python refuses to read thousands of digits; here they are merely too large."""
     return int(text) if len(text) <= 40 else math.inf
-
-
-def _key_path(location: tuple[int | str, ...]) -> str:
-    """Write a key path: ("stages", 0, "ops") -> "stages[0].ops"."""
-    path = ""
-    for key in location:
-        path += f"[{key}]" if isinstance(key, int) else f".{key}" if path else str(key)
-    return path
 
 
 def _reason(error: Exception) -> str:
