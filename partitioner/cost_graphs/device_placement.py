@@ -12,45 +12,38 @@ of all edges out of one node are one value.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
-
+from partitioner.record.base import Amount, Natural, Record
 from passes.search.cost_graph.graph import GraphMachine, GraphNode, PlacementGraph
 
 SAME_COST = 1e-6
 """Costs of edges out of one node that differ by less are one value, the largest of them."""
 
-Cost = Annotated[float, Field(ge=0)]
 
-
-class _Entry(BaseModel):
-    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
-
-
-class _Node(_Entry):
+class _Node(Record, strict=False, extra="ignore"):
     id: int | str
     name: str | None = None
     supportedOnFpga: bool = True  # noqa: N815 - the file's own names
-    cpuLatency: Cost  # noqa: N815
-    fpgaLatency: Cost  # noqa: N815
+    cpuLatency: Amount  # noqa: N815
+    fpgaLatency: Amount  # noqa: N815
     isBackwardNode: bool = False  # noqa: N815
     colorClass: int | str | None = None  # noqa: N815
-    size: Cost = 0.0
+    size: Amount = 0.0
 
 
-class _Edge(_Entry):
+class _Edge(Record, strict=False, extra="ignore"):
     sourceId: int | str  # noqa: N815
     destId: int | str  # noqa: N815
-    cost: Cost
+    cost: Amount
 
 
-class DevicePlacementFile(_Entry):
+class DevicePlacementFile(Record, strict=False, extra="ignore"):
     """The file as it is written."""
 
-    maxSizePerFPGA: Cost | None = None  # noqa: N815
-    maxFPGAs: Annotated[int, Field(ge=0)]  # noqa: N815
-    maxCPUs: Annotated[int, Field(ge=0)] = 0  # noqa: N815
+    maxSizePerFPGA: Amount | None = None  # noqa: N815
+    maxFPGAs: Natural  # noqa: N815
+    maxCPUs: Natural = 0  # noqa: N815
     nodes: tuple[_Node, ...]
     edges: tuple[_Edge, ...]
 

@@ -10,49 +10,45 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from partitioner.record.base import Amount, Record
 from passes.search.cost_graph.graph import GraphMachine, GraphNode, PlacementGraph
 
-Cost = Annotated[float, Field(ge=0)]
-Text = Annotated[str, Field(min_length=1, max_length=1000)]
+Word = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
-class _Entry(BaseModel):
-    model_config: ClassVar[ConfigDict] = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class DevicesEntry(_Entry):
+class DevicesEntry(Record, strict=False):
     """The machine; ``--devices`` replaces the number of accelerators."""
 
     accelerators: int = Field(ge=0)
     cpus: int = Field(default=0, ge=0)
-    memory: Cost | None = Field(
+    memory: Amount | None = Field(
         default=None, description="of each accelerator, in the unit of sizes; null: no limit"
     )
 
 
-class NodeEntry(_Entry):
+class NodeEntry(Record, strict=False):
     """An op."""
 
-    id: Text
-    accelerator_cost: Cost = Field(description="of running the node on an accelerator")
-    cpu_cost: Cost | None = Field(default=None, description="on a CPU; needed where the machine has CPUs")
-    output_cost: Cost = Field(
+    id: Word
+    accelerator_cost: Amount = Field(description="of running the node on an accelerator")
+    cpu_cost: Amount | None = Field(default=None, description="on a CPU; needed where the machine has CPUs")
+    output_cost: Amount = Field(
         default=0.0,
         description="of its output to or from an accelerator, once per device that sends or receives it",
     )
-    size: Cost = Field(default=0.0, description="memory that it takes on an accelerator")
-    together: Text | None = Field(default=None, description="nodes with the same word share a device")
+    size: Amount = Field(default=0.0, description="memory that it takes on an accelerator")
+    together: Word | None = Field(default=None, description="nodes with the same word share a device")
     backward: bool = Field(
         default=False, description="part of the backward pass: contiguity is about the others"
     )
     on_accelerator: bool = Field(default=True, description="whether an accelerator can run it")
 
 
-class OwnGraphFile(_Entry):
+class OwnGraphFile(Record, strict=False):
     """The file as it is written."""
 
     graph_version: Literal[1]
@@ -61,7 +57,7 @@ class OwnGraphFile(_Entry):
     )
     devices: DevicesEntry
     nodes: tuple[NodeEntry, ...]
-    edges: tuple[tuple[Text, Text], ...] = Field(description="[producer, consumer]")
+    edges: tuple[tuple[Word, Word], ...] = Field(description="[producer, consumer]")
 
 
 def is_own(data: dict[str, Any]) -> bool:

@@ -9,16 +9,15 @@ import json
 import math
 import os
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from cost_models.errors import PlanError, UsageError
+from cost_models.errors import UsageError
 from cost_models.units import counted, percent
 from partitioner.cost_graphs.read import GraphFormat, ReadGraph
-from partitioner.record.base import Count, Record, Seconds, package_version
-from partitioner.record.file import read_json, read_text, validation_problems, write_text
+from partitioner.record.base import Amount, CertificateRecord, Natural, Record, package_version
+from partitioner.record.file import PlanFile, read_text
 from partitioner.report.text import columns, labelled, printable
 from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.graph import evaluate, named
@@ -27,67 +26,63 @@ from passes.search.cost_graph.layouts import SplitBy
 from passes.search.cost_graph.result import PlacementResult
 from passes.search.cost_graph.throughput import place_for_throughput
 
-SCHEMA_VERSION: Final = 1
 Objective = Literal["throughput", "latency"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 GraphStrategy = Literal["free", "feature"]
 ANEW = "make the plan anew with `partitioner plan --graph FILE --strategy free -o plan.json`"
-Cost = Annotated[float, Field(ge=0)]
 MAX_ROWS = 24
 
 
 class GraphInfo(Record):
-    """Which graph the plan is for. ``fingerprint`` covers nodes, costs and edges."""
+    """The graph that the plan is for. ``fingerprint`` covers nodes, costs and edges."""
 
     source: str
     format: GraphFormat
     fingerprint: str
-    nodes: Count
-    edges: Count
+    nodes: Natural
+    edges: Natural
     notes: tuple[str, ...] = ()
 
 
 class MachineInfo(Record):
-    """What the graph was placed on."""
+    """The machine that the graph was placed on."""
 
-    accelerators: Count
-    cpus: Count
-    memory_size: Cost | None = Field(description="of each accelerator; null: no limit")
+    accelerators: Natural
+    cpus: Natural
+    memory_size: Amount | None = Field(description="of each accelerator; null: no limit")
 
 
 class GraphPrediction(Record):
-    """What the placement costs, in ``cost_unit``; loads and memory by device."""
+    """The costs of the placement, in ``cost_unit``; loads and memory by device."""
 
-    max_load: Cost = Field(description="of the busiest device: the objective of throughput")
-    makespan: Cost | None = Field(description="of one batch: the objective of latency; null if not asked for")
-    loads: dict[str, Cost]
-    memory: dict[str, Cost]
-    transfers: Cost = Field(description="part of all loads that is sending and receiving")
+    max_load: Amount = Field(description="of the busiest device: the objective of throughput")
+    makespan: Amount | None = Field(
+        description="of one batch: the objective of latency; null if not asked for"
+    )
+    loads: dict[str, Amount]
+    memory: dict[str, Amount]
+    transfers: Amount = Field(description="part of all loads that is sending and receiving")
 
 
-class GraphCertificate(Record):
-    """How good the placement is known to be; the names are those of every plan's certificate.
+class GraphCertificate(CertificateRecord):
+    """The quality that the placement is known to have.
 
     What is called seconds is in the plan's ``cost_unit``, but for ``search_seconds``.
     """
 
-    objective: str
-    objective_seconds: Cost = Field(description="in cost_unit")
-    bound_seconds: Cost = Field(description="in cost_unit: no placement of the space is below")
+    objective_seconds: Amount = Field(description="in cost_unit")
+    bound_seconds: Amount = Field(description="in cost_unit: no placement of the space is below")
     gap: float = Field(description="(objective - bound) / objective; 0: proved optimal")
-    simulated_lower_bound_seconds: Cost = Field(
+    simulated_lower_bound_seconds: Amount = Field(
         description="in cost_unit: the bound, as nothing is simulated"
     )
-    space: str
-    method: str
-    solver_status: str
-    search_seconds: Seconds
 
 
-class GraphPlan(Record):
+class GraphPlan(PlanFile):
     """A placement of a cost graph; of a profile by strategy ``feature``, the layout of every node on all devices."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    _called: ClassVar[str] = "plan of a graph"
+    _anew: ClassVar[str] = ANEW
     kind: Literal["graph"] = "graph"
     partitioner_version: str
     graph: GraphInfo
@@ -122,27 +117,6 @@ class GraphPlan(Record):
         if lost:
             raise ValueError("\n".join(lost[:20]))
         return self
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON. Atomic: a crash leaves the previous file, never half of a new one."""
-        write_text(Path(path), self.model_dump_json(indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> GraphPlan:
-        """Read a plan file; safe with files from anyone. Raises PlanError with every problem found."""
-        text, source = read_text(path), str(path)
-        read_json(text, source, SCHEMA_VERSION)
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise PlanError(
-                f"{source} is not a valid plan of a graph", validation_problems(error), [ANEW]
-            ) from error
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain JSON data."""
-        data: dict[str, Any] = json.loads(self.model_dump_json())
-        return data
 
     def __str__(self) -> str:
         return _render(self)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt
 
-Count = Annotated[int, Field(ge=0)]
+Natural = NonNegativeInt
 """A number of things, a size in bytes, a rank or a stage."""
-Seconds = Annotated[float, Field(ge=0)]
+Amount = NonNegativeFloat
+"""Seconds, or a cost."""
 
 
 class Record(BaseModel):
@@ -18,6 +19,20 @@ class Record(BaseModel):
     model_config: ClassVar[ConfigDict] = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, strict=True
     )
+
+
+class CertificateRecord(Record):
+    """The quality that the plan is known to have: the surrogate's proved bound, and a bound on the simulated time."""
+
+    objective: str
+    objective_seconds: Amount
+    bound_seconds: Amount
+    gap: float
+    simulated_lower_bound_seconds: Amount
+    space: str
+    method: str
+    solver_status: str
+    search_seconds: Amount
 
 
 def package_version() -> str:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
 from itertools import islice
-from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
-from pydantic import PrivateAttr, ValidationError, model_validator
+from pydantic import PrivateAttr, model_validator
 
-from cost_models.errors import PlanError
 from partitioner.models.made_with import MadeWith
 from partitioner.record.checks import inconsistencies
-from partitioner.record.file import ANEW, MOST_PROBLEMS, read_json, read_text, validation_problems, write_text
-from partitioner.record.records import SCHEMA_VERSION, PlanFields
+from partitioner.record.file import MOST_PROBLEMS
+from partitioner.record.records import PlanFields
 
 
 class PlanData(PlanFields):
@@ -29,33 +24,6 @@ class PlanData(PlanFields):
         if problems:
             raise ValueError("\n".join(problems))
         return self
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON. Atomic: a crash leaves the previous file, never half of a new one."""
-        write_text(Path(path), self.model_dump_json(indent=1) + "\n")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a plan file; safe with files from anyone. Raises PlanError with every problem found."""
-        return cls.from_json(read_text(path), source=str(path))
-
-    @classmethod
-    def from_json(cls, text: str, *, source: str = "<text>") -> Self:
-        """Parse a plan; ``source`` names it in errors."""
-        read_json(text, source, SCHEMA_VERSION)
-        try:
-            return cls.model_validate_json(text)
-        except ValidationError as error:
-            raise PlanError(
-                f"{source} is not a valid plan",
-                because=validation_problems(error),
-                suggestions=[f"{ANEW}; plans are not meant to be edited"],
-            ) from error
-
-    def to_dict(self) -> Mapping[str, Any]:
-        """Return the plan as plain JSON data."""
-        data: dict[str, Any] = json.loads(self.model_dump_json())
-        return data
 
     @property
     def used_devices(self) -> tuple[int, ...]:

@@ -13,13 +13,12 @@ from torch import fx
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import NAMES
 from cost_models.units import counted, format_bytes, percent
-from partitioner.record.base import package_version
+from partitioner.record.base import CertificateRecord, package_version
 from partitioner.record.data import PlanT
 from partitioner.record.describe_sharding import describe_sharding
 from partitioner.record.modules import modules_of_stages
 from partitioner.record.records import (
     Alternative,
-    CertificateRecord,
     ModelInfo,
     Prediction,
     ProofRecord,
@@ -71,29 +70,16 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
             for group in (realized.tied if realized.sharded is None else ())
             for name in group.parameters
         ),
-        values=tuple(
-            StageValue(
-                name=value.name,
-                producer=value.producer,
-                consumers=value.consumers,
-                size_bytes=value.size_bytes,
-                needs_grad=value.needs_grad,
-            )
-            for value in realized.segments.values
-        ),
+        values=tuple(StageValue(**asdict(value)) for value in realized.segments.values),
         transfers=_transfers(compiled),
         state_bytes={str(r): size for r, size in enumerate(realized.step.state_bytes)},
         optimizer_seconds={str(r): s for r, s in enumerate(realized.step.optimizer_seconds)},
         attention_backend=compiled.costs.attention_backend,
         prediction=_prediction(graph, cluster, compiled),
-        certificate=_certificate(compiled),
+        certificate=CertificateRecord(**asdict(outcome.certificate)),
         alternatives=_alternatives(compiled),
         not_considered=STRATEGIES[request.strategy].words.not_considered,
-        proof=ProofRecord(
-            instructions=compiled.proof.instructions,
-            messages=compiled.proof.messages,
-            rules=compiled.proof.rules,
-        ),
+        proof=ProofRecord.model_validate(compiled.proof, from_attributes=True),
         notes=(*graph.notes, *precision_notes(graph, job.precision), *_notes(graph, recompute)),
     )
 
@@ -164,7 +150,6 @@ def _stages(compiled: Compiled) -> tuple[Stage, ...]:
     blocks = compiled.outcome.best.candidate.recomputed_blocks
     stages = []
     for segment in realized.segments.segments:
-        cost = segment.cost
         parameters = [local.parameters[name] for name in names[segment.index] if name in local.parameters]
         stages.append(
             Stage(
@@ -172,14 +157,9 @@ def _stages(compiled: Compiled) -> tuple[Stage, ...]:
                 ops=tuple(ops[segment.index]),
                 modules=modules[segment.index],
                 parameter_bytes=sum(spec.size_bytes for spec in parameters),
-                forward_seconds=cost.forward_seconds,
-                backward_seconds=cost.backward_seconds,
-                backward_input_seconds=cost.backward_input_seconds,
-                backward_weight_seconds=cost.backward_weight_seconds,
-                saved_bytes=cost.saved_bytes,
-                weight_saved_bytes=cost.weight_saved_bytes,
+                **asdict(segment.cost),
+                backward_seconds=segment.cost.backward_seconds,
                 recomputed_blocks=blocks[segment.index] if blocks else (),
-                transient_bytes=cost.transient_bytes,
                 has_backward=segment.has_backward,
                 sharding=describe_sharding(compiled) if realized.sharded is not None else None,
                 in_flight=flying[segment.index],
@@ -240,10 +220,6 @@ def _collectives(compiled: Compiled) -> int:
     realized, count = compiled.realized, compiled.outcome.best.candidate.microbatches
     inside = sum(len(segment.collectives) for segment in realized.segments.segments)
     return inside * count + len(realized.tied) + len(realized.step.gathers)
-
-
-def _certificate(compiled: Compiled) -> CertificateRecord:
-    return CertificateRecord(**asdict(compiled.outcome.certificate))
 
 
 def _recompute(request: Request, candidate: Candidate) -> RecomputeMode:

@@ -13,14 +13,16 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Final, Literal, Self
 
 from pydantic import ValidationError
 
 from cost_models.cluster_file import key_path
 from cost_models.errors import PlanError
 from cost_models.units import show
+from partitioner.record.base import Record
 
+SCHEMA_VERSION: Final = 1
 MOST_BYTES = 1 << 28
 """The largest file: a plan of 100,000 ops has some 20 MB."""
 MOST_DEPTH = 40
@@ -30,6 +32,41 @@ MOST_PROBLEMS = 20
 
 ANEW = "make the plan anew with `partitioner plan … -o plan.json`"
 GIVE_PLAN = "give the file that `partitioner plan … -o plan.json` wrote"
+
+
+class PlanFile(Record):
+    """A record with a file of its own."""
+
+    _called: ClassVar[str] = "plan"
+    _anew: ClassVar[str] = f"{ANEW}; plans are not meant to be edited"
+    """The words of errors: what the file should be, and where to get one."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON. Atomic: a crash leaves the previous file, never half of a new one."""
+        write_text(Path(path), self.model_dump_json(indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a plan file; safe with files from anyone. Raises PlanError with every problem found."""
+        return cls.from_json(read_text(path), source=str(path))
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "<text>") -> Self:
+        """Parse a plan; ``source`` names it in errors."""
+        read_json(text, source, SCHEMA_VERSION)
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise PlanError(
+                f"{source} is not a valid {cls._called}", validation_problems(error), [cls._anew]
+            ) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain JSON data."""
+        data: dict[str, Any] = json.loads(self.model_dump_json())
+        return data
 
 
 def write_text(target: Path, text: str) -> None:

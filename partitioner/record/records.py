@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.precision import DTYPE_FIELDS, NAMES, Precision
-from partitioner.record.base import Count, Record, Seconds
+from partitioner.record.base import Amount, CertificateRecord, Natural, Record
+from partitioner.record.file import PlanFile
 from partitioner.record.sharding import StageSharding
-
-SCHEMA_VERSION: Final = 1
 
 
 def _read_precision(value: object) -> Precision:
@@ -49,39 +48,39 @@ class ModelInfo(Record):
 
     name: str
     fingerprint: str
-    parameters: Count = Field(description="number of parameters, tied ones counted once")
-    parameter_bytes: Count
+    parameters: Natural = Field(description="number of parameters, tied ones counted once")
+    parameter_bytes: Natural
     dtype: str | None = Field(description="floating-point type of most parameters")
-    trainable_parameters: Count
-    ops: Count
+    trainable_parameters: Natural
+    ops: Natural
 
 
 class Stage(Record):
     """One segment of the model. Seconds are per micro-batch on the stage's device."""
 
-    devices: tuple[Count, ...]
+    devices: tuple[Natural, ...]
     ops: tuple[str, ...]
     modules: tuple[str, ...] = Field(
         description="outermost module paths that lie wholly inside, or 'path (part)'"
     )
-    parameter_bytes: Count
-    forward_seconds: Seconds
-    backward_seconds: Seconds
-    backward_input_seconds: Seconds = Field(
+    parameter_bytes: Natural
+    forward_seconds: Amount
+    backward_seconds: Amount
+    backward_input_seconds: Amount = Field(
         description="the part of backward_seconds that earlier stages wait for"
     )
-    backward_weight_seconds: Seconds = Field(description="the part of backward_seconds that can be deferred")
-    saved_bytes: Count = Field(description="held from forward to backward, per micro-batch in flight")
-    weight_saved_bytes: Count = Field(description="still held by a deferred weight half, per micro-batch")
+    backward_weight_seconds: Amount = Field(description="the part of backward_seconds that can be deferred")
+    saved_bytes: Natural = Field(description="held from forward to backward, per micro-batch in flight")
+    weight_saved_bytes: Natural = Field(description="still held by a deferred weight half, per micro-batch")
     recomputed_blocks: tuple[str, ...] = Field(
         description="modules (a number after #: a later call) whose activations backward computes again"
     )
-    transient_bytes: Count = Field(description="held on top while backward computes blocks again")
+    transient_bytes: Natural = Field(description="held on top while backward computes blocks again")
     has_backward: bool
     sharding: StageSharding | None = Field(
         default=None, description="how several devices share the stage; null for one"
     )
-    in_flight: Count = Field(description="largest number of micro-batches in flight in the simulated step")
+    in_flight: Natural = Field(description="largest number of micro-batches in flight in the simulated step")
 
 
 class SplitRecord(Record):
@@ -96,9 +95,9 @@ class StageValue(Record):
     """A tensor that a later stage reads (on the same device or another)."""
 
     name: str
-    producer: Count = Field(description="stage")
-    consumers: tuple[Count, ...] = Field(description="stages")
-    size_bytes: Count = Field(description="per micro-batch")
+    producer: Natural = Field(description="stage")
+    consumers: tuple[Natural, ...] = Field(description="stages")
+    size_bytes: Natural = Field(description="per micro-batch")
     needs_grad: bool
 
 
@@ -107,9 +106,9 @@ class Transfer(Record):
 
     value: str
     kind: str
-    source: Count
-    target: Count
-    size_bytes: Count = Field(description="per micro-batch, one direction")
+    source: Natural
+    target: Natural
+    size_bytes: Natural = Field(description="per micro-batch, one direction")
     gradient: bool = Field(description="whether its gradient is sent back")
 
 
@@ -117,8 +116,8 @@ class TiedParameter(Record):
     """A trainable parameter that several ranks hold; its gradients are summed before the optimizer."""
 
     name: str
-    ranks: tuple[Count, ...]
-    size_bytes: Count
+    ranks: tuple[Natural, ...]
+    size_bytes: Natural
 
 
 class Prediction(Record):
@@ -131,12 +130,12 @@ class Prediction(Record):
         ge=0, description="model FLOPs utilisation: useful FLOP/s over the devices' peak"
     )
     bubble_fraction: float = Field(ge=0, le=1)
-    peak_memory_bytes: dict[str, Count] = Field(description="per device, keyed by rank")
-    communication_bytes: Count = Field(
+    peak_memory_bytes: dict[str, Natural] = Field(description="per device, keyed by rank")
+    communication_bytes: Natural = Field(
         description="sent by all devices in one step: messages, and collectives by the volume of their algorithms"
     )
-    messages: Count = Field(description="point-to-point, in one step")
-    collectives: Count = Field(
+    messages: Natural = Field(description="point-to-point, in one step")
+    collectives: Natural = Field(
         default=0, description="in one step, by all groups of devices; sums of gradients among them"
     )
     confidence: str
@@ -152,42 +151,27 @@ class Prediction(Record):
         return self.mfu * samples_per_second * self.step_seconds / batch_size
 
 
-class CertificateRecord(Record):
-    """The quality that the plan is known to have: the surrogate's proved bound, and a bound on the simulated time."""
-
-    objective: str
-    objective_seconds: Seconds
-    bound_seconds: Seconds
-    gap: float
-    simulated_lower_bound_seconds: Seconds
-    space: str
-    method: str
-    solver_status: str
-    search_seconds: Seconds
-
-
 class Alternative(Record):
     """Another way that was looked at, and why it was not chosen."""
 
     strategy: str
     feasible: bool
     reason: str
-    step_seconds: Seconds | None
-    peak_memory_bytes: Count | None
+    step_seconds: Amount | None
+    peak_memory_bytes: Natural | None
 
 
 class ProofRecord(Record):
     """The proof of the plan's programs, by the checker."""
 
-    instructions: Count
-    messages: Count
+    instructions: Natural
+    messages: Natural
     rules: tuple[str, ...]
 
 
-class PlanFields(Record):
+class PlanFields(PlanFile):
     """Everything that a plan file holds. What must hold between the fields: ``partitioner.record.checks``."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
     partitioner_version: str
     model: ModelInfo
     cluster: ClusterSpec
@@ -207,13 +191,13 @@ class PlanFields(Record):
         default=(), description="ops that are run in blocks of neurons; the rest of the plan names the blocks"
     )
     stages: tuple[Stage, ...]
-    placements: dict[str, tuple[Count, ...]] = Field(description="ranks of every placed op")
+    placements: dict[str, tuple[Natural, ...]] = Field(description="ranks of every placed op")
     recomputed: tuple[str, ...] = Field(description="cheap ops that every stage recomputes for itself")
     tied: tuple[TiedParameter, ...] = Field(description="trainable parameters held by several ranks")
     values: tuple[StageValue, ...] = Field(description="what crosses between stages")
     transfers: tuple[Transfer, ...] = Field(description="what crosses between devices: the bridges")
-    state_bytes: dict[str, Count] = Field(description="parameters, gradients and optimizer state, by rank")
-    optimizer_seconds: dict[str, Seconds] = Field(description="time of the optimizer step, by rank")
+    state_bytes: dict[str, Natural] = Field(description="parameters, gradients and optimizer state, by rank")
+    optimizer_seconds: dict[str, Amount] = Field(description="time of the optimizer step, by rank")
     attention_backend: str | None = Field(description="which attention the memory prediction assumes")
     prediction: Prediction
     certificate: CertificateRecord

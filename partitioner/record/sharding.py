@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from cost_models.conversion import Kind
 from cost_models.layout import Mesh
-from partitioner.record.base import Count, Record, Seconds
+from partitioner.record.base import Amount, Natural, Record
 from passes.shard.words import (
     Choice,
     FeaturePlacement,
@@ -43,7 +43,7 @@ class StageCollective(Record):
     value: str = Field(description="the bridge, or the op that talks by itself")
     kind: Kind
     axis: str = Field(description="of the mesh; several taken together are joined by +")
-    size_bytes: Count = Field(description="of the tensor, whole along the axis, per micro-batch")
+    size_bytes: Natural = Field(description="of the tensor, whole along the axis, per micro-batch")
     sent_bytes: float = Field(ge=0, description="by each device, by the volume of the ring algorithm")
     backward: bool
 
@@ -54,10 +54,10 @@ class GradientSumRecord(Record):
     parameters: tuple[str, ...]
     axes: tuple[str, ...]
     scattered: bool = Field(description="each device keeps its part of the sums only (ZeRO-1 and 2)")
-    size_bytes: tuple[Count, ...] = Field(
+    size_bytes: tuple[Natural, ...] = Field(
         description="of each parameter's gradient on a device, as it begins"
     )
-    seconds: Seconds
+    seconds: Amount
 
 
 class UpdateGatherRecord(Record):
@@ -65,16 +65,16 @@ class UpdateGatherRecord(Record):
 
     axis: str
     parameters: tuple[str, ...]
-    size_bytes: Count = Field(description="of what each device has afterwards")
-    seconds: Seconds
+    size_bytes: Natural = Field(description="of what each device has afterwards")
+    seconds: Amount
 
 
 class LayoutRow(Record):
     """A row for people: parameters of equal blocks, kept and read alike, or products of activations. "" is nothing."""
 
     name: str = Field(description="a parameter, or the module of a product; * stands for the blocks' numbers")
-    count: Count = Field(description="how many")
-    size_bytes: Count = Field(description="of all of them, on a device")
+    count: Natural = Field(description="how many")
+    size_bytes: Natural = Field(description="of all of them, on a device")
     stored: LayoutText
     state: LayoutText = Field(description="of gradients and optimizer state, where that differs from stored")
     taken: LayoutText = Field(description="how the op that reads it needs it")
@@ -104,9 +104,9 @@ class StageSharding(Record):
     layouts: tuple[LayoutRow, ...] = Field(
         default=(), description="a summary; choices and stored are what counts"
     )
-    discovered_ops: Count = Field(description="ops whose choices were found by trying")
+    discovered_ops: Natural = Field(description="ops whose choices were found by trying")
     replicated_ops: tuple[str, ...] = Field(description="ops that only every device as a whole can run")
-    replicated_seconds: Seconds = Field(description="what these take of a step")
+    replicated_seconds: Amount = Field(description="what these take of a step")
     replicated_matmul_share: float = Field(
         ge=0,
         le=1,

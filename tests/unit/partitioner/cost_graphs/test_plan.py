@@ -13,7 +13,7 @@ from cost_models.errors import PlanError
 from partitioner.cli import run_command
 from partitioner.cost_graphs.plan import GraphCertificate, GraphPlan, plan_graph
 from partitioner.cost_graphs.read import read_graph
-from partitioner.record.records import CertificateRecord
+from partitioner.record.base import CertificateRecord
 from tests.support.placement_evaluator import loads_of
 from tests.unit.partitioner.cost_graphs.test_files import DATA, ELSEWHERE, PROFILE, changed, written
 
