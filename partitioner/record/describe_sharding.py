@@ -8,7 +8,8 @@ The record has one row of layouts per class of equal blocks: how parameters are 
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
@@ -79,48 +80,31 @@ def _collective(sharded: ShardedGraph, item: Traffic) -> StageCollective:
     )
 
 
-_Way = tuple[str, str, str, str, tuple[str, ...], str]
-"""A way to keep and use a parameter: stored, state, taken, op, what it takes beside parameters, what it makes."""
-
-
 def _layout_rows(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> tuple[LayoutRow, ...]:
-    """Make the rows of ``graph``: its parameters, and its products that read none, in the order of the model."""
-    found: dict[tuple[str, _Way], list[_Entry]] = {}
-    for entry in (*_parameters(graph, sharded, costs), *_products(graph, sharded, costs)):
-        found.setdefault((_class_of(entry.name), entry.way), []).append(entry)
-    ways = [key[0] for key in found]
+    """Make the rows of ``graph``: its parameters, and its products that read none, in the order of the model.
+
+    Every parameter and product is a row of its own at first, with the op that reads it; equal ones of a class become one.
+    """
+    found: dict[tuple[str, object], list[tuple[str, LayoutRow]]] = {}
+    for reader, row in (*_parameters(graph, sharded, costs), *_products(graph, sharded, costs)):
+        way = row.stored, row.state, row.taken, row.op, row.takes, row.makes
+        found.setdefault((_class_of(row.name), way), []).append((reader, row))
+    patterns = [pattern for pattern, _ in found]
     order = {node.name: i for i, node in enumerate(graph.ops)}
     rows = []
-    for (pattern, way), entries in found.items():
-        alone = ways.count(pattern) == 1
-        stored, state, taken, op, takes, makes = way
-        row = LayoutRow(
-            name=pattern if alone and len(entries) > 1 else range_of([e.name for e in entries]) or pattern,
-            count=len(entries),
-            size_bytes=sum(entry.size_bytes for entry in entries),
-            stored=stored,
-            state=state,
-            taken=taken,
-            op=op,
-            takes=takes,
-            makes=makes,
-        )
-        rows.append((min(order.get(entry.reader, len(order)) for entry in entries), row))
+    for (pattern, _), alike in found.items():
+        alone = patterns.count(pattern) == 1 and len(alike) > 1
+        name = pattern if alone else range_of([row.name for _, row in alike]) or pattern
+        size_bytes = sum(row.size_bytes for _, row in alike)
+        joined = alike[0][1].model_copy(update={"name": name, "count": len(alike), "size_bytes": size_bytes})
+        rows.append((min(order.get(reader, len(order)) for reader, _ in alike), joined))
     return tuple(row for _, row in sorted(rows, key=lambda item: item[0]))
 
 
-class _Entry(NamedTuple):
-    name: str
-    way: _Way
-    size_bytes: int
-    reader: str
-
-
-def _parameters(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> list[_Entry]:
+def _parameters(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> Iterator[tuple[str, LayoutRow]]:
     whole: Placements = (Replicate(),) * len(sharded.mesh.shape)
     node_of = {given.name: graph.nodes[given.node] for given in graph.inputs if given.kind == "parameter"}
     index = {node.name: i for i, node in enumerate(graph.ops)}
-    found = []
     for name, spec in sharded.graph.parameters.items():
         stored = sharded.placement.stored.get(name, whole)
         state = sharded.placement.sharded_state.get(name, stored)
@@ -129,34 +113,33 @@ def _parameters(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> lis
         )
         products = [user for user in users if costs.op_class(index[user.name]) != "memory"]
         reader = next(iter((*products, *users)), None)
-        read: tuple[str, str, tuple[str, ...], str] = ("", "", (), "")
-        if reader is not None and reader.name in sharded.placement.choices:
-            read = _reading(graph, sharded, reader, name)
-        text = placements_text(stored)
-        split = placements_text(state) if state != stored else ""
-        own = reader.name if reader is not None else ""
-        found.append(_Entry(name, (text, split, *read), spec.size_bytes, own))
-    return found
+        row = LayoutRow(
+            name=name,
+            count=1,
+            size_bytes=spec.size_bytes,
+            stored=placements_text(stored),
+            state=placements_text(state) if state != stored else "",
+            **_reading(graph, sharded, reader, name),
+        )
+        yield "" if reader is None else reader.name, row
 
 
-def _products(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> list[_Entry]:
-    """List matrix products, convolutions and attention between activations, named by their modules."""
-    found = []
+def _products(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> Iterator[tuple[str, LayoutRow]]:
+    """Yield matrix products, convolutions and attention between activations, named by their modules."""
     for i, node in enumerate(graph.ops):
         reads = [graph.input_of.get(source.name) for source in node.all_input_nodes]
         if costs.op_class(i) == "memory" or any(given and given.kind == "parameter" for given in reads):
             continue
         if node.name in sharded.placement.choices:
-            _, op, takes, makes = _reading(graph, sharded, node, "")
             path = str(node.meta.get("module_path", "")) or node.name
-            found.append(_Entry(path, ("", "", "", op, takes, makes), 0, node.name))
-    return found
+            read = _reading(graph, sharded, node, "")
+            yield node.name, LayoutRow(name=path, count=1, size_bytes=0, stored="", state="", **read)
 
 
-def _reading(
-    graph: OpGraph, sharded: ShardedGraph, node: fx.Node, parameter: str
-) -> tuple[str, str, tuple[str, ...], str]:
-    """Return (layout in which ``parameter`` is taken, op, layouts of the other operands, layout of the first output)."""
+def _reading(graph: OpGraph, sharded: ShardedGraph, node: fx.Node | None, parameter: str) -> dict[str, Any]:
+    """Return the fields of a row that say how ``node`` takes ``parameter`` and runs; empty ones where that is not known."""
+    if node is None or node.name not in sharded.placement.choices:
+        return {"taken": "", "op": "", "takes": (), "makes": ""}
     choice = sharded.placement.choices[node.name]
     taken, takes = "", []
     for position, source in enumerate(operands(node)):
@@ -167,7 +150,8 @@ def _reading(
         elif given.name == parameter:
             taken = text
     makes = placements_text(tuple(one.outputs[0] for one in choice)) if choice[0].outputs else ""
-    return taken, str(node.target).removeprefix("aten.").partition(".")[0], tuple(takes), makes
+    op = str(node.target).removeprefix("aten.").partition(".")[0]
+    return {"taken": taken, "op": op, "takes": tuple(takes), "makes": makes}
 
 
 def _class_of(name: str) -> str:

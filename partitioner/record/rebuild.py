@@ -9,17 +9,20 @@ Everything is numbered by the plan's devices, for the simulator, or with ``ranks
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import fields
 
 from cost_models.errors import PlanError, UsageError
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild_checks import refuse_wrong_stages
 from partitioner.record.records import Stage
+from partitioner.record.sharding import GradientSumRecord
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph, once_per_graph
 from passes.lower.placed_graph import PlacedGraph, on_meshes
 from passes.lower.segment import Segmentation, by_stage
-from passes.lower.step import StepCosts, SumCost, SumKey, programs_for, simulate_step, sum_bytes
+from passes.lower.step import StepCosts, SumCost, programs_for, simulate_step, sum_bytes
 from passes.shard.discover import Discovery
 from passes.shard.words import FeaturePlacement, choice_text
 from passes.split.split import Split, split_neurons
@@ -42,14 +45,7 @@ def plan_segments(plan: PlanData, ranks: RankMap | None = None) -> SegmentGraph:
         Segment(
             index,
             tuple(stage.devices),
-            SegmentCost(
-                stage.forward_seconds,
-                stage.backward_input_seconds,
-                stage.backward_weight_seconds,
-                stage.saved_bytes,
-                stage.weight_saved_bytes,
-                stage.transient_bytes,
-            ),
+            SegmentCost(**{field.name: getattr(stage, field.name) for field in fields(SegmentCost)}),
             stage.has_backward,
             tuple(_collectives(stage)),
         )
@@ -71,23 +67,22 @@ def _collectives(stage: Stage) -> Iterator[Collective]:
 
 def plan_tied(plan: PlanData, ranks: RankMap | None = None) -> tuple[TiedGroup, ...]:
     """Return the plan's sums of gradients: tied parameters, one group per set of ranks, and what sharded stages sum."""
-    return (*_tied(plan, ranks), *(group for stage in plan.stages for group in _stage_sums(stage, ranks)))
-
-
-def _stage_sums(stage: Stage, ranks: RankMap | None) -> Iterator[TiedGroup]:
-    if stage.sharding is not None:
-        mesh = stage.sharding.mesh(_group(stage, ranks))
-        for item in stage.sharding.sums:
-            for group in all_ranks_along(mesh, item.axes):
-                yield TiedGroup(item.parameters, group, item.scattered)
-
-
-def _tied(plan: PlanData, ranks: RankMap | None) -> tuple[TiedGroup, ...]:
     groups: dict[tuple[int, ...], list[str]] = {}
     for tied in plan.tied:
         holders = tied.ranks if ranks is None else tuple(sorted(ranks.ranks(tied.ranks)))
         groups.setdefault(holders, []).append(tied.name)
-    return tuple(TiedGroup(tuple(names), ranks) for ranks, names in groups.items())
+    sums = (TiedGroup(item.parameters, group, item.scattered) for item, group in _sums(plan, ranks))
+    return (*(TiedGroup(tuple(names), holders) for holders, names in groups.items()), *sums)
+
+
+def _sums(plan: PlanData, ranks: RankMap | None) -> Iterator[tuple[GradientSumRecord, tuple[int, ...]]]:
+    """Yield every group that sums gradients of a sharded stage, and what it sums."""
+    for stage in plan.stages:
+        if stage.sharding is not None:
+            mesh = stage.sharding.mesh(_group(stage, ranks))
+            yield from (
+                (item, group) for item in stage.sharding.sums for group in all_ranks_along(mesh, item.axes)
+            )
 
 
 def plan_programs(plan: PlanData, ranks: RankMap | None = None) -> tuple[Program, ...]:
@@ -110,7 +105,12 @@ def simulate_plan(plan: PlanData) -> Simulation:
         state_bytes=_state_bytes(plan),
         optimizer_seconds=tuple(plan.optimizer_seconds[rank] for rank in ranks),
         tied_bytes={tied.name: tied.size_bytes for tied in plan.tied},
-        sums={key: cost for stage in plan.stages for key, cost in _sum_costs(stage)},
+        sums={
+            (item.parameters, tuple(sorted(group))): SumCost(
+                item.seconds, sum_bytes(sum(item.size_bytes), len(group), item.scattered)
+            )
+            for item, group in _sums(plan, None)
+        },
         gathers=tuple(gather for stage in plan.stages for gather in _gathers(stage)),
     )
     sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
@@ -120,16 +120,6 @@ def simulate_plan(plan: PlanData) -> Simulation:
 def _state_bytes(plan: PlanData) -> tuple[int, ...]:
     """Return the bytes of state by rank of the cluster."""
     return tuple(plan.state_bytes[str(rank)] for rank in range(plan.cluster.world_size))
-
-
-def _sum_costs(stage: Stage) -> Iterator[tuple[SumKey, SumCost]]:
-    """Yield the cost of every group that sums gradients of a sharded stage."""
-    if stage.sharding is not None:
-        mesh = stage.sharding.mesh(stage.devices)
-        for item in stage.sharding.sums:
-            for ranks in all_ranks_along(mesh, item.axes):
-                sent_bytes = sum_bytes(sum(item.size_bytes), len(ranks), item.scattered)
-                yield (item.parameters, tuple(sorted(ranks))), SumCost(item.seconds, sent_bytes)
 
 
 def _gathers(stage: Stage) -> Iterator[Collective]:
@@ -253,7 +243,7 @@ def refuse_other_model(plan: PlanData, graph: OpGraph) -> None:
             f"fingerprint {graph.fingerprint[:12]} differs from the plan's {plan.model.fingerprint[:12]} "
             "(ops, shapes, data types and parameter names count)"
         )
-        parameters = sum(_elements(spec.shape) for spec in graph.parameters.values())
+        parameters = sum(math.prod(spec.shape) for spec in graph.parameters.values())
         if parameters != plan.model.parameters:
             differences.append(
                 f"the model has {parameters:,} parameters, the plan's {plan.model.parameters:,}"
@@ -264,10 +254,3 @@ def refuse_other_model(plan: PlanData, graph: OpGraph) -> None:
             because=differences,
             suggestions=["plan this model anew", "give the model, sequence length and data type of the plan"],
         )
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
