@@ -11,7 +11,7 @@ from cost_models import errors
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError, RankFailureError, UsageError
 from partitioner.api import partition
-from partitioner.deployment.deploy import deploy_plan, workload_of
+from partitioner.deployment.deploy import deploy_plan, deployed_workload
 from partitioner.engine.engine import Engine
 from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.plan import Plan
@@ -33,7 +33,7 @@ def deploy(
     same words. ``options``: those of :func:`partition` and of ``Plan.deploy``. The plan is ``engine.plan``.
     """
     tracing, planning, deploying = sorted_options(options)
-    workload = workload_of(model, example_inputs, loss_fn)
+    workload = deployed_workload(model, example_inputs, loss_fn)
     meeting = Meeting.join()
     with meeting.all_or_none("trace"):
         graph = as_graph(workload, **tracing)

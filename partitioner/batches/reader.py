@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from cost_models.errors import PlanError
 from partitioner.batches.absent_batch import AbsentBatch, refuse_absent
 from partitioner.batches.part_batch import PartBatch
+from partitioner.models.workload import Workload
 from passes.trace.batch import flatten_batch, forward_constants, forward_names
 
 
 class BatchReader:
-    """Reads batches for one model. ``example``: the batch it was traced with, for its plain values."""
+    """Reads batches for the model of a workload, whose example was traced: its plain values are kept."""
 
-    def __init__(self, model_name: str, model: nn.Module, example: Any, *, has_loss_fn: bool) -> None:
-        self._model_name, self._model, self._has_loss_fn = model_name, model, has_loss_fn
-        self._leaf_names = forward_names(model)
-        self._constants = self._constants_of(example)
+    def __init__(self, model_name: str, workload: Workload) -> None:
+        self._model_name, self._workload = model_name, workload
+        self._leaf_names = forward_names(workload.model)
+        self._constants = self._constants_of(workload.example_inputs)
 
     def leaves(self, batch: Any, needed: Collection[str]) -> Mapping[str, Tensor]:
         """Return every tensor of ``batch`` by leaf name. Raises PlanError where plain values differ from the traced ones.
@@ -36,7 +37,8 @@ class BatchReader:
         return leaves
 
     def _constants_of(self, batch: Any) -> Mapping[str, object]:
-        return forward_constants(self._model, batch, self._has_loss_fn, partial=True)
+        has_loss_fn = self._workload.loss_fn is not None
+        return forward_constants(self._workload.model, batch, has_loss_fn, partial=True)
 
     def _refuse_other_constants(self, batch: Any) -> None:
         """Raise PlanError where a number (or word, or None) that forward gets is not the one that was traced."""

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from cost_models.errors import PlanError
@@ -38,14 +40,14 @@ def agree_on_ranks(
     mine = own_facts(plan, model, own_device, problem, chosen=device is not None)
 
     def judge(said: list[Any]) -> dict[str, Any]:
-        facts = [RankFacts.from_dict(one) for one in said]
+        facts = TypeAdapter(list[RankFacts]).validate_python(said)
         ranks, problems, suggestions = ranks_or_differences(
             plan, facts, check_hosts=check_hosts, check_memory=check_memory
         )
         devices = None if ranks is None else ranks.device_of_rank
         return {"devices": devices, "problems": problems, "suggestions": suggestions}
 
-    verdict = meeting.decide("launch", mine.to_dict(), judge)
+    verdict = meeting.decide("launch", asdict(mine), judge)
     if verdict["devices"] is None or own_device is None:
         raise refusal(plan, verdict["problems"], verdict["suggestions"])
     return own_device, RankMap(tuple(verdict["devices"]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ from cost_models.errors import UsageError
 from partitioner.deployment.agree import agree_on_ranks
 from partitioner.deployment.copies import refuse_unlike_copies
 from partitioner.deployment.share import Recipe, build_share
-from partitioner.deployment.start import make_engine, start_executor
 from partitioner.engine.callbacks import Callback
 from partitioner.engine.engine import Engine
 from partitioner.engine.optimizer import refuse_optimizer_options
+from partitioner.evaluation.placed import Deployed
 from partitioner.models.as_graph import ModelOrTrace
-from partitioner.models.workload import Workload
+from partitioner.models.workload import Workload, workload_of
 from partitioner.record.data import PlanData
 from passes.graph.graph import OpGraph
 from passes.trace.wrappers import unwrapped
+from runtime.execute.execute import Executor
 from runtime.ranks.launch import init_distributed
 from runtime.ranks.meeting import Meeting
 from runtime.segment.compiled import CompileOptions, compile_options
@@ -94,7 +96,7 @@ def deploy_plan(
     Raises PlanError on every rank, with every difference between the plan and the processes that run.
     """
     refuse_optimizer_options(optimizer, optimizer_kwargs or {}, learning_rate)
-    workload, options = workload_of(model, example_inputs, loss_fn), compile_options(compile)
+    workload, options = deployed_workload(model, example_inputs, loss_fn), compile_options(compile)
     recipe = Recipe(
         workload,
         batch_dims=batch_dims,
@@ -116,18 +118,34 @@ def deploy_plan(
     with meeting.all_or_none("build", BUILD_SECONDS):
         share = build_share(plan, recipe, ranks, meeting.rank, own_device, graph)
     refuse_unlike_copies(meeting, share.state, seed)
-    executor = start_executor(share, own_device, timeout_seconds=timeout_seconds, seed=seed, compile=options)
+    executor = Executor(
+        share.programs[meeting.rank],
+        share.codes,
+        share.segments,
+        share.state.leaves,
+        share.batch,
+        device=own_device,
+        timeout_seconds=timeout_seconds,
+        programs=share.programs,
+        replan=share.replan,
+        seed=seed,
+        compile=options,
+        shardings=share.state.shardings,
+    )
     if options is not None:
         with meeting.all_or_none("compile", COMPILE_SECONDS):
             sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
             executor.warm_up(share.graph.example_shapes, sizes)
-    return make_engine(plan, recipe, ranks, share, executor, check_batches=check_batches, callbacks=callbacks)
+    deployed = Deployed(plan, workload, dynamic_dims, share.graph, share.run, ranks, executor, share.state)
+    return Engine(deployed, share.optimizer, share.keys, check_batches=check_batches, callbacks=callbacks)
 
 
-def workload_of(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:
+def deployed_workload(
+    model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None
+) -> Workload:
     """Put together what is deployed: the module without a compiler's wrapper, and what was given or the workload brings."""
-    given = model if isinstance(model, Workload) else None
-    module = model if given is None else given.model
+    workload = workload_of(model, example_inputs, loss_fn)
+    module: object = workload.model
     if not isinstance(module, nn.Module):
         raise UsageError(
             "cannot deploy a trace", because=["weights are needed"], suggestions=["give the model itself"]
@@ -135,10 +153,7 @@ def workload_of(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[...,
     module, note = unwrapped(module)
     if note is not None:
         logger.info("%s", note)
-    if given is not None:
-        example_inputs = given.example_inputs if example_inputs is None else example_inputs
-        loss_fn = loss_fn or given.loss_fn
-    return Workload(module, example_inputs, loss_fn, "" if given is None else given.name)
+    return replace(workload, model=module)
 
 
 class _WarningsOnly(logging.Filter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from cost_models import host
 from cost_models.precision import Precision
-from partitioner.deployment.ranks import Place, own_place
+from partitioner.deployment.ranks import HostPlace, own_place
 from partitioner.record.base import package_version
 from partitioner.record.data import PlanData
 
@@ -50,7 +50,7 @@ class DeviceFacts:
 class RankFacts:
     """Everything that ranks compare. Travels as JSON."""
 
-    place: Place
+    place: HostPlace
     plan: str
     """A digest of what programs and code are made from."""
     versions: Mapping[str, str]
@@ -61,19 +61,6 @@ class RankFacts:
     """The reason that there is no device."""
     chosen: bool = False
     """True if the user named the device: then it need not be of the planned kind."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON data."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RankFacts:
-        """Read what ``to_dict`` wrote."""
-        place = Place(tuple(data["place"]["names"]), data["place"]["local_rank"])
-        device = data["device"]
-        if device is not None:
-            device = DeviceFacts(**{**device, "missing_dtypes": tuple(device["missing_dtypes"])})
-        return cls(**{**data, "place": place, "device": device})
 
 
 def own_facts(
@@ -120,7 +107,7 @@ def _own_gpu() -> tuple[torch.device | None, str | None]:
     return None, f"it is process {local} of its machine, which shows it {count} GPUs"
 
 
-def device_facts(device: torch.device, place: Place, dtypes: Iterable[torch.dtype]) -> DeviceFacts:
+def device_facts(device: torch.device, place: HostPlace, dtypes: Iterable[torch.dtype]) -> DeviceFacts:
     """Collect what this process can see of ``device``."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)

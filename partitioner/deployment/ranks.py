@@ -25,18 +25,18 @@ _HERE = ("localhost", "::1")
 
 
 @dataclass(frozen=True)
-class Place:
+class HostPlace:
     """The place where a process runs. ``names``: those that its machine answers to, first the one it calls itself."""
 
     names: tuple[str, ...]
     local_rank: int
 
 
-def own_place(plan: PlanData) -> Place:
+def own_place(plan: PlanData) -> HostPlace:
     """Find this process's place. Looking names up can take seconds, so it is done only if the plan compares them."""
     named, _ = _devices_by_host(plan)
     names = host_names() if named else (socket.gethostname(),)
-    return Place(names, int(os.environ.get("LOCAL_RANK", "0")))
+    return HostPlace(names, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def host_names() -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def host_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def ranks_by_host(plan: PlanData, places: Sequence[Place]) -> tuple[RankMap | None, list[str]]:
+def ranks_by_host(plan: PlanData, places: Sequence[HostPlace]) -> tuple[RankMap | None, list[str]]:
     """Return the map, or every difference between the hosts that were planned and those where the processes run."""
     named, anywhere = _devices_by_host(plan)
     playing: dict[str, list[int]] = {host: [] for host in named}
@@ -115,7 +115,7 @@ def _running(ranks: Sequence[int]) -> str:
     return f"{len(ranks)} {'is' if len(ranks) == 1 else 'are'} running (global rank {listed(ranks, 8)})"
 
 
-def _hosts(places: Sequence[Place], ranks: Sequence[int]) -> str:
+def _hosts(places: Sequence[HostPlace], ranks: Sequence[int]) -> str:
     hosts = sorted({places[rank].names[0] for rank in ranks})
     return f" on {listed(hosts, 4)}" if hosts else ""
 

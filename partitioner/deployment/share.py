@@ -49,7 +49,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShare:
     """One rank's share, in the ranks of the launch. ``programs``: all ranks'; ``codes``: those of this rank's segments.
 
     ``graph``: the model's; ``run``: the graph that ranks run of it; ``batch``: the way in which a rank reads batches, which
@@ -71,7 +71,7 @@ class Share:
 
 def build_share(
     plan: PlanData, recipe: Recipe, ranks: RankMap, rank: int, device: torch.device, graph: OpGraph | None
-) -> Share:
+) -> RankShare:
     """Build the share of ``rank`` on ``device``."""
     if graph is None:
         graph = as_graph(
@@ -95,7 +95,7 @@ def build_share(
     def replan(microbatches: int) -> tuple[Program, ...]:
         return plan_programs(replanned(plan, microbatches), ranks)
 
-    return Share(
+    return RankShare(
         graph, code.graph, code.batch_of(rank), programs, segments, codes, state, optimizer, keys, replan
     )
 

@@ -28,7 +28,7 @@ from partitioner.batches.absent_batch import AbsentBatch
 from partitioner.batches.batch_check import BatchCheck
 from partitioner.batches.loader import Consumer, EngineDataLoader, make_loader
 from partitioner.batches.order import Sampler
-from partitioner.batches.part_batch import PartBatch, data_place, given_part, normalized
+from partitioner.batches.part_batch import PartBatch, given_part, normalized
 from partitioner.batches.reader import BatchReader
 from partitioner.batches.step import (
     SharedResults,
@@ -45,19 +45,15 @@ from partitioner.engine.listeners import ByParts, Listener, close_all
 from partitioner.engine.profile import profile_steps
 from partitioner.engine.state_keys import StateKeys
 from partitioner.evaluation.evaluation import EvalOutput, Evaluator
-from partitioner.record.data import PlanData
+from partitioner.evaluation.placed import Deployed
 from partitioner.record.describe import token_leaf
 from partitioner.report.profile import Profile
-from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.graph.token_counts import user_leaves
 from passes.trace.loss.reduction import loss_weights, samples_in
-from runtime.execute.execute import Executor
 from runtime.execute.gather_outputs import Gather
 from runtime.execute.gradient_norm import clip_, global_norm, gradients_of, refuse_nonfinite
-from runtime.program.relabel import RankMap
 from runtime.segment.microbatch import microbatch_sizes
-from runtime.state.rank_state import RankState
 from runtime.state.step_precision import StepPrecision
 
 
@@ -69,20 +65,15 @@ class Engine:
 
     def __init__(
         self,
-        plan: PlanData,
-        executor: Executor,
-        state: RankState,
-        reader: BatchReader,
+        deployed: Deployed,
         optimizer: torch.optim.Optimizer,
-        graph: OpGraph,
         keys: StateKeys,
-        evaluator: Evaluator,
         *,
-        check_batches: int = 2,
-        callbacks: Iterable[Listener] = (),
-        ranks: RankMap,
+        check_batches: int,
+        callbacks: Iterable[Listener],
     ) -> None:
-        self.plan = plan
+        self.plan = plan = deployed.plan
+        executor, state, graph = deployed.executor, deployed.state, deployed.training
         self.executor = executor
         self.state = state
         self.optimizer = optimizer
@@ -96,18 +87,18 @@ class Engine:
         self._began = False
         self._by_parts = ByParts(optimizer, self.step_ended)
         self._skipped = False
-        self._reader = reader
+        self._reader = BatchReader(plan.model.name, deployed.workload)
         self._graph = graph
         self._metric_names = tuple(output.name for output in graph.outputs if output.kind == "metric")
         self._loss_dtype: torch.dtype = graph.nodes[graph.loss or ""].meta["val"].dtype
         self._least_samples = least_samples(graph)
         self._token_leaf = token_leaf(graph)
         user = user_leaves(graph.batch, graph.token_counts)
-        self._place = data_place(plan, graph, executor)
+        self._place = deployed.place
         names = tuple(user.batch_dims)
         self._compare_batches = BatchCheck(names, executor.collectives, check_batches, self.data_world)
-        self._evaluator = evaluator
-        self._ranks = ranks
+        self._evaluator = Evaluator(deployed)
+        self._ranks = deployed.ranks
         self._checkpoints = Checkpoints(plan.model.name, keys, graph, state, executor.device)
 
     def __repr__(self) -> str:

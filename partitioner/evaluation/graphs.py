@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from partitioner.evaluation.choice import (
     refuse_other_constants,
     votes,
 )
-from partitioner.evaluation.placed import Deployed, LossFunction, PlacedEvaluation
+from partitioner.evaluation.placed import Deployed, PlacedEvaluation
 from passes.evaluate.graph import without_writes
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
@@ -75,7 +75,7 @@ class EvaluationGraphs:
         self._deployed = deployed
         self._known: list[EvaluationGraph] = []
         """The graphs in the order of their last use; alike on all ranks."""
-        parameters = inspect.signature(deployed.model.forward).parameters.values()
+        parameters = inspect.signature(deployed.workload.model.forward).parameters.values()
         self._optional = frozenset(p.name for p in parameters if p.default is not inspect.Parameter.empty)
         self._told = False
 
@@ -86,7 +86,7 @@ class EvaluationGraphs:
             refuse_absent(found.runs.leaf_names)
             return found, batch.leaves_of(found.wanted.spec)
         batch = batch.batch if isinstance(batch, PartBatch) else batch
-        given = self._given(batch, self._deployed.loss_fn)
+        given = self._given(batch, self._deployed.workload.loss_fn)
         return self._find(given, True), given.leaves
 
     def without_loss(self, batch: Any) -> tuple[EvaluationGraph, Mapping[str, Tensor]]:
@@ -95,13 +95,13 @@ class EvaluationGraphs:
             raise UsageError(
                 "forward needs the batch on every rank", ["this rank did not load it"], [EVERYWHERE]
             )
-        made, batch = self._deployed, batch.batch if isinstance(batch, PartBatch) else batch
-        args, kwargs = forward_arguments(made.model, batch, made.loss_fn is not None)
+        workload, batch = self._deployed.workload, batch.batch if isinstance(batch, PartBatch) else batch
+        args, kwargs = forward_arguments(workload.model, batch, workload.loss_fn is not None)
         given = self._given(kwargs or args, None)
         return self._find(given, False), given.leaves
 
-    def _given(self, batch: Any, loss_fn: LossFunction | None) -> Given:
-        model, has_loss_fn = self._deployed.model, loss_fn is not None
+    def _given(self, batch: Any, loss_fn: Callable[..., Any] | None) -> Given:
+        model, has_loss_fn = self._deployed.workload.model, loss_fn is not None
         names = forward_names(model)
         args, kwargs = forward_arguments(model, batch, has_loss_fn, partial=True)
         return Given(
@@ -114,7 +114,7 @@ class EvaluationGraphs:
     def _find(self, given: Given | None, with_loss: bool) -> EvaluationGraph:
         """Find the graph, or make it. ``given``: None if this rank did not load the batch."""
         made = self._deployed
-        example = self._given(made.example, made.loss_fn)
+        example = self._given(made.workload.example_inputs, made.workload.loss_fn)
         training = user_leaves(made.training.batch, made.training.token_counts)
         candidates = [Wanted(True, training, example.constants), *(known.wanted for known in self._known)]
         number = self._agree(candidates, given, with_loss)
@@ -150,11 +150,12 @@ class EvaluationGraphs:
                 whole["differences"],
                 ["call eval_step and forward on every rank, with the same batch"],
             )
-        loss_fn = made.loss_fn if with_loss else None
+        workload = made.workload
+        loss_fn = workload.loss_fn if with_loss else None
         with meeting.all_or_none("evaluation of a batch in parts"):
             own = None if given is None else given.inputs
-            names = forward_names(made.model)
-            found = self._given(completed(own, made.example, whole, names), loss_fn)
+            names = forward_names(workload.model)
+            found = self._given(completed(own, workload.example_inputs, whole, names), loss_fn)
             refuse_other_constants(found.constants, whole)
         return found
 
@@ -186,9 +187,9 @@ def _traced(deployed: Deployed, given: Given, with_loss: bool) -> OpGraph:
     dims = user_leaves(training.batch, training.token_counts).batch_dims
     known = {name: dim for name, dim in dims.items() if name in given.leaves}
     graph = trace(
-        deployed.model,
+        deployed.workload.model,
         given.inputs,
-        loss_fn=deployed.loss_fn if with_loss else None,
+        loss_fn=deployed.workload.loss_fn if with_loss else None,
         training=False,
         batch_dims=known if any(dim is not None for dim in known.values()) else None,
         dynamic_dims=_open_dims(deployed.dynamic_dims, given.leaves),

@@ -9,15 +9,13 @@ stage has one rank there is a single one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
-
-from torch import nn
 
 from cost_models.layout import Replicate, Shard
 from partitioner.batches.part_batch import DataPlace, data_place
+from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import stage_placements
 from passes.evaluate.graph import with_computed_outputs, without_outputs
@@ -44,18 +42,14 @@ from runtime.program.relabel import RankMap, relabelled_programs, relabelled_seg
 from runtime.segment.microbatch import microbatch_sizes
 from runtime.state.rank_state import RankState
 
-LossFunction = Callable[..., Any]
-
 
 @dataclass(frozen=True)
 class Deployed:
     """The deployed model on this rank: everything that evaluation graphs are made from."""
 
     plan: PlanData
-    model: nn.Module
-    loss_fn: LossFunction | None
-    example: Any
-    """The batch that training was traced with."""
+    workload: Workload
+    """The model, the batch that training was traced with, and the loss."""
     dynamic_dims: Mapping[str, list[int]] | None
     training: OpGraph
     run: OpGraph

@@ -10,7 +10,7 @@ import torch
 from cost_models.errors import UsageError
 from cost_models.precision import Precision
 from cost_models.units import counted
-from partitioner.models.workload import Workload
+from partitioner.models.workload import Workload, workload_of
 from passes.graph.graph import OpGraph
 from passes.timings import run_pass
 from passes.trace.loss.reduction import LossReduction, refuse_other_reduction
@@ -34,19 +34,16 @@ def as_graph(
     if isinstance(model, OpGraph):
         refuse_other_reduction(model, loss_reduction)
         return model
-    if isinstance(model, Workload):
-        example_inputs = model.example_inputs if example_inputs is None else example_inputs
-        loss_fn = model.loss_fn if loss_fn is None else loss_fn
-        name = name or model.name or None
-        model = model.model
-    if not isinstance(model, torch.nn.Module):
+    workload = workload_of(model, example_inputs, loss_fn)
+    module: object = workload.model
+    if not isinstance(module, torch.nn.Module):
         raise UsageError(
-            f"cannot partition a {type(model).__name__}",
+            f"cannot partition a {type(module).__name__}",
             because=["a torch.nn.Module, a Workload or the result of partitioner.trace() is expected"],
         )
-    if example_inputs is None:
+    if workload.example_inputs is None:
         raise UsageError(
-            f"cannot trace {type(model).__name__}",
+            f"cannot trace {type(module).__name__}",
             because=["no example inputs were given"],
             suggestions=["give `example_inputs=`: one batch, as you would call the model with"],
         )
@@ -54,12 +51,12 @@ def as_graph(
         "trace",
         lambda graph: counted(len(graph), "op"),
         trace,
-        model,
-        example_inputs,
-        loss_fn=loss_fn,
+        module,
+        workload.example_inputs,
+        loss_fn=workload.loss_fn,
         batch_dims=batch_dims,
         dynamic_dims=dynamic_dims,
         precision=precision,
         loss_reduction=loss_reduction,
-        name=name,
+        name=name or workload.name or None,
     )

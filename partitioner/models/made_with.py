@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from partitioner.models.workload import Workload
+from partitioner.models.workload import Workload, workload_of
 from passes.graph.graph import OpGraph
 
 _TRACED_WITH = ("example_inputs", "loss_fn", "batch_dims", "dynamic_dims")
@@ -45,14 +45,12 @@ class MadeWith:
         graph: OpGraph,
     ) -> MadeWith:
         """Remember a call of :func:`partition`. ``graph``: what it traced."""
-        if isinstance(model, Workload):
-            example_inputs = model.example_inputs if example_inputs is None else example_inputs
-            loss_fn = model.loss_fn if loss_fn is None else loss_fn
-            model = model.model
-        if not isinstance(model, nn.Module):
+        workload = workload_of(model, example_inputs, loss_fn)
+        module: object = workload.model
+        if not isinstance(module, nn.Module):
             return cls(graph=graph)
-        found = weakref.ref(model)
-        return cls(example_inputs, loss_fn, batch_dims, dynamic_dims, graph, found, _state_of(model))
+        brought = workload.example_inputs, workload.loss_fn
+        return cls(*brought, batch_dims, dynamic_dims, graph, weakref.ref(module), _state_of(module))
 
     def completed(self, model: object, options: Mapping[str, Any]) -> dict[str, Any]:
         """Complete the options of ``deploy`` or ``verify`` by what is missing; a Workload brings its example and loss."""

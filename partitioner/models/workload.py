@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -17,3 +17,15 @@ class Workload:
     example_inputs: Any
     loss_fn: Callable[[Any, Any], Any] | None = None
     name: str = ""
+
+
+def workload_of(
+    model: Any, example_inputs: Any = None, loss_fn: Callable[[Any, Any], Any] | None = None
+) -> Workload:
+    """Put together a model, or a workload, with the example and the loss that were given beside it."""
+    given = model if isinstance(model, Workload) else Workload(model, None)
+    return replace(
+        given,
+        example_inputs=given.example_inputs if example_inputs is None else example_inputs,
+        loss_fn=given.loss_fn if loss_fn is None else loss_fn,
+    )

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from cost_models.errors import ModelError, PartitionerError, UsageError, VerificationError
 from cost_models.precision import Precision
 from partitioner.models.as_graph import ModelOrTrace, as_graph
-from partitioner.models.workload import Workload
+from partitioner.models.workload import Workload, workload_of
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
 from partitioner.verify.compare import Comparison, StepResult, in_reverse, rounding_only
@@ -250,7 +250,7 @@ def refuse_without_weights(model: nn.Module) -> None:
 def double_copy(workload: Workload) -> Workload:
     """Return the workload in float64 on the CPU, its model copied: the user's is never touched."""
     model = widen_module(copied_module(workload.model)).cpu()
-    return Workload(model, to_double(workload.example_inputs), workload.loss_fn, workload.name)
+    return replace(workload, model=model, example_inputs=to_double(workload.example_inputs))
 
 
 def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
@@ -279,21 +279,18 @@ def _blaming_the_model(name: str) -> Iterator[None]:
 
 
 def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:
-    if isinstance(model, Workload):
-        inputs = model.example_inputs if example_inputs is None else example_inputs
-        return Workload(unwrapped(model.model)[0], inputs, loss_fn or model.loss_fn, model.name)
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, nn.Module | Workload):
         raise UsageError(
             f"cannot verify against a {type(model).__name__}",
             because=["the reference is the unpartitioned module itself"],
             suggestions=["give the torch.nn.Module or the Workload that was planned"],
         )
-    if example_inputs is None:
+    if example_inputs is None and isinstance(model, nn.Module):
         raise UsageError(
             "cannot verify without example inputs", suggestions=["give `example_inputs=`: one batch"]
         )
-    model, _ = unwrapped(model)
-    return Workload(model, example_inputs, loss_fn, type(model).__name__)
+    workload = workload_of(model, example_inputs, loss_fn)
+    return replace(workload, model=unwrapped(workload.model)[0])
 
 
 def _sizes(plan: PlanData, multiple: int, samples: int) -> tuple[int, ...]:

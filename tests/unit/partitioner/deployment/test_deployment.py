@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch import nn
 
 from cost_models.cluster import ClusterSpec
@@ -25,7 +27,7 @@ from partitioner.deployment.facts import (
     own_facts,
     plan_digest,
 )
-from partitioner.deployment.ranks import Place, ranks_by_host, same_host
+from partitioner.deployment.ranks import HostPlace, ranks_by_host, same_host
 from runtime.ranks.launch import WorkerError
 from tests.support.made_plans import GIB, MIB, made_plan
 
@@ -43,11 +45,11 @@ PLAN = made_plan(HOSTS, (0, 1, 3, 4))
 """Device 2, the last of host gpu-a, is idle."""
 
 
-def place(*names: str, local: int = 0) -> Place:
-    return Place(names, local)
+def place(*names: str, local: int = 0) -> HostPlace:
+    return HostPlace(names, local)
 
 
-def facts(*places: Place, plan: Plan = PLAN, **changes: Any) -> list[RankFacts]:
+def facts(*places: HostPlace, plan: Plan = PLAN, **changes: Any) -> list[RankFacts]:
     gpu = DeviceFacts("cuda", "NVIDIA A100-SXM4-40GB", "", 39 * GIB, ())
     return [
         RankFacts(
@@ -206,9 +208,10 @@ def test_more_ranks_than_the_search_uses_are_told_why() -> None:
 
 def test_facts_travel_as_plain_data() -> None:
     (fact, *_) = facts(A0, problem="why")
-    assert RankFacts.from_dict(fact.to_dict()) == fact
+    adapter = TypeAdapter(RankFacts)
+    assert adapter.validate_python(json.loads(json.dumps(asdict(fact)))) == fact
     own = own_facts(PLAN, nn.Linear(2, 2), torch.device("cpu"), None, chosen=False)
-    assert RankFacts.from_dict(own.to_dict()) == own
+    assert adapter.validate_python(json.loads(json.dumps(asdict(own)))) == own
     assert own.device is not None
     assert own.device.free_bytes is None or MIB < own.device.free_bytes < 2**50
 
