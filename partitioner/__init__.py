@@ -45,33 +45,6 @@ if TYPE_CHECKING:
     from passes.trace.trace import trace
     from runtime.checkpoint.directory import is_checkpoint
 
-_EXPORTS = {
-    "CheckpointError": "cost_models.errors",
-    "Callback": "partitioner.engine.callbacks",
-    "ClusterError": "cost_models.errors",
-    "ClusterSpec": "cost_models.cluster",
-    "CsvLogger": "partitioner.engine.loggers",
-    "InfeasibleError": "cost_models.errors",
-    "LineLogger": "partitioner.engine.loggers",
-    "ModelError": "cost_models.errors",
-    "OpGraph": "passes.graph.graph",
-    "PartitionerError": "cost_models.errors",
-    "Plan": "partitioner.plan",
-    "PlanError": "cost_models.errors",
-    "Precision": "cost_models.precision",
-    "RankFailureError": "cost_models.errors",
-    "TensorBoardLogger": "partitioner.engine.loggers",
-    "TimeLimitError": "cost_models.errors",
-    "UsageError": "cost_models.errors",
-    "VerificationError": "cost_models.errors",
-    "VerifyReport": "partitioner.verify.verify",
-    "Workload": "partitioner.models.workload",
-    "deploy": "partitioner.deploy_together",
-    "is_checkpoint": "runtime.checkpoint.directory",
-    "partition": "partitioner.api",
-    "trace": "passes.trace.trace",
-}
-
 __all__ = [
     "Callback",
     "CheckpointError",
@@ -99,11 +72,29 @@ __all__ = [
     "trace",
 ]
 
+_MODULES = {
+    "Callback": "partitioner.engine.callbacks",
+    "ClusterSpec": "cost_models.cluster",
+    "CsvLogger": "partitioner.engine.loggers",
+    "LineLogger": "partitioner.engine.loggers",
+    "OpGraph": "passes.graph.graph",
+    "Plan": "partitioner.plan",
+    "Precision": "cost_models.precision",
+    "TensorBoardLogger": "partitioner.engine.loggers",
+    "VerifyReport": "partitioner.verify.verify",
+    "Workload": "partitioner.models.workload",
+    "deploy": "partitioner.deploy_together",
+    "is_checkpoint": "runtime.checkpoint.directory",
+    "partition": "partitioner.api",
+    "trace": "passes.trace.trace",
+}
+"""The modules of all but the errors."""
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
+    if name not in __all__:
         raise AttributeError(f"module 'partitioner' has no attribute {name!r}")
-    return getattr(import_module(_EXPORTS[name]), name)
+    return getattr(import_module(_MODULES.get(name, "cost_models.errors")), name)
 
 
 def __dir__() -> list[str]:

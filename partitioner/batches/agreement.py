@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from cost_models.errors import UsageError
-from partitioner.batches.order import BatchOrder, Sampler
+from partitioner.batches.order import BatchOrder
 
 _OURS = {
     "batch_sampler": "batches of one size make one order for all ranks: sampler=, shuffle= and batch_size=",
@@ -88,6 +88,6 @@ def order_fields(plan: LoaderPlan) -> dict[str, Any]:
     return {name: value for name, value in asdict(plan).items() if name not in ("reads", "iterable", "parts")}
 
 
-def order_of(plan: LoaderPlan, sampler: Sampler | None = None) -> BatchOrder:
+def order_of(plan: LoaderPlan, sampler: Iterable[Any] | None = None) -> BatchOrder:
     assert plan.length is not None
     return BatchOrder(plan.length, plan.batch_size, plan.shuffle, plan.seed, plan.drop_last, sampler)

@@ -22,9 +22,8 @@ from torch.utils.data import IterableDataset
 
 from cost_models.errors import UsageError
 from partitioner.batches.agreement import LoaderPlan, agreed, order_fields, order_of, refuse_options
-from partitioner.batches.order import Sampler, epoch_samples
 from partitioner.batches.part_batch import DataPlace
-from partitioner.batches.sources import Counted, Indexed, Source, Stream, collate_numbers, reported
+from partitioner.batches.sources import BatchSource, Counted, Indexed, Stream, collate_numbers, reported
 from passes.graph.graph import OpGraph
 from runtime.execute.execute import Executor
 from runtime.ranks.side_group import SideGroup
@@ -48,7 +47,7 @@ class EngineDataLoader:
     was.
     """
 
-    def __init__(self, plan: LoaderPlan, source: Source) -> None:
+    def __init__(self, plan: LoaderPlan, source: BatchSource) -> None:
         self.epoch = 0
         """The number of the epoch that is under way, or of the next one."""
         self.position = 0
@@ -85,9 +84,10 @@ class EngineDataLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the batch after the last one that was yielded. Raises UsageError for a loader of other batches."""
         now = order_fields(self._plan)
-        other = [f"{name} was {state.get(name)}, now {value}" for name, value in now.items()]
         other = [
-            text for text, (name, value) in zip(other, now.items(), strict=True) if state.get(name) != value
+            f"{name} was {state.get(name)}, now {value}"
+            for name, value in now.items()
+            if state.get(name) != value
         ]
         if other:
             raise UsageError(
@@ -117,7 +117,7 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any] | None,
     pin_memory: bool | None,
     everywhere: bool,
-    sampler: Sampler | None,
+    sampler: Any,
     options: Mapping[str, Any],
 ) -> EngineDataLoader:
     """Make a loader; see ``Engine.dataloader``. Collective."""
@@ -126,7 +126,7 @@ def make_loader(
     def own() -> LoaderPlan:
         refuse_options(dataset, options, sampler, shuffle=shuffle)
         iterable = isinstance(dataset, IterableDataset)
-        length = None if iterable or dataset is None else epoch_samples(dataset, sampler)
+        length = None if iterable or dataset is None else len(dataset if sampler is None else sampler)
         size = consumer.batch_size if batch_size is None else batch_size
         own_seed = consumer.executor.seed if seed is None else seed
         parts = consumer.place.world > 1 and not everywhere and not iterable

@@ -14,36 +14,20 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from cost_models.errors import UsageError
+from partitioner.batches.part_batch import DataPlace
 from runtime.ops.random import mix
 
 _ORDER, _BATCH = 1, 2
 """The purposes of seeds: an epoch's order, and what is random in a batch."""
-
-
-class Sampler(Protocol):
-    """Yields the indices of an epoch."""
-
-    def __iter__(self) -> Iterator[Any]: ...
-
-
-class Part(Protocol):
-    """A part of every batch, the samples that are loaded: ``partitioner.batches.part_batch.DataPlace``."""
-
-    @property
-    def rank(self) -> int: ...
-    def sizes(self, samples: int) -> Sequence[int]:
-        """Return the samples of each of its micro-batches; nothing where the batch is loaded whole."""
-
-    def spans(self, samples: int) -> Sequence[tuple[int, int]]: ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,7 @@ class BatchOrder:
     shuffle: bool = False
     seed: int = 0
     drop_last: bool = False
-    sampler: Sampler | None = None
+    sampler: Iterable[Any] | None = None
 
     def __len__(self) -> int:
         """Count the batches in an epoch."""
@@ -74,7 +58,7 @@ class BatchOrder:
         """Count the samples in batch ``number``."""
         return min(self.batch_size, self.length - number * self.batch_size)
 
-    def draws(self, epoch: int, first: int = 0, part: Part | None = None) -> Iterator[Draw]:
+    def draws(self, epoch: int, first: int = 0, part: DataPlace | None = None) -> Iterator[Draw]:
         """Yield the batches of ``epoch`` from number ``first``, or a part of each."""
         order = self._order(epoch)
         for number in range(first, len(self)):
@@ -112,11 +96,6 @@ def _taken(order: Any, start: int, end: int) -> Sequence[Any]:
 def batch_seed(seed: int, epoch: int, number: int) -> int:
     """Return the seed of what is drawn at random while batch ``number`` of ``epoch`` is made."""
     return mix(seed, epoch, _BATCH, number)
-
-
-def epoch_samples(dataset: Sized, sampler: Any) -> int:
-    """Count the samples in an epoch."""
-    return len(dataset if sampler is None else sampler)
 
 
 @contextmanager

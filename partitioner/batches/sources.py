@@ -17,13 +17,13 @@ from partitioner.batches.part_batch import DataPlace, PartBatch
 from passes.graph.graph import OpGraph
 from runtime.execute.execute import Executor
 
-Source = Callable[[int, int], Iterator[Any]]
+BatchSource = Callable[[int, int], Iterator[Any]]
 """A function (epoch, number of a batch) -> the batches of that epoch from that one on."""
 
 _END: Any = object()
 
 
-def reported(source: Source, executor: Executor) -> Source:
+def reported(source: BatchSource, executor: Executor) -> BatchSource:
     """Return ``source`` such that what loading raises on one rank is told to the others, who wait in the next step."""
 
     def batches(epoch: int, first: int) -> Iterator[Any]:

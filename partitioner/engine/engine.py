@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from partitioner.batches.absent_batch import AbsentBatch
 from partitioner.batches.batch_check import BatchCheck
 from partitioner.batches.loader import Consumer, EngineDataLoader, make_loader
-from partitioner.batches.order import Sampler
 from partitioner.batches.part_batch import PartBatch, given_part, normalized
 from partitioner.batches.reader import BatchReader
 from partitioner.batches.step import (
@@ -40,8 +39,9 @@ from partitioner.batches.step import (
     share_results,
     tokens_in,
 )
+from partitioner.engine.callbacks import Callback
 from partitioner.engine.checkpoints import Checkpoints, PendingSave
-from partitioner.engine.listeners import ByParts, Listener, close_all
+from partitioner.engine.listeners import ByParts, close_all
 from partitioner.engine.profile import profile_steps
 from partitioner.engine.state_keys import StateKeys
 from partitioner.evaluation.evaluation import EvalOutput, Evaluator
@@ -70,7 +70,7 @@ class Engine:
         keys: StateKeys,
         *,
         check_batches: int,
-        callbacks: Iterable[Listener],
+        callbacks: Iterable[Callback],
     ) -> None:
         self.plan = plan = deployed.plan
         executor, state, graph = deployed.executor, deployed.state, deployed.training
@@ -235,7 +235,7 @@ class Engine:
         assert info is not None
         self._tell(lambda callback: callback.on_step_end(self, info))
 
-    def _tell(self, what: Callable[[Listener], None]) -> None:
+    def _tell(self, what: Callable[[Callback], None]) -> None:
         """Call every callback. If one raises on one rank, the others must hear why this one is gone."""
         with self.executor.reported():
             for callback in self.callbacks:
@@ -262,7 +262,7 @@ class Engine:
         seed: int | None = None,
         drop_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        sampler: Sampler | None = None,
+        sampler: Iterable[Any] | None = None,
         pin_memory: bool | None = None,
         everywhere: bool = False,
         **options: Any,

@@ -22,7 +22,7 @@ from cost_models.errors import UsageError
 from partitioner.batches.step import StepInfo
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import simulate_plan
-from partitioner.report.profile import Profile, Rates
+from partitioner.report.profile import Profile, TrainingRates
 from runtime.execute.execute import Executor
 from runtime.measure.instrument import Mark, Recorder
 from runtime.measure.measured_step import (
@@ -77,7 +77,7 @@ def profile_steps(
         shown=shown,
         samples=infos[shown].samples,
         rates=_rates(plan, infos[shown], durations[shown]),
-        predicted_rates=Rates(
+        predicted_rates=TrainingRates(
             plan.prediction.samples_per_second, plan.prediction.tokens_per_second, plan.prediction.mfu
         ),
         measured=measured,
@@ -132,9 +132,9 @@ def _typical(durations: tuple[float, ...], full: list[bool]) -> int:
     return next(number for number in numbers if durations[number] == middle)
 
 
-def _rates(plan: PlanData, info: StepInfo, seconds: float) -> Rates:
+def _rates(plan: PlanData, info: StepInfo, seconds: float) -> TrainingRates:
     samples = info.samples / seconds
-    return Rates(
+    return TrainingRates(
         samples,
         None if info.tokens is None else info.tokens / seconds,
         plan.prediction.utilization(plan.batch_size, samples),

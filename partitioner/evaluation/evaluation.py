@@ -89,7 +89,7 @@ class Evaluator:
 
     def _run(
         self, made: EvaluationGraph, batch: Any, leaves: Mapping[str, Tensor], keep_outputs: bool
-    ) -> _Run:
+    ) -> _Evaluated:
         """Run every micro-batch of the batch, in rounds."""
         plan, executor, graph = self._deployed.plan, self._deployed.executor, made.graph
         needed = made.runs.leaf_names
@@ -128,7 +128,7 @@ class Evaluator:
                     else replace(given, samples=ends[at] - (ends[at - 1] if at else 0)),
                 )
             )
-        return _Run(_summed(found), weights, sizes)
+        return _Evaluated(_summed(found), weights, sizes)
 
     def _sizes(self, made: EvaluationGraph, samples: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the sizes of micro-batches that ranks may share, and of those that they may not: ``shared_and_rest``."""
@@ -142,7 +142,7 @@ class Evaluator:
         return shared_and_rest(samples, planned, least, self._deployed.multiple)
 
     def _gather(
-        self, made: EvaluationGraph, leaves: Mapping[str, Tensor], run: _Run, gather: Gather
+        self, made: EvaluationGraph, leaves: Mapping[str, Tensor], run: _Evaluated, gather: Gather
     ) -> dict[str, Tensor] | None:
         state, executor = self._deployed.state, self._deployed.executor
         given = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
@@ -163,7 +163,7 @@ class Evaluator:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Evaluated:
     """The results of this rank. ``weights``, ``sizes``: one per micro-batch of the whole batch."""
 
     sums: StepSums

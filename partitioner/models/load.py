@@ -214,12 +214,6 @@ def _parse(text: str, kinds: tuple[Any, ...]) -> Any:
 
 
 _BOOLEANS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
 }

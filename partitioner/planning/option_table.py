@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class Option:
+class PlanOption:
     """One option. ``python`` and ``command`` say how it is given, where that differs."""
 
     name: str
@@ -28,35 +28,37 @@ class Option:
 
 
 OPTIONS = (
-    Option("batch_size", "Samples per optimizer step", "; the example's own batch size if not given."),
-    Option(
+    PlanOption("batch_size", "Samples per optimizer step", "; the example's own batch size if not given."),
+    PlanOption(
         "strategy",
         "layer: every op on one device, every device one contiguous run of the model. feature: every op on all devices, "
         "tensors sharded. free: any op, or block of its neurons, on any device. auto: all are planned, the fastest plan "
         "that fits is taken",
     ),
-    Option("microbatches", "auto, or into how many pieces the batch is cut (this is gradient accumulation)"),
-    Option("schedule", "auto, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, list or list-split"),
-    Option("optimizer_memory", "Whose state is budgeted: none, sgd, momentum, adam, adamw or amsgrad"),
-    Option(
+    PlanOption(
+        "microbatches", "auto, or into how many pieces the batch is cut (this is gradient accumulation)"
+    ),
+    PlanOption("schedule", "auto, gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, list or list-split"),
+    PlanOption("optimizer_memory", "Whose state is budgeted: none, sgd, momentum, adam, adamw or amsgrad"),
+    PlanOption(
         "precision",
         "Data types of a step",
         ": a Precision, the model's own if not given. A trace keeps what it was traced in.",
         ": compute=bf16,master=fp32 and so on: any of compute, parameters, gradients, master, and loss_scale=dynamic.",
     ),
-    Option(
+    PlanOption(
         "loss_reduction",
         "mean (weighted by samples), sum or token_mean (by the whole batch's valid labels): how micro-batches' losses "
         "become the batch's; as the model's loss is made if not given",
     ),
-    Option("min_stages", "Use at least this many devices, each with a stage or more"),
-    Option("max_stages", "Use at most this many stages"),
-    Option(
+    PlanOption("min_stages", "Use at least this many devices, each with a stage or more"),
+    PlanOption("max_stages", "Use at most this many stages"),
+    PlanOption(
         "recompute",
         "none, full or auto: whether backward computes the activations of blocks again; auto: where memory asks for it. By "
         "default auto, but full for a model with gradient checkpointing enabled",
     ),
-    Option(
+    PlanOption(
         "pins",
         "layer: stages by glob over module paths or op names; free: devices, likewise. feature: layouts by glob over "
         "parameters, inputs, ops or module paths: a placement (R, S0, S1, …, P) per axis of the mesh, or a pattern of "
@@ -65,18 +67,18 @@ OPTIONS = (
         "; as `layers.0.*=0`, `*.up_proj.weight=S0`, `input_ids=S0,R` or `*=data,column_row`. May be repeated.",
         flag="pin",
     ),
-    Option(
+    PlanOption(
         "mesh",
         "feature: the shape of the mesh of devices, outermost axis first; searched if not given",
         ", such as (8, 4).",
         ", such as 8x4.",
     ),
-    Option(
+    PlanOption(
         "objective",
         "free: throughput (of micro-batches, the default) or latency (of one batch, in one piece unless the number of "
         "micro-batches is given)",
     ),
-    Option(
+    PlanOption(
         "splits",
         "free: how an op, or what a glob can mean in this model, is split into blocks of neurons; chosen for the devices "
         "if not given",
@@ -86,19 +88,19 @@ OPTIONS = (
         "May be repeated.",
         flag="split",
     ),
-    Option(
+    PlanOption(
         "batch_dims",
         "Where the batch is in an input, or that it has none",
         ": {leaf name: dimension or None}.",
         ": NAME=DIM, or NAME=none; may be repeated.",
     ),
-    Option(
+    PlanOption(
         "dynamic_dims",
         "Sizes of an input that may differ from batch to batch",
         ": {leaf name: dimensions}.",
         ": NAME=DIM,DIM; may be repeated.",
     ),
-    Option(
+    PlanOption(
         "time_limit_seconds",
         "Seconds for the search; the best plan so far is kept",
         flag="time_limit",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.record.file import write_text
-from partitioner.report.text import columns, labelled, printable
+from partitioner.report.text import columns, labelled, printable, rate_text
 from runtime.measure.measured_step import RankTimes
 from runtime.program.program import Backward, BackwardInput, BackwardWeight, Compute, Forward
 from runtime.simulate.simulate import Simulation
@@ -25,7 +25,7 @@ _KINDS: tuple[tuple[str, type[Compute]], ...] = (
 
 
 @dataclass(frozen=True)
-class Rates:
+class TrainingRates:
     """The speed of training. ``mfu``: model FLOPs utilisation; None if the plan does not know the model's FLOPs."""
 
     samples_per_second: float
@@ -45,8 +45,8 @@ class Profile:
     """The number of the step that the rest describes: the median of the full batches, without the first step."""
     samples: int
     """The samples in that step."""
-    rates: Rates
-    predicted_rates: Rates
+    rates: TrainingRates
+    predicted_rates: TrainingRates
     measured: Simulation
     """The measured step, as a simulation would tell it; its memory is not measured."""
     predicted: Simulation
@@ -116,8 +116,8 @@ def _step(profile: Profile) -> str:
         _row("program and optimizer", measured.step_seconds, predicted.step_seconds, format_seconds),
         _row("bubble", measured.bubble_fraction, predicted.bubble_fraction, percent),
         _row("messages", *bytes_sent, format_bytes),
-        _row("samples/s", rates.samples_per_second, planned.samples_per_second, _number),
-        _row("tokens/s", rates.tokens_per_second, planned.tokens_per_second, _number),
+        _row("samples/s", rates.samples_per_second, planned.samples_per_second, rate_text),
+        _row("tokens/s", rates.tokens_per_second, planned.tokens_per_second, rate_text),
         _row("MFU", rates.mfu, planned.mfu, percent),
     ]
     return columns(
@@ -173,7 +173,3 @@ def _segments(profile: Profile) -> str:
         rows,
         left=("per micro-batch",),
     )
-
-
-def _number(per_second: float) -> str:
-    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:,.3g}"

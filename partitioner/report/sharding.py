@@ -255,7 +255,7 @@ def _reads(row: LayoutRow) -> str:
 # What is sent
 
 
-class Sent(NamedTuple):
+class SentAlongAxis(NamedTuple):
     """The collectives of one kind along one axis in a step, of one device."""
 
     when: str
@@ -266,7 +266,7 @@ class Sent(NamedTuple):
     seconds: float
 
 
-def sent_by_a_device(plan: PlanData, stage: Stage) -> tuple[Sent, ...]:
+def sent_by_a_device(plan: PlanData, stage: Stage) -> tuple[SentAlongAxis, ...]:
     """Sum up what a device sends per step, most seconds first.
 
     Seconds: the collectives one after the other, with the links of all groups of the axis in use.
@@ -305,7 +305,7 @@ def sent_by_a_device(plan: PlanData, stage: Stage) -> tuple[Sent, ...]:
         add(
             "updated", "all_gather", gather.axis, count, (size - 1) / size * gather.size_bytes, gather.seconds
         )
-    rows = [Sent(*key, int(count), sent, taken) for key, (count, sent, taken) in found.items()]
+    rows = [SentAlongAxis(*key, int(count), sent, taken) for key, (count, sent, taken) in found.items()]
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 

@@ -12,7 +12,7 @@ from cost_models.precision import NAMES, WORDS, ParameterPrecision
 from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.record.modules import common_parent, compress, shorten
 from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
-from partitioner.report.text import WIDTH, columns, labelled, printable
+from partitioner.report.text import WIDTH, columns, labelled, printable, rate_text
 from passes.search.words import STRATEGY_WORDS
 from passes.split.values import block_name
 
@@ -52,8 +52,8 @@ def _heading(plan: PlanData) -> str:
     devices = (
         counted(world, "device") if len(ranks) == world else f"{len(ranks)} of {counted(world, 'device')}"
     )
-    rates = [f"{format_seconds(p.step_seconds)} a step", f"{_rate(p.samples_per_second)} samples/s"]
-    rates += [f"{_rate(p.tokens_per_second)} tokens/s"] if p.tokens_per_second is not None else []
+    rates = [f"{format_seconds(p.step_seconds)} a step", f"{rate_text(p.samples_per_second)} samples/s"]
+    rates += [f"{rate_text(p.tokens_per_second)} tokens/s"] if p.tokens_per_second is not None else []
     rates += [f"MFU {percent(p.mfu)}"] if p.mfu is not None else []
     whole = _is_one_sharded_stage(plan)
     rates += [] if whole else [f"bubble {percent(p.bubble_fraction)}"]
@@ -156,10 +156,6 @@ def blocks_line(plan: PlanData) -> list[str]:
     texts = [f"{shorten(compress(ops), 40)}: {blocks}" for blocks, ops in alike.items()]
     more = [f"… and {len(texts) - MOST_BLOCKS} more kinds"] if len(texts) > MOST_BLOCKS else []
     return [labelled("in blocks", "; ".join([*texts[:MOST_BLOCKS], *more]))] if texts else []
-
-
-def _rate(per_second: float) -> str:
-    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:,.3g}"
 
 
 def _memory(plan: PlanData, ranks: list[int]) -> str:

@@ -26,6 +26,11 @@ def labelled(label: str, text: str, margin: int = 12) -> str:
     )
 
 
+def rate_text(per_second: float) -> str:
+    """Write a rate: 1234.5 -> "1,234", 1.2345 -> "1.23"."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:,.3g}"
+
+
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[str] = ()) -> str:
     """Write a table without lines: two blanks between columns, numbers to the right, columns in ``left`` to the left."""
     table = [list(header), *map(list, rows)]
