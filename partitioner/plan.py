@@ -5,11 +5,12 @@ The data, its checks and its file: :class:`partitioner.record.data.PlanData`, wh
 
 from __future__ import annotations
 
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from partitioner.record.data import PlanData
 from partitioner.report.diff import diff_plans
-from partitioner.report.launch import launch_command
+from partitioner.report.launch import launch_of
 from partitioner.report.table import render_plan
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Plan(PlanData):
 
     def launch_command(self, model: str = "MODEL", plan_file: str = "plan.json", steps: int = 10) -> str:
         """Return the torchrun command(s) that run the plan: one line per node."""
-        return launch_command(self, model, plan_file, steps)
+        run = f"-m partitioner run {shlex.quote(plan_file)} {shlex.quote(model)} --steps {steps}"
+        return launch_of(self, run)
 
     def diff(self, other: PlanData) -> str:
         """Describe what differs between two plans; "" if nothing does."""

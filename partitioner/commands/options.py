@@ -169,17 +169,17 @@ def report(error: PartitionerError) -> int:
     return error.exit_code
 
 
+def _refuse(flag: str, problems: Sequence[str], suggestion: str) -> None:
+    if problems:
+        raise UsageError(f"cannot read {flag}", problems, [suggestion])
+
+
 def settings(pairs: Sequence[str], flag: str = "--set") -> dict[str, str]:
     """Read settings: ``["size=tiny"]`` -> ``{"size": "tiny"}``; every malformed pair is collected before raising."""
     problems = [f"{pair!r} is not key=value" for pair in pairs if "=" not in pair or pair.startswith("=")]
     keys = [pair.split("=", 1)[0] for pair in pairs]
     problems += [f"{key} is given twice" for key in dict.fromkeys(keys) if keys.count(key) > 1]
-    if problems:
-        raise UsageError(
-            f"cannot read {flag}",
-            because=problems,
-            suggestions=[f"write {flag} key=value, once per key"],
-        )
+    _refuse(flag, problems, f"write {flag} key=value, once per key")
     return dict(pair.split("=", 1) for pair in pairs)
 
 
@@ -201,10 +201,7 @@ def pins(pairs: Sequence[str], strategy: str) -> dict[str, int] | dict[str, str]
         elif found.setdefault(glob, text) != text:
             word = what.lower()
             problems.append(f"{glob!r} is pinned to {word} {found[glob]} and to {word} {text}")
-    if problems:
-        raise UsageError(
-            "cannot read --pin", problems, [f"write --pin 'module.glob.*={what}', once per glob"]
-        )
+    _refuse("--pin", problems, f"write --pin 'module.glob.*={what}', once per glob")
     return found if what == "LAYOUT" else {glob: int(text) for glob, text in found.items()}
 
 
@@ -224,8 +221,7 @@ def block_sizes(pairs: Sequence[str]) -> dict[str, tuple[int, ...]] | None:
             problems.append(f"{pair!r} is not NAME=SIZE,SIZE")
         elif found.setdefault(glob, sizes := tuple(map(int, text.split(",")))) != sizes:
             problems.append(f"{glob!r} is split in two ways")
-    if problems:
-        raise UsageError("cannot read --split", problems, ["write --split 'mlp=60,40', once per name"])
+    _refuse("--split", problems, "write --split 'mlp=60,40', once per name")
     return found or None
 
 
@@ -251,8 +247,7 @@ def batch_dims(pairs: Sequence[str]) -> dict[str, int | None] | None:
     wrong = [
         f"{n}={text}: expected a dimension or none" for n, text in given.items() if not _is_dim(text, "none")
     ]
-    if wrong:
-        raise UsageError("cannot read --batch-dims", wrong, ["write --batch-dims NAME=DIM, once per input"])
+    _refuse("--batch-dims", wrong, "write --batch-dims NAME=DIM, once per input")
     return {name: None if text == "none" else int(text) for name, text in given.items()} or None
 
 
@@ -264,10 +259,7 @@ def dynamic_dims(pairs: Sequence[str]) -> dict[str, list[int]] | None:
         for name, text in given.items()
         if not all(map(_is_dim, text.split(",")))
     ]
-    if wrong:
-        raise UsageError(
-            "cannot read --dynamic-dims", wrong, ["write --dynamic-dims NAME=DIM,DIM, once per input"]
-        )
+    _refuse("--dynamic-dims", wrong, "write --dynamic-dims NAME=DIM,DIM, once per input")
     return {name: [int(dim) for dim in text.split(",")] for name, text in given.items()} or None
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from passes.search.cost_graph.graph import GraphMachine, GraphNode, PlacementGraph
 
@@ -43,6 +44,26 @@ class PipeDreamProfile:
 
     layers: tuple[Layer, ...]
     edges: tuple[tuple[int, int], ...]
+
+    @cached_property
+    def before(self) -> tuple[list[int], ...]:
+        """The layers that each layer reads."""
+        found: tuple[list[int], ...] = tuple([] for _ in self.layers)
+        for u, v in self.edges:
+            found[v].append(u)
+        return found
+
+    @cached_property
+    def learns(self) -> list[bool]:
+        """True for each layer whose output has a gradient that anything needs."""
+        learns = [layer.parameter_bytes > 0 for layer in self.layers]
+        changed = True
+        while changed:
+            changed = False
+            for v, sources in enumerate(self.before):
+                if not learns[v] and any(learns[u] for u in sources):
+                    learns[v] = changed = True
+        return learns
 
 
 def is_pipedream(text: str) -> bool:
@@ -112,13 +133,9 @@ def graph_of(profile: PipeDreamProfile, devices: int, bytes_per_second: float) -
     """Build the cost graph of training, in milliseconds per mini-batch, on ``devices`` accelerators."""
     layers, per_byte = profile.layers, 1e3 / bytes_per_second
     count = len(layers)
-    before: list[list[int]] = [[] for _ in layers]
-    for u, v in profile.edges:
-        before[v].append(u)
-    learns = behind_parameters(profile, before)
-    inputs = [layer.what.startswith("Input") and not before[v] for v, layer in enumerate(layers)]
+    inputs = [layer.what.startswith("Input") and not profile.before[v] for v, layer in enumerate(layers)]
     nodes: list[GraphNode] = []
-    gradients = [[u for u in sources if learns[u]] for sources in before]
+    gradients = [[u for u in sources if profile.learns[u]] for sources in profile.before]
     for v, layer in enumerate(layers):
         sent = 0.0 if inputs[v] else layer.activation_bytes * per_byte
         cost = 0.0 if inputs[v] else layer.forward_ms
@@ -149,15 +166,3 @@ def graph_of(profile: PipeDreamProfile, devices: int, bytes_per_second: float) -
         *(("the time of Input is the data loader's: not counted",) if any(inputs) else ()),
     )
     return PlacementGraph(tuple(nodes), tuple(edges), GraphMachine(devices), "ms", notes)
-
-
-def behind_parameters(profile: PipeDreamProfile, before: list[list[int]]) -> list[bool]:
-    """Tell of every layer whether its output has a gradient that anything needs."""
-    learns = [layer.parameter_bytes > 0 for layer in profile.layers]
-    changed = True
-    while changed:
-        changed = False
-        for v, sources in enumerate(before):
-            if not learns[v] and any(learns[u] for u in sources):
-                learns[v] = changed = True
-    return learns

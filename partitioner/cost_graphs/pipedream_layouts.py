@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 
-from partitioner.cost_graphs.pipedream import PipeDreamProfile, behind_parameters
+from partitioner.cost_graphs.pipedream import PipeDreamProfile
 from passes.search.cost_graph.layouts import LayoutOp, LayoutProblem, OpKind
 
 NEURONS = re.compile(r"(?:Linear|Conv[123]d|ConvTranspose[123]d)\((?:\w+=)?(\d+), *(?:\w+=)?(\d+)\b")
@@ -27,14 +27,10 @@ CHANNELS = re.compile(
 
 def layout_problem(profile: PipeDreamProfile, devices: int, bytes_per_second: float) -> LayoutProblem:
     """Build the problem of ``passes.search.cost_graph.layouts`` for the layers of a profile, in their order."""
-    before: list[list[int]] = [[] for _ in profile.layers]
-    for u, v in profile.edges:
-        before[v].append(u)
-    learns = behind_parameters(profile, before)
     ops = []
     for v, layer in enumerate(profile.layers):
         kind, inputs, neurons = kind_of(layer.what)
-        if kind == "input" and before[v]:
+        if kind == "input" and profile.before[v]:
             kind = "samples"
         loaded = kind == "input"
         ops.append(
@@ -45,7 +41,7 @@ def layout_problem(profile: PipeDreamProfile, devices: int, bytes_per_second: fl
                 layer.activation_bytes,
                 layer.parameter_bytes,
                 kind,
-                learns[v],
+                profile.learns[v],
                 neurons,
                 inputs,
             )

@@ -30,7 +30,6 @@ from partitioner.record.data import PlanData
 from passes.graph.graph import OpGraph
 from runtime.state.rank_state import RankState
 
-NamedParameters: TypeAlias = list[tuple[str, nn.Parameter]]
 WHOLE_MODEL = ("prodigy", "dadapt", "dog", "ldog", "dowg", "mechanize")
 """Beginnings of the names of optimizers that estimate one learning rate from all parameters together."""
 

@@ -67,7 +67,8 @@ def profile_steps(
     own = [record.end_seconds - record.start_seconds for record in records]
     durations = tuple(max(ranks) for ranks in zip(*side.agree("profiling", lambda: own), strict=True))
     shown = _typical(durations, [info.samples == plan.batch_size for info in infos])
-    offsets: list[ClockOffset] = side.agree("profiling", _constant(clock_offset(side, system_name())))
+    own_offset = clock_offset(side, system_name())
+    offsets: list[ClockOffset] = side.agree("profiling", lambda: own_offset)
     of_ranks: list[StepRecord] = side.agree("profiling", lambda: records[shown])
     measured = measured_step(of_ranks, [offset.seconds for offset in offsets])
     predicted = of_launch(simulate_plan(plan), ranks)
@@ -139,7 +140,3 @@ def _rates(plan: PlanData, info: StepInfo, seconds: float) -> TrainingRates:
         None if info.tokens is None else info.tokens / seconds,
         plan.prediction.utilization(plan.batch_size, samples),
     )
-
-
-def _constant(value: ClockOffset) -> Callable[[], ClockOffset]:
-    return lambda: value

@@ -159,7 +159,7 @@ class Evaluator:
                 own[name] = joined(place, [found[name] for found in run.sums.outputs], foreign)
         shapes = [whole_shape(place, symbols) for place in made.runs.places]
         found = gather_outputs(made.runs.places, own, shapes, gather, state.rank, executor.collectives)
-        return None if found is None else {name: found[name] for name in made.output_names}
+        return None if found is None else {name: found[name] for name in made.names("output")}
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,12 @@ def _with_tokens(
     """Add the batch's valid tokens as one more metric, which ranks that have the labels bring: (sums, names of metrics)."""
     counts = made.graph.token_counts
     if counts is None:
-        return sums, made.metric_names
+        return sums, made.names("metric")
     if counts.made & made.runs.leaf_names:  # it counted them for the loss
         parts = batch.place.world if isinstance(batch, PartBatch) else 1
         found = valid_tokens(counts, leaves) * (sums.share * parts)
         sums = replace(sums, metrics={**sums.metrics, _TOKENS: found})
-    return sums, (*made.metric_names, _TOKENS)
+    return sums, (*made.names("metric"), _TOKENS)
 
 
 def _rounds(numbers: range, most: int) -> list[range]:

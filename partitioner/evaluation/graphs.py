@@ -15,6 +15,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,10 +56,6 @@ class EvaluationGraph:
     """One evaluation graph, ready to run on this rank."""
 
     runs: PlacedEvaluation
-    output_names: tuple[str, ...]
-    """The outputs' names, in the model's own order."""
-    metric_names: tuple[str, ...]
-    least_samples: tuple[int, str]
     wanted: Wanted
     """The batch that it was traced with."""
 
@@ -66,6 +63,15 @@ class EvaluationGraph:
     def graph(self) -> OpGraph:
         """The graph as one rank would run it."""
         return self.runs.graph
+
+    @cached_property
+    def least_samples(self) -> tuple[int, str]:
+        """The fewest samples that a micro-batch needs, and the op that needs as many."""
+        return least_samples(self.graph)
+
+    def names(self, kind: str) -> tuple[str, ...]:
+        """List the outputs of a kind, in the model's own order."""
+        return tuple(output.name for output in self.graph.outputs if output.kind == kind)
 
 
 class EvaluationGraphs:
@@ -163,7 +169,8 @@ class EvaluationGraphs:
         with Meeting.join().all_or_none("evaluation"):
             graph = _traced(self._deployed, given, with_loss)
             placed = PlacedEvaluation.of(self._deployed, graph)
-        return _found(placed, given, with_loss)
+        spec = user_leaves(placed.graph.batch, placed.graph.token_counts)
+        return EvaluationGraph(placed, Wanted(with_loss, spec, given.constants))
 
     def _forget(self, graph: EvaluationGraph) -> None:
         for loaded in graph.runs.loaded:
@@ -215,14 +222,3 @@ def _open_dims(
         for name, dims in (dynamic_dims or {}).items()
         if name in leaves
     }
-
-
-def _found(runs: PlacedEvaluation, given: Given, with_loss: bool) -> EvaluationGraph:
-    graph = runs.graph
-    return EvaluationGraph(
-        runs=runs,
-        output_names=tuple(output.name for output in graph.outputs if output.kind == "output"),
-        metric_names=tuple(output.name for output in graph.outputs if output.kind == "metric"),
-        least_samples=least_samples(graph),
-        wanted=Wanted(with_loss, user_leaves(graph.batch, graph.token_counts), given.constants),
-    )

@@ -64,18 +64,18 @@ def _of_shards(
     setting = Setting(plan.cluster, job)
     found = alternatives(graph, costs_of(graph, plan.cluster), placement, setting, name, Discovery.stored())
     equals = [other for other in found.equals if other != name]
-    facts = {
-        "explained": f"{name}, {found.what}",
-        "together": f"with {counted(len(equals), 'equal one')} of other blocks: {range_of(equals) or shorten(equals, 70)}",
+    facts = {"explained": f"{name}, {found.what}"}
+    if equals:
+        names = range_of(equals) or shorten(equals, 70)
+        facts["together"] = f"with {counted(len(equals), 'equal one')} of other blocks: {names}"
+    facts |= {
         "mesh": f"{mesh_text(sharding)}, {counted(plan.microbatches, 'micro-batch')}; everything else as it is",
         "chosen": found.chosen.layout,
         "why": _why(found),
-        "left out": f"{'; '.join(found.left_out)}: no axis of the mesh divides a dimension that these split",
     }
-    if not equals:
-        del facts["together"]
-    if not found.left_out:
-        del facts["left out"]
+    if found.left_out:
+        left = "; ".join(found.left_out)
+        facts["left out"] = f"{left}: no axis of the mesh divides a dimension that these split"
     return Explanation(name, facts, found.ways)
 
 

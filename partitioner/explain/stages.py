@@ -34,9 +34,7 @@ def of_layers(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
     if not where:
         return Explanation(name, facts, ())
     facts["why"] = _why_cut(plan)
-    other = (
-        min(where[0] + 1, len(plan.stages) - 1) if where[0] + 1 < len(plan.stages) else max(where[0] - 1, 0)
-    )
+    other = where[0] + 1 if where[0] + 1 < len(plan.stages) else max(where[0] - 1, 0)
     if other != where[0]:
         facts["try"] = (
             f"plan again with pins={{{name!r}: {other}}} to see what stage {other} would cost"

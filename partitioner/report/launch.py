@@ -10,13 +10,6 @@ if TYPE_CHECKING:
     from partitioner.record.data import PlanData
 
 
-def launch_command(plan: PlanData, model: str, plan_file: str, steps: int) -> str:
-    """Write ``torchrun`` of ``partitioner run`` for each node that has a used device in the plan."""
-    return launch_of(
-        plan, f"-m partitioner run {shlex.quote(plan_file)} {shlex.quote(model)} --steps {steps}"
-    )
-
-
 def launch_of(plan: PlanData, run: str) -> str:
     """Write ``torchrun`` of ``run`` for each node that has a used device; the first one's host is the meeting point."""
     per_node: dict[int, list[Device]] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from cost_models.units import counted, format_bytes, format_seconds, percent
@@ -140,16 +140,8 @@ def _ranks(profile: Profile) -> str:
             ("measured", "predicted"), pair, (profile.measured, profile.predicted), strict=True
         ):
             sent = sum(size for (source, _), size in step.message_bytes.items() if source == rank)
-            numbers = (
-                times.forward,
-                times.backward,
-                times.waiting,
-                times.communication,
-                times.optimizer,
-                times.other,
-            )
             first = str(rank) if label == "measured" else ""
-            rows.append([first, label, *map(format_seconds, numbers), format_bytes(sent)])
+            rows.append([first, label, *map(format_seconds, astuple(times)), format_bytes(sent)])
     return columns(header, rows, left=("",))
 
 
