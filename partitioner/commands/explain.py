@@ -28,8 +28,8 @@ def explain(
     name
         An op as `partitioner graph MODEL` shows it, a parameter of the model, or an input.
     model
-        The plan's model, as for `partitioner plan`. Feature-wise plans need it; others for parameters, modules and other
-        devices.
+        The plan's model, as for `partitioner plan`. Feature-wise plans need it; others for parameters,
+        modules and other devices.
     json
         Print one JSON object.
     """

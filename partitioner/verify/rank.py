@@ -30,7 +30,7 @@ class VerificationTask:
     codes: Mapping[int, SegmentCode]
     segments: SegmentGraph
     batch_specs: tuple[BatchSpec, ...]
-    """How each rank reads the batch."""
+    """The way in which each rank reads the batch."""
     batch: Mapping[str, Tensor]
     state: Mapping[str, Tensor]
     trainable: frozenset[str]

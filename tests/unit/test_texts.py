@@ -15,15 +15,7 @@ CLEAN = (
     "passes/search/feature",
     "passes/search/free",
     "passes/search/layer",
-    "partitioner/batches",
-    "partitioner/deployment",
-    "partitioner/engine",
-    "partitioner/evaluation",
-    "partitioner/explain",
-    "partitioner/models",
-    "partitioner/planning",
-    "partitioner/record",
-    "partitioner/report",
+    "partitioner",
 )
 """Folders whose texts are held to this."""
 HOUSE = read_house()
