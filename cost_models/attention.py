@@ -36,7 +36,6 @@ class AttentionCall:
     mask_dtype: torch.dtype | None = None
     mask_requires_grad: bool = False
     dropout: float = 0.0
-    causal: bool = False
 
     @property
     def rows(self) -> int:

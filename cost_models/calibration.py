@@ -198,7 +198,10 @@ def calibrate(workers: int, count: Callable[[OpCase], CaseWork]) -> Calibration:
         machine=Machine.this(),
         date=started.isoformat(timespec="seconds"),
         workers=workers,
-        flops_per_second=_mean_rates([t.flops_per_second for t in times]),
+        flops_per_second={
+            name: statistics.mean(t.flops_per_second[name] for t in times)
+            for name in times[0].flops_per_second
+        },
         memory_bandwidth_bytes_per_second=statistics.mean(t.copy_bytes_per_second for t in times),
         busy_slowdown=times[0].busy_slowdown,
         op_times=op_times,
@@ -264,10 +267,6 @@ def _mean_case(measured: Sequence[CaseSeconds]) -> CaseSeconds:
 def _mean_line(measured: Sequence[tuple[float, float]]) -> CostLine:
     per_tensor, per_byte = (statistics.mean(column) for column in zip(*measured, strict=True))
     return CostLine(per_tensor, 0.0, per_byte)
-
-
-def _mean_rates(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: statistics.mean(m[name] for m in measured) for name in measured[0]}
 
 
 def _processor() -> str:

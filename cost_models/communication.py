@@ -66,7 +66,8 @@ def tree_all_reduce_seconds(size_bytes: float, ranks: int, link: Connection) -> 
     """
     if ranks == 1:
         return 0.0
-    return 2 * _log2_ceil(ranks) * link.latency_seconds + 2 * size_bytes / link.bandwidth_bytes_per_second
+    levels = (ranks - 1).bit_length()  # ⌈log₂ p⌉
+    return 2 * levels * link.latency_seconds + 2 * size_bytes / link.bandwidth_bytes_per_second
 
 
 def hierarchical_all_reduce_seconds(
@@ -90,7 +91,3 @@ def slowest_hop(rings: Sequence[Sequence[int]], cluster: ClusterSpec) -> AlphaBe
     """Find the hop that paces the rings while all of them run: largest latency, smallest fair share of bandwidth."""
     paths = [cluster.path(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
     return AlphaBeta(max(path.latency_seconds for path in paths), min(fair_rates(paths, cluster.links)))
-
-
-def _log2_ceil(ranks: int) -> int:
-    return (ranks - 1).bit_length()

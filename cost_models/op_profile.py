@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, TypeAlias, cast
 
 import numpy as np
@@ -119,13 +120,9 @@ class OpTimes:
         return cls(tuple(sorted(costs.items(), key=lambda item: item[0])))
 
 
-_indices: dict[OpTimes, dict[tuple[str, Phase], Cost]] = {}
-
-
+@cache
 def _index(times: OpTimes) -> dict[tuple[str, Phase], Cost]:
-    if times not in _indices:
-        _indices[times] = dict(times.costs)
-    return _indices[times]
+    return dict(times.costs)
 
 
 def _cost(where: str, entry: object) -> Cost:

@@ -242,7 +242,7 @@ def _table(plan: GraphPlan) -> str:
     rows = []
     for device in used[:MAX_ROWS]:
         names = ", ".join(held[device])
-        shown = _shortened(names)
+        shown = names if len(names) <= 60 else names[:57] + "…"
         share = percent(p.loads[device] / p.max_load) if p.max_load else "0%"
         rows.append(
             [device, f"{len(held[device]):,}", f"{p.loads[device]:g}", share, f"{p.memory[device]:g}", shown]
@@ -269,10 +269,6 @@ def _layout_lines(plan: GraphPlan) -> str:
 def _first(nodes: list[str]) -> str:
     more = f" and {len(nodes) - MAX_ROWS} more" if len(nodes) > MAX_ROWS else ""
     return ", ".join(nodes[:MAX_ROWS]) + more
-
-
-def _shortened(names: str) -> str:
-    return names if len(names) <= 60 else names[:57] + "…"
 
 
 def is_graph_plan(path: str | os.PathLike[str]) -> bool:

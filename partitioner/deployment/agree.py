@@ -86,7 +86,7 @@ def ranks_or_differences(
     problems += others
     if any("plan" in other for other in others):
         suggestions.append("plan once, save the plan, and load it on every rank")
-    problems += _without_device(facts)
+    problems += [f"rank {r} has no device: {f.problem}" for r, f in enumerate(facts) if f.problem is not None]
     if ranks is not None:
         problems += _devices(plan, facts, ranks)
         short = list(_memory(plan, facts, ranks)) if check_memory else []
@@ -116,12 +116,6 @@ def _unlike_first(facts: Sequence[RankFacts]) -> list[str]:
             if fact.versions.get(name) != version
         ]
     return found
-
-
-def _without_device(facts: Sequence[RankFacts]) -> Iterator[str]:
-    for rank, fact in enumerate(facts):
-        if fact.problem is not None:
-            yield f"rank {rank} has no device: {fact.problem}"
 
 
 def _devices(plan: PlanData, facts: Sequence[RankFacts], ranks: RankMap) -> Iterator[str]:

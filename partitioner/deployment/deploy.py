@@ -156,16 +156,13 @@ def deployed_workload(
     return replace(workload, model=module)
 
 
-class _WarningsOnly(logging.Filter):
-    """A filter that drops what is below WARNING: rank 0 says it for all."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING
+def _warnings_only(record: logging.LogRecord) -> bool:
+    """Drop what is below WARNING: rank 0 says it for all."""
+    return record.levelno >= logging.WARNING
 
 
 def log_on_first_rank(rank: int) -> None:
     """Let this process, which is ``rank``, log below WARNING only if it is the first, from now on."""
-    for before in [one for one in logger.filters if isinstance(one, _WarningsOnly)]:
-        logger.removeFilter(before)
+    logger.removeFilter(_warnings_only)
     if rank != 0:
-        logger.addFilter(_WarningsOnly())
+        logger.addFilter(_warnings_only)

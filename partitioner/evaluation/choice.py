@@ -138,13 +138,9 @@ def put_together(said: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _text(words: Mapping[str, Any]) -> str:
     if words["leaves"] is None:
         return f"{words['call']} of a batch that it did not load"
-    shapes = [f"{n}: {_shape(shape)} {dtype}" for n, (shape, dtype) in words["leaves"].items()]
+    shapes = [f"{n}: {tuple(shape)} {dtype}" for n, (shape, dtype) in words["leaves"].items()]
     values = [f"{name}={text}" for name, text in words["constants"].items()]
     return f"{words['call']} of a batch of {', '.join((*shapes, *values))}"
-
-
-def _shape(sizes: Sequence[int]) -> str:
-    return str(tuple(sizes))
 
 
 def completed(own: Any, example: Any, whole: Mapping[str, Any], names: Sequence[str]) -> Any:

@@ -37,6 +37,15 @@ class Bundled:
     """The way in which the tiny size runs its experts: grouped matrix products do not know float64."""
 
 
+_TINY_BLOCKS = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+_TINY_TEXT = {**_TINY_BLOCKS, "vocab_size": 64, "max_position_embeddings": 64}
+
+
 def _llama(hidden: int, inner: int, layers: int, heads: int, tied: bool = False) -> Bundled:
     """Describe a Llama 3: grouped-query attention with 8 key-value heads, vocabulary 128,256."""
     full = {
@@ -51,20 +60,11 @@ def _llama(hidden: int, inner: int, layers: int, heads: int, tied: bool = False)
         "bos_token_id": 128_000,
         "eos_token_id": 128_001,
     }
-    tiny = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 64,
-        "max_position_embeddings": 64,
-    }
     return Bundled(
         "LlamaForCausalLM",
         "LlamaConfig",
         full,
-        tiny,
+        {**_TINY_TEXT, "num_key_value_heads": 2},
         ("num_hidden_layers",),
         seq=4096,
         dtype="bfloat16",
@@ -99,14 +99,7 @@ _TABLE: dict[str, Bundled] = {
         "BertForMaskedLM",
         "BertConfig",
         {},
-        {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "vocab_size": 64,
-            "max_position_embeddings": 64,
-        },
+        _TINY_TEXT,
         ("num_hidden_layers",),
         seq=512,
     ),
@@ -123,15 +116,7 @@ _TABLE: dict[str, Bundled] = {
         "ViTForImageClassification",
         "ViTConfig",
         {"num_labels": 1000},
-        {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "image_size": 32,
-            "patch_size": 8,
-            "num_labels": 10,
-        },
+        {**_TINY_BLOCKS, "image_size": 32, "patch_size": 8, "num_labels": 10},
         ("num_hidden_layers",),
     ),
     "resnet50": Bundled(
@@ -185,14 +170,11 @@ _TABLE: dict[str, Bundled] = {
         "MixtralConfig",
         {},
         {
-            "hidden_size": 32,
+            **_TINY_TEXT,
             "intermediate_size": 48,
             "num_hidden_layers": 3,
-            "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "num_local_experts": 4,
-            "vocab_size": 64,
-            "max_position_embeddings": 64,
         },
         ("num_hidden_layers",),
         seq=4096,

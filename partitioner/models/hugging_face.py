@@ -6,9 +6,7 @@ config.json ─► model class (its "architectures" entry) ─► model, on meta
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from cost_models.errors import ModelError, UsageError
 from partitioner.models.workload import Workload
+from passes.evaluate.float64 import default_dtype
 
 _DTYPES = {
     "float64": torch.float64,
@@ -82,22 +81,14 @@ def from_config_file(path: Path, seq: int = 0, dtype: str = "", batch: int = 2) 
 
 
 def build(model_class: Any, config: Any, dtype: torch.dtype, *, on_meta: bool, seed: int = 0) -> Any:
-    """Build the model with random weights from ``seed``, or without any."""
-    with _default_dtype(dtype), torch.random.fork_rng(devices=[]):
+    """Build the model with random weights from ``seed``, or without any.
+
+    Parameters are made in ``dtype``; tables that the model computes in 32 bits on purpose (rotary) stay so.
+    """
+    with default_dtype(dtype), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         with torch.device("meta" if on_meta else "cpu"):
             return model_class(config)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make parameters in ``dtype``; tables that the model computes in 32 bits on purpose (rotary) stay so."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 # --------------------------------------------------------------------------------------------------

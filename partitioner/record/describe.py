@@ -31,7 +31,6 @@ from partitioner.record.records import (
 from passes.compile import Compiled
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
-from passes.lower.realize import Realized
 from passes.lower.summarize import state_names_of_segments
 from passes.search.baselines import Baseline
 from passes.search.layer.options import RecomputeMode
@@ -64,7 +63,8 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         splits=tuple(SplitRecord(op=s.op, dim=s.dim, sizes=s.sizes) for s in outcome.splits),
         stages=_stages(compiled),
         placements={name: realized.groups[stage] for name, stage in realized.stage_of.items()},
-        recomputed=tuple(sorted(_recomputed(realized))),
+        # On shards, what every rank computes for itself is not told apart.
+        recomputed=() if realized.sharded is not None else tuple(sorted(realized.segmentation.recomputed)),
         tied=tuple(
             TiedParameter(name=name, ranks=group.ranks, size_bytes=realized.step.tied_bytes[name])
             for group in (realized.tied if realized.sharded is None else ())
@@ -226,11 +226,6 @@ def _recompute(request: Request, candidate: Candidate) -> RecomputeMode:
     """Return the recomputation that was asked for; a free plan that is the layer-wise one recomputes where it must."""
     asked: RecomputeMode | None = getattr(request, "recompute", None)
     return asked or ("auto" if any(candidate.recomputed_blocks) else "none")
-
-
-def _recomputed(realized: Realized) -> frozenset[str]:
-    """Return the ops of the model that every stage computes for itself; on shards, none is told apart."""
-    return frozenset() if realized.sharded is not None else realized.segmentation.recomputed
 
 
 def _mfu(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> float | None:

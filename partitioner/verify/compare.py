@@ -87,14 +87,12 @@ def compare(
         "parameter": lambda norm, elements: max(norm, learning_rate * math.sqrt(elements)),
         "buffer": lambda norm, _: max(norm, 1.0),
     }
-    for name, e, a in _pairs(expected.gradients, actual.gradients):
-        e = torch.zeros_like(a) if e is None and a is not None else e
-        a = torch.zeros_like(e) if a is None and e is not None else a
-        found.append(_compare("gradient", name, e, a, scales["gradient"], tolerance))
-    for name, e, a in _pairs(expected.parameters, actual.parameters):
-        found.append(_compare("parameter", name, e, a, scales["parameter"], tolerance))
-    for name, e, a in _pairs(expected.buffers, actual.buffers):
-        found.append(_compare("buffer", name, e, a, scales["buffer"], tolerance))
+    for kind, scale in scales.items():
+        for name, e, a in _pairs(getattr(expected, f"{kind}s"), getattr(actual, f"{kind}s")):
+            if kind == "gradient":
+                e = torch.zeros_like(a) if e is None and a is not None else e
+                a = torch.zeros_like(e) if a is None and e is not None else a
+            found.append(_compare(kind, name, e, a, scale, tolerance))
     return found
 
 

@@ -57,7 +57,6 @@ def _attention(operands: Sequence[Tensor]) -> CaseWork:
         mask_dtype=None,
         mask_requires_grad=False,
         dropout=0.0,
-        causal=True,
     )
     forward_bytes, backward_bytes = transferred_bytes(call)
     forward = flop_registry[aten._scaled_dot_product_flash_attention](q, k, v)

@@ -243,7 +243,6 @@ def attention_call(signature: Signature, symbols: Mapping[sympy.Symbol, int]) ->
         mask_dtype=mask.spec.dtype if mask is not None else None,
         mask_requires_grad=mask is not None and mask.role != "none",
         dropout=float(dropout) if isinstance(dropout, int | float) else 0.0,
-        causal=bool(arguments.get("is_causal", False)),
     )
 
 

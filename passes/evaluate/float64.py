@@ -7,7 +7,7 @@ by float64, so no cast rounds, and the graph keeps the very ops that were planne
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -101,11 +101,16 @@ class Float64(TorchFunctionMode):
         return func(*(widened(argument) for argument in args), **options)
 
 
-@contextmanager
-def float64_by_default() -> Iterator[None]:
+def float64_by_default() -> AbstractContextManager[None]:
     """Make new tensors float64 unless code says otherwise."""
+    return default_dtype(torch.float64)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors in ``dtype`` unless code says otherwise."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:

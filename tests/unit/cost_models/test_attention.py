@@ -36,7 +36,7 @@ KERNELS = {
 
 
 def _call(dtype: torch.dtype = torch.bfloat16, **changes: object) -> AttentionCall:
-    values = {"query": SHAPE, "key": SHAPE, "value": SHAPE, "dtype": dtype, "causal": True, **changes}
+    values = {"query": SHAPE, "key": SHAPE, "value": SHAPE, "dtype": dtype, **changes}
     return AttentionCall(**values)  # type: ignore[arg-type]
 
 
