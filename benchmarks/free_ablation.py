@@ -80,15 +80,18 @@ LARGE = {"coarse_units": 20, "exact_choices": 100}
 CASES: dict[str, Case] = {
     "mlp": Case("examples.mlp:mlp", "gpu-2", 1024, split=True),
     "mlp-latency": Case("examples.mlp:mlp", "cpu-2", 64, "latency", split=True),
-    "moe": Case("examples.moe:moe", "slow-2", 8, settings={"blocks": "1"}, microbatches=4),
     "moe-latency": Case("examples.moe:moe", "slow-2", 8, "latency", {"blocks": "1"}),
     "lstm": Case("examples.lstm_seq2seq:lstm_seq2seq", "gpu-2", 64, settings=LSTM),
-    "lstm-latency": Case("examples.lstm_seq2seq:lstm_seq2seq", "gpu-2", 64, "latency", LSTM),
     "towers-latency": Case("examples.alexnet:two_towers", "cpu-4", 128, "latency"),
     "locally": Case("examples.locally_connected:locally_connected", "slow-4", 32),
     "unet": Case("examples.unet:unet", "gpu-2", 16, settings={"size": "64"}, microbatches=4),
     "gpt2": Case("gpt2", "gpu-4", 16, settings={"seq": "256", "layers": "2"}, microbatches=4),
     "transformer-100": Case("scaling/transformer/100", "gpu-8", 32, microbatches=8),
+    "transformer-100 on 2": Case("scaling/transformer/100", "gpu-2", 32, microbatches=8),
+    "branchy-100 on 2": Case("scaling/branchy/100", "gpu-2", 32, microbatches=8),
+    "branchy-100 on 4": Case("scaling/branchy/100", "gpu-4", 32, microbatches=8),
+    "transformer-300": Case("scaling/transformer/300", "gpu-4", 32, microbatches=8),
+    "branchy-300": Case("scaling/branchy/300", "gpu-8", 32, microbatches=8),
     "branchy-40": Case("scaling/branchy/40", "gpu-4", 16, microbatches=4, base=LARGE),
 }
 
@@ -134,6 +137,14 @@ METHODS: dict[str, Change] = {
     "no blocks": {"few_shapes": 0},
     "one shape": {"few_shapes": 1},
     "blocks not cut again": {"most_recuts": 0},
+    "all six": {
+        "starts": ("earliest finish", "runs", "modules apart"),
+        "most_cuts": 0,
+        "neighbourhood_cuts": 0,
+        "coarse_program": False,
+        "climb_leaders": 0,
+        "swap_share": 0.0,
+    },
 }
 """Methods switched off, one at a time; first the search as it is with other random numbers, which says what is luck."""
 

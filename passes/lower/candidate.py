@@ -17,13 +17,10 @@ from passes.shard.words import FeaturePlacement
 class Origin(Enum):
     """The way in which a search came by a placement; the value is what people read, ``{}`` stands for a number."""
 
-    ALL_ON_RANK = "all on rank {}"
     EARLIEST_FINISH = "earliest finish"
     CONTIGUOUS_RUNS = "{} contiguous runs"
     RUNS_OF_MODULES = "{} runs of modules"
     MODULES_APART = "modules of depth {} apart"
-    MINIMUM_CUT = "minimum cut"
-    CUT_ANEW = "cut anew"
     ANNEALED = "annealed"
     INTEGER_PROGRAM = "integer program"
     MOVED = "moved"

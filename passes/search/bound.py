@@ -16,7 +16,6 @@ class BoundMethod(Enum):
 
     LARGEST_UNIT = "the largest unit"
     SHARED_WORK = "all work shared without loss (linear relaxation)"
-    MINIMUM_CUTS = "minimum s-t cuts, weighted"
     INTEGER_PROGRAM = "integer program over all units"
     LONGEST_PATH = "longest path, work, largest op"
 

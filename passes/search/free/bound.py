@@ -3,7 +3,6 @@
 work     a device is at least as busy as any weighted mean of all: S ≥ Σ_u min_d λ_d·seconds[d, u] for λ ≥ 0, Σ λ = 1.
          The best λ (the dual of the linear relaxation) is looked for by multiplicative weights; any λ is valid
 unit     every unit is somewhere: S ≥ min_d seconds[d, u]
-cut      two devices: minimum s–t cuts, messages included (``passes.search.free.cut``)
 """
 
 from __future__ import annotations
@@ -13,21 +12,18 @@ import math
 import numpy as np
 
 from passes.search.bound import Bound, BoundMethod
-from passes.search.free.cut import Cuts
 from passes.search.free.problem import FloatArray, FreeProblem
 from passes.search.free.tuning import DEFAULT
 
 
-def simple_bound(problem: FreeProblem, cuts: Cuts | None = None, steps: int = DEFAULT.bound_steps) -> Bound:
+def simple_bound(problem: FreeProblem, steps: int = DEFAULT.bound_steps) -> Bound:
     """Return the tightest of the cheap bounds, O(K · n) each."""
     open_seconds = np.where(problem.allowed, problem.seconds, math.inf)
-    found = [
+    return max(
         Bound(float(open_seconds.min(axis=0).max(initial=0.0)), BoundMethod.LARGEST_UNIT),
         Bound(work_bound(problem, steps), BoundMethod.SHARED_WORK),
-    ]
-    if cuts is not None and cuts.bound_seconds > 0:
-        found.append(Bound(cuts.bound_seconds, BoundMethod.MINIMUM_CUTS))
-    return max(found, key=lambda bound: bound.seconds)
+        key=lambda bound: bound.seconds,
+    )
 
 
 def work_bound(problem: FreeProblem, steps: int = DEFAULT.bound_steps) -> float:

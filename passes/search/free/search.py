@@ -1,7 +1,7 @@
 """The search over placements for one number of micro-batches, from coarse to fine; anytime, with a proved bound.
 
-    starts ─► coarse units: annealing, one integer program ─► level by level: annealing
-           ─► neighbourhoods: minimum cuts of pairs of devices, integer programs over the units at their borders
+    starts ─► coarse units: annealing, or one integer program if all are few ─► level by level: annealing
+           ─► neighbourhoods: integer programs over the units at the borders of pairs of devices
            ─► hill climbing on the predicted step
 
 Everything that was found is kept: placements that are best for the busiest device, and those that are predicted best.
@@ -26,7 +26,6 @@ from passes.search.free.anneal import Cooling, anneal
 from passes.search.free.bound import simple_bound
 from passes.search.free.climb import Neighbourhood, climb
 from passes.search.free.coarsen import Level, levels
-from passes.search.free.cut import Cuts, minimum_cuts
 from passes.search.free.ilp import program_terms, solve_program
 from passes.search.free.model import FreeModel
 from passes.search.free.moves import borders
@@ -41,7 +40,6 @@ log = logging.getLogger("partitioner")
 class Method(Enum):
     """A way of looking for placements; its value is for people to read."""
 
-    MINIMUM_CUTS = "minimum s-t cuts"
     ANNEALING = "annealing"
     INTEGER_PROGRAM = "integer program"
     NEIGHBOURHOODS = "integer programs over neighbourhoods"
@@ -137,8 +135,7 @@ class CountSearch:
         """Improve until nothing helps or the time is over; large problems with other random numbers too."""
         if self.problem.devices < 2 or not (self.problem.allowed.sum(axis=0) > 1).any():
             return
-        tuning, now = self.tuning, time.perf_counter()
-        self._cuts(now + 0.2 * (deadline - now))
+        tuning = self.tuning
         first, silent = self.seed, 0
         large = self.problem.units * self.problem.devices > tuning.exact_choices
         best = math.inf
@@ -163,23 +160,6 @@ class CountSearch:
         self._multilevel(now + balance * (deadline - now))
         self._neighbourhoods(now + refine * (deadline - now))
         self._climb(deadline, 2 * self.tuning.climb_leaders if latency else self.tuning.climb_leaders)
-
-    def _cuts(self, deadline: float) -> None:
-        """Offer minimum cuts between two devices, and prove a bound with them."""
-        if self.problem.devices != 2 or self.tuning.most_cuts < 1:
-            return
-        cuts = minimum_cuts(self.problem, deadline, most=self.tuning.most_cuts)
-        for home in cuts.homes:
-            self.offer(home, Trail.of(Origin.MINIMUM_CUT))
-        proof: Cuts = (
-            cuts if self.lossless else minimum_cuts(self.exact, deadline, most=self.tuning.most_cuts)
-        )
-        self._raise_bound(simple_bound(self.exact, proof, self.tuning.bound_steps))
-        self.methods.append(Method.MINIMUM_CUTS)
-
-    def _raise_bound(self, bound: Bound) -> None:
-        if bound.seconds > self.bound.seconds:
-            self.bound = bound
 
     @property
     def proved(self) -> bool:
@@ -208,7 +188,7 @@ class CountSearch:
         if not best:
             return
         best.sort(key=lambda pair: pair[1])
-        solved = self._program(coarse, best[0][0], time.perf_counter() + share, exact=not chain)
+        solved = None if chain else self._program(best[0][0], time.perf_counter() + share)
         homes = [home for home, _ in best] if solved is None else [solved, *(home for home, _ in best)]
         for number, home in enumerate(dict.fromkeys(homes)):
             self._down(chain, home, number, deadline)
@@ -233,22 +213,22 @@ class CountSearch:
                 home = anneal(below, home, cooling, self.seed + number, until, tuning)
         self.offer(home, Trail.of(Origin.ANNEALED))
 
-    def _program(self, problem: FreeProblem, home: Home, deadline: float, *, exact: bool) -> Home | None:
-        """Solve one integer program over all units of ``problem``; None if it was not tried or found nothing better."""
-        if not (self.tuning.exact_program if exact else self.tuning.coarse_program):
-            return None
-        seconds = min(self.tuning.program_seconds, deadline - time.perf_counter())
-        small = problem.units * problem.devices <= self.tuning.exact_choices
-        if seconds < 0.2 or not small or program_terms(problem) > self.tuning.program_terms:
-            return None
-        if exact and self.lossless and self.proved:
+    def _program(self, home: Home, deadline: float) -> Home | None:
+        """Solve one integer program over all units; None if it was not tried or found nothing better."""
+        problem, tuning = self.problem, self.tuning
+        seconds = min(tuning.program_seconds, deadline - time.perf_counter())
+        few = (
+            problem.units * problem.devices <= tuning.exact_choices
+            and program_terms(problem) <= tuning.program_terms
+        )
+        if not tuning.exact_program or not few or seconds < 0.2 or (self.lossless and self.proved):
             return None
         value = self._value(problem, home)
-        known = self.bound.seconds if exact and self.lossless else 0.0
+        known = self.bound.seconds if self.lossless else 0.0
         found = solve_program(problem, home, value, bound_seconds=known, limit_seconds=seconds)
         self.methods.append(Method.INTEGER_PROGRAM)
-        if exact and self.lossless and self.capacity_scale == 1:
-            self._raise_bound(Bound(found.bound_seconds, BoundMethod.INTEGER_PROGRAM))
+        if self.lossless and self.capacity_scale == 1 and found.bound_seconds > self.bound.seconds:
+            self.bound = Bound(found.bound_seconds, BoundMethod.INTEGER_PROGRAM)
         return found.home
 
     def _neighbourhoods(self, deadline: float) -> None:
@@ -261,17 +241,6 @@ class CountSearch:
             busiest = int(loads.argmax())
             others = [d for d in np.argsort(loads, kind="stable").tolist() if d != busiest]
             other = others[silent % len(others)] if silent < 2 else others[int(draw.integers(len(others)))]
-            improved = False
-            if self.problem.devices > 2 and tuning.neighbourhood_cuts > 0:
-                cuts = minimum_cuts(
-                    self.problem,
-                    deadline,
-                    pair=(busiest, other),
-                    home=best.home,
-                    most=tuning.neighbourhood_cuts,
-                )
-                for home in cuts.homes:
-                    self.offer(home, Trail.of(Origin.CUT_ANEW))
             free = self._freed(best.home, (busiest, other), draw)
             small = program_terms(self.problem, free) <= tuning.program_terms
             if tuning.neighbourhood_programs and len(free) > 1 and small:

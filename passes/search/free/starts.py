@@ -1,4 +1,4 @@
-"""Placements to begin with: one device, contiguous splits, modules apart, and each task where it ends soonest."""
+"""Placements to begin with: contiguous splits, modules apart, and each task where it ends soonest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ def all_starts(
     found: dict[Home, Trail] = {}
     soonest = Trail.of(Origin.EARLIEST_FINISH)
     families: dict[StartFamily, Callable[[], Iterable[tuple[Home, Trail]]]] = {
-        "one device": lambda: one_device(problem),
         "earliest finish": lambda: [(_earliest_finish(problem, tasks, unit_of_task), soonest)],
         "runs": lambda: contiguous(problem, modules, tuning),
         "modules apart": lambda: modules_apart(problem, modules, tuning),
@@ -44,16 +43,6 @@ def obeying(problem: FreeProblem, home: Sequence[int]) -> Home:
     wrong = ~problem.allowed[where, np.arange(problem.units)]
     fastest = np.where(problem.allowed, problem.seconds, np.inf).argmin(axis=0)
     return tuple(np.where(wrong, fastest, where).tolist())
-
-
-def one_device(problem: FreeProblem) -> Iterator[tuple[Home, Trail]]:
-    """Yield placements of all units on one device, one for each kind of device."""
-    seen: set[tuple[float, float]] = set()
-    for d, seconds in enumerate(problem.seconds.sum(axis=1).tolist()):
-        kind = seconds, float(problem.capacity_bytes[d])
-        if kind not in seen:
-            yield (d,) * problem.units, Trail.of(Origin.ALL_ON_RANK, d)
-        seen.add(kind)
 
 
 def contiguous(

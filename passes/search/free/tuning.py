@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-StartFamily = Literal["one device", "earliest finish", "runs", "modules apart"]
+StartFamily = Literal["earliest finish", "runs", "modules apart"]
 Ranking = Literal["prediction", "load"]
 
 
@@ -20,7 +20,7 @@ class FreeTuning:
     # Units and starts
     most_tasks: int = 5000
     """Tasks that ops are merged into, roughly: a makespan of 5,000 is played in a fifth of a second."""
-    starts: tuple[StartFamily, ...] = ("one device", "earliest finish", "runs", "modules apart")
+    starts: tuple[StartFamily, ...] = ("earliest finish", "runs", "modules apart")
     """Families of simple placements to begin with."""
     from_layer_wise: bool = True
     """True if the layer-wise plan is made first, as a start and as the answer where nothing beats it."""
@@ -92,19 +92,13 @@ class FreeTuning:
     one_share: float = 0.55
     """Share of annealing's moves that move one unit. By hand."""
     swap_share: float = 0.2
-    """Share of annealing's moves that swap two units; the rest move stretches. By hand."""
+    """Share of annealing's moves that swap two units, which tight memory needs; the rest move stretches. By hand."""
     refresh_steps: int = 5000
     """Steps after which loads are summed anew. By hand."""
 
-    # Minimum cuts and integer programs
-    most_cuts: int = 12
-    """Minimum cuts between two devices, at most. By hand."""
-    neighbourhood_cuts: int = 6
-    """Minimum cuts between a pair of more devices, at most. By hand."""
+    # Integer programs
     exact_program: bool = True
     """True if problems of few choices are solved as one integer program, which may prove its placement best."""
-    coarse_program: bool = True
-    """True if coarse problems of few choices are solved as one integer program."""
     neighbourhood_programs: bool = True
     """True if integer programs over some units are solved, all others fixed."""
     exact_choices: int = 900
