@@ -48,6 +48,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
     request, outcome, realized = compiled.request, compiled.outcome, compiled.realized
     job, candidate = request.job, outcome.best.candidate
     recompute = _recompute(request, candidate)
+    on_meshes = {name for own in realized.meshes.values() for item in own.sums for name in item.parameters}
     return kind(
         partitioner_version=package_version(),
         model=_model(graph),
@@ -64,11 +65,12 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         stages=_stages(compiled),
         placements={name: realized.groups[stage] for name, stage in realized.stage_of.items()},
         # On shards, what every rank computes for itself is not told apart.
-        recomputed=() if realized.sharded is not None else tuple(sorted(realized.segmentation.recomputed)),
+        recomputed=tuple(sorted(realized.segmentation.recomputed)),
         tied=tuple(
             TiedParameter(name=name, ranks=group.ranks, size_bytes=realized.step.tied_bytes[name])
-            for group in (realized.tied if realized.sharded is None else ())
+            for group in realized.tied
             for name in group.parameters
+            if name not in on_meshes
         ),
         values=tuple(StageValue(**asdict(value)) for value in realized.segments.values),
         transfers=_transfers(compiled),
@@ -141,8 +143,7 @@ def _stages(compiled: Compiled) -> tuple[Stage, ...]:
         node.name: realized.stage_of[node.name] for node in graph.ops if node.name in realized.stage_of
     }
     modules = modules_of_stages(paths, ordered, len(realized.groups))
-    local = graph if realized.sharded is None else realized.sharded.graph
-    names = state_names_of_segments(local, realized.segmentation)
+    names = state_names_of_segments(graph, realized.segmentation)
     flying = _in_flight(realized.programs, realized.segments)
     ops: list[list[str]] = [[] for _ in realized.groups]
     for name, stage in ordered.items():
@@ -150,7 +151,9 @@ def _stages(compiled: Compiled) -> tuple[Stage, ...]:
     blocks = compiled.outcome.best.candidate.recomputed_blocks
     stages = []
     for segment in realized.segments.segments:
-        parameters = [local.parameters[name] for name in names[segment.index] if name in local.parameters]
+        mesh = realized.meshes.get(segment.index)
+        held = (graph if mesh is None else mesh.sharded.graph).parameters
+        parameters = [held[name] for name in names[segment.index] if name in held]
         stages.append(
             Stage(
                 devices=segment.ranks,
@@ -161,7 +164,7 @@ def _stages(compiled: Compiled) -> tuple[Stage, ...]:
                 backward_seconds=segment.cost.backward_seconds,
                 recomputed_blocks=blocks[segment.index] if blocks else (),
                 has_backward=segment.has_backward,
-                sharding=describe_sharding(compiled) if realized.sharded is not None else None,
+                sharding=None if mesh is None else describe_sharding(compiled, segment.index),
                 in_flight=flying[segment.index],
             )
         )

@@ -32,18 +32,20 @@ from passes.shard.words import Placements, operands, placements_text
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 
 
-def describe_sharding(compiled: Compiled) -> StageSharding:
-    """Record how the devices of the one stage share it."""
-    graph, realized, details = compiled.outcome.judge.graph, compiled.realized, compiled.outcome.details
-    sharded = realized.sharded
-    assert sharded is not None
+def describe_sharding(compiled: Compiled, stage: int) -> StageSharding:
+    """Record how the devices of a stage share it."""
+    graph, details, own = (
+        compiled.outcome.judge.graph,
+        compiled.outcome.details,
+        compiled.realized.meshes[stage],
+    )
     assert details is not None
-    origins = details.origins
+    sharded, origins = own.sharded, details.origins[stage]
     fields: dict[str, Any] = dict(texts_of(sharded.placement))
     return StageSharding(
         **fields,
         samples_multiple=sharded.graph.batch.multiple,
-        collectives=tuple(_collective(sharded, item) for item in realized.traffic),
+        collectives=tuple(_collective(sharded, item) for item in own.traffic),
         sums=tuple(
             GradientSumRecord(
                 parameters=item.parameters,
@@ -52,13 +54,13 @@ def describe_sharding(compiled: Compiled) -> StageSharding:
                 size_bytes=item.size_bytes,
                 seconds=item.seconds,
             )
-            for item in realized.sums
+            for item in own.sums
         ),
         gathers=tuple(
             UpdateGatherRecord(
                 axis=item.axis, parameters=item.parameters, size_bytes=item.whole_bytes, seconds=item.seconds
             )
-            for item in realized.gathers
+            for item in own.gathers
         ),
         layouts=_layout_rows(graph, sharded, compiled.costs),
         discovered_ops=origins.discovered,

@@ -1,7 +1,7 @@
 """A candidate: one placement of a model's ops, in the form that every search hands down and ``realize`` takes.
 
 layer      stages are runs of the program, a device each          contiguous, groups of one
-feature    one stage, all devices share it over a mesh            contiguous, ``sharding`` says how
+feature    one stage, all devices share it over a mesh            contiguous, ``shardings[0]`` says how
 free       stage k is whatever runs on device k                   not contiguous: segments follow by reach
 """
 
@@ -61,8 +61,8 @@ class Candidate:
     schedule: str
     recomputed_blocks: tuple[tuple[str, ...], ...] = ()
     """Stage -> the blocks (``passes.graph.blocks``) that it computes again in backward. Empty: none anywhere."""
-    sharding: FeaturePlacement | None = None
-    """The way in which the group of the one stage shares it; None where every group is a single rank."""
+    shardings: Mapping[int, FeaturePlacement] = field(default_factory=dict)
+    """Stage -> the way in which its group shares it; a stage without one runs on a single rank."""
     contiguous: bool = True
     """True where each stage is one segment; False where segments follow from which values cross between devices."""
     trail: Trail = field(default=Trail())

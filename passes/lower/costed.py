@@ -1,7 +1,7 @@
 """Segments with everything that a step costs: what they compute, sums after the last backward, what ranks hold.
 
-    segments on a rank each     costs of the model's own graph
-    segment on a mesh           placement ─► shard_graph ─► one segment on all ranks (compute + collectives)
+    segment on a rank     costs of the model's own graph
+    segment on a mesh     its ops ─► shard_graph ─► costs of what one rank runs, and of the collectives
 
 Seconds of a segment on a mesh are those of its ops on shards, one after the other with its collectives: no overlap is
 assumed beside what the simulator knows of host and device.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
@@ -23,8 +23,9 @@ from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.lower.candidate import Candidate
 from passes.lower.job import Job
+from passes.lower.placed_graph import on_meshes
 from passes.lower.segment import Segmentation, on_mesh
-from passes.lower.step import StepCosts, SumCost, sum_bytes
+from passes.lower.step import StepCosts, SumCost, SumKey, sum_bytes
 from passes.lower.summarize import (
     gradient_bytes,
     segment_graph,
@@ -32,7 +33,7 @@ from passes.lower.summarize import (
     tied_groups,
     trained_tensors,
 )
-from passes.shard.shard import ShardedGraph, shard_graph
+from passes.shard.shard import ShardedGraph
 from passes.shard.state import (
     GradientSum,
     UpdateGather,
@@ -43,9 +44,25 @@ from passes.shard.state import (
 )
 from passes.shard.traffic import Traffic, collectives, traffic
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
-from runtime.program.program import SegmentGraph, TiedGroup
+from runtime.program.program import Segment, SegmentGraph, TiedGroup
 from runtime.schedules import SCHEDULES
 from runtime.segment.microbatch import microbatch_sizes
+
+
+@dataclass(frozen=True, eq=False)
+class OnMesh:
+    """A segment as the ranks of a mesh share it, and what they send each other in a step."""
+
+    sharded: ShardedGraph
+    traffic: tuple[Traffic, ...]
+    """Collectives inside of the segment."""
+    sums: tuple[GradientSum, ...]
+    """Sums of gradients after the last backward."""
+    gathers: tuple[UpdateGather, ...]
+    """Parameters that are put together after the update."""
+    segment: Segment
+    state: StateBytes
+    """State of any one rank: all hold as much."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +70,7 @@ class Costed:
     """A placement as segments, with what they cost; nothing is ordered yet."""
 
     segmentation: Segmentation
-    """The segments of the graph that ranks run: the model's own graph, unless ranks run it on shards."""
+    """The segments of the model's graph."""
     segments: SegmentGraph
     tied: tuple[TiedGroup, ...]
     """Sums of gradients after the last backward."""
@@ -62,14 +79,8 @@ class Costed:
     step: StepCosts
     stage_of: Mapping[str, int]
     """Op of the model -> the segment that runs it; an op that every segment recomputes for itself is not in it."""
-    sharded: ShardedGraph | None = None
-    """The stage as its ranks share it; None where every segment has a single rank."""
-    traffic: tuple[Traffic, ...] = ()
-    """Collectives inside of segments."""
-    sums: tuple[GradientSum, ...] = ()
-    """The sums in ``tied`` that sharded stages make, with their costs."""
-    gathers: tuple[UpdateGather, ...] = ()
-    """Parameters that are put together after the update."""
+    meshes: Mapping[int, OnMesh] = field(default_factory=dict)
+    """Segment -> what the ranks of its mesh do; none for a segment that has a single rank."""
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -94,22 +105,45 @@ def costed_segments(
     candidate: Candidate,
     segmentation: Segmentation,
 ) -> Costed:
-    """Cost segments that have a single rank each."""
-    tied = tied_groups(graph, segmentation)
-    state = state_of_ranks(graph, segmentation, cluster.world_size, job.optimizer, job.precision)
+    """Cost the segments of a candidate, on single ranks and on meshes."""
+    placed = on_meshes(graph, segmentation, candidate.shardings)
+    size = job.batch_size // candidate.microbatches
+    meshes = {i: _on_mesh(graph, own, cluster, job, i, size) for i, own in placed.sharded.items()}
+    if len(meshes) == len(segmentation):
+        segments = SegmentGraph(tuple(own.segment for own in meshes.values()), (), cluster.world_size)
+    else:
+        plain = segments_of(graph, costs, cluster, job, candidate, segmentation)
+        on_ranks = [meshes[s.index].segment if s.index in meshes else s for s in plain.segments]
+        segments = replace(plain, segments=tuple(on_ranks))
+    tied = list(tied_groups(graph, segmentation))
+    gradients = {n: gradient_bytes(graph, n, job.precision) for group in tied for n in group.parameters}
+    state = list(state_of_ranks(graph, segmentation, cluster.world_size, job.optimizer, job.precision))
     tensors = trained_tensors(graph, segmentation, cluster.world_size)
+    gather_seconds = [0.0] * cluster.world_size
+    sums: dict[SumKey, SumCost] = {}
+    for own in meshes.values():
+        for rank in own.segment.ranks:
+            state[rank] = own.state
+            gather_seconds[rank] = math.fsum(gather.seconds for gather in own.gathers)
+        for item in own.sums:
+            for ranks in item.groups:
+                tied.append(TiedGroup(item.parameters, ranks, item.sync.scattered))
+                sent_bytes = sum_bytes(sum(item.size_bytes), len(ranks), item.sync.scattered)
+                sums[item.parameters, tuple(sorted(ranks))] = SumCost(item.seconds, sent_bytes)
+        gradients |= _summed_bytes(own.sharded, job)
     step = StepCosts(
         state_bytes=tuple(held.total for held in state),
         optimizer_seconds=tuple(
-            optimizer_seconds(held, device, job.optimizer, count)
-            for held, device, count in zip(state, cluster.devices, tensors, strict=True)
+            optimizer_seconds(held, device, job.optimizer, count) + gathering
+            for held, device, count, gathering in zip(
+                state, cluster.devices, tensors, gather_seconds, strict=True
+            )
         ),
-        tied_bytes={
-            name: gradient_bytes(graph, name, job.precision) for group in tied for name in group.parameters
-        },
+        tied_bytes=gradients,
+        sums=sums,
+        gathers=tuple(c for own in meshes.values() for gather in own.gathers for c in gather.collectives()),
     )
-    segments = segments_of(graph, costs, cluster, job, candidate, segmentation)
-    return Costed(segmentation, segments, tied, state, step, segmentation.segment_of)
+    return Costed(segmentation, segments, tuple(tied), tuple(state), step, segmentation.segment_of, meshes)
 
 
 def segments_of(
@@ -126,58 +160,36 @@ def segments_of(
     return segment_graph(graph, costs, segmentation, cluster, largest, deferring=deferring)
 
 
-def costed_shards(graph: OpGraph, cluster: ClusterSpec, job: Job, candidate: Candidate) -> Costed:
-    """Cost ``graph`` as the ranks of the candidate's mesh share it."""
-    assert candidate.sharding is not None
-    sharded = shard_graph(graph, candidate.sharding)
+def _on_mesh(
+    graph: OpGraph, sharded: ShardedGraph, cluster: ClusterSpec, job: Job, index: int, size: int
+) -> OnMesh:
+    """Cost the segment ``index`` as its ranks share it, in micro-batches of ``size`` samples."""
     verify_graph(sharded.graph, after="shard")
-    size, world = job.batch_size // candidate.microbatches, cluster.world_size
     sent = traffic(sharded, size)
-    tied = gradient_sums(sharded)
-    state = _state(sharded, job)
-    summed_bytes = {n: gradient_bytes(sharded.graph, n, job.precision) for s in tied for n in s.parameters}
-    sums = gradient_sum_costs(sharded, summed_bytes, cluster)
+    sums = gradient_sum_costs(sharded, _summed_bytes(sharded, job), cluster)
     gathers = update_gathers(graph, sharded, job.precision, cluster)
-    gather_seconds = math.fsum(gather.seconds for gather in gathers)
-    step = StepCosts(
-        state_bytes=(state.total,) * world,
-        optimizer_seconds=tuple(
-            optimizer_seconds(state, device, job.optimizer, len(graph.trained)) + gather_seconds
-            for device in cluster.devices
-        ),
-        tied_bytes=summed_bytes,
-        sums={
-            (item.parameters, tuple(sorted(ranks))): SumCost(
-                item.seconds, sum_bytes(sum(item.size_bytes), len(ranks), item.sync.scattered)
-            )
-            for item in sums
-            for ranks in item.groups
-        },
-        gathers=tuple(collective for gather in gathers for collective in gather.collectives()),
-    )
-    return Costed(
-        segmentation=on_mesh(sharded.graph, sharded.mesh),
-        segments=_segments(sharded, sent, cluster, size),
-        tied=tied,
-        state=(state,) * world,
-        step=step,
-        stage_of=candidate.stage_of,
-        sharded=sharded,
-        traffic=sent,
-        sums=sums,
-        gathers=gathers,
-    )
+    segment = replace(_segment(sharded, sent, cluster, size), index=index)
+    return OnMesh(sharded, sent, sums, gathers, segment, _state(sharded, job))
 
 
-def _segments(
+def _summed_bytes(sharded: ShardedGraph, job: Job) -> dict[str, int]:
+    """Bytes of each gradient that ranks of the mesh sum, as a rank has it."""
+    return {
+        name: gradient_bytes(sharded.graph, name, job.precision)
+        for group in gradient_sums(sharded)
+        for name in group.parameters
+    }
+
+
+def _segment(
     sharded: ShardedGraph, found: tuple[Traffic, ...], cluster: ClusterSpec, microbatch_size: int
-) -> SegmentGraph:
-    """Make the one segment: its ops on shards, and its collectives one after the other."""
+) -> Segment:
+    """Make the segment of a mesh: its ops on shards, and its collectives one after the other."""
     graph = sharded.graph
     units = microbatch_size // graph.batch.multiple
-    costs = cost_graph(graph, device_kind=cluster.devices[0].kind, only_size=units)
-    plain = segment_graph(graph, costs, on_mesh(graph, sharded.mesh), cluster, units)
-    (segment,) = plain.segments
+    kind = cluster.devices[sharded.mesh.ranks[0]].kind
+    costs = cost_graph(graph, device_kind=kind, only_size=units)
+    (segment,) = segment_graph(graph, costs, on_mesh(graph, sharded.mesh), cluster, units).segments
     links = {
         axis: group_links(all_ranks_along(sharded.mesh, axis.split(JOINT)), cluster)
         for axis in {item.axis for item in found}
@@ -190,8 +202,7 @@ def _segments(
         # The largest collective's result, while what it is made of is still there.
         transient_bytes=max((item.whole_bytes for item in found), default=0),
     )
-    segment = replace(segment, cost=cost, collectives=collectives(sharded, microbatch_size))
-    return replace(plain, segments=(segment,))
+    return replace(segment, cost=cost, collectives=collectives(sharded, microbatch_size))
 
 
 def _state(sharded: ShardedGraph, job: Job) -> StateBytes:

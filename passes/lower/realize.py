@@ -14,7 +14,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import owning_units
 from passes.lower.candidate import Candidate
-from passes.lower.costed import Costed, costed_segments, costed_shards
+from passes.lower.costed import Costed, costed_segments
 from passes.lower.job import Job
 from passes.lower.segment import Segmentation, by_reach, by_stage
 from passes.lower.step import programs_for, simulate_step
@@ -45,11 +45,8 @@ def realize(
 
     ``segmentation``: the candidate's segments, where they are known or were merged.
     """
-    if candidate.sharding is not None:
-        costed = costed_shards(graph, cluster, job, candidate)
-    else:
-        segmentation = segmentation or segmented(graph, candidate, recomputed_ops(graph))
-        costed = costed_segments(graph, costs, cluster, job, candidate, segmentation)
+    segmentation = segmentation or segmented(graph, candidate, recomputed_ops(graph))
+    costed = costed_segments(graph, costs, cluster, job, candidate, segmentation)
     programs = programs_for(
         costed.segments,
         cluster,
@@ -69,12 +66,18 @@ def segmented(
     recomputed: frozenset[str],
     unit_of: Mapping[str, int] | None = None,
 ) -> Segmentation:
-    """The segments of a candidate whose groups are single ranks.
+    """The segments of a candidate.
 
     ``unit_of``: the ops that are never parted (``passes.graph.state.owning_units``), where that is known.
     """
     if candidate.contiguous:
-        return by_stage(graph, candidate.stage_of, candidate.groups, recomputed, candidate.recomputed_blocks)
+        meshes = [
+            candidate.shardings[stage].mesh if stage in candidate.shardings else None
+            for stage in range(len(candidate.groups))
+        ]
+        elsewhere = recomputed.difference(candidate.stage_of)
+        blocks = candidate.recomputed_blocks
+        return by_stage(graph, candidate.stage_of, candidate.groups, elsewhere, blocks, meshes)
     group_of = {name: candidate.groups[stage] for name, stage in candidate.stage_of.items()}
     if unit_of is None:
         unit_of = owning_units(graph, recomputed)

@@ -115,8 +115,7 @@ class Judge:
 
     def carry(self, candidate: Candidate, segmentation: Segmentation | None = None) -> Carried:
         """Carry a candidate through to programs and their simulation. ``segmentation``: its segments, if known."""
-        if segmentation is None and candidate.sharding is None:
-            segmentation = self.segmentation(candidate)
+        segmentation = segmentation or self.segmentation(candidate)
         return Carried(
             candidate, realize(self.graph, self.costs, self.cluster, self.job, candidate, segmentation)
         )
@@ -141,7 +140,7 @@ class Judge:
         return quick_makespan(segments, order, candidate.microbatches, seconds)
 
     def segmentation(self, candidate: Candidate) -> Segmentation:
-        """The segments of a candidate whose groups are single ranks."""
+        """The segments of a candidate."""
         unit_of = None if candidate.contiguous else self._unit_of
         return segmented(self.graph, candidate, self.recomputed, unit_of)
 

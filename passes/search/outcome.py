@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cost_models.units import counted
@@ -111,11 +112,12 @@ class ChoiceOrigins:
 
 @dataclass(frozen=True)
 class ShardingDetails:
-    """The search of a sharding. ``seconds``: a step's by the search's own count, to compare ``tried`` with."""
+    """The search of shardings. ``seconds``: a step's by the search's own count, to compare ``tried`` with."""
 
     seconds: float
     tried: tuple[MeshTried, ...]
-    origins: ChoiceOrigins
+    origins: Mapping[int, ChoiceOrigins]
+    """Stage -> origins of its choices."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,8 +143,8 @@ class Outcome:
     def label(self) -> Label:
         """The best candidate in a few words."""
         candidate = self.best.candidate
-        if candidate.sharding is not None:
-            return Label.of_mesh(candidate.sharding.mesh.shape, candidate.microbatches)
+        if len(candidate.groups) == len(candidate.shardings) == 1:
+            return Label.of_mesh(candidate.shardings[0].mesh.shape, candidate.microbatches)
         if candidate.contiguous:
             return Label.of_stages(candidate)
         return Label.of_variant(len(self.carried.realized.groups), candidate.microbatches, len(self.splits))

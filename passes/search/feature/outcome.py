@@ -37,7 +37,7 @@ def place_sharded(
             graph, costs, cluster, replace(request, reserved_bytes=reserved_bytes), Discovery.stored()
         )
         simulated = judge.simulate(sharded_candidate(graph, found.placement))
-        details = ShardingDetails(found.cost.seconds, found.tried, found.origins)
+        details = ShardingDetails(found.cost.seconds, found.tried, {0: found.origins})
         outcomes.append(Outcome(simulated, judge, found.certificate, details=details))
         if simulated.fits:
             return None
@@ -66,5 +66,5 @@ def sharded_candidate(graph: OpGraph, placement: FeaturePlacement) -> Candidate:
         groups=(placement.mesh.ranks,),
         microbatches=placement.microbatches,
         schedule=SCHEDULE,
-        sharding=placement,
+        shardings={0: placement},
     )

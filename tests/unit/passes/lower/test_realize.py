@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,9 @@ from cost_models.cluster import ClusterSpec
 from passes.compile import Compiled, compile_graph
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
+from passes.graph.part import part_of
 from passes.graph.recomputed import recomputed_ops
-from passes.lower.candidate import anywhere
+from passes.lower.candidate import Candidate, anywhere
 from passes.lower.job import Job
 from passes.lower.realize import Realized, realize
 from passes.search.feature.outcome import sharded_candidate
@@ -20,7 +23,10 @@ from passes.search.free.request import FreeRequest
 from passes.search.layer.place import LayerRequest
 from passes.search.request import Request
 from passes.trace.trace import trace
+from runtime.check.check import check
+from runtime.program.program import Forward
 from runtime.simulate.simulate import Simulation
+from tests.support.towers import Towers, tower_of, traced
 
 TWO, JOB = ClusterSpec.local(2), Job(8)
 
@@ -61,21 +67,60 @@ def test_a_layer_wise_candidate(graph: OpGraph) -> None:
     compiled, again = both(graph, request)
     is_the_same(compiled, again)
     assert again.groups == ((0,), (1,))
-    assert again.sharded is None
+    assert not again.meshes
     assert again.stage_of == compiled.outcome.best.candidate.stage_of
 
 
 def test_a_sharded_candidate(graph: OpGraph) -> None:
     compiled, again = both(graph, FeatureRequest(JOB, microbatches=2, pins={"*": "column_row"}))
     is_the_same(compiled, again)
-    placement = compiled.outcome.best.candidate.sharding
-    assert placement is not None
+    placement = compiled.outcome.best.candidate.shardings[0]
     assert again.groups == (placement.mesh.ranks,) == ((0, 1),)
-    assert again.sharded is not None
-    assert again.traffic
+    assert again.meshes[0].traffic
     assert again.layouts == {}, "what the devices share crosses between no two stages"
     one = realize(graph, costs_of(graph, TWO), TWO, JOB, sharded_candidate(graph, placement))
     is_the_same(compiled, one)
+
+
+def test_a_candidate_of_several_meshes() -> None:
+    """Two towers, each on a mesh of its own: both cost what each costs alone, and the ranks of a mesh run its own."""
+    graph = traced(Towers().double())
+    towers, groups, job = tower_of(graph), ((3, 1), (0, 2)), Job(8)
+    request = FeatureRequest(job, microbatches=2, mesh=(2,), pins={"*": "zero3"})
+    (whole,) = compile_graph(graph, TWO, request).outcome.best.candidate.shardings.values()
+    shardings = {}
+    for stage, ranks in enumerate(groups):
+        choices = {op: choice for op, choice in whole.choices.items() if towers[op] == stage}
+        shardings[stage] = replace(whole, mesh=replace(whole.mesh, ranks=ranks), choices=choices)
+    four = ClusterSpec.local(4)
+    both = realize(
+        graph, costs_of(graph, four), four, job, Candidate(towers, groups, 2, "1f1b", shardings=shardings)
+    )
+    assert both.groups == groups
+    assert [len(own.sharded.graph.parameters) for own in both.meshes.values()] == [4, 4]
+    for stage, ranks in enumerate(groups):
+        part = part_of(graph, [op for op, tower in towers.items() if tower == stage])
+        alone = realize(
+            part,
+            costs_of(part, four),
+            four,
+            job,
+            Candidate(
+                dict.fromkeys(shardings[stage].choices, 0),
+                (ranks,),
+                2,
+                "1f1b",
+                shardings={0: shardings[stage]},
+            ),
+        )
+        assert both.segments.segments[stage].cost == alone.segments.segments[0].cost
+        for rank in ranks:
+            assert both.state[rank] == alone.state[rank]
+            assert both.step.optimizer_seconds[rank] == alone.step.optimizer_seconds[rank]
+            ran = {i.segment for i in both.programs[rank].instructions if isinstance(i, Forward)}
+            assert ran == {stage}
+    assert {group.ranks for group in both.tied} <= {(1, 3), (0, 2), (3, 1)}
+    check(both.programs, both.segments, 2, tied=both.tied)
 
 
 def test_a_free_candidate(graph: OpGraph) -> None:

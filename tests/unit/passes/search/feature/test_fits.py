@@ -66,7 +66,7 @@ def test_searched_again_with_less_memory(compiled: Callable[[int], tuple[Compile
     assert reserved == sorted(reserved)
     assert max(found.realized.simulation.peak_bytes) < free
     last = searches[-1][1]
-    assert found.outcome.best.candidate.sharding is last.placement
+    assert found.outcome.best.candidate.shardings[0] is last.placement
     assert last.cost.memory_bytes <= MEMORY_BYTES - reserved[-1]
 
 
