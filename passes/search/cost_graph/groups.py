@@ -60,7 +60,8 @@ class GroupProblem:
     @cached_property
     def weights(self) -> list[float]:
         """``weight`` for loops."""
-        return self.weight.tolist()
+        weights: list[float] = self.weight.tolist()
+        return weights
 
     def growth(self, g: int, held: Sequence[int], cost: float = 0.0) -> float:
         """Return ``cost`` and what a set with ``held[e]`` groups of each net then sends more if ``g`` joins it."""
