@@ -33,6 +33,7 @@ from cost_models.layout import Mesh
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import copy_graph, new_module
 from passes.graph.recomputed import recomputed_ops
+from passes.graph.state import needed_state
 from passes.lower.placed_graph import PlacedGraph
 from passes.lower.segment import Segmentation, by_reach, by_stage
 
@@ -59,7 +60,8 @@ def reuse_placement(
     known = {key: stage_of[node.name] for key, node in keyed_ops(training) if node.name in stage_of}
     attempts = _Attempts(evaluation, known, groups, {name: frozenset(at) for name, at in holders.items()})
     cheap = recomputed_ops(evaluation)
-    without_state = frozenset(name for name, names in attempts.state_read(cheap).items() if not names)
+    needed = needed_state(evaluation, cheap)
+    without_state = frozenset(name for name in cheap if not needed[name])
     for recomputed in dict.fromkeys((cheap, without_state)):
         placed = attempts.by_stages(recomputed)
         if placed is not None:
@@ -87,17 +89,9 @@ class _Attempts:
     groups: Sequence[tuple[int, ...]]
     holders: Mapping[str, frozenset[int]]
 
-    def state_read(self, recomputed: frozenset[str]) -> dict[str, frozenset[str]]:
-        """Name the parameters and buffers that each op in ``recomputed`` reads, itself or through others of them."""
-        read: dict[str, frozenset[str]] = {}
-        for node in self.graph.ops:
-            if node.name in recomputed:
-                read[node.name] = frozenset(self._needs(node, read))
-        return read
-
     def by_stages(self, recomputed: frozenset[str]) -> dict[str, int] | None:
         """Find a stage for every placed op such that no edge leads back; None if there is no such placement."""
-        through = self.state_read(recomputed)
+        needed = needed_state(self.graph, recomputed)
         placed: dict[str, int] = {}
         for key, node in keyed_ops(self.graph):
             if node.name in recomputed:
@@ -107,7 +101,7 @@ class _Attempts:
             stage = max(earliest, self.known.get(key, earliest))
             if node.target is operator.getitem and sources:  # results of one op cannot be sent together
                 stage = earliest
-            names = self._needs(node, through)
+            names = needed[node.name]
             if not self._holds(stage, names):
                 later = [other for other in range(earliest, len(self.groups)) if self._holds(other, names)]
                 if not later:
@@ -122,6 +116,7 @@ class _Attempts:
 
     def anywhere(self, recomputed: frozenset[str]) -> tuple[OpGraph, dict[str, int]]:
         """Find a rank for every placed op; in the new graph, parameters travel that their readers' ranks do not hold."""
+        needed = needed_state(self.graph, recomputed)
         stage_ranks = [group[0] for group in self.groups]
         rank_of: dict[str, int] = {}
         travels: dict[tuple[str, str], str] = {}
@@ -133,7 +128,7 @@ class _Attempts:
             wanted = stage_ranks[stage] if stage is not None else (sources or stage_ranks)[-1]
             if node.target is operator.getitem and sources:
                 wanted = sources[0]
-            rank_of[node.name] = rank = self._near(wanted, sources, self._needs(node, {}))
+            rank_of[node.name] = rank = self._near(wanted, sources, needed[node.name])
             for source in node.all_input_nodes:
                 placeholder = self.graph.input_of.get(source.name)
                 if placeholder is not None and rank not in self.holders.get(placeholder.name, {rank}):
@@ -150,16 +145,6 @@ class _Attempts:
             for rank in self.holders[name]:
                 held[rank] += max(1, spec.size_bytes)
         return max(held, key=lambda rank: (held[rank], rank == wanted, rank in sources, -rank))
-
-    def _needs(self, node: fx.Node, through: Mapping[str, frozenset[str]]) -> set[str]:
-        """Name the state that ``node`` reads, itself or through ops that it recomputes."""
-        names: set[str] = set()
-        for source in node.all_input_nodes:
-            placeholder = self.graph.input_of.get(source.name)
-            if placeholder is not None and placeholder.kind in ("parameter", "buffer"):
-                names.add(placeholder.name)
-            names |= through.get(source.name, frozenset())
-        return names
 
 
 def _one_segment_per_stage(

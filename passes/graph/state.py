@@ -82,17 +82,23 @@ def owning_groups(graph: OpGraph, recomputed: frozenset[str]) -> tuple[tuple[int
 
 def state_reads(graph: OpGraph, recomputed: Collection[str]) -> dict[str, set[str]]:
     """Name the parameters and buffers that each op needs which is not ``recomputed`` where it is needed, by op name."""
-    through: dict[str, set[str]] = {}
-    reads: dict[str, set[str]] = {}
+    needed = needed_state(graph, recomputed)
+    return {op: names for op, names in needed.items() if op not in recomputed}
+
+
+def needed_state(graph: OpGraph, recomputed: Collection[str]) -> dict[str, set[str]]:
+    """Name the parameters and buffers that each op reads, itself or through ops that are ``recomputed`` for it."""
+    needed: dict[str, set[str]] = {}
     for node in graph.ops:
         own: set[str] = set()
         for source in node.all_input_nodes:
             placeholder = graph.input_of.get(source.name)
             if placeholder is not None and placeholder.kind in ("parameter", "buffer"):
                 own.add(placeholder.name)
-            own |= through.get(source.name, set())
-        (through if node.name in recomputed else reads)[node.name] = own
-    return reads
+            if source.name in recomputed:
+                own |= needed.get(source.name, set())
+        needed[node.name] = own
+    return needed
 
 
 def state_readers(graph: OpGraph, index: Mapping[str, int]) -> dict[str, set[int]]:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -117,14 +117,13 @@ def trace(
         changes.enter_context(caching_off(model, notes))
         changes.enter_context(watch_checkpointing(model, checkpointing))
         changes.enter_context(watch_gradient_hooks(model, notes))
-        traced = _trace_batch_dims(subject, batch_dims)
-    notes += traced.notes
+        exported, symbol, remarks = _trace_batch_dims(subject, batch_dims)
+    notes += remarks
     notes += [
         f"forward changes the Python number {changed}; the traced graph keeps what its first call saw"
-        for changed in traced.exported.module.record.changed
+        for changed in exported.module.record.changed
     ]
-    exported = traced.exported
-    spec = batch_spec(exported.settled.dims, traced.symbol, exported.leaves)
+    spec = batch_spec(exported.settled.dims, symbol, exported.leaves)
     converted = convert(
         exported.program, exported.module.record, state, exported.fake_mode, tuple(leaves), model
     )
@@ -264,16 +263,11 @@ class _Exported:
     batch_size: int
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """The export that was chosen, its one batch symbol, and remarks on what was inferred."""
-
-    exported: _Exported
-    symbol: sympy.Symbol
-    notes: tuple[str, ...]
+_Found: TypeAlias = tuple[_Exported, sympy.Symbol, list[str]]
+"""The export that was chosen, its one batch symbol, and remarks on what was inferred."""
 
 
-def _trace_batch_dims(subject: _Subject, overrides: Mapping[str, int | None] | None) -> _Traced:
+def _trace_batch_dims(subject: _Subject, overrides: Mapping[str, int | None] | None) -> _Found:
     """Trace with the first guess whose leading leaf keeps a symbolic size, else the first in which any leaf does."""
     fallback: _Exported | None = None
     failure: ModelError | None = None
@@ -352,7 +346,7 @@ def _open_dims(subject: _Subject, guess: BatchDims) -> dict[str, frozenset[int]]
     return result
 
 
-def _finish(subject: _Subject, exported: _Exported, overrides: Mapping[str, int | None] | None) -> _Traced:
+def _finish(subject: _Subject, exported: _Exported, overrides: Mapping[str, int | None] | None) -> _Found:
     """Leave one batch symbol for all leaves, and every requested size really open; remark on what was inferred."""
     problems = [
         f"the code fixes {leaf} in dimension {dim}, which batch_dims calls its batch dimension"
@@ -384,4 +378,4 @@ def _finish(subject: _Subject, exported: _Exported, overrides: Mapping[str, int 
         for leaf in by_convention
         if leaf not in (overrides or {})
     ]
-    return _Traced(exported, symbol, tuple(notes))
+    return exported, symbol, notes

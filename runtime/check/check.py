@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from cost_models.errors import DeadlockError, InternalError
 from cost_models.units import counted
@@ -365,9 +365,7 @@ def _no_deadlock(facts: _Facts) -> Iterator[Fault]:
     yield Fault(f"these wait for each other forever {scope}: " + "; ".join(circle), True)
 
 
-Rule: TypeAlias = Callable[[_Facts], Iterator[Fault]]
-
-RULES: tuple[tuple[str, Rule], ...] = (
+RULES: tuple[tuple[str, Callable[[_Facts], Iterator[Fault]]], ...] = (
     ("every forward once, every owed backward once (whole, or input half then weight half)", _computes_owed),
     ("every send has its one receive on the right rank and queue, and the converse", _messages_matched),
     (

@@ -92,23 +92,31 @@ def _file_name(name: Any) -> str:
 Index = Mapping[str, IndexEntry]
 
 
-class TensorWriter(StorageWriter):
+class _AsPlanned:
+    """The parts of DCP's storage that have nothing to do: plans stay as they are, nothing is kept from call to call."""
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(checkpoint_id)
+
+
+class TensorWriter(_AsPlanned, StorageWriter):
     """The writer of this rank's tensors into ``directory``; ``finish(index)`` runs on the coordinator after all ranks."""
 
     def __init__(self, directory: Path, rank: int, finish: Callable[[dict[str, IndexEntry]], None]) -> None:
         self._directory, self._rank, self._finish = directory, rank, finish
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Keep nothing from one save to the next."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: there is nothing to set up."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         items = [(item, _tensor_data(item)) for item in plan.items]
@@ -146,12 +154,8 @@ class TensorWriter(StorageWriter):
             index[name] = IndexEntry(stored.properties.dtype, tuple(stored.size), tuple(pieces[name]))
         self._finish(index)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return bool(checkpoint_id)
 
-
-class TensorReader(StorageReader):
+class TensorReader(_AsPlanned, StorageReader):
     """The reader of pieces of a checkpoint in ``directory`` into given tensors, which may have other dtypes."""
 
     def __init__(self, directory: Path, index: Index) -> None:
@@ -161,9 +165,6 @@ class TensorReader(StorageReader):
             for name, entry in index.items()
             for piece in entry.pieces
         }
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Keep nothing from one load to the next."""
 
     def read_metadata(self) -> Metadata:  # type: ignore[override, unused-ignore]  # no rank-local metadata
         return Metadata(
@@ -182,12 +183,6 @@ class TensorReader(StorageReader):
     ) -> None:
         """Do nothing: there is nothing to set up."""
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         located = locate(
             self._directory,
@@ -200,10 +195,6 @@ class TensorReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return bool(checkpoint_id)
 
 
 def locate(directory: Path, wanted: Iterable[tuple[Piece, torch.dtype]]) -> list[StoredTensor]:
