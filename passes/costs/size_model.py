@@ -27,7 +27,7 @@ WORK_FIELDS = tuple(f.name for f in fields(OpWork))
 OUTPUT_BYTES = len(WORK_FIELDS)
 """Column of the output's bytes; the columns after it are storages."""
 
-Row: TypeAlias = tuple[float, float, float]
+Parabola: TypeAlias = tuple[float, float, float]
 """Coefficients of 1, b and b²."""
 
 Profiler = Callable[[int, int], OpProfile]
@@ -66,7 +66,7 @@ class SizeModel:
 
 def fit(signatures: int, profiler: Profiler) -> SizeModel:
     """Profile each signature at ``FIT_SIZES`` and ``CHECK_SIZE``; four short runs per signature."""
-    found: list[tuple[list[Row], OpStructure]] = []
+    found: list[tuple[list[Parabola], OpStructure]] = []
     direct: list[int] = []
     for signature in range(signatures):
         rows, structure = _fitted(signature, profiler)
@@ -78,7 +78,7 @@ def fit(signatures: int, profiler: Profiler) -> SizeModel:
 
 
 def _model(
-    found: Sequence[tuple[list[Row], OpStructure]],
+    found: Sequence[tuple[list[Parabola], OpStructure]],
     direct: tuple[int, ...],
     profiler: Profiler,
     only_size: int | None,
@@ -89,7 +89,7 @@ def _model(
     return SizeModel(table, first_row, tuple(s for _, s in found), direct, profiler, only_size)
 
 
-def _fitted(signature: int, profiler: Profiler) -> tuple[list[Row] | None, OpStructure]:
+def _fitted(signature: int, profiler: Profiler) -> tuple[list[Parabola] | None, OpStructure]:
     """Fit (coefficients of each number, structure); no coefficients if no polynomial fits."""
     profiles = [profiler(signature, size) for size in (*FIT_SIZES, CHECK_SIZE)]
     samples = [_numbers(p) for p in profiles]
@@ -138,7 +138,7 @@ def _at_one_size(
     size: int,
     refused: Callable[[int], tuple[list[float], OpStructure]],
 ) -> SizeModel:
-    found: list[tuple[list[Row], OpStructure]] = []
+    found: list[tuple[list[Parabola], OpStructure]] = []
     for signature in range(signatures):
         profile = profiler(signature, size)
         numbers, structure = [float(n) for n in _numbers(profile)], profile.structure

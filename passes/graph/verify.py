@@ -27,7 +27,7 @@ _NAMED_BELOW = 10
 
 
 @dataclass(frozen=True)
-class Rule:
+class Invariant:
     """``violations(graph)`` yields what breaks the rule; the message says what would hold."""
 
     name: str
@@ -237,24 +237,24 @@ def _loss_scalar(graph: OpGraph) -> Iterator[str]:
             yield f"{name} is {tuple(value.shape)} {value.dtype}"
 
 
-RULES: tuple[Rule, ...] = (
-    Rule("node-kinds", "nodes are placeholders, ops and the output", _node_kinds),
-    Rule("topological", "every op comes after what it reads", _topological),
-    Rule("placeholders-first", "placeholders come before all ops", _placeholders_first),
-    Rule("one-output", "there is one output node", _one_output),
-    Rule("values", "every node has an example value", _have_values),
-    Rule("origin", "every op says which module and source line made it", _have_origin),
-    Rule("known-ops", "ops are ATen overloads, projections or arithmetic on sizes", _known_ops),
-    Rule("functional", "no op writes its inputs", _functional),
-    Rule("projections", "getitem takes one result of an op with several", _projections),
-    Rule("inputs", "the input table lists the placeholders in order", _inputs_match),
-    Rule("outputs", "the output table lists the graph's results in order", _outputs_match),
-    Rule("one-per-name", "a name has one placeholder", _one_per_name),
-    Rule("state", "parameters, buffers and constants are in their tables", _state_known),
-    Rule("state-shapes", "the graph and the tables agree on shapes and dtypes", _state_shapes),
-    Rule("aliases", "aliases lead to canonical names", _aliases_known),
-    Rule("buffers", "each written buffer is known, and written once", _buffers_known),
-    Rule("sizes", "sizes come from shapes of batch inputs only", _sizes_from_batch),
-    Rule("batch", "the batch specification covers the batch inputs", _batch_known),
-    Rule("loss", "the loss is one floating-point scalar", _loss_scalar),
+RULES: tuple[Invariant, ...] = (
+    Invariant("node-kinds", "nodes are placeholders, ops and the output", _node_kinds),
+    Invariant("topological", "every op comes after what it reads", _topological),
+    Invariant("placeholders-first", "placeholders come before all ops", _placeholders_first),
+    Invariant("one-output", "there is one output node", _one_output),
+    Invariant("values", "every node has an example value", _have_values),
+    Invariant("origin", "every op says which module and source line made it", _have_origin),
+    Invariant("known-ops", "ops are ATen overloads, projections or arithmetic on sizes", _known_ops),
+    Invariant("functional", "no op writes its inputs", _functional),
+    Invariant("projections", "getitem takes one result of an op with several", _projections),
+    Invariant("inputs", "the input table lists the placeholders in order", _inputs_match),
+    Invariant("outputs", "the output table lists the graph's results in order", _outputs_match),
+    Invariant("one-per-name", "a name has one placeholder", _one_per_name),
+    Invariant("state", "parameters, buffers and constants are in their tables", _state_known),
+    Invariant("state-shapes", "the graph and the tables agree on shapes and dtypes", _state_shapes),
+    Invariant("aliases", "aliases lead to canonical names", _aliases_known),
+    Invariant("buffers", "each written buffer is known, and written once", _buffers_known),
+    Invariant("sizes", "sizes come from shapes of batch inputs only", _sizes_from_batch),
+    Invariant("batch", "the batch specification covers the batch inputs", _batch_known),
+    Invariant("loss", "the loss is one floating-point scalar", _loss_scalar),
 )

@@ -26,7 +26,7 @@ from cost_models.layout import Mesh
 from passes.graph.blocks import regions_of_stages
 from passes.graph.graph import OpGraph
 
-Key = TypeVar("Key")
+SegmentKey = TypeVar("SegmentKey")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def merge(
     return best
 
 
-def segment_edges(graph: OpGraph, segment_of: Mapping[str, Key]) -> set[tuple[Key, Key]]:
+def segment_edges(graph: OpGraph, segment_of: Mapping[str, SegmentKey]) -> set[tuple[SegmentKey, SegmentKey]]:
     """(producer, consumer) pairs of different segments, whatever they are named by."""
     return {
         (segment_of[node.name], segment_of[user.name])

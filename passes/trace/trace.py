@@ -263,11 +263,11 @@ class _Exported:
     batch_size: int
 
 
-_Found: TypeAlias = tuple[_Exported, sympy.Symbol, list[str]]
+_TracedExport: TypeAlias = tuple[_Exported, sympy.Symbol, list[str]]
 """The export that was chosen, its one batch symbol, and remarks on what was inferred."""
 
 
-def _trace_batch_dims(subject: _Subject, overrides: Mapping[str, int | None] | None) -> _Found:
+def _trace_batch_dims(subject: _Subject, overrides: Mapping[str, int | None] | None) -> _TracedExport:
     """Trace with the first guess whose leading leaf keeps a symbolic size, else the first in which any leaf does."""
     fallback: _Exported | None = None
     failure: ModelError | None = None
@@ -346,7 +346,9 @@ def _open_dims(subject: _Subject, guess: BatchDims) -> dict[str, frozenset[int]]
     return result
 
 
-def _finish(subject: _Subject, exported: _Exported, overrides: Mapping[str, int | None] | None) -> _Found:
+def _finish(
+    subject: _Subject, exported: _Exported, overrides: Mapping[str, int | None] | None
+) -> _TracedExport:
     """Leave one batch symbol for all leaves, and every requested size really open; remark on what was inferred."""
     problems = [
         f"the code fixes {leaf} in dimension {dim}, which batch_dims calls its batch dimension"

@@ -91,7 +91,7 @@ def _fake(x: Tensor) -> Tensor:
 # Bridges bound to process groups: what a rank runs.
 
 
-class _Bridge(torch.autograd.Function):
+class _BridgeFunction(torch.autograd.Function):
     """A bridge: ``there`` forward and ``back`` for the gradient; None is the identity."""
 
     @staticmethod
@@ -160,7 +160,7 @@ def bridge_function(node: fx.Node, axis: Axis) -> Callable[..., Tensor]:
     there, back = _ways(node, axis)
 
     def run(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        result: Tensor = _Bridge.apply(x, there, back)  # type: ignore[no-untyped-call]
+        result: Tensor = _BridgeFunction.apply(x, there, back)  # type: ignore[no-untyped-call]
         return result
 
     run.__name__ = run.__qualname__ = target.__name__

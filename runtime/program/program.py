@@ -31,7 +31,7 @@ Letter: TypeAlias = Literal["F", "B", "I", "W"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Compute:
+class _OfMicrobatch:
     letter: ClassVar[Letter]
 
     segment: int
@@ -42,28 +42,28 @@ class _Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Forward(_Compute):
+class Forward(_OfMicrobatch):
     """Run the segment's graph on one micro-batch."""
 
     letter = "F"
 
 
 @dataclass(frozen=True, slots=True)
-class Backward(_Compute):
+class Backward(_OfMicrobatch):
     """Run the segment's whole backward: input and weight gradients."""
 
     letter = "B"
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardInput(_Compute):
+class BackwardInput(_OfMicrobatch):
     """The half of backward that upstream waits for: gradients of the segment's inputs."""
 
     letter = "I"
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardWeight(_Compute):
+class BackwardWeight(_OfMicrobatch):
     """The half of backward that nobody waits for: gradients of the segment's parameters."""
 
     letter = "W"
