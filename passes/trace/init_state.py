@@ -21,6 +21,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -80,7 +81,7 @@ def values_of(
     source = _Source(
         model,
         known,
-        dict(state_dict or {}),
+        state_dict or {},
         init_fn,
         seed,
         [places[n].whole if n in places else n for n in wanted],
@@ -140,31 +141,26 @@ class _NoValueError(Exception):
     """One name without a value; collected into one ModelError."""
 
 
+@dataclass
 class _Source:
     """Looks values up; submodules that had to be made are kept for the next name."""
 
-    def __init__(
-        self,
-        model: nn.Module | None,
-        known: StateNames,
-        state_dict: dict[str, Tensor],
-        init_fn: InitFunction | None,
-        seed: int,
-        wanted: Sequence[str],
-    ) -> None:
-        self._model = model
-        self._known = known
-        self._state_dict = state_dict
-        self._init_fn = init_fn
-        self._seed = seed
-        self._rebuilt: dict[str, nn.Module | None] = {}
-        self._initialized: dict[str, nn.Module] = {}
-        self._left = Counter(self._owner(name) for name in wanted)
+    model: nn.Module | None
+    known: StateNames
+    state_dict: Mapping[str, Tensor]
+    init_fn: InitFunction | None
+    seed: int
+    wanted: InitVar[Sequence[str]]
+    rebuilt: dict[str, nn.Module | None] = field(default_factory=dict)
+    initialized: dict[str, nn.Module] = field(default_factory=dict)
+
+    def __post_init__(self, wanted: Sequence[str]) -> None:
+        self.left = Counter(self._owner(name) for name in wanted)
 
     def copied(self, name: str, block: Block | None, device: torch.device | str) -> Tensor:
         """Copy the value of ``name``, or a block of it, into memory of its own and the type that the model has it in."""
-        value, canonical = self.value(name), self._known.canonical(name)
-        spec = self._known.parameters.get(canonical) or self._known.buffers.get(canonical)
+        value, canonical = self.value(name), self.known.canonical(name)
+        spec = self.known.parameters.get(canonical) or self.known.buffers.get(canonical)
         dtype = value.dtype if spec is None else spec.dtype
         if block is None:
             return value.to(device, dtype, copy=True)
@@ -173,24 +169,24 @@ class _Source:
     def forget(self, name: str) -> None:
         """Note that ``name`` has its value: what was made for its submodule goes with the last of them."""
         owner = self._owner(name)
-        self._left[owner] -= 1
-        if not self._left[owner]:
-            self._rebuilt.pop(owner, None)
-            self._initialized.pop(owner, None)
+        self.left[owner] -= 1
+        if not self.left[owner]:
+            self.rebuilt.pop(owner, None)
+            self.initialized.pop(owner, None)
 
     def _owner(self, name: str) -> str:
-        return self._known.canonical(name).rpartition(".")[0]
+        return self.known.canonical(name).rpartition(".")[0]
 
     def value(self, name: str) -> Tensor:
-        canonical = self._known.canonical(name)
+        canonical = self.known.canonical(name)
         found = self._from_state_dict(canonical)
         if found is not None:
             return found
-        if self._model is None:
+        if self.model is None:
             raise _NoValueError(f"{name} is not in the state dict, and no model was given")
         owner, _, attribute = canonical.rpartition(".")
         try:
-            module = self._model.get_submodule(owner)
+            module = self.model.get_submodule(owner)
         except AttributeError as error:
             raise _NoValueError(f"{name} is no parameter or buffer of the model") from error
         tensor = _own_tensor(module, attribute)
@@ -201,13 +197,13 @@ class _Source:
         return self._made(canonical, owner, attribute, module, tensor)
 
     def _from_state_dict(self, canonical: str) -> Tensor | None:
-        names = [canonical, *(alias for alias, target in self._known.aliases.items() if target == canonical)]
-        found = next((self._state_dict[n] for n in names if n in self._state_dict), None)
+        names = [canonical, *(alias for alias, target in self.known.aliases.items() if target == canonical)]
+        found = next((self.state_dict[n] for n in names if n in self.state_dict), None)
         if found is None:
             return None
         if found.is_meta:
             raise _NoValueError(f"{canonical} is on the meta device in the state dict")
-        spec = self._known.parameters.get(canonical) or self._known.buffers.get(canonical)
+        spec = self.known.parameters.get(canonical) or self.known.buffers.get(canonical)
         if spec is not None and tuple(found.shape) != spec.shape:
             raise _NoValueError(
                 f"{canonical} is {tuple(found.shape)} in the state dict, {spec.shape} in the model"
@@ -218,19 +214,19 @@ class _Source:
         """Make a value for a meta tensor: a non-persistent buffer's from the rebuilt submodule, others by ``init_fn``."""
         why = ["is on the meta device"]
         if attribute in module._non_persistent_buffers_set:
-            if owner not in self._rebuilt:
-                self._rebuilt[owner] = self._rebuild(module, owner)
-            rebuilt = self._rebuilt[owner]
+            if owner not in self.rebuilt:
+                self.rebuilt[owner] = self._rebuild(module, owner)
+            rebuilt = self.rebuilt[owner]
             value = rebuilt._buffers.get(attribute) if rebuilt is not None else None
             if value is not None and value.shape == tensor.shape and not value.is_meta:
                 return value.detach().to(tensor.dtype)
             why.append("is in no state dict (persistent=False)")
             why.append(f"{type(module).__name__} cannot be rebuilt from a config")
-        if self._init_fn is None:
+        if self.init_fn is None:
             raise _NoValueError(f"{name} {', '.join(why)}, and there is no init_fn")
-        if owner not in self._initialized:
-            self._initialized[owner] = _initialize(module, self._init_fn, self._seed_of(owner))
-        value = _own_tensor(self._initialized[owner], attribute)
+        if owner not in self.initialized:
+            self.initialized[owner] = _initialize(module, self.init_fn, self._seed_of(owner))
+        value = _own_tensor(self.initialized[owner], attribute)
         if value is None or _is_unset(value):
             raise _NoValueError(f"{name} {', '.join(why)}, and init_fn leaves it unset")
         return value.detach()
@@ -238,13 +234,13 @@ class _Source:
     def _rebuild(self, module: nn.Module, path: str) -> nn.Module | None:
         """Make ``module`` anew, with the config that it or the nearest module around it keeps."""
         config = getattr(module, "config", None)
-        while config is None and path and self._model is not None:
+        while config is None and path and self.model is not None:
             path = path.rpartition(".")[0]
-            config = getattr(self._model.get_submodule(path), "config", None)
+            config = getattr(self.model.get_submodule(path), "config", None)
         return _rebuild(module, config, self._seed_of(path))
 
     def _seed_of(self, path: str) -> int:
-        digest = hashlib.sha256(f"{self._seed}:{path}".encode()).digest()
+        digest = hashlib.sha256(f"{self.seed}:{path}".encode()).digest()
         return int.from_bytes(digest[:8], "little") >> 1
 
 

@@ -164,7 +164,7 @@ class FailureMonitor:
         chain: list[int] = []
         while True:
             chain.append(self._missing(peers, instruction, chain))
-            record = self._read(chain[-1])
+            record = self._get(str(chain[-1]))
             if record is None:
                 return chain, None
             if "error" in record:
@@ -182,7 +182,7 @@ class FailureMonitor:
         others = [peer for peer in peers if peer not in (*chain, self.rank)]
         deadline = time.monotonic() + self.timeout_seconds * GATHER_SHARE
         while True:
-            records = {peer: self._read(peer) for peer in others}
+            records = {peer: self._get(str(peer)) for peer in others}
             failed = [peer for peer, record in records.items() if record and "error" in record]
             elsewhere = [p for p, r in records.items() if r and r.get("instruction") != instruction]
             silent = [peer for peer, record in records.items() if not record]
@@ -220,10 +220,6 @@ class FailureMonitor:
 
     def _report(self, record: dict[str, Any] | None) -> None:
         self._set(str(self.rank), record)
-
-    def _read(self, rank: int) -> dict[str, Any] | None:
-        record: dict[str, Any] | None = self._get(str(rank))
-        return record
 
     def _set(self, key: str, value: Any) -> None:
         if self._store is None:

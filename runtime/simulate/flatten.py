@@ -102,7 +102,9 @@ class FlatPrograms:
             for index, i in enumerate(program.instructions):
                 if isinstance(i, Send) or isinstance(i, Recv):  # noqa: SIM101 (a third faster)
                     number = self._message(i.message)
-                    queue = self._queue(rank, "device" if device_queues else i.queue)
+                    queue = self.queues.setdefault(
+                        (rank, "device" if device_queues else i.queue), len(self.queues)
+                    )
                     if isinstance(i, Send):
                         self.send_places[number] = index
                         operations.append(Operation(SEND, number, overheads.send_seconds, queue))
@@ -160,9 +162,6 @@ class FlatPrograms:
         if path is None:
             path = self._paths[ends] = self.links.path(*ends)
         return path
-
-    def _queue(self, rank: int, name: str) -> int:
-        return self.queues.setdefault((rank, name), len(self.queues))
 
     def __post_init__(self) -> None:
         self._sizes = {value.name: value.size_bytes for value in self.graph.values}

@@ -244,11 +244,6 @@ def _movedim(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.No
     return writer.call(view.target, new, view.argument("destination"), view.argument("source"))
 
 
-def _expand(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
-    """Undo an expansion of sizes 1 to 1, the only one that PyTorch can write; leading dimensions of size 1 fall away."""
-    return _reshape(view, parent, new, writer)
-
-
 def _slice(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
     dim, start, end, step = (view.argument(name) for name in ("dim", "start", "end", "step"))
     if start in (None, 0) and end in (None, sys.maxsize) and step == 1:
@@ -310,20 +305,15 @@ def _complex_pair(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> 
     return writer.call(aten.view_as_real.default, new)
 
 
-def _real(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
-    return _half(parent, new, 0, writer)
-
-
-def _imag(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
-    return _half(parent, new, 1, writer)
-
-
-def _half(parent: fx.Node, new: fx.Node, index: int, writer: Writer) -> fx.Node:
+def _half(index: int) -> Inverse:
     """Write the real (0) or imaginary (1) half. (``complex(new, imag)`` would fix dynamic sizes when traced.)"""
-    pair = writer.call(
-        aten.select_scatter.default, writer.call(aten.view_as_real.default, parent), new, -1, index
-    )
-    return writer.call(aten.view_as_complex.default, _dense(pair, writer))
+
+    def inverse(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
+        both = writer.call(aten.view_as_real.default, parent)
+        pair = writer.call(aten.select_scatter.default, both, new, -1, index)
+        return writer.call(aten.view_as_complex.default, _dense(pair, writer))
+
+    return inverse
 
 
 def _table(*rows: tuple[Inverse, tuple[Any, ...]]) -> dict[Any, Inverse]:
@@ -345,7 +335,8 @@ _INVERSE: dict[Any, Inverse] = _table(
     (_reshape, (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)),
     (_permute, (aten.permute.default,)),
     (_movedim, (aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist)),
-    (_expand, (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)),
+    # Only an expansion of sizes 1 to 1 can be written in PyTorch; leading dimensions of size 1 fall away.
+    (_reshape, (aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)),
     (_slice, (aten.slice.Tensor,)),
     (_narrow, (aten.narrow.default,)),
     (_select, (aten.select.int,)),
@@ -356,6 +347,6 @@ _INVERSE: dict[Any, Inverse] = _table(
     (_as_strided, (aten.as_strided.default,)),
     (_bits, (aten.view.dtype,)),
     (_complex_pair, (aten.view_as_real.default, aten.view_as_complex.default)),
-    (_real, (aten.real.default,)),
-    (_imag, (aten.imag.default,)),
+    (_half(0), (aten.real.default,)),
+    (_half(1), (aten.imag.default,)),
 )
