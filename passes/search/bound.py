@@ -39,7 +39,7 @@ def weighted_work(seconds: FloatArray, weights: FloatArray) -> float:
 
 
 @dataclass(frozen=True, eq=False)
-class OpTimes:
+class PhaseTimes:
     """Ops in a topological order, with their seconds by phase on each device. Shapes: [P devices, n ops]."""
 
     readers: tuple[tuple[int, ...], ...]
@@ -53,7 +53,7 @@ class OpTimes:
     """The op that backward starts from."""
 
 
-def simulated_lower_bound(ops: OpTimes, microbatches: int) -> float:
+def simulated_lower_bound(ops: PhaseTimes, microbatches: int) -> float:
     """Seconds that no plan with every op whole on one device can beat, whatever its schedule and links.
 
     Times must be those of the *smallest* micro-batch if sizes differ. The largest of four bounds; none counts links, so
@@ -100,7 +100,7 @@ def simulated_lower_bound(ops: OpTimes, microbatches: int) -> float:
     return max(m * work, chain, float(through.max()), float(late.max()))
 
 
-def _gradient_edges(ops: OpTimes) -> tuple[tuple[int, ...], ...]:
+def _gradient_edges(ops: PhaseTimes) -> tuple[tuple[int, ...], ...]:
     """Readers that send a gradient back to each op."""
     passes = ops.differentiable
     return tuple(

@@ -24,7 +24,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import colocated, state_readers
 from passes.search.blocks import Blocks, ops_by_storage, touches
-from passes.search.bound import OpTimes
+from passes.search.bound import PhaseTimes
 from passes.search.touches import FloatArray, Touch
 
 IntArray: TypeAlias = NDArray[np.int64]
@@ -66,14 +66,14 @@ class LayerModel:
         """[n] seconds of each op's second forward, where its block is computed again."""
         return np.asarray(self.costs.seconds(size, device).forward)[self.rows] * self.blocks.again
 
-    def smallest_times(self, batch_size: int, microbatches: int, devices: Sequence[Device]) -> OpTimes:
+    def smallest_times(self, batch_size: int, microbatches: int, devices: Sequence[Device]) -> PhaseTimes:
         """Seconds by phase of the smallest micro-batch, for the bound on simulated time.
 
         As the simulation has them: the largest one's, in proportion to samples.
         """
         share = smallest_share(batch_size, microbatches)
         each = [self.costs.seconds(-(-batch_size // microbatches), device) for device in devices]
-        return OpTimes(
+        return PhaseTimes(
             self.readers,
             share * np.stack([np.asarray(s.forward)[self.rows] for s in each]),
             share * np.stack([np.asarray(s.backward_input)[self.rows] for s in each]),

@@ -347,7 +347,7 @@ def price(problem: FeatureProblem, tables: Sequence[WireTable], chosen: Sequence
 def bridges_used(
     problem: FeatureProblem, wire: Wire, known: WireTable, chosen: Sequence[int]
 ) -> tuple[int, list[int]]:
-    """Where in a wire's table the bridges are that a choice of one option per unit uses: (source, distinct needs)."""
+    """Find the bridges that a choice of one option per unit uses, in a wire's table: (source, distinct needs)."""
     made = problem.units[wire.producer].outputs[wire.output][chosen[wire.producer]]
     needs = {int(problem.units[u].inputs[i][chosen[u]]) for u, i in wire.readers}
     return known.sources.index(int(made)), [known.needs.index(need) for need in needs]

@@ -58,7 +58,7 @@ class FeatureCost:
 
 def evaluate(graph: OpGraph, costs: GraphCosts, placement: FeaturePlacement, setting: Setting) -> FeatureCost:
     """The surrogate's seconds and bytes of ``placement``; O(ops · operands)."""
-    whole = Evaluation(graph, costs, placement, setting)
+    whole = WholeGraph(graph, costs, placement, setting)
     seconds_of, saved = whole.ops()
     bridge_seconds, copies, buffer, sent, deferred = whole.bridges()
     inside_seconds, inside_sent = whole.inside_ops()
@@ -73,7 +73,7 @@ def evaluate(graph: OpGraph, costs: GraphCosts, placement: FeaturePlacement, set
 
 
 @dataclass(frozen=True, eq=False)
-class Evaluation:
+class WholeGraph:
     """A placement, followed through the whole graph."""
 
     graph: OpGraph

@@ -58,7 +58,7 @@ class ShardedParameter:
     mesh: Mesh
     stored: Placements
     state: Placements
-    """Where its gradient, once summed, and its optimizer state are."""
+    """The layout of its gradient, once summed, and of its optimizer state."""
     deferred: tuple[bool, ...]
     """Per axis: True where its gradient is summed once per step."""
 

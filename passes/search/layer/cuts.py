@@ -3,7 +3,7 @@
     D_k[a] = min over b ⊃ a of  t(a, b) + min over next devices of (x(b) + D_{k-1}[b])
     with t, x ≤ T, memory, pins, and D_k ≤ in_flight[k] · v · T;    f(T) = min over k of D_k[∅]
 
-Where stages alternate (``layer_problem``: q), each cut is charged to one of its two stages, t + charged cuts
+Where stages alternate (``layer.problem``: q), each cut is charged to one of its two stages, t + charged cuts
 ≤ T, and D_k also says what the stage is charged for the cut into it: nothing, or one of the links it may have.
 
 A stage that does not fit as the k-th from the end may compute its blocks again in backward: t(a, b) is then longer.

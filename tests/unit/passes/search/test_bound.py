@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from passes.search.bound import OpTimes, simulated_lower_bound
+from passes.search.bound import PhaseTimes, simulated_lower_bound
 
 
-def _chain(seconds: list[float], speeds: list[float]) -> OpTimes:
+def _chain(seconds: list[float], speeds: list[float]) -> PhaseTimes:
     n = len(seconds)
     each = np.array(seconds)[None, :] / np.array(speeds)[:, None]
     readers = tuple((u + 1,) if u + 1 < n else () for u in range(n))
-    return OpTimes(readers, each, each, each, np.ones(n, dtype=bool), n - 1)
+    return PhaseTimes(readers, each, each, each, np.ones(n, dtype=bool), n - 1)
 
 
 def test_equal_shares_of_many_small_ops() -> None:
@@ -34,7 +34,7 @@ def test_one_micro_batch_there_and_back() -> None:
 
 def test_no_way_back_through_what_has_no_gradient() -> None:
     chain = _chain([5.0, 1.0, 1.0], [1.0] * 3)
-    frozen = OpTimes(
+    frozen = PhaseTimes(
         chain.readers,
         chain.forward,
         chain.backward_input,

@@ -19,7 +19,7 @@ from passes.costs.costs import cost_graph, costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.lower.realize import realize
-from passes.search.feature.evaluate import Evaluation
+from passes.search.feature.evaluate import WholeGraph
 from passes.search.feature.outcome import sharded_candidate
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
 from passes.search.feature.setting import Setting
@@ -88,7 +88,7 @@ def test_ops_cost_what_the_local_graph_says(
     sharded = shard_graph(graph, placement)
     setting = Setting(devices, JOB)
     whole = costs_of(graph, devices)
-    searched = Evaluation(graph, whole, placement, setting).ops()[0]
+    searched = WholeGraph(graph, whole, placement, setting).ops()[0]
     units = JOB.batch_size // sharded.graph.batch.multiple
     costs = cost_graph(sharded.graph, only_size=units)
     phases = costs.phases(units, devices.devices[0])
