@@ -21,7 +21,7 @@ from cost_models.units import counted
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate, Origin, Trail
-from passes.search.bound import Bound, BoundMethod, OpTimes, simulated_lower_bound
+from passes.search.bound import Bound, BoundMethod, PhaseTimes, simulated_lower_bound
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.free.choices import counts_to_try, infeasible, resolved_pins, usable_starts
 from passes.search.free.judge import FreeJudge
@@ -201,7 +201,7 @@ def _estimated_share(judge: FreeJudge, missed: Simulated) -> float:
     return float(min([1.0, *shares]))
 
 
-def _times(model: FreeModel, batch_size: int, microbatches: int) -> OpTimes:
+def _times(model: FreeModel, batch_size: int, microbatches: int) -> PhaseTimes:
     return model.layers.smallest_times(batch_size, microbatches, model.cluster.devices)
 
 
