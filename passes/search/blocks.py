@@ -11,16 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from passes.costs.costs import GraphCosts
 from passes.costs.recompute import computed_again
-from passes.search.touches import FloatArray, Touch
-
-IntArray: TypeAlias = NDArray[np.int64]
+from passes.search.touches import FloatArray, IntArray, Touch
 
 
 @dataclass(frozen=True, eq=False)

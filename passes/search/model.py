@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cost_models.devices import Device
 from cost_models.memory import state_bytes
@@ -25,9 +23,7 @@ from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import colocated, state_readers
 from passes.search.blocks import Blocks, ops_by_storage, touches
 from passes.search.bound import PhaseTimes
-from passes.search.touches import FloatArray, Touch
-
-IntArray: TypeAlias = NDArray[np.int64]
+from passes.search.touches import BoolArray, FloatArray, IntArray, Touch
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +35,7 @@ class LayerModel:
     rows: IntArray
     """[n] positions in ``costs.ops``."""
     readers: tuple[tuple[int, ...], ...]
-    differentiable: NDArray[np.bool_]
+    differentiable: BoolArray
     storages: tuple[tuple[str, Touch], ...]
     """Storage keys of ``costs``, with the ops that make a stage hold them."""
     deferred: tuple[tuple[str, Touch], ...]

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.search.cost_graph.groups import FloatArray, GroupProblem
+from cost_models.compute import FloatArray
+from passes.search.cost_graph.groups import GroupProblem
 from passes.search.cost_graph.tuning import TUNING
 
 COLDEST = 2e-5

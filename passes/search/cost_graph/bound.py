@@ -20,8 +20,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cost_models.compute import FloatArray
 from passes.search.bound import weighted_work
-from passes.search.cost_graph.groups import FloatArray, GroupProblem
+from passes.search.cost_graph.groups import GroupProblem
 from passes.search.cost_graph.tuning import TUNING
 from passes.search.ilp import IntegerProgram, Terms
 

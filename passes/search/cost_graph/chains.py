@@ -23,8 +23,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from cost_models.compute import FloatArray
 from passes.search.cost_graph.downsets import membership
-from passes.search.cost_graph.groups import FloatArray, GroupProblem
+from passes.search.cost_graph.groups import GroupProblem
 from passes.search.cost_graph.tuning import TUNING
 
 ROUNDING = 1e-12

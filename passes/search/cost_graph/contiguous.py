@@ -78,7 +78,31 @@ class _DownsetSearch:
         self.chain, self.method, self.complete = Chain(None, math.inf), "", False
 
     def search(self, deadline: float) -> None:
-        self.chain, self.method, self.complete = _search(self.problem, self.listed, deadline)
+        """Find the best chain, and say by which method; ``complete`` if it is the optimum."""
+        problem, listed, order = self.problem, self.listed, Order(self.problem)
+        lines = [prefixes(line) for line in linear_orders(problem, order)]
+        self.chain = Chains(problem, _union(lines, order.full, TUNING.family)).solve()
+        if listed is not None:
+            full = Chains(problem, listed, limit=_above(self.chain.value), deadline=deadline).solve()
+            if full.finished:
+                self.chain = full if full.homes is not None else self.chain
+                self.method = f"dynamic program over all {len(listed):,} downsets of {problem.count} groups"
+                self.complete = True
+                return
+        rounds, quiet, dice = 0, 0, random.Random(0)
+        while time.monotonic() < deadline and quiet < TUNING.quiet_families:
+            cuts = self.chain.cuts
+            through = [prefixes(_through(order, cuts, dice)) for _ in range(TUNING.orders)]
+            near = [_near(order, cut, TUNING.near) for cut in cuts]
+            wider = _union([*through, *near, cuts], order.full, TUNING.family)
+            found = Chains(problem, wider, limit=_above(self.chain.value), deadline=deadline).solve()
+            rounds += 1
+            better = found.homes is not None and found.value < self.chain.value * (1 - 1e-9)
+            self.chain = found if better else self.chain
+            quiet = 0 if better else quiet + 1
+        self.method = (
+            f"dynamic programs over {rounds + 1} families of downsets, each near the best cuts before"
+        )
 
     def bound(self, value: float, deadline: float) -> float:
         """Bound all contiguous placements: by the optimum, if this is it, or by that without limits on memory."""
@@ -101,33 +125,6 @@ def _listed(problem: GroupProblem, time_limit: float) -> list[int] | None:
     while most > 64 and multiplications(problem, most) > affordable:
         most = most * 3 // 4
     return Order(problem).all_downsets(most)
-
-
-def _search(problem: GroupProblem, listed: list[int] | None, deadline: float) -> tuple[Chain, str, bool]:
-    """Return the best chain, the method that found it, and True if it is the optimum."""
-    order = Order(problem)
-    family = _union([prefixes(line) for line in linear_orders(problem, order)], order.full, TUNING.family)
-    chain = Chains(problem, family).solve()
-    if listed is not None:
-        full = Chains(problem, listed, limit=_above(chain.value), deadline=deadline).solve()
-        if full.finished:
-            best = full if full.homes is not None else chain
-            return best, f"dynamic program over all {len(listed):,} downsets of {problem.count} groups", True
-    rounds, quiet, dice = 0, 0, random.Random(0)
-    while time.monotonic() < deadline and quiet < TUNING.quiet_families:
-        through = [prefixes(_through(order, chain.cuts, dice)) for _ in range(TUNING.orders)]
-        near = [_near(order, cut, TUNING.near) for cut in chain.cuts]
-        wider = _union([*through, *near, chain.cuts], order.full, TUNING.family)
-        found = Chains(problem, wider, limit=_above(chain.value), deadline=deadline).solve()
-        rounds += 1
-        better = found.homes is not None and found.value < chain.value * (1 - 1e-9)
-        chain = found if better else chain
-        quiet = 0 if better else quiet + 1
-    return (
-        chain,
-        f"dynamic programs over {rounds + 1} families of downsets, each near the best cuts before",
-        False,
-    )
 
 
 def _through(order: Order, cuts: Iterable[int], dice: random.Random) -> list[int]:

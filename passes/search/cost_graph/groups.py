@@ -17,11 +17,9 @@ from functools import cached_property
 
 import networkx as nx
 import numpy as np
-from numpy.typing import NDArray
 
+from cost_models.compute import FloatArray
 from passes.search.cost_graph.graph import GraphMachine, PlacementGraph
-
-FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -209,15 +209,17 @@ class _MeshSearch:
             _, _, trial = heapq.heappop(self.open)
             late = self.best is not None and time.perf_counter() > self.deadline
             began = time.perf_counter()
-            if trial.search is None:
+            search = trial.search
+            if search is None:
                 self._begin(trial, late)
             elif late:
-                trial.search.out_of_time = True
-                self._close(trial)
-            elif trial.search.is_over(self.known_seconds):
-                self._close(trial)
+                search.out_of_time = True
+                self._close(trial, search)
+            elif search.is_over(self.known_seconds):
+                self._close(trial, search)
             else:
-                self._advance(trial)
+                search.advance(self.known_seconds, self.deadline)
+                self._note(trial, search)
                 trial.seconds += time.perf_counter() - began
                 self._push(trial)
         return self.best
@@ -256,18 +258,10 @@ class _MeshSearch:
             trial.search = ProblemSearch(problem)
             trial.seconds = time.perf_counter() - began
             self._push(trial)
-            self._note(trial)
+            self._note(trial, trial.search)
 
-    def _advance(self, trial: _MeshTrial) -> None:
-        """One step of a trial; its better choice, if any, is known to all at once."""
-        search = trial.search
-        assert search is not None
-        search.advance(self.known_seconds, self.deadline)
-        self._note(trial)
-
-    def _note(self, trial: _MeshTrial) -> None:
-        search = trial.search
-        assert search is not None
+    def _note(self, trial: _MeshTrial, search: ProblemSearch) -> None:
+        """Keep its better choice, if any: all trials know it at once."""
         self.least_bytes = min(self.least_bytes, search.least_bytes)
         if search.best is not None and search.best[0].seconds < self.known_seconds:
             self.best = search.problem, search.result(self.known_seconds)
@@ -280,9 +274,7 @@ class _MeshSearch:
             self._push(_MeshTrial(trial.mesh, trial.bridges, trial.counts[1:], floor_seconds))
             trial.counts = trial.counts[:1]
 
-    def _close(self, trial: _MeshTrial) -> None:
-        search = trial.search
-        assert search is not None
+    def _close(self, trial: _MeshTrial, search: ProblemSearch) -> None:
         mine = self.best is not None and self.best[0] is search.problem
         if mine:
             self.best = search.problem, search.result(math.inf)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.search.feature.bound import DualBound, Priced, WireTable, price, wire_tables
+from passes.search.feature.bound import DualBound, Priced, price, wire_tables
 from passes.search.feature.ilp import FeatureProgram
 from passes.search.feature.problem import FeatureProblem
 from passes.search.feature.tuning import TUNING
@@ -168,26 +168,25 @@ class ProblemSearch:
         if not self.out_of_time and limit < known:
             self._steps.append(self._core)
 
-    def _core_problem(self, limit: float, deadline: float) -> _Core | None:
-        """The options of choices that cost at most ``limit``; None where there is no such choice."""
-        assert self._duals is not None
-        problem, tables, duals = self._tight, self._tables, self._duals
+    def _core_problem(self, limit: float, deadline: float) -> DualBound | None:
+        """The bound of the problem that has the options of choices that cost at most ``limit``; None if there are none."""
+        duals = self._duals
+        assert duals is not None
         while math.isfinite(limit):
-            before = sum(len(unit.seconds) for unit in problem.units)
-            problem = problem.keep(duals.needless(limit))
+            before = sum(len(unit.seconds) for unit in duals.problem.units)
+            problem = duals.problem.keep(duals.needless(limit))
             if not _possible(problem):
                 return None
-            tables = wire_tables(problem, tables)
-            duals = DualBound(problem, tables, duals.price)
+            duals = DualBound(problem, wire_tables(problem, duals.tables), duals.price)
             if duals.ascend(TUNING.sweeps, target=limit) >= limit:
                 return None
             after = sum(len(unit.seconds) for unit in problem.units)
             if after > TUNING.shrinks * before or time.perf_counter() > deadline:
                 break
-        return _Core(problem, tables, duals)
+        return duals
 
-    def _solve_core(self, core: _Core, limit: float, deadline: float) -> None:
-        pairs = core.duals.needed_pairs(limit) if math.isfinite(limit) else None
+    def _solve_core(self, core: DualBound, limit: float, deadline: float) -> None:
+        pairs = core.needed_pairs(limit) if math.isfinite(limit) else None
         left = max(deadline - time.perf_counter(), 0.1)
         for memory in (False, True):
             if self.short_of_memory and not memory:
@@ -230,13 +229,6 @@ class ProblemSearch:
         elif cost.seconds < min(TUNING.forbidden_seconds, self.best_seconds):
             self._take(self._tight, chosen)
         return cost
-
-
-@dataclass(frozen=True, eq=False)
-class _Core:
-    problem: FeatureProblem
-    tables: list[WireTable]
-    duals: DualBound
 
 
 def _possible(problem: FeatureProblem) -> bool:

@@ -25,8 +25,8 @@ import numpy as np
 
 from passes.search.layer.devices import DeviceState, device_levels
 from passes.search.layer.problem import Held, LayerProblem
-from passes.search.layer.table import BoolArray, IntArray, StageTable
-from passes.search.touches import FloatArray
+from passes.search.layer.table import StageTable
+from passes.search.touches import BoolArray, FloatArray, IntArray
 
 LinkKey: TypeAlias = tuple[float, float]
 """(latency, seconds per byte): cuts over equal links cost the same."""

@@ -24,9 +24,10 @@ from passes.search.layer.options import (
     unit_costs,
 )
 from passes.search.layer.problem import LayerProblem, Recompute, StageSplit, evaluate
-from passes.search.layer.spaces import IntArray, Space
+from passes.search.layer.spaces import Space
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel, smallest_share
+from passes.search.touches import IntArray
 from runtime.schedules import SCHEDULES
 
 

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from passes.graph.contraction import OpArrays, clusters, intervals, list_downsets
 from passes.search.layer.problem import LayerStructure
 from passes.search.layer.table import Geometry
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel
-from passes.search.touches import Crossing, FloatArray, Touch
+from passes.search.touches import BoolArray, Crossing, FloatArray, IntArray, Touch
 
-IntArray: TypeAlias = NDArray[np.int64]
 T = TypeVar("T")
 G = TypeVar("G", bound=Hashable)
 
@@ -39,7 +37,7 @@ class Space:
     _state_group: IntArray
     _crossing_ops: IntArray
     _crossing_group: IntArray
-    _carries_gradient: NDArray[np.bool_]
+    _carries_gradient: BoolArray
 
     def seconds(self, per_op: FloatArray) -> FloatArray:
         """[n ops] -> [units]"""

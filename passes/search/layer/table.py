@@ -15,15 +15,10 @@ from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from passes.search.layer.problem import Held, LayerProblem, LayerStructure
 from passes.search.layer.tuning import TUNING
-from passes.search.touches import FloatArray, Touch
-
-IntArray: TypeAlias = NDArray[np.int64]
-BoolArray: TypeAlias = NDArray[np.bool_]
-
+from passes.search.touches import BoolArray, FloatArray, IntArray, Touch
 
 TouchSum: TypeAlias = Callable[[FloatArray], FloatArray]
 """Sizes of storages -> bytes held by each pair's stage, shape [pairs]."""
