@@ -21,7 +21,7 @@ SAME_COST = 1e-6
 """Costs of edges out of one node that differ by less are one value, the largest of them."""
 
 
-class _Node(Record, strict=False, extra="ignore"):
+class _NodeEntry(Record, strict=False, extra="ignore"):
     id: int | str
     name: str | None = None
     supportedOnFpga: bool = True  # noqa: N815 - the file's own names
@@ -32,7 +32,7 @@ class _Node(Record, strict=False, extra="ignore"):
     size: Amount = 0.0
 
 
-class _Edge(Record, strict=False, extra="ignore"):
+class _EdgeEntry(Record, strict=False, extra="ignore"):
     sourceId: int | str  # noqa: N815
     destId: int | str  # noqa: N815
     cost: Amount
@@ -44,8 +44,8 @@ class DevicePlacementFile(Record, strict=False, extra="ignore"):
     maxSizePerFPGA: Amount | None = None  # noqa: N815
     maxFPGAs: Natural  # noqa: N815
     maxCPUs: Natural = 0  # noqa: N815
-    nodes: tuple[_Node, ...]
-    edges: tuple[_Edge, ...]
+    nodes: tuple[_NodeEntry, ...]
+    edges: tuple[_EdgeEntry, ...]
 
 
 def is_device_placement(data: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from partitioner.record.file import validation_problems
 from passes.search.cost_graph.graph import MOST_DEVICES, PlacementGraph, checked
 
 GraphFormat = Literal["device-placement", "pipedream", "partitioner"]
-Model = TypeVar("Model", bound=BaseModel)
+FileT = TypeVar("FileT", bound=BaseModel)
 MOST_BYTES = 1 << 28
 MOST_SHOWN = 20
 FORMATS = (
@@ -137,7 +137,7 @@ def _json(text: str, source: str) -> dict[str, Any] | None:
     return data
 
 
-def _validated(model: type[Model], data: dict[str, Any], source: str) -> Model:
+def _validated(model: type[FileT], data: dict[str, Any], source: str) -> FileT:
     try:
         return model.model_validate(data)
     except ValidationError as error:

@@ -45,7 +45,7 @@ from runtime.state.rank_state import RankState
 from runtime.state.step_precision import StepPrecision
 
 
-class Run(Protocol):
+class TrainingRun(Protocol):
     """The parts of an engine that change while it trains, beside its tensors."""
 
     optimizer: torch.optim.Optimizer
@@ -119,7 +119,7 @@ class Checkpoints:
         return gather_state(keys.order, keys.entries, keys.others, self._state, self._side)
 
     def save(
-        self, run: Run, directory: str | Path, extra: Any, *, asynchronous: bool, keep: int
+        self, run: TrainingRun, directory: str | Path, extra: Any, *, asynchronous: bool, keep: int
     ) -> PendingSave:
         """Write a checkpoint; see ``Engine.save``."""
         if keep < 1:
@@ -174,7 +174,7 @@ class Checkpoints:
             self._pending = pending
         return pending
 
-    def load(self, run: Run, directory: str | Path) -> Any:
+    def load(self, run: TrainingRun, directory: str | Path) -> Any:
         """Go on from a checkpoint; see ``Engine.load``."""
         self._settle()
         side = self._side
