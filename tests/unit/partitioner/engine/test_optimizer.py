@@ -11,7 +11,7 @@ from transformers import Adafactor, get_cosine_schedule_with_warmup
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
-from partitioner.engine.optimizer import NamedParameters, make_engine_optimizer, refuse_optimizer_options
+from partitioner.engine.optimizer import make_engine_optimizer, refuse_optimizer_options
 from partitioner.engine.optimizer_memory import state_ratios
 from partitioner.plan import Plan
 from passes.graph.graph import OpGraph
@@ -55,7 +55,7 @@ def make(rank: int, graph: OpGraph, plan: Plan, make: Any, **options: Any) -> to
     return make_engine_optimizer(make, options, plan, graph, state_of(rank, graph), 0.1, CPU)
 
 
-def by_name(named: NamedParameters) -> torch.optim.AdamW:
+def by_name(named: list[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
     weights = [p for name, p in named if name.endswith("weight")]
     biases = [p for name, p in named if name.endswith("bias")]
     return torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": biases}], lr=1.0)
@@ -68,7 +68,7 @@ def sizes(optimizer: torch.optim.Optimizer) -> list[int]:
 def test_every_rank_has_the_same_groups_with_its_own_parameters(graph: OpGraph, plan: Plan) -> None:
     seen: list[list[str]] = []
 
-    def spying(named: NamedParameters) -> torch.optim.AdamW:
+    def spying(named: list[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
         seen.append([name for name, _ in named])
         assert [p.is_meta for _, p in named] == [0 not in HOLDERS[name] for name, _ in named]
         return by_name(named)
@@ -181,7 +181,7 @@ def test_heavier_ones_are_refused_alike_on_every_rank(graph: OpGraph) -> None:
     assert "(288 bytes) of state, 144 B planned" in text
     assert "plan again with optimizer_memory='adam'" in text
 
-    def heavy_where_little_is(named: NamedParameters) -> torch.optim.Optimizer:
+    def heavy_where_little_is(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         groups = [{"params": [p], "momentum": 0.9 if name == "2.bias" else 0.0} for name, p in named]
         return torch.optim.SGD(groups, lr=0.1)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError, PlanError, UsageError
-from partitioner.engine.optimizer import NamedParameters, make_engine_optimizer
+from partitioner.engine.optimizer import make_engine_optimizer
 from partitioner.plan import Plan
 from passes.graph.graph import OpGraph
 from runtime.mesh.sharding import Block
@@ -57,7 +57,7 @@ def state_of(rank: int, split: OpGraph) -> RankState:
 def test_it_is_made_of_whole_parameters_and_steps_parts(graph: OpGraph, split: OpGraph, plan: Plan) -> None:
     shapes = {name: tuple(p.shape) for name, p in model().named_parameters()}
 
-    def by_name(named: NamedParameters) -> torch.optim.AdamW:
+    def by_name(named: list[tuple[str, nn.Parameter]]) -> torch.optim.AdamW:
         assert {name: tuple(p.shape) for name, p in named} == shapes
         assert all(p.is_meta for name, p in named if name.startswith("fc1"))
         found = dict(named)
@@ -118,7 +118,7 @@ def test_one_with_state_from_the_start_that_cannot_be_made_for_a_part(
     graph: OpGraph, split: OpGraph, plan: Plan
 ) -> None:
     class Eager(torch.optim.SGD):
-        def __init__(self, named: NamedParameters) -> None:
+        def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
             super().__init__([p for _, p in named], lr=0.1)
             for _, p in named:
                 self.state[p]["sum"] = torch.zeros_like(p)
@@ -131,7 +131,7 @@ def test_memory_counts_each_ranks_parts(graph: OpGraph, split: OpGraph) -> None:
     """fc1.weight and fc2.weight have 6 numbers a neuron each; rank 0 has 5 neurons of 8-byte numbers."""
     sgd = made_plan(ClusterSpec.local(2), optimizer_memory="momentum")
 
-    def heavy(named: NamedParameters) -> torch.optim.Optimizer:
+    def heavy(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         mine = [p for name, p in named if name.startswith("fc1") or name == "fc2.weight"]
         return torch.optim.AdamW(mine)
 
