@@ -1,18 +1,36 @@
-"""The ends of steps and of engines, told to those who listen."""
+"""The ends of steps and of engines, told to those who listen; an engine knows its callbacks by this only."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
-
-from partitioner.engine.callbacks import Callback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+    from partitioner.batches.step import StepInfo
+    from partitioner.evaluation.evaluation import EvalOutput
+
 logger = logging.getLogger("partitioner")
+
+
+class Listener(Protocol):
+    """Everything that an engine tells. To write one, derive from :class:`partitioner.engine.callbacks.Callback`."""
+
+    def on_train_start(self, engine: Any) -> None: ...
+
+    def on_step_end(self, engine: Any, info: StepInfo) -> None: ...
+
+    def on_evaluate_end(self, engine: Any, output: EvalOutput) -> None: ...
+
+    def on_save(self, engine: Any, path: Path) -> None: ...
+
+    def on_load(self, engine: Any, directory: Path) -> None: ...
+
+    def on_close(self, engine: Any) -> None: ...
 
 
 class ByParts:
@@ -45,7 +63,7 @@ class ByParts:
             step_ended()
 
 
-def close_all(listeners: Sequence[Callback], engine: object, *others: Callable[[], None]) -> None:
+def close_all(listeners: Sequence[Listener], engine: object, *others: Callable[[], None]) -> None:
     """Call ``on_close`` of each, then ``others``. All are tried; then the first error is raised."""
     first: BaseException | None = None
     for close in (*((lambda c=c: c.on_close(engine)) for c in listeners), *others):
