@@ -23,12 +23,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cost_models.arrays import FloatArray
 from cost_models.memory import StateBytes
 from cost_models.op_profile import CostLine, OpTimes
 
 OpClass: TypeAlias = Literal["matmul", "attention", "conv", "memory"]
 
-FloatArray: TypeAlias = NDArray[np.float64]
 IndexArray: TypeAlias = NDArray[np.intp] | NDArray[np.bool_]
 
 

@@ -22,9 +22,9 @@ from functools import cache
 from typing import Literal, TypeAlias, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-FloatArray: TypeAlias = NDArray[np.float64]
+from cost_models.arrays import FloatArray
+
 Phase: TypeAlias = Literal["forward", "backward_input", "backward_weight"]
 PHASES: tuple[Phase, ...] = ("forward", "backward_input", "backward_weight")
 

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import (
     ComputeDevice,
-    FloatArray,
     OpClass,
     OpSeconds,
     PhaseSeconds,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost_models.compute import FloatArray, IndexArray
+from cost_models.arrays import FloatArray
+from cost_models.compute import IndexArray
 from passes.costs.storages import StorageTable
 from passes.graph.graph import OpGraph
 from passes.graph.signatures import SignatureTable

@@ -16,14 +16,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from cost_models.compute import (
-    ComputeDevice,
-    FloatArray,
-    IndexArray,
-    OpClass,
-    PhaseSeconds,
-    kernel_seconds,
-)
+from cost_models.arrays import FloatArray
+from cost_models.compute import ComputeDevice, IndexArray, OpClass, PhaseSeconds, kernel_seconds
 from cost_models.op_profile import PHASES, OpTimes, Phase, op_phase_seconds
 from passes.costs.extra_work import Extra
 

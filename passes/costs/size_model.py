@@ -17,7 +17,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from cost_models.compute import FloatArray, OpWork
+from cost_models.arrays import FloatArray
+from cost_models.compute import OpWork
 from passes.costs.saved import OpProfile, OpStructure
 
 FIT_SIZES = (2, 3, 5)

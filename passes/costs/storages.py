@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import fx
 
-from cost_models.compute import FloatArray
+from cost_models.arrays import FloatArray
 from passes.costs.saved import SavedPlace
 from passes.costs.size_model import OUTPUT_BYTES, SizeModel
 from passes.graph.graph import OpGraph

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+from cost_models.arrays import FloatArray
 
 PLATEAU = 0.25
 """Equal positions closer than this part of the window count as one (empirically: it only thins out runs of tiny ops)."""

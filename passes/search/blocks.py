@@ -14,9 +14,10 @@ from functools import cached_property
 
 import numpy as np
 
+from cost_models.arrays import FloatArray, IntArray
 from passes.costs.costs import GraphCosts
 from passes.costs.recompute import computed_again
-from passes.search.touches import FloatArray, IntArray, Touch
+from passes.search.touches import Touch
 
 
 @dataclass(frozen=True, eq=False)

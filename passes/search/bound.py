@@ -8,7 +8,7 @@ from enum import Enum
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray = NDArray[np.float64]
+from cost_models.arrays import FloatArray
 
 
 class BoundMethod(Enum):

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from cost_models.arrays import FloatArray, IntArray
 from cost_models.devices import Device
 from cost_models.memory import state_bytes
 from cost_models.precision import Precision
@@ -23,7 +24,7 @@ from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import colocated, state_readers
 from passes.search.blocks import Blocks, ops_by_storage, touches
 from passes.search.bound import PhaseTimes
-from passes.search.touches import BoolArray, FloatArray, IntArray, Touch
+from passes.search.touches import BoolArray, Touch
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.compute import FloatArray
+from cost_models.arrays import FloatArray
 from passes.search.cost_graph.groups import GroupProblem
 from passes.search.cost_graph.tuning import TUNING
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cost_models.compute import FloatArray
+from cost_models.arrays import FloatArray
 from passes.search.bound import weighted_work
 from passes.search.cost_graph.groups import GroupProblem
 from passes.search.cost_graph.tuning import TUNING

@@ -23,7 +23,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.compute import FloatArray
+from cost_models.arrays import FloatArray
 from passes.search.cost_graph.downsets import membership
 from passes.search.cost_graph.groups import GroupProblem
 from passes.search.cost_graph.tuning import TUNING

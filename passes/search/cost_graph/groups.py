@@ -18,7 +18,7 @@ from functools import cached_property
 import networkx as nx
 import numpy as np
 
-from cost_models.compute import FloatArray
+from cost_models.arrays import FloatArray
 from passes.search.cost_graph.graph import GraphMachine, PlacementGraph
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.compute import FloatArray
+from cost_models.arrays import FloatArray
 from passes.search.feature.bridges import BridgeTable
 from passes.search.feature.graph import Wire
 from passes.search.feature.problem import FeatureProblem

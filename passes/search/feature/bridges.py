@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cost_models.compute import FloatArray
+from cost_models.arrays import FloatArray
 from cost_models.conversion import (
     AxisLinks,
     Kind,

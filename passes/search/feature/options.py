@@ -15,15 +15,13 @@ import numpy as np
 import sympy
 from numpy.typing import NDArray
 
-from cost_models.compute import FloatArray
+from cost_models.arrays import FloatArray, IntArray
 from cost_models.layout import Placement, Replicate, Shard
 from passes.graph.signatures import concrete
 from passes.search.feature.codes import BITS, DEFERRED, WHOLE, need_code, source_code
 from passes.search.feature.graph import Unit
 from passes.shard.words import Choice, short
 from runtime.segment.code import Dim, TensorSpec
-
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

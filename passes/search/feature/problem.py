@@ -18,7 +18,7 @@ import numpy as np
 import sympy
 from numpy.typing import NDArray
 
-from cost_models.compute import FloatArray
+from cost_models.arrays import FloatArray, IntArray
 from cost_models.layout import Mesh, Replicate, Shard
 from passes.search.feature.bridges import Bridges, BridgeTable
 from passes.search.feature.codes import DEFERRED, combine
@@ -36,8 +36,6 @@ from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds
 from passes.search.feature.setting import Setting
 from passes.shard.words import Choice
-
-IntArray = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)

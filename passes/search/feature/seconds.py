@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from cost_models.compute import ComputeDevice, FloatArray, IndexArray
+from cost_models.arrays import FloatArray
+from cost_models.compute import ComputeDevice, IndexArray
 from passes.costs.costs import GraphCosts
 
 aten = torch.ops.aten

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cost_models.compute import FloatArray
+from cost_models.arrays import FloatArray
 from passes.search.feature.bridges import BridgeTable
 from passes.search.feature.graph import Unit
 from passes.search.feature.options import Options, bytes_of

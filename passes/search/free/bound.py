@@ -11,8 +11,9 @@ import math
 
 import numpy as np
 
+from cost_models.arrays import FloatArray
 from passes.search.bound import Bound, BoundMethod
-from passes.search.free.problem import FloatArray, FreeProblem
+from passes.search.free.problem import FreeProblem
 from passes.search.free.tuning import DEFAULT
 
 

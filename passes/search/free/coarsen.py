@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from passes.search.free.problem import FloatArray, FreeProblem, IntArray, Net
+from cost_models.arrays import FloatArray, IntArray
+from passes.search.free.problem import FreeProblem, Net
 from passes.search.free.tuning import DEFAULT, FreeTuning
 
 

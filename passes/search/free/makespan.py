@@ -19,7 +19,8 @@ from functools import cached_property
 
 import numpy as np
 
-from passes.search.free.problem import BoolArray, FloatArray, IntArray
+from cost_models.arrays import FloatArray, IntArray
+from passes.search.free.problem import BoolArray
 
 RANKS = (1, 0, 2)
 """Priority of forwards, backwards and weight halves where several are ready; the lowest runs first."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cost_models.arrays import FloatArray, IntArray
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
 from cost_models.errors import InternalError
@@ -27,7 +28,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.state import owning_groups, state_readers
 from passes.search.free.coarsen import majority
 from passes.search.free.makespan import TaskGraph
-from passes.search.free.problem import FloatArray, FreeProblem, IntArray, Net
+from passes.search.free.problem import FreeProblem, Net
 from passes.search.free.tuning import DEFAULT
 from passes.search.model import LayerModel, read_model
 

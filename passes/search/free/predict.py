@@ -18,8 +18,9 @@ from functools import cached_property
 
 import numpy as np
 
+from cost_models.arrays import FloatArray, IntArray
 from passes.search.free.makespan import TaskGraph, makespan
-from passes.search.free.problem import FloatArray, FreeProblem, IntArray, evaluate, overflow_bytes
+from passes.search.free.problem import FreeProblem, evaluate, overflow_bytes
 from passes.search.free.tuning import DEFAULT, FreeTuning
 
 

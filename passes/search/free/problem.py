@@ -27,9 +27,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-FloatArray: TypeAlias = NDArray[np.float64]
+from cost_models.arrays import FloatArray
+
 BoolArray: TypeAlias = NDArray[np.bool_]
-IntArray: TypeAlias = NDArray[np.int64]
 
 MEMORY_TOLERANCE = 1e-9
 """Relative slack in memory comparisons, so that sums in another order do not change the answer."""

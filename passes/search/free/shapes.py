@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
 from cost_models.memory import state_bytes
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.search.free.problem import FloatArray
 from passes.search.free.request import FreeRequest
 from passes.search.free.splits import proportional
 from passes.search.free.tuning import FreeTuning

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
+from cost_models.arrays import FloatArray, IntArray
 from passes.lower.candidate import Origin, Trail
 from passes.search.free.makespan import TaskGraph
-from passes.search.free.problem import FloatArray, FreeProblem, IntArray
+from passes.search.free.problem import FreeProblem
 from passes.search.free.tuning import DEFAULT, FreeTuning, StartFamily
 from passes.search.heft import earliest_finish
 

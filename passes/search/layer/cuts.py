@@ -23,10 +23,11 @@ from typing import TypeAlias
 
 import numpy as np
 
+from cost_models.arrays import FloatArray, IntArray
 from passes.search.layer.devices import DeviceState, device_levels
 from passes.search.layer.problem import Held, LayerProblem
 from passes.search.layer.table import StageTable
-from passes.search.touches import BoolArray, FloatArray, IntArray
+from passes.search.touches import BoolArray
 
 LinkKey: TypeAlias = tuple[float, float]
 """(latency, seconds per byte): cuts over equal links cost the same."""

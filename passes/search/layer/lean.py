@@ -11,9 +11,9 @@ from collections import defaultdict
 
 import numpy as np
 
+from cost_models.arrays import FloatArray
 from passes.search.blocks import Blocks
 from passes.search.layer.search import LayerSearch, SolvedSplit
-from passes.search.touches import FloatArray
 
 BlocksOfStages = tuple[tuple[str, ...], ...]
 

@@ -10,13 +10,13 @@ from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 
+from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from cost_models.devices import Device
 from passes.search.layer.problem import Assignment, DevicePool, Held, Recompute
 from passes.search.layer.spaces import Space
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel
-from passes.search.touches import FloatArray
 from runtime.schedules import SCHEDULES
 
 T = TypeVar("T")

@@ -48,8 +48,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from cost_models.arrays import FloatArray
 from passes.search.layer.tuning import TUNING
-from passes.search.touches import Crossing, FloatArray, Touch
+from passes.search.touches import Crossing, Touch
 
 Assignment: TypeAlias = Literal["unordered", "ordered", "sequence"]
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from cost_models.arrays import IntArray
 from cost_models.cluster import ClusterSpec
 from passes.search.bound import simulated_lower_bound
 from passes.search.layer.dp import DpResult, solve_dp
@@ -27,7 +28,6 @@ from passes.search.layer.problem import LayerProblem, Recompute, StageSplit, eva
 from passes.search.layer.spaces import Space
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel, smallest_share
-from passes.search.touches import IntArray
 from runtime.schedules import SCHEDULES
 
 

@@ -11,12 +11,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from cost_models.arrays import FloatArray, IntArray
 from passes.graph.contraction import OpArrays, clusters, intervals, list_downsets
 from passes.search.layer.problem import LayerStructure
 from passes.search.layer.table import Geometry
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel
-from passes.search.touches import BoolArray, Crossing, FloatArray, IntArray, Touch
+from passes.search.touches import BoolArray, Crossing, Touch
 
 T = TypeVar("T")
 G = TypeVar("G", bound=Hashable)

@@ -16,9 +16,10 @@ from typing import TypeAlias
 
 import numpy as np
 
+from cost_models.arrays import FloatArray, IntArray
 from passes.search.layer.problem import Held, LayerProblem, LayerStructure
 from passes.search.layer.tuning import TUNING
-from passes.search.touches import BoolArray, FloatArray, IntArray, Touch
+from passes.search.touches import BoolArray, Touch
 
 TouchSum: TypeAlias = Callable[[FloatArray], FloatArray]
 """Sizes of storages -> bytes held by each pair's stage, shape [pairs]."""

@@ -30,9 +30,10 @@ from typing import Any, Literal
 
 import pulp
 
+from cost_models.arrays import FloatArray
 from passes.search.ilp import IntegerProgram, Variable
 from passes.search.layer.problem import LayerProblem, StageSplit, evaluate
-from passes.search.touches import FloatArray, Touch
+from passes.search.touches import Touch
 
 
 @dataclass(frozen=True)
