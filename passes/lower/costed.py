@@ -109,15 +109,16 @@ def costed_segments(
     placed = on_meshes(graph, segmentation, candidate.shardings)
     size = job.batch_size // candidate.microbatches
     meshes = {i: _on_mesh(graph, own, cluster, job, i, size) for i, own in placed.sharded.items()}
+    state = [StateBytes()] * cluster.world_size
     if len(meshes) == len(segmentation):
         segments = SegmentGraph(tuple(own.segment for own in meshes.values()), (), cluster.world_size)
     else:
+        state = list(state_of_ranks(graph, segmentation, cluster.world_size, job.optimizer, job.precision))
         plain = segments_of(graph, costs, cluster, job, candidate, segmentation)
         on_ranks = [meshes[s.index].segment if s.index in meshes else s for s in plain.segments]
         segments = replace(plain, segments=tuple(on_ranks))
     tied = list(tied_groups(graph, segmentation))
     gradients = {n: gradient_bytes(graph, n, job.precision) for group in tied for n in group.parameters}
-    state = list(state_of_ranks(graph, segmentation, cluster.world_size, job.optimizer, job.precision))
     tensors = trained_tensors(graph, segmentation, cluster.world_size)
     gather_seconds = [0.0] * cluster.world_size
     sums: dict[SumKey, SumCost] = {}
