@@ -157,7 +157,7 @@ def is_size(value: Any) -> TypeGuard[torch.SymInt | torch.SymFloat | torch.SymBo
 
 def symbolic(size: Any) -> Dim:
     """Return a size as a number or an expression."""
-    if not is_size(size):
+    if isinstance(size, int) or not is_size(size):
         dim: Dim = size
         return dim
     expression = size.node.expr
