@@ -323,7 +323,8 @@ def distinct_runner_ups(runner_ups: Sequence[RunnerUp]) -> list[RunnerUp]:
     best: dict[object, RunnerUp] = {}
     for entry in sorted(runner_ups, key=lambda entry: (not entry.fits, entry.step_seconds)):
         best.setdefault(entry.label.kind, entry)
-    return list(best.values())[:MOST_RUNNER_UPS]
+    chosen = sorted(best.values(), key=lambda entry: not entry.named)[:MOST_RUNNER_UPS]
+    return [entry for entry in best.values() if entry in chosen]
 
 
 def _notes(graph: OpGraph, recompute: str) -> tuple[str, ...]:

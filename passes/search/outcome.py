@@ -70,6 +70,8 @@ class RunnerUp:
     """Bytes that do not fit the fullest device; 0 or less if all fit."""
     bounded: bool = False
     """True where it was proved slower without a simulation."""
+    named: bool = False
+    """True for what is named however many others are faster: the plan that the search began with."""
 
     @property
     def fits(self) -> bool:

@@ -62,5 +62,5 @@ def _others(found: Sequence[Attempt], start: Outcome | None) -> tuple[RunnerUp, 
     ]
     if start is not None:
         label = Label.of_layer_wise(start.best.candidate)
-        others.append(RunnerUp.of(label, start.best))
+        others.append(replace(RunnerUp.of(label, start.best), named=True))
     return tuple(others)
