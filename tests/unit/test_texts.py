@@ -5,19 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.docstrings import docstrings, is_elliptical, slid_lines
-from benchmarks.rooms import House, make_house, read_house
+from benchmarks.rooms import FLOORS, House, make_house, read_house
 
-CLEAN = (
-    "cost_models",
-    "runtime",
-    "passes/search/cost_graph",
-    *(f"passes/{room}" for room in ("costs", "evaluate", "graph", "lower", "shard", "split", "trace")),
-    "passes/search/feature",
-    "passes/search/free",
-    "passes/search/layer",
-    "partitioner",
-)
-"""Folders whose texts are held to this."""
 HOUSE = read_house()
 
 
@@ -39,7 +28,7 @@ def _faults_of(text: str) -> list[str]:
     return opening + [f"torn from the row before: {line!r}" for line in slid_lines(text)]
 
 
-@pytest.mark.parametrize("folder", CLEAN)
+@pytest.mark.parametrize("folder", FLOORS)
 def test_texts_are_clean(folder: str) -> None:
     found = faults(HOUSE, folder)
     assert not found, "\n".join(found)
