@@ -58,6 +58,8 @@ class OnMesh:
     """Collectives inside of the segment."""
     sums: tuple[GradientSum, ...]
     """Sums of gradients after the last backward."""
+    summed_bytes: Mapping[str, int]
+    """Bytes of each gradient that ranks of the mesh sum, as a rank has it."""
     gathers: tuple[UpdateGather, ...]
     """Parameters that are put together after the update."""
     segment: Segment
@@ -131,7 +133,7 @@ def costed_segments(
                 tied.append(TiedGroup(item.parameters, ranks, item.sync.scattered))
                 sent_bytes = sum_bytes(sum(item.size_bytes), len(ranks), item.sync.scattered)
                 sums[item.parameters, tuple(sorted(ranks))] = SumCost(item.seconds, sent_bytes)
-        gradients |= _summed_bytes(own.sharded, job)
+        gradients |= own.summed_bytes
     step = StepCosts(
         state_bytes=tuple(held.total for held in state),
         optimizer_seconds=tuple(
@@ -167,19 +169,15 @@ def _on_mesh(
     """Cost the segment ``index`` as its ranks share it, in micro-batches of ``size`` samples."""
     verify_graph(sharded.graph, after="shard")
     sent = traffic(sharded, size)
-    sums = gradient_sum_costs(sharded, _summed_bytes(sharded, job), cluster)
-    gathers = update_gathers(graph, sharded, job.precision, cluster)
-    segment = replace(_segment(sharded, sent, cluster, size), index=index)
-    return OnMesh(sharded, sent, sums, gathers, segment, _state(sharded, job))
-
-
-def _summed_bytes(sharded: ShardedGraph, job: Job) -> dict[str, int]:
-    """Bytes of each gradient that ranks of the mesh sum, as a rank has it."""
-    return {
+    summed_bytes = {
         name: gradient_bytes(sharded.graph, name, job.precision)
         for group in gradient_sums(sharded)
         for name in group.parameters
     }
+    sums = gradient_sum_costs(sharded, summed_bytes, cluster)
+    gathers = update_gathers(graph, sharded, job.precision, cluster)
+    segment = replace(_segment(sharded, sent, cluster, size), index=index)
+    return OnMesh(sharded, sent, sums, summed_bytes, gathers, segment, _state(sharded, job))
 
 
 def _segment(
