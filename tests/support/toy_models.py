@@ -147,6 +147,10 @@ class RareWrites(nn.Module):
         f = torch.as_strided(e, (2, 2), (2, 1))
         f.mul_(2)
         g = (h > 0).logical_not_()
+        i = self.linear.weight * 2
+        i.fill_diagonal_(0.5)
+        i = F.alpha_dropout(F.dropout(i, 0.0, inplace=True), 0.0, inplace=True)
+        a = a @ i
         h = h + F.relu(h, inplace=False).clone().diagonal(0, 0, 1).mul_(2).sum()
         piece = torch.cat([h, h], 1)
         return (a * c).sum() + (b * e).pow(2).sum() + d.abs().sum() + f.sum() + (h * g).sum() + piece.sum()

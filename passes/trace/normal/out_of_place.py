@@ -4,6 +4,7 @@
     mm.out(a, b, out=o)          →  mm(a, b)
     copy_(x, y)                  →  y, cast to x's dtype and expanded to x's shape
     zero_(x) / fill_(x, 0)       →  zeros_like(x) / full_like(x, 0)
+    fill_diagonal_(x, 0)         →  diagonal_scatter(x, full_like(diagonal(x), 0)), for a matrix
     t_(x), unsqueeze_(x, 0), …   →  t(x), …                      (a view: nothing is written)
 
 The result always has the written tensor's dtype, as in-place ops do.
@@ -27,7 +28,12 @@ _OTHER_NAMES: dict[Any, Any] = {
     aten.floor_divide_.Tensor: aten.floor_divide.default,
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.normal_.default: aten.normal_functional.default,
+    aten.dropout_.default: aten.dropout.default,
+    aten.alpha_dropout_.default: aten.alpha_dropout.default,
+    aten.feature_dropout_.default: aten.feature_dropout.default,
+    aten.feature_alpha_dropout_.default: aten.feature_alpha_dropout.default,
 }
+"""Forms whose name or first argument's name is another one; their arguments are the same, in the same order."""
 
 
 def functional_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
@@ -63,6 +69,8 @@ def out_of_place(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], w
         return [writer.call(aten.full_like.default, args[0], args[1])]
     if target == aten.zero_.default:
         return [writer.call(aten.zeros_like.default, args[0])]
+    if target == aten.fill_diagonal_.default:
+        return _with_diagonal(*args, writer=writer, **kwargs)
     form = functional_form(target)
     if form is None:
         return None
@@ -79,6 +87,16 @@ def fitted(new: fx.Node, written: fx.Node, writer: Writer) -> fx.Node:
     """Cast ``new`` to the dtype of the tensor that it overwrites."""
     dtype = written.meta["val"].dtype
     return new if new.meta["val"].dtype == dtype else writer.call(aten.to.dtype, new, dtype)
+
+
+def _with_diagonal(
+    matrix: fx.Node, value: Any, wrap: bool = False, *, writer: Writer
+) -> list[fx.Node] | None:
+    """Make the matrix with another diagonal; None for more dimensions, and for a diagonal that starts anew below."""
+    if wrap or matrix.meta["val"].dim() != 2:
+        return None
+    diagonal = writer.call(aten.full_like.default, writer.call(aten.diagonal.default, matrix), value)
+    return [writer.call(aten.diagonal_scatter.default, matrix, diagonal)]
 
 
 def _copied(target: fx.Node, source: fx.Node, writer: Writer) -> fx.Node:

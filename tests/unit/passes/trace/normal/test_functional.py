@@ -165,7 +165,7 @@ class Refused(nn.Module):
         elif self.kind == "attribute":
             self.state.add_(1)
         elif self.kind == "fill_diagonal":
-            h = h + self.linear.weight.clone().fill_diagonal_(0).sum()
+            h = h + self.linear.weight.clone().expand(4, 4, 4).contiguous().fill_diagonal_(0).sum()
         return h.sum()
 
 
@@ -191,7 +191,9 @@ def test_every_write_that_cannot_be_rewritten_is_listed() -> None:
     class Two(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (
-                x.sum() + torch.zeros(4, 4).fill_diagonal_(1).sum() + torch.ones(4, 4).fill_diagonal_(2).sum()
+                x.sum()
+                + torch.zeros(4, 4, 4).fill_diagonal_(1).sum()
+                + torch.ones(4, 4, 4).fill_diagonal_(2).sum()
             )
 
     with pytest.raises(ModelError) as caught:
