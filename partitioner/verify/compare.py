@@ -8,10 +8,11 @@ In float64, with d the difference of two tensors and ‖·‖ the 2-norm, these 
     buffer b     ‖d‖ ≤ 1e-9 · max(‖b‖, 1)
 
 Some differences are rounding of the unpartitioned model itself, and nothing of the partition. A bias before a batch norm
-has no gradient: what backward leaves there is rounding, other rounding for every order of adding, and Adam divides it by
-as little as 1e-8. So where such a tensor differs, the unpartitioned step is made once more with the samples of each
-micro-batch in reverse order, which changes nothing but that order. What differs as little between these two steps is the
-model's own doing; the report names it.
+has no gradient: what backward leaves there is rounding, other rounding for every order of adding. Adam divides a gradient
+by as little as 1e-8, so that a parameter may differ by rounding whose gradient is small and agrees. So where such a
+gradient or any parameter differs, the unpartitioned step is made once more with the samples of each micro-batch in
+reverse order, which changes nothing but that order. What differs as little between these two steps is the model's own
+doing; the report names it.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ def rounding_only(
     norms = {name: float(gradient.to_dense().norm()) for name, gradient in expected.gradients.items()}
     most = ROUNDING * math.sqrt(sum(norm**2 for norm in norms.values()))
     suspected = [
-        c for c in differences if c.kind in ("gradient", "parameter") and norms.get(c.name, math.inf) < most
+        c
+        for c in differences
+        if c.kind == "parameter" or (c.kind == "gradient" and norms.get(c.name, math.inf) < most)
     ]
     if not suspected:
         return []

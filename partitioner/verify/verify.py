@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError, PartitionerError, UsageError, VerificationError
 from cost_models.precision import Precision
+from cost_models.units import counted
 from partitioner.models.as_graph import ModelOrTrace, as_graph
 from partitioner.models.workload import Workload, workload_of
 from partitioner.record.data import PlanData
@@ -230,8 +231,8 @@ def _without_rounding(
         return found, []
     names = sorted({c.name for c in rounding})
     note = (
-        f"{len(names)} parameters have no gradient but rounding ({names[0]}{', …' if len(names) > 1 else ''}): they "
-        "differ by no more than the unpartitioned model does with its samples in another order"
+        f"{counted(len(names), 'parameter')} ({names[0]}{', …' if len(names) > 1 else ''}) by rounding alone: not more "
+        "than the unpartitioned model differs with its samples in another order"
     )
     return [c for c in found if c not in rounding], [note]
 

@@ -33,5 +33,10 @@ def test_what_another_order_does_not_change_is_a_difference() -> None:
     assert left_out(step(1e-13, 1e-8), step(1e-5, -1e-3), step(5e-13, -2e-8)) == set()
 
 
+def test_a_parameter_whose_small_gradient_agrees_may_differ_by_rounding() -> None:
+    assert left_out(step(1e-3, 1e-8), step(1e-3, 3e-8), step(1e-3, -1e-8)) == {"parameter bias"}
+    assert left_out(step(1e-3, 1e-8), step(1e-3, 3e-6), step(1e-3, 2e-8)) == set()
+
+
 def test_a_tensor_with_a_gradient_is_never_rounding() -> None:
     assert left_out(step(1.0, 1e-8), step(1.1, 1e-8), step(1.1, 1e-8)) == set()
