@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import copy_graph, replaced
 from passes.graph.recomputed import draws_random_numbers
+from runtime.ops.opaque import Opaque
 
 _PROBABILITY_NAMES = ("p", "dropout_p", "dropout")
 _DROPPING_OPS = ("dropout", "attention", "lstm", "gru", "rnn")
@@ -83,7 +84,10 @@ class DropoutOff(TorchFunctionMode):
 
 
 def _set_probability(node: fx.Node) -> bool:
-    """Write 0.0 over the op's dropout probability; False if it has none."""
+    """Write 0.0 over the op's dropout probability; False if it has none. An opaque part's own code runs without."""
+    if isinstance(node.target, Opaque):
+        node.target = node.target.within(DropoutOff, "without dropout")
+        return True
     assert isinstance(node.target, torch._ops.OpOverload)
     if not any(name in node.target._schema.name for name in _DROPPING_OPS):
         return False

@@ -6,6 +6,7 @@ by float64, so no cast rounds, and the graph keeps the very ops that were planne
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from cost_models.precision import Precision
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import copy_graph
+from runtime.ops.opaque import Opaque
 
 WIDE = {
     torch.float32: torch.float64,
@@ -61,6 +63,8 @@ def in_float64(graph: OpGraph) -> OpGraph:
     for node in module.graph.nodes:
         node.meta = {**node.meta, "val": _wide_value(node.meta.get("val"))}
         if node.op == "call_function":
+            if isinstance(node.target, Opaque):
+                node.target = _wide_part(node.target)
             node.args = map_aggregate(node.args, widened)
             node.kwargs = map_aggregate(node.kwargs, widened)
     module.recompile()
@@ -75,6 +79,16 @@ def in_float64(graph: OpGraph) -> OpGraph:
         parameters={n: replace(s, dtype=widened(s.dtype)) for n, s in graph.parameters.items()},
         buffers={n: replace(s, dtype=widened(s.dtype)) for n, s in graph.buffers.items()},
     )
+
+
+def _wide_part(opaque: Opaque) -> Opaque:
+    """Let the user's own code compute in float64, as the eager reference does."""
+    target = opaque.code.target
+    if isinstance(target, nn.Module):
+        target = widen_module(copy.deepcopy(target))
+    results = tuple(replace(result, dtype=widened(result.dtype)) for result in opaque.results)
+    wide = replace(opaque, code=replace(opaque.code, target=target), results=results)
+    return wide.within(float64_by_default, "wide").within(Float64, "float64")
 
 
 def _wide_value(value: Any) -> Any:

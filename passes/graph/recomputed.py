@@ -16,6 +16,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.nodes import argument
 from passes.graph.state import mutable_buffers
 from runtime.ops.local import run_local
+from runtime.ops.opaque import Opaque
 
 MAX_FLOPS_PER_ELEMENT = 512
 """The most terms per output element of a contraction that still counts as cheap.
@@ -49,6 +50,8 @@ def draws_random_numbers(node: fx.Node) -> bool:
     """Tell whether running the op twice may give two results (dropout in training, rand, bernoulli)."""
     if node.target is run_local:  # (function, op, roles, the op's own arguments …)
         return node.args[0] == "random"
+    if isinstance(node.target, Opaque):
+        return node.target.random
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if torch.Tag.nondeterministic_seeded not in node.target.tags:
@@ -59,6 +62,8 @@ def draws_random_numbers(node: fx.Node) -> bool:
 
 
 def _is_light(node: fx.Node) -> bool:
+    if isinstance(node.target, Opaque):
+        return False
     name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
     name = name.split("::")[-1]
     if any(heavy in name for heavy in _HEAVY):

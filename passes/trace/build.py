@@ -31,6 +31,8 @@ from passes.trace.export import OutputRecord
 from passes.trace.names import StateNames
 from passes.trace.normal.functional import functionalize
 from passes.trace.normal.simplify import simplify
+from passes.trace.opaque.cross import restore
+from runtime.ops.opaque import Opaque
 
 _PREFIX = "model."
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -71,6 +73,7 @@ def convert(
     fake_mode: FakeTensorMode,
     leaf_names: tuple[str, ...],
     model: nn.Module,
+    opaque: Mapping[str, Opaque],
 ) -> Converted:
     """Name inputs, merge ties, run ``simplify``, ``functionalize`` and ``canonical_sizes``, note where every node comes
     from.
@@ -83,6 +86,7 @@ def convert(
     stands_for = _merge_ties(module.graph, stands_for)
     _check_output_kinds(program)
     module = simplify(module)
+    restore(module.graph, opaque)
     buffers = {i.node: i.name for i in stands_for.values() if i.kind == "buffer"}
     module, written = functionalize(module, buffers)
     _annotate(module.graph, fake_mode, model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from cost_models.errors import ModelError
+from passes.trace.opaque.refused import LOSS, PartError
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 OURS = str(Path(__file__).parents[1]) + os.sep
@@ -83,7 +84,7 @@ def model_error(error: Exception, model: nn.Module, model_name: str) -> ModelErr
     where = next(filter(None, (_location(e, model) for e in chain)), "")
     message = f"{type(error).__name__}: {_first_line(chain[-1])}"
     because = [text for text in (where, message, advice.reason) if text]
-    return ModelError(f"cannot trace {model_name}", because, advice.suggestions)
+    return PartError(f"cannot trace {model_name}", because, advice.suggestions, _modules(chain, model))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -99,6 +100,22 @@ def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = (lines[0] if lines else "no message")[:_MESSAGE_CHARACTERS]
     return _SYMBOL.sub("batch", text)
+
+
+def _modules(chain: Iterable[BaseException], model: nn.Module) -> list[str]:
+    """Return the path of the innermost module whose code failed; the loss function's name if it did."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    for error in chain:
+        module = None
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module) and id(owner) in paths:
+                module = paths[id(owner)]
+            elif frame.f_code.co_name == "loss_and_metrics":
+                module = LOSS
+        if module is not None:
+            return [module]
+    return []
 
 
 def _location(error: BaseException, model: nn.Module) -> str:

@@ -16,6 +16,7 @@ from torch import fx
 
 from passes.graph.graph import StateSpec
 from passes.trace.build import Converted
+from runtime.ops.opaque import Opaque
 
 
 def fingerprint(
@@ -36,7 +37,8 @@ def fingerprint(
         text.index[node] = position[node.name] = index
         if node.op == "output":
             continue
-        what = stands_for.get(node.name, str(node.target))
+        target = node.target.text if isinstance(node.target, Opaque) else str(node.target)
+        what = stands_for.get(node.name, target)
         arguments = [text.of(a) for a in node.args]
         arguments += [f"{k}={text.of(v)}" for k, v in sorted(node.kwargs.items()) if k != "device"]
         digest.update(f"{node.op} {what}({','.join(arguments)})->{text.of(node.meta.get('val'))}\n".encode())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import sympy
@@ -31,17 +31,20 @@ from passes.trace.batch import (
     tile,
 )
 from passes.trace.batch_symbols import Settled, batch_spec, check_guards, check_known, merge, settle, size_of
-from passes.trace.build import convert, leaf_nodes
+from passes.trace.build import Converted, convert, leaf_nodes
 from passes.trace.errors import model_error
 from passes.trace.export import LossFunction, ModelWithLoss, export
 from passes.trace.fingerprint import fingerprint
 from passes.trace.loss.reduction import LossReduction, checked_reduction, reduce_loss
-from passes.trace.names import frozen_modules, state_names
+from passes.trace.names import StateNames, frozen_modules, state_names
+from passes.trace.opaque.cross import Crossing, NeedsSamples
+from passes.trace.opaque.parts import Parts
+from passes.trace.opaque.refused import PartError
+from passes.trace.opaque.samples import samples_of
 from passes.trace.precision import refuse_mixed_types
 from passes.trace.watch import (
     caching_off,
     export_fake_mode,
-    refuse_own_backwards,
     state_as_traced,
     torch_quiet,
     training_mode,
@@ -49,6 +52,7 @@ from passes.trace.watch import (
     watch_gradient_hooks,
 )
 from passes.trace.wrappers import refuse_data_parallel, unwrapped
+from runtime.segment.code import BatchSpec
 
 __all__ = ["trace"]
 
@@ -65,6 +69,7 @@ def trace(
     dynamic_dims: Mapping[str, Sequence[int]] | None = None,
     precision: Precision | None = None,
     loss_reduction: LossReduction | None = None,
+    opaque: Sequence[str] = (),
     name: str | None = None,
 ) -> OpGraph:
     """Trace ``model`` on ``example_inputs`` into an OpGraph whose batch size is a symbol.
@@ -87,6 +92,9 @@ def trace(
     ``loss_reduction``: the way from micro-batches' losses to the batch's, "mean", "sum" or "token_mean"; that of the
     loss's own form if not given (``passes.trace.loss.reduction``).
 
+    ``opaque``: paths of modules that run whole, their own code as it is, as one op each (``*`` as in file names; "loss" is
+    the loss function). What cannot be traced, and every custom ``autograd.Function``, becomes such an op by itself.
+
     The model may be on the meta device. Nothing of it is copied or changed.
     """
     model, compiled = unwrapped(model)
@@ -100,6 +108,7 @@ def trace(
             f"cannot trace {model_name}", ["example_inputs holds no tensor"], ["pass an example batch"]
         )
     state = state_names(model)
+    parts = Parts.chosen(model, loss_fn, opaque)
     subject = _Subject(
         model,
         batch,
@@ -109,6 +118,7 @@ def trace(
         model_name,
         _dynamic(leaves, dynamic_dims or {}),
         Precision.checked(precision),
+        parts.crossing(),
     )
     notes: list[str] = [] if compiled is None else [compiled]
     checkpointing: list[str] = []
@@ -117,17 +127,13 @@ def trace(
         changes.enter_context(caching_off(model, notes))
         changes.enter_context(watch_checkpointing(model, checkpointing))
         changes.enter_context(watch_gradient_hooks(model, notes))
-        exported, symbol, remarks = _trace_batch_dims(subject, batch_dims)
-    notes += remarks
+        traced = _trace_parts(subject, parts, batch_dims, state)
+    exported, spec, converted = traced.exported, traced.spec, traced.converted
+    notes += traced.remarks
     notes += [
         f"forward changes the Python number {changed}; the traced graph keeps what its first call saw"
         for changed in exported.module.record.changed
     ]
-    spec = batch_spec(exported.settled.dims, symbol, exported.leaves)
-    converted = convert(
-        exported.program, exported.module.record, state, exported.fake_mode, tuple(leaves), model
-    )
-    check_known(converted.module.graph, spec)
     if not any(placeholder.kind == "batch" for placeholder in converted.inputs):
         raise ModelError(
             f"nothing that {model_name} computes depends on the batch",
@@ -249,6 +255,7 @@ class _Subject:
     model_name: str
     dynamic: Mapping[str, frozenset[int]]
     precision: Precision
+    crossing: Crossing
 
 
 @dataclass(frozen=True)
@@ -261,6 +268,44 @@ class _Exported:
     leaves: Mapping[str, fx.Node]
     settled: Settled
     batch_size: int
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """The export that was chosen, and the graph made of it."""
+
+    exported: _Exported
+    spec: BatchSpec
+    converted: Converted
+    remarks: list[str]
+
+
+def _trace_parts(
+    subject: _Subject, parts: Parts, overrides: Mapping[str, int | None] | None, state: StateNames
+) -> _Traced:
+    """Trace again and again, with one more opaque part each time, until nothing is left that cannot be traced."""
+    while True:
+        try:
+            exported, symbol, remarks = _trace_batch_dims(subject, overrides)
+            spec = batch_spec(exported.settled.dims, symbol, exported.leaves)
+            calls = subject.crossing.calls
+            converted = convert(
+                exported.program,
+                exported.module.record,
+                state,
+                exported.fake_mode,
+                tuple(subject.leaves),
+                subject.model,
+                calls,
+            )
+            check_known(converted.module.graph, spec)
+            return _Traced(exported, spec, converted, remarks + parts.notes(calls.values()))
+        except PartError as error:
+            parts = parts.enlarged(error)
+        except NeedsSamples as needed:
+            guess = next(iter(batch_dim_candidates(subject.leaves, overrides)))
+            parts = samples_of(parts, needed, subject.crossing, subject.batch, guess)
+        subject = replace(subject, crossing=parts.crossing())
 
 
 _TracedExport: TypeAlias = tuple[_Exported, sympy.Symbol, list[str]]
@@ -312,7 +357,8 @@ def _export(subject: _Subject, guess: BatchDims) -> _Exported:
     }
     remaining = iter(leaves.values())
     batch = map_tensors(subject.batch, lambda path, old: next(remaining))
-    module = ModelWithLoss(subject.model, batch, subject.loss_fn, subject.training, subject.precision)
+    loss_fn = subject.crossing.loss_function(subject.loss_fn)
+    module = ModelWithLoss(subject.model, batch, loss_fn, subject.training, subject.precision)
     fake_mode = export_fake_mode()
     symbolic = _open_dims(subject, guess)
     try:
@@ -321,10 +367,10 @@ def _export(subject: _Subject, guess: BatchDims) -> _Exported:
             torch.enable_grad(),
             torch_quiet(),
             state_as_traced(subject.model, fake_mode, subject.precision),
-            refuse_own_backwards() if subject.training else contextlib.nullcontext(),
+            subject.crossing.active(),
         ):
             program = export(module, leaves, symbolic, fake_mode)
-    except PartitionerError:
+    except (PartitionerError, NeedsSamples):
         raise
     except Exception as error:
         raise model_error(error, subject.model, subject.model_name) from error

@@ -78,79 +78,6 @@ def state_as_traced(model: nn.Module, fake_mode: FakeTensorMode, precision: Prec
 
 
 @contextlib.contextmanager
-def refuse_own_backwards() -> Iterator[None]:
-    """Refuse custom ``autograd.Function``s on the way to the loss: export sees their forward and loses their backward.
-
-    Gradients that forward asks autograd for are refused as well: what they trace is not what they compute.
-    """
-    seen: dict[str, None] = {}
-    inner: dict[str, None] = {}
-    original = torch.autograd.Function.__dict__["apply"].__func__
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        result = original(cls, *args, **kwargs)
-        results = result if isinstance(result, list | tuple) else (result,)
-        if not cls.__module__.startswith("torch.") and any(
-            isinstance(item, Tensor) and item.requires_grad for item in results
-        ):
-            seen.setdefault(f"{cls.__module__}.{cls.__qualname__}, applied in {_caller()}")
-        return result
-
-    def inside(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            inner.setdefault(f"{original.__module__}.{original.__name__}, called in {_caller()}")
-            return original(*args, **kwargs)
-
-        return call
-
-    try:
-        with (
-            mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
-            mock.patch.object(torch.autograd, "grad", inside(torch.autograd.grad)),
-            mock.patch.object(torch.func, "grad", inside(torch.func.grad)),
-        ):
-            yield
-    except PartitionerError:
-        raise  # says what is wrong already
-    except Exception as error:
-        if inner:  # most likely what went wrong; what was raised is told as well
-            lines = str(error).splitlines() or ["no message"]
-            raise _asks_for_gradients(
-                [*inner, f"tracing then ended with {type(error).__name__}: {lines[0]}"]
-            ) from error
-        raise
-    if inner:
-        raise _asks_for_gradients(list(inner))
-    if seen:
-        raise ModelError(
-            "the backward of a custom torch.autograd.Function is lost in the traced graph",
-            list(seen),
-            [
-                "write its forward with differentiable operations, and let autograd make the backward",
-                "a straight-through estimate of f(x): x + (f(x) - x).detach()",
-                "a gradient times c: c * x + ((1 - c) * x).detach()",
-            ],
-        )
-
-
-def _asks_for_gradients(because: list[str]) -> ModelError:
-    return ModelError(
-        "forward asks for gradients itself, which the traced graph cannot hold",
-        because,
-        ["write the derivative out in tensor operations"],
-    )
-
-
-def _caller() -> str:
-    """Return "file.py:line" of the innermost frame that is neither torch's nor ours."""
-    hidden = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(hidden):
-            return f"{Path(frame.filename).name}:{frame.lineno}"
-    return "an unknown place"
-
-
-@contextlib.contextmanager
 def torch_quiet() -> Iterator[None]:
     """Keep torch's own reports of a failed export (warnings, log records, whole graphs on stderr) to our
     debug log.
@@ -230,7 +157,7 @@ def watch_gradient_hooks(model: nn.Module, notes: list[str]) -> Iterator[None]:
     original = Tensor.register_hook
 
     def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-        seen.append(f"a tensor in {_caller()}")
+        seen.append(f"a tensor in {caller()}")
         return original(tensor, hook)  # type: ignore[no-untyped-call]
 
     with mock.patch.object(Tensor, "register_hook", register_hook):

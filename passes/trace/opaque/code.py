@@ -1,0 +1,147 @@
+"""The user's code of an opaque part, taken out of the model: a module without its tensors, a function, a Function."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+import os
+import pickle
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.trace.opaque.sizes import Unfit
+from runtime.ops.opaque import Code
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, type)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part's code, and what is said of it. ``text``: the same for equal code in every process."""
+
+    name: str
+    code: Code
+    source: str
+    text: str
+    baked: tuple[Any, ...] = ()
+
+
+def of_module(name: str, module: nn.Module, model: nn.Module) -> Part:
+    """Copy a module of ``model`` without its tensors: they become arguments of the op."""
+    own = _names(module)
+    twins: dict[int, Any] = {id(tensor): _twin(tensor) for tensor, _ in own}
+    for inner in module.modules():  # left there by a forward before, as the old weight_norm does
+        for value in vars(inner).values():
+            if isinstance(value, Tensor) and not value.is_leaf:
+                twins[id(value)] = value.detach().clone()
+    others = {
+        id(tensor): path
+        for path, tensor in (*model.named_parameters(), *model.named_buffers())
+        if id(tensor) not in twins
+    }
+    try:
+        skeleton = copy.deepcopy(module, twins)
+    except (TypeError, RuntimeError, AttributeError, ValueError) as error:
+        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
+    foreign = [path for key, path in others.items() if key in twins]
+    if foreign:
+        raise Unfit(f"it uses {foreign[0]}, which belongs to another module")
+    state = tuple(tuple(names) for _, names in own)
+    text = f"{type(module).__module__}.{type(module).__qualname__} {_ADDRESS.sub('', repr(module))} {state}"
+    return Part(name, Code(skeleton, state), source_of(type(module).forward), text)
+
+
+def state_of(code: Code, module: nn.Module) -> list[Tensor]:
+    """Return the tensors that the live module holds in the places of the code's state."""
+    tables = {**dict(module.named_parameters(remove_duplicate=False))}
+    tables.update(module.named_buffers(remove_duplicate=False))
+    return [tables[names[0]] for names in code.state]
+
+
+def of_function(name: str, function: Any) -> Part:
+    """Take a function of tensors, or a class of ``torch.autograd.Function``."""
+    for held in _captured(function):
+        if isinstance(held, nn.Module) and any(True for _ in held.parameters()):
+            raise Unfit(f"it uses the module {type(held).__name__} that is not among its arguments")
+        if isinstance(held, Tensor) and held.requires_grad:
+            raise Unfit("it uses a tensor with a gradient that is not among its arguments")
+    called = function.forward if isinstance(function, type | nn.Module) else function
+    module = type(function) if isinstance(function, nn.Module) else function
+    where = getattr(module, "__qualname__", type(module).__qualname__)
+    text = f"{getattr(module, '__module__', '')}.{where}"
+    if isinstance(function, nn.Module):
+        function = copy.deepcopy(function)
+    return Part(name, Code(function), source_of(called), text)
+
+
+def _captured(function: Any) -> Iterable[Any]:
+    if isinstance(function, type):
+        return
+    yield getattr(function, "__self__", function if isinstance(function, nn.Module) else None)
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
+
+
+def _names(module: nn.Module) -> list[tuple[Tensor, list[str]]]:
+    """List every parameter, then every buffer, with all its names."""
+    found: dict[int, tuple[Tensor, list[str]]] = {}
+    parameters = module.named_parameters(remove_duplicate=False)
+    for name, tensor in (*parameters, *module.named_buffers(remove_duplicate=False)):
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
+
+
+def _twin(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="meta").detach()
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def checked_argument(value: Any) -> Any:
+    """Return an argument that is no tensor, if it hides none; else raise Unfit."""
+    if not isinstance(value, _PLAIN) and _holds_tensors(value, set()):
+        raise Unfit(f"it is given a {type(value).__name__}, which holds tensors")
+    return value
+
+
+def _holds_tensors(value: Any, seen: set[int]) -> bool:
+    if isinstance(value, _PLAIN) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        return True
+    if isinstance(value, nn.Module):
+        return any(True for _ in (*value.parameters(), *value.buffers()))
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(item, seen) for item in value.values())
+    if isinstance(value, list | tuple | set):
+        return any(_holds_tensors(item, seen) for item in value)
+    return any(_holds_tensors(item, seen) for item in getattr(value, "__dict__", {}).values())
+
+
+def without_addresses(text: str) -> str:
+    """Return a text of objects as every process would write it."""
+    return _ADDRESS.sub("", text)
+
+
+def identity_of(name: str, *content: Any) -> str:
+    """Return what equal parts share: a digest of their pickled code; of what cannot be pickled, the name."""
+    try:
+        return hashlib.sha256(pickle.dumps(content)).hexdigest()
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, NotImplementedError):
+        return f"{name} {id(content[0])}"
+
+
+def source_of(function: Any) -> str:
+    """Return "file.py:line" of a function's definition; "?" if Python does not know."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return f"{os.path.basename(code.co_filename)}:{code.co_firstlineno}" if code is not None else "?"

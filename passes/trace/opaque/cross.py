@@ -1,0 +1,377 @@
+"""Opaque parts on their way through ``torch.export``: one custom op per call, replaced by the part's own op afterwards.
+
+    export sees      partitioner::opaque([x, weight, running_mean], "encoder.ctc#0") -> Tensor[]
+    graph has        opaque_encoder_ctc = opaque(encoder.ctc)(x, weight, running_mean)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from passes.graph.nodes import is_size, symbolic
+from passes.graph.signatures import concrete
+from passes.trace.opaque.code import (
+    Part,
+    checked_argument,
+    identity_of,
+    of_function,
+    of_module,
+    state_of,
+    without_addresses,
+)
+from passes.trace.opaque.mark import ACTIVE
+from passes.trace.opaque.refused import LOSS, PartError, innermost_module, refuse_inner_gradients
+from passes.trace.opaque.sizes import Observed, Unfit, fit, observe_fake, observe_real, points
+from runtime.ops.opaque import Baked, Opaque, Result, Size, Slot, Variable
+
+_CALLS: dict[str, Opaque] = {}
+"""The op of each call in the traces that are under way, by the key in its node."""
+
+
+@torch.library.custom_op(
+    "partitioner::opaque", mutates_args=(), schema="(Tensor[] tensors, str key) -> Tensor[]"
+)
+def _crossing(tensors: list[Tensor], key: str) -> list[Tensor]:
+    return list(_CALLS[key](*tensors))
+
+
+@_crossing.register_fake
+def _shapes(tensors: list[Tensor], key: str) -> list[Tensor]:
+    return list(_CALLS[key].shapes(tensors))
+
+
+def _never(ctx: Any, *gradients: Any) -> Any:
+    raise NotImplementedError("a trace runs no backward")
+
+
+_crossing.register_autograd(_never)
+
+
+@dataclass
+class Crossing:
+    """The opaque parts of one trace: ``modules``, by path, and the calls of Functions and decorated functions.
+
+    ``samples``: real arguments of each part's calls, by the part's name, call by call: lists of them, of batches of one,
+    two and three times the size, and of one that repeats a sample.
+    """
+
+    model: nn.Module
+    modules: Mapping[str, Part]
+    loss: Part | None = None
+    samples: Mapping[str, Sequence[Sequence[Sequence[Tensor]]]] = field(default_factory=dict)
+    calls: dict[str, Opaque] = field(default_factory=dict)
+    _count: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module, paths: Sequence[str], loss_fn: Any, opaque_loss: bool) -> Crossing:
+        """Take the code of the modules at ``paths``, and of the loss function if it is opaque."""
+        parts = {}
+        for path in paths:
+            try:
+                parts[path] = of_module(path, model.get_submodule(path), model)
+            except Unfit as error:
+                raise _unfit(path, str(error), model, path) from error
+        try:
+            loss = of_function(LOSS, loss_fn) if opaque_loss else None
+        except Unfit as error:
+            raise _unfit(LOSS, str(error), model, None) from error
+        return cls(model, parts, loss)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Let calls of the parts cross as single ops."""
+        self._count.clear()
+        with contextlib.ExitStack() as stack:
+            for path, part in self.modules.items():
+                module = self.model.get_submodule(path)
+                stack.enter_context(mock.patch.dict(module.__dict__, {"forward": self._stand_in(module, part)}))
+            stack.enter_context(
+                mock.patch.object(torch.autograd.Function, "apply", classmethod(self._applied()))
+            )
+            stack.enter_context(mock.patch.object(ACTIVE, "cross", self._function))
+            stack.enter_context(refuse_inner_gradients(self.model))
+            try:
+                yield
+            finally:
+                for key in self.calls:
+                    _CALLS.pop(key, None)
+
+    def loss_function(self, loss_fn: Any) -> Any:
+        """Return what stands for the loss function while the model is traced."""
+        part = self.loss
+        if part is None:
+            return loss_fn
+        return lambda output, batch: self._cross(part, [], (output, batch), {}, None)
+
+    def _stand_in(self, module: nn.Module, part: Part) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self._cross(part, state_of(part.code, module), args, kwargs, part.name)
+
+        return forward
+
+    def _applied(self) -> Callable[..., Any]:
+        original = torch.autograd.Function.__dict__["apply"].__func__
+
+        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            differentiated = any(
+                isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))
+            )
+            own = cls.__module__.startswith("torch.") or ACTIVE.cross is None
+            if own or not differentiated or not torch.is_grad_enabled():
+                return original(cls, *args, **kwargs)
+            return self._function(cls, args, kwargs)
+
+        return apply
+
+    def _function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inside = innermost_module(self.model)
+        name = ".".join(filter(None, (inside, getattr(function, "__name__", "function"))))
+        try:
+            part = of_function(name, function)
+        except Unfit as error:
+            raise _unfit(name, str(error), self.model, inside) from error
+        return self._cross(part, [], args, kwargs, inside)
+
+    # ---------------------------------------------------------------------------------------------
+    # One call
+
+    def _cross(
+        self,
+        part: Part,
+        state: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inside: str | None,
+    ) -> Any:
+        """Put one call into the trace. ``inside``: path of the module that is opaque if this call cannot be."""
+        call = self._count.get(part.name, 0)
+        self._count[part.name] = call + 1
+        try:
+            opaque, given, seen = self._opaque(part, state, args, kwargs, call)
+        except Unfit as error:
+            raise _unfit(part.name, f"{error} ({part.source})", self.model, inside) from error
+        key = f"{part.name}#{call}"
+        self.calls[key] = _CALLS[key] = opaque
+        results: list[Tensor] = torch.ops.partitioner.opaque(given, key)
+        count = len(results) - len(opaque.written)
+        first = len(given) - len(state)
+        for index, new in zip(opaque.written, results[count:], strict=True):
+            with torch.no_grad() if index >= first else contextlib.nullcontext():
+                given[index].copy_(new)
+        outputs = iter(
+            result if differentiable or not result.is_floating_point() else result.detach()
+            for result, differentiable in zip(results[:count], seen.differentiable, strict=True)
+        )
+        numbers = opaque.numbers(given)
+        others = iter(seen.others)
+        leaves = []
+        for is_tensor in seen.tensors:
+            if is_tensor:
+                leaves.append(next(outputs))
+                continue
+            other = next(others)
+            leaves.append(other.of(numbers) if isinstance(other, Size) else other)
+        return pytree.tree_unflatten(leaves, seen.structure)
+
+    def _opaque(
+        self, part: Part, state: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], call: int
+    ) -> tuple[Opaque, list[Tensor], Observed]:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        inputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+        if not inputs:
+            raise Unfit("it is given no tensor")
+        given = [*inputs, *state]
+        symbols = _variables(inputs)
+        place = {id(tensor): index for index, tensor in enumerate(inputs)}
+        arguments: list[Slot | Size | Baked] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                arguments.append(Slot(place[id(leaf)]))
+            elif is_size(leaf):
+                arguments.append(_size_of(leaf, symbols))
+            else:
+                arguments.append(Baked(checked_argument(leaf)))
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        values = [a.value for a in arguments if isinstance(a, Baked)]
+        opaque = Opaque(
+            name=part.name,
+            source=part.source,
+            code=part.code,
+            arguments=tuple(arguments),
+            structure=structure,
+            variables=tuple(variable for variable, _ in symbols.values()),
+            results=(),
+            written=(),
+            random=False,
+            autocast=autocast,
+            text=f"opaque {part.text} {without_addresses(repr(values))} {autocast}",
+            identity="",
+        )
+        found = self._measured(opaque, given, symbols, call)
+        results, seen = found
+        opaque = replace(
+            opaque,
+            results=(*results, *(_as_given(given[index], symbols) for index in seen.written)),
+            written=seen.written,
+            random=seen.random,
+        )
+        content = (part.code.target, part.code.state, opaque.arguments, structure, opaque.results, autocast)
+        return replace(opaque, identity=identity_of(part.name, *content)), given, seen
+
+    def _measured(
+        self, opaque: Opaque, given: Sequence[Tensor], symbols: _Symbols, call: int
+    ) -> tuple[list[Result], Observed]:
+        """Run the part at several sizes: on fake tensors, else on real arguments of that call."""
+        base = tuple(number for _, number in symbols.values())
+
+        def shapes(point: tuple[int, ...]) -> list[list[int]]:
+            sizes = dict(zip(symbols, point, strict=True))
+            return [[concrete(symbolic(d), sizes) for d in tensor.shape] for tensor in given]
+
+        try:
+            seen = {point: observe_fake(opaque, shapes(point), given) for point in points(base)}
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything on fake tensors
+            samples = self.samples.get(opaque.name)
+            if samples is None:
+                raise NeedsSamples(opaque.name, error) from error
+            if len(base) > 1:
+                raise Unfit("it runs on real tensors only, and several sizes of the batch are open") from error
+            seen = self._measured_real(opaque, samples[call], given, base)
+        first = seen[base]
+        _check(seen.values(), given, len(given) - len(opaque.code.state))
+        results = [
+            Result(tuple(fit({p: o.shapes[i][d] for p, o in seen.items()}, base) for d in range(len(shape))), dtype)
+            for i, (shape, dtype) in enumerate(zip(first.shapes, first.dtypes, strict=True))
+        ]
+        others = []
+        for i, other in enumerate(first.others):
+            values = {p: o.others[i] for p, o in seen.items()}
+            if all(value == other for value in values.values()):
+                others.append(checked_argument(other))
+            elif all(type(value) is int for value in values.values()):
+                others.append(fit(values, base))
+            else:
+                raise Unfit(f"it returns a {type(other).__name__} that changes with the batch size")
+        return results, replace(first, others=tuple(others))
+
+    def _measured_real(
+        self,
+        opaque: Opaque,
+        sample: Sequence[Sequence[Tensor]],
+        given: Sequence[Tensor],
+        base: tuple[int, ...],
+    ) -> dict[tuple[int, ...], Observed]:
+        def observed(tensors: Sequence[Tensor]) -> Observed:
+            own = [
+                t.detach().to(like.dtype).requires_grad_(like.requires_grad)
+                for t, like in zip(tensors, given, strict=True)
+            ]
+            try:
+                return observe_real(opaque, own)
+            except Exception as error:
+                lines = str(error).splitlines() or ["no message"]
+                raise Unfit(f"its code fails ({type(error).__name__}: {lines[0]})") from error
+
+        *grown, repeated = [observed(tensors) for tensors in sample]
+        if repeated.shapes != grown[0].shapes:
+            raise Unfit("a size of its output depends on the numbers in its inputs")
+        return dict(zip(points(base), grown, strict=False))
+
+
+class NeedsSamples(Exception):
+    """Raised where a part runs on real tensors only, and none are there: ``name``, and why it did not run on fake ones."""
+
+    def __init__(self, name: str, error: BaseException) -> None:
+        super().__init__(name)
+        self.name, self.error = name, error
+
+
+_Symbols = dict[sympy.Symbol, tuple[Variable, int]]
+"""The open sizes of a call: where each is read, and its number in the example."""
+
+
+def _variables(inputs: Sequence[Tensor]) -> _Symbols:
+    """Find, for each symbol in the inputs' sizes, a size that is a multiple of it alone."""
+    found: _Symbols = {}
+    wanted: set[sympy.Symbol] = set()
+    for index, tensor in enumerate(inputs):
+        for dim, size in enumerate(tensor.shape):
+            expression = symbolic(size)
+            if not isinstance(expression, sympy.Basic):
+                continue
+            wanted |= expression.free_symbols  # type: ignore[arg-type]
+            factor, symbol = expression.as_coeff_Mul()
+            if isinstance(symbol, sympy.Symbol):
+                known = found.get(symbol)
+                if known is None or factor < known[0].divisor:
+                    divisor = int(factor)
+                    found[symbol] = (Variable(index, dim, divisor), int(size.node.hint) // divisor)
+    missing = wanted - found.keys()
+    if missing:
+        raise Unfit(f"the sizes of its inputs are combined ({', '.join(map(str, missing))} stands nowhere alone)")
+    return found
+
+
+def _size_of(number: Any, symbols: _Symbols) -> Size:
+    """Return a symbolic argument as a polynomial of the variables."""
+    expression = sympy.sympify(symbolic(number))
+    if not expression.free_symbols <= symbols.keys():
+        raise Unfit(f"it is given the number {expression}, which its tensors' sizes do not tell")
+    base = tuple(value for _, value in symbols.values())
+    seen = {
+        point: int(expression.subs(dict(zip(symbols, point, strict=True)))) for point in points(base)
+    }
+    return fit(seen, base)
+
+
+def _as_given(tensor: Tensor, symbols: _Symbols) -> Result:
+    constant = [Size(((int(d), ()),)) if isinstance(d, int) else _size_of(d, symbols) for d in tensor.shape]
+    return Result(tuple(constant), tensor.dtype)
+
+
+def _check(seen: Any, given: Sequence[Tensor], inputs: int) -> None:
+    first, *rest = seen
+    for other in rest:
+        if (other.structure, other.dtypes, [len(s) for s in other.shapes]) != (
+            first.structure,
+            first.dtypes,
+            [len(s) for s in first.shapes],
+        ):
+            raise Unfit("what it returns changes with the size of the batch")
+    if any(isinstance(given[i], nn.Parameter) or given[i].requires_grad for i in first.written if i >= inputs):
+        raise Unfit("it writes a parameter")
+
+
+def _unfit(name: str, why: str, model: nn.Module, inside: str | None) -> PartError:
+    larger = [inside.rpartition(".")[0] if inside == name else inside] if inside is not None else []
+    if inside is None and name != LOSS:
+        larger = [LOSS]
+    return PartError(
+        f"{name} cannot run as one opaque op",
+        [why],
+        ["opaque=[a larger module] keeps what is inside it out of the plan"],
+        larger,
+    )
+
+
+def restore(graph: fx.Graph, calls: Mapping[str, Opaque]) -> None:
+    """Replace the custom ops by the opaque ops that they stand for."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.partitioner.opaque.default:
+            tensors, key = node.args
+            opaque = calls[str(key)]
+            with graph.inserting_before(node):
+                new = graph.call_function(opaque, tuple(tensors))
+            new.meta.update(node.meta)
+            new.meta["source"] = opaque.source
+            node.replace_all_uses_with(new)
+            graph.erase_node(node)

@@ -1,0 +1,94 @@
+"""Which parts of a model are opaque: those named by hand or decorated, and those that turned out to be untraceable."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor, nn
+
+from cost_models.errors import UsageError
+from passes.trace.opaque.cross import Crossing
+from passes.trace.opaque.mark import is_marked
+from passes.trace.opaque.refused import LOSS, PartError
+from runtime.ops.opaque import Opaque
+
+logger = logging.getLogger("partitioner")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The opaque parts of a model. ``why``: the reason for each, by the module's path (or ``LOSS``)."""
+
+    model: nn.Module
+    loss_fn: Any
+    why: Mapping[str, str]
+    samples: Mapping[str, Sequence[Sequence[Sequence[Tensor]]]] = field(default_factory=dict)
+
+    @classmethod
+    def chosen(cls, model: nn.Module, loss_fn: Any, patterns: Iterable[str]) -> Parts:
+        """Take the modules that ``patterns`` name and those whose class is decorated; of nested ones the outer."""
+        modules = dict(model.named_modules())
+        why = {path: "its class is decorated" for path, module in modules.items() if is_marked(module)}
+        unknown = []
+        for pattern in patterns:
+            found = [path for path in modules if fnmatchcase(path, pattern)]
+            if pattern == "loss" and not found and loss_fn is not None:
+                found = [LOSS]
+            if not found:
+                unknown.append(pattern)
+            why.update(dict.fromkeys(found, "opaque by request"))
+        if unknown or "" in why:
+            raise UsageError(
+                "opaque names no part of the model",
+                [f"no module's path is like {pattern!r}" for pattern in unknown]
+                or ["the model itself is no part of it"],
+                [f"modules are {', '.join(list(modules)[1:6])}, …", 'opaque=["encoder.*"], or "loss"'],
+            )
+        return cls(model, loss_fn, _outermost(why))
+
+    def crossing(self) -> Crossing:
+        """Make what lets these parts cross a trace."""
+        paths = [path for path in self.why if path != LOSS]
+        found = Crossing.of(self.model, paths, self.loss_fn, LOSS in self.why)
+        found.samples = self.samples
+        return found
+
+    def enlarged(self, error: PartError) -> Parts:
+        """Make the modules that ``error`` blames opaque, or what encloses them; raises the error where nothing is left."""
+        more: dict[str, str] = {}
+        for path in error.modules:
+            while path and (path in self.why or not self._has_forward(path)) and path != LOSS:
+                path = path.rpartition(".")[0]
+            if not path or path in self.why or (path == LOSS and self.loss_fn is None):
+                raise error
+            more[path] = error.because[0] if error.because else error.what
+        if not more:
+            raise error
+        for path, why in more.items():
+            logger.info("%s becomes one opaque op: %s", path, why)
+        return replace(self, why=_outermost({**self.why, **more}))
+
+    def notes(self, calls: Iterable[Opaque]) -> list[str]:
+        """Name every opaque op, with the reason and the line of its code."""
+        lines = {}
+        for opaque in calls:
+            path = opaque.name
+            why = self.why.get(path, "its own code")
+            lines[path] = f"{path} runs whole, as one opaque op ({opaque.source}): {why}"
+        return list(lines.values())
+
+    def _has_forward(self, path: str) -> bool:
+        """Tell whether the module at ``path`` is called: containers are only read."""
+        return path == LOSS or type(self.model.get_submodule(path)).forward is not nn.Module.forward
+
+
+def _outermost(why: Mapping[str, str]) -> dict[str, str]:
+    return {
+        path: reason
+        for path, reason in why.items()
+        if not any(path.startswith(f"{other}.") for other in why if other != path)
+    }

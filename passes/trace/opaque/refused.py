@@ -1,0 +1,86 @@
+"""Errors that name the modules at fault: what cannot be traced may still run as one opaque op."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from cost_models.errors import ModelError
+from passes.trace.opaque.mark import ACTIVE
+
+LOSS = "the loss function"
+"""The name of the part that is the loss function, where modules have paths."""
+
+OPAQUE_ADVICE = "move it into a module of its own: that runs whole, as one opaque op"
+
+
+class PartError(ModelError):
+    """An error of the trace. ``modules``: paths of the modules whose code is at fault; "" is the model's own forward."""
+
+    def __init__(
+        self,
+        what: str,
+        because: Sequence[str] = (),
+        suggestions: Sequence[str] = (),
+        modules: Sequence[str] = (),
+    ) -> None:
+        super().__init__(what, because, suggestions)
+        self.modules = tuple(modules)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PartError, (self.what, self.because, self.suggestions, self.modules)
+
+
+def innermost_module(model: nn.Module) -> str | None:
+    """Return the path of the module whose code is running, None if none is."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in paths:
+            return paths[id(owner)]
+        frame = frame.f_back
+    return None
+
+
+@contextlib.contextmanager
+def refuse_inner_gradients(model: nn.Module) -> Iterator[None]:
+    """Refuse code that asks autograd for gradients in forward: what it traces is not what it computes."""
+
+    def inside(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if ACTIVE.cross is None:
+                return original(*args, **kwargs)
+            path = innermost_module(model)
+            raise PartError(
+                "forward asks for gradients itself, which the traced graph cannot hold",
+                [f"{original.__module__}.{original.__name__} is called in {caller()}"],
+                ["write the derivative out in tensor operations", OPAQUE_ADVICE],
+                [LOSS if path is None else path],
+            )
+
+        return call
+
+    with (
+        mock.patch.object(torch.autograd, "grad", inside(torch.autograd.grad)),
+        mock.patch.object(torch.func, "grad", inside(torch.func.grad)),
+    ):
+        yield
+
+
+def caller() -> str:
+    """Return "file.py:line" of the innermost frame that is neither torch's nor ours."""
+    hidden = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(hidden):
+            return f"{Path(frame.filename).name}:{frame.lineno}"
+    return "an unknown place"

@@ -1,0 +1,149 @@
+"""Real arguments of opaque parts: what they are given when the live model runs on its own batch.
+
+    the batch once, twice and three times in a row      sizes that follow from the batch's
+    its first sample instead of every other             sizes that follow from numbers are others then
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from cost_models.errors import ModelError
+from passes.trace.batch import BatchDims, forward_arguments, map_tensors
+from passes.trace.opaque.code import state_of
+from passes.trace.opaque.cross import Crossing, NeedsSamples
+from passes.trace.opaque.mark import ACTIVE
+from passes.trace.opaque.parts import Parts
+from passes.trace.opaque.refused import LOSS, innermost_module
+
+Calls = dict[str, list[list[Tensor]]]
+"""The tensors of each part's calls."""
+
+
+def samples_of(
+    parts: Parts, needed: NeedsSamples, crossing: Crossing, batch: Any, guess: BatchDims
+) -> Parts:
+    """Run the live model, and return ``parts`` with the arguments that they got; raises ModelError without values."""
+    meta = [name for name, tensor in parts.model.named_parameters() if tensor.is_meta]
+    lines = str(needed.error).splitlines() or ["no message"]
+    why = f"on tensors without values it ends with {type(needed.error).__name__}: {lines[0]}"
+    if meta or needed.name in parts.samples:
+        because = [why, *(["the model is on the meta device"] if meta else [])]
+        raise ModelError(
+            f"nobody can tell what {needed.name} returns",
+            because,
+            ["plan with a model that has weights: then the part is run", "write it in tensor operations"],
+        )
+    runs = [
+        _run(parts, crossing, _resized(batch, guess, change)) for change in (1, 2, 3, None)
+    ]
+    samples = {
+        name: [[run[name][call] for run in runs] for call in range(len(runs[0][name]))]
+        for name in runs[0]
+        if all(len(run.get(name, ())) == len(runs[0][name]) for run in runs)
+    }
+    return replace(parts, samples={**samples})
+
+
+def _resized(batch: Any, guess: BatchDims, times: int | None) -> Any:
+    """Return the batch ``times`` in a row; None for its first sample in every place."""
+    names = iter(guess.dims)
+
+    def change(path: tuple[str, ...], leaf: Tensor) -> Tensor:
+        dim = guess.dims[next(names)]
+        if dim is None:
+            return leaf.clone()
+        if times is None:
+            return leaf.index_select(dim, torch.zeros(leaf.shape[dim], dtype=torch.long)).clone()
+        return torch.cat([leaf] * (times * (2 if guess.size == 1 else 1)), dim)
+
+    return map_tensors(batch, change)
+
+
+def _run(parts: Parts, crossing: Crossing, batch: Any) -> Calls:
+    calls: Calls = {}
+    model, loss_fn = parts.model, parts.loss_fn
+    with _recording(crossing, calls), _unchanged(model):
+        args, kwargs = forward_arguments(model, batch, loss_fn is not None)
+        output = model(*args, **kwargs)
+        if loss_fn is not None:
+            if LOSS in parts.why:
+                calls.setdefault(LOSS, []).append(_tensors((output, batch), {}))
+            loss_fn(output, batch)
+    return calls
+
+
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    leaves = pytree.tree_leaves((args, kwargs))
+    unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    return [tensor.detach().clone() for tensor in unique.values()]
+
+
+@contextlib.contextmanager
+def _recording(crossing: Crossing, calls: Calls) -> Iterator[None]:
+    """Record what every opaque part is called with, the calls of Functions and decorated functions too."""
+
+    def stand_in(path: str, module: nn.Module) -> Callable[..., Any]:
+        original, code = module.forward, crossing.modules[path].code
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            state = [tensor.detach().clone() for tensor in state_of(code, module)]
+            calls.setdefault(path, []).append([*_tensors(args, kwargs), *state])
+            return original(*args, **kwargs)
+
+        return forward
+
+    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    def note(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        path = innermost_module(crossing.model)
+        name = ".".join(filter(None, (path, getattr(function, "__name__", "function"))))
+        calls.setdefault(name, []).append(_tensors(tuple(args), kwargs))
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if not cls.__module__.startswith("torch."):
+            note(cls, args, kwargs)
+        return original(cls, *args, **kwargs)
+
+    def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        note(function, args, kwargs)
+        return function.__wrapped__(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        for path in crossing.modules:
+            module = crossing.model.get_submodule(path)
+            stack.enter_context(mock.patch.dict(module.__dict__, {"forward": stand_in(path, module)}))
+        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        stack.enter_context(mock.patch.object(ACTIVE, "cross", call))
+        yield
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Leave the model, and the generators of random numbers, as they were."""
+    buffers = [
+        (module._buffers, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=cuda), torch.enable_grad():
+            yield
+    finally:
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
+        with torch.no_grad():
+            for table, name, buffer, contents in buffers:
+                table[name] = buffer.copy_(contents)

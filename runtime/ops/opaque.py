@@ -1,0 +1,277 @@
+"""Opaque ops: a part of the model that runs the user's own code as it is, forward and backward, as one node of a graph.
+
+    node      opaque_encoder_ctc = opaque(encoder.ctc)(inputs …, parameters …, buffers …)      flat tensors in
+    result    (outputs …, new contents of what the code wrote)                                  flat tensors out
+
+The code is a module without tensors, a function, or a ``torch.autograd.Function``. Parameters and buffers are arguments, so
+placement, gradients, optimizers and checkpoints treat them as they treat those of any other op; autograd runs through
+the code, the user's own backward included. On fake tensors the node tells shapes, by rules that were measured when the
+model was traced: a size is a polynomial of the inputs' sizes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.utils import _pytree as pytree
+
+from cost_models.errors import ModelError
+
+Mode: TypeAlias = Callable[[], AbstractContextManager[Any]]
+"""A picklable maker of a context within which the code runs."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor among the arguments, by its place among the node's."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Baked:
+    """An argument that is no tensor: what it was when the model was traced."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A number that is free when the node runs: a size of one tensor, divided."""
+
+    tensor: int
+    dim: int
+    divisor: int = 1
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number that follows from the variables: the sum of each coefficient times the product of its variables."""
+
+    terms: tuple[tuple[int, tuple[int, ...]], ...]
+
+    def of(self, numbers: Sequence[Any]) -> Any:
+        """Return the number (symbolic if the variables are)."""
+        return sum(coefficient * math.prod(numbers[v] for v in factors) for coefficient, factors in self.terms)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One tensor that the node returns."""
+
+    shape: tuple[Size, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Code:
+    """The user's code. ``state``: all names of each parameter and buffer of a module, in the order of the arguments."""
+
+    target: Any
+    state: tuple[tuple[str, ...], ...] = ()
+
+    def call(self, state: Sequence[Tensor], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
+        """Return what the code returns, and the tensors that stand in the places of ``state`` afterwards."""
+        if not isinstance(self.target, nn.Module):
+            target = getattr(self.target, "__wrapped__", self.target)
+            function = target.apply if isinstance(target, type) else target
+            return function(*args, **kwargs), list(state)
+        with _holding(self.target, self.state, state) as tables:
+            output = self.target(*args, **kwargs)
+            return output, [table[name] for table, name in tables]
+
+
+@contextlib.contextmanager
+def _holding(
+    module: nn.Module, names: Sequence[tuple[str, ...]], tensors: Sequence[Tensor]
+) -> Iterator[list[tuple[dict[str, Any], str]]]:
+    """Put ``tensors`` into the places ``names``; yields the first place of each, as (table of a module, name in it)."""
+    places: list[tuple[dict[str, Any], str]] = []
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for own, tensor in zip(names, tensors, strict=True):
+            found = []
+            for name in own:
+                path, _, attribute = name.rpartition(".")
+                owner = module.get_submodule(path)
+                table: dict[str, Any] = (
+                    owner._parameters if attribute in owner._parameters else cast("Any", owner._buffers)
+                )
+                undo.append((table, attribute, table[attribute]))
+                table[attribute] = tensor
+                found.append((table, attribute))
+            places.append(found[0])
+        yield places
+    finally:
+        for table, attribute, before in reversed(undo):
+            table[attribute] = before
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque:
+    """One part of the model, called with flat tensors: inputs, then its code's state.
+
+    ``name``: the part, such as ``encoder.ctc``. ``text``: what a fingerprint covers: the same in every process.
+    ``identity``: equal for parts that are analysed once for all; ``arguments`` and ``structure``: how the code's own
+    arguments are put together. ``written``: arguments whose new contents follow the outputs.
+    """
+
+    name: str
+    source: str
+    """The line of the user's code, such as ``model.py:12``."""
+    code: Code
+    arguments: tuple[Slot | Size | Baked, ...]
+    structure: pytree.TreeSpec
+    variables: tuple[Variable, ...]
+    results: tuple[Result, ...]
+    written: tuple[int, ...]
+    random: bool
+    """True if the code draws random numbers."""
+    autocast: torch.dtype | None
+    """The type of the autocast that the code was called under."""
+    text: str
+    identity: str
+    modes: tuple[Mode, ...] = ()
+    """Contexts around the code, in forward and in backward."""
+
+    def __post_init__(self) -> None:
+        # Graphs name their nodes and functions by these.
+        name = "opaque_" + "".join(c if c.isalnum() else "_" for c in self.name)
+        for attribute, value in (("__name__", name), ("__qualname__", name), ("__module__", __name__)):
+            object.__setattr__(self, attribute, value)
+
+    def __str__(self) -> str:
+        return f"opaque({self.name})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and self.identity == other.identity
+
+    def __hash__(self) -> int:
+        return hash(self.identity)
+
+    def within(self, mode: Mode, name: str) -> Opaque:
+        """Return the op with its code inside one more context."""
+        return replace(self, modes=(*self.modes, mode), identity=f"{self.identity}/{name}")
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the code; on tensors without values only tell the shapes."""
+        if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+            return self.shapes(tensors)
+        return self.run(tensors)
+
+    def shapes(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return empty tensors of the results' shapes."""
+        numbers = self.numbers(tensors)
+        device = tensors[0].device
+        return tuple(
+            torch.empty([size.of(numbers) for size in result.shape], dtype=result.dtype, device=device)
+            for result in self.results
+        )
+
+    def numbers(self, tensors: Sequence[Tensor]) -> list[Any]:
+        """Return the variables of a call with ``tensors``."""
+        return [tensors[v.tensor].shape[v.dim] // v.divisor for v in self.variables]
+
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the code on whatever the tensors are."""
+        if not self.modes:
+            results = self._run(tensors)
+        elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            results = tuple(_Apart.apply(self, *tensors))  # type: ignore[no-untyped-call]
+        else:
+            with self._modes():
+                results = self._run(tensors)
+        self._check(tensors, results)
+        return results
+
+    def _run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        own = [t.clone() if index in self.written else t for index, t in enumerate(tensors)]
+        outputs, after = self.outputs(own)
+        given = {_storage(tensor) for tensor in own}
+        found = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
+        results = [t.clone() if _storage(t) in given else t.contiguous() for t in found]
+        return (*results, *(after[index] for index in self.written))
+
+    def outputs(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        """Return the code's own output, and every argument as the code left it."""
+        numbers = self.numbers(tensors)
+        leaves = [
+            tensors[leaf.index]
+            if isinstance(leaf, Slot)
+            else leaf.of(numbers)
+            if isinstance(leaf, Size)
+            else leaf.value
+            for leaf in self.arguments
+        ]
+        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+        first = len(tensors) - len(self.code.state)
+        with self._autocast(tensors[0].device.type):
+            output, state = self.code.call(tensors[first:], args, kwargs)
+        return output, [*tensors[:first], *state]
+
+    def _autocast(self, device_type: str) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device_type, dtype=self.autocast)
+
+    @contextlib.contextmanager
+    def _modes(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for mode in self.modes:
+                stack.enter_context(mode())
+            yield
+
+    def _check(self, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        numbers = self.numbers(tensors)
+        expected = [(tuple(size.of(numbers) for size in r.shape), r.dtype) for r in self.results]
+        found = [(tuple(result.shape), result.dtype) for result in results]
+        if expected != found:
+            raise ModelError(
+                f"the opaque part {self.name} returned other tensors than when it was traced",
+                [f"it returned {found}, traced were {expected} ({self.source})"],
+                [
+                    "return tensors whose sizes follow from the inputs' sizes",
+                    "opaque=[a larger module], inside which such sizes stay",
+                ],
+            )
+
+
+class _Apart(torch.autograd.Function):
+    """Runs an opaque part in an autograd graph of its own, so that its backward runs inside its modes as well."""
+
+    @staticmethod
+    def forward(ctx: Any, opaque: Opaque, *tensors: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+        with torch.enable_grad(), opaque._modes():
+            results = opaque._run(leaves)
+        ctx.opaque, ctx.leaves, ctx.results = opaque, leaves, results
+        detached = tuple(result.detach() for result in results)
+        ctx.mark_non_differentiable(
+            *(d for d, r in zip(detached, results, strict=True) if not r.requires_grad)
+        )
+        return detached
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        given = [
+            (r, g) for r, g in zip(ctx.results, gradients, strict=True) if r.requires_grad and g is not None
+        ]
+        trained = [leaf for leaf in ctx.leaves if leaf.requires_grad]
+        with ctx.opaque._modes():
+            found = torch.autograd.grad(
+                [r for r, _ in given], trained, [g for _, g in given], allow_unused=True
+            )
+        remaining = iter(found)
+        return None, *(next(remaining) if leaf.requires_grad else None for leaf in ctx.leaves)
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
