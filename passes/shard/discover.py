@@ -37,6 +37,7 @@ from passes.shard.rules.producers import replicated
 from passes.shard.rules.samples import Sample, samples, signature
 from passes.shard.rules.simulate import Trial, difference, is_float, node_of, problem, trial
 from passes.shard.words import Choice, choice_text, read_choice
+from runtime.ops.opaque import Opaque
 
 logger = logging.getLogger("partitioner")
 
@@ -152,9 +153,12 @@ def _proved(trials: Sequence[Trial], choice: Choice) -> bool:
 def _trials(node: fx.Node) -> list[Trial]:
     """Draw small inputs that the op takes; none if it takes none, or is not a function of its operands."""
     target = node.target
-    if not makes_tensors(node) or not isinstance(target, torch._ops.OpOverload):
+    if not makes_tensors(node) or draws_random_numbers(node):
         return []
-    if target._schema.is_mutable or draws_random_numbers(node):
+    if isinstance(target, Opaque):
+        if target.written:
+            return []
+    elif not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return []
     for sample in samples(node):
         for double in (True, False):

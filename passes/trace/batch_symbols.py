@@ -19,6 +19,7 @@ from cost_models.errors import ModelError
 from passes.graph.graph import tensor_specs
 from passes.graph.nodes import is_size, symbolic
 from passes.trace.batch import BatchDims
+from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed
 from runtime.segment.code import BatchSpec
 
 
@@ -131,19 +132,24 @@ def check_guards(guards: Iterable[sympy.Basic], symbol: sympy.Symbol) -> list[st
 def check_known(graph: fx.Graph, known: BatchSpec) -> None:
     """Refuse sizes that cannot be computed from the batch's own: those that depend on tensor contents."""
     strangers: dict[str, str] = {}
+    made_by: dict[str, None] = {}
     for node in graph.nodes:
         where = f"{node.meta.get('module_path') or 'the model'} ({node.meta.get('source', '?')})"
         for size in _symbolic_sizes(node.meta.get("val")):
             for stranger in size.free_symbols - known.symbols.keys():
-                strangers.setdefault(str(stranger), f"{node.name} in {where} has a size or a value of {size}")
+                if str(stranger) not in strangers:
+                    strangers[str(stranger)] = f"{node.name} in {where} has a size or a value of {size}"
+                    made_by[blamed(node)] = None
     if strangers:
-        raise ModelError(
+        raise PartError(
             "sizes or Python numbers depend on the numbers in tensors",
             [text for _, text in sorted(strangers.items())],
             [
                 "use masks of a fixed size instead of nonzero, unique or boolean indexing",
                 "keep numbers as tensors: no .item(), .tolist() or float(tensor)",
+                OPAQUE_ADVICE,
             ],
+            list(made_by),
         )
 
 

@@ -32,11 +32,11 @@ from passes.trace.names import StateNames
 from passes.trace.normal.functional import functionalize
 from passes.trace.normal.simplify import simplify
 from passes.trace.opaque.cross import restore
+from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed, without_slices
 from runtime.ops.opaque import Opaque
 
 _PREFIX = "model."
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_SLICE = re.compile(r"(?P<container>[\w.]+)\.slice\((?P<limits>[^)]*)\)\.(?P<index>\d+)(?P<rest>.*)")
 _EXPORT_META = (
     "nn_module_stack",
     "stack_trace",
@@ -153,16 +153,13 @@ def _check_constants(constants: Mapping[str, Tensor]) -> None:
 
 def _check_transforms(graph: fx.Graph) -> None:
     """Refuse ``torch.vmap``: it leaves calls between batched tensors, which no graph of ours can hold."""
-    places = [
-        where(node).split(" in ", 1)[-1]
-        for node in graph.nodes
-        if getattr(node.target, "__name__", "") == "_add_batch_dim"
-    ]
-    if places:
-        raise ModelError(
+    found = [node for node in graph.nodes if getattr(node.target, "__name__", "") == "_add_batch_dim"]
+    if found:
+        raise PartError(
             "the model uses torch.vmap, which the traced graph cannot hold",
-            list(dict.fromkeys(places)),
-            ["let the operations broadcast over a batch dimension instead"],
+            list(dict.fromkeys(where(node).split(" in ", 1)[-1] for node in found)),
+            ["let the operations broadcast over a batch dimension instead", OPAQUE_ADVICE],
+            list(map(blamed, found)),
         )
 
 
@@ -236,6 +233,7 @@ def _annotate(graph: fx.Graph, fake_mode: FakeTensorMode, model: nn.Module) -> N
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["module_path"] = _module_path(next(reversed(stack.values()))[0], model)
+            node.meta["part"] = blamed(node)
         node.meta.setdefault("module_path", "")
         node.meta["source"] = node.meta.get("source") or _source(node.meta.get("stack_trace") or "")
         for key in _EXPORT_META:
@@ -245,19 +243,10 @@ def _annotate(graph: fx.Graph, fake_mode: FakeTensorMode, model: nn.Module) -> N
 
 
 def _module_path(path: str, model: nn.Module) -> str:
-    """Return the path without the wrapper that joins model and loss; the loss function has none.
-
-    ``for layer in self.layers[1:]`` is reported as "layers.slice(1, None, None).0", which is "layers.1".
-    """
+    """Return the path without the wrapper that joins model and loss; the loss function has none."""
     if not path.startswith(_PREFIX):
         return ""
-    path = path.removeprefix(_PREFIX)
-    while match := _SLICE.match(path):
-        container = model.get_submodule(match["container"])
-        limits = slice(*(None if n == "None" else int(n) for n in match["limits"].split(", ")))
-        index = range(len(container))[limits][int(match["index"])]  # type: ignore[arg-type]
-        path = f"{match['container']}.{index}{match['rest']}"
-    return path
+    return without_slices(path.removeprefix(_PREFIX), model)
 
 
 @lru_cache(maxsize=4096)

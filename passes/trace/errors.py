@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from cost_models.errors import ModelError
-from passes.trace.opaque.refused import LOSS, PartError
+from passes.trace.opaque.refused import LOSS, OPAQUE_ADVICE, PartError
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
 OURS = str(Path(__file__).parents[1]) + os.sep
@@ -84,7 +84,9 @@ def model_error(error: Exception, model: nn.Module, model_name: str) -> ModelErr
     where = next(filter(None, (_location(e, model) for e in chain)), "")
     message = f"{type(error).__name__}: {_first_line(chain[-1])}"
     because = [text for text in (where, message, advice.reason) if text]
-    return PartError(f"cannot trace {model_name}", because, advice.suggestions, _modules(chain, model))
+    modules = _modules(chain, model)
+    suggestions = [*advice.suggestions, *([OPAQUE_ADVICE] if modules else [])]
+    return PartError(f"cannot trace {model_name}", because, suggestions, modules)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -44,6 +44,27 @@ class Baked:
 
 
 @dataclass(frozen=True)
+class Tree:
+    """A container of the user's arguments: how ``torch.utils._pytree`` makes it of its items. None is a leaf."""
+
+    kind: Any
+    context: Any
+    items: tuple[Tree | None, ...]
+
+    @classmethod
+    def of(cls, structure: pytree.TreeSpec) -> Tree | None:
+        """Take a TreeSpec apart: those of torch warn when they are pickled."""
+        if structure.is_leaf():
+            return None
+        return cls(structure.type, structure.context, tuple(map(cls.of, structure.children())))
+
+    def filled(self, leaves: Iterator[Any]) -> Any:
+        """Return the container with ``leaves``."""
+        items = [next(leaves) if item is None else item.filled(leaves) for item in self.items]
+        return pytree.SUPPORTED_NODES[self.kind].unflatten_fn(items, self.context)
+
+
+@dataclass(frozen=True)
 class Variable:
     """A number that is free when the node runs: a size of one tensor, divided."""
 
@@ -129,7 +150,7 @@ class Opaque:
     """The line of the user's code, such as ``model.py:12``."""
     code: Code
     arguments: tuple[Slot | Size | Baked, ...]
-    structure: pytree.TreeSpec
+    structure: Tree
     variables: tuple[Variable, ...]
     results: tuple[Result, ...]
     written: tuple[int, ...]
@@ -203,15 +224,13 @@ class Opaque:
     def outputs(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
         """Return the code's own output, and every argument as the code left it."""
         numbers = self.numbers(tensors)
-        leaves = [
-            tensors[leaf.index]
-            if isinstance(leaf, Slot)
-            else leaf.of(numbers)
-            if isinstance(leaf, Size)
-            else leaf.value
-            for leaf in self.arguments
-        ]
-        args, kwargs = pytree.tree_unflatten(leaves, self.structure)
+
+        def filled(leaf: Slot | Size | Baked) -> Any:
+            if isinstance(leaf, Slot):
+                return tensors[leaf.index]
+            return leaf.of(numbers) if isinstance(leaf, Size) else leaf.value
+
+        args, kwargs = self.structure.filled(map(filled, self.arguments))
         first = len(tensors) - len(self.code.state)
         with self._autocast(tensors[0].device.type):
             output, state = self.code.call(tensors[first:], args, kwargs)

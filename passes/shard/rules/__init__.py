@@ -28,6 +28,7 @@ from passes.shard.rules import (
 from passes.shard.rules.notation import Rule
 from passes.shard.rules.producers import replicated
 from passes.shard.words import Choice
+from runtime.ops.opaque import Opaque
 
 __all__ = ["RULES", "choices", "has_rule", "makes_tensors"]
 
@@ -66,13 +67,15 @@ def has_rule(node: fx.Node) -> bool:
 
 def makes_tensors(node: fx.Node) -> bool:
     """Tell whether an op has choices at all: it makes tensors and is no projection of another's."""
-    return isinstance(node.target, torch._ops.OpOverload) and bool(tensors_of(node))
+    return isinstance(node.target, torch._ops.OpOverload | Opaque) and bool(tensors_of(node))
 
 
 def _rule(node: fx.Node) -> Rule | None:
     found = RULES.get(node.target)
     if found is not None:
         return found
+    if isinstance(node.target, Opaque):
+        return None
     assert isinstance(node.target, torch._ops.OpOverload)
     tagged = torch.Tag.pointwise in node.target.tags and len(tensors_of(node)) == 1
     random = torch.Tag.nondeterministic_seeded in node.target.tags

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from passes.graph.graph import tensor_specs
 from passes.shard.words import operands
+from runtime.ops.opaque import Opaque
 
 OPEN = 4
 """Elements of a dimension whose size is open."""
@@ -88,7 +89,8 @@ def signature(node: fx.Node) -> str:
     shapes = tuple(tuple(_concrete(size) for size in spec.shape) for spec in specs)
     plain = Sample(node, shapes, tuple(spec.dtype for spec in specs), _same, {})
     tensors = ", ".join(f"{list(s)} {str(d)[6:]}" for s, d in zip(shapes, plain.dtypes, strict=True))
-    return f"{node.target}({plain.arguments(lambda i: f'#{i}')}; {tensors})"
+    target = f"opaque {node.target.identity}" if isinstance(node.target, Opaque) else str(node.target)
+    return f"{target}({plain.arguments(lambda i: f'#{i}')}; {tensors})"
 
 
 def samples(node: fx.Node) -> Iterator[Sample]:

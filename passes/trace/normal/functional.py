@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from cost_models.errors import ModelError
 from passes.graph.nodes import (
     copy_graph,
     drop_dead_code,
@@ -46,6 +45,7 @@ from passes.trace.normal.aliasing import (
 )
 from passes.trace.normal.gradients import cut_gradients
 from passes.trace.normal.out_of_place import fitted, functional_form, out_of_place
+from passes.trace.opaque.refused import PartError, blamed
 
 aten = torch.ops.aten
 
@@ -108,6 +108,7 @@ class _Rewriter:
     restrided: set[fx.Node] = field(default_factory=set)
     """Tensors that may have other strides than in the traced graph."""
     problems: list[tuple[str, str]] = field(default_factory=list)
+    blamed: list[str] = field(default_factory=list)
 
     def run(self) -> None:
         """Rewrite the whole graph in place, in the order of the model's code."""
@@ -282,11 +283,13 @@ class _Rewriter:
 
     def _refuse(self, node: fx.Node, advice: str) -> None:
         self.problems.append((where(node), advice))
+        self.blamed.append(blamed(node))
 
     def _raise_problems(self) -> None:
         if self.problems:
-            raise ModelError(
+            raise PartError(
                 "the model writes tensors in place in a way that has no out-of-place form",
                 [place for place, _ in self.problems],
                 list(dict.fromkeys(advice for _, advice in self.problems)),
+                list(dict.fromkeys(self.blamed)),
             )

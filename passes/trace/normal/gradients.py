@@ -13,9 +13,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cost_models.errors import ModelError
 from passes.graph.graph import NOT_DIFFERENTIABLE
 from passes.graph.nodes import call, fake_mode_of, is_floating, recorded_requires_grad, where
+from passes.trace.opaque.refused import PartError, blamed
 
 aten = torch.ops.aten
 
@@ -31,6 +31,7 @@ def cut_gradients(graph: fx.Graph, *, strict: bool, written: frozenset[fx.Node] 
     carries: set[fx.Node] = set()
     excused: set[fx.Node] = set(written)
     problems: list[str] = []
+    parts: dict[str, None] = {}
     for node in list(graph.nodes):
         recorded = recorded_requires_grad(node)
         if node.op == "placeholder":
@@ -53,15 +54,17 @@ def cut_gradients(graph: fx.Graph, *, strict: bool, written: frozenset[fx.Node] 
             carries.add(node)
         elif recorded and node not in excused:
             problems.append(where(node))
+            parts[blamed(node)] = None
             carries.add(node)  # one message per source, not one per consumer
     if problems:
-        raise ModelError(
+        raise PartError(
             "a gradient that the traced graph cannot reproduce",
             [f"{place} has a gradient although none of its inputs does" for place in problems],
             [
-                "write a custom torch.autograd.Function with differentiable operations instead",
+                "compute it with differentiable operations, or in a custom torch.autograd.Function",
                 "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
             ],
+            list(parts),
         )
 
 

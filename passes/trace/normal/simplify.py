@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from cost_models.errors import ModelError
 from passes.graph.nodes import (
     argument,
     drop_dead_code,
@@ -30,6 +29,7 @@ from passes.graph.nodes import (
 from passes.trace.normal.aliasing import written_storages
 from passes.trace.normal.autocast import Autocast, CastCache, copy_with_casts
 from passes.trace.normal.gradients import cut_gradients
+from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed
 
 aten = torch.ops.aten
 
@@ -89,10 +89,11 @@ def _inline(gm: fx.GraphModule) -> fx.Graph:
         else:
             inliner.copy(gm, node, environment, _Modes())
     if inliner.problems:
-        raise ModelError(
+        raise PartError(
             "the traced graph holds operations that choose what to run from data",
             [place for place, _ in inliner.problems],
-            list(dict.fromkeys(advice for _, advice in inliner.problems)),
+            [*dict.fromkeys(advice for _, advice in inliner.problems), OPAQUE_ADVICE],
+            list(dict.fromkeys(inliner.blamed)),
         )
     return inliner.graph
 
@@ -104,6 +105,8 @@ class _Inliner:
     graph: fx.Graph = field(default_factory=fx.Graph)
     casts: CastCache = field(default_factory=CastCache)
     problems: list[tuple[str, str]] = field(default_factory=list)
+    blamed: list[str] = field(default_factory=list)
+    """The modules whose code these operations are."""
 
     def copy(
         self, owner: torch.nn.Module, node: fx.Node, environment: dict[fx.Node, Any], modes: _Modes
@@ -142,6 +145,7 @@ class _Inliner:
         else:
             advice = _ADVICE.get(name, f"rewrite the model without torch.ops.higher_order.{name}")
             self.problems.append((f"{name}: {where(node)}", advice))
+            self.blamed.append(blamed(node))
             count = len(node.meta["val"]) if isinstance(node.meta.get("val"), list | tuple) else 1
             return [self.graph.node_copy(node, lambda n: None)] * max(count, 1)
         assert isinstance(body, fx.GraphModule)

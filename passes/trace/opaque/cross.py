@@ -12,13 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-import sympy
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
-from passes.graph.nodes import is_size, symbolic
-from passes.graph.signatures import concrete
+from passes.graph.nodes import is_size
 from passes.trace.opaque.code import (
     Part,
     checked_argument,
@@ -30,8 +28,9 @@ from passes.trace.opaque.code import (
 )
 from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.refused import LOSS, PartError, innermost_module, refuse_inner_gradients
-from passes.trace.opaque.sizes import Observed, Unfit, fit, observe_fake, observe_real, points
-from runtime.ops.opaque import Baked, Opaque, Result, Size, Slot, Variable
+from passes.trace.opaque.open_sizes import OpenSizes, described, open_sizes
+from passes.trace.opaque.sizes import APPLY, Observed, Point, Unfit, observe_fake, observe_real, points
+from runtime.ops.opaque import Baked, Opaque, Result, Size, Slot, Tree
 
 _CALLS: dict[str, Opaque] = {}
 """The op of each call in the traces that are under way, by the key in its node."""
@@ -119,7 +118,7 @@ class Crossing:
         return forward
 
     def _applied(self) -> Callable[..., Any]:
-        original = torch.autograd.Function.__dict__["apply"].__func__
+        original = APPLY.__func__
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             differentiated = any(
@@ -185,98 +184,82 @@ class Crossing:
     def _opaque(
         self, part: Part, state: Sequence[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any], call: int
     ) -> tuple[Opaque, list[Tensor], Observed]:
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        structure = Tree.of(spec)
+        assert structure is not None  # args and kwargs are one
         inputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         if not inputs:
             raise Unfit("it is given no tensor")
         given = [*inputs, *state]
-        symbols = _variables(inputs)
         place = {id(tensor): index for index, tensor in enumerate(inputs)}
-        arguments: list[Slot | Size | Baked] = []
-        for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                arguments.append(Slot(place[id(leaf)]))
-            elif is_size(leaf):
-                arguments.append(_size_of(leaf, symbols))
-            else:
-                arguments.append(Baked(checked_argument(leaf)))
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        values = [a.value for a in arguments if isinstance(a, Baked)]
-        opaque = Opaque(
-            name=part.name,
-            source=part.source,
-            code=part.code,
-            arguments=tuple(arguments),
-            structure=structure,
-            variables=tuple(variable for variable, _ in symbols.values()),
-            results=(),
-            written=(),
-            random=False,
-            autocast=autocast,
-            text=f"opaque {part.text} {without_addresses(repr(values))} {autocast}",
-            identity="",
-        )
-        found = self._measured(opaque, given, symbols, call)
-        results, seen = found
-        opaque = replace(
-            opaque,
-            results=(*results, *(_as_given(given[index], symbols) for index in seen.written)),
-            written=seen.written,
-            random=seen.random,
-        )
+
+        def on(sizes: OpenSizes) -> Opaque:
+            arguments: list[Slot | Size | Baked] = []
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    arguments.append(Slot(place[id(leaf)]))
+                elif is_size(leaf):
+                    arguments.append(sizes.polynomial(leaf))
+                else:
+                    arguments.append(Baked(checked_argument(leaf)))
+            values = [a.value for a in arguments if isinstance(a, Baked)]
+            return Opaque(
+                name=part.name,
+                source=part.source,
+                code=part.code,
+                arguments=tuple(arguments),
+                structure=structure,
+                variables=sizes.variables,
+                results=(),
+                written=(),
+                random=False,
+                autocast=autocast,
+                text=f"opaque {part.text} {without_addresses(repr(values))} {autocast}",
+                identity="",
+            )
+
+        opaque, sizes, runs = self._runs(on, given, open_sizes(inputs), call)
+        results, seen = described(runs, given, len(inputs))
+        results += [
+            Result(tuple(map(sizes.polynomial, given[index].shape)), given[index].dtype)
+            for index in seen.written
+        ]
+        opaque = replace(opaque, results=tuple(results), written=seen.written, random=seen.random)
         content = (part.code.target, part.code.state, opaque.arguments, structure, opaque.results, autocast)
+        sizes.join(given)
         return replace(opaque, identity=identity_of(part.name, *content)), given, seen
 
-    def _measured(
-        self, opaque: Opaque, given: Sequence[Tensor], symbols: _Symbols, call: int
-    ) -> tuple[list[Result], Observed]:
-        """Run the part at several sizes: on fake tensors, else on real arguments of that call."""
-        base = tuple(number for _, number in symbols.values())
-
-        def shapes(point: tuple[int, ...]) -> list[list[int]]:
-            sizes = dict(zip(symbols, point, strict=True))
-            return [[concrete(symbolic(d), sizes) for d in tensor.shape] for tensor in given]
-
-        try:
-            seen = {point: observe_fake(opaque, shapes(point), given) for point in points(base)}
-        except Exception as error:  # noqa: BLE001 - the user's code may raise anything on fake tensors
-            samples = self.samples.get(opaque.name)
-            if samples is None:
-                raise NeedsSamples(opaque.name, error) from error
-            if len(base) > 1:
-                raise Unfit("it runs on real tensors only, and several sizes of the batch are open") from error
-            seen = self._measured_real(opaque, samples[call], given, base)
-        first = seen[base]
-        _check(seen.values(), given, len(given) - len(opaque.code.state))
-        results = [
-            Result(tuple(fit({p: o.shapes[i][d] for p, o in seen.items()}, base) for d in range(len(shape))), dtype)
-            for i, (shape, dtype) in enumerate(zip(first.shapes, first.dtypes, strict=True))
-        ]
-        others = []
-        for i, other in enumerate(first.others):
-            values = {p: o.others[i] for p, o in seen.items()}
-            if all(value == other for value in values.values()):
-                others.append(checked_argument(other))
-            elif all(type(value) is int for value in values.values()):
-                others.append(fit(values, base))
+    def _runs(
+        self, on: Callable[[OpenSizes], Opaque], given: Sequence[Tensor], sizes: OpenSizes, call: int
+    ) -> tuple[Opaque, OpenSizes, dict[Point, Observed]]:
+        """Run the part at several sizes: on fake tensors with all sizes apart, then with equal ones as one, else on real ones."""
+        ways = [sizes] if sizes.joined == sizes else [sizes, sizes.joined]
+        for way in ways:
+            opaque = on(way)
+            try:
+                seen = {p: observe_fake(opaque, way.shapes(given, p), given) for p in points(way.base)}
+            except Exception as error:  # noqa: BLE001 - the user's code may raise anything on fake tensors
+                failure = error
             else:
-                raise Unfit(f"it returns a {type(other).__name__} that changes with the batch size")
-        return results, replace(first, others=tuple(others))
+                return opaque, way, seen
+        samples = self.samples.get(opaque.name)
+        if samples is None:
+            raise NeedsSamples(opaque.name, failure) from failure
+        if len(way.base) > 1:
+            raise Unfit("it runs on real tensors only, and several sizes of the batch are open") from failure
+        return opaque, way, self._real_runs(opaque, samples[call], given, way.base)
 
-    def _measured_real(
+    def _real_runs(
         self,
         opaque: Opaque,
         sample: Sequence[Sequence[Tensor]],
         given: Sequence[Tensor],
-        base: tuple[int, ...],
-    ) -> dict[tuple[int, ...], Observed]:
+        base: Point,
+    ) -> dict[Point, Observed]:
         def observed(tensors: Sequence[Tensor]) -> Observed:
-            own = [
-                t.detach().to(like.dtype).requires_grad_(like.requires_grad)
-                for t, like in zip(tensors, given, strict=True)
-            ]
             try:
-                return observe_real(opaque, own)
+                return observe_real(opaque, tensors, given)
             except Exception as error:
                 lines = str(error).splitlines() or ["no message"]
                 raise Unfit(f"its code fails ({type(error).__name__}: {lines[0]})") from error
@@ -293,62 +276,6 @@ class NeedsSamples(Exception):
     def __init__(self, name: str, error: BaseException) -> None:
         super().__init__(name)
         self.name, self.error = name, error
-
-
-_Symbols = dict[sympy.Symbol, tuple[Variable, int]]
-"""The open sizes of a call: where each is read, and its number in the example."""
-
-
-def _variables(inputs: Sequence[Tensor]) -> _Symbols:
-    """Find, for each symbol in the inputs' sizes, a size that is a multiple of it alone."""
-    found: _Symbols = {}
-    wanted: set[sympy.Symbol] = set()
-    for index, tensor in enumerate(inputs):
-        for dim, size in enumerate(tensor.shape):
-            expression = symbolic(size)
-            if not isinstance(expression, sympy.Basic):
-                continue
-            wanted |= expression.free_symbols  # type: ignore[arg-type]
-            factor, symbol = expression.as_coeff_Mul()
-            if isinstance(symbol, sympy.Symbol):
-                known = found.get(symbol)
-                if known is None or factor < known[0].divisor:
-                    divisor = int(factor)
-                    found[symbol] = (Variable(index, dim, divisor), int(size.node.hint) // divisor)
-    missing = wanted - found.keys()
-    if missing:
-        raise Unfit(f"the sizes of its inputs are combined ({', '.join(map(str, missing))} stands nowhere alone)")
-    return found
-
-
-def _size_of(number: Any, symbols: _Symbols) -> Size:
-    """Return a symbolic argument as a polynomial of the variables."""
-    expression = sympy.sympify(symbolic(number))
-    if not expression.free_symbols <= symbols.keys():
-        raise Unfit(f"it is given the number {expression}, which its tensors' sizes do not tell")
-    base = tuple(value for _, value in symbols.values())
-    seen = {
-        point: int(expression.subs(dict(zip(symbols, point, strict=True)))) for point in points(base)
-    }
-    return fit(seen, base)
-
-
-def _as_given(tensor: Tensor, symbols: _Symbols) -> Result:
-    constant = [Size(((int(d), ()),)) if isinstance(d, int) else _size_of(d, symbols) for d in tensor.shape]
-    return Result(tuple(constant), tensor.dtype)
-
-
-def _check(seen: Any, given: Sequence[Tensor], inputs: int) -> None:
-    first, *rest = seen
-    for other in rest:
-        if (other.structure, other.dtypes, [len(s) for s in other.shapes]) != (
-            first.structure,
-            first.dtypes,
-            [len(s) for s in first.shapes],
-        ):
-            raise Unfit("what it returns changes with the size of the batch")
-    if any(isinstance(given[i], nn.Parameter) or given[i].requires_grad for i in first.written if i >= inputs):
-        raise Unfit("it writes a parameter")
 
 
 def _unfit(name: str, why: str, model: nn.Module, inside: str | None) -> PartError:

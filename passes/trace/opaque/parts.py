@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cost_models.errors import UsageError
 from passes.trace.opaque.cross import Crossing
 from passes.trace.opaque.mark import is_marked
-from passes.trace.opaque.refused import LOSS, PartError
+from passes.trace.opaque.refused import LOSS, PartError, without_slices
 from runtime.ops.opaque import Opaque
 
 logger = logging.getLogger("partitioner")
@@ -60,7 +60,8 @@ class Parts:
     def enlarged(self, error: PartError) -> Parts:
         """Make the modules that ``error`` blames opaque, or what encloses them; raises the error where nothing is left."""
         more: dict[str, str] = {}
-        for path in error.modules:
+        for blamed in error.modules:
+            path = blamed if blamed == LOSS else without_slices(blamed, self.model)
             while path and (path in self.why or not self._has_forward(path)) and path != LOSS:
                 path = path.rpartition(".")[0]
             if not path or path in self.why or (path == LOSS and self.loss_fn is None):
@@ -74,12 +75,18 @@ class Parts:
 
     def notes(self, calls: Iterable[Opaque]) -> list[str]:
         """Name every opaque op, with the reason and the line of its code."""
-        lines = {}
+        named: dict[tuple[str, str], list[str]] = {}
         for opaque in calls:
-            path = opaque.name
-            why = self.why.get(path, "its own code")
-            lines[path] = f"{path} runs whole, as one opaque op ({opaque.source}): {why}"
-        return list(lines.values())
+            function = "a custom autograd.Function" if isinstance(opaque.code.target, type) else "decorated"
+            why = self.why.get(opaque.name, function)
+            names = named.setdefault((opaque.source, why), [])
+            if opaque.name not in names:
+                names.append(opaque.name)
+        return [
+            f"{names[0]}{f' (and {len(names) - 1} more)' if len(names) > 1 else ''} runs whole, its own code as one "
+            f"opaque op ({source}): {why}"
+            for (source, why), names in named.items()
+        ]
 
     def _has_forward(self, path: str) -> bool:
         """Tell whether the module at ``path`` is called: containers are only read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -12,13 +13,15 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from cost_models.errors import ModelError
 from passes.trace.opaque.mark import ACTIVE
 
 LOSS = "the loss function"
 """The name of the part that is the loss function, where modules have paths."""
+
+_SLICE = re.compile(r"(?P<container>[\w.]+)\.slice\((?P<limits>[^)]*)\)\.(?P<index>\d+)(?P<rest>.*)")
 
 OPAQUE_ADVICE = "move it into a module of its own: that runs whole, as one opaque op"
 
@@ -38,6 +41,29 @@ class PartError(ModelError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PartError, (self.what, self.because, self.suggestions, self.modules)
+
+
+def blamed(node: fx.Node) -> str:
+    """Return the path of the module that made a node of an export; ``LOSS`` for the loss function's."""
+    if "part" in node.meta:
+        return str(node.meta["part"])
+    stack = [entry[0] for entry in node.meta.get("nn_module_stack", {}).values() if isinstance(entry, tuple)]
+    if not stack or stack[-1] == "":
+        return LOSS
+    return str(stack[-1]).removeprefix("model").removeprefix(".")
+
+
+def without_slices(path: str, model: nn.Module) -> str:
+    """Return the path of a module in ``model``.
+
+    ``for layer in self.layers[1:]`` is reported as "layers.slice(1, None, None).0", which is "layers.1".
+    """
+    while match := _SLICE.match(path):
+        container = model.get_submodule(match["container"])
+        limits = slice(*(None if n == "None" else int(n) for n in match["limits"].split(", ")))
+        index = range(len(container))[limits][int(match["index"])]  # type: ignore[arg-type]
+        path = f"{match['container']}.{index}{match['rest']}"
+    return path
 
 
 def innermost_module(model: nn.Module) -> str | None:

@@ -23,6 +23,7 @@ from passes.trace.opaque.cross import Crossing, NeedsSamples
 from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import LOSS, innermost_module
+from passes.trace.opaque.sizes import APPLY
 
 Calls = dict[str, list[list[Tensor]]]
 """The tensors of each part's calls."""
@@ -42,15 +43,24 @@ def samples_of(
             because,
             ["plan with a model that has weights: then the part is run", "write it in tensor operations"],
         )
-    runs = [
-        _run(parts, crossing, _resized(batch, guess, change)) for change in (1, 2, 3, None)
-    ]
+    functions = needed.name not in crossing.modules and needed.name != LOSS
+    try:
+        runs = [
+            _run(parts, crossing, _resized(batch, guess, change), functions) for change in (1, 2, 3, None)
+        ]
+    except Exception as error:
+        lines = str(error).splitlines() or ["no message"]
+        raise ModelError(
+            f"nobody can tell what {needed.name} returns",
+            [why, f"and the model, run on example_inputs, with {type(error).__name__}: {lines[0]}"],
+            ["call the model on example_inputs yourself: if that fails too, the inputs do not fit it"],
+        ) from error
     samples = {
         name: [[run[name][call] for run in runs] for call in range(len(runs[0][name]))]
         for name in runs[0]
         if all(len(run.get(name, ())) == len(runs[0][name]) for run in runs)
     }
-    return replace(parts, samples={**samples})
+    return replace(parts, samples={**parts.samples, **samples})
 
 
 def _resized(batch: Any, guess: BatchDims, times: int | None) -> Any:
@@ -68,10 +78,10 @@ def _resized(batch: Any, guess: BatchDims, times: int | None) -> Any:
     return map_tensors(batch, change)
 
 
-def _run(parts: Parts, crossing: Crossing, batch: Any) -> Calls:
+def _run(parts: Parts, crossing: Crossing, batch: Any, functions: bool) -> Calls:
     calls: Calls = {}
     model, loss_fn = parts.model, parts.loss_fn
-    with _recording(crossing, calls), _unchanged(model):
+    with _recording(crossing, calls, functions), _unchanged(model):
         args, kwargs = forward_arguments(model, batch, loss_fn is not None)
         output = model(*args, **kwargs)
         if loss_fn is not None:
@@ -88,8 +98,8 @@ def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _recording(crossing: Crossing, calls: Calls) -> Iterator[None]:
-    """Record what every opaque part is called with, the calls of Functions and decorated functions too."""
+def _recording(crossing: Crossing, calls: Calls, functions: bool) -> Iterator[None]:
+    """Record what every opaque part is called with; the calls of Functions and decorated functions if asked for."""
 
     def stand_in(path: str, module: nn.Module) -> Callable[..., Any]:
         original, code = module.forward, crossing.modules[path].code
@@ -101,8 +111,6 @@ def _recording(crossing: Crossing, calls: Calls) -> Iterator[None]:
 
         return forward
 
-    original = torch.autograd.Function.__dict__["apply"].__func__
-
     def note(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         path = innermost_module(crossing.model)
         name = ".".join(filter(None, (path, getattr(function, "__name__", "function"))))
@@ -111,7 +119,7 @@ def _recording(crossing: Crossing, calls: Calls) -> Iterator[None]:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):
             note(cls, args, kwargs)
-        return original(cls, *args, **kwargs)
+        return APPLY.__func__(cls, *args, **kwargs)
 
     def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         note(function, args, kwargs)
@@ -121,7 +129,8 @@ def _recording(crossing: Crossing, calls: Calls) -> Iterator[None]:
         for path in crossing.modules:
             module = crossing.model.get_submodule(path)
             stack.enter_context(mock.patch.dict(module.__dict__, {"forward": stand_in(path, module)}))
-        stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        if functions:
+            stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(mock.patch.object(ACTIVE, "cross", call))
         yield
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runtime.ops.opaque import Opaque, Size
 
 T = TypeVar("T")
+
+APPLY = torch.autograd.Function.__dict__["apply"]
+"""The way in which torch applies a Function, which a trace replaces."""
 
 _UNDECLARED = {
     "aten::native_batch_norm": (3, 4),
@@ -57,6 +61,8 @@ class Observed:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Sees which of the given storages are written, and whether random numbers are drawn."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._given = {storage_of(tensor): index for index, tensor in enumerate(given)}
@@ -67,6 +73,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):  # cond and its like: their branches write nothing
+            return func(*args, **options)
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         places = _UNDECLARED.get(func._schema.name, ())
         for place, declared in enumerate(func._schema.arguments):
@@ -90,7 +98,9 @@ def apart(function: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            results.append(function())
+            # Code that torch compiles by itself (torch.cond) must see the apply that it knows.
+            with mock.patch.object(torch.autograd.Function, "apply", APPLY):
+                results.append(function())
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             errors.append(error)
 
@@ -116,12 +126,15 @@ def observe_fake(opaque: Opaque, shapes: Sequence[Sequence[int]], given: Sequenc
     return apart(run)
 
 
-def observe_real(opaque: Opaque, tensors: Sequence[Tensor]) -> Observed:
-    """Run the code on copies of real tensors; generators of random numbers stay as they were."""
+def observe_real(opaque: Opaque, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> Observed:
+    """Run the code on copies of real tensors, of the types of ``given``; random generators stay as they were."""
 
     def run() -> Observed:
         with torch.random.fork_rng(devices=[]):
-            own = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
+            own = [
+                tensor.detach().to(like.dtype, copy=True).requires_grad_(like.requires_grad)
+                for tensor, like in zip(tensors, given, strict=True)
+            ]
             return _observe(opaque, own)
 
     return apart(run)
