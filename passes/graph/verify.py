@@ -111,7 +111,10 @@ def _known_ops(graph: OpGraph) -> Iterator[str]:
 
 def _is_op(node: fx.Node) -> bool:
     """Tell whether an op is torch's, or one of ours: a projection, a bridge, an op's local form, an opaque part."""
-    known = isinstance(node.target, torch._ops.OpOverload | Opaque) or node.target in (operator.getitem, run_local)
+    known = isinstance(node.target, torch._ops.OpOverload | Opaque) or node.target in (
+        operator.getitem,
+        run_local,
+    )
     return known or is_bridge(node)
 
 
@@ -245,7 +248,9 @@ RULES: tuple[Invariant, ...] = (
     Invariant("one-output", "there is one output node", _one_output),
     Invariant("values", "every node has an example value", _have_values),
     Invariant("origin", "every op says which module and source line made it", _have_origin),
-    Invariant("known-ops", "ops are ATen overloads, opaque parts, projections or arithmetic on sizes", _known_ops),
+    Invariant(
+        "known-ops", "ops are ATen overloads, opaque parts, projections or arithmetic on sizes", _known_ops
+    ),
     Invariant("functional", "no op writes its inputs", _functional),
     Invariant("projections", "getitem takes one result of an op with several", _projections),
     Invariant("inputs", "the input table lists the placeholders in order", _inputs_match),

@@ -37,7 +37,7 @@ from passes.trace.export import LossFunction, ModelWithLoss, export
 from passes.trace.fingerprint import fingerprint
 from passes.trace.loss.reduction import LossReduction, checked_reduction, reduce_loss
 from passes.trace.names import StateNames, frozen_modules, state_names
-from passes.trace.opaque.cross import Crossing, NeedsSamples
+from passes.trace.opaque.cross import Crossing, NeedsSamplesError
 from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import PartError
 from passes.trace.opaque.samples import samples_of
@@ -302,9 +302,11 @@ def _trace_parts(
             return _Traced(exported, spec, converted, remarks + parts.notes(calls.values()))
         except PartError as error:
             parts = parts.enlarged(error)
-        except NeedsSamples as needed:
+        except NeedsSamplesError as needed:
             guess = next(iter(batch_dim_candidates(subject.leaves, overrides)))
-            parts = samples_of(parts, needed, subject.crossing, subject.batch, guess)
+            parts = samples_of(
+                parts, needed, subject.crossing, subject.batch, guess, subject.precision.casts_to
+            )
         subject = replace(subject, crossing=parts.crossing())
 
 
@@ -370,7 +372,7 @@ def _export(subject: _Subject, guess: BatchDims) -> _Exported:
             subject.crossing.active(),
         ):
             program = export(module, leaves, symbolic, fake_mode)
-    except (PartitionerError, NeedsSamples):
+    except (PartitionerError, NeedsSamplesError):
         raise
     except Exception as error:
         raise model_error(error, subject.model, subject.model_name) from error

@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,9 +19,9 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from cost_models.errors import ModelError, PartitionerError
 from cost_models.precision import Precision
 from passes.trace.names import own_dtype_parameters
+from passes.trace.opaque.refused import caller
 
 
 def export_fake_mode() -> FakeTensorMode:

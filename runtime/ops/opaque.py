@@ -81,7 +81,9 @@ class Size:
 
     def of(self, numbers: Sequence[Any]) -> Any:
         """Return the number (symbolic if the variables are)."""
-        return sum(coefficient * math.prod(numbers[v] for v in factors) for coefficient, factors in self.terms)
+        return sum(
+            coefficient * math.prod(numbers[v] for v in factors) for coefficient, factors in self.terms
+        )
 
 
 @dataclass(frozen=True)

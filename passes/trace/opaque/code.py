@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from passes.trace.opaque.sizes import Unfit
+from passes.trace.opaque.sizes import UnfitError
 from runtime.ops.opaque import Code
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -49,10 +49,10 @@ def of_module(name: str, module: nn.Module, model: nn.Module) -> Part:
     try:
         skeleton = copy.deepcopy(module, twins)
     except (TypeError, RuntimeError, AttributeError, ValueError) as error:
-        raise Unfit(f"it cannot be copied ({type(error).__name__}: {error})") from error
+        raise UnfitError(f"it cannot be copied ({type(error).__name__}: {error})") from error
     foreign = [path for key, path in others.items() if key in twins]
     if foreign:
-        raise Unfit(f"it uses {foreign[0]}, which belongs to another module")
+        raise UnfitError(f"it uses {foreign[0]}, which belongs to another module")
     state = tuple(tuple(names) for _, names in own)
     text = f"{type(module).__module__}.{type(module).__qualname__} {_ADDRESS.sub('', repr(module))} {state}"
     return Part(name, Code(skeleton, state), source_of(type(module).forward), text)
@@ -69,9 +69,9 @@ def of_function(name: str, function: Any) -> Part:
     """Take a function of tensors, or a class of ``torch.autograd.Function``."""
     for held in _captured(function):
         if isinstance(held, nn.Module) and any(True for _ in held.parameters()):
-            raise Unfit(f"it uses the module {type(held).__name__} that is not among its arguments")
+            raise UnfitError(f"it uses the module {type(held).__name__} that is not among its arguments")
         if isinstance(held, Tensor) and held.requires_grad:
-            raise Unfit("it uses a tensor with a gradient that is not among its arguments")
+            raise UnfitError("it uses a tensor with a gradient that is not among its arguments")
     called = function.forward if isinstance(function, type | nn.Module) else function
     module = type(function) if isinstance(function, nn.Module) else function
     where = getattr(module, "__qualname__", type(module).__qualname__)
@@ -107,9 +107,9 @@ def _twin(tensor: Tensor) -> Tensor:
 
 
 def checked_argument(value: Any) -> Any:
-    """Return an argument that is no tensor, if it hides none; else raise Unfit."""
+    """Return an argument that is no tensor, if it hides none; else raise UnfitError."""
     if not isinstance(value, _PLAIN) and _holds_tensors(value, set()):
-        raise Unfit(f"it is given a {type(value).__name__}, which holds tensors")
+        raise UnfitError(f"it is given a {type(value).__name__}, which holds tensors")
     return value
 
 

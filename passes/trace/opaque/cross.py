@@ -1,7 +1,7 @@
 """Opaque parts on their way through ``torch.export``: one custom op per call, replaced by the part's own op afterwards.
 
-    export sees      partitioner::opaque([x, weight, running_mean], "encoder.ctc#0") -> Tensor[]
-    graph has        opaque_encoder_ctc = opaque(encoder.ctc)(x, weight, running_mean)
+export sees      partitioner::opaque([x, weight, running_mean], "encoder.ctc#0") -> Tensor[]
+graph has        opaque_encoder_ctc = opaque(encoder.ctc)(x, weight, running_mean)
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from passes.trace.opaque.code import (
     without_addresses,
 )
 from passes.trace.opaque.mark import ACTIVE
-from passes.trace.opaque.refused import LOSS, PartError, innermost_module, refuse_inner_gradients
 from passes.trace.opaque.open_sizes import OpenSizes, described, open_sizes
-from passes.trace.opaque.sizes import APPLY, Observed, Point, Unfit, observe_fake, observe_real, points
+from passes.trace.opaque.refused import LOSS, PartError, innermost_module, refuse_inner_gradients
+from passes.trace.opaque.sizes import APPLY, Observed, Point, UnfitError, observe_fake, points
 from runtime.ops.opaque import Baked, Opaque, Result, Size, Slot, Tree
 
 _CALLS: dict[str, Opaque] = {}
@@ -59,14 +59,14 @@ _crossing.register_autograd(_never)
 class Crossing:
     """The opaque parts of one trace: ``modules``, by path, and the calls of Functions and decorated functions.
 
-    ``samples``: real arguments of each part's calls, by the part's name, call by call: lists of them, of batches of one,
-    two and three times the size, and of one that repeats a sample.
+    ``samples``: what each part did with real arguments, by the part's name, call by call: in batches of one, two and
+    three times the size, and in one that repeats a sample.
     """
 
     model: nn.Module
     modules: Mapping[str, Part]
     loss: Part | None = None
-    samples: Mapping[str, Sequence[Sequence[Sequence[Tensor]]]] = field(default_factory=dict)
+    samples: Mapping[str, Sequence[Sequence[Observed]]] = field(default_factory=dict)
     calls: dict[str, Opaque] = field(default_factory=dict)
     _count: dict[str, int] = field(default_factory=dict)
 
@@ -77,11 +77,11 @@ class Crossing:
         for path in paths:
             try:
                 parts[path] = of_module(path, model.get_submodule(path), model)
-            except Unfit as error:
+            except UnfitError as error:
                 raise _unfit(path, str(error), model, path) from error
         try:
             loss = of_function(LOSS, loss_fn) if opaque_loss else None
-        except Unfit as error:
+        except UnfitError as error:
             raise _unfit(LOSS, str(error), model, None) from error
         return cls(model, parts, loss)
 
@@ -92,7 +92,9 @@ class Crossing:
         with contextlib.ExitStack() as stack:
             for path, part in self.modules.items():
                 module = self.model.get_submodule(path)
-                stack.enter_context(mock.patch.dict(module.__dict__, {"forward": self._stand_in(module, part)}))
+                stack.enter_context(
+                    mock.patch.dict(module.__dict__, {"forward": self._stand_in(module, part)})
+                )
             stack.enter_context(
                 mock.patch.object(torch.autograd.Function, "apply", classmethod(self._applied()))
             )
@@ -136,7 +138,7 @@ class Crossing:
         name = ".".join(filter(None, (inside, getattr(function, "__name__", "function"))))
         try:
             part = of_function(name, function)
-        except Unfit as error:
+        except UnfitError as error:
             raise _unfit(name, str(error), self.model, inside) from error
         return self._cross(part, [], args, kwargs, inside)
 
@@ -156,7 +158,7 @@ class Crossing:
         self._count[part.name] = call + 1
         try:
             opaque, given, seen = self._opaque(part, state, args, kwargs, call)
-        except Unfit as error:
+        except UnfitError as error:
             raise _unfit(part.name, f"{error} ({part.source})", self.model, inside) from error
         key = f"{part.name}#{call}"
         self.calls[key] = _CALLS[key] = opaque
@@ -189,7 +191,7 @@ class Crossing:
         assert structure is not None  # args and kwargs are one
         inputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
         if not inputs:
-            raise Unfit("it is given no tensor")
+            raise UnfitError("it is given no tensor")
         given = [*inputs, *state]
         place = {id(tensor): index for index, tensor in enumerate(inputs)}
         autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
@@ -234,8 +236,13 @@ class Crossing:
         self, on: Callable[[OpenSizes], Opaque], given: Sequence[Tensor], sizes: OpenSizes, call: int
     ) -> tuple[Opaque, OpenSizes, dict[Point, Observed]]:
         """Run the part at several sizes: on fake tensors with all sizes apart, then with equal ones as one, else on real ones."""
-        ways = [sizes] if sizes.joined == sizes else [sizes, sizes.joined]
-        for way in ways:
+        samples = self.samples.get(on(sizes).name)
+        if samples is not None:
+            way = sizes.joined
+            if len(way.base) > 1:
+                raise UnfitError("it runs on real tensors only, and several sizes of the batch are open")
+            return on(way), way, _real_runs(samples[call], given, way.base)
+        for way in [sizes] if sizes.joined == sizes else [sizes, sizes.joined]:
             opaque = on(way)
             try:
                 seen = {p: observe_fake(opaque, way.shapes(given, p), given) for p in points(way.base)}
@@ -243,34 +250,22 @@ class Crossing:
                 failure = error
             else:
                 return opaque, way, seen
-        samples = self.samples.get(opaque.name)
-        if samples is None:
-            raise NeedsSamples(opaque.name, failure) from failure
-        if len(way.base) > 1:
-            raise Unfit("it runs on real tensors only, and several sizes of the batch are open") from failure
-        return opaque, way, self._real_runs(opaque, samples[call], given, way.base)
-
-    def _real_runs(
-        self,
-        opaque: Opaque,
-        sample: Sequence[Sequence[Tensor]],
-        given: Sequence[Tensor],
-        base: Point,
-    ) -> dict[Point, Observed]:
-        def observed(tensors: Sequence[Tensor]) -> Observed:
-            try:
-                return observe_real(opaque, tensors, given)
-            except Exception as error:
-                lines = str(error).splitlines() or ["no message"]
-                raise Unfit(f"its code fails ({type(error).__name__}: {lines[0]})") from error
-
-        *grown, repeated = [observed(tensors) for tensors in sample]
-        if repeated.shapes != grown[0].shapes:
-            raise Unfit("a size of its output depends on the numbers in its inputs")
-        return dict(zip(points(base), grown, strict=False))
+        raise NeedsSamplesError(opaque.name, failure) from failure
 
 
-class NeedsSamples(Exception):
+def _real_runs(runs: Sequence[Observed], given: Sequence[Tensor], base: Point) -> dict[Point, Observed]:
+    """Return what was seen on real arguments, by the sizes that they stand for."""
+    *grown, repeated = runs
+    if tuple(tensor.dtype for tensor in given) != grown[0].given:
+        raise UnfitError(
+            "it runs on real tensors only, and gets other types of tensors in the precision that was asked for"
+        )
+    if repeated.shapes != grown[0].shapes:
+        raise UnfitError("a size of its output depends on the numbers in its inputs")
+    return dict(zip(points(base), grown, strict=False))
+
+
+class NeedsSamplesError(Exception):
     """Raised where a part runs on real tensors only, and none are there: ``name``, and why it did not run on fake ones."""
 
     def __init__(self, name: str, error: BaseException) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from passes.graph.nodes import symbolic
 from passes.graph.signatures import concrete
 from passes.trace.opaque.code import checked_argument
-from passes.trace.opaque.sizes import Observed, Point, Unfit, fit, points
+from passes.trace.opaque.sizes import Observed, Point, UnfitError, fit, points
 from runtime.ops.opaque import Result, Size, Variable
 
 
@@ -57,7 +57,7 @@ class OpenSizes:
         """Return a size of the inputs, or a number that follows from them, as a polynomial of the variables."""
         expression = sympy.sympify(symbolic(number))
         if not expression.free_symbols <= self.read.keys():
-            raise Unfit(f"it is given the number {expression}, which the sizes of its tensors do not tell")
+            raise UnfitError(f"it is given the number {expression}, which the sizes of its tensors do not tell")
         return fit({point: int(expression.subs(self._at(point))) for point in points(self.base)}, self.base)
 
     def _at(self, point: Point) -> dict[sympy.Symbol, int]:
@@ -85,14 +85,16 @@ def open_sizes(inputs: Sequence[Tensor]) -> OpenSizes:
                 numbers[symbol] = int(size.node.hint) // int(factor)  # type: ignore[union-attr]
     missing = wanted - found.keys()
     if missing:
-        raise Unfit(f"the sizes of its inputs are combined: {', '.join(map(str, missing))} stands nowhere alone")
+        raise UnfitError(
+            f"the sizes of its inputs are combined: {', '.join(map(str, missing))} stands nowhere alone"
+        )
     return OpenSizes(tuple((symbol,) for symbol in found), found, numbers)
 
 
 def described(
     runs: Mapping[Point, Observed], given: Sequence[Tensor], inputs: int
 ) -> tuple[list[Result], Observed]:
-    """Describe what the part returns for all sizes; raises Unfit if the runs do not agree on it."""
+    """Describe what the part returns for all sizes; raises UnfitError if the runs do not agree on it."""
     (base, first), *others = runs.items()
     for _, other in others:
         if (other.structure, other.dtypes, [len(s) for s in other.shapes]) != (
@@ -100,11 +102,16 @@ def described(
             first.dtypes,
             [len(s) for s in first.shapes],
         ):
-            raise Unfit("what it returns changes with the size of the batch")
-    if any(isinstance(given[i], nn.Parameter) or given[i].requires_grad for i in first.written if i >= inputs):
-        raise Unfit("it writes a parameter")
+            raise UnfitError("what it returns changes with the size of the batch")
+    if any(
+        isinstance(given[i], nn.Parameter) or given[i].requires_grad for i in first.written if i >= inputs
+    ):
+        raise UnfitError("it writes a parameter")
     results = [
-        Result(tuple(fit({p: run.shapes[i][d] for p, run in runs.items()}, base) for d in range(len(shape))), dtype)
+        Result(
+            tuple(fit({p: run.shapes[i][d] for p, run in runs.items()}, base) for d in range(len(shape))),
+            dtype,
+        )
         for i, (shape, dtype) in enumerate(zip(first.shapes, first.dtypes, strict=True))
     ]
     changed: list[Any] = []
@@ -115,11 +122,9 @@ def described(
         elif all(type(value) is int for value in values.values()):
             changed.append(fit(values, base))
         else:
-            raise Unfit(f"it returns a {type(other).__name__} that changes with the batch size")
+            raise UnfitError(f"it returns a {type(other).__name__} that changes with the batch size")
     written = sorted({index for run in runs.values() for index in run.written})
     random = any(run.random for run in runs.values())
     grads = tuple(map(any, zip(*(run.differentiable for run in runs.values()), strict=True)))
-    seen = Observed(
-        first.shapes, first.dtypes, grads, first.tensors, tuple(changed), first.structure, tuple(written), random
-    )
+    seen = replace(first, differentiable=grads, others=tuple(changed), written=tuple(written), random=random)
     return results, seen

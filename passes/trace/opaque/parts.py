@@ -8,12 +8,13 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from cost_models.errors import UsageError
 from passes.trace.opaque.cross import Crossing
 from passes.trace.opaque.mark import is_marked
 from passes.trace.opaque.refused import LOSS, PartError, without_slices
+from passes.trace.opaque.sizes import Observed
 from runtime.ops.opaque import Opaque
 
 logger = logging.getLogger("partitioner")
@@ -26,7 +27,7 @@ class Parts:
     model: nn.Module
     loss_fn: Any
     why: Mapping[str, str]
-    samples: Mapping[str, Sequence[Sequence[Sequence[Tensor]]]] = field(default_factory=dict)
+    samples: Mapping[str, Sequence[Sequence[Observed]]] = field(default_factory=dict)
 
     @classmethod
     def chosen(cls, model: nn.Module, loss_fn: Any, patterns: Iterable[str]) -> Parts:

@@ -1,7 +1,7 @@
-"""Real arguments of opaque parts: what they are given when the live model runs on its own batch.
+"""Opaque parts on real arguments: those that they are given when the live model runs on its own batch.
 
-    the batch once, twice and three times in a row      sizes that follow from the batch's
-    its first sample instead of every other             sizes that follow from numbers are others then
+the batch once, twice and three times in a row      sizes that follow from the batch's
+its first sample instead of every other             sizes that follow from numbers are others then
 """
 
 from __future__ import annotations
@@ -18,21 +18,30 @@ from torch.utils import _pytree as pytree
 
 from cost_models.errors import ModelError
 from passes.trace.batch import BatchDims, forward_arguments, map_tensors
-from passes.trace.opaque.code import state_of
-from passes.trace.opaque.cross import Crossing, NeedsSamples
+from passes.trace.opaque.code import Part, of_function, state_of
+from passes.trace.opaque.cross import Crossing, NeedsSamplesError
 from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import LOSS, innermost_module
-from passes.trace.opaque.sizes import APPLY
+from passes.trace.opaque.sizes import APPLY, Observed, observe_real
+from runtime.ops.opaque import Baked, Opaque, Slot, Tree
 
-Calls = dict[str, list[list[Tensor]]]
-"""The tensors of each part's calls."""
+Calls = dict[str, list[Observed]]
+"""What each part did, call by call."""
 
 
 def samples_of(
-    parts: Parts, needed: NeedsSamples, crossing: Crossing, batch: Any, guess: BatchDims
+    parts: Parts,
+    needed: NeedsSamplesError,
+    crossing: Crossing,
+    batch: Any,
+    guess: BatchDims,
+    dtype: torch.dtype | None,
 ) -> Parts:
-    """Run the live model, and return ``parts`` with the arguments that they got; raises ModelError without values."""
+    """Run the live model, and return ``parts`` with what they did in it; raises ModelError without values.
+
+    ``dtype``: the type that the trace casts inputs and parameters to, if it does.
+    """
     meta = [name for name, tensor in parts.model.named_parameters() if tensor.is_meta]
     lines = str(needed.error).splitlines() or ["no message"]
     why = f"on tensors without values it ends with {type(needed.error).__name__}: {lines[0]}"
@@ -46,7 +55,8 @@ def samples_of(
     functions = needed.name not in crossing.modules and needed.name != LOSS
     try:
         runs = [
-            _run(parts, crossing, _resized(batch, guess, change), functions) for change in (1, 2, 3, None)
+            _run(parts, crossing, _resized(batch, guess, change), functions, dtype)
+            for change in (1, 2, 3, None)
         ]
     except Exception as error:
         lines = str(error).splitlines() or ["no message"]
@@ -78,35 +88,57 @@ def _resized(batch: Any, guess: BatchDims, times: int | None) -> Any:
     return map_tensors(batch, change)
 
 
-def _run(parts: Parts, crossing: Crossing, batch: Any, functions: bool) -> Calls:
+def _run(parts: Parts, crossing: Crossing, batch: Any, functions: bool, dtype: torch.dtype | None) -> Calls:
     calls: Calls = {}
     model, loss_fn = parts.model, parts.loss_fn
-    with _recording(crossing, calls, functions), _unchanged(model):
+    with _recording(crossing, calls, functions, dtype), _unchanged(model):
         args, kwargs = forward_arguments(model, batch, loss_fn is not None)
         output = model(*args, **kwargs)
         if loss_fn is not None:
             if LOSS in parts.why:
-                calls.setdefault(LOSS, []).append(_tensors((output, batch), {}))
+                assert crossing.loss is not None
+                calls.setdefault(LOSS, []).append(_observed(crossing.loss, [], (output, batch), {}, dtype))
             loss_fn(output, batch)
     return calls
 
 
-def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    leaves = pytree.tree_leaves((args, kwargs))
-    unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
-    return [tensor.detach().clone() for tensor in unique.values()]
+def _observed(
+    part: Part, state: Sequence[Tensor], args: Any, kwargs: Any, dtype: torch.dtype | None
+) -> Observed:
+    """Run a part on its own, on what it is given. ``dtype``: what the trace casts inputs and parameters to."""
+
+    def cast(tensor: Tensor, buffer: bool = False) -> Tensor:
+        wanted = dtype if dtype is not None and tensor.is_floating_point() and not buffer else tensor.dtype
+        return tensor.detach().to(wanted).requires_grad_(tensor.requires_grad)
+
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    structure = Tree.of(spec)
+    assert structure is not None  # args and kwargs are one
+    inputs = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+    place = {id(tensor): index for index, tensor in enumerate(inputs)}
+    arguments = tuple(Slot(place[id(leaf)]) if isinstance(leaf, Tensor) else Baked(leaf) for leaf in leaves)
+    cpu = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    opaque = Opaque(
+        part.name, part.source, part.code, arguments, structure, (), (), (), False, cpu, part.text, part.name
+    )
+    return observe_real(
+        opaque,
+        [*map(cast, inputs), *(cast(tensor, not isinstance(tensor, nn.Parameter)) for tensor in state)],
+    )
 
 
 @contextlib.contextmanager
-def _recording(crossing: Crossing, calls: Calls, functions: bool) -> Iterator[None]:
+def _recording(
+    crossing: Crossing, calls: Calls, functions: bool, dtype: torch.dtype | None
+) -> Iterator[None]:
     """Record what every opaque part is called with; the calls of Functions and decorated functions if asked for."""
 
     def stand_in(path: str, module: nn.Module) -> Callable[..., Any]:
-        original, code = module.forward, crossing.modules[path].code
+        original, part = module.forward, crossing.modules[path]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            state = [tensor.detach().clone() for tensor in state_of(code, module)]
-            calls.setdefault(path, []).append([*_tensors(args, kwargs), *state])
+            state = state_of(part.code, module)
+            calls.setdefault(path, []).append(_observed(part, state, args, kwargs, dtype))
             return original(*args, **kwargs)
 
         return forward
@@ -114,7 +146,9 @@ def _recording(crossing: Crossing, calls: Calls, functions: bool) -> Iterator[No
     def note(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         path = innermost_module(crossing.model)
         name = ".".join(filter(None, (path, getattr(function, "__name__", "function"))))
-        calls.setdefault(name, []).append(_tensors(tuple(args), kwargs))
+        calls.setdefault(name, []).append(
+            _observed(of_function(name, function), [], tuple(args), kwargs, dtype)
+        )
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         if not cls.__module__.startswith("torch."):

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +30,8 @@ T = TypeVar("T")
 APPLY = torch.autograd.Function.__dict__["apply"]
 """The way in which torch applies a Function, which a trace replaces."""
 
+_CALL, _GETATTR = nn.Module.__call__, nn.Module.__getattr__
+
 _UNDECLARED = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
@@ -38,7 +40,7 @@ _UNDECLARED = {
 """Kernels that write arguments (running statistics, at these places) without saying so in their schema."""
 
 
-class Unfit(Exception):
+class UnfitError(Exception):
     """The reason why a part cannot be one op."""
 
 
@@ -46,6 +48,8 @@ class Unfit(Exception):
 class Observed:
     """What one run of the code did."""
 
+    given: tuple[torch.dtype, ...]
+    """The types of the arguments."""
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
     differentiable: tuple[bool, ...]
@@ -61,7 +65,6 @@ class Observed:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Sees which of the given storages are written, and whether random numbers are drawn."""
 
-    supports_higher_order_operators = True
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -73,8 +76,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leave
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = kwargs or {}
-        if not isinstance(func, torch._ops.OpOverload):  # cond and its like: their branches write nothing
-            return func(*args, **options)
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
         places = _UNDECLARED.get(func._schema.name, ())
         for place, declared in enumerate(func._schema.arguments):
@@ -98,8 +99,12 @@ def apart(function: Callable[[], T]) -> T:
 
     def run() -> None:
         try:
-            # Code that torch compiles by itself (torch.cond) must see the apply that it knows.
-            with mock.patch.object(torch.autograd.Function, "apply", APPLY):
+            # An export replaces methods of all modules, a trace of ours that of all Functions: here they are torch's own.
+            with (
+                mock.patch.object(torch.autograd.Function, "apply", APPLY),
+                mock.patch.object(nn.Module, "__call__", _CALL),
+                mock.patch.object(nn.Module, "__getattr__", _GETATTR),
+            ):
                 results.append(function())
         except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
             errors.append(error)
@@ -121,44 +126,67 @@ def observe_fake(opaque: Opaque, shapes: Sequence[Sequence[int]], given: Sequenc
                 torch.empty(list(shape), dtype=like.dtype).requires_grad_(like.requires_grad)
                 for shape, like in zip(shapes, given, strict=True)
             ]
-            return _observe(opaque, tensors)
+            own = _own(opaque, tensors)
+            with mock.patch.object(torch, "compile", _no_compiler), _Watch(own) as watch:
+                return _observed(opaque, own, lambda: (watch.written, watch.random))
 
     return apart(run)
 
 
-def observe_real(opaque: Opaque, tensors: Sequence[Tensor], given: Sequence[Tensor]) -> Observed:
-    """Run the code on copies of real tensors, of the types of ``given``; random generators stay as they were."""
+def observe_real(opaque: Opaque, tensors: Sequence[Tensor]) -> Observed:
+    """Run the code on copies of real tensors; generators of random numbers stay as they were."""
 
     def run() -> Observed:
         with torch.random.fork_rng(devices=[]):
-            own = [
-                tensor.detach().to(like.dtype, copy=True).requires_grad_(like.requires_grad)
-                for tensor, like in zip(tensors, given, strict=True)
-            ]
-            return _observe(opaque, own)
+            own = _own(opaque, [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors])
+            before = [(t.detach().clone(), t._version) for t in own]
+            generator = torch.get_rng_state()
+
+            def effects() -> tuple[set[int], bool]:
+                changed = {
+                    index
+                    for index, (t, (old, version)) in enumerate(zip(own, before, strict=True))
+                    if t._version != version or not torch.equal(t, old)
+                }
+                return changed, not torch.equal(generator, torch.get_rng_state())
+
+            return _observed(opaque, own, effects)
 
     return apart(run)
 
 
-def _observe(opaque: Opaque, tensors: Sequence[Tensor]) -> Observed:
-    """Run the code on leaves; inputs that require gradients are copies, so that the code may write them."""
+def _no_compiler(*args: Any, **kwargs: Any) -> Any:
+    """Stand for ``torch.compile``: torch.cond and its like compile, and a failure on fake tensors would be remembered."""
+    raise NotImplementedError("control flow runs on real tensors only")
+
+
+def _own(opaque: Opaque, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy the inputs that require gradients, so that the code may write them."""
     inputs = len(tensors) - len(opaque.code.state)
-    own = [t.clone() if t.requires_grad and i < inputs else t for i, t in enumerate(tensors)]
-    watch = _Watch(own)
-    with torch.enable_grad(), watch:
+    with torch.enable_grad():
+        return [t.clone() if t.requires_grad and i < inputs else t for i, t in enumerate(tensors)]
+
+
+def _observed(
+    opaque: Opaque, own: Sequence[Tensor], effects: Callable[[], tuple[set[int], bool]]
+) -> Observed:
+    """Run the code. ``effects``: which arguments it wrote, and whether it drew random numbers."""
+    with torch.enable_grad():
         output, after = opaque.outputs(own)
+    written, random = effects()
     leaves, structure = pytree.tree_flatten(output)
     found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     replaced = {i for i, (new, old) in enumerate(zip(after, own, strict=True)) if new is not old}
     return Observed(
+        given=tuple(tensor.dtype for tensor in own),
         shapes=tuple(tuple(map(int, t.shape)) for t in found),
         dtypes=tuple(t.dtype for t in found),
         differentiable=tuple(t.requires_grad for t in found),
         tensors=tuple(isinstance(leaf, Tensor) for leaf in leaves),
         others=tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor)),
         structure=structure,
-        written=tuple(sorted(watch.written | replaced)),
-        random=watch.random,
+        written=tuple(sorted(written | replaced)),
+        random=random,
     )
 
 
@@ -176,7 +204,7 @@ def points(base: Point) -> list[Point]:
 
 
 def fit(seen: Mapping[Point, int], base: Point) -> Size:
-    """Return the polynomial, linear in every variable, that gives ``seen``; raises Unfit if none with whole numbers does."""
+    """Return the polynomial, linear in every variable, that gives ``seen``; raises UnfitError if none with whole numbers does."""
     terms: list[tuple[int, tuple[int, ...]]] = []
     indices = range(len(base))
     for chosen in (set(c) for n in range(len(base) + 1) for c in itertools.combinations(indices, n)):
@@ -188,13 +216,11 @@ def fit(seen: Mapping[Point, int], base: Point) -> Size:
         total[factors] = total.get(factors, 0) + coefficient
     size = Size(tuple((c, f) for f, c in sorted(total.items()) if c))
     if any(size.of(point) != number for point, number in seen.items()):
-        raise Unfit("a size of its output is no polynomial of its inputs' sizes")
+        raise UnfitError("a size of its output is no polynomial of its inputs' sizes")
     return size
 
 
-def _moved(
-    chosen: set[int], seen: Mapping[Point, int], base: Point
-) -> list[tuple[int, tuple[int, ...]]]:
+def _moved(chosen: set[int], seen: Mapping[Point, int], base: Point) -> list[tuple[int, tuple[int, ...]]]:
     """Expand ``slope · Π (x_i - base_i)`` over the chosen variables, with the slope that the corners show."""
     slope = 0
     for size in range(len(chosen) + 1):
@@ -205,7 +231,7 @@ def _moved(
         return []
     divisor = math.prod(base[i] for i in chosen)
     if slope % divisor:
-        raise Unfit("a size of its output depends on the numbers in its inputs")
+        raise UnfitError("a size of its output depends on the numbers in its inputs")
     slope //= divisor
     terms = []
     for size in range(len(chosen) + 1):
