@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from partitioner.plan import Plan
     from partitioner.verify.verify import VerifyReport
     from passes.graph.graph import OpGraph
+    from passes.trace.opaque.mark import opaque
     from passes.trace.trace import trace
     from runtime.checkpoint.directory import is_checkpoint
 
@@ -68,6 +69,7 @@ __all__ = [
     "Workload",
     "deploy",
     "is_checkpoint",
+    "opaque",
     "partition",
     "trace",
 ]
@@ -85,6 +87,7 @@ _MODULES = {
     "Workload": "partitioner.models.workload",
     "deploy": "partitioner.deploy_together",
     "is_checkpoint": "runtime.checkpoint.directory",
+    "opaque": "passes.trace.opaque.mark",
     "partition": "partitioner.api",
     "trace": "passes.trace.trace",
 }

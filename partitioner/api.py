@@ -41,6 +41,7 @@ def partition(
     recompute: RecomputeMode | None = None,
     batch_dims: Mapping[str, int | None] | None = None,
     dynamic_dims: Mapping[str, list[int]] | None = None,
+    opaque: Sequence[str] = (),
     min_stages: int | None = None,
     max_stages: int | None = None,
     time_limit_seconds: float = 60.0,
@@ -91,6 +92,7 @@ def partition(
         dynamic_dims=dynamic_dims,
         precision=precision,
         loss_reduction=loss_reduction,
+        opaque=opaque,
         name=name,
     )
     if graph.loss is None:

@@ -62,6 +62,7 @@ def plan(
     split: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     batch_dims: Dims = (),
     dynamic_dims: Dims = (),
+    opaque: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
     time_limit: float = 60.0,
     model_options: ModelOptions = NOTHING_GIVEN,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
@@ -115,7 +116,7 @@ def plan(
         workload = model_options.load(model)
     with pass_times() as times:
         with progress(f"tracing {model}"):
-            traced = as_graph(workload, precision=types, loss_reduction=reduction, **dims)
+            traced = as_graph(workload, precision=types, loss_reduction=reduction, opaque=opaque, **dims)
         with progress("searching"):
             made = partition(traced, machines, precision=types, **vars(wanted))
     if timings:

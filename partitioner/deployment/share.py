@@ -80,6 +80,7 @@ def build_share(
             dynamic_dims=recipe.dynamic_dims,
             precision=plan.precision,
             loss_reduction=plan.loss_reduction,
+            opaque=plan.opaque,
         )
     code = plan_code(plan, graph, ranks)
     programs, segments = plan_programs(plan, ranks), plan_segments(plan, ranks)

@@ -202,6 +202,7 @@ def _traced(deployed: Deployed, given: Given, with_loss: bool) -> OpGraph:
         dynamic_dims=_open_dims(deployed.dynamic_dims, given.leaves),
         precision=plan.precision,
         loss_reduction=training.loss_reduction if with_loss else None,
+        opaque=training.opaque,
         name=plan.model.name,
     )
     if with_loss and graph.loss is None:

@@ -33,6 +33,7 @@ def graph_of(plan: PlanData, model: ModelOrTrace | None, purpose: str, options: 
         **options,
         precision=plan.precision,
         loss_reduction=plan.loss_reduction,
+        opaque=plan.opaque,
         name=plan.model.name,
     )
     refuse_other_model(plan, graph)

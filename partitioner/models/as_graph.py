@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -28,6 +28,7 @@ def as_graph(
     dynamic_dims: Mapping[str, list[int]] | None = None,
     precision: Precision | None = None,
     loss_reduction: LossReduction | None = None,
+    opaque: Sequence[str] = (),
     name: str | None = None,
 ) -> OpGraph:
     """Return the training graph of ``model``, which is traced unless it is one already."""
@@ -58,5 +59,6 @@ def as_graph(
         dynamic_dims=dynamic_dims,
         precision=precision,
         loss_reduction=loss_reduction,
+        opaque=opaque,
         name=name or workload.name or None,
     )

@@ -101,6 +101,12 @@ OPTIONS = (
         ": NAME=DIM,DIM; may be repeated.",
     ),
     PlanOption(
+        "opaque",
+        "Modules that run whole, their own code as it is, as one op each",
+        ': their paths, such as ["encoder.ctc", "layers.*.router"]; "loss" is the loss function.',
+        ": a path, such as `encoder.ctc`, or `layers.*.router`; `loss` is the loss function. May be repeated.",
+    ),
+    PlanOption(
         "time_limit_seconds",
         "Seconds for the search; the best plan so far is kept",
         flag="time_limit",

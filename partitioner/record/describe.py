@@ -60,6 +60,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         optimizer_memory=job.optimizer,
         precision=job.precision,
         loss_reduction=graph.loss_reduction,
+        opaque=graph.opaque,
         recompute=recompute,
         splits=tuple(SplitRecord(op=s.op, dim=s.dim, sizes=s.sizes) for s in outcome.splits),
         stages=_stages(compiled),

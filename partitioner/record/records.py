@@ -184,6 +184,9 @@ class PlanFields(PlanFile):
     loss_reduction: Literal["mean", "sum", "token_mean"] = Field(
         description="micro-batches' losses count by their samples, are summed, or count by their valid labels"
     )
+    opaque: tuple[str, ...] = Field(
+        default=(), description="paths of modules that were asked to run whole, as one op each"
+    )
     recompute: Literal["none", "full", "auto"] = Field(
         description="whether backward may compute blocks' activations again: auto, where memory asks for it"
     )

@@ -135,6 +135,7 @@ def verify_plan(
             dynamic_dims=dynamic_dims,
             precision=plan.precision,
             loss_reduction=plan.loss_reduction,
+            opaque=plan.opaque,
             name=plan.model.name,
         )
     ranks = ranks_in_order(plan)

@@ -31,9 +31,11 @@ from cost_models.attention import (
 )
 from cost_models.compute import OpClass, OpWork
 from passes.costs.kernels import KernelCounter, KernelCounts
+from passes.costs.opaque import guessed_flops, measured_work
 from passes.graph.nodes import tensors_in
 from passes.graph.signatures import Signature, called, concrete, concrete_arguments
 from runtime.ops.bridges import is_bridge
+from runtime.ops.opaque import Opaque, no_compile
 from runtime.segment.code import TensorSpec
 
 logger = logging.getLogger("partitioner")
@@ -90,6 +92,8 @@ def profile(
     """Run the signature's op on fake tensors of the sizes that ``symbols`` give, and report."""
     if not signature.runs:
         return OpProfile(OpStructure(), OpWork(), sum(_sizes(signature.outputs, symbols)), ())
+    if isinstance(signature.target, Opaque):
+        return _profile_opaque(signature.target, signature, symbols, device_kind)
     call = attention_call(signature, symbols)
     backend = None
     if call is not None:
@@ -101,6 +105,42 @@ def profile(
     except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         logger.debug("cannot run %s alone (%s); estimating its cost", signature.target, error)
         return _estimate(signature, symbols)
+
+
+def _profile_opaque(
+    opaque: Opaque, signature: Signature, symbols: Mapping[sympy.Symbol, int], device_kind: str
+) -> OpProfile:
+    """Profile an opaque part: run on fake tensors, else as it was measured, else by its shapes."""
+    if not opaque.measured:
+        try:
+            with no_compile():
+                return _Run(signature, symbols, device_kind).profile(None)
+        except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+            logger.debug("cannot run %s on fake tensors (%s)", opaque, error)
+    guess = _estimate(signature, symbols)
+    known = measured_work(opaque, signature, symbols)
+    if known is None:
+        forward, backward = guessed_flops(signature, symbols)
+        half = "input" if guess.work.backward_input_bytes else "weight"
+        flops = {
+            "forward_flops": forward,
+            f"backward_{half}_flops": backward if signature.differentiated else 0,
+        }
+        return replace(
+            guess, work=replace(guess.work, **flops), structure=replace(guess.structure, op_class="matmul")
+        )
+    work, own_bytes, saved = known
+    places: list[tuple[SavedPlace, int]] = [("operand", index) for index in saved]
+    if signature.differentiated:
+        places += [("own", 0), *(("output", j) for j in range(len(signature.outputs)))]
+    structure = replace(
+        guess.structure,
+        op_class=opaque.measured[0].op_class,
+        saved=tuple(places) if signature.differentiated else (),
+        own_storages=1,
+        estimated=False,
+    )
+    return OpProfile(structure, work, guess.output_bytes, (*guess.storage_bytes, own_bytes))
 
 
 class _Run:
@@ -119,7 +159,7 @@ class _Run:
             saved.append(tensor)
             return tensor
 
-        with FakeTensorMode():
+        with FakeTensorMode(allow_non_fake_inputs=isinstance(self._signature.target, Opaque)):
             leaves = [self._operand(index) for index in range(len(self._signature.operands))]
             operands = [leaf.clone() for leaf in leaves] if self._writes_operands() else leaves
             hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
@@ -160,6 +200,8 @@ class _Run:
 
     def _call(self, operands: Sequence[torch.Tensor]) -> Any:
         args, kwargs = concrete_arguments(self._signature.exemplar, operands, self._symbols)
+        if isinstance(self._signature.target, Opaque):
+            return self._signature.target.run(args)
         return _on_device(self._signature.target, self._device_kind, args)(*args, **kwargs)
 
     def _backward(

@@ -64,6 +64,8 @@ class DropoutOff(TorchFunctionMode):
     }
     """The argument that holds their dropout probability. A mode does not see the calls that a composite function makes."""
 
+    _PACKED = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
@@ -74,6 +76,8 @@ class DropoutOff(TorchFunctionMode):
         options = dict(kwargs or {})
         if func in self._ARGUMENT:
             name, position = self._ARGUMENT[func]
+            if func in self._PACKED and isinstance(args[3], list | tuple):
+                position += 1  # packed sequences: the sizes of batches come second
             if len(args) > position:
                 args = (*args[:position], 0.0, *args[position + 1 :])
             else:

@@ -134,6 +134,8 @@ class OpGraph:
     """Under "token_mean": how to fill the batch leaves that no user's batch has."""
     precision: Precision = field(default_factory=Precision)
     """The data types of the trace: parameters' placeholders have their ``leaf`` types, ``StateSpec`` the model's own."""
+    opaque: tuple[str, ...] = ()
+    """The parts that were asked to run whole (``passes.trace.opaque.parts``)."""
     parts: Mapping[str, StatePart] = field(default_factory=dict)
     """The tensor of the model that a parameter or buffer is a block of, where ops were split (``passes.split.split``).
 

@@ -164,6 +164,7 @@ def trace(
         precision=subject.precision,
         loss_reduction=reduced.reduction,
         token_counts=reduced.counts,
+        opaque=tuple(opaque),
     )
     if graph.precision.casts_to is not None:
         refuse_mixed_types(graph)

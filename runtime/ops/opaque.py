@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.utils import _pytree as pytree
 
+from cost_models.compute import OpClass
 from cost_models.errors import ModelError
 
 Mode: TypeAlias = Callable[[], AbstractContextManager[Any]]
@@ -94,6 +95,18 @@ class Result:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What one run of a part took. ``numbers``: its open sizes then."""
+
+    numbers: tuple[int, ...]
+    counts: tuple[float, ...]
+    """Forward FLOPs, bytes and kernels, the same of backward, bytes kept for backward besides arguments and results."""
+    saved: tuple[int, ...]
+    """The arguments that are kept for backward."""
+    op_class: OpClass
+
+
 @dataclass(frozen=True, eq=False)
 class Code:
     """The user's code. ``state``: all names of each parameter and buffer of a module, in the order of the arguments."""
@@ -162,6 +175,8 @@ class Opaque:
     """The type of the autocast that the code was called under."""
     text: str
     identity: str
+    measured: tuple[Measured, ...] = ()
+    """Runs on real tensors, of a part that runs on no others."""
     modes: tuple[Mode, ...] = ()
     """Contexts around the code, in forward and in backward."""
 
@@ -296,3 +311,18 @@ class _Apart(torch.autograd.Function):
 
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+@contextlib.contextmanager
+def no_compile() -> Iterator[None]:
+    """Let no code compile itself, as torch.cond does: on fake tensors that fails, and the failure would be remembered."""
+    original = torch.compile
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("code that compiles itself runs on real tensors only")
+
+    torch.compile = refuse  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = original

@@ -227,7 +227,10 @@ class Crossing:
             Result(tuple(map(sizes.polynomial, given[index].shape)), given[index].dtype)
             for index in seen.written
         ]
-        opaque = replace(opaque, results=tuple(results), written=seen.written, random=seen.random)
+        measured = tuple(replace(run.work, numbers=p) for p, run in runs.items() if run.work is not None)
+        opaque = replace(
+            opaque, results=tuple(results), written=seen.written, random=seen.random, measured=measured
+        )
         content = (part.code.target, part.code.state, opaque.arguments, structure, opaque.results, autocast)
         sizes.join(given)
         return replace(opaque, identity=identity_of(part.name, *content)), given, seen
@@ -235,7 +238,7 @@ class Crossing:
     def _runs(
         self, on: Callable[[OpenSizes], Opaque], given: Sequence[Tensor], sizes: OpenSizes, call: int
     ) -> tuple[Opaque, OpenSizes, dict[Point, Observed]]:
-        """Run the part at several sizes: on fake tensors with all sizes apart, then with equal ones as one, else on real ones."""
+        """Run the part at several sizes: on fake tensors with all sizes apart, with equal ones as one, or on real ones."""
         samples = self.samples.get(on(sizes).name)
         if samples is not None:
             way = sizes.joined

@@ -57,7 +57,9 @@ class OpenSizes:
         """Return a size of the inputs, or a number that follows from them, as a polynomial of the variables."""
         expression = sympy.sympify(symbolic(number))
         if not expression.free_symbols <= self.read.keys():
-            raise UnfitError(f"it is given the number {expression}, which the sizes of its tensors do not tell")
+            raise UnfitError(
+                f"it is given the number {expression}, which the sizes of its tensors do not tell"
+            )
         return fit({point: int(expression.subs(self._at(point))) for point in points(self.base)}, self.base)
 
     def _at(self, point: Point) -> dict[sympy.Symbol, int]:

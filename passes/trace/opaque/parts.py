@@ -39,7 +39,7 @@ class Parts:
             found = [path for path in modules if fnmatchcase(path, pattern)]
             if pattern == "loss" and not found and loss_fn is not None:
                 found = [LOSS]
-            if not found:
+            if not found and pattern != "loss":
                 unknown.append(pattern)
             why.update(dict.fromkeys(found, "opaque by request"))
         if unknown or "" in why:

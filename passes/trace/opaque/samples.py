@@ -7,6 +7,7 @@ its first sample instead of every other             sizes that follow from numbe
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,14 +18,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from cost_models.errors import ModelError
+from passes.costs.opaque import measure
 from passes.trace.batch import BatchDims, forward_arguments, map_tensors
 from passes.trace.opaque.code import Part, of_function, state_of
 from passes.trace.opaque.cross import Crossing, NeedsSamplesError
 from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import LOSS, innermost_module
-from passes.trace.opaque.sizes import APPLY, Observed, observe_real
+from passes.trace.opaque.sizes import APPLY, Observed, apart, observe_real
 from runtime.ops.opaque import Baked, Opaque, Slot, Tree
+
+logger = logging.getLogger("partitioner")
 
 Calls = dict[str, list[Observed]]
 """What each part did, call by call."""
@@ -121,10 +125,14 @@ def _observed(
     opaque = Opaque(
         part.name, part.source, part.code, arguments, structure, (), (), (), False, cpu, part.text, part.name
     )
-    return observe_real(
-        opaque,
-        [*map(cast, inputs), *(cast(tensor, not isinstance(tensor, nn.Parameter)) for tensor in state)],
-    )
+    tensors = [*map(cast, inputs), *(cast(tensor, not isinstance(tensor, nn.Parameter)) for tensor in state)]
+    seen = observe_real(opaque, tensors)
+    try:
+        work = apart(lambda: measure(opaque, tensors))
+    except Exception as error:  # noqa: BLE001 - control flow of torch does not run while kernels are counted
+        logger.debug("cannot measure %s: %s", part.name, error)
+        return seen
+    return replace(seen, work=work)
 
 
 @contextlib.contextmanager

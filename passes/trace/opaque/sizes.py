@@ -3,8 +3,8 @@
     batch    2    4    6          result [batch, 3·batch]          a·batch + b from the first two, the third must agree
     sizes  2×6  4×12  6×18
 
-Runs are on fake tensors, and where those cannot tell (sizes that depend on numbers), on real ones. They happen in a thread of
-their own: the modes of the export that is under way do not reach there.
+Runs are on fake tensors, and where those cannot tell (sizes that depend on numbers), on real ones. They happen in a thread
+of their own: the modes of the export that is under way do not reach there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runtime.ops.opaque import Opaque, Size
+from runtime.ops.opaque import Measured, Opaque, Size, no_compile
 
 T = TypeVar("T")
 
@@ -60,11 +60,12 @@ class Observed:
     structure: pytree.TreeSpec
     written: tuple[int, ...]
     random: bool
+    work: Measured | None = None
+    """What a run on real tensors took."""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Sees which of the given storages are written, and whether random numbers are drawn."""
-
 
     def __init__(self, given: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -127,7 +128,7 @@ def observe_fake(opaque: Opaque, shapes: Sequence[Sequence[int]], given: Sequenc
                 for shape, like in zip(shapes, given, strict=True)
             ]
             own = _own(opaque, tensors)
-            with mock.patch.object(torch, "compile", _no_compiler), _Watch(own) as watch:
+            with no_compile(), _Watch(own) as watch:
                 return _observed(opaque, own, lambda: (watch.written, watch.random))
 
     return apart(run)
@@ -153,11 +154,6 @@ def observe_real(opaque: Opaque, tensors: Sequence[Tensor]) -> Observed:
             return _observed(opaque, own, effects)
 
     return apart(run)
-
-
-def _no_compiler(*args: Any, **kwargs: Any) -> Any:
-    """Stand for ``torch.compile``: torch.cond and its like compile, and a failure on fake tensors would be remembered."""
-    raise NotImplementedError("control flow runs on real tensors only")
 
 
 def _own(opaque: Opaque, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -204,7 +200,7 @@ def points(base: Point) -> list[Point]:
 
 
 def fit(seen: Mapping[Point, int], base: Point) -> Size:
-    """Return the polynomial, linear in every variable, that gives ``seen``; raises UnfitError if none with whole numbers does."""
+    """Return the polynomial, linear in every variable, that gives ``seen``; raises UnfitError if none does."""
     terms: list[tuple[int, tuple[int, ...]]] = []
     indices = range(len(base))
     for chosen in (set(c) for n in range(len(base) + 1) for c in itertools.combinations(indices, n)):
