@@ -30,10 +30,11 @@ class StateKeys:
 
     @cached_property
     def first_key(self) -> Mapping[str, str]:
-        """The first key of each tensor."""
+        """The first key of each tensor. Views have none: their values are their owners'."""
         first: dict[str, str] = {}
         for entry in self.entries.values():
-            first.setdefault(entry.name, entry.key)
+            if entry.view is None:
+                first.setdefault(entry.name, entry.key)
         return first
 
     @classmethod
@@ -45,6 +46,7 @@ class StateKeys:
             for source in (model.named_parameters, model.named_buffers)
             for name, tensor in source(remove_duplicate=False)
         }
+        shapes = {name: spec.shape for name, spec in (*names.parameters.items(), *names.buffers.items())}
         entries: dict[str, StateEntry] = {}
         others: dict[str, Any] = {}
         strange = []
@@ -55,12 +57,13 @@ class StateKeys:
             elif id(value) not in canonical:
                 strange.append(key)
             else:
-                name = canonical[id(value)]
+                view = names.views.get(canonical[id(value)])
+                name = canonical[id(value)] if view is None else view.owner
                 spec = names.parameters.get(name)
-                dtype = value.dtype
+                shape, dtype = shapes[name], value.dtype
                 if spec is not None:
                     dtype = precision.of(spec.dtype, keeps_dtype=spec.keeps_dtype).stored
-                entries[key] = StateEntry(key, name, tuple(value.shape), dtype)
+                entries[key] = StateEntry(key, name, shape, dtype, view)
         all_buffers = (name for name, _ in model.named_buffers(remove_duplicate=False))
         not_saved = frozenset(name for name in all_buffers if name not in found)
         return cls(tuple(found), entries, others, not_saved, tuple(strange))

@@ -118,11 +118,15 @@ def match_weights(
             if name not in keys.not_saved and not any(re.search(pattern, name) for pattern in ignored):
                 unexpected.append(name)
             continue
-        if tensor.shape != entry.shape:
-            problems.append(f"{name} is {tensor.shape} there, {entry.shape} in the model")
+        if tensor.shape != entry.own_shape:
+            problems.append(f"{name} is {tensor.shape} there, {entry.own_shape} in the model")
         elif not converts(tensor.dtype, entry.dtype):
             problems.append(f"{name} is {tensor.dtype} there, {entry.dtype} in the model")
-        matched.setdefault(entry.name, []).append(tensor)
+        if entry.view is not None:
+            if entry.name not in keys.first_key:
+                problems.append(f"{name} is a view of {entry.name}, which no state dict has (persistent=False)")
+        else:
+            matched.setdefault(entry.name, []).append(tensor)
     missing = [key for name, key in keys.first_key.items() if name not in matched]
     problems = problems[:_MOST] + problem_of("missing", missing) + problem_of("not in the model", unexpected)
     if problems:

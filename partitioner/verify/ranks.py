@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from partitioner.verify.compare import Comparison, StepResult, compare
 from partitioner.verify.rank import VerificationTask
 from runtime.mesh.sharding import Block, Sharding
+from runtime.state.state_view import StateView
 
 
 def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[StepResult]:
@@ -42,6 +44,16 @@ def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[
             copies[number][kind][name] = whole
     loss = _loss([result.loss for result in results], task)
     return [StepResult(loss if number == 0 else float("nan"), **copy) for number, copy in enumerate(copies)]
+
+
+def with_views(results: Sequence[StepResult], views: Mapping[str, StateView]) -> list[StepResult]:
+    """Add the buffers that are views, as everybody sees them who has their owners."""
+    seen = []
+    for result in results:
+        held = {**result.buffers, **result.parameters}
+        own = {name: view.of(held[view.owner]) for name, view in views.items() if view.owner in held}
+        seen.append(replace(result, buffers={**result.buffers, **own}))
+    return seen
 
 
 def compare_ranks(

@@ -10,7 +10,6 @@ micro-batch by micro-batch as well; the mean cross-entropies are then divided by
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from partitioner.engine.optimizers import make_optimizer
 from partitioner.models.workload import Workload
 from partitioner.verify.compare import StepResult
 from partitioner.verify.grow_batch import rebuilt
+from passes.evaluate.copied_module import copied_module
 from passes.evaluate.dropout import DropoutOff
 from passes.evaluate.float64 import Float64, float64_by_default
 from passes.graph.graph import OpGraph
@@ -75,17 +75,6 @@ def reference_step(
         {name: p.detach() for name, p in model.named_parameters()},
         {name: b.detach() for name, b in model.named_buffers()},
     )
-
-
-def copied_module(model: nn.Module) -> nn.Module:
-    """Copy a model deeply, with tensors that the last forward computed and left in a module (``weight_norm`` does)."""
-    computed = {
-        id(value): value.detach().clone()
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, Tensor) and not value.is_leaf
-    }
-    return copy.deepcopy(model, computed)
 
 
 def why_in_pieces(graph: OpGraph) -> str:

@@ -30,8 +30,9 @@ from partitioner.verify.compare import Comparison, StepResult, in_reverse, round
 from partitioner.verify.first_difference import first_difference
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly, to_double
 from partitioner.verify.rank import VerificationTask, run_rank
-from partitioner.verify.ranks import compare_ranks, put_together
-from partitioner.verify.reference import copied_module, reference_step, why_in_pieces
+from partitioner.verify.ranks import compare_ranks, put_together, with_views
+from partitioner.verify.reference import reference_step, why_in_pieces
+from passes.evaluate.copied_module import copied_module
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import in_float64, widen_module
 from passes.graph.graph import OpGraph
@@ -174,7 +175,8 @@ def verify_plan(
             raise ArithmeticError(f"its loss is {expected.loss}, and that agrees with nothing")
     with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
         run = partial(workers.run, world_size=plan.world_size, timeout_seconds=timeout_seconds)
-        found = compare_ranks(expected, put_together(run(run_rank, task), task), state, LEARNING_RATE)
+        results = with_views(put_together(run(run_rank, task), task), graph.views)
+        found = compare_ranks(expected, results, state, LEARNING_RATE)
         found, rounding = _without_rounding(
             found,
             expected,
@@ -251,7 +253,7 @@ def refuse_without_weights(model: nn.Module) -> None:
 
 def double_copy(workload: Workload) -> Workload:
     """Return the workload in float64 on the CPU, its model copied: the user's is never touched."""
-    model = widen_module(copied_module(workload.model)).cpu()
+    model = widen_module(copied_module(workload.model), "cpu")
     return replace(workload, model=model, example_inputs=to_double(workload.example_inputs))
 
 

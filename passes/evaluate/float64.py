@@ -18,6 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from cost_models.precision import Precision
+from passes.evaluate.copied_module import convert_module
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import copy_graph
 from runtime.ops.opaque import Opaque
@@ -41,20 +42,12 @@ def wide(tensor: Tensor) -> Tensor:
     return tensor.to(widened(tensor.dtype))
 
 
-def widen_module(model: nn.Module) -> nn.Module:
-    """Make parameters, buffers and tensors kept as plain attributes wide, in place. What is shared stays shared."""
-    made: dict[int, tuple[Tensor, Tensor]] = {}
+def widen_module(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """Make parameters, buffers and tensors kept as plain attributes wide, in place. What is shared stays shared.
 
-    def once(tensor: Tensor) -> Tensor:
-        return made.setdefault(id(tensor), (tensor, wide(tensor)))[1]
-
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if isinstance(value, Tensor):
-                setattr(module, name, once(value))
-        module._buffers.update({name: b if b is None else once(b) for name, b in module._buffers.items()})
-    model._apply(wide)  # type: ignore[no-untyped-call]
-    return model
+    ``device``: where they go, if not given where they are.
+    """
+    return convert_module(model, wide if device is None else lambda tensor: wide(tensor).to(device))
 
 
 def in_float64(graph: OpGraph) -> OpGraph:

@@ -28,6 +28,7 @@ from passes.graph.nodes import is_floating, symbolic, tensors_of
 from passes.graph.token_counts import TokenCounts
 from runtime.segment.code import BatchSpec, TensorSpec
 from runtime.state.rank_state import StatePart
+from runtime.state.state_view import StateView
 
 aten = torch.ops.aten
 
@@ -136,6 +137,11 @@ class OpGraph:
     """The data types of the trace: parameters' placeholders have their ``leaf`` types, ``StateSpec`` the model's own."""
     opaque: tuple[str, ...] = ()
     """The parts that were asked to run whole (``passes.trace.opaque.parts``)."""
+    views: Mapping[str, StateView] = field(default_factory=dict)
+    """Buffers, and attributes that the graph reads, which have no memory of their own: read from a parameter or buffer.
+
+    None of them is among ``buffers`` or ``constants``, and the graph computes them from their owners.
+    """
     parts: Mapping[str, StatePart] = field(default_factory=dict)
     """The tensor of the model that a parameter or buffer is a block of, where ops were split (``passes.split.split``).
 

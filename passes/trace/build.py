@@ -34,6 +34,8 @@ from passes.trace.normal.simplify import simplify
 from passes.trace.opaque.cross import restore
 from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed, without_slices
 from runtime.ops.opaque import Opaque
+from passes.trace.remake_views import remake_views
+from runtime.state.state_view import StateView
 
 _PREFIX = "model."
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
@@ -57,6 +59,8 @@ class Converted:
     inputs: tuple[GraphInput, ...]
     outputs: tuple[GraphOutput, ...]
     constants: Mapping[str, Tensor]
+    views: Mapping[str, StateView]
+    """The tensors that are read from an owner, those that no op reads among them."""
 
 
 def leaf_nodes(program: ExportedProgram, names: tuple[str, ...]) -> dict[str, fx.Node]:
@@ -74,19 +78,26 @@ def convert(
     leaf_names: tuple[str, ...],
     model: nn.Module,
     opaque: Mapping[str, Opaque],
+    attributes: Mapping[str, Tensor],
 ) -> Converted:
-    """Name inputs, merge ties, run ``simplify``, ``functionalize`` and ``canonical_sizes``, note where every node comes
-    from.
+    """Name inputs, merge ties, run ``simplify``, ``remake_views``, ``functionalize`` and ``canonical_sizes``, note where
+    every node comes from.
+
+    ``attributes``: what the model itself has where the trace saw a stand-in of a plain attribute, by name.
     """
     module = program.graph_module
-    constants: dict[str, Tensor] = {}
-    stands_for = _placeholders(program, state, leaf_names, constants)
-    _check_constants(constants)
+    held: dict[str, Tensor] = {}
+    stands_for = _placeholders(program, state, leaf_names, held)
+    held.update({name: tensor for name, tensor in attributes.items() if name in held})
     _check_transforms(module.graph)
     stands_for = _merge_ties(module.graph, stands_for)
     _check_output_kinds(program)
     module = simplify(module)
     restore(module.graph, opaque)
+    stands_for, read = remake_views(module.graph, stands_for, state.shared, held)
+    left = {entry.name for entry in stands_for.values() if entry.kind == "constant"}
+    constants = {name: _constant(name, value) for name, value in held.items() if name in left}
+    _check_constants(constants)
     buffers = {i.node: i.name for i in stands_for.values() if i.kind == "buffer"}
     module, written = functionalize(module, buffers)
     _annotate(module.graph, fake_mode, model)
@@ -98,7 +109,8 @@ def convert(
     kept = {i.name for i in inputs if i.kind == "constant"}
     module.graph.lint()
     module.recompile()
-    return Converted(module, inputs, outputs, {name: t for name, t in constants.items() if name in kept})
+    constants = {name: value for name, value in constants.items() if name in kept}
+    return Converted(module, inputs, outputs, constants, {**read, **state.views})
 
 
 def _placeholders(
@@ -117,7 +129,7 @@ def _placeholders(
             name = state.canonical(target)
             result[node] = GraphInput(node, "parameter" if name in state.parameters else "buffer", name)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            constants[target] = _constant(program, spec.target or "")
+            constants[target] = _held(program, spec.target or "")
             result[node] = GraphInput(node, "constant", target)
         else:
             raise ModelError(
@@ -128,17 +140,20 @@ def _placeholders(
     return result
 
 
-def _constant(program: ExportedProgram, target: str) -> Tensor:
+def _held(program: ExportedProgram, target: str) -> Tensor:
     value: Any = program.constants.get(target)
-    if value is None:
-        value = program.state_dict[target]
+    return program.state_dict[target] if value is None else value  # type: ignore[no-any-return]
+
+
+def _constant(name: str, value: Tensor) -> Tensor:
+    """Return a lifted tensor's values, which a plan never changes."""
     if isinstance(value, torch.nn.Parameter) and value.requires_grad:
         raise ModelError(
-            f"the loss function trains a parameter of its own, {target}",
+            f"the loss function trains a parameter of its own, {name}",
             ["only the model's parameters are partitioned and optimized"],
             ["make the loss function part of the model, and return the loss from forward"],
         )
-    return value.detach()  # type: ignore[no-any-return]
+    return value.detach()
 
 
 def _check_constants(constants: Mapping[str, Tensor]) -> None:

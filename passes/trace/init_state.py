@@ -78,6 +78,7 @@ def values_of(
     known = state_names(model) if model is not None else StateNames({}, {}, {})
     if model is not None and state_dict:
         _compare_names(state_dict, known, model)
+        _compare_views(state_dict, known)
     source = _Source(
         model,
         known,
@@ -120,7 +121,9 @@ def _compare_names(state_dict: Mapping[str, Tensor], known: StateNames, model: n
     """
     expected = model.state_dict()
     unknown = [
-        n for n in state_dict if n not in {*known.parameters, *known.buffers, *known.aliases, *expected}
+        n
+        for n in state_dict
+        if n not in {*known.parameters, *known.buffers, *known.aliases, *known.views, *expected}
     ]
     if unknown:
         raise ModelError(
@@ -129,11 +132,31 @@ def _compare_names(state_dict: Mapping[str, Tensor], known: StateNames, model: n
             ["rename or drop them: names are those of model.state_dict()"],
         )
     given = {known.canonical(name) for name in state_dict}
-    missing = [name for name in expected if known.canonical(name) not in given]
+    missing = [n for n in expected if known.canonical(n) not in given and n not in known.views]
     if missing:
         logger.warning(
             "state_dict= lacks %s: what the model or init_fn has there is trained on",
             listed(missing, _MOST_NAMED, count_rest=True),
+        )
+
+
+def _compare_views(state_dict: Mapping[str, Tensor], known: StateNames) -> None:
+    """Raise ModelError where ``state_dict`` has other values for a view than for its owner, which is what is read."""
+    own_names = {known.canonical(name): name for name in state_dict}
+    problems = []
+    for name, view in known.views.items():
+        if name not in state_dict:
+            continue
+        owner = own_names.get(view.owner)
+        if owner is None:
+            problems.append(f"{name} is a view of {view.owner}, which is not given")
+        elif not torch.equal(view.of(state_dict[owner]), state_dict[name].to(state_dict[owner].device)):
+            problems.append(f"{name} is {view} in the model, and has other values than {owner}")
+    if problems:
+        raise ModelError(
+            "state_dict= does not fit the memory that the model shares",
+            problems[:_MOST_NAMED],
+            ["give the owners' values; views need not be given"],
         )
 
 

@@ -7,27 +7,41 @@ The canonical name is the first one in the model's own order, which is the one t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from passes.graph.graph import StateSpec
+from passes.trace.shared_storage import SharedStorage, shared_storage
+from runtime.state.state_view import StateView
 
 
 @dataclass(frozen=True)
 class StateNames:
-    """The model's state by canonical name; ``aliases`` maps every other name to its canonical one."""
+    """The model's state by canonical name; ``aliases`` maps every other name to its canonical one.
+
+    Buffers that are views of other state are in ``shared`` alone, by each of their names.
+    """
 
     parameters: Mapping[str, StateSpec]
     buffers: Mapping[str, StateSpec]
     aliases: Mapping[str, str]
+    shared: SharedStorage = field(default_factory=SharedStorage)
+
+    @property
+    def views(self) -> Mapping[str, StateView]:
+        """The buffers that have no memory of their own, by name."""
+        return {name: found.view for name, found in self.shared.views.items() if found.view is not None}
 
     def canonical(self, name: str) -> str:
         return self.aliases.get(name, name)
 
 
 def state_names(model: nn.Module) -> StateNames:
-    """List names and shapes of all parameters and buffers; two names of one tensor object are aliases."""
+    """List names and shapes of all parameters and buffers; two names of one tensor object are aliases.
+
+    Raises ModelError for parameters that share memory without being one.
+    """
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     parameters: dict[str, StateSpec] = {}
@@ -45,13 +59,16 @@ def state_names(model: nn.Module) -> StateNames:
                 keeps_dtype=id(parameter) in keep,
             )
     not_saved = _non_persistent(model)
+    shared = shared_storage(model, not_saved)
     for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in shared.views:
+            continue
         if first.setdefault(id(buffer), name) != name:
             aliases[name] = first[id(buffer)]
         else:
             saved = name not in not_saved
             buffers[name] = StateSpec(name, tuple(buffer.shape), buffer.dtype, False, persistent=saved)
-    return StateNames(parameters, buffers, aliases)
+    return StateNames(parameters, buffers, aliases, shared)
 
 
 def own_dtype_parameters(model: nn.Module) -> frozenset[int]:

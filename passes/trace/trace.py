@@ -151,6 +151,7 @@ def trace(
         parameters=state.parameters,
         buffers=state.buffers,
         aliases=state.aliases,
+        views=converted.views,
         constants=converted.constants,
         batch=spec,
         example_batch_size=exported.batch_size,
@@ -189,16 +190,6 @@ def _check_module(model: nn.Module) -> None:
             [f"{name} belongs to a lazy module" for name in lazy[:5]],
             ["call the model on one batch first"],
         )
-    homes: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta and not isinstance(parameter, FakeTensor) and parameter.numel():
-            other = homes.setdefault(parameter.data_ptr(), name)
-            if other != name:
-                raise ModelError(
-                    "two parameters share their memory without being one",
-                    [f"{other} and {name}: a plan would train two copies"],
-                    ["assign the one Parameter to both modules"],
-                )
     refuse_data_parallel(model)
 
 
@@ -269,6 +260,8 @@ class _Exported:
     leaves: Mapping[str, fx.Node]
     settled: Settled
     batch_size: int
+    attributes: Mapping[str, Tensor]
+    """The model's own tensors where a plain attribute had a stand-in, by name."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +291,7 @@ def _trace_parts(
                 tuple(subject.leaves),
                 subject.model,
                 calls,
+                exported.attributes,
             )
             check_known(converted.module.graph, spec)
             return _Traced(exported, spec, converted, remarks + parts.notes(calls.values()))
@@ -378,7 +372,8 @@ def _export(subject: _Subject, guess: BatchDims) -> _Exported:
     except Exception as error:
         raise model_error(error, subject.model, subject.model_name) from error
     nodes = leaf_nodes(program, tuple(leaves))
-    return _Exported(program, module, fake_mode, nodes, settle(guess, nodes), 2 if doubled else guess.size)
+    batch_size = 2 if doubled else guess.size
+    return _Exported(program, module, fake_mode, nodes, settle(guess, nodes), batch_size, attributes)
 
 
 def _open_dims(subject: _Subject, guess: BatchDims) -> dict[str, frozenset[int]]:

@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cost_models.precision import Precision
+from passes.graph.nodes import storage_key
 from passes.trace.names import own_dtype_parameters
 from passes.trace.opaque.refused import caller
 
@@ -39,14 +40,20 @@ def fake_twin(fake_mode: FakeTensorMode, tensor: Tensor, dtype: torch.dtype) -> 
 
 
 @contextlib.contextmanager
-def state_as_traced(model: nn.Module, fake_mode: FakeTensorMode, precision: Precision) -> Iterator[None]:
+def state_as_traced(
+    model: nn.Module, fake_mode: FakeTensorMode, precision: Precision
+) -> Iterator[Mapping[str, Tensor]]:
     """Swap meta parameters and buffers for fake CPU ones, and parameters for fake ones of the type they compute in.
 
     A meta trace would bake ``device=meta`` into the graph and lose the data of ``torch.tensor([...])``.
-    Ties stay ties. Other tensors stay as they are: export fakes them itself, without a copy.
+    Ties stay ties, and what shares memory on the meta device shares it in the fakes. So that this holds for plain
+    attributes as well, those that are views of other meta tensors are swapped too: yields them by name.
+    Other tensors stay as they are: export fakes them itself, without a copy.
     """
     keep = own_dtype_parameters(model)
     fakes: dict[int, Tensor] = {}
+    storages: dict[int | None, Tensor] = {}
+    attributes: dict[str, Tensor] = {}
     undo: list[tuple[dict[str, Any], str, Tensor]] = []
 
     def traced_dtype(tensor: Tensor) -> torch.dtype:
@@ -57,19 +64,45 @@ def state_as_traced(model: nn.Module, fake_mode: FakeTensorMode, precision: Prec
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in fakes:
             twin = fake_twin(fake_mode, tensor, traced_dtype(tensor))
+            if tensor.is_meta and traced_dtype(tensor) == tensor.dtype:
+                twin = in_same_memory(tensor, twin)
             is_parameter = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if is_parameter else twin
+            # A view that was taken with autograd on carries gradients to its owner.
+            has_gradient = tensor.requires_grad
+            fakes[id(tensor)] = (
+                nn.Parameter(twin, has_gradient) if is_parameter else twin.requires_grad_(has_gradient)
+            )
         return fakes[id(tensor)]
 
+    def in_same_memory(tensor: Tensor, twin: Tensor) -> Tensor:
+        """Return a twin over the memory of the first twin of this storage, which ends where the storage does."""
+        key = storage_key(tensor)
+        if key is None:
+            return twin
+        if key not in storages:
+            elements = tensor.untyped_storage().nbytes() // tensor.itemsize
+            with fake_mode:
+                storages[key] = torch.empty(elements, dtype=tensor.dtype, device="cpu")
+        memory = storages[key]
+        if memory.dtype != tensor.dtype:
+            return twin
+        with fake_mode, torch.no_grad():
+            return memory.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
     try:
-        for module in model.modules():
+        for path, module in model.named_modules():
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():
                     if tensor is not None and (tensor.is_meta or traced_dtype(tensor) != tensor.dtype):
                         undo.append((table, name, tensor))
                         table[name] = fake(tensor)
-        yield
+            for name, value in list(vars(module).items()):
+                if isinstance(value, Tensor) and value.is_meta:
+                    undo.append((vars(module), name, value))
+                    attributes[f"{path}.{name}".lstrip(".")] = value
+                    vars(module)[name] = fake(value)
+        yield attributes
     finally:
         for table, name, tensor in undo:
             table[name] = tensor

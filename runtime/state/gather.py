@@ -20,16 +20,26 @@ from cost_models.errors import InternalError
 from runtime.mesh.sharding import Block
 from runtime.ranks.side_group import SideGroup
 from runtime.state.rank_state import RankState
+from runtime.state.state_view import StateView
 
 
 @dataclass(frozen=True)
 class StateEntry:
-    """One key of ``model.state_dict()``. Keys of tied tensors share their canonical ``name``."""
+    """One key of ``model.state_dict()``. Keys of tied tensors share their canonical ``name``.
+
+    ``shape``: of the tensor called ``name``, of which the key may be a ``view`` only.
+    """
 
     key: str
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    view: StateView | None = None
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape under this key."""
+        return self.shape if self.view is None else self.view.shape
 
 
 @dataclass(frozen=True)
@@ -83,7 +93,8 @@ def gather_state(
         if entry.name not in gathered:
             gathered[entry.name] = full = _gathered(entry, state, side, ahead_bytes)
             ahead_bytes += full.numel() * full.itemsize
-        result[key] = gathered[entry.name]
+        full = gathered[entry.name]
+        result[key] = full if entry.view is None else entry.view.of(full)
     return result if side.rank == 0 else {}
 
 

@@ -79,6 +79,12 @@ def functionalize(
     return new_module(gm, graph), {fqn: node.name for fqn, node in zip(contents, kept, strict=True)}
 
 
+def _one_place(left: fx.Node, right: fx.Node) -> bool:
+    """Tell whether two tensors of one storage begin at the same element."""
+    first, second = left.meta["val"], right.meta["val"]
+    return bool(first.storage_offset() == second.storage_offset()) and first.shape == second.shape
+
+
 @dataclass
 class _AliasFamily:
     """Tensors that share memory. ``root`` made the memory."""
@@ -158,7 +164,8 @@ class _Rewriter:
     # Families and reads
 
     def _add_placeholder(self, node: fx.Node, first: fx.Node) -> None:
-        if first is not node and first in self.members:  # one tensor under two names
+        # One tensor under two names. Others that have one storage lie beside each other in it (``remake_views``).
+        if first is not node and first in self.members and _one_place(first, node):
             self.members[node] = self.members[first]
             return
         self.members[node] = _Member(_AliasFamily(node, bool(recorded_requires_grad(node))), None, node, 0)

@@ -8,7 +8,8 @@ from torch import Tensor
 from partitioner.models.bundled import bundled
 from partitioner.models.workload import Workload
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly
-from partitioner.verify.reference import copied_module, reference_step, why_in_pieces
+from partitioner.verify.reference import reference_step, why_in_pieces
+from passes.evaluate.copied_module import copied_module
 from passes.trace.batch import flatten_batch
 from passes.trace.export import loss_and_metrics
 from passes.trace.trace import trace
