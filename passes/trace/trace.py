@@ -35,6 +35,7 @@ from passes.trace.build import Converted, convert, leaf_nodes
 from passes.trace.errors import model_error
 from passes.trace.export import LossFunction, ModelWithLoss, export
 from passes.trace.fingerprint import fingerprint
+from passes.trace.held_parameters import HeldParameters
 from passes.trace.loss.reduction import LossReduction, checked_reduction, reduce_loss
 from passes.trace.names import StateNames, frozen_modules, state_names
 from passes.trace.opaque.cross import Crossing, NeedsSamplesError
@@ -363,7 +364,8 @@ def _export(subject: _Subject, guess: BatchDims) -> _Exported:
         with (
             torch.enable_grad(),
             torch_quiet(),
-            state_as_traced(subject.model, fake_mode, subject.precision),
+            HeldParameters(subject.model),
+            state_as_traced(subject.model, fake_mode, subject.precision) as attributes,
             subject.crossing.active(),
         ):
             program = export(module, leaves, symbolic, fake_mode)

@@ -1,0 +1,46 @@
+"""Parameters that code reads from elsewhere than their module: a list of them, or a closure of the loss function.
+
+    self.decayed = [self.a.weight]; … sum((w**2).sum() for w in self.decayed)
+
+While a model is traced its modules hold stand-ins, and export takes any other tensor for a constant: the gradient of the
+penalty would be lost. Within this mode the module's stand-in is read instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+
+class HeldParameters(TorchFunctionMode):
+    """A mode in which every parameter of ``model`` is what its module has at the time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._places: dict[int, tuple[nn.Parameter, Mapping[str, Any], str]] = {}
+        """The tables in which parameters stand, by the parameters' ``id``."""
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places.setdefault(id(parameter), (parameter, module._parameters, name))
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = {name: self._current(value) for name, value in (kwargs or {}).items()}
+        return func(*(self._current(argument) for argument in args), **options)
+
+    def _current(self, value: Any) -> Any:
+        if type(value) in (list, tuple):
+            return type(value)(self._current(item) for item in value)
+        if not isinstance(value, nn.Parameter) or id(value) not in self._places:
+            return value
+        _, table, name = self._places[id(value)]
+        return table.get(name, value)
