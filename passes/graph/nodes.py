@@ -18,7 +18,7 @@ from runtime.segment.code import Dim
 
 _ORIGIN = ("nn_module_stack", "stack_trace", "module_path", "source")
 _TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
-WRITES_UNDECLARED = frozenset({"aten::batch_norm"})
+WRITES_UNDECLARED = frozenset({"aten::batch_norm", "aten::instance_norm"})
 """Ops that update a buffer (running statistics) without saying so in their schema."""
 
 

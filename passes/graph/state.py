@@ -18,22 +18,23 @@ from networkx.utils import UnionFind
 from passes.graph.contraction import united
 from passes.graph.graph import OpGraph
 
-_BATCH_NORMS = (
+_WRITE_STATISTICS = (
     "aten::batch_norm",
     "aten::native_batch_norm",
     "aten::cudnn_batch_norm",
     "aten::_native_batch_norm_legit",
+    "aten::instance_norm",
 )
 
 
 def mutable_buffers(graph: OpGraph) -> frozenset[str]:
     """Name the buffers, canonically, that a training step writes.
 
-    Declared writes are outputs of the graph; ``aten.batch_norm`` writes its running statistics without saying so.
+    Declared writes are outputs of the graph; batch and instance norms write running statistics without saying so.
     """
     written = {output.name for output in graph.outputs if output.kind == "buffer"}
     for node in graph.ops:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _BATCH_NORMS:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in _WRITE_STATISTICS:
             for source in node.all_input_nodes:
                 source_input = graph.input_of.get(source.name)
                 if source_input is not None and source_input.kind == "buffer":

@@ -4,10 +4,11 @@
     discovery.choices(node)     a rule's choices, else what was found, else all replicated
     discovery.counts            {"rule": 512, "discovered": 3, "replicated": 1}
 
-What holds for several draws, forward and backward, on axes of 2 and 4, is a choice. Never a wrong answer: an op that draws
+What holds for several draws of values (ties, large and small numbers, NaN, infinities, repeated, sorted and negative
+indices, as far as the op takes them), forward and backward, on axes of 2 and 4 and on two axes, is a choice. An op that draws
 random numbers, writes to its operands, gives other results when run again, or fails on all small inputs stays replicated.
-Results are kept per op and signature, in memory and as JSON beside the calibration; what is read back is tried again
-on a fresh draw, since the code behind a custom op's name may have changed.
+Results are kept per op and signature with what they were proved on, in memory and as JSON beside the calibration; what is
+read back is tried again on a fresh draw, since the code behind a custom op's name may have changed.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ import torch
 from torch import Tensor, fx
 
 from cost_models.calibration import VARIABLE, cache_path
+from cost_models.layout import Partial
 from passes.graph.recomputed import draws_random_numbers
 from passes.shard.rules import choices as choices_by_rule
 from passes.shard.rules import has_rule, makes_tensors
 from passes.shard.rules.enumerate import AXIS, choices_that_hold
 from passes.shard.rules.local import fits
 from passes.shard.rules.producers import replicated
-from passes.shard.rules.samples import Sample, samples, signature
+from passes.shard.rules.samples import HARD_MANNERS, MANNERS, Manner, Sample, samples, signature
 from passes.shard.rules.simulate import Trial, difference, is_float, node_of, problem, trial
 from passes.shard.words import Choice, choice_text, read_choice
 from runtime.ops.opaque import Opaque
@@ -43,14 +45,17 @@ logger = logging.getLogger("partitioner")
 
 SECONDS = 5.0
 """The longest that trying all placements of one op may take (typically 0.1): what is not tried by then is no choice."""
-DRAWS = 3
 AXES = (AXIS, 4)
+PAIR = (AXIS, AXIS)
+"""The mesh on which every two choices have to go together."""
 SEED = 20_260_101
 DOUBLE_TOLERANCE = 1e-10
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Differences allowed in ops that do not take float64, relative to the largest number."""
-FORMAT = 1
-"""The version of the file that keeps results between runs."""
+FORMAT = 2
+"""The version of the file that keeps results between runs. Version 1 knew neither hard values nor pairs of axes."""
+PROVED_ON = [*(f"{m.floats} {m.integers}" for m in (*MANNERS, *HARD_MANNERS)), *map(str, (*AXES, PAIR))]
+"""The values and meshes that kept choices were proved on, in words: others are not read."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +125,11 @@ def all_valid_choices(node: fx.Node, seconds: float = SECONDS) -> tuple[Choice, 
     whole = replicated(node)
     with _quietly():
         trials = _trials(node)
-        if not trials or _vague(trials[0]):
+        if len(trials) < 2 or _vague(trials[1]):
             return whole
         found = choices_that_hold(trials[0], seconds)
-        return (*whole, *(choice for choice in found if choice not in whole and _proved(trials, choice)))
+        proved = [choice for choice in found if choice not in whole and _proved(trials, choice)]
+        return (*whole, *_together(trials, proved, time.monotonic() + seconds))
 
 
 def tried_again(node: fx.Node, choices: Sequence[Choice]) -> tuple[Choice, ...] | None:
@@ -136,18 +142,34 @@ def tried_again(node: fx.Node, choices: Sequence[Choice]) -> tuple[Choice, ...] 
 
 
 def _proved(trials: Sequence[Trial], choice: Choice) -> bool:
-    for tried in trials:
-        for ranks in AXES:
-            if not fits(tried.node, [choice], [ranks]):
-                continue
-            try:
-                wrong = problem(tried, [choice], [ranks])
-            except Exception as error:  # noqa: BLE001 an unknown op may raise anything
-                wrong = str(error)
-            if wrong is not None:
-                logger.debug("%s is no choice of %s: %s", choice, tried.node.target, wrong)
-                return False
-    return True
+    return all(_holds(tried, [choice], [ranks]) for tried in trials for ranks in AXES)
+
+
+def _together(trials: Sequence[Trial], choices: Sequence[Choice], ends: float) -> list[Choice]:
+    """Keep the choices that go with each other on two axes, the first ones first; what is not tried in time goes."""
+    kept: list[Choice] = []
+    few = [*trials[:2], trials[-1]]
+    for choice in choices:
+        pairs = [(choice, choice), *((other, choice) for other in kept), *((choice, other) for other in kept)]
+        if time.monotonic() < ends and all(_holds(tried, pair, PAIR) for pair in pairs for tried in few):
+            kept.append(choice)
+    return kept
+
+
+def _holds(tried: Trial, choices: Sequence[Choice], mesh: Sequence[int]) -> bool:
+    """Tell whether choices hold on a trial; those that do not fit its sizes say nothing against them."""
+    if not fits(tried.node, choices, mesh):
+        return True
+    partial = any(isinstance(need.placement, Partial) for choice in choices for need in choice.inputs)
+    if partial and any(bool(value.isinf().any()) for value in tried.values if is_float(value)):
+        return True  # an infinite number is no sum of other parts
+    try:
+        wrong = problem(tried, choices, mesh)
+    except Exception as error:  # noqa: BLE001 an unknown op may raise anything
+        wrong = str(error)
+    if wrong is not None:
+        logger.debug("%s is no choice of %s: %s", choices, tried.node.target, wrong)
+    return wrong is None
 
 
 def _trials(node: fx.Node) -> list[Trial]:
@@ -164,14 +186,29 @@ def _trials(node: fx.Node) -> list[Trial]:
         for double in (True, False):
             for high in (_least_size(sample), 2, 1):
                 try:
-                    found = [_trial(sample, draw == 1, high, double) for draw in range(DRAWS)]
+                    found = [_trial(sample, manner, high, double) for manner in MANNERS]
                 except Exception as error:  # noqa: BLE001 an unknown op may raise anything
                     logger.debug("%s does not take small inputs: %s", target, error)
                     continue
                 if not all(sample.alike(t.outputs) for t in found):
                     break
-                return sorted(found, key=_vague) if all(map(_is_function, found)) else []
+                if not all(map(_is_function, found)):
+                    return []
+                return sorted([*found, *_hard_trials(sample, high, double)], key=_vague)
     return []
+
+
+def _hard_trials(sample: Sample, high: int, double: bool) -> Iterator[Trial]:
+    """Draw values that an op may refuse, and yield trials of those that it takes."""
+    for manner in HARD_MANNERS:
+        try:
+            tried = _trial(sample, manner, high, double)
+            taken = sample.alike(tried.outputs) and _is_function(tried)
+        except Exception as error:  # noqa: BLE001 an unknown op may raise anything
+            logger.debug("%s does not take %s: %s", sample.node.target, manner, error)
+            continue
+        if taken:
+            yield tried
 
 
 def _least_size(sample: Sample) -> int:
@@ -179,11 +216,13 @@ def _least_size(sample: Sample) -> int:
     return max(1, min((size for shape in sample.shapes for size in shape if size > 1), default=1))
 
 
-def _trial(sample: Sample, positive: bool, high: int, double: bool) -> Trial:
-    args, kwargs, values = sample.draw(positive, high, double)
+def _trial(sample: Sample, manner: Manner, high: int, double: bool) -> Trial:
+    args, kwargs, values = sample.draw(manner, high, double)
     node = node_of(sample.node.target, *args, **kwargs)
     floats = [value.dtype for value in values if is_float(value)]
     tolerance = DOUBLE_TOLERANCE if double else max((TOLERANCES.get(d, 1e-10) for d in floats), default=1e-10)
+    if manner.floats == "infinite":  # gradients: parts of a sum times infinity are not the sum times infinity
+        return trial(node, values, tolerance, frozen=[i for i, value in enumerate(values) if is_float(value)])
     return _differentiable_trial(node, values, tolerance)
 
 
@@ -217,8 +256,8 @@ def _is_function(tried: Trial) -> bool:
 
 
 def _vague(tried: Trial) -> bool:
-    """Tell whether some results are not finite: those agree with too much to begin with."""
-    return not all(bool(y.isfinite().all()) for y in tried.outputs)
+    """Tell whether results say little: what is not finite, or nothing but zeros, agrees with too much to begin with."""
+    return not all(bool(y.isfinite().all()) and bool(y.any()) for y in tried.outputs)
 
 
 @contextmanager
@@ -246,7 +285,7 @@ def read_kept(path: Path) -> dict[str, list[Choice]]:
     """Read kept choices, by signature. Empty if there is no file, or a bad one, or one of another torch or format."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if data["format"] != FORMAT or data["torch"] != torch.__version__:
+        if (data["format"], data["torch"]) != (FORMAT, torch.__version__) or data["proved_on"] != PROVED_ON:
             return {}
         return {str(key): [read_choice(text) for text in texts] for key, texts in data["choices"].items()}
     except FileNotFoundError:
@@ -262,6 +301,7 @@ def keep(path: Path, key: str, choices: Sequence[Choice]) -> None:
     data: dict[str, Any] = {
         "format": FORMAT,
         "torch": torch.__version__,
+        "proved_on": PROVED_ON,
         "choices": {name: [choice_text(choice) for choice in found] for name, found in known.items()},
     }
     try:

@@ -151,6 +151,7 @@ def writes_statistics(node: fx.Node) -> bool:
     """Tell whether the op writes running statistics: the one kind of op in a segment's graph that writes anything.
 
     aten.batch_norm(input, weight, bias, running_mean, running_var, training, …)
+    aten.instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, …)
     """
     first = _first_argument(node)
     return first is not None and node.args[first + 3] is not None and bool(node.args[first + 5])
@@ -158,7 +159,7 @@ def writes_statistics(node: fx.Node) -> bool:
 
 def _first_argument(node: fx.Node) -> int | None:
     """Return where a batch norm's arguments begin, in its form over several ranks (``runtime.ops.local``), too."""
-    if node.target is aten.batch_norm.default:
+    if node.target in (aten.batch_norm.default, aten.instance_norm.default):
         return 0
     is_local = getattr(node.target, "__name__", "") == run_local.__name__ and node.args[0] == "batch_norm"
     return LEADING if is_local else None

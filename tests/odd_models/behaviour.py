@@ -55,14 +55,22 @@ PARAMETRIZATIONS = {
     "weight_norm of old": _changed(lambda m: nn.utils.weight_norm(m.b)),
     "spectral_norm": _changed(lambda m: parametrizations.spectral_norm(m.b)),
     "spectral_norm of old": _changed(lambda m: nn.utils.spectral_norm(m.b)),
-    "orthogonal, exponential": _changed(lambda m: parametrizations.orthogonal(m.b, orthogonal_map="matrix_exp")),
-    "orthogonal, householder": _changed(lambda m: parametrizations.orthogonal(m.b, orthogonal_map="householder")),
-    "orthogonal, cayley": _changed(lambda m: parametrizations.orthogonal(m.b, orthogonal_map="cayley", use_trivialization=False)),
+    "orthogonal, exponential": _changed(
+        lambda m: parametrizations.orthogonal(m.b, orthogonal_map="matrix_exp")
+    ),
+    "orthogonal, householder": _changed(
+        lambda m: parametrizations.orthogonal(m.b, orthogonal_map="householder")
+    ),
+    "orthogonal, cayley": _changed(
+        lambda m: parametrizations.orthogonal(m.b, orthogonal_map="cayley", use_trivialization=False)
+    ),
     "symmetric": _changed(lambda m: parametrize.register_parametrization(m.b, "weight", _Symmetric())),
     "from two originals": _changed(lambda m: parametrize.register_parametrization(m.b, "weight", _Twice())),
     "tied and parametrized": _changed(_tied_parametrized),
     "pruned": _changed(lambda m: prune.l1_unstructured(m.b, "weight", 0.5)),
-    "weights of a function": _changed(lambda m: None, lambda m, x: F.linear(m.a(x), m.b.weight.softmax(0) @ m.c.weight, m.b.bias)),
+    "weights of a function": _changed(
+        lambda m: None, lambda m, x: F.linear(m.a(x), m.b.weight.softmax(0) @ m.c.weight, m.b.bias)
+    ),
     "ParameterList and Dict": model(
         lambda m, x: sum(x * p for p in m.l) * m.d["k"] + m.a(x),
         parts=lambda: {
@@ -74,8 +82,12 @@ PARAMETRIZATIONS = {
         lambda m, x: m.d["up"](m.d["odd name"](x)).tanh(),
         parts=lambda: {"d": nn.ModuleDict({"up": nn.Linear(6, 6), "odd name": nn.Linear(6, 6)})},
     ),
-    "a parameter of one number": model(lambda m, x: chain(m, x) ** 2 * m.s, parts=lambda: {"s": nn.Parameter(torch.tensor(2.0))}),
-    "an empty parameter": model(lambda m, x: chain(m, x) + m.s.sum(), parts=lambda: {"s": nn.Parameter(torch.zeros(0, 3))}),
+    "a parameter of one number": model(
+        lambda m, x: chain(m, x) ** 2 * m.s, parts=lambda: {"s": nn.Parameter(torch.tensor(2.0))}
+    ),
+    "an empty parameter": model(
+        lambda m, x: chain(m, x) + m.s.sum(), parts=lambda: {"s": nn.Parameter(torch.zeros(0, 3))}
+    ),
     "a frozen middle": _changed(lambda m: m.b.requires_grad_(False)),
     "some never used": model(chain, parts=lambda: {"unused": nn.Linear(3, 3)}),
     "one layer three times": _changed(lambda m: None, lambda m, x: m.a(m.a(m.a(x).tanh()).tanh())),
@@ -86,21 +98,36 @@ PARAMETRIZATIONS = {
 }
 
 QUANTIZATION = {
-    "fake quantization": _changed(lambda m: None, lambda m, x: m.b(torch.fake_quantize_per_tensor_affine(m.a(x), 0.1, 0, -128, 127))),
+    "fake quantization": _changed(
+        lambda m: None, lambda m, x: m.b(torch.fake_quantize_per_tensor_affine(m.a(x), 0.1, 0, -128, 127))
+    ),
     "fake quantization by channel": _changed(
         lambda m: None,
         lambda m, x: F.linear(
-            m.a(x), torch.fake_quantize_per_channel_affine(m.b.weight.float(), torch.full((6,), 0.1, dtype=torch.float32), torch.zeros(6, dtype=torch.int32), 0, -128, 127).double()
+            m.a(x),
+            torch.fake_quantize_per_channel_affine(
+                m.b.weight.float(),
+                torch.full((6,), 0.1, dtype=torch.float32),
+                torch.zeros(6, dtype=torch.int32),
+                0,
+                -128,
+                127,
+            ).double(),
         ),
         tolerance=1e-5,
     ),
     "quantization stubs": model(
-        lambda m, x: m.d(m.b(m.q(m.a(x)))), parts=lambda: {"q": torch.ao.quantization.QuantStub(), "d": torch.ao.quantization.DeQuantStub()}
+        lambda m, x: m.d(m.b(m.q(m.a(x)))),
+        parts=lambda: {"q": torch.ao.quantization.QuantStub(), "d": torch.ao.quantization.DeQuantStub()},
     ),
     "FakeQuantize with observer": model(
-        lambda m, x: m.b(m.q(m.a(x).float()).double()), parts=lambda: {"q": torch.ao.quantization.FakeQuantize().float()}, tolerance=1e-5
+        lambda m, x: m.b(m.q(m.a(x).float()).double()),
+        parts=lambda: {"q": torch.ao.quantization.FakeQuantize().float()},
+        tolerance=1e-5,
     ),
-    "binarized, straight through": _changed(lambda m: None, lambda m, x: m.b(m.a(x) + (m.a(x).sign() - m.a(x)).detach())),
+    "binarized, straight through": _changed(
+        lambda m: None, lambda m, x: m.b(m.a(x) + (m.a(x).sign() - m.a(x)).detach())
+    ),
 }
 
 
@@ -109,15 +136,21 @@ def _reentrant(m: Any, x: Tensor) -> Tensor:
 
 
 CHECKPOINTING = {
-    "checkpoint": _changed(lambda m: None, lambda m, x: m.c(checkpoint(lambda y: m.b(y).tanh(), m.a(x), use_reentrant=False))),
+    "checkpoint": _changed(
+        lambda m: None, lambda m, x: m.c(checkpoint(lambda y: m.b(y).tanh(), m.a(x), use_reentrant=False))
+    ),
     "checkpoint, reentrant": _changed(lambda m: None, _reentrant),
-    "checkpoint of everything": _changed(lambda m: None, lambda m, x: checkpoint(lambda y: chain(m, y), x, use_reentrant=False)),
+    "checkpoint of everything": _changed(
+        lambda m: None, lambda m, x: checkpoint(lambda y: chain(m, y), x, use_reentrant=False)
+    ),
     "checkpoint_sequential": _changed(
         lambda m: None, lambda m, x: checkpoint_sequential([m.a, m.b, m.c], 2, x, use_reentrant=False)
     ),
     "nested checkpoints": _changed(
         lambda m: None,
-        lambda m, x: checkpoint(lambda y: m.b(checkpoint(lambda z: m.a(z).tanh(), y, use_reentrant=False)), x, use_reentrant=False),
+        lambda m, x: checkpoint(
+            lambda y: m.b(checkpoint(lambda z: m.a(z).tanh(), y, use_reentrant=False)), x, use_reentrant=False
+        ),
     ),
     "saved_tensors_hooks": _changed(lambda m: None, lambda m, x: _packed_on_cpu(m, x)),
 }
@@ -148,14 +181,20 @@ HOOKS = {
     "forward hook": _changed(lambda m: m.b.register_forward_hook(lambda mod, args, out: out * 2)),
     "forward pre-hook": _changed(lambda m: m.b.register_forward_pre_hook(lambda mod, args: (args[0] + 1,))),
     "full backward hook": _changed(lambda m: m.b.register_full_backward_hook(_backward_hook)),
-    "backward pre-hook": _changed(lambda m: m.b.register_full_backward_pre_hook(lambda mod, g: tuple(x * 3 for x in g))),
-    "gradient hook of a parameter": _changed(lambda m: m.b.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))),
+    "backward pre-hook": _changed(
+        lambda m: m.b.register_full_backward_pre_hook(lambda mod, g: tuple(x * 3 for x in g))
+    ),
+    "gradient hook of a parameter": _changed(
+        lambda m: m.b.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    ),
     "gradient mask of a parameter": _changed(lambda m: m.a.weight.register_hook(lambda g: g * torch.eye(6))),
     "post-accumulate hook": _changed(
         lambda m: m.b.weight.register_post_accumulate_grad_hook(_halve_gradient)
     ),
     "gradient hook of a value": _changed(lambda m: None, _halved),
-    "gradient hook after freezing": _changed(lambda m: (m.a.requires_grad_(False), m.b.weight.register_hook(torch.sign))),
+    "gradient hook after freezing": _changed(
+        lambda m: (m.a.requires_grad_(False), m.b.weight.register_hook(torch.sign))
+    ),
 }
 
 
@@ -203,7 +242,8 @@ def cubed(x: Tensor) -> Tensor:
 
 cubed.register_fake(lambda x: torch.empty_like(x))
 cubed.register_autograd(
-    lambda ctx, g: g * 3 * ctx.saved_tensors[0] ** 2, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+    lambda ctx, g: g * 3 * ctx.saved_tensors[0] ** 2,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
 )
 
 CUSTOM_FUNCTIONS = {
@@ -211,7 +251,9 @@ CUSTOM_FUNCTIONS = {
     "straight-through quantizer": _changed(lambda m: None, lambda m, x: m.c(_Step.apply(m.a(x), 4))),
     "fused loss": model(lambda m, x: _FusedLoss.apply(m.a(x).tanh(), m.b.weight), loss=None),
     "custom op": _changed(lambda m: None, lambda m, x: m.c(cubed(m.a(x)) + m.b(x))),
-    "double backward inside": _changed(lambda m: None, lambda m, x: m.b(torch.func.grad(lambda y: (y**3).sum())(m.a(x)))),
+    "double backward inside": _changed(
+        lambda m: None, lambda m, x: m.b(torch.func.grad(lambda y: (y**3).sum())(m.a(x)))
+    ),
     "vmap": _changed(lambda m: None, lambda m, x: torch.vmap(lambda row: m.b(row).softmax(0))(m.a(x))),
     "jvp": _changed(lambda m: None, lambda m, x: torch.func.jvp(m.b, (m.a(x),), (x,))[1]),
 }
@@ -243,7 +285,9 @@ def _branch_on_data(m: Any, x: Tensor) -> Tensor:
 
 
 CONTROL_FLOW = {
-    "loop over shapes": _changed(lambda m: None, lambda m, x: sum(m.a(x) * (i / 20) for i in range(x.shape[1]))),
+    "loop over shapes": _changed(
+        lambda m: None, lambda m, x: sum(m.a(x) * (i / 20) for i in range(x.shape[1]))
+    ),
     "branch on data": _changed(lambda m: None, _branch_on_data),
     "loop until converged": _changed(lambda m: None, lambda m, x: _until(m, x)),
     "cond on a shape": _changed(lambda m: None, _conditional),
@@ -251,10 +295,14 @@ CONTROL_FLOW = {
     "while_loop": _changed(lambda m: None, _while),
     "scan": model(_scan, floats(4, 6)),
     "branch on training": _changed(lambda m: None, lambda m, x: m.b(m.a(x)) if m.training else m.c(x)),
-    "item in forward": _changed(lambda m: None, lambda m, x: m.b(m.a(x)) * float(x.shape[1]) + x.detach().max().item() * 0),
+    "item in forward": _changed(
+        lambda m: None, lambda m, x: m.b(m.a(x)) * float(x.shape[1]) + x.detach().max().item() * 0
+    ),
     "no_grad and enable_grad": _changed(lambda m: None, lambda m, x: m.b(m.a(x)) + _target(m, x)),
     "inference_mode target": _changed(lambda m: None, lambda m, x: m.b(m.a(x)) - m.c(x).detach()),
-    "stack of 40 layers": whole(lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(40))), floats(4)),
+    "stack of 40 layers": whole(
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(40))), floats(4)
+    ),
 }
 
 
@@ -270,8 +318,6 @@ def _until(m: Any, x: Tensor) -> Tensor:
     while float(y.abs().max()) > 0.5:
         y = y * 0.5
     return m.b(y)
-
-
 
 
 CHAPTERS = {

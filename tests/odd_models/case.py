@@ -70,7 +70,9 @@ def squared(output: Any, batch: Any) -> Tensor:
     if isinstance(output, Tensor):
         return (output.abs() ** 2).mean()
     parts = output.values() if isinstance(output, Mapping) else output
-    return sum(squared(part, batch) for part in parts if not isinstance(part, Tensor) or part.dtype.is_floating_point)  # type: ignore[return-value]
+    return sum(
+        squared(part, batch) for part in parts if not isinstance(part, Tensor) or part.dtype.is_floating_point
+    )  # type: ignore[return-value]
 
 
 def floats(*shape: int, samples: int = SAMPLES) -> Callable[[], Tensor]:
@@ -120,7 +122,9 @@ def model(
     return Case(make, **options)
 
 
-def whole(make: Callable[[], nn.Module], batch: Callable[[], Any], loss: Any = squared, **options: Any) -> Case:
+def whole(
+    make: Callable[[], nn.Module], batch: Callable[[], Any], loss: Any = squared, **options: Any
+) -> Case:
     """A module as it is."""
     return Case(lambda: Ready(make(), batch, loss), **options)
 
@@ -136,7 +140,9 @@ def loss(
 
     def ready() -> Ready:
         measure = make()
-        layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, width))
+        layers = nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, width)
+        )
         net = odd(lambda m, x: m.layers(x), layers=layers)
 
         def batch() -> dict[str, Any]:
@@ -154,4 +160,19 @@ def loss(
     return Case(ready, **options)
 
 
-__all__ = ["F", "Apply", "Between", "Case", "odd", "Ready", "floats", "function", "ids", "layer", "loss", "model", "squared", "whole"]
+__all__ = [
+    "Apply",
+    "Between",
+    "Case",
+    "F",
+    "Ready",
+    "floats",
+    "function",
+    "ids",
+    "layer",
+    "loss",
+    "model",
+    "odd",
+    "squared",
+    "whole",
+]

@@ -22,12 +22,18 @@ def _channels_last() -> nn.Module:
 
 
 MEMORY_FORMATS = {
-    "channels last": whole(_channels_last, lambda: torch.randn(B, 4, 8, 8).contiguous(memory_format=torch.channels_last)),
+    "channels last": whole(
+        _channels_last, lambda: torch.randn(B, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+    ),
     "channels last in forward": model(
-        lambda m, x: m.n(x.contiguous(memory_format=torch.channels_last)), floats(4, 6, 6), parts=lambda: {"n": nn.Conv2d(4, 3, 3)}
+        lambda m, x: m.n(x.contiguous(memory_format=torch.channels_last)),
+        floats(4, 6, 6),
+        parts=lambda: {"n": nn.Conv2d(4, 3, 3)},
     ),
     "channels last 3d": model(
-        lambda m, x: m.n(x.to(memory_format=torch.channels_last_3d)), floats(2, 4, 4, 4), parts=lambda: {"n": nn.Conv3d(2, 3, 3)}
+        lambda m, x: m.n(x.to(memory_format=torch.channels_last_3d)),
+        floats(2, 4, 4, 4),
+        parts=lambda: {"n": nn.Conv3d(2, 3, 3)},
     ),
     "a transposed weight": _changed(lambda m: setattr(m.b, "weight", nn.Parameter(torch.randn(6, 6).T))),
     "a batch that is no block": model(chain, lambda: torch.randn(6, B).T),
@@ -37,7 +43,9 @@ MEMORY_FORMATS = {
 
 def _cast(dtype: torch.dtype, tolerance: float) -> Case:
     def make() -> Ready:
-        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 4)).to(dtype)
+        net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 4)).to(
+            dtype
+        )
         return Ready(net, lambda: torch.randn(B, 6).to(dtype), lambda y, b: (y.double() ** 2).mean())
 
     return Case(make, tolerance=tolerance)
@@ -55,18 +63,32 @@ DTYPES = {
     "bfloat16": _cast(torch.bfloat16, 6e-2),
     "float16": _cast(torch.float16, 8e-3),
     "mixed parameters": model(
-        lambda m, x: m.c(m.l(m.a(x).float()).double()), parts=lambda: {"l": nn.Linear(6, 6).float()}, tolerance=2e-5
+        lambda m, x: m.c(m.l(m.a(x).float()).double()),
+        parts=lambda: {"l": nn.Linear(6, 6).float()},
+        tolerance=2e-5,
     ),
-    "integer batch": model(lambda m, x: m.b(m.a(x / 3).tanh()), lambda: torch.randint(-5, 5, (B, 6), dtype=torch.int32)),
-    "bytes": model(lambda m, x: m.b(m.a(x.double() / 255)), lambda: torch.randint(0, 256, (B, 6), dtype=torch.uint8)),
+    "integer batch": model(
+        lambda m, x: m.b(m.a(x / 3).tanh()), lambda: torch.randint(-5, 5, (B, 6), dtype=torch.int32)
+    ),
+    "bytes": model(
+        lambda m, x: m.b(m.a(x.double() / 255)), lambda: torch.randint(0, 256, (B, 6), dtype=torch.uint8)
+    ),
     "a mask as batch": model(
-        lambda m, x, k: m.b(m.a(x).masked_fill(k, 0.0)), lambda: {"x": torch.randn(B, 6), "k": torch.rand(B, 6) > 0.5}
+        lambda m, x, k: m.b(m.a(x).masked_fill(k, 0.0)),
+        lambda: {"x": torch.randn(B, 6), "k": torch.rand(B, 6) > 0.5},
     ),
-    "complex batch": model(lambda m, x: m.a(x.real) * m.b(x.imag), lambda: torch.randn(B, 6, dtype=torch.complex128)),
-    "short integers": model(lambda m, x: m.a(m.e.weight[x.long()]), lambda: torch.randint(0, 9, (B,), dtype=torch.int16), parts=lambda: {"e": nn.Embedding(9, 6)}),
+    "complex batch": model(
+        lambda m, x: m.a(x.real) * m.b(x.imag), lambda: torch.randn(B, 6, dtype=torch.complex128)
+    ),
+    "short integers": model(
+        lambda m, x: m.a(m.e.weight[x.long()]),
+        lambda: torch.randint(0, 9, (B,), dtype=torch.int16),
+        parts=lambda: {"e": nn.Embedding(9, 6)},
+    ),
     "autocast inside": model(_autocast, parts=lambda: {"f": nn.Linear(6, 6).float()}, tolerance=6e-2),
     "float8 weights": model(
-        lambda m, x: m.b(m.a(x)) @ m.q.to(torch.float64), parts=lambda: {"q": torch.randn(6, 6).to(torch.float8_e4m3fn)}
+        lambda m, x: m.b(m.a(x)) @ m.q.to(torch.float64),
+        parts=lambda: {"q": torch.randn(6, 6).to(torch.float8_e4m3fn)},
     ),
 }
 
@@ -94,20 +116,31 @@ BATCHES = {
     "two samples": model(chain, floats(6, samples=2), samples=2),
     "one sample": model(chain, floats(6, samples=1), samples=1),
     "a leaf for all samples": model(
-        lambda m, x, w: m.b(m.a(x)) * w, lambda: {"x": torch.randn(B, 6), "w": torch.rand(6)}, batch_dims={"x": 0, "w": None}
+        lambda m, x, w: m.b(m.a(x)) * w,
+        lambda: {"x": torch.randn(B, 6), "w": torch.rand(6)},
+        batch_dims={"x": 0, "w": None},
     ),
-    "samples in dimension 1": model(lambda m, x: chain(m, x), lambda: torch.randn(3, B, 6), batch_dims={"x": 1}),
+    "samples in dimension 1": model(
+        lambda m, x: chain(m, x), lambda: torch.randn(3, B, 6), batch_dims={"x": 1}
+    ),
     "a number beside tensors": model(
         lambda m, x, k: m.b(m.a(x)) * k, lambda: {"x": torch.randn(B, 6), "k": 3}
     ),
     "a number as tensor": model(
-        lambda m, x, k: m.b(m.a(x)) * k, lambda: {"x": torch.randn(B, 6), "k": torch.tensor(0.5)}, batch_dims={"x": 0, "k": None}
+        lambda m, x, k: m.b(m.a(x)) * k,
+        lambda: {"x": torch.randn(B, 6), "k": torch.tensor(0.5)},
+        batch_dims={"x": 0, "k": None},
     ),
     "nothing optional": model(
-        lambda m, x, mask=None: m.b(m.a(x)) if mask is None else m.c(x), lambda: {"x": torch.randn(B, 6), "mask": None}
+        lambda m, x, mask=None: m.b(m.a(x)) if mask is None else m.c(x),
+        lambda: {"x": torch.randn(B, 6), "mask": None},
     ),
-    "an unused leaf": model(lambda m, x, extra: chain(m, x), lambda: {"x": torch.randn(B, 6), "extra": torch.randn(B, 3)}),
-    "one tensor twice": model(lambda m, x, y: m.b(m.a(x)) * m.c(y), lambda: dict.fromkeys(("x", "y"), torch.randn(B, 6))),
+    "an unused leaf": model(
+        lambda m, x, extra: chain(m, x), lambda: {"x": torch.randn(B, 6), "extra": torch.randn(B, 3)}
+    ),
+    "one tensor twice": model(
+        lambda m, x, y: m.b(m.a(x)) * m.c(y), lambda: dict.fromkeys(("x", "y"), torch.randn(B, 6))
+    ),
     "outputs in a dictionary": model(lambda m, x: {"h": m.a(x), "y": (m.b(x), m.c(x))}),
     "a batch without sizes 0": model(lambda m, x: chain(m, x) + x[:, :0].sum(), floats(6)),
 }
@@ -137,7 +170,11 @@ class _Mirror(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.b(self.a(x).tanh())
-        return h if not hasattr(self, "mirror") else h + x[:, : self.mirror.shape[0]].sum(1, keepdim=True) @ self.mirror[:1]
+        return (
+            h
+            if not hasattr(self, "mirror")
+            else h + x[:, : self.mirror.shape[0]].sum(1, keepdim=True) @ self.mirror[:1]
+        )
 
 
 def _overlapping_buffers() -> Ready:
@@ -158,10 +195,15 @@ STORAGES = {
     "overlapping buffers": Case(_overlapping_buffers),
     "tied weights": _changed(lambda m: setattr(m.c, "weight", m.a.weight)),
     "tied to an embedding": model(
-        lambda m, x: nn.functional.linear(m.a(m.e(x)).tanh(), m.e.weight), lambda: torch.randint(0, 9, (B, 4)), parts=lambda: {"e": nn.Embedding(9, 6)}
+        lambda m, x: nn.functional.linear(m.a(m.e(x)).tanh(), m.e.weight),
+        lambda: torch.randint(0, 9, (B, 4)),
+        parts=lambda: {"e": nn.Embedding(9, 6)},
     ),
     "a transposed tie": _changed(lambda m: None, lambda m, x: m.a(x) @ m.a.weight + m.b(x)),
-    "one buffer in two modules": _changed(lambda m: (m.a.register_buffer("s", torch.ones(6)), m.b.register_buffer("s", m.a.s)), lambda m, x: m.b(m.a(x) * m.a.s) * m.b.s),
+    "one buffer in two modules": _changed(
+        lambda m: (m.a.register_buffer("s", torch.ones(6)), m.b.register_buffer("s", m.a.s)),
+        lambda m, x: m.b(m.a(x) * m.a.s) * m.b.s,
+    ),
 }
 
 
@@ -201,7 +243,17 @@ class _Counting(nn.Module):
         return self.b(y)
 
 
-_KINDS = ("counter", "list", "random.random", "numpy", "layer drop", "buffer counter", "running average", "buffer replaced", "kept output")
+_KINDS = (
+    "counter",
+    "list",
+    "random.random",
+    "numpy",
+    "layer drop",
+    "buffer counter",
+    "running average",
+    "buffer replaced",
+    "kept output",
+)
 STATE = {kind: whole(lambda kind=kind: _Counting(kind), floats(6)) for kind in _KINDS}
 
 CHAPTERS: dict[str, dict[str, Case]] = {

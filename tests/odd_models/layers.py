@@ -22,7 +22,10 @@ CONVOLUTIONS = _table(
     {
         "Conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1), LINE),
         "Conv2d, strided and dilated": (lambda: nn.Conv2d(4, 6, 3, stride=2, dilation=2, padding=2), IMAGE),
-        "Conv2d, depthwise, circular": (lambda: nn.Conv2d(4, 8, 3, groups=4, padding=1, padding_mode="circular"), IMAGE),
+        "Conv2d, depthwise, circular": (
+            lambda: nn.Conv2d(4, 8, 3, groups=4, padding=1, padding_mode="circular"),
+            IMAGE,
+        ),
         "Conv2d, same, reflect": (lambda: nn.Conv2d(4, 4, 3, padding="same", padding_mode="reflect"), IMAGE),
         "Conv3d": (lambda: nn.Conv3d(2, 4, 3, padding=1, bias=False), VOLUME),
         "ConvTranspose1d": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1), LINE),
@@ -108,8 +111,33 @@ PADDING = _table(_PADS) | {
 }
 
 _PLAIN = (
-    *("ELU Hardshrink Hardsigmoid Hardtanh Hardswish LeakyReLU LogSigmoid PReLU ReLU ReLU6 SELU CELU GELU").split(),
-    *("Sigmoid SiLU Mish Softplus Softshrink Softsign Tanh Tanhshrink GLU Identity").split(),
+    *[
+        "ELU",
+        "Hardshrink",
+        "Hardsigmoid",
+        "Hardtanh",
+        "Hardswish",
+        "LeakyReLU",
+        "LogSigmoid",
+        "PReLU",
+        "ReLU",
+        "ReLU6",
+        "SELU",
+        "CELU",
+        "GELU",
+    ],
+    *[
+        "Sigmoid",
+        "SiLU",
+        "Mish",
+        "Softplus",
+        "Softshrink",
+        "Softsign",
+        "Tanh",
+        "Tanhshrink",
+        "GLU",
+        "Identity",
+    ],
 )
 
 
@@ -140,7 +168,9 @@ def _masked_attention() -> Case:
     def run(m: Any, x: Tensor) -> Tensor:
         padding = x[..., 0] > 1.5
         causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        return m.m(x, x * 2, x + 1, key_padding_mask=padding, attn_mask=causal, need_weights=False)[0].nan_to_num()
+        return m.m(x, x * 2, x + 1, key_padding_mask=padding, attn_mask=causal, need_weights=False)[
+            0
+        ].nan_to_num()
 
     return model(run, floats(5, 8), parts=lambda: {"m": nn.MultiheadAttention(8, 2, batch_first=True)})
 
@@ -158,7 +188,12 @@ ACTIVATIONS = {
             "Softmax2d": (nn.Softmax2d, IMAGE),
             "LogSoftmax": (lambda: nn.LogSoftmax(-1), (4, 6)),
             "LogSoftmax over the batch": (lambda: nn.LogSoftmax(0), (4, 6)),
-            "in-place ReLU": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LeakyReLU(0.3, inplace=True), nn.Linear(6, 6), nn.ELU(inplace=True)), (6,)),
+            "in-place ReLU": (
+                lambda: nn.Sequential(
+                    nn.Linear(6, 6), nn.LeakyReLU(0.3, inplace=True), nn.Linear(6, 6), nn.ELU(inplace=True)
+                ),
+                (6,),
+            ),
         }
     ),
     "MultiheadAttention": _attention(),
@@ -175,7 +210,7 @@ NORMALIZATION = _table(
         "BatchNorm3d, cumulative": (lambda: nn.BatchNorm3d(2, momentum=None), VOLUME),
         "BatchNorm1d, not affine": (lambda: nn.BatchNorm1d(4, affine=False), LINE),
         "BatchNorm1d, no statistics": (lambda: nn.BatchNorm1d(4, track_running_stats=False), LINE),
-        "BatchNorm1d, in evaluation mode": (lambda: nn.BatchNorm1d(4).eval(), LINE),
+        "BatchNorm1d, kept in evaluation mode": (lambda: Frozen(), LINE),
         "SyncBatchNorm": (lambda: nn.SyncBatchNorm(4), LINE),
         "GroupNorm": (lambda: nn.GroupNorm(2, 4), IMAGE),
         "InstanceNorm1d": (lambda: nn.InstanceNorm1d(4, affine=True), LINE),
@@ -189,6 +224,18 @@ NORMALIZATION = _table(
         "RMSNorm, not affine": (lambda: nn.RMSNorm((4, 6), elementwise_affine=False), (4, 6)),
     }
 )
+
+
+class Frozen(nn.BatchNorm1d):
+    """Stays in evaluation mode whatever ``model.train()`` says, as detectors keep their backbones."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.train(True)
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(False)
+        return self
 
 
 def _shared_norm() -> Case:
@@ -208,7 +255,10 @@ LINEAR_AND_VISION = {
     "Dropout of everything": layer(lambda: nn.Sequential(nn.Dropout(1.0), nn.Linear(6, 6)), 4, 6),
     **_table(
         {
-            "Dropout1d, 2d, 3d of everything": (lambda: nn.Sequential(nn.Dropout2d(1.0), nn.Linear(8, 3)), IMAGE),
+            "Dropout1d, 2d, 3d of everything": (
+                lambda: nn.Sequential(nn.Dropout2d(1.0), nn.Linear(8, 3)),
+                IMAGE,
+            ),
             "AlphaDropout of nothing": (lambda: nn.AlphaDropout(0.0), (4, 6)),
             "FeatureAlphaDropout of nothing": (lambda: nn.FeatureAlphaDropout(0.0), IMAGE),
             "PixelShuffle": (lambda: nn.PixelShuffle(2), IMAGE),
@@ -221,7 +271,10 @@ LINEAR_AND_VISION = {
             "Upsample, area": (lambda: nn.Upsample(size=3, mode="area"), IMAGE),
             "UpsamplingNearest2d": (lambda: nn.UpsamplingNearest2d(scale_factor=2), IMAGE),
             "UpsamplingBilinear2d": (lambda: nn.UpsamplingBilinear2d(scale_factor=2), IMAGE),
-            "Flatten and Unflatten": (lambda: nn.Sequential(nn.Flatten(1, 2), nn.Unflatten(1, (8, 4)), nn.Linear(8, 3)), IMAGE),
+            "Flatten and Unflatten": (
+                lambda: nn.Sequential(nn.Flatten(1, 2), nn.Unflatten(1, (8, 4)), nn.Linear(8, 3)),
+                IMAGE,
+            ),
             "interpolate, antialiased": (lambda: _Antialiased(), IMAGE),
         }
     ),
@@ -264,7 +317,9 @@ EMBEDDINGS = {
     "Embedding renormalized": _embedding(max_norm=1.0),
     "Embedding with sparse gradients": _embedding(sparse=True),
     "Embedding frozen": model(
-        lambda m, x: m.a(m.e(x)).tanh(), ids(5), parts=lambda: {"e": nn.Embedding.from_pretrained(torch.randn(11, 6))}
+        lambda m, x: m.a(m.e(x)).tanh(),
+        ids(5),
+        parts=lambda: {"e": nn.Embedding.from_pretrained(torch.randn(11, 6))},
     ),
     "EmbeddingBag, mean": _bag("mean", lambda m, x: m.a(m.e(x)), padding_idx=2),
     "EmbeddingBag, max": _bag("max", lambda m, x: m.a(m.e(x))),

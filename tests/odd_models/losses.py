@@ -56,7 +56,10 @@ CHAPTER = {
     "CrossEntropyLoss": loss(nn.CrossEntropyLoss, _classes()),
     "CrossEntropyLoss, ignored labels": loss(nn.CrossEntropyLoss, _ignored),
     "CrossEntropyLoss, weighted and smooth": loss(
-        lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2, 3, 1, 0.5, 1]), label_smoothing=0.1, reduction="sum"), _classes()
+        lambda: nn.CrossEntropyLoss(
+            weight=torch.tensor([1.0, 2, 3, 1, 0.5, 1]), label_smoothing=0.1, reduction="sum"
+        ),
+        _classes(),
     ),
     "CrossEntropyLoss, weighted mean": loss(
         lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2, 3, 1, 0.5, 1])), _classes()
@@ -69,28 +72,42 @@ CHAPTER = {
     "CTCLoss, sum": loss(lambda: nn.CTCLoss(reduction="sum"), _ctc_targets, 12, _ctc),
     "NLLLoss": loss(nn.NLLLoss, _classes(), before=lambda y: y.log_softmax(-1)),
     "NLLLoss over places": loss(nn.NLLLoss, _classes(3, 4), 12, lambda y: y.view(-1, 3, 4).log_softmax(1)),
-    "PoissonNLLLoss": loss(lambda: nn.PoissonNLLLoss(full=True), lambda: torch.randint(0, 5, (B, 6)).double()),
+    "PoissonNLLLoss": loss(
+        lambda: nn.PoissonNLLLoss(full=True), lambda: torch.randint(0, 5, (B, 6)).double()
+    ),
     "GaussianNLLLoss": loss(nn.GaussianNLLLoss, lambda: (torch.randn(B, 6), torch.rand(B, 6) + 0.1)),
     "KLDivLoss": loss(
-        lambda: nn.KLDivLoss(reduction="batchmean"), lambda: torch.randn(B, 6).softmax(-1), before=lambda y: y.log_softmax(-1)
+        lambda: nn.KLDivLoss(reduction="batchmean"),
+        lambda: torch.randn(B, 6).softmax(-1),
+        before=lambda y: y.log_softmax(-1),
     ),
     "KLDivLoss, log target": loss(
-        lambda: nn.KLDivLoss(log_target=True), lambda: torch.randn(B, 6).log_softmax(-1), before=lambda y: y.log_softmax(-1)
+        lambda: nn.KLDivLoss(log_target=True),
+        lambda: torch.randn(B, 6).log_softmax(-1),
+        before=lambda y: y.log_softmax(-1),
     ),
     "BCELoss": loss(nn.BCELoss, _binary(6), before=torch.sigmoid),
     "BCEWithLogitsLoss": loss(lambda: nn.BCEWithLogitsLoss(pos_weight=torch.arange(1.0, 7.0)), _binary(6)),
-    "MarginRankingLoss": loss(lambda: nn.MarginRankingLoss(0.2), _signs(3), before=lambda y: (y[:, :3], y[:, 3:])),
+    "MarginRankingLoss": loss(
+        lambda: nn.MarginRankingLoss(0.2), _signs(3), before=lambda y: (y[:, :3], y[:, 3:])
+    ),
     "HingeEmbeddingLoss": loss(nn.HingeEmbeddingLoss, _signs(6)),
     "MultiLabelMarginLoss": loss(nn.MultiLabelMarginLoss, lambda: torch.randint(-1, 6, (B, 6))),
     "HuberLoss": loss(lambda: nn.HuberLoss(delta=0.3), _some(6)),
     "SmoothL1Loss": loss(lambda: nn.SmoothL1Loss(beta=0.4, reduction="sum"), _some(6)),
     "SoftMarginLoss": loss(nn.SoftMarginLoss, _signs(6)),
     "MultiLabelSoftMarginLoss": loss(nn.MultiLabelSoftMarginLoss, _binary(6)),
-    "CosineEmbeddingLoss": loss(lambda: nn.CosineEmbeddingLoss(0.1), _signs(), before=lambda y: (y, y.flip(1))),
+    "CosineEmbeddingLoss": loss(
+        lambda: nn.CosineEmbeddingLoss(0.1), _signs(), before=lambda y: (y, y.flip(1))
+    ),
     "MultiMarginLoss": loss(lambda: nn.MultiMarginLoss(p=2, margin=0.7), _classes()),
     "TripletMarginLoss": loss(lambda: nn.TripletMarginLoss(margin=4.0, swap=True), lambda: (), before=_three),
     "TripletMarginWithDistanceLoss": loss(
-        lambda: nn.TripletMarginWithDistanceLoss(distance_function=lambda a, b: 1 - F.cosine_similarity(a, b)), lambda: (), before=_three
+        lambda: nn.TripletMarginWithDistanceLoss(
+            distance_function=lambda a, b: 1 - F.cosine_similarity(a, b)
+        ),
+        lambda: (),
+        before=_three,
     ),
 }
 
@@ -131,26 +148,33 @@ BY_HAND = {
     "focal": model(_three_layers, _labelled, _focal),
     "mean over a mask": model(_three_layers, _labelled, _masked_mean),
     "weight decay inside": model(
-        lambda m, x: (_three_layers(m, x) ** 2).mean() + 0.01 * sum((p**2).sum() for p in m.parameters()), loss=None
+        lambda m, x: (_three_layers(m, x) ** 2).mean() + 0.01 * sum((p**2).sum() for p in m.parameters()),
+        loss=None,
     ),
     "a pair of losses": model(
-        lambda m, x: _three_layers(m, x), loss=lambda y, b: ((y**2).mean() + y.abs().mean(), {"largest": y.max()})
+        lambda m, x: _three_layers(m, x),
+        loss=lambda y, b: ((y**2).mean() + y.abs().mean(), {"largest": y.max()}),
     ),
     "hardest example": model(_three_layers, loss=lambda y, b: (y**2).mean(1).max()),
-    "top half of the batch": model(_three_layers, loss=lambda y, b: (y**2).mean(1).topk(max(1, y.shape[0] // 2)).values.mean()),
-    "variance over the batch": model(_three_layers, loss=lambda y, b: F.relu(1 - y.std(0)).mean() + (y**2).mean()),
+    "top half of the batch": model(
+        _three_layers, loss=lambda y, b: (y**2).mean(1).topk(max(1, y.shape[0] // 2)).values.mean()
+    ),
+    "variance over the batch": model(
+        _three_layers, loss=lambda y, b: F.relu(1 - y.std(0)).mean() + (y**2).mean()
+    ),
     "median of the batch": model(_three_layers, loss=lambda y, b: (y**2).mean(1).median()),
     "sum of squares": model(_three_layers, loss=lambda y, b: (y**2).sum()),
     "loss of nothing": model(_three_layers, loss=lambda y, b: (y * 0).sum()),
     "a loss that is NaN": model(_three_layers, loss=lambda y, b: (y * float("nan")).mean()),
     "NaN in some samples, nanmean": model(
-        _three_layers, loss=lambda y, b: torch.where(y > 0.5, torch.full_like(y, float("nan")), y**2).nanmean()
+        _three_layers,
+        loss=lambda y, b: torch.where(y > 0.5, torch.full_like(y, float("nan")), y**2).nanmean(),
     ),
     "a loss that is infinite": model(_three_layers, loss=lambda y, b: (y**2).mean() + float("inf")),
-    "a gradient as penalty": model(
-        lambda m, x: _penalty(m, x), loss=None
+    "a gradient as penalty": model(lambda m, x: _penalty(m, x), loss=None),
+    "wasserstein of sorted": model(
+        _three_layers, loss=lambda y, b: (y.sort(0).values - y.sort(1).values).abs().mean()
     ),
-    "wasserstein of sorted": model(_three_layers, loss=lambda y, b: (y.sort(0).values - y.sort(1).values).abs().mean()),
 }
 
 

@@ -51,8 +51,10 @@ def batch_of(ready: Ready, step: int) -> Any:
 def train(case: Case, microbatches: int, *, mean: bool = True) -> Trained:
     """Train three steps. ``mean``: the batch's loss is the mean of its micro-batches' by samples; else their sum."""
     ready = made(case)
-    model = ready.model
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=MOMENTUM)
+    model = ready.model.train()
+    optimizer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, momentum=MOMENTUM
+    )
     losses = []
     for step in range(STEPS):
         batch = batch_of(ready, step)
@@ -99,7 +101,9 @@ def _cut(value: Any, name: str, start: int, size: int, case: Case) -> Any:
     if isinstance(value, Mapping):
         return {key: _cut(part, key, start, size, case) for key, part in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{key: _cut(part, key, start, size, case) for key, part in vars(value).items()})
+        return replace(
+            value, **{key: _cut(part, key, start, size, case) for key, part in vars(value).items()}
+        )
     if isinstance(value, list | tuple):
         return type(value)(_cut(part, name, start, size, case) for part in value)
     return value

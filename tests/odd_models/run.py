@@ -30,11 +30,29 @@ from partitioner import Plan, Workload, trace
 from passes.graph.graph import OpGraph
 from runtime.ranks.launch import WorkerPool
 from tests.odd_models.case import Case
-from tests.odd_models.plain_loop import LEARNING_RATE, MOMENTUM, STEPS, Trained, batch_of, made, seed_all, train
+from tests.odd_models.plain_loop import (
+    LEARNING_RATE,
+    MOMENTUM,
+    STEPS,
+    Trained,
+    batch_of,
+    made,
+    seed_all,
+    train,
+)
 from tests.odd_models.table import CASES
 from tests.odd_models.ways import WAYS, Way
 
-CLASSES = ("equal", "refused, line", "refused, name", "refused, unclear", "WRONG", "TRACEBACK", "TIMEOUT", "no plain loop")
+CLASSES = (
+    "equal",
+    "refused, line",
+    "refused, name",
+    "refused, unclear",
+    "WRONG",
+    "TRACEBACK",
+    "TIMEOUT",
+    "no plain loop",
+)
 SECONDS = 60.0
 """The longest that one training may take."""
 SMALL = 1e-12
@@ -62,7 +80,9 @@ def trace_of(case: Case) -> OpGraph:
     """Trace a case's model."""
     workload = workload_of_case(case)
     seed_all(7)
-    return trace(workload.model, workload.example_inputs, loss_fn=workload.loss_fn, batch_dims=case.batch_dims)
+    return trace(
+        workload.model, workload.example_inputs, loss_fn=workload.loss_fn, batch_dims=case.batch_dims
+    )
 
 
 def run_case(name: str, ways: Sequence[str], pool: WorkerPool) -> Iterator[Result]:
@@ -100,7 +120,9 @@ def _trained(
         plan = way.plan(graph, case.samples)
     except Exception as error:  # noqa: BLE001 what is raised is the result
         return _of_error(error)
-    answers = pool.run_each(train_rank, name, plan.model_dump_json(), world_size=plan.world_size, timeout_seconds=SECONDS)
+    answers = pool.run_each(
+        train_rank, name, plan.model_dump_json(), world_size=plan.world_size, timeout_seconds=SECONDS
+    )
     if not all(ok for ok, _ in answers):
         texts = [text for ok, text in answers if not ok]
         own = [text for text in texts if "Traceback (most recent call last)" in text]
@@ -136,7 +158,9 @@ def train_rank(name: str, plan_json: str) -> tuple[list[float], dict[str, Tensor
     ) as engine:
         for step in range(STEPS):
             losses.append(float(engine.train_step(batch_of(ready, step))))
-        state = {key: value.clone() for key, value in engine.state_dict().items() if isinstance(value, Tensor)}
+        state = {
+            key: value.clone() for key, value in engine.state_dict().items() if isinstance(value, Tensor)
+        }
     return losses, state
 
 
@@ -164,7 +188,9 @@ def _same(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
     found, wanted = found.to(wide), wanted.to(wide)
     finite = wanted[wanted.isfinite()].abs()
     scale = float(finite.max()) if finite.numel() else 0.0
-    return torch.allclose(found, wanted, rtol=tolerance, atol=max(SMALL, tolerance * 1e-1) * max(scale, 1.0), equal_nan=True)
+    return torch.allclose(
+        found, wanted, rtol=tolerance, atol=max(SMALL, tolerance * 1e-1) * max(scale, 1.0), equal_nan=True
+    )
 
 
 def _distance(found: Tensor, wanted: Tensor) -> float:
@@ -208,7 +234,11 @@ def table(results: Sequence[Result]) -> str:
         if r.outcome != "equal":
             others.setdefault((r.outcome, r.case, r.text), []).append(r.way)
     for (outcome, name, text), where in sorted(others.items(), key=lambda item: CLASSES.index(item[0][0])):
-        lines += ["", f"{outcome} | {name} | {', '.join(where)}", *(f"    {line}" for line in text.splitlines()[:9])]
+        lines += [
+            "",
+            f"{outcome} | {name} | {', '.join(where)}",
+            *(f"    {line}" for line in text.splitlines()[:9]),
+        ]
     return "\n".join(lines)
 
 
@@ -221,7 +251,9 @@ def chosen(only: str, part: str) -> list[str]:
     return names
 
 
-def run(names: Sequence[str], ways: Sequence[str], pool: WorkerPool, progress: Path | None = None) -> list[Result]:
+def run(
+    names: Sequence[str], ways: Sequence[str], pool: WorkerPool, progress: Path | None = None
+) -> list[Result]:
     """Run cases one after another."""
     results: list[Result] = []
     for index, name in enumerate(names):
@@ -230,7 +262,11 @@ def run(names: Sequence[str], ways: Sequence[str], pool: WorkerPool, progress: P
         if progress is not None:
             progress.write_text(json.dumps([asdict(r) for r in results], indent=1))
             others = [f"{r.way} {r.outcome}" for r in found if r.outcome != "equal"]
-            print(f"{index + 1}/{len(names)} {name}: {', '.join(others) or 'equal'}", file=sys.stderr, flush=True)  # noqa: T201
+            print(
+                f"{index + 1}/{len(names)} {name}: {', '.join(others) or 'equal'}",
+                file=sys.stderr,
+                flush=True,
+            )
     return results
 
 

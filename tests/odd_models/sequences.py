@@ -52,21 +52,28 @@ RECURRENCES = {
         batch_dims={"x": 1},
     ),
     "LSTM, given state": model(
-        lambda m, x: m.r(m.a(x), (m.h.expand(1, x.shape[0], 4).contiguous(), m.b(x[:, 0])[None, :, :4].contiguous()))[0],
+        lambda m, x: m.r(
+            m.a(x), (m.h.expand(1, x.shape[0], 4).contiguous(), m.b(x[:, 0])[None, :, :4].contiguous())
+        )[0],
         floats(5, 6),
         parts=lambda: {"r": nn.LSTM(6, 4, batch_first=True), "h": nn.Parameter(torch.randn(4))},
     ),
     "RNNCell": _cell(nn.RNNCell),
     "LSTMCell": _cell(nn.LSTMCell),
     "GRUCell": _cell(nn.GRUCell),
-    "packed sequences of one length": model(_packed, floats(5, 6), parts=lambda: {"r": nn.GRU(6, 4, batch_first=True)}),
+    "packed sequences of one length": model(
+        _packed, floats(5, 6), parts=lambda: {"r": nn.GRU(6, 4, batch_first=True)}
+    ),
     "packed sequences of many lengths": model(
         _uneven,
         lambda: {"x": torch.randn(SAMPLES, 5, 6), "n": torch.arange(SAMPLES) % 5 + 1},
         parts=lambda: {"r": nn.GRU(6, 4, batch_first=True)},
     ),
     "sequences padded in forward": model(
-        lambda m, x: m.b(pad_sequence([m.a(x[:, :2]).flatten(0, 1), m.a(x[:, 2:]).flatten(0, 1)], padding_value=0.5)), floats(5, 6)
+        lambda m, x: m.b(
+            pad_sequence([m.a(x[:, :2]).flatten(0, 1), m.a(x[:, 2:]).flatten(0, 1)], padding_value=0.5)
+        ),
+        floats(5, 6),
     ),
 }
 
@@ -81,13 +88,22 @@ def _decoder(m: Any, x: Tensor) -> Tensor:
 
 
 TRANSFORMERS = {
-    "TransformerEncoderLayer": layer(lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True), 5, 8),
+    "TransformerEncoderLayer": layer(
+        lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True), 5, 8
+    ),
     "TransformerEncoderLayer, norm first": layer(
-        lambda: nn.TransformerEncoderLayer(8, 2, 12, 0.0, "gelu", norm_first=True, batch_first=True, bias=False), 5, 8
+        lambda: nn.TransformerEncoderLayer(
+            8, 2, 12, 0.0, "gelu", norm_first=True, batch_first=True, bias=False
+        ),
+        5,
+        8,
     ),
     "TransformerEncoder": layer(
         lambda: nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True), 2, nn.LayerNorm(8), enable_nested_tensor=False
+            nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True),
+            2,
+            nn.LayerNorm(8),
+            enable_nested_tensor=False,
         ),
         *(5, 8),
     ),

@@ -14,6 +14,7 @@ from torch import fx
 from cost_models.layout import Shard
 from passes.graph.nodes import argument, tensors_of
 from passes.shard.rules.notation import P, R, Rule, Term, from_terms, from_text
+from passes.shard.rules.producers import replicated
 from passes.shard.rules.shapes import operands_shapes
 from passes.shard.words import Choice, Need
 
@@ -39,7 +40,7 @@ def _index(node: fx.Node) -> tuple[Choice, ...]:
     if not at or any(
         index.meta["val"].dtype in (torch.bool, torch.uint8) for index in given if index is not None
     ):
-        return from_text(node, "self[.*] indices[.*] -> [.*]")
+        return from_text(node, "self[.*] indices[.*] values[.*] -> [.*]")
     letters: list[str | None] = [None if d in at else f"d{d}" for d in range(rank)]
     shapes = operands_shapes(node)[1 : 1 + len(at)]
     broadcast = [f"i{d}" for d in range(max(len(s) for s in shapes))]
@@ -61,6 +62,11 @@ def _index(node: fx.Node) -> tuple[Choice, ...]:
     )
 
 
+def _embedding_bag(node: fx.Node) -> tuple[Choice, ...]:
+    """Keep it whole: where a bag begins is an index into all indices."""
+    return replicated(node)
+
+
 def _index_select(node: fx.Node) -> tuple[Choice, ...]:
     rank = len(operands_shapes(node)[0])
     dim = argument(node, "dim") % max(rank, 1)
@@ -80,7 +86,10 @@ def _gather(node: fx.Node) -> tuple[Choice, ...]:
 
 
 def _scatter(node: fx.Node) -> tuple[Choice, ...]:
-    """Shard ``self``, what is written, and the index together in the other dimensions; a value is no partial sum."""
+    """Shard ``self``, what is written, and the index together in the other dimensions; a value is no partial sum.
+
+    Index and source are cut along ``dim`` together if they are equally long: of a longer source the rest is not read.
+    """
     shapes = operands_shapes(node)
     rank = len(shapes[0])
     dim = argument(node, "dim") % max(rank, 1)
@@ -88,7 +97,8 @@ def _scatter(node: fx.Node) -> tuple[Choice, ...]:
     letters = tuple(f"d{d}" if d != dim and same[d] else None for d in range(rank))
     has_source = any(a.name == "src" for a in node.target._schema.arguments)  # type: ignore[union-attr]
     is_zero = not has_source and argument(node, "value") == 0
-    read = tuple("t" if d == dim and _adds(node) else x for d, x in enumerate(letters))
+    together = _adds(node) and len({s[dim] for s in shapes[1:] if s}) == 1
+    read = tuple("t" if d == dim and together else x for d, x in enumerate(letters))
     terms = [Term(letters, added=has_source, linear=is_zero), Term(read)]
     return from_terms(node, [*terms, *[Term(read, added=True)] * (len(shapes) - 2)], [Term(letters)])
 
@@ -142,6 +152,8 @@ def _search(node: fx.Node) -> tuple[Choice, ...]:
 
 RULES: Mapping[object, Rule] = {
     aten.embedding.default: _embedding,
+    aten.embedding_bag.default: _embedding_bag,
+    aten.embedding_bag.padding_idx: _embedding_bag,
     aten.index.Tensor: _index,
     aten.index_put.default: _index,
     aten.index_select.default: _index_select,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +30,28 @@ LARGE = 200_000
 """Elements of all operands together that are too many to try anything with."""
 STEP = 4
 """New sizes are multiples of it: an axis of 2 or 4 divides them."""
+
+
+@dataclass(frozen=True)
+class Manner:
+    """The values that are drawn: how numbers lie, and indices."""
+
+    floats: Literal["normal", "positive", "rounded", "signs", "large", "small", "nan", "infinite"] = "normal"
+    integers: Literal["any", "repeated", "sorted", "negative"] = "any"
+
+
+MANNERS = (Manner(), Manner("positive"), Manner())
+"""Every op without a rule must take these: what it does with them is what its choices are found by."""
+HARD_MANNERS = (
+    Manner("rounded", "repeated"),
+    Manner("signs"),
+    Manner("large", "sorted"),
+    Manner("small"),
+    Manner("normal", "negative"),
+    Manner("nan"),
+    Manner("infinite"),
+)
+"""What an op takes of these must agree, too: ties, thresholds that draws never reach, numbers that are none."""
 
 Numbers: TypeAlias = Callable[[Any], Any]
 
@@ -56,11 +78,11 @@ class Sample:
         )
 
     def draw(
-        self, positive: bool, high: int, double: bool
+        self, manner: Manner, high: int, double: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
         """Draw tensors; return the arguments with them, and these tensors in order."""
         values = [
-            _draw(shape, dtype, positive, high, double)
+            _draw(shape, dtype, manner, high, double)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
         args, kwargs = self.arguments(lambda i: values[i])
@@ -111,7 +133,9 @@ def samples(node: fx.Node) -> Iterator[Sample]:
 
 def _new_sizes(shapes: tuple[tuple[int, ...], ...]) -> Mapping[int, int]:
     """Choose a small size for each size; 0 and 1 mean what they say."""
-    distinct = dict.fromkeys(size for shape in shapes for size in shape if size > 1)
+    distinct = sorted(
+        {size for shape in shapes for size in shape if size > 1}
+    )  # an index stays the smaller one
     return {0: 0, 1: 1, **{size: STEP * (k + 1) for k, size in enumerate(distinct)}}
 
 
@@ -130,14 +154,51 @@ def _concrete(size: Any) -> Any:
     )
 
 
-def _draw(shape: tuple[int, ...], dtype: torch.dtype, positive: bool, high: int, double: bool) -> Tensor:
+def _draw(shape: tuple[int, ...], dtype: torch.dtype, manner: Manner, high: int, double: bool) -> Tensor:
     if dtype == torch.bool:
-        return torch.rand(shape) > 0.5
+        repeated = manner.integers == "repeated"
+        return (torch.rand(() if repeated else shape) > 0.5).expand(shape).clone()
     if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.randint(high, shape).to(dtype)
+        return _integers(shape, manner, high).to(dtype)
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    drawn = torch.rand(shape, dtype=wide) + 0.1 if positive else torch.randn(shape, dtype=wide)
+    drawn = _numbers(shape, wide, manner)
     return drawn if double else drawn.to(dtype)
+
+
+def _integers(shape: tuple[int, ...], manner: Manner, high: int) -> Tensor:
+    match manner.integers:
+        case "repeated":
+            return torch.randint(high, ()).expand(shape).clone()
+        case "sorted":
+            return torch.randint(high, (math.prod(shape),)).sort().values.view(shape)
+        case "negative":
+            return torch.randint(-high, high, shape)
+    return torch.randint(high, shape)
+
+
+def _numbers(shape: tuple[int, ...], dtype: torch.dtype, manner: Manner) -> Tensor:
+    if manner.floats == "positive":
+        return torch.rand(shape, dtype=dtype) + 0.1
+    drawn = torch.randn(shape, dtype=dtype)
+    match manner.floats:
+        case "rounded":
+            return (
+                drawn.round()
+                if not dtype.is_complex
+                else torch.view_as_complex(torch.view_as_real(drawn).round())
+            )
+        case "signs":
+            return drawn.sgn()
+        case "large":
+            return drawn * 100
+        case "small":
+            return drawn / 100
+        case "nan":
+            return drawn.masked_fill(torch.rand(shape) < 0.3, math.nan)
+        case "infinite":
+            signs = torch.where(torch.rand(shape) < 0.5, math.inf, -math.inf)
+            return torch.where(torch.rand(shape) < 0.2, signs, drawn)
+    return drawn
 
 
 def _same(number: Any) -> Any:

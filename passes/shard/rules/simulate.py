@@ -299,11 +299,16 @@ def _differentiate(
     if not roots or not wanted:
         return tuple(torch.zeros_like(leaf) if leaf.requires_grad else None for leaf in leaves)
     found = iter(torch.autograd.grad([y for y, _ in roots], wanted, [g for _, g in roots], allow_unused=True))
-    gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
+    gradients = [_dense(next(found)) if leaf.requires_grad else None for leaf in leaves]
     return tuple(
         torch.zeros_like(leaf) if g is None and leaf.requires_grad else g
         for g, leaf in zip(gradients, leaves, strict=True)
     )
+
+
+def _dense(gradient: Tensor | None) -> Tensor | None:
+    """Return the numbers of a gradient; embeddings may give it by rows."""
+    return gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient
 
 
 def _local_call(

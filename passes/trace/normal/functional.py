@@ -10,7 +10,7 @@ Tensors that share memory form a family: one root (the op or placeholder that ma
 has a version, which each write raises; a write through a view is carried to the root by the view's inverse. A read of a
 member that is older than the family takes its view again of the root's new contents.
 
-Only ``aten.batch_norm`` may still write (its running statistics, which it does not declare).
+Only batch and instance norms may still write (their running statistics, which they do not declare).
 """
 
 from __future__ import annotations

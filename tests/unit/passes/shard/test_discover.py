@@ -113,6 +113,43 @@ def test_what_cannot_be_sharded_is_replicated(name: str) -> None:
     assert texts(all_valid_choices(custom(name, torch.randn(size, 8)))) == {"R -> R"}
 
 
+@torch.library.custom_op(f"{SPACE}::capped", mutates_args=())
+def capped(x: Tensor) -> Tensor:
+    """Rows whose norm is above 20 are made shorter: no draw of normal numbers shows it."""
+    norm = x.norm(dim=1, keepdim=True)
+    return torch.where(norm > 20, x / norm, x)
+
+
+@torch.library.custom_op(f"{SPACE}::mean_of_numbers", mutates_args=())
+def mean_of_numbers(x: Tensor) -> Tensor:
+    return x.nanmean(1)
+
+
+@torch.library.custom_op(f"{SPACE}::sums_of_runs", mutates_args=())
+def sums_of_runs(x: Tensor, starts: Tensor) -> Tensor:
+    """Rows of ``x`` by the number of starts that lie before them: what an index means depends on the other ones."""
+    run = (torch.arange(x.shape[0])[:, None] >= starts).sum(1)
+    return x.new_zeros(starts.shape[0] + 1, x.shape[1]).index_add(0, run, x)
+
+
+@pytest.mark.parametrize(
+    ("node", "found"),
+    [
+        (custom("capped", torch.randn(4, 8)), {"R -> R", "S0 -> S0"}),
+        (custom("mean_of_numbers", torch.randn(4, 8)), {"R -> R", "S0 -> S0"}),
+        (
+            custom("sums_of_runs", torch.randn(4, 8), torch.tensor([1, 2])),
+            {"R R -> R", "S1 R -> S1", "P R -> P"},
+        ),
+        (node_of(aten.renorm.default, torch.randn(4, 8), 2, 0, 50.0), {"R -> R", "S0 -> S0"}),
+        (node_of(aten.nanmean.default, torch.randn(4, 8), [1]), {"R -> R", "S0 -> S0"}),
+    ],
+    ids=str,
+)
+def test_values_that_are_rarely_drawn_are_tried(node: fx.Node, found: set[str]) -> None:
+    assert texts(all_valid_choices(node)) == found
+
+
 def test_writes_keep_an_op_whole() -> None:
     found = all_valid_choices(custom("counting", torch.randn(4, 8), torch.zeros(1)))
     assert texts(found) == {"R R -> R"}
@@ -183,7 +220,12 @@ def test_results_are_kept_and_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"format": 1}', '{"format": 1, "torch": 3, "choices": {"x": ["S -> R"]}}']
+    "text",
+    [
+        *("", "[]", '{"format": 2}', '{"format": 1, "torch": 3, "choices": {}}'),
+        '{"format": 2, "torch": 3, "choices": {"x": ["S -> R"]}}',
+        '{"format": 2, "torch": 3, "proved_on": ["something else"], "choices": {}}',
+    ],
 )
 def test_bad_cache_files_are_left_aside(tmp_path: Path, text: str) -> None:
     file = tmp_path / "sharding.json"
@@ -240,6 +282,8 @@ SMALLER: dict[str, set[str]] = {
     "aten.max_pool2d.default": {"S2 -> S2", "S3 -> S3"},
 }
 """Where trying finds more than the table has."""
+WITHOUT_NAN = {"aten.scaled_dot_product_attention.default": {"R~ R~ S3 -> S3"}}
+"""Where a kernel lets NaN through or not by the sizes that it gets: true of numbers only, and the table is about these."""
 
 
 @pytest.mark.parametrize("name", example_ops())
@@ -247,5 +291,5 @@ def test_the_table_and_discovery_agree(name: str) -> None:
     node = example_ops()[name]
     table = texts(tuple(choice for choice in choices(node) if not choice.local))
     found = texts(all_valid_choices(node))
-    assert table <= found, table - found
+    assert table - found == WITHOUT_NAN.get(str(node.target), set())
     assert found - table == SMALLER.get(str(node.target), set()), operand_names(node)
