@@ -8,7 +8,7 @@ from typing import Any, Literal
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.precision import Precision
-from partitioner.models.as_graph import ModelOrTrace, as_graph
+from partitioner.models.as_graph import Check, ModelOrTrace, as_graph
 from partitioner.models.made_with import MadeWith
 from partitioner.plan import Plan
 from partitioner.planning.option_table import with_python_help
@@ -46,6 +46,7 @@ def partition(
     max_stages: int | None = None,
     time_limit_seconds: float = 60.0,
     name: str | None = None,
+    check: Check = "on",
 ) -> Plan:
     """Plan how ``model`` trains on ``cluster``.
 
@@ -94,6 +95,7 @@ def partition(
         loss_reduction=loss_reduction,
         opaque=opaque,
         name=name,
+        check=check,
     )
     if graph.loss is None:
         raise UsageError(

@@ -36,7 +36,8 @@ def deploy(
     workload = deployed_workload(model, example_inputs, loss_fn)
     meeting = Meeting.join()
     with meeting.all_or_none("trace"):
-        graph = as_graph(workload, **tracing)
+        checked = {} if meeting.rank == 0 else {"check": "off"}  # one rank's comparison is enough
+        graph = as_graph(workload, **{**tracing, **checked})
     # The search keeps its own limit; describing and proving the plan come on top.
     limit = planning.get("time_limit_seconds", 0.0) + meeting.timeout_seconds
     plan = plan_together(meeting, lambda: partition(graph, cluster, **planning), limit)

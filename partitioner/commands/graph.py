@@ -69,7 +69,7 @@ def graph(
     loaded = Plan.load(plan) if plan is not None else None
     with progress(f"tracing {target}"):
         workload = model_options.load(target)
-        traced = as_graph(workload) if loaded is None else graph_of(loaded, workload, "draw", {})
+        traced = as_graph(workload, check="off") if loaded is None else graph_of(loaded, workload, "draw", {})
     if loaded is not None and rank is not None:
         own = rank_graph(loaded, traced, rank, {})
         text = str(own) if format in (None, "text") else to_dot(own.networkx())

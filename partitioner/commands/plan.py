@@ -29,7 +29,7 @@ from partitioner.commands.options import (
     read_precision,
     report,
 )
-from partitioner.models.as_graph import as_graph
+from partitioner.models.as_graph import Check, as_graph
 from partitioner.planning.option_table import with_command_help
 from partitioner.planning.options import PlanOptions
 from partitioner.report.timings import pass_table
@@ -63,6 +63,7 @@ def plan(
     batch_dims: Dims = (),
     dynamic_dims: Dims = (),
     opaque: Annotated[tuple[str, ...], Parameter(show_default=False)] = (),
+    check: str = "on",
     time_limit: float = 60.0,
     model_options: ModelOptions = NOTHING_GIVEN,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
@@ -116,7 +117,14 @@ def plan(
         workload = model_options.load(model)
     with pass_times() as times:
         with progress(f"tracing {model}"):
-            traced = as_graph(workload, precision=types, loss_reduction=reduction, opaque=opaque, **dims)
+            traced = as_graph(
+                workload,
+                precision=types,
+                loss_reduction=reduction,
+                opaque=opaque,
+                check=cast("Check", check),
+                **dims,
+            )
         with progress("searching"):
             made = partition(traced, machines, precision=types, **vars(wanted))
     if timings:

@@ -26,7 +26,7 @@ from partitioner.engine.callbacks import Callback
 from partitioner.engine.engine import Engine
 from partitioner.engine.optimizer import refuse_optimizer_options
 from partitioner.evaluation.placed import Deployed
-from partitioner.models.as_graph import ModelOrTrace
+from partitioner.models.as_graph import Check, ModelOrTrace
 from partitioner.models.workload import Workload, workload_of
 from partitioner.record.data import PlanData
 from passes.graph.graph import OpGraph
@@ -66,6 +66,7 @@ def deploy_plan(
     check_memory: bool = True,
     check_hosts: bool = True,
     check_batches: int = 2,
+    check: Check = "on",
     callbacks: Iterable[Callback] = (),
     graph: OpGraph | None = None,
 ) -> Engine:
@@ -74,7 +75,8 @@ def deploy_plan(
     The model that the plan was made for
         ``model``: the module or Workload, real or on the meta device. ``example_inputs``, ``loss_fn``, ``batch_dims``,
         ``dynamic_dims``: those that :func:`partition` was given; other open sizes make another model. ``graph``: the
-        model's training trace where it is at hand; else it is traced here.
+        model's training trace where it is at hand; else it is traced here, and compared with a real model on rank 0
+        unless ``check`` is "off" (see :func:`partition`).
     Weights
         Each rank materializes only its own parameters: from ``weights``, a safetensors file, a directory of them or a
         checkpoint, of which it reads its own bytes only; from ``state_dict``; from the real ``model``; or from a meta
@@ -108,6 +110,7 @@ def deploy_plan(
         state_dict=state_dict,
         init_fn=init_fn,
         seed=seed,
+        check=check,
     )
     meeting = Meeting.join()
     log_on_first_rank(meeting.rank)

@@ -16,7 +16,7 @@ from partitioner.deployment.state import holders_of, rank_state
 from partitioner.engine.optimizer import make_engine_optimizer
 from partitioner.engine.state_keys import StateKeys
 from partitioner.engine.weights import weights_of
-from partitioner.models.as_graph import as_graph
+from partitioner.models.as_graph import Check, as_graph
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, plan_programs, plan_segments
@@ -46,6 +46,7 @@ class Recipe:
     state_dict: Mapping[str, Tensor] | None
     init_fn: Callable[[nn.Module], None] | None
     seed: int
+    check: Check = "on"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def build_share(
             precision=plan.precision,
             loss_reduction=plan.loss_reduction,
             opaque=plan.opaque,
+            check=recipe.check if rank == 0 else "off",  # one rank's comparison is enough
         )
     code = plan_code(plan, graph, ranks)
     programs, segments = plan_programs(plan, ranks), plan_segments(plan, ranks)

@@ -40,6 +40,7 @@ from partitioner.batches.step import (
     tokens_in,
 )
 from partitioner.engine.checkpoints import Checkpoints, PendingSave
+from partitioner.engine.gradient_hooks import GradientHooks, hooked_parameters
 from partitioner.engine.listeners import ByParts, Listener, close_all
 from partitioner.engine.profile import profile_steps
 from partitioner.engine.state_keys import StateKeys
@@ -82,6 +83,8 @@ class Engine:
         self.precision = StepPrecision(state, plan.precision, executor.collectives, sharded)
         """The work on data types between steps; a loss scale keeps its state here."""
         self.precision.attach(optimizer)
+        hooked = hooked_parameters(deployed.workload.model, graph, plan.precision)
+        self._hooks = GradientHooks(hooked, state, executor.collectives)
         self.callbacks = list(callbacks)
         self._began = False
         self._by_parts = ByParts(optimizer, self.step_ended)
@@ -207,6 +210,8 @@ class Engine:
             )
         results = share_results(sums, self._metric_names, weights, self.executor.collectives)
         self._skipped = self.precision.after_backward(scale)
+        if not self._skipped:
+            self._hooks.run()
         parts = 1 if part is None else part.place.world
         return results, samples, tokens_in(self._graph.batch, self._token_leaf, leaves, samples, parts)
 

@@ -35,6 +35,7 @@ def graph_of(plan: PlanData, model: ModelOrTrace | None, purpose: str, options: 
         loss_reduction=plan.loss_reduction,
         opaque=plan.opaque,
         name=plan.model.name,
+        check="off",  # only shown
     )
     refuse_other_model(plan, graph)
     return graph

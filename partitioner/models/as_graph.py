@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -11,12 +11,16 @@ from cost_models.errors import UsageError
 from cost_models.precision import Precision
 from cost_models.units import counted
 from partitioner.models.workload import Workload, workload_of
+from passes.fidelity.check import check_fidelity, has_values
 from passes.graph.graph import OpGraph
 from passes.timings import run_pass
 from passes.trace.loss.reduction import LossReduction, refuse_other_reduction
 from passes.trace.trace import trace
+from passes.trace.wrappers import unwrapped
 
 ModelOrTrace: TypeAlias = torch.nn.Module | OpGraph | Workload
+Check: TypeAlias = Literal["on", "off"]
+"""The choice whether a trace is compared with the model that it was made of (``passes.fidelity``)."""
 
 
 def as_graph(
@@ -30,8 +34,14 @@ def as_graph(
     loss_reduction: LossReduction | None = None,
     opaque: Sequence[str] = (),
     name: str | None = None,
+    check: Check = "on",
 ) -> OpGraph:
-    """Return the training graph of ``model``, which is traced unless it is one already."""
+    """Return the training graph of ``model``, which is traced unless it is one already.
+
+    ``check``: "on" compares the trace with the model itself, by two steps of it, where the model has values.
+    """
+    if check not in ("on", "off"):
+        raise UsageError(f"check={check!r} is not known", because=['it is "on" or "off"'])
     if isinstance(model, OpGraph):
         refuse_other_reduction(model, loss_reduction)
         return model
@@ -48,7 +58,7 @@ def as_graph(
             because=["no example inputs were given"],
             suggestions=["give `example_inputs=`: one batch, as you would call the model with"],
         )
-    return run_pass(
+    graph = run_pass(
         "trace",
         lambda graph: counted(len(graph), "op"),
         trace,
@@ -61,4 +71,15 @@ def as_graph(
         loss_reduction=loss_reduction,
         opaque=opaque,
         name=name or workload.name or None,
+    )
+    if check == "off":
+        return graph
+    return run_pass(
+        "fidelity",
+        lambda _: "as the model computes it" if has_values(module) else "no values to compare",
+        check_fidelity,
+        graph,
+        unwrapped(module)[0],
+        workload.example_inputs,
+        workload.loss_fn,
     )

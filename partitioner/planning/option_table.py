@@ -107,6 +107,12 @@ OPTIONS = (
         ": a path, such as `encoder.ctc`, or `layers.*.router`; `loss` is the loss function. May be repeated.",
     ),
     PlanOption(
+        "check",
+        "on compares the trace with the model itself, where it has values: two steps on the example batch tell whether "
+        "hooks or Python state (counters, random numbers) change what is computed, which no trace can hold; off trusts the "
+        "trace",
+    ),
+    PlanOption(
         "time_limit_seconds",
         "Seconds for the search; the best plan so far is kept",
         flag="time_limit",

@@ -26,15 +26,15 @@ from cost_models.errors import InternalError, ModelError
 from passes.graph.graph import GraphInput, GraphOutput
 from passes.graph.nodes import where
 from passes.graph.sizes import are_canonical, canonical_sizes
-from passes.trace.errors import OURS, TORCH
 from passes.trace.export import OutputRecord
 from passes.trace.names import StateNames
 from passes.trace.normal.functional import functionalize
 from passes.trace.normal.simplify import simplify
 from passes.trace.opaque.cross import restore
 from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed, without_slices
-from runtime.ops.opaque import Opaque
 from passes.trace.remake_views import remake_views
+from passes.trace.user_code import OURS, TORCH
+from runtime.ops.opaque import Opaque
 from runtime.state.state_view import StateView
 
 _PREFIX = "model."

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 from torch import nn
 
 from cost_models.errors import ModelError
 from passes.trace.opaque.refused import LOSS, OPAQUE_ADVICE, PartError
+from passes.trace.user_code import OURS, TORCH
 
-TORCH = str(Path(torch.__file__).parent) + os.sep
-OURS = str(Path(__file__).parents[1]) + os.sep
 _MESSAGE_CHARACTERS = 300
 _SYMBOL = re.compile(r"\bs\d+\b")
 """The spelling of a batch size that export left open."""

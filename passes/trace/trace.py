@@ -32,6 +32,7 @@ from passes.trace.batch import (
 )
 from passes.trace.batch_symbols import Settled, batch_spec, check_guards, check_known, merge, settle, size_of
 from passes.trace.build import Converted, convert, leaf_nodes
+from passes.trace.draws import draws_restored
 from passes.trace.errors import model_error
 from passes.trace.export import LossFunction, ModelWithLoss, export
 from passes.trace.fingerprint import fingerprint
@@ -43,6 +44,7 @@ from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import PartError
 from passes.trace.opaque.samples import samples_of
 from passes.trace.precision import refuse_mixed_types
+from passes.trace.python_state import PythonState
 from passes.trace.watch import (
     caching_off,
     export_fake_mode,
@@ -124,6 +126,8 @@ def trace(
     notes: list[str] = [] if compiled is None else [compiled]
     checkpointing: list[str] = []
     with contextlib.ExitStack() as changes:
+        changes.enter_context(draws_restored())
+        changes.callback(PythonState.of({"": model}, values=False).restore)
         changes.enter_context(training_mode(model, training, notes))
         changes.enter_context(caching_off(model, notes))
         changes.enter_context(watch_checkpointing(model, checkpointing))

@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from cost_models.precision import Precision
 from passes.graph.nodes import storage_key
 from passes.trace.names import own_dtype_parameters
-from passes.trace.opaque.refused import caller
+from passes.trace.user_code import caller
 
 
 def export_fake_mode() -> FakeTensorMode:
@@ -181,9 +181,13 @@ def caching_off(model: nn.Module, notes: list[str]) -> Iterator[None]:
             config.use_cache = True
 
 
+NOT_RUN = "hooks on gradients are not run"
+"""The beginning of the note on hooks that a plan has no place for."""
+
+
 @contextlib.contextmanager
 def watch_gradient_hooks(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Note hooks on gradients: the traced graph has no place for them, so a plan runs without."""
+    """Note hooks on gradients: the traced graph has no place for them, so a plan runs without, but for parameters' own."""
     seen: list[str] = []
     original = Tensor.register_hook
 
@@ -198,15 +202,22 @@ def watch_gradient_hooks(model: nn.Module, notes: list[str]) -> Iterator[None]:
         for path, module in model.named_modules()
         if module._backward_hooks or module._backward_pre_hooks
     ]
-    seen += [
-        f"parameter {name}"
+    seen = list(dict.fromkeys(seen))
+    if seen:
+        notes.append(f"{NOT_RUN}: {_first_three(seen)}")
+    hooked = [
+        name
         for name, parameter in model.named_parameters()
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     ]
-    seen = list(dict.fromkeys(seen))
-    if seen:
-        more = f" and {len(seen) - 3} more" if len(seen) > 3 else ""
-        notes.append(f"hooks on gradients are not run: {', '.join(seen[:3])}{more}")
+    if hooked:
+        notes.append(
+            f"hooks on parameters' gradients run once per step, on the whole batch's gradient: {_first_three(hooked)}"
+        )
+
+
+def _first_three(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @contextlib.contextmanager

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -17,6 +15,7 @@ from torch import fx, nn
 
 from cost_models.errors import ModelError
 from passes.trace.opaque.mark import ACTIVE
+from passes.trace.user_code import caller
 
 LOSS = "the loss function"
 """The name of the part that is the loss function, where modules have paths."""
@@ -101,12 +100,3 @@ def refuse_inner_gradients(model: nn.Module) -> Iterator[None]:
         mock.patch.object(torch.func, "grad", inside(torch.func.grad)),
     ):
         yield
-
-
-def caller() -> str:
-    """Return "file.py:line" of the innermost frame that is neither torch's nor ours."""
-    hidden = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith(hidden):
-            return f"{Path(frame.filename).name}:{frame.lineno}"
-    return "an unknown place"

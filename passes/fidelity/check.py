@@ -1,0 +1,268 @@
+"""``check_fidelity``: does the traced graph compute what the model computes? Two steps of it tell.
+
+    model, one batch ─┬─► eager step                                     A
+                      ├─► the same step, Python state as A left it       B   ≠ A: depends on Python state     refused
+                      ├─► the same step, no hooks on gradients           C   ≠ A: hooks change gradients      refused
+                      └─► the traced graph                               G   ≠ A: something else is lost      refused
+
+All run the user's own module; afterwards every tensor, attribute, list and generator is what it was. B runs only with other
+values of ``random`` and ``numpy.random``, and with attributes that A has changed: parameters, buffers and torch's own
+generator start alike. C runs where there are such hooks, B several times where Python's random numbers are drawn.
+
+Numbers are compared in the model's own types first: the same kernels run, and rounding hardly differs. What differs there
+is compared again in float64, which decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from cost_models.errors import ModelError, PartitionerError
+from passes.evaluate.dropout import random_ops, without_dropout
+from passes.evaluate.float64 import Float64, float64_by_default, in_float64, wide, widen_module
+from passes.fidelity.agree import Numbers, difference, tolerance
+from passes.fidelity.example import subject_of
+from passes.fidelity.lines import line_of, with_line
+from passes.fidelity.steps import (
+    Subject,
+    drawing_hooks,
+    eager_step,
+    graph_step,
+    parameter_hooks,
+    watch_tensor_hooks,
+    without_gradient_hooks,
+)
+from passes.graph.graph import OpGraph
+from passes.trace.batch import flatten_batch, forward_names, map_tensors
+from passes.trace.draws import Draws, draws_restored, extreme_draws, watch_draws
+from passes.trace.export import LossFunction
+from passes.trace.noted import Change
+from passes.trace.python_state import PythonState
+from passes.trace.watch import NOT_RUN, torch_quiet
+
+log = logging.getLogger("partitioner")
+
+DRAWS = 8
+"""Steps with other values of Python's random numbers, two of which take every uniform draw as small or large as can be."""
+MOST_BYTES = 32 * 2**30
+"""Bytes of parameters above which a model is not run: a step of it needs three times that for gradients and copies."""
+OFF = 'check="off" plans it all the same'
+
+
+def check_fidelity(
+    graph: OpGraph, model: nn.Module, example_inputs: Any, loss_fn: LossFunction | None = None
+) -> OpGraph:
+    """Return ``graph`` with what was found out in its notes. Raises ModelError where it is not what the model computes.
+
+    A model without values (on the meta device) is not run, nor is one that cannot be run on its example batch: a note says
+    so. Nothing of the model is changed.
+    """
+    if graph.loss is None or not has_values(model):
+        return graph
+    size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    if size_bytes > MOST_BYTES:
+        return _noted(
+            graph, f"not compared with its trace: it has {size_bytes / 2**30:.0f} GiB of parameters"
+        )
+    failure: Exception | None = None
+    for drawn in (True, False):
+        subject = subject_of(graph, model, example_inputs, loss_fn, drawn=drawn)
+        with _unchanged(subject) as state:
+            try:
+                return _checked(graph, subject, state)
+            except _CannotRunError as error:
+                failure = error.reason
+    lines = str(failure).strip().splitlines() or ["no message"]
+    return _noted(
+        graph,
+        f"not compared with its trace: a step on the example fails, {type(failure).__name__}: {lines[0]}",
+    )
+
+
+def has_values(model: nn.Module) -> bool:
+    """Tell whether all tensors of the model have values."""
+    return not any(
+        tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in (*model.parameters(), *model.buffers())
+    )
+
+
+class _CannotRunError(Exception):
+    """A step of the eager model raised. ``reason``: what it raised."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+@dataclass
+class _Seen:
+    """Everything that the first step showed beside its numbers."""
+
+    draws: Draws
+    hooks: list[str]
+    changes: tuple[Change, ...]
+
+
+def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
+    """Run the steps of the table above, and return the graph with its notes."""
+    model = subject.model
+    allowed = tolerance(
+        {p.dtype for p in model.parameters()} | {leaf.dtype for leaf in subject.leaves.values()}
+    )
+    tensor_hooks: dict[str, None] = {}
+    drawing: list[Callable[[Any], Any]] = []
+    with watch_draws() as draws, watch_tensor_hooks(model, tensor_hooks), drawing_hooks(model, drawing):
+        first = _run(subject)
+    seen = _Seen(draws, [*module_hooks(model), *tensor_hooks], state.changes())
+    if drawing:
+        raise ModelError(
+            f"a hook on a parameter of {graph.model_name} draws random numbers",
+            [f"{line_of(drawing[0])}: ranks that hold copies of the parameter would draw other ones"],
+            ["make it the same for the same gradient (scale, clip, mask)", OFF],
+        )
+    written = state.written()
+    if written:
+        raise ModelError(
+            f"a step of {graph.model_name} changes its parameters before the optimizer does",
+            [f"{', '.join(written[:3])}: other values after forward and backward", *_hook_lines(model)],
+            ["step the optimizer after backward: a plan runs it on every rank", OFF],
+        )
+    again = [contextlib.nullcontext()] * (DRAWS - 3 if draws else 1)
+    for manner in [extreme_draws(high=True), extreme_draws(high=False), *again] if draws else again:
+        state.restore_registered()
+        with manner:
+            second = _run(subject)
+        if why := difference(first, second, allowed):
+            raise _depends_on_state(graph, seen, why)
+    notes = list(graph.notes)
+    if seen.hooks:
+        state.restore()
+        with without_gradient_hooks(model):
+            if why := difference(first, _run(subject), allowed):
+                raise _hooks_matter(graph, seen, why)
+        notes = [f"{n}; they change no gradient here" if n.startswith(NOT_RUN) else n for n in notes]
+    state.restore()
+    why = _graph_differs(graph, subject, state, first, allowed)
+    if why and random_ops(without_dropout(graph)[0]):
+        op = random_ops(without_dropout(graph)[0])[0]
+        return _noted(
+            replace(graph, notes=tuple(notes)),
+            f"not compared with its trace in full: {op} draws random numbers",
+        )
+    if why:
+        raise ModelError(
+            f"the traced graph of {graph.model_name} computes something else than the model",
+            [f"in the graph, {why}", *_hook_lines(model), *map(with_line, seen.changes[:3])],
+            ['plan.verify(model) shows the first op that differs, for a plan made with check="off"', OFF],
+        )
+    return replace(graph, notes=tuple(notes))
+
+
+def _graph_differs(
+    graph: OpGraph, subject: Subject, state: PythonState, first: Numbers, allowed: float
+) -> str:
+    """Say what the graph computes otherwise, in the model's types and in float64 as well; "" if nothing."""
+    plain, _ = without_dropout(graph)
+    why = "the types of a step are not the model's own"
+    if graph.precision.casts_to is None:
+        why = difference(first, graph_step(plain, subject, lambda tensor: tensor), allowed)
+        if not why:
+            return ""
+    state.restore()
+    log.debug("fidelity: %s; comparing in float64", why)
+    batch = map_tensors(subject.batch, lambda _, leaf: wide(leaf))
+    widened = replace(subject, batch=batch, leaves=flatten_batch(batch, forward_names(subject.model)))
+    try:
+        with Float64(), float64_by_default():
+            found = graph_step(in_float64(plain), widened, wide)
+        for parameter in subject.model.parameters():
+            parameter.grad = None
+        widen_module(subject.model)
+        with Float64(), float64_by_default():
+            expected = _run(widened)
+    except (_CannotRunError, RuntimeError, TypeError, NotImplementedError) as error:
+        log.debug("fidelity: no step in float64: %s", error)
+        return why if graph.precision.casts_to is None else ""
+    return difference(expected, found, tolerance(set()))
+
+
+def _run(subject: Subject) -> Numbers:
+    try:
+        with torch_quiet():
+            return eager_step(subject)
+    except PartitionerError:
+        raise
+    except Exception as error:
+        raise _CannotRunError(error) from error
+
+
+@contextlib.contextmanager
+def _unchanged(subject: Subject) -> Iterator[PythonState]:
+    """Note the state of the model and of all generators; put everything back afterwards."""
+    state = PythonState.of({"": subject.model, "loss_fn": subject.loss_fn})
+    devices = {p.device.index or 0 for p in subject.model.parameters() if p.device.type == "cuda"}
+    with draws_restored(), torch.random.fork_rng(devices=sorted(devices)):
+        try:
+            yield state
+        finally:
+            state.restore()
+
+
+def module_hooks(model: nn.Module) -> list[str]:
+    """Name the hooks on the gradients of modules, with the lines where they are written."""
+    return [
+        f"{line_of(hook)}, a backward hook of module {path or '(root)'}"
+        for path, module in model.named_modules()
+        for table in (module._backward_hooks, module._backward_pre_hooks)
+        for hook in table.values()
+    ]
+
+
+def _hook_lines(model: nn.Module) -> list[str]:
+    """Name the hooks on parameters, with the lines where they are written."""
+    return [
+        f"{line_of(hook)}, a hook of parameter {name}"
+        for name, parameter in model.named_parameters()
+        for hook in parameter_hooks(parameter)
+    ][:3]
+
+
+def _depends_on_state(graph: OpGraph, seen: _Seen, why: str) -> ModelError:
+    lines = [*seen.draws.lines()[:3], *map(with_line, seen.changes[:5])]
+    if not lines:
+        lines = ["nothing of the model's attributes, of random or of numpy.random changed between the calls"]
+    ways = ["compute it from tensors: a buffer that forward updates is part of the plan"]
+    if seen.draws:
+        ways = ["draw with torch (torch.rand, F.dropout), whose numbers a plan draws anew in every step"]
+    return ModelError(
+        f"{graph.model_name} computes something else at every call, of which a plan would keep the first",
+        [f"called again with the same batch, parameters and torch seed: {why}", *lines],
+        [*ways, "switch it off for training (layer drop of 0, a fixed step)", OFF],
+    )
+
+
+def _hooks_matter(graph: OpGraph, seen: _Seen, why: str) -> ModelError:
+    module = next((hook.rsplit(" ", 1)[1] for hook in seen.hooks if " of module " in hook), "")
+    named = module if module and module != "(root)" else "the.module"
+    return ModelError(
+        f"hooks change gradients inside {graph.model_name}, and the traced graph has no place for them",
+        [*seen.hooks[:5], f"without them, {why}"],
+        [
+            "a gradient times c: c * x + ((1 - c) * x).detach() in forward",
+            "parameter.register_hook(…) instead, if it is a parameter's gradient: a plan runs these",
+            f'opaque=["{named}"] runs that module as it is, hooks included',
+            OFF,
+        ],
+    )
+
+
+def _noted(graph: OpGraph, note: str) -> OpGraph:
+    return replace(graph, notes=(*graph.notes, note))

@@ -1,0 +1,249 @@
+"""The Python state of a model: everything beside its tensors that its code can read and write, noted and put back.
+
+    before = PythonState.of({"": model, "loss_fn": loss_fn})
+    …                                     forward runs: self.calls += 1, self.seen.append(x), cache[n] = …
+    before.changes()                      ("calls: 0 -> 1", "seen: 0 -> 1 items")
+    before.restore()                      every object is what it was, and the same object
+
+Reached are attributes of modules and of whatever they hold, containers, generators of random numbers, hooks, what
+functions close over, and numbers and containers that a class or the module of the user's own code keeps. Only what code
+outside of these (a C extension, another module's globals) remembers stays unseen.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from passes.trace.noted import (
+    PLAIN,
+    TENSOR_HOOKS,
+    Change,
+    Noted,
+    Numbers,
+    Sequence,
+    Set,
+    Table,
+    Values,
+    joined,
+)
+
+MOST_ELEMENTS = 10_000
+"""Containers with more elements are noted as they are, without looking into their elements."""
+_STRUCTURE = ("_parameters", "_buffers", "_modules")
+_TORCH = str(Path(torch.__file__).parent)
+_LIBRARIES = ("site-packages", str(Path(random.__file__).parent))
+
+
+class PythonState:
+    """The objects that were reached, in order."""
+
+    def __init__(self, values: bool) -> None:
+        self._values_too = values
+        self._noted: list[Noted] = []
+        self._seen: dict[int, object] = {}
+        self._globals: set[tuple[int, str]] = set()
+
+    @classmethod
+    def of(cls, roots: Mapping[str, object], *, values: bool = True) -> PythonState:
+        """Note all that can be reached from ``roots``, which are named by their keys ("" for the model itself).
+
+        ``values``: copy the values of tensors, too.
+        """
+        state = cls(values)
+        registered = {
+            id(tensor)
+            for root in roots.values()
+            if isinstance(root, nn.Module)
+            for tensor in (*root.parameters(), *root.buffers())
+        }
+        pending: list[tuple[str, object, object]] = [
+            (path, root, root) for path, root in reversed(list(roots.items()))
+        ]
+        while pending:
+            path, found, owner = pending.pop()
+            if isinstance(found, PLAIN) or id(found) in state._seen:
+                continue
+            state._seen[id(found)] = found  # kept alive, or another object might get its id
+            pending += reversed(list(state._note(path, found, owner, registered)))
+        return state
+
+    def restore(self) -> None:
+        """Make every object what it was."""
+        for noted in self._noted:
+            noted.restore()
+
+    def restore_registered(self) -> None:
+        """Put back the values of parameters and buffers alone."""
+        for noted in self._noted:
+            if isinstance(noted, Numbers) and noted.registered:
+                noted.restore_values()
+
+    def changes(self) -> tuple[Change, ...]:
+        """Return everything that differs now, but for values of parameters and buffers."""
+        return tuple(change for noted in self._noted for change in noted.changes())
+
+    def written(self) -> tuple[str, ...]:
+        """Name the parameters that have other values now."""
+        return tuple(
+            noted.path
+            for noted in self._noted
+            if isinstance(noted, Numbers) and isinstance(noted.found, nn.Parameter) and noted.changed
+        )
+
+    def _note(
+        self, path: str, found: Any, owner: object, registered: set[int]
+    ) -> Iterator[tuple[str, object, object]]:
+        """Note one object; yield what it holds, as (path, object, the object that holds it)."""
+        numpy = sys.modules.get("numpy")
+        if isinstance(found, nn.Module):
+            self._noted.append(Table(path, vars(found), found))
+            for key, value in vars(found).items():
+                yield (path if key in _STRUCTURE else joined(path, key)), value, found
+            yield from self._note_class(type(found))
+        elif isinstance(found, Tensor):
+            self._noted.append(Numbers(path, found, id(found) in registered, self._values_too))
+            for name in TENSOR_HOOKS:
+                yield path, list((getattr(found, name) or {}).values()), found
+        elif isinstance(found, dict):
+            self._noted.append(Table(path, found, owner))
+            if len(found) <= MOST_ELEMENTS:
+                yield from ((joined(path, key), value, owner) for key, value in found.items())
+        elif isinstance(found, list | deque):
+            self._noted.append(Sequence(path, found, owner))
+            if len(found) <= MOST_ELEMENTS:
+                yield from ((f"{path}[{at}]", value, owner) for at, value in enumerate(found))
+        elif isinstance(found, set):
+            self._noted.append(Set(path, found, owner))
+        elif isinstance(found, tuple):
+            yield from ((f"{path}[{at}]", value, owner) for at, value in enumerate(found[:MOST_ELEMENTS]))
+        elif isinstance(found, torch.Generator):
+            self._values(path, found.get_state, found.set_state, owner, "drew random numbers")
+        elif isinstance(found, random.Random):
+            self._values(path, found.getstate, found.setstate, owner, "drew random numbers")
+        elif numpy is not None and isinstance(found, numpy.random.Generator):
+            bits = found.bit_generator
+            self._values(
+                path,
+                lambda: bits.state,
+                lambda state: setattr(bits, "state", state),
+                owner,
+                "drew random numbers",
+            )
+        elif numpy is not None and isinstance(found, numpy.random.RandomState):
+            self._values(path, found.get_state, found.set_state, owner, "drew random numbers")
+        elif numpy is not None and isinstance(found, numpy.ndarray):
+            if found.flags.writeable:
+                self._values(
+                    path, found.copy, lambda saved: found.__setitem__(..., saved), owner, "other values"
+                )
+        elif isinstance(found, types.FunctionType):
+            yield from self._note_function(path, found)
+        elif isinstance(found, types.MethodType):
+            yield path, found.__self__, owner
+            yield path, found.__func__, owner
+        elif isinstance(found, functools.partial):
+            yield path, found.func, owner
+            yield path, [*found.args, *found.keywords.values()], owner
+        elif not isinstance(found, type | types.ModuleType) and not _is_torchs(type(found)):
+            attributes = getattr(found, "__dict__", None)
+            if isinstance(attributes, dict):
+                self._noted.append(Table(path, attributes, found))
+                yield from ((joined(path, key), value, found) for key, value in attributes.items())
+
+    def _values(
+        self,
+        path: str,
+        read: Callable[[], Any],
+        write: Callable[[Any], object],
+        owner: object,
+        word: str = "",
+    ) -> None:
+        self._noted.append(Values(path, read, write, owner, word))
+
+    def _note_function(self, path: str, function: types.FunctionType) -> Iterator[tuple[str, object, object]]:
+        """Note what a function closes over, its defaults, and the globals that its code reads."""
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # a name that is not bound yet
+                continue
+            where = f"{name} of {function.__qualname__}"
+            if isinstance(value, PLAIN):
+                self._values(
+                    where,
+                    lambda cell=cell: cell.cell_contents,  # type: ignore[misc]
+                    lambda saved, cell=cell: setattr(cell, "cell_contents", saved),  # type: ignore[misc]
+                    function,
+                )
+            yield where, value, function
+        yield path, list(function.__defaults__ or ()), function
+        yield path, list((function.__kwdefaults__ or {}).values()), function
+        if is_users(function.__code__.co_filename):
+            yield from self._note_globals(function)
+
+    def _note_globals(self, function: types.FunctionType) -> Iterator[tuple[str, object, object]]:
+        for name in names_in(function.__code__):
+            table = function.__globals__
+            if name not in table or (id(table), name) in self._globals:
+                continue
+            self._globals.add((id(table), name))
+            value = table[name]
+            where = f"{name} of {table.get('__name__', 'the code')}"
+            if isinstance(value, (*PLAIN, Tensor)):
+                self._values(
+                    where,
+                    lambda table=table, name=name: table.get(name),  # type: ignore[misc]
+                    lambda saved, table=table, name=name: table.__setitem__(name, saved),  # type: ignore[misc]
+                    function,
+                )
+            if isinstance(value, list | dict | set | deque | Tensor | torch.Generator | random.Random) or (
+                isinstance(value, types.FunctionType) and is_users(value.__code__.co_filename)
+            ):
+                yield where, value, function
+
+    def _note_class(self, cls: type) -> Iterator[tuple[str, object, object]]:
+        """Note numbers and containers that the classes of a module keep, and what their methods read."""
+        for base in cls.__mro__:
+            if _is_torchs(base) or base is object or id(base) in self._seen:
+                continue
+            self._seen[id(base)] = base
+            for name, value in vars(base).items():
+                if name.startswith("__") and name not in ("__init__", "__call__"):
+                    continue
+                where = f"{base.__qualname__}.{name}"
+                if isinstance(value, PLAIN):
+                    self._values(
+                        where,
+                        lambda base=base, name=name: vars(base).get(name),  # type: ignore[misc]
+                        lambda saved, base=base, name=name: setattr(base, name, saved),  # type: ignore[misc]
+                        base,
+                    )
+                elif isinstance(value, list | dict | set | deque | Tensor | types.FunctionType):
+                    yield where, value, base
+
+
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes that code mentions, that of functions inside it included."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from names_in(constant)
+
+
+def is_users(file: str) -> bool:
+    """Tell whether a file is the user's own code: no installed library's, no part of Python."""
+    return not any(library in file for library in _LIBRARIES) and not file.startswith((_TORCH, "<frozen"))
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls.__module__ == "torch" or cls.__module__.startswith("torch.")
