@@ -161,7 +161,7 @@ def figures(kind: str, ops: int, limit: float) -> Figures:
         segments=len(free.stages),
         splits=len(free.splits),
         gap=free.certificate.gap,
-        to_bound=(step - free.certificate.simulated_lower_bound_seconds) / step,
+        to_bound=(step - free.certificate.whole_ops_bound_seconds) / step,
         method=free.certificate.method,
     )
 

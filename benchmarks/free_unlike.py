@@ -129,7 +129,7 @@ class Row:
     def cells(self) -> list[str]:
         """As ``HEAD`` says."""
         plan, step = self.free, self.free.prediction.step_seconds
-        floor = plan.certificate.simulated_lower_bound_seconds
+        floor = max(plan.certificate.simulated_lower_bound_seconds, plan.certificate.whole_ops_bound_seconds)
         won = (
             "won"
             if self.ratio < WON

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -97,6 +97,11 @@ class Device:
     """Part of the peak that is reached, in (0, 1], per kind of kernel (``EFFICIENCY_NAMES``)."""
     op_times: OpTimes | None = None
     """Measured seconds by kind of op, where calibrated: they replace the roofline for these kinds."""
+
+    @property
+    def speed_alone(self) -> Device:
+        """The device without its place and its memory: equal for devices that compute alike."""
+        return replace(self, rank=0, node=0, node_name="", host=None, memory_bytes=0)
 
     def supports(self, dtype: torch.dtype) -> bool:
         """Tell whether ``flops`` has a rate for ``dtype``."""

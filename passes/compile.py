@@ -1,6 +1,6 @@
 """The compile, on one page: a model's graph and a cluster become a placement, and a placement becomes programs.
 
-    trace ─► verify ─► costs ─► place ─► bridge ─► check ─► baselines
+    trace ─► verify ─► costs ─► place ─► bound ─► bridge ─► check ─► baselines
 
 Each line of :func:`compile_graph` is one pass; its name stands in the log and in ``--timings``. ``place`` is the
 strategy's own search (``passes.search``). It simulates candidates by the one way from a placement to a step
@@ -11,15 +11,16 @@ strategy's own search (``passes.search``). It simulates candidates by the one wa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
-from cost_models.units import counted
+from cost_models.units import counted, format_seconds
 from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.lower.bridge import Bridge, bridges
 from passes.lower.realize import Realized
+from passes.search.any_plan import any_plan_bound
 from passes.search.baselines import Baseline, baselines
 from passes.search.judge import Judge
 from passes.search.outcome import Outcome
@@ -55,11 +56,24 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     costs = run_pass("costs", _ops, costs_of, graph, cluster)
     judge = Judge(graph, costs, cluster, request.job)
     outcome = run_pass("place", _label, place, graph, costs, cluster, request, judge)
+    outcome = run_pass("bound", _bound, bounded, outcome, judge)
     realized = outcome.carried.realized
     crossing = run_pass("bridge", _bridges, bridges, outcome.judge.graph, realized.layouts)
     proof = run_pass("check", _rules, proved, realized, outcome.best.candidate.microbatches)
     plain = run_pass("baselines", _baselines, baselines, graph, costs, cluster, request.job)
     return Compiled(request, costs, outcome, realized, crossing, proof, plain)
+
+
+def bounded(outcome: Outcome, judge: Judge) -> Outcome:
+    """Give the outcome's certificate the bound on every plan; raise ``InternalError`` if the outcome is below its bounds.
+
+    ``judge``: of the model's graph as it was traced, whatever graph was placed.
+    """
+    seconds = any_plan_bound(judge.graph, judge.costs, judge.cluster, judge.job)
+    certificate = replace(outcome.certificate, simulated_lower_bound_seconds=seconds)
+    whole = not outcome.splits and not outcome.best.candidate.shardings
+    certificate.refuse_broken_bounds(outcome.best.step_seconds, whole_ops=whole)
+    return replace(outcome, certificate=certificate)
 
 
 def proved(realized: Realized, microbatches: int) -> Proof:
@@ -73,6 +87,10 @@ def _ops(costs: GraphCosts) -> str:
 
 def _label(outcome: Outcome) -> str:
     return str(outcome.label)
+
+
+def _bound(outcome: Outcome) -> str:
+    return f"no plan below {format_seconds(outcome.certificate.simulated_lower_bound_seconds)}"
 
 
 def _bridges(found: tuple[Bridge, ...]) -> str:

@@ -33,6 +33,8 @@ class CertificateRecord(Record):
     method: str
     solver_status: str
     search_seconds: Amount
+    whole_ops_bound_seconds: Amount = 0.0
+    """Seconds that no plan of whole ops simulates below, in the numbers of micro-batches that the search may choose."""
 
 
 def package_version() -> str:

@@ -266,15 +266,11 @@ def _evidence(plan: PlanData) -> str:
         quality = f"stopped after {seconds} within {percent(c.gap)} of what the surrogate allows at best"
     else:
         quality = f"within {percent(c.gap)} of the surrogate's proved optimum, in {seconds}"
-    floor = c.simulated_lower_bound_seconds
     lines = [
         labelled("search", f"{quality}, over {c.space}"),
         labelled(
             "bound",
-            f"no {_kind(plan)} simulates below {format_seconds(floor)}; this one takes "
-            f"{p.step_seconds / floor:.2f}x that"
-            if floor > 0
-            else "none",
+            _bounds(c.simulated_lower_bound_seconds, c.whole_ops_bound_seconds, p.step_seconds),
         ),
         labelled(
             "checked",
@@ -288,13 +284,14 @@ def _evidence(plan: PlanData) -> str:
     return "\n".join(lines)
 
 
-def _kind(plan: PlanData) -> str:
-    """Say which plans the bound on the simulated step is about: a free plan's is not about other blocks of neurons."""
-    words = STRATEGY_WORDS.get(plan.strategy)
-    if words is None or words.stages != "pieces":
-        return "plan of this kind"
-    blocks = f"these blocks in {counted(plan.microbatches, 'micro-batch')}" if plan.splits else "whole ops"
-    return f"placement of {blocks}"
+def _bounds(any_plan: float, whole_ops: float, step_seconds: float) -> str:
+    """Say below which times no plan simulates, of all and of those of whole ops, and how far this one is from them."""
+    said = [
+        f"no {kind} simulates below {format_seconds(seconds)}; this one takes {step_seconds / seconds:.2f}x that"
+        for kind, seconds in (("plan", any_plan), ("plan of whole ops", whole_ops))
+        if seconds > 0 and (kind == "plan" or seconds > any_plan)
+    ]
+    return "; ".join(said) or "none"
 
 
 def _alternatives(plan: PlanData) -> str:

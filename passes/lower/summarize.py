@@ -6,7 +6,7 @@ This is the only place where per-op costs become per-segment costs, so the searc
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from cost_models.cluster import ClusterSpec
 from cost_models.memory import ParameterCount, StateBytes, state_bytes
 from cost_models.precision import Precision
-from passes.costs.costs import GraphCosts
+from passes.costs.costs import GraphCosts, SegmentSeconds
 from passes.costs.recompute import computed_again, transient_bytes
 from passes.graph.graph import OpGraph
 from passes.graph.state import state_reads
@@ -51,8 +51,8 @@ def segment_graph(
     segments = []
     for index, ranks in enumerate(segmentation.ranks):
         indices = ops_of[index]
-        device = cluster.devices[ranks[0]]
-        seconds = costs.segment_seconds(indices, microbatch_size, device)
+        devices = {cluster.devices[rank].speed_alone for rank in ranks}
+        seconds = _slowest([costs.segment_seconds(indices, microbatch_size, device) for device in devices])
         sent = sent_by[index]
         regions = [[index_of[name] for name in names] for names in segmentation.regions_of(index)]
         held = costs.held_bytes(indices, microbatch_size, outputs=sent, regions=regions)
@@ -60,7 +60,10 @@ def segment_graph(
         between = received[index] + sum(int(output_bytes[name]) for name in sent)
         backward = index in has_backward
         again = [op for region in regions for op in computed_again(costs, region, deferring)]
-        again_seconds = costs.segment_seconds(again, microbatch_size, device).forward if again else 0.0
+        again_seconds = max(
+            costs.segment_seconds(again, microbatch_size, device).forward if again else 0.0
+            for device in devices
+        )
         cost = SegmentCost(
             forward_seconds=seconds.forward,
             backward_input_seconds=seconds.backward_input + again_seconds if backward else 0.0,
@@ -77,6 +80,15 @@ def segment_graph(
         for name, consumers in crossing.items()
     )
     return SegmentGraph(tuple(segments), values, cluster.world_size)
+
+
+def _slowest(each: Sequence[SegmentSeconds]) -> SegmentSeconds:
+    """Take the longest of each phase: ranks that share a segment go through it together."""
+    return SegmentSeconds(
+        forward=max(s.forward for s in each),
+        backward_input=max(s.backward_input for s in each),
+        backward_weight=max(s.backward_weight for s in each),
+    )
 
 
 def ops_by_segment(graph: OpGraph, segmentation: Segmentation) -> list[np.ndarray]:

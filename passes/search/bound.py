@@ -53,8 +53,12 @@ class PhaseTimes:
     """The op that backward starts from."""
 
 
-def simulated_lower_bound(ops: PhaseTimes, microbatches: int) -> float:
+def whole_ops_bound(ops: PhaseTimes, microbatches: int) -> float:
     """Seconds that no plan with every op whole on one device can beat, whatever its schedule and links.
+
+    The space is exactly that: layer-wise plans, and free ones without split ops. A sharded op, or one in blocks of
+    neurons, is on several devices at once, and its parts may together be faster (``passes.search.any_plan`` has the bound
+    that holds for them too).
 
     Times must be those of the *smallest* micro-batch if sizes differ. The largest of four bounds; none counts links, so
     free ones do not break it. Let t_d(u) = f + b + w be op u's seconds on device d, t(u) the least of them, m the number
@@ -90,8 +94,8 @@ def simulated_lower_bound(ops: PhaseTimes, microbatches: int) -> float:
         weights = (1.0 / busy) / (1.0 / busy).sum()
         work = max(work, weighted_work(total, weights))
     forward, backward = ops.forward.min(axis=0), backward_input.min(axis=0)
-    into = _longest_into(ops.readers, forward)
-    back = _longest_into(_gradient_edges(ops), backward)
+    into = longest_into(ops.readers, forward)
+    back = longest_into(_gradient_edges(ops), backward)
     chain = 0.0
     if ops.loss is not None:
         chain = float(into[ops.loss] + forward[ops.loss] + (back + backward).max())
@@ -108,7 +112,7 @@ def _gradient_edges(ops: PhaseTimes) -> tuple[tuple[int, ...], ...]:
     )
 
 
-def _longest_into(readers: tuple[tuple[int, ...], ...], seconds: FloatArray) -> FloatArray:
+def longest_into(readers: tuple[tuple[int, ...], ...], seconds: FloatArray) -> FloatArray:
     """[n] the longest path, in ``seconds``, of ops before each op."""
     longest = [0.0] * len(readers)
     each = seconds.tolist()

@@ -1,17 +1,26 @@
-"""The certificate: what was minimized, over which space, how close to the proved minimum, and what no plan can beat."""
+"""The certificate: what was minimized, over which space, how close to the proved minimum, and what no plan can beat.
+
+Two bounds on simulated time stand in it, each for the plans that it is proved for and no others:
+
+    simulated_lower_bound_seconds   every plan of the step, whatever its strategy (``passes.search.any_plan``)
+    whole_ops_bound_seconds         plans that run every op whole on one device (``passes.search.bound``)
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from cost_models.errors import InternalError
+
+ROUNDING = 1e-9
+"""Relative difference that sums in another order may make."""
 
 
 @dataclass(frozen=True)
 class Certificate:
     """The proof that comes with a plan.
 
-    ``objective_seconds`` and ``bound_seconds`` are about the surrogate named by ``objective``, over
-    ``space``; ``simulated_lower_bound_seconds`` is about the simulated time of any layer-wise plan of the
-    request.
+    ``objective_seconds`` and ``bound_seconds`` are about the surrogate named by ``objective``, over ``space``.
     """
 
     objective: str
@@ -19,15 +28,32 @@ class Certificate:
     bound_seconds: float
     gap: float
     """(objective - bound) / objective; 0: proved optimal over the space."""
-    simulated_lower_bound_seconds: float
     space: str
     method: str
     solver_status: str
     search_seconds: float
+    simulated_lower_bound_seconds: float = 0.0
+    """Seconds that no plan simulates below; the compile proves it, searches leave it at 0."""
+    whole_ops_bound_seconds: float = 0.0
+    """Seconds that no plan of whole ops simulates below, in the numbers of micro-batches that the search may choose; 0
+    where the search is about other plans."""
 
     def __post_init__(self) -> None:
-        if self.bound_seconds > self.objective_seconds * (1 + 1e-9):
+        if self.bound_seconds > self.objective_seconds * (1 + ROUNDING):
             raise ValueError(f"bound {self.bound_seconds} s above the objective {self.objective_seconds} s")
+
+    def refuse_broken_bounds(self, step_seconds: float, *, whole_ops: bool) -> None:
+        """Raise ``InternalError`` if the plan that was found is below a bound that it falls under: the proof is wrong."""
+        bounds = {"any plan": self.simulated_lower_bound_seconds}
+        if whole_ops:
+            bounds["a plan of whole ops"] = self.whole_ops_bound_seconds
+        because = [
+            f"the plan simulates in {step_seconds:.9g} s, and {kind} was proved to take {seconds:.9g} s at least"
+            for kind, seconds in bounds.items()
+            if step_seconds < seconds * (1 - ROUNDING)
+        ]
+        if because:
+            raise InternalError("certify a plan: its own bound is broken", because)
 
 
 def relative_gap(objective_seconds: float, bound_seconds: float) -> float:

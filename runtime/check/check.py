@@ -1,8 +1,8 @@
 """The check that programs run to their end and lose no gradient, before a plan is saved or executed.
 
-``check`` reads nothing but the programs and the segment graph: it shares no code with what made the programs, but for
-``refuse_impossible_groups``, by which both refuse graphs that programs cannot serve.
-Each rule is a function that yields faults; all rules run, and all faults are reported at once.
+``check`` reads nothing but the programs and the segment graph: it shares no code with what made the programs, but for the
+names of queues and ``refuse_impossible_groups``, by which both refuse graphs that programs cannot serve.
+Each rule is a function that yields faults; all are reported at once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from runtime.program.program import (
     SegmentGraph,
     Send,
     TiedGroup,
+    group_queue,
+    pair_queue,
 )
 
 
@@ -196,6 +198,7 @@ def _owed_by(facts: _Facts, segment: int, microbatch: int, kinds: str, rank: int
 
 def _messages_matched(facts: _Facts) -> Iterator[Fault]:
     """Find sends without exactly their receive on the right peer and queue, and the converse."""
+    queues: dict[tuple[int, int], str] = {}
     for mine, theirs, name, other in (
         (facts.sends, facts.receives, "send", "receive"),
         (facts.receives, facts.sends, "receive", "send"),
@@ -211,6 +214,10 @@ def _messages_matched(facts: _Facts) -> Iterator[Fault]:
                 )
             for repeated, _ in again:
                 yield Fault(f"{facts.text(repeated)} repeats the {name} at instruction {place[1]}", True)
+            if queue != queues.setdefault((home, peer), pair_queue(home, peer)):
+                yield Fault(
+                    f"{facts.text(place)} uses queue {queue}, its ranks' queue is {queues[home, peer]}", True
+                )
             if message not in theirs:
                 yield Fault(f"{facts.text(place)} has no {other} on rank {peer}", True)
             elif name == "send" and queue != theirs[message][0][1]:
@@ -322,16 +329,32 @@ def _tied_summed(facts: _Facts) -> Iterator[Fault]:
             if (rank, parameter, over) in seen:
                 yield Fault(f"{facts.text(place)} sums {parameter} again")
             seen[rank, parameter, over] = place
+        if reduction.ranks != over or reduction.queue != group_queue(over):
+            yield Fault(f"{facts.text(place)} uses queue {reduction.queue} and ranks in another order", True)
         if index < facts.last_backward.get(rank, -1):
             yield Fault(f"{facts.text(place)} sums before {facts.text((rank, facts.last_backward[rank]))}")
         for other in (r for r in reduction.ranks if r not in taking_part[reduction]):
             yield Fault(f"{facts.text(place)} waits for rank {other}, which does not take part", True)
+    yield from _sums_in_order(facts)
     for parameter, ranks, _ in sorted(wanted):
         for rank in ranks:
             if (rank, parameter, ranks) not in seen:
                 yield Fault(
                     f"rank {rank}: the gradient of tied parameter {parameter} is never summed over {ranks}"
                 )
+
+
+def _sums_in_order(facts: _Facts) -> Iterator[Fault]:
+    """Find sums of one parameter in another order than that of ``tied``: after a scatter, sums are of the parts."""
+    numbered = [(n, tuple(sorted(set(g.ranks))), g.parameters) for n, g in enumerate(facts.tied)]
+    order = {(name, ranks): number for number, ranks, names in numbered for name in names}
+    latest: dict[tuple[int, str], int] = {}
+    for place, reduction in facts.reductions:
+        for name in reduction.parameters:
+            number = order.get((name, tuple(sorted(reduction.ranks))), -1)
+            if number < latest.get((place[0], name), number):
+                yield Fault(f"{facts.text(place)} sums {name} after a sum that is of its result", True)
+            latest[place[0], name] = number
 
 
 def _step_last(facts: _Facts) -> Iterator[Fault]:
@@ -357,21 +380,18 @@ def _no_deadlock(facts: _Facts) -> Iterator[Fault]:
     circle = find_deadlock(facts.programs, facts.graph, blocking=facts.blocking)
     if not circle:
         return
-    scope = "when sends and receives block"
+    scope, pair = "when sends and receives block", None
     if not facts.blocking:
         pair = find_deadlock(facts.programs, facts.graph, rule="pair")
-        circle = pair or circle
         scope = "with one queue per pair of ranks" if pair else "with one point-to-point queue per device"
+    circle = pair or circle
     yield Fault(f"these wait for each other forever {scope}: " + "; ".join(circle), True)
 
 
 RULES: tuple[tuple[str, Callable[[_Facts], Iterator[Fault]]], ...] = (
     ("every forward once, every owed backward once (whole, or input half then weight half)", _computes_owed),
     ("every send has its one receive on the right rank and queue, and the converse", _messages_matched),
-    (
-        "every value and every owed gradient is sent after it is made and received before it is used",
-        _data_flows,
-    ),
+    ("every value and every owed gradient is sent after it is made and received before its use", _data_flows),
     ("every tied parameter's gradient is summed once, after the last backward", _tied_summed),
     ("the optimizer steps last, on every rank that has a backward", _step_last),
     ("no deadlock, with one queue per pair of ranks and with one per device", _no_deadlock),

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
-import numpy as np
-
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import TimeLimitError, UsageError
 from cost_models.layout import Mesh
@@ -324,17 +322,13 @@ def _certificate(
     bound = min([cost.seconds, *(t.bound_seconds for t in search.tried if t.status != "infeasible")])
     gap = relative_gap(cost.seconds, bound)
     optimal = gap < TUNING.proved or all(t.status != "time limit" for t in search.tried)
-    assert search.best is not None
-    problem = search.best[0]
     shapes = dict.fromkeys(t.shape for t in search.tried)
-    least = sum(float(np.min(u.seconds)) for u in problem.units)
     text = ", ".join("×".join(map(str, shape)) for shape in shapes)
     return Certificate(
         objective=OBJECTIVE,
         objective_seconds=cost.seconds,
         bound_seconds=bound,
         gap=gap,
-        simulated_lower_bound_seconds=min(least, bound),
         space=(
             f"every choice of the rules for every op and parameter, equal blocks alike; meshes {text}; "
             f"micro-batches that divide {request.job.batch_size}; memory counted per device"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from cost_models.cluster import ClusterSpec
@@ -29,11 +29,7 @@ class Setting:
     @cached_property
     def devices(self) -> tuple[Device, ...]:
         """One of each kind of device: ops take what they take on the slowest."""
-        found = {
-            replace(device, rank=0, node=0, node_name="", host=None, memory_bytes=0): device
-            for device in self.cluster.devices
-        }
-        return tuple(found.values())
+        return tuple({device.speed_alone: device for device in self.cluster.devices}.values())
 
     def links(self, mesh: Mesh) -> tuple[AxisLinks, ...]:
         """The links along each axis of a mesh of the cluster."""

@@ -17,8 +17,12 @@ def fastest(found: Sequence[Attempt], start: Outcome | None, budget: TimeBudget)
         merged = best.judge.merged(best.carried, budget.left_seconds)
         if start is None or merged.seconds < start.best.step_seconds:
             best.judge.choose(merged)
+            certificate = best.search.certificate
+            if best.variant.splits:  # its ops are blocks: that they are whole says nothing of the model's
+                certificate = replace(certificate, whole_ops_bound_seconds=0.0)
             return replace(
                 best.search,
+                certificate=certificate,
                 best=best.judge.simulated(merged.candidate, merged.realized),
                 splits=best.variant.splits,
                 runner_ups=(
@@ -37,13 +41,15 @@ def _unbeaten(start: Outcome, found: Sequence[Attempt]) -> Certificate:
     if whole is None:
         return replace(start.certificate, space=f"nothing found beats: {start.certificate.space}")
     seconds = start.best.step_seconds
-    bound = min(whole.simulated_lower_bound_seconds, seconds)
+    lower = min(whole.whole_ops_bound_seconds, start.certificate.whole_ops_bound_seconds)
+    bound = min(lower, seconds)
     gap = relative_gap(seconds, bound)
     return replace(
         whole,
         objective="simulated step",
         objective_seconds=seconds,
         bound_seconds=bound,
+        whole_ops_bound_seconds=lower,
         gap=gap,
         space=f"the layer-wise plan, unbeaten: {whole.space}",
         method=f"layer-wise: {start.certificate.method}; bound: work, longest path, largest op",

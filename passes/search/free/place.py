@@ -21,7 +21,7 @@ from cost_models.units import counted
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate, Origin, Trail
-from passes.search.bound import Bound, BoundMethod, PhaseTimes, simulated_lower_bound
+from passes.search.bound import Bound, BoundMethod, PhaseTimes, whole_ops_bound
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.free.choices import counts_to_try, infeasible, resolved_pins, usable_starts
 from passes.search.free.judge import FreeJudge
@@ -219,12 +219,12 @@ def _certificate(
     if search is None:
         search = CountSearch(model, size, m, tuning=request.tuning)
     devices = model.cluster.devices
-    lower = min(simulated_lower_bound(_times(model, size, count), count) for count in counts)
+    lower = min(whole_ops_bound(_times(model, size, count), count) for count in counts)
     ops = np.arange(len(model.layers.names))
     home = [rank_of[name] for name in model.layers.names]
     if request.objective == "latency":
         objective, name = search.predict(model.home_of(rank_of, search.problem)), LATENCY
-        proved = Bound(simulated_lower_bound(_times(model, size, m), m), BoundMethod.LONGEST_PATH)
+        proved = Bound(whole_ops_bound(_times(model, size, m), m), BoundMethod.LONGEST_PATH)
     else:
         objective = evaluate(model.problem(ops, size, m), home).objective_seconds
         proved, name = search.bound, THROUGHPUT
@@ -240,7 +240,7 @@ def _certificate(
         objective_seconds=objective,
         bound_seconds=bound,
         gap=gap,
-        simulated_lower_bound_seconds=lower,
+        whole_ops_bound_seconds=lower,
         space=(
             f"every placement{fitting} of {search.exact.units} units ({len(ops)} ops; what must share a device is one) "
             f"on {counted(len(devices), 'device')}, {counted(m, 'micro-batch')}; searched over {search.problem.units} units"

@@ -261,7 +261,7 @@ def _certificate(
         objective_seconds=objective,
         bound_seconds=bound,
         gap=relative_gap(objective, bound),
-        simulated_lower_bound_seconds=search.lower_bound_seconds(),
+        whole_ops_bound_seconds=search.lower_bound_seconds(),
         space=(
             f"{space}; {search.plan(option).text}; {option.schedule}, {counted(option.microbatches, 'micro-batch')} "
             f"({solved} of {len(results)} schedules and micro-batch counts solved, the rest bounded)"

@@ -11,7 +11,7 @@ import numpy as np
 
 from cost_models.arrays import IntArray
 from cost_models.cluster import ClusterSpec
-from passes.search.bound import simulated_lower_bound
+from passes.search.bound import whole_ops_bound
 from passes.search.layer.dp import DpResult, solve_dp
 from passes.search.layer.options import (
     DevicePlan,
@@ -232,11 +232,11 @@ class LayerSearch:
         return replace(result, splits=strict.splits, optimal=result.optimal and strict.optimal)
 
     def lower_bound_seconds(self) -> float:
-        """Seconds that no layer-wise plan of any option simulates below."""
+        """Seconds that no plan of whole ops simulates below, in the micro-batch counts of the options."""
         devices = [self.table.representatives[row] for row in self.table.row_of]
         bounds = {}
         for m in {option.microbatches for option in self.options}:
-            bounds[m] = simulated_lower_bound(self.model.smallest_times(self.batch_size, m, devices), m)
+            bounds[m] = whole_ops_bound(self.model.smallest_times(self.batch_size, m, devices), m)
         return min(bounds.values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from passes.search.bound import PhaseTimes, simulated_lower_bound
+from passes.search.bound import PhaseTimes, whole_ops_bound
 
 
 def _chain(seconds: list[float], speeds: list[float]) -> PhaseTimes:
@@ -16,20 +16,20 @@ def _chain(seconds: list[float], speeds: list[float]) -> PhaseTimes:
 
 
 def test_equal_shares_of_many_small_ops() -> None:
-    assert simulated_lower_bound(_chain([1.0] * 8, [1.0, 1.0]), 100) == pytest.approx(100 * 8 * 3 / 2)
+    assert whole_ops_bound(_chain([1.0] * 8, [1.0, 1.0]), 100) == pytest.approx(100 * 8 * 3 / 2)
 
 
 def test_proportional_devices_share_by_speed() -> None:
-    assert simulated_lower_bound(_chain([1.0] * 8, [3.0, 1.0]), 100) == pytest.approx(100 * 8 * 3 / 4)
+    assert whole_ops_bound(_chain([1.0] * 8, [3.0, 1.0]), 100) == pytest.approx(100 * 8 * 3 / 4)
 
 
 def test_one_heavy_op_and_the_way_to_it_and_back() -> None:
-    bound = simulated_lower_bound(_chain([1.0, 1.0, 10.0], [1.0] * 3), 4)
+    bound = whole_ops_bound(_chain([1.0, 1.0, 10.0], [1.0] * 3), 4)
     assert bound == pytest.approx(max(2 + 4 * 20 + 2, 2 + 4 * 30))
 
 
 def test_one_micro_batch_there_and_back() -> None:
-    assert simulated_lower_bound(_chain([1.0] * 6, [1.0] * 6), 1) == pytest.approx(6 + 6)
+    assert whole_ops_bound(_chain([1.0] * 6, [1.0] * 6), 1) == pytest.approx(6 + 6)
 
 
 def test_no_way_back_through_what_has_no_gradient() -> None:
@@ -43,4 +43,4 @@ def test_no_way_back_through_what_has_no_gradient() -> None:
         2,
     )
     # back from op 2 does not reach op 0: its gradient does not depend on op 2's
-    assert simulated_lower_bound(frozen, 1) == pytest.approx(max(5 + 1 + 1 + 5, 5 + 5 + 5))
+    assert whole_ops_bound(frozen, 1) == pytest.approx(max(5 + 1 + 1 + 5, 5 + 5 + 5))

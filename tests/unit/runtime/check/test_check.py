@@ -475,3 +475,50 @@ def test_a_sum_that_scatters_on_one_rank_only() -> None:
 
     with pytest.raises(InternalError, match="which does not take part"):
         check(edited(group_programs(), 1, whole), GROUP, 2, tied=SCATTERED)
+
+
+def requeued(programs: tuple[Program, ...], old: str, new: str) -> list[Program]:
+    """Both sides of everything on one queue, on another."""
+    return [
+        replace(
+            program,
+            instructions=tuple(
+                replace(i, queue=new)
+                if isinstance(i, Send | Recv | ReduceGradients) and i.queue == old
+                else i
+                for i in program.instructions
+            ),
+        )
+        for program in programs
+    ]
+
+
+@pytest.mark.parametrize(("old", "new"), [("p2p:0-1", "p2p:1-2"), ("group:0-2", "group:0-1-2")])
+def test_a_queue_that_both_sides_agree_on_and_that_is_not_theirs(old: str, new: str) -> None:
+    text = faults(requeued(programs_of(), old, new), DeadlockError)
+    assert f"uses queue {new}" in text
+
+
+def test_a_scatter_after_the_sum_of_its_parts() -> None:
+    """Two axes: the gradient is scattered along one, and the parts are summed along the other."""
+    ranks = (0, 1, 2, 3)
+    graph = SegmentGraph((Segment(0, ranks, SegmentCost(1.0, 1.0, 1.0)),), (), 4)
+    tied = (
+        TiedGroup(("w",), (0, 1), True),
+        TiedGroup(("w",), (2, 3), True),
+        TiedGroup(("w",), (0, 2)),
+        TiedGroup(("w",), (1, 3)),
+    )
+    order = ((Forward(0, 0), Backward(0, 0)),)
+    programs = build_programs(graph, order, 1, transfer_seconds=no_time, tied=tied)
+    check(programs, graph, 1, tied=tied)
+
+    def swap(instructions: list[Instruction]) -> None:
+        first, second = (n for n, i in enumerate(instructions) if isinstance(i, ReduceGradients))
+        instructions[first], instructions[second] = instructions[second], instructions[first]
+
+    mutant = list(programs)
+    for rank in ranks:
+        mutant = edited(tuple(mutant), rank, swap)
+    with pytest.raises(DeadlockError, match="after a sum that is of its result"):
+        check(mutant, graph, 1, tied=tied)
