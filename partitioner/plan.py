@@ -6,7 +6,7 @@ The data, its checks and its file: :class:`partitioner.record.data.PlanData`, wh
 from __future__ import annotations
 
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from partitioner.record.data import PlanData
 from partitioner.report.diff import diff_plans
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from partitioner.explain.explanation import Explanation
     from partitioner.explain.rank_graph import RankGraph
     from partitioner.models.as_graph import ModelOrTrace
+    from partitioner.verify.train_report import TrainReport
     from partitioner.verify.verify import VerifyReport
     from runtime.simulate.simulate import Simulation
 
@@ -43,14 +44,26 @@ class Plan(PlanData):
 
         return simulate_plan(self)
 
-    def verify(self, model: ModelOrTrace, **options: Any) -> VerifyReport:
+    @overload
+    def verify(self, model: ModelOrTrace, *, train: Literal[False] = ..., **options: Any) -> VerifyReport: ...
+
+    @overload
+    def verify(self, model: ModelOrTrace, *, train: Literal[True], **options: Any) -> TrainReport: ...
+
+    def verify(
+        self, model: ModelOrTrace, *, train: bool = False, **options: Any
+    ) -> VerifyReport | TrainReport:
         """Run the actual plan on local Gloo processes and compare every number with the unpartitioned model.
 
+        ``train``: deploy it there instead and train a few steps as a script would (loader, clipping, scheduler, save,
+        resume, resume under another plan, the plan's precision), beside a plain loop over the model.
         Example inputs, loss and open sizes are those that the plan was made with, if that was in this process.
         """
+        from partitioner.verify.train import verify_training
         from partitioner.verify.verify import verify_plan
 
-        return verify_plan(self, model, **self._made_with.completed(model, options))
+        completed = self._made_with.completed(model, options)
+        return verify_training(self, model, **completed) if train else verify_plan(self, model, **completed)
 
     def deploy(self, model: ModelOrTrace, **options: Any) -> Engine:
         """Return this rank's engine, ready for ``train_step``; under torchrun, called on every rank.

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from cost_models.errors import UsageError
 from cost_models.units import counted
 from partitioner.commands.options import NOTHING_GIVEN, JsonFlag, PlannedModelOptions, emit, progress
 from partitioner.plan import Plan
+from partitioner.verify.train import verify_training
 from partitioner.verify.verify import verify_plan
 
 
@@ -19,6 +24,7 @@ def verify(
     *,
     model_options: PlannedModelOptions = NOTHING_GIVEN,
     timeout: float = 300.0,
+    train: Annotated[bool, Parameter(negative=())] = False,
     json: JsonFlag = False,
 ) -> int:
     """Run a plan on local CPU processes in float64 and compare every number with the unpartitioned model.
@@ -32,7 +38,10 @@ def verify(
     model_options.dtype
         Data type of a bundled or hf: model.
     timeout
-        Seconds for the step on the workers.
+        Seconds for the step on the workers; with --train, for each run of a few steps.
+    train
+        Deploy the plan and train a few steps instead, as a script would: loader, clipping, scheduler, save, resume, resume
+        under another plan, the plan's precision; beside a plain loop over the model.
     json
         Print one JSON object.
     """
@@ -44,7 +53,12 @@ def verify(
     loaded = Plan.load(plan)
     with progress(f"loading {model}"):
         workload = model_options.load(model)
-    with progress(f"verifying on {counted(loaded.world_size, 'local process')}"):
-        report = verify_plan(loaded, workload, timeout_seconds=timeout, **dims)
+    with progress(f"{'training' if train else 'verifying'} on {counted(loaded.world_size, 'local process')}"):
+        options = {"timeout_seconds": timeout, **dims}
+        report = (
+            verify_training(loaded, workload, source=partial(model_options.load, model), **options)
+            if train
+            else verify_plan(loaded, workload, **options)
+        )
     emit(str(report), report.to_dict(), json)
     return 0 if report.passed else 7

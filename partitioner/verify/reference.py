@@ -46,12 +46,12 @@ def reference_step(
     """Compute one step of the unpartitioned model. ``sizes``: the samples of each of the plan's micro-batches."""
     model = copied_module(reference.model).train()
     weights = loss_weights(graph.loss_reduction, sizes)
-    mode: _WholeBatchMeans | None = None
+    mode: WholeBatchMeans | None = None
     if graph.loss_reduction != "mean":
         if not why_in_pieces(graph):
             sizes, weights = (sum(sizes),), [1.0]
         elif graph.loss_reduction == "token_mean":
-            mode = _counted(reference, batch, leaves, graph, sizes)
+            mode = counted_means(reference, batch, leaves, graph, sizes)
     total = 0.0
     pieces = _pieces(batch, leaves, graph, len(sizes), model)
     with DropoutOff(), Float64(), float64_by_default():
@@ -105,9 +105,9 @@ def _pieces(
         yield rebuilt(batch, {name: part[index].clone() for name, part in parts.items()}, model)
 
 
-def _counted(
+def counted_means(
     reference: Workload, batch: Any, leaves: Mapping[str, Tensor], graph: OpGraph, sizes: tuple[int, ...]
-) -> _WholeBatchMeans:
+) -> WholeBatchMeans:
     """Run all micro-batches on another copy of the model first, to count the labels of each cross-entropy."""
     assert graph.token_counts is not None
     if any(normalizer.ignore_index is None for normalizer in graph.token_counts.normalizers):
@@ -117,7 +117,7 @@ def _counted(
             ["use cross_entropy with reduction='mean' and ignore_index", 'loss_reduction="mean"'],
         )
     model = copied_module(reference.model).train()
-    mode = _WholeBatchMeans([size / sum(sizes) for size in sizes])
+    mode = WholeBatchMeans([size / sum(sizes) for size in sizes])
     with DropoutOff(), Float64(), float64_by_default(), torch.no_grad():
         for index, piece in enumerate(_pieces(batch, leaves, graph, len(sizes), model)):
             mode.start(index)
@@ -127,7 +127,7 @@ def _counted(
     return mode
 
 
-class _WholeBatchMeans(TorchFunctionMode):
+class WholeBatchMeans(TorchFunctionMode):
     """A mode that divides each mean cross-entropy by the labels of its call in all micro-batches, times their share."""
 
     def __init__(self, shares: list[float]) -> None:

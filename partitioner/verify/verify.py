@@ -127,7 +127,7 @@ def verify_plan(
     for several plans.
     """
     started = time.monotonic()
-    workload = _workload(model, example_inputs, loss_fn)
+    workload = workload_to_verify(model, example_inputs, loss_fn)
     refuse_without_weights(workload.model)
     if graph is None:
         graph = as_graph(
@@ -144,7 +144,7 @@ def verify_plan(
     code = plan_code(plan, traced, ranks, run=graph)
     reference = double_copy(workload)
     notes = _notes(plan, graph, dropped)
-    sizes = _sizes(plan, code.multiple, 2 * least_samples(graph)[0])
+    sizes = small_sizes(plan, code.multiple, 2 * least_samples(graph)[0])
     batch = grow_batch(reference.example_inputs, graph.batch.batch_dims, reference.model, sum(sizes))
     batch = ignore_unevenly(batch, reference.model, graph)
     leaves = flatten_batch(batch, forward_names(reference.model))
@@ -169,7 +169,7 @@ def verify_plan(
     def step(batch: Any, leaves: Mapping[str, Tensor]) -> StepResult:
         return reference_step(reference, batch, leaves, graph, sizes, plan.optimizer_memory, LEARNING_RATE)
 
-    with _blaming_the_model(plan.model.name):
+    with blaming_the_model(plan.model.name):
         expected = step(batch, leaves)
         if not math.isfinite(expected.loss):
             raise ArithmeticError(f"its loss is {expected.loss}, and that agrees with nothing")
@@ -265,7 +265,7 @@ def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _blaming_the_model(name: str) -> Iterator[None]:
+def blaming_the_model(name: str) -> Iterator[None]:
     """Blame the model for what it raises unpartitioned: it is not the plan's fault."""
     try:
         yield
@@ -282,7 +282,9 @@ def _blaming_the_model(name: str) -> Iterator[None]:
         ) from error
 
 
-def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Workload:
+def workload_to_verify(
+    model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., Any] | None
+) -> Workload:
     if not isinstance(model, nn.Module | Workload):
         raise UsageError(
             f"cannot verify against a {type(model).__name__}",
@@ -297,7 +299,7 @@ def _workload(model: ModelOrTrace, example_inputs: Any, loss_fn: Callable[..., A
     return replace(workload, model=unwrapped(workload.model)[0])
 
 
-def _sizes(plan: PlanData, multiple: int, samples: int) -> tuple[int, ...]:
+def small_sizes(plan: PlanData, multiple: int, samples: int) -> tuple[int, ...]:
     """Return the micro-batch sizes of a small batch that is cut like the plan's: ``samples`` each, uneven if the plan's is.
 
     There are single samples only if the plan has them: some models refuse them. Batch norm turns two samples into 1 and

@@ -1,0 +1,289 @@
+"""``verify(train=True)``: train with the engine as a user would, and beside it with a plain loop; compare everything.
+
+    plan ─► local workers: deploy, loader, clipping, scheduler, save, load ─► losses, samples, state of every rank
+    user's own module ─► ``plain_loop``: the same batches in the same order ─► the same, compared in ``train_compare``
+
+    run                               steps                       beside the plain loop
+    float64                           1 2 (save) 3                in float64, to 1e-9
+    float64, resumed                  (load) 3 4                  the same
+    float64, resumed under another    (load) 3 4                  the same; one device, or two where the plan has one
+    the plan's own types              1 2 3                       in these types, to their rounding
+
+``verify`` runs the programs alone. What only the engine does is tried here: the norm that clips, the loader, checkpoints,
+optimizer shards, sums in 16 bits, who plays which device. Dropout is off in both worlds.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from torch import nn
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError, UsageError
+from cost_models.units import format_bytes
+from partitioner.deployment.facts import free_memory_bytes
+from partitioner.deployment.state import holders_of
+from partitioner.models.as_graph import ModelOrTrace, as_graph
+from partitioner.models.workload import Workload
+from partitioner.planning.best import best_plan
+from partitioner.planning.options import PlanOptions
+from partitioner.record.data import PlanData
+from partitioner.record.rebuild import plan_code, ranks_in_order
+from partitioner.verify.reference import copied_module
+from partitioner.verify.train_compare import Expected, compare_run
+from partitioner.verify.train_course import (
+    CLIPPED,
+    ENDED,
+    LEARNING_RATE,
+    ORDER_SEED,
+    RESUMED_TO,
+    SAVED,
+    Course,
+)
+from partitioner.verify.train_rank import (
+    Given,
+    RankRun,
+    Run,
+    TrainTask,
+    train_rank,
+)
+from partitioner.verify.train_report import TrainComparison, TrainReport
+from partitioner.verify.verify import (
+    blaming_the_model,
+    refuse_without_weights,
+    workload_to_verify,
+)
+from passes.evaluate.dropout import random_ops, without_dropout
+from passes.graph.graph import OpGraph
+from runtime.ranks.launch import WorkerPool
+
+PROCESS_BYTES = 400 * 2**20
+"""Memory of a worker process without any model: torch, mostly."""
+COPIES = 8
+"""Copies of the parameters that a worker may hold at once: its models, state of three engines, what it tells."""
+
+
+def verify_training(
+    plan: PlanData,
+    model: ModelOrTrace,
+    *,
+    example_inputs: Any = None,
+    loss_fn: Callable[..., Any] | None = None,
+    batch_dims: Mapping[str, int | None] | None = None,
+    dynamic_dims: Mapping[str, list[int]] | None = None,
+    pool: WorkerPool | None = None,
+    graph: OpGraph | None = None,
+    source: Callable[[], Workload] | None = None,
+    timeout_seconds: float = 300.0,
+) -> TrainReport:
+    """Train a few steps with the engine on local processes, save and resume, and compare with a plain loop over ``model``.
+
+    ``source``: makes the model's workload in another process, if the model cannot be sent there. Others: as for
+    ``verify_plan``.
+    """
+    started = time.monotonic()
+    workload = workload_to_verify(model, example_inputs, loss_fn)
+    refuse_without_weights(workload.model)
+    _refuse_too_large(plan, workload.model)
+    if source is None:
+        source = _sent(workload)
+    dims = {"batch_dims": batch_dims, "dynamic_dims": dynamic_dims}
+    if graph is None:
+        graph = as_graph(
+            workload,
+            precision=plan.precision,
+            loss_reduction=plan.loss_reduction,
+            name=plan.model.name,
+            **dims,
+        )
+    multiple = plan_code(plan, graph, ranks_in_order(plan)).multiple
+    course = Course.of(plan, workload, graph, multiple)
+    notes = _notes(plan, graph)
+    other = _other_plan(plan, graph, None if pool is None else pool.world_size)
+    if other is None:
+        notes.append("no other plan of this model was found to resume under")
+    world_size = max(plan.world_size, 0 if other is None else other.world_size)
+    with blaming_the_model(plan.model.name):
+        plain = course.plain(double=True)
+        own = course.plain(double=False) if course.has_own_types else None
+        for step in plain:
+            if not math.isfinite(step.loss):
+                raise ArithmeticError(f"its loss is {step.loss}, and that agrees with nothing")
+    bound = CLIPPED * plain[0].norm or 1.0
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="partitioner-verify-"))
+        workers = stack.enter_context(nullcontext(pool) if pool is not None else WorkerPool(world_size))
+        runs = _runs(True) if own is None else (*_runs(True), *_runs(False))
+        task = TrainTask(
+            source,
+            None if isinstance(source, Given) else workload.model.state_dict(),
+            plan.model_dump_json(),
+            dims,
+            course.samples,
+            sum(course.sizes),
+            bound,
+            LEARNING_RATE,
+            ORDER_SEED,
+            directory,
+            timeout_seconds,
+            runs,
+        )
+        told = _run(workers, task, plan.world_size)
+        expected = course.expected(plain, double=True)
+        found = [*_placement(plan, graph, told[0]), *_both("float64", told[0], told[1], expected)]
+        if other is not None:
+            under = replace(task, plan_json=other.model_dump_json(), runs=(runs[1],))
+            (elsewhere,) = _run(workers, under, other.world_size)
+            name, sizes = f"float64, resumed under {_placed(other)}", course.sizes_under(other)
+            again = plain if sizes == course.sizes else course.plain(double=True, later=sizes)
+            expected = course.expected(again, double=True)
+            found += compare_run(name, elsewhere, expected, first=SAVED + 1, loaded=SAVED)
+        if own is not None:
+            expected = course.expected(plain, double=False, own=own)
+            found += _both(f"in {course.own_types}", told[2], told[3], expected)
+    found, rounding = course.without_rounding(found, plain)
+    notes += rounding
+    kinds = [c.kind for c in found]
+    return TrainReport(
+        model=plan.model.name,
+        placed=_placed(plan),
+        other_placed=None if other is None else _placed(other),
+        steps=RESUMED_TO,
+        samples=sum(course.sizes),
+        optimizer=plan.optimizer_memory,
+        compared={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+        differences=tuple(c for c in found if not c.agrees),
+        worst=max(found, key=lambda c: c.severity, default=None),
+        seconds=time.monotonic() - started,
+        notes=tuple(notes),
+    )
+
+
+def _runs(double: bool) -> tuple[Run, Run]:
+    """Return a run that saves, and one that goes on from there."""
+    return Run(double, ENDED, save_after=SAVED), Run(double, RESUMED_TO, load=True)
+
+
+def _both(
+    name: str, saving: Sequence[RankRun], resumed: Sequence[RankRun], expected: Expected
+) -> Iterator[TrainComparison]:
+    """Compare a run, and what went on from its checkpoint."""
+    yield from compare_run(name, saving, expected, first=1, stored=SAVED)
+    marks = [rank.marks for rank in saving]
+    yield from compare_run(f"{name}, resumed", resumed, expected, first=SAVED + 1, loaded=SAVED, marks=marks)
+
+
+def _placement(plan: PlanData, graph: OpGraph, ranks: Sequence[RankRun]) -> Iterator[TrainComparison]:
+    """Compare who holds a parameter with the devices that the plan gives it, of which rank r plays the r-th."""
+    code = plan_code(plan, graph)
+    held = [{item.name for item in told.last if item.kind == "parameter"} for told in ranks]
+    holders = holders_of(code.graph, code.segmentation, code.shardings)
+    wanted: list[set[str]] = [set() for _ in ranks]
+    for name, devices in holders.items():
+        for device in devices:
+            whole = code.graph.parts[name].whole if name in code.graph.parts else name
+            if whole in graph.parameters:
+                wanted[sorted(plan.used_devices).index(device)].add(whole)
+    for rank, names in enumerate(wanted):
+        lost, strange = sorted(names - held[rank]), sorted(held[rank] - names)
+        said = f"it has not {lost[0]}, which the plan gives to it" if lost else ""
+        said = said or (f"it has {strange[0]}, which the plan gives to other devices" if strange else "")
+        off = float(len(lost) + len(strange))
+        yield TrainComparison("float64", 0, rank, "placement", "", off, 0.0, said)
+
+
+def _run(workers: WorkerPool, task: TrainTask, world_size: int) -> list[list[RankRun]]:
+    """Run the task on all ranks. Returns what they told, by run and rank; raises what they refuse alike as it is."""
+    results = workers.run(
+        train_rank, task, world_size=world_size, timeout_seconds=task.timeout_seconds * (1 + len(task.runs))
+    )
+    for result in results:
+        if isinstance(result, PartitionerError):
+            raise result
+    return [list(ranks) for ranks in zip(*results, strict=True)]
+
+
+def _other_plan(plan: PlanData, graph: OpGraph, most_ranks: int | None) -> PlanData | None:
+    """Make the simplest other plan of the same trace: one device, or two stages where the plan has one device."""
+    devices = 1 if plan.world_size > 1 else 2
+    if most_ranks is not None and devices > most_ranks:
+        return None
+    options = PlanOptions(
+        batch_size=plan.batch_size,
+        optimizer_memory=plan.optimizer_memory,
+        microbatches=plan.microbatches,
+        min_stages=devices,
+    )
+    cluster = ClusterSpec.local(devices)
+    try:
+        return best_plan(PlanData, graph, cluster, options.requests(graph, plan.precision))
+    except (InfeasibleError, TimeLimitError, UsageError):
+        return None
+
+
+def _placed(plan: PlanData) -> str:
+    if plan.world_size == 1:
+        return "a plan for one device"
+    shapes = [() if s.sharding is None else tuple(s.sharding.axes.values()) for s in plan.stages]
+    if len(shapes) == 1:
+        return f"mesh {'×'.join(map(str, shapes[0]))}"
+    return f"{len(plan.stages)} stages on {plan.world_size} devices, {plan.schedule}"
+
+
+def _notes(plan: PlanData, graph: OpGraph) -> list[str]:
+    notes = list(graph.notes)
+    plain, dropped = without_dropout(graph)
+    if dropped:
+        notes.append(f"dropout switched off in {dropped} ops: two random draws cannot be compared")
+    drawing = random_ops(plain)
+    if drawing:
+        notes.append(
+            f"{len(drawing)} ops draw random numbers ({drawing[0]}, …): they may differ for that reason alone"
+        )
+    if plan.precision.loss_scale is not None:
+        notes.append("in float64 nothing overflows, so the loss scale is tried in the plan's own types only")
+    return notes
+
+
+def _sent(workload: Workload) -> Given:
+    """Return a copy of the workload that can be sent to other processes, or refuse one that cannot."""
+    source = Given(replace(workload, model=copied_module(workload.model).cpu()))
+    try:
+        ForkingPickler.dumps(source)
+    except Exception as error:  # whatever a user's class raises
+        raise UsageError(
+            f"cannot train {type(workload.model).__name__} on local processes",
+            [f"it cannot be sent to them: {type(error).__name__}: {error}"],
+            [
+                "define its class, its loss and what it holds in a module, not in a function or a notebook",
+                "partitioner verify PLAN file.py:factory --train makes the model in every process",
+            ],
+        ) from error
+    return source
+
+
+def _refuse_too_large(plan: PlanData, model: nn.Module) -> None:
+    """Raise UsageError where this machine has no memory for as many processes with such a model."""
+    elements = sum(tensor.numel() for tensor in (*model.parameters(), *model.buffers()))
+    needed = max(plan.world_size, 2) * (PROCESS_BYTES + COPIES * 8 * elements)
+    free = free_memory_bytes()
+    if free is not None and needed > free:
+        raise UsageError(
+            f"cannot train {plan.model.name} on this machine",
+            [
+                f"{plan.world_size} local processes with {elements:,} numbers in float64 need about "
+                f"{format_bytes(needed)}, and {format_bytes(free)} are free"
+            ],
+            [
+                "verify a small variant of the model (for bundled models: --set size=tiny), with a plan of its own",
+                "verify without train=True runs one step with less",
+            ],
+        )
