@@ -39,7 +39,7 @@ from passes.shard.rules.producers import replicated
 from passes.shard.rules.samples import HARD_MANNERS, MANNERS, Manner, Sample, samples, signature
 from passes.shard.rules.simulate import Trial, difference, is_float, node_of, problem, trial
 from passes.shard.words import Choice, choice_text, read_choice
-from runtime.ops.opaque import Opaque
+from runtime.ops.opaque import Opaque, no_compile
 
 logger = logging.getLogger("partitioner")
 
@@ -266,7 +266,7 @@ def _quietly() -> Iterator[None]:
 
     One thread: for small inputs several are slower, by 40 times on a busy machine.
     """
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.enable_grad(), no_compile():
         torch.manual_seed(SEED)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
