@@ -7,6 +7,8 @@ environment itself, so that every size of the graph follows.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._subclasses import FakeTensorMode
 
 from cost_models.errors import ModelError
 from passes.graph.graph import tensor_specs
@@ -21,6 +24,8 @@ from passes.graph.nodes import is_size, symbolic
 from passes.trace.batch import BatchDims
 from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed
 from runtime.segment.code import BatchSpec
+
+_LINE = re.compile(r"([^\s\"]+\.py)\"?(?::|, line )(\d+)")
 
 
 @dataclass(frozen=True)
@@ -100,23 +105,35 @@ NOT_ONE_SIZES = 4
 """The number of sizes that may break an assumption of the kind "this size is not 1" before it counts as a branch."""
 
 
-def check_guards(guards: Iterable[sympy.Basic], symbol: sympy.Symbol) -> list[str]:
+def line_of(place: Any) -> str:
+    """Return ", in file.py:12" of where torch says that an assumption was made; "" if it does not."""
+    found = _LINE.search(str(getattr(place, "maybe_user_loc", None) or ""))
+    return f", in {os.path.basename(found[1])}:{found[2]}" if found else ""
+
+
+def lines_that_fix(mode: FakeTensorMode) -> str:
+    """Say in which lines sizes became numbers for good, as far as torch tells."""
+    places = getattr(mode.shape_env, "replacements_slocs", {}).values()
+    return "".join(dict.fromkeys(filter(None, map(line_of, places))))
+
+
+def check_guards(guards: Iterable[tuple[sympy.Basic, str]], symbol: sympy.Symbol) -> list[str]:
     """Refuse a graph that holds for some batch sizes only: for the others the model's code takes another way.
 
-    ``guards``: assumptions of the trace, such as ``3 < batch`` from ``if x.shape[0] > 3``. One that a single
+    ``guards``: assumptions of the trace, and where they were made, such as ``3 < batch`` from ``if x.shape[0] > 3``. One that a single
     size breaks (``batch != 8``), or that says that some size is not 1 (``batch // 2 != 1``, of ``x.chunk(2)``),
     is returned as a remark: most come from torch itself, which asks this of strides and broadcasts.
     """
     remarks: list[str] = []
     problems: list[str] = []
-    for guard in guards:
+    for guard, line in guards:
         if guard.free_symbols != {symbol}:
             continue
         broken = [size for size in TRIED_SIZES if guard.subs(symbol, size) == sympy.false]
         readable = str(guard.subs(symbol, sympy.Symbol("batch")))
         not_one = isinstance(guard, sympy.Ne) and guard.rhs == 1
         if len(broken) > (NOT_ONE_SIZES if not_one else 1):
-            problems.append(f"{readable}, which {broken[0]} and {len(broken) - 1} other sizes below 65 break")
+            problems.append(f"{readable}{line}, which {broken[0]} and {len(broken) - 1} other sizes below 65 break")
         elif broken:
             sizes = ", ".join(map(str, broken))
             remarks.append(f"the code was traced for batch sizes other than {sizes} ({readable})")
@@ -124,7 +141,11 @@ def check_guards(guards: Iterable[sympy.Basic], symbol: sympy.Symbol) -> list[st
         raise ModelError(
             "the model's code depends on the batch size",
             [f"it was traced under the assumption {text}" for text in problems],
-            ["make forward do the same for every batch size", "batch_dims={leaf name: dim or None}"],
+            [
+                "make forward do the same for every batch size",
+                "opaque=[the module's path] runs such code as it is, as one op",
+                "batch_dims={leaf name: dim or None}",
+            ],
         )
     return remarks
 

@@ -30,7 +30,17 @@ from passes.trace.batch import (
     map_tensors,
     tile,
 )
-from passes.trace.batch_symbols import Settled, batch_spec, check_guards, check_known, merge, settle, size_of
+from passes.trace.batch_symbols import (
+    Settled,
+    batch_spec,
+    check_guards,
+    check_known,
+    line_of,
+    lines_that_fix,
+    merge,
+    settle,
+    size_of,
+)
 from passes.trace.build import Converted, convert, leaf_nodes
 from passes.trace.draws import draws_restored
 from passes.trace.errors import model_error
@@ -40,6 +50,7 @@ from passes.trace.held_parameters import HeldParameters
 from passes.trace.loss.reduction import LossReduction, checked_reduction, reduce_loss
 from passes.trace.names import StateNames, frozen_modules, state_names
 from passes.trace.opaque.cross import Crossing, NeedsSamplesError
+from passes.trace.opaque.growth import watch_growth
 from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import PartError
 from passes.trace.opaque.samples import samples_of
@@ -332,8 +343,9 @@ def _trace_batch_dims(subject: _Subject, overrides: Mapping[str, int | None] | N
             return _finish(subject, exported, overrides)
         if exported.settled.open and fallback is None:
             fallback = exported
+        fixing = lines_that_fix(exported.fake_mode)
         tried += [
-            f"the code fixes {leaf} at {guess.size} in dimension {guess.dims[leaf]}"
+            f"the code fixes {leaf} at {guess.size} in dimension {guess.dims[leaf]}{fixing}"
             for leaf in exported.settled.fixed
         ]
     if fallback is not None:
@@ -346,6 +358,7 @@ def _trace_batch_dims(subject: _Subject, overrides: Mapping[str, int | None] | N
         [
             "batch_dims={leaf name: dim or None} says which dimension of which input counts samples",
             "take sizes from tensor.shape in the model, never from constants: the batch size must stay free",
+            "opaque=[the module's path] runs code that depends on the batch size as it is, as one op",
         ],
     )
 
@@ -371,6 +384,7 @@ def _export(subject: _Subject, guess: BatchDims) -> _Exported:
             HeldParameters(subject.model),
             state_as_traced(subject.model, fake_mode, subject.precision) as attributes,
             subject.crossing.active(),
+            watch_growth(subject.model_name),
         ):
             program = export(module, leaves, symbolic, fake_mode)
     except (PartitionerError, NeedsSamplesError):
@@ -420,7 +434,8 @@ def _finish(
     symbol, by_convention = merge(exported.settled, exported.leaves)
     shape_env = exported.fake_mode.shape_env
     assert shape_env is not None
-    notes = check_guards([shape_env.replace(guard.expr) for guard in shape_env.guards], symbol)
+    guards = [(shape_env.replace(guard.expr), line_of(guard.sloc)) for guard in shape_env.guards]
+    notes = check_guards(guards, symbol)
     notes += [
         f"{leaf} has no batch dimension: every micro-batch gets all of it" for leaf in exported.settled.fixed
     ]
