@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from cost_models.errors import ModelError, UsageError
 
@@ -312,3 +313,41 @@ def _checked(leaves: Mapping[str, Tensor], overrides: Mapping[str, int | None]) 
 def tile(leaf: Tensor, dim: int) -> Tensor:
     """Repeat the leaf twice along ``dim``: export bakes sizes of 1 in, so a batch of one sample is traced as two."""
     return torch.cat([leaf, leaf], dim)
+
+
+def private_copy(example_inputs: object, model: nn.Module) -> Any:
+    """Copy the batch, with a tensor of its own for every leaf, on the model's device (CPU for a meta model).
+
+    Leaves that are one object (``labels=input_ids``) would be traced as one input: a silently wrong loss.
+    """
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+    def clone(path: tuple[str, ...], leaf: Tensor) -> Tensor:
+        if leaf.is_meta or isinstance(leaf, FakeTensor):
+            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+        return leaf.detach().to(device, copy=True)
+
+    return map_tensors(example_inputs, clone)
+
+
+def open_dims(
+    leaves: Mapping[str, Tensor], dynamic_dims: Mapping[str, Sequence[int]]
+) -> dict[str, frozenset[int]]:
+    """Check ``dynamic_dims``, and count negative dimensions from the front."""
+    problems = []
+    for name, dims in dynamic_dims.items():
+        if name not in leaves:
+            problems.append(f"{name!r} is no tensor of the batch; it has {', '.join(leaves)}")
+            continue
+        rank = leaves[name].dim()
+        problems += [f"{name} has {rank} dimensions: there is no {d}" for d in dims if not -rank <= d < rank]
+        problems += [
+            f"{name} has size 1 in dimension {d}"
+            for d in dims
+            if -rank <= d < rank and leaves[name].shape[d] == 1
+        ]
+    if problems:
+        raise UsageError(
+            "dynamic_dims does not fit the batch", problems, ["dynamic_dims={leaf name: [dim, ...]}"]
+        )
+    return {name: frozenset(d % leaves[name].dim() for d in dims) for name, dims in dynamic_dims.items()}

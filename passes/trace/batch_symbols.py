@@ -8,7 +8,7 @@ environment itself, so that every size of the graph follows.
 from __future__ import annotations
 
 import os
-import re
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +22,9 @@ from cost_models.errors import ModelError
 from passes.graph.graph import tensor_specs
 from passes.graph.nodes import is_size, symbolic
 from passes.trace.batch import BatchDims
+from passes.trace.errors import OURS, TORCH
 from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed
 from runtime.segment.code import BatchSpec
-
-_LINE = re.compile(r"([^\s\"]+\.py)\"?(?::|, line )(\d+)")
 
 
 @dataclass(frozen=True)
@@ -107,8 +106,10 @@ NOT_ONE_SIZES = 4
 
 def line_of(place: Any) -> str:
     """Return ", in file.py:12" of where torch says that an assumption was made; "" if it does not."""
-    found = _LINE.search(str(getattr(place, "maybe_user_loc", None) or ""))
-    return f", in {os.path.basename(found[1])}:{found[2]}" if found else ""
+    frame = getattr(place, "framework_loc", None)
+    if not isinstance(frame, traceback.FrameSummary) or frame.filename.startswith((TORCH, OURS)):
+        return ""
+    return f", in {os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def lines_that_fix(mode: FakeTensorMode) -> str:
@@ -120,9 +121,9 @@ def lines_that_fix(mode: FakeTensorMode) -> str:
 def check_guards(guards: Iterable[tuple[sympy.Basic, str]], symbol: sympy.Symbol) -> list[str]:
     """Refuse a graph that holds for some batch sizes only: for the others the model's code takes another way.
 
-    ``guards``: assumptions of the trace, and where they were made, such as ``3 < batch`` from ``if x.shape[0] > 3``. One that a single
-    size breaks (``batch != 8``), or that says that some size is not 1 (``batch // 2 != 1``, of ``x.chunk(2)``),
-    is returned as a remark: most come from torch itself, which asks this of strides and broadcasts.
+    ``guards``: assumptions of the trace, such as ``3 < batch`` from ``if x.shape[0] > 3``, and where they were made. One
+    that a single size breaks (``batch != 8``), or that says that some size is not 1 (``batch // 2 != 1``, of
+    ``x.chunk(2)``), is returned as a remark: most come from torch itself, which asks this of strides and broadcasts.
     """
     remarks: list[str] = []
     problems: list[str] = []
@@ -133,7 +134,9 @@ def check_guards(guards: Iterable[tuple[sympy.Basic, str]], symbol: sympy.Symbol
         readable = str(guard.subs(symbol, sympy.Symbol("batch")))
         not_one = isinstance(guard, sympy.Ne) and guard.rhs == 1
         if len(broken) > (NOT_ONE_SIZES if not_one else 1):
-            problems.append(f"{readable}{line}, which {broken[0]} and {len(broken) - 1} other sizes below 65 break")
+            problems.append(
+                f"{readable}{line}, which {broken[0]} and {len(broken) - 1} other sizes below 65 break"
+            )
         elif broken:
             sizes = ", ".join(map(str, broken))
             remarks.append(f"the code was traced for batch sizes other than {sizes} ({readable})")

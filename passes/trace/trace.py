@@ -28,6 +28,8 @@ from passes.trace.batch import (
     flatten_batch,
     forward_names,
     map_tensors,
+    open_dims,
+    private_copy,
     tile,
 )
 from passes.trace.batch_symbols import (
@@ -115,7 +117,7 @@ def trace(
     model_name = name or type(model).__name__
     _check_module(model)
     loss_reduction = checked_reduction(loss_reduction)
-    batch = _private_copy(example_inputs, model)
+    batch = private_copy(example_inputs, model)
     leaves = flatten_batch(batch, forward_names(model))
     if not leaves:
         raise ModelError(
@@ -130,7 +132,7 @@ def trace(
         loss_fn,
         training,
         model_name,
-        _dynamic(leaves, dynamic_dims or {}),
+        open_dims(leaves, dynamic_dims or {}),
         Precision.checked(precision),
         parts.crossing(),
     )
@@ -143,9 +145,8 @@ def trace(
         changes.enter_context(caching_off(model, notes))
         changes.enter_context(watch_checkpointing(model, checkpointing))
         changes.enter_context(watch_gradient_hooks(model, notes))
-        traced = _trace_parts(subject, parts, batch_dims, state)
-    exported, spec, converted = traced.exported, traced.spec, traced.converted
-    notes += traced.remarks
+        exported, spec, converted, remarks = _trace_parts(subject, parts, batch_dims, state)
+    notes += remarks
     notes += [
         f"forward changes the Python number {changed}; the traced graph keeps what its first call saw"
         for changed in exported.module.record.changed
@@ -209,44 +210,6 @@ def _check_module(model: nn.Module) -> None:
     refuse_data_parallel(model)
 
 
-def _private_copy(example_inputs: object, model: nn.Module) -> Any:
-    """Copy the batch, with a tensor of its own for every leaf, on the model's device (CPU for a meta model).
-
-    Leaves that are one object (``labels=input_ids``) would be traced as one input: a silently wrong loss.
-    """
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-
-    def clone(path: tuple[str, ...], leaf: Tensor) -> Tensor:
-        if leaf.is_meta or isinstance(leaf, FakeTensor):
-            return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-        return leaf.detach().to(device, copy=True)
-
-    return map_tensors(example_inputs, clone)
-
-
-def _dynamic(
-    leaves: Mapping[str, Tensor], dynamic_dims: Mapping[str, Sequence[int]]
-) -> dict[str, frozenset[int]]:
-    """Check ``dynamic_dims``, and count negative dimensions from the front."""
-    problems = []
-    for name, dims in dynamic_dims.items():
-        if name not in leaves:
-            problems.append(f"{name!r} is no tensor of the batch; it has {', '.join(leaves)}")
-            continue
-        rank = leaves[name].dim()
-        problems += [f"{name} has {rank} dimensions: there is no {d}" for d in dims if not -rank <= d < rank]
-        problems += [
-            f"{name} has size 1 in dimension {d}"
-            for d in dims
-            if -rank <= d < rank and leaves[name].shape[d] == 1
-        ]
-    if problems:
-        raise UsageError(
-            "dynamic_dims does not fit the batch", problems, ["dynamic_dims={leaf name: [dim, ...]}"]
-        )
-    return {name: frozenset(d % leaves[name].dim() for d in dims) for name, dims in dynamic_dims.items()}
-
-
 # --------------------------------------------------------------------------------------------------
 # Finding the batch dimension: guess, export with the guess left open, see what stayed open
 
@@ -280,20 +243,13 @@ class _Exported:
     """The model's own tensors where a plain attribute had a stand-in, by name."""
 
 
-@dataclass(frozen=True)
-class _Traced:
-    """The export that was chosen, and the graph made of it."""
-
-    exported: _Exported
-    spec: BatchSpec
-    converted: Converted
-    remarks: list[str]
-
-
 def _trace_parts(
     subject: _Subject, parts: Parts, overrides: Mapping[str, int | None] | None, state: StateNames
-) -> _Traced:
-    """Trace again and again, with one more opaque part each time, until nothing is left that cannot be traced."""
+) -> tuple[_Exported, BatchSpec, Converted, list[str]]:
+    """Trace again and again, with one more opaque part each time, until nothing is left that cannot be traced.
+
+    Returns the export that was chosen, its batch, the graph made of it, and remarks.
+    """
     while True:
         try:
             exported, symbol, remarks = _trace_batch_dims(subject, overrides)
@@ -310,7 +266,7 @@ def _trace_parts(
                 exported.attributes,
             )
             check_known(converted.module.graph, spec)
-            return _Traced(exported, spec, converted, remarks + parts.notes(calls.values()))
+            return exported, spec, converted, remarks + parts.notes(calls.values())
         except PartError as error:
             parts = parts.enlarged(error)
         except NeedsSamplesError as needed:

@@ -97,7 +97,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one run of a part took. ``numbers``: its open sizes then."""
+    """The work of one run of a part. ``numbers``: its open sizes then."""
 
     numbers: tuple[int, ...]
     counts: tuple[float, ...]

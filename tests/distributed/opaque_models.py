@@ -1,6 +1,6 @@
 """Models with parts that no export can trace, and training them without a plan.
 
-    first (b, 8) -> (b, 8)     part: what cannot be traced     last -> (b, 4)     loss: mean squares, or one of its own
+first (b, 8) -> (b, 8)     part: what cannot be traced     last -> (b, 4)     loss: mean squares, or one of its own
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ logger = logging.getLogger("partitioner")
 MOST_NODES = 20_000
 """The most operations that one module's own code may add to a graph.
 
-The 80 layers of a large transformer are 6,000 operations in all, and tracing takes 3 ms each: what adds more than this by itself
-is a loop over positions or steps, which takes minutes to trace and longer to place.
+The 80 layers of a large transformer are 6,000 operations in all, and tracing takes 3 ms each: what adds more than this by
+itself is a loop over positions or steps, which takes minutes to trace and longer to place.
 """
 
 PROGRESS_SECONDS = 10.0
@@ -61,7 +61,9 @@ def _grown(path: str) -> PartError:
         [f"{path or 'forward'} adds more than {MOST_NODES:,} operations to the graph"],
         [
             "write the loop over positions as one operation (cumsum, convolution, scan kernels)",
-            f"opaque=[{path!r}] runs it whole, as one op" if path else "move the loop into a module of its own",
+            f"opaque=[{path!r}] runs it whole, as one op"
+            if path
+            else "move the loop into a module of its own",
             "plan with shorter sequences",
         ],
         [path],

@@ -1,4 +1,4 @@
-"""Which parts of a model are opaque: those named by hand or decorated, and those that turned out to be untraceable."""
+"""The opaque parts of a model: those named by hand or decorated, and those that turned out to be untraceable."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
-from cost_models.errors import UsageError
+from cost_models.errors import ModelError, UsageError
 from passes.trace.opaque.cross import Crossing
 from passes.trace.opaque.mark import is_marked
 from passes.trace.opaque.refused import LOSS, PartError, without_slices
@@ -28,6 +28,8 @@ class Parts:
     loss_fn: Any
     why: Mapping[str, str]
     samples: Mapping[str, Sequence[Sequence[Observed]]] = field(default_factory=dict)
+    errors: Mapping[str, PartError] = field(default_factory=dict)
+    """The error that made each part opaque."""
 
     @classmethod
     def chosen(cls, model: nn.Module, loss_fn: Any, patterns: Iterable[str]) -> Parts:
@@ -61,18 +63,28 @@ class Parts:
     def enlarged(self, error: PartError) -> Parts:
         """Make the modules that ``error`` blames opaque, or what encloses them; raises the error where nothing is left."""
         more: dict[str, str] = {}
+        errors = dict(self.errors)
         for blamed in error.modules:
             path = blamed if blamed == LOSS else without_slices(blamed, self.model)
             while path and (path in self.why or not self._has_forward(path)) and path != LOSS:
                 path = path.rpartition(".")[0]
             if not path or path in self.why or (path == LOSS and self.loss_fn is None):
-                raise error
-            more[path] = error.because[0] if error.because else error.what
+                self.refuse(blamed, error)
+            errors[path] = first = self.errors.get(blamed, error)
+            more[path] = first.because[0] if first.because else first.what
         if not more:
             raise error
         for path, why in more.items():
             logger.info("%s becomes one opaque op: %s", path, why)
-        return replace(self, why=_outermost({**self.why, **more}))
+        return replace(self, why=_outermost({**self.why, **more}), errors=errors)
+
+    def refuse(self, name: str, error: ModelError) -> NoReturn:
+        """Raise ``error``, or what first went wrong with the part: that it cannot be opaque either is said as well."""
+        first = self.errors.get(name)
+        if first is None:
+            raise error
+        also = f"{name} cannot run as one opaque op: {error.because[-1] if error.because else error.what}"
+        raise ModelError(first.what, [*first.because, also], first.suggestions) from error
 
     def notes(self, calls: Iterable[Opaque]) -> list[str]:
         """Name every opaque op, with the reason and the line of its code."""

@@ -31,7 +31,7 @@ from runtime.ops.opaque import Baked, Opaque, Slot, Tree
 logger = logging.getLogger("partitioner")
 
 Calls = dict[str, list[Observed]]
-"""What each part did, call by call."""
+"""Runs of each part, call by call."""
 
 
 def samples_of(
@@ -51,24 +51,26 @@ def samples_of(
     why = f"on tensors without values it ends with {type(needed.error).__name__}: {lines[0]}"
     if meta or needed.name in parts.samples:
         because = [why, *(["the model is on the meta device"] if meta else [])]
-        raise ModelError(
+        unknown = ModelError(
             f"nobody can tell what {needed.name} returns",
             because,
             ["plan with a model that has weights: then the part is run", "write it in tensor operations"],
         )
+        parts.refuse(needed.name, unknown)
     functions = needed.name not in crossing.modules and needed.name != LOSS
     try:
         runs = [
             _run(parts, crossing, _resized(batch, guess, change), functions, dtype)
             for change in (1, 2, 3, None)
         ]
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
         lines = str(error).splitlines() or ["no message"]
-        raise ModelError(
+        failed = ModelError(
             f"nobody can tell what {needed.name} returns",
-            [why, f"and the model, run on example_inputs, with {type(error).__name__}: {lines[0]}"],
+            [why, f"the model itself, run on example_inputs, ends with {type(error).__name__}: {lines[0]}"],
             ["call the model on example_inputs yourself: if that fails too, the inputs do not fit it"],
-        ) from error
+        )
+        parts.refuse(needed.name, failed)
     samples = {
         name: [[run[name][call] for run in runs] for call in range(len(runs[0][name]))]
         for name in runs[0]

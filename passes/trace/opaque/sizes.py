@@ -1,4 +1,4 @@
-"""What an opaque part returns: runs of its code at a few sizes, and the polynomials that its results' sizes are.
+"""Runs of an opaque part at a few sizes, and the polynomials that its results' sizes are.
 
     batch    2    4    6          result [batch, 3·batch]          a·batch + b from the first two, the third must agree
     sizes  2×6  4×12  6×18
@@ -46,7 +46,7 @@ class UnfitError(Exception):
 
 @dataclass(frozen=True)
 class Observed:
-    """What one run of the code did."""
+    """The outcome of one run of the code."""
 
     given: tuple[torch.dtype, ...]
     """The types of the arguments."""
@@ -54,14 +54,14 @@ class Observed:
     dtypes: tuple[torch.dtype, ...]
     differentiable: tuple[bool, ...]
     tensors: tuple[bool, ...]
-    """Which of the outputs, in order, are tensors."""
+    """True for each of the outputs, in order, that is a tensor."""
     others: tuple[Any, ...]
     """The outputs that are none."""
     structure: pytree.TreeSpec
     written: tuple[int, ...]
     random: bool
     work: Measured | None = None
-    """What a run on real tensors took."""
+    """The work of a run on real tensors, counted."""
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped

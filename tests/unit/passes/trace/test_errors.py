@@ -44,22 +44,30 @@ def failure(model: nn.Module, batch: object = None, **options: object) -> ModelE
 
 
 def test_data_dependent_control_flow() -> None:
-    error = failure(inside(Branching()), loss_fn=mean_loss)
-    assert "'1.0'" in error.because[0]
+    error = failure(Branching(), loss_fn=mean_loss)
+    assert "in Branching.forward" in error.because[0]
     assert "test_errors.py:" in error.because[0]
     assert "if x.sum() > 0" in error.because[0]
     assert any("torch.where" in text for text in error.suggestions)
 
 
 def test_sizes_that_depend_on_numbers() -> None:
-    error = failure(inside(Picking()), loss_fn=mean_loss)
+    error = failure(Picking(), loss_fn=lambda output, batch: output)
     assert "test_errors.py:" in " ".join(error.because)
     assert any("mask" in text or "torch.where" in text for text in error.suggestions)
 
 
 def test_code_that_export_cannot_see_through() -> None:
-    error = failure(inside(Numpy()), loss_fn=mean_loss)
+    error = failure(Numpy(), loss_fn=mean_loss)
     assert "test_errors.py:" in error.because[0]
+
+
+@pytest.mark.parametrize("part", [Branching(), Picking(), Numpy()], ids=lambda part: type(part).__name__)
+def test_inside_a_larger_model_such_code_is_one_opaque_op(part: nn.Module) -> None:
+    graph = trace(inside(part), torch.randn(2, 4), loss_fn=mean_loss)
+    (note,) = (note for note in graph.notes if "opaque op" in note)
+    assert note.startswith("1.0 runs whole")
+    assert "test_errors.py:" in note
 
 
 def test_inputs_that_do_not_fit() -> None:

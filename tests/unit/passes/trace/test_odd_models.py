@@ -64,14 +64,13 @@ class Energy(nn.Module):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Odd(lambda m, x: m.b(Rounded.apply(m.a(x)))), ["Rounded, applied in test_odd_models.py:", "detach"]),
-        (Energy(function=False), ["torch.autograd.grad, called in test_odd_models.py:"]),
+        (Energy(function=False), ["torch.autograd.grad is called in test_odd_models.py:"]),
         (Energy(function=True), ["torch.func.grad", "called in test_odd_models.py:"]),
         (Odd(lambda m, x: torch.vmap(lambda row: m.a(row).sum())(x)), ["torch.vmap", "test_odd_models.py:"]),
         (Odd(lambda m, x: m.a(x) / x.abs().max().item()), ["no .item()", "test_odd_models.py:"]),
         (Odd(lambda m, x: m.a.weight), ["depends on the batch"]),
     ],
-    ids=["function", "grad", "func-grad", "vmap", "item", "no-batch"],
+    ids=["grad", "func-grad", "vmap", "item", "no-batch"],
 )
 def test_what_a_traced_graph_cannot_hold_is_refused_by_line(model: nn.Module, said: list[str]) -> None:
     with pytest.raises(ModelError) as caught:

@@ -1,37 +1,47 @@
-"""A forward that asks for gradients is refused, and what else went wrong is not hidden by that."""
+"""A forward that asks for gradients is refused at the line that asks, and only while a model is traced."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from unittest import mock
+
 import pytest
 import torch
+from torch import nn
 
-from cost_models.errors import ModelError, UsageError
-from passes.trace.watch import refuse_own_backwards
+from passes.trace.opaque.mark import ACTIVE
+from passes.trace.opaque.refused import LOSS, PartError, refuse_inner_gradients
 
 
-def ask(then: BaseException | None = None) -> None:
+class Asking(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(x.sum(), x)[0]
+
+
+@pytest.fixture
+def tracing() -> Iterator[None]:
+    with mock.patch.object(ACTIVE, "cross", mock.Mock()):
+        yield
+
+
+def test_the_module_that_asks_is_named(tracing: None) -> None:
+    model = nn.Sequential(nn.Identity(), Asking())
+    with (
+        pytest.raises(PartError, match="forward asks for gradients itself") as caught,
+        refuse_inner_gradients(model),
+    ):
+        model(torch.ones(2, requires_grad=True))
+    assert caught.value.modules == ("1",)
+    assert "test_own_backwards.py:" in caught.value.because[0]
+
+
+def test_outside_of_modules_the_loss_is_blamed(tracing: None) -> None:
     x = torch.ones(2, requires_grad=True)
-    torch.autograd.grad(x.sum(), x)
-    if then is not None:
-        raise then
+    with pytest.raises(PartError) as caught, refuse_inner_gradients(nn.Identity()):
+        torch.autograd.grad(x.sum(), x)
+    assert caught.value.modules == (LOSS,)
 
 
-def test_asking_for_gradients_is_refused() -> None:
-    with pytest.raises(ModelError, match="forward asks for gradients itself"), refuse_own_backwards():
-        ask()
-
-
-def test_the_first_error_is_told_as_well() -> None:
-    with pytest.raises(ModelError) as caught, refuse_own_backwards():
-        ask(then=KeyError("lost"))
-    assert "tracing then ended with KeyError: 'lost'" in caught.value.because
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_errors_that_say_what_is_wrong_and_interrupts_stay_as_they_are() -> None:
-    with pytest.raises(UsageError, match="no such input"), refuse_own_backwards():
-        ask(then=UsageError("no such input"))
-    with pytest.raises(KeyboardInterrupt), refuse_own_backwards():
-        ask(then=KeyboardInterrupt())
-    with pytest.raises(KeyError, match="not ours"), refuse_own_backwards():
-        raise KeyError("not ours")
+def test_what_runs_outside_of_the_trace_may_ask() -> None:
+    with refuse_inner_gradients(nn.Identity()):
+        assert Asking()(torch.ones(2, requires_grad=True)).tolist() == [1.0, 1.0]
