@@ -124,7 +124,9 @@ def match_weights(
             problems.append(f"{name} is {tensor.dtype} there, {entry.dtype} in the model")
         if entry.view is not None:
             if entry.name not in keys.first_key:
-                problems.append(f"{name} is a view of {entry.name}, which no state dict has (persistent=False)")
+                problems.append(
+                    f"{name} is a view of {entry.name}, which no state dict has (persistent=False)"
+                )
         else:
             matched.setdefault(entry.name, []).append(tensor)
     missing = [key for name, key in keys.first_key.items() if name not in matched]

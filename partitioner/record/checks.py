@@ -34,6 +34,7 @@ def inconsistencies(plan: PlanFields) -> Iterator[str]:
     yield from _of_the_strategy(plan)
     yield from _splits(plan)
     yield from _stages(plan, world)
+    yield from _views(plan)
     yield from _values(plan, world)
     yield from _per_rank(plan, world)
 
@@ -50,6 +51,15 @@ def _of_the_strategy(plan: PlanFields) -> Iterator[str]:
         yield f"stages: a plan of strategy {plan.strategy!r} has none with a sharding"
     if plan.splits and "splits" not in words.options:
         yield f"splits: a plan of strategy {plan.strategy!r} has none"
+
+
+def _views(plan: PlanFields) -> Iterator[str]:
+    names = [record.name for record in plan.views]
+    for index, record in enumerate(plan.views):
+        if names.index(record.name) != index:
+            yield f"views[{index}].name: {record.name} is there twice"
+        if record.owner in names:
+            yield f"views[{index}].owner: {record.owner} is a view itself"
 
 
 def _splits(plan: PlanFields) -> Iterator[str]:

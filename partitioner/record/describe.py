@@ -27,6 +27,7 @@ from partitioner.record.records import (
     StageValue,
     TiedParameter,
     Transfer,
+    ViewRecord,
 )
 from passes.compile import Compiled
 from passes.graph.graph import OpGraph
@@ -72,6 +73,9 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
             for group in realized.tied
             for name in group.parameters
             if name not in on_meshes
+        ),
+        views=tuple(
+            ViewRecord(name=name, owner=v.owner, view=str(v)) for name, v in sorted(graph.views.items())
         ),
         values=tuple(StageValue(**asdict(value)) for value in realized.segments.values),
         transfers=_transfers(compiled),

@@ -120,6 +120,14 @@ class TiedParameter(Record):
     size_bytes: Natural
 
 
+class ViewRecord(Record):
+    """A tensor of the model without a memory of its own: ranks hold its owner, and compute it from that."""
+
+    name: str
+    owner: str = Field(description="the parameter or buffer whose memory it is")
+    view: str = Field(description="what it is of the owner, such as a.weight[0:2]")
+
+
 class Prediction(Record):
     """The cost of the simulated step. ``confidence`` names what the numbers rest on."""
 
@@ -197,6 +205,10 @@ class PlanFields(PlanFile):
     placements: dict[str, tuple[Natural, ...]] = Field(description="ranks of every placed op")
     recomputed: tuple[str, ...] = Field(description="cheap ops that every stage recomputes for itself")
     tied: tuple[TiedParameter, ...] = Field(description="trainable parameters held by several ranks")
+    views: tuple[ViewRecord, ...] = Field(
+        default=(),
+        description="buffers, and attributes that forward reads, which share another tensor's memory",
+    )
     values: tuple[StageValue, ...] = Field(description="what crosses between stages")
     transfers: tuple[Transfer, ...] = Field(description="what crosses between devices: the bridges")
     state_bytes: dict[str, Natural] = Field(description="parameters, gradients and optimizer state, by rank")

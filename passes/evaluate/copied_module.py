@@ -49,7 +49,9 @@ def convert_module(model: nn.Module, convert: Convert) -> nn.Module:
     """
     tensors = list(_tensors(model))
     together = _together(tensors, convert)
-    starts = {id(tensor): int(tensor.storage_offset()) for tensor in model.parameters() if id(tensor) in together}
+    starts = {
+        id(tensor): int(tensor.storage_offset()) for tensor in model.parameters() if id(tensor) in together
+    }
     made: dict[int, Tensor] = {}
     for parameter in model.parameters():
         parameter.data = together.get(id(parameter), convert(parameter.data))

@@ -193,6 +193,11 @@ def _state_shapes(graph: OpGraph) -> Iterator[str]:
 
 def _aliases_known(graph: OpGraph) -> Iterator[str]:
     canonical = graph.parameters.keys() | graph.buffers.keys() | {p.whole for p in graph.parts.values()}
+    for name, view in graph.views.items():
+        if view.owner not in canonical:
+            yield f"{name} is a view of {view.owner}, which is no parameter or buffer"
+        if name in canonical:
+            yield f"{name} is a view and a tensor of its own at once"
     for alias, name in graph.aliases.items():
         if name not in canonical:
             yield f"{alias} stands for {name}, which is no parameter or buffer"

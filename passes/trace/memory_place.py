@@ -84,4 +84,3 @@ def memory_place(tensor: Tensor) -> MemoryPlace | None:
         space = str(tensor.device), 0
         return MemoryPlace(space, storage.data_ptr() + offset_bytes, tensor.dtype, layout)
     return MemoryPlace(("storage", int(storage._cdata)), offset_bytes, tensor.dtype, layout)
-

@@ -41,7 +41,10 @@ _OPS: Mapping[str, Any] = {
 
 
 def remake_views(
-    graph: fx.Graph, stands_for: Mapping[str, GraphInput], shared: SharedStorage, constants: Mapping[str, Tensor]
+    graph: fx.Graph,
+    stands_for: Mapping[str, GraphInput],
+    shared: SharedStorage,
+    constants: Mapping[str, Tensor],
 ) -> tuple[dict[str, GraphInput], dict[str, StateView]]:
     """Replace the placeholders in place; return the inputs that are left, and the views that the graph reads, by name.
 
@@ -103,7 +106,8 @@ class _Remaking:
         """Say what of the owner is not as the view reads it: under a precision, graphs read parameters cast."""
         own, other = owner.meta["val"].dtype, node.meta["val"].dtype
         if own != other:
-            yield f"{self.stands_for[owner.name].name} and {name}: this precision computes the one in {own}, the other in {other}"
+            first = self.stands_for[owner.name].name
+            yield f"{first} and {name}: this precision computes the one in {own}, the other in {other}"
 
     def _written(self, by_name: Mapping[str, fx.Node], views: Mapping[fx.Node, StateView]) -> Iterator[str]:
         """Say which shared memory is written where the owner is not, or where order cannot be told."""
@@ -118,7 +122,7 @@ class _Remaking:
         for node, view in views.items():
             owner, name = by_name[view.owner], self.stands_for[node.name].name
             if self.stands_for[owner.name].kind == "parameter" and storage_key(node.meta["val"]) in written:
-                yield f"forward writes {view.owner} or {name}, which are one memory, and only an optimizer may write a parameter"
+                yield f"forward writes {view.owner} or {name}, one memory; only an optimizer may write a parameter"
             if node in silently or owner in silently:
                 yield f"a batch norm writes {view.owner} or {name}, which are one memory"
         for left, right, why in self.shared.loose:

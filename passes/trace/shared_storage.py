@@ -114,7 +114,9 @@ def shared_storage(model: nn.Module, not_saved: Collection[str] = ()) -> SharedS
                     if third is not other and third.place.overlaps(other.place)
                 ]
     if problems:
-        raise ModelError("two parameters or buffers share their memory without being one", problems, _WAYS_OUT)
+        raise ModelError(
+            "two parameters or buffers share their memory without being one", problems, _WAYS_OUT
+        )
     return SharedStorage(views, tuple(loose), tuple(own for own in state if own.name not in taken))
 
 
@@ -168,15 +170,15 @@ def _connected(candidates: list[StateTensor]) -> list[list[StateTensor]]:
 def _found(owner: StateTensor, tensor: Tensor, place: MemoryPlace) -> Found:
     """Return the view of ``owner`` that ``tensor`` is, or why it is none."""
     if place.dtype != owner.place.dtype:
-        return Found(
-            owner.name, None, why=f"one memory is read as {owner.place.dtype} and as {place.dtype}"
-        )
+        return Found(owner.name, None, why=f"one memory is read as {owner.place.dtype} and as {place.dtype}")
     offset = place.offset_in(owner.place)
     layout = Layout(place.layout.size, place.layout.stride, offset or 0)
     inside = offset is not None and offset >= 0 and place.end <= owner.place.end
     steps = view_steps(owner.place.layout, layout) if inside else None
     if steps is None:
-        reason = "its elements are in an order that no view takes" if inside else "neither holds all of the other"
+        reason = (
+            "its elements are in an order that no view takes" if inside else "neither holds all of the other"
+        )
         return Found(owner.name, None, why=reason)
     # Autograd knows the view's base by a tensor of its own making: memory tells that it is the owner.
     base = tensor._base if tensor.requires_grad else None

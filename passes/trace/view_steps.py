@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -88,9 +89,7 @@ def _same(tensor: Tensor, view: Layout) -> bool:
     """Tell whether ``tensor`` reads the elements of ``view`` in its order."""
     own = Layout.of(tensor, int(tensor.storage_offset()))
     strides = zip(view.size, view.stride, own.stride, strict=True) if own.size == view.size else None
-    return (
-        strides is not None and own.offset == view.offset and all(n == 1 or a == b for n, a, b in strides)
-    )
+    return strides is not None and own.offset == view.offset and all(n == 1 or a == b for n, a, b in strides)
 
 
 def _shapes(owner: Layout, view: Layout) -> Iterator[tuple[tuple[ViewStep, ...], Layout]]:
@@ -102,7 +101,7 @@ def _shapes(owner: Layout, view: Layout) -> Iterator[tuple[tuple[ViewStep, ...],
     sorted_already = order == list(range(len(order)))
     before: tuple[ViewStep, ...] = () if sorted_already else (("permute", tuple(order)),)
     for ends in _divisions(owner, view):
-        shape = tuple(large // small for large, small in zip(ends, ends[1:], strict=False))
+        shape = tuple(large // small for large, small in pairwise(ends))
         yield (*before, ("reshape", shape)), Layout(shape, ends[1:])
 
 

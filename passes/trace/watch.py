@@ -61,6 +61,15 @@ def state_as_traced(
             return tensor.dtype
         return precision.of(tensor.dtype, keeps_dtype=id(tensor) in keep).leaf
 
+    def has_stand_in(tensor: Tensor) -> bool:
+        """Tell whether export cannot fake ``tensor`` itself: a view that carries gradients to a cast parameter, too."""
+        owner = tensor._base if tensor.requires_grad else None
+        return (
+            tensor.is_meta
+            or traced_dtype(tensor) != tensor.dtype
+            or (owner is not None and traced_dtype(owner) != owner.dtype)
+        )
+
     def fake(tensor: Tensor) -> Tensor:
         if id(tensor) not in fakes:
             twin = fake_twin(fake_mode, tensor, traced_dtype(tensor))
@@ -94,11 +103,11 @@ def state_as_traced(
             tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():
-                    if tensor is not None and (tensor.is_meta or traced_dtype(tensor) != tensor.dtype):
+                    if tensor is not None and has_stand_in(tensor):
                         undo.append((table, name, tensor))
                         table[name] = fake(tensor)
             for name, value in list(vars(module).items()):
-                if isinstance(value, Tensor) and value.is_meta:
+                if isinstance(value, Tensor) and has_stand_in(value):
                     undo.append((vars(module), name, value))
                     attributes[f"{path}.{name}".lstrip(".")] = value
                     vars(module)[name] = fake(value)

@@ -13,18 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
-from partitioner import ModelError, Plan, Workload, partition, trace
+from partitioner import Plan, Workload, partition
 from partitioner.models.as_graph import as_graph
 from passes.evaluate.float64 import float64_by_default
-from passes.graph.recomputed import recomputed_ops
-from passes.graph.state import colocated
 from runtime.ranks.launch import WorkerPool
+from tests.distributed.test_odd_models import random_pins
 
-WIDTH, SAMPLES, STEPS, RANKS = 6, 8, 3, 3
+WIDTH, SAMPLES, STEPS = 6, 8, 3
 SGD = {"lr": 0.1, "momentum": 0.9}
 TAKEN: dict[str, Callable[[Tensor], Tensor]] = {
     "whole": lambda t: t,
@@ -97,7 +95,7 @@ def workload(seed: int) -> Workload:
 
 
 def plain_loop(seed: int, microbatches: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Return the losses of all steps, and the state dict after them."""
+    """Return the losses of all steps and of an evaluation after them, and the state dict between the two."""
     with float64_by_default():
         model = Shared(seed)
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
@@ -111,70 +109,88 @@ def plain_loop(seed: int, microbatches: int) -> tuple[list[float], dict[str, Ten
             total += loss.item()
         losses.append(total)
         optimizer.step()
-    return losses, {name: tensor.detach() for name, tensor in model.state_dict().items()}
-
-
-def pins(graph: Any, seed: int) -> dict[str, int]:
-    """Every op anywhere, in order of the ranks."""
-    draw, cut = random.Random(seed), recomputed_ops(graph)
-    group_of = {name: group for group in colocated(graph) for name in group}
-    order = [node.name for node in graph.ops if node.name not in cut]
-    cuts = sorted(draw.sample(range(1, len(order)), 2))
-    ranks: dict[str, int] = {}
-    for place, name in enumerate(order):
-        first = next((ranks[n] for n in group_of.get(name, ()) if n in ranks), None)
-        ranks[name] = sum(place >= c for c in cuts) if first is None else first
-    return ranks
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    losses.append(squared(model.eval()(batch(0)[:4]), None).item())
+    return losses, state
 
 
 PLACED: dict[str, dict[str, Any]] = {
     "layer": {"strategy": "layer", "microbatches": 2},
     "free": {"strategy": "free", "microbatches": 2, "time_limit_seconds": 1.0},
-    "zero3": {"strategy": "feature", "mesh": (2,), "pins": {"*": "zero3"}},
-    "column_row": {"strategy": "feature", "mesh": (2,), "pins": {"*": "column_row"}},
-    "mesh": {"strategy": "feature", "mesh": (2, 2)},
+    "zero3": {"strategy": "feature", "mesh": (2,), "microbatches": 2, "pins": {"*": "zero3"}},
+    "column_row": {"strategy": "feature", "mesh": (2,), "microbatches": 2, "pins": {"*": "column_row"}},
+    "mesh": {"strategy": "feature", "mesh": (2, 2), "microbatches": 2},
 }
 RANKS_OF = {"layer": 2, "free": 3, "zero3": 2, "column_row": 2, "mesh": 4}
 
 
 def planned(seed: int, how: str) -> Plan:
     graph, options = as_graph(workload(seed)), dict(PLACED[how])
-    if how == "layer":
-        options["pins"] = {"layers.0": 0, "layers.2": 1}
+    if how in ("layer", "free"):
+        options["pins"] = random_pins(graph, RANKS_OF[how], random.Random(seed))
     return partition(
         graph, ClusterSpec.local(RANKS_OF[how]), batch_size=SAMPLES, optimizer_memory="momentum", **options
     )
 
 
-def train(plan_json: str, seed: int, folder: str = "") -> tuple[list[float], dict[str, Tensor]]:
-    """In a worker: all steps; with a ``folder``, the last one after a save and a fresh engine that resumes."""
-    plan, losses = Plan.from_json(plan_json), []
+def train(plans: tuple[str, str], seed: int, folder: str = "") -> tuple[list[float], dict[str, Tensor]]:
+    """In a worker: all steps with the first plan; with a ``folder``, the last one by the second, which resumes."""
     options: dict[str, Any] = {
         "optimizer": torch.optim.SGD,
         "optimizer_kwargs": SGD,
         "timeout_seconds": 30.0,
     }
-    engine = plan.deploy(workload(seed), **options)
+    losses = []
+    engine = Plan.from_json(plans[0]).deploy(workload(seed), **options)
     for step in range(STEPS):
         if folder and step == STEPS - 1:
-            engine.save(folder).wait()
+            engine.save(folder)
             engine.close()
-            engine = plan.deploy(workload(seed + 1000 if False else seed), **options)
+            other = workload(seed)
+            with torch.no_grad():
+                for tensor in (*other.model.parameters(), *other.model.buffers()):
+                    tensor.mul_(1.5)  # what is loaded must replace it, in the views too
+            engine = Plan.from_json(plans[1]).deploy(other, **options)
             engine.load(folder)
         losses.append(engine.train_step(batch(step)).item())
     state = engine.state_dict()
+    losses.append(float(engine.eval_step(batch(0)[:4]).loss))
     engine.close()
     return losses, state
 
 
-def check(seed: int, how: str, pool: WorkerPool, folder: str = "") -> Plan:
-    plan = planned(seed, how)
-    expected, state = plain_loop(seed, plan.microbatches)
+def check(seed: int, plans: tuple[Plan, Plan], pool: WorkerPool, folder: str = "") -> None:
+    expected, state = plain_loop(seed, plans[0].microbatches)
     (losses, found), *_ = pool.run(
-        train, plan.model_dump_json(), seed, folder, world_size=plan.world_size, timeout_seconds=90.0
+        train,
+        tuple(plan.model_dump_json() for plan in plans),
+        seed,
+        folder,
+        world_size=plans[0].world_size,
+        timeout_seconds=90.0,
     )
-    assert losses == pytest.approx(expected, rel=1e-9), how
+    assert losses == pytest.approx(expected, rel=1e-9)
     assert list(found) == list(state)
     for name, value in state.items():
-        assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-11), (how, name)
-    return plan
+        assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-11), name
+
+
+@pytest.mark.parametrize(
+    ("how", "seeds"),
+    [("layer", (3, 8)), ("free", (1, 4, 7)), ("zero3", (2, 9)), ("column_row", (5, 10)), ("mesh", (6,))],
+)
+def test_training_and_verification_follow_the_shared_memory(
+    how: str, seeds: tuple[int, ...], pool: WorkerPool
+) -> None:
+    for seed in seeds:
+        plan = planned(seed, how)
+        assert plan.views, "nothing is shared: another seed"
+        check(seed, (plan, plan), pool)
+        plan.verify(workload(seed), pool=pool).raise_if_different()
+
+
+@pytest.mark.parametrize(("first", "second"), [("layer", "zero3"), ("column_row", "layer")])
+def test_a_checkpoint_is_resumed_under_another_plan(
+    first: str, second: str, pool: WorkerPool, tmp_path: Path
+) -> None:
+    check(3, (planned(3, first), planned(3, second)), pool, str(tmp_path))

@@ -66,12 +66,12 @@ def token_mean(
     kept = {i.name for i in inputs if i.kind == "constant"}
     return (
         Converted(
-                traced.module,
-                inputs,
-                outputs,
-                {n: c for n, c in traced.constants.items() if n in kept},
-                traced.views,
-            ),
+            traced.module,
+            inputs,
+            outputs,
+            {n: c for n, c in traced.constants.items() if n in kept},
+            traced.views,
+        ),
         _with_known_symbols(leaves.spec(), inputs, graph),
         TokenCounts(module, names, constants, normalizers, rest, share),
     )
