@@ -7,6 +7,8 @@ In float64, with d the difference of two tensors and ‖·‖ the 2-norm, these 
     parameter p  ‖d‖ ≤ 1e-9 · max(‖p‖, lr · √n)                    after an optimizer step at rate lr, n elements
     buffer b     ‖d‖ ≤ 1e-9 · max(‖b‖, 1)
 
+NaN agrees with NaN in the same place, and so does an infinity with itself; norms are those of the finite numbers.
+
 Some differences are rounding of the unpartitioned model itself, and nothing of the partition. A bias before a batch norm
 has no gradient: what backward leaves there is rounding, other rounding for every order of adding. Adam divides a gradient
 by as little as 1e-8, so that a parameter may differ by rounding whose gradient is small and agrees. So where such a
@@ -38,9 +40,9 @@ ORDERS = 16.0
 
 @dataclass(frozen=True)
 class StepResult:
-    """Everything one training step computed, by the model's own names."""
+    """Everything one training step computed, by the model's own names. ``loss``: None if it is not known here."""
 
-    loss: float
+    loss: float | None
     gradients: Mapping[str, Tensor]
     parameters: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
@@ -79,14 +81,13 @@ def compare(
 
     ``whole``: all gradients of the model, where ``expected`` holds only a part of them.
     """
-    loss_error = abs(expected.loss - actual.loss)
-    found = [Comparison("loss", "loss", loss_error, tolerance * max(abs(expected.loss), 1.0))]
+    found = [_compare("loss", "loss", _number(expected.loss), _number(actual.loss), _at_least_one, tolerance)]
     every = (expected.gradients if whole is None else whole).values()
-    norm_of_all = math.sqrt(sum(float(_wide(gradient).norm()) ** 2 for gradient in every))
+    norm_of_all = math.sqrt(sum(float(_finite(_wide(gradient)).norm()) ** 2 for gradient in every))
     scales: dict[str, Callable[[float, int], float]] = {
         "gradient": lambda norm, _: max(norm, 1e-6 * norm_of_all),
         "parameter": lambda norm, elements: max(norm, learning_rate * math.sqrt(elements)),
-        "buffer": lambda norm, _: max(norm, 1.0),
+        "buffer": _at_least_one,
     }
     for kind, scale in scales.items():
         for name, e, a in _pairs(getattr(expected, f"{kind}s"), getattr(actual, f"{kind}s")):
@@ -149,8 +150,22 @@ def _compare(
     if expected is None or actual is None or expected.shape != actual.shape:
         return Comparison(kind, name, math.inf, 0.0)
     e, a = _wide(expected), _wide(actual)
-    error = float((e - a).norm())
-    return Comparison(kind, name, error, tolerance * scale(float(e.norm()), e.numel()))
+    same = (e == a) | (e.isnan() & a.isnan())
+    error = float((e - a).masked_fill(same, 0.0).norm())
+    return Comparison(kind, name, error, tolerance * scale(float(_finite(e).norm()), e.numel()))
+
+
+def _at_least_one(norm: float, _: int) -> float:
+    return max(norm, 1.0)
+
+
+def _number(loss: float | None) -> Tensor | None:
+    return None if loss is None else torch.tensor(loss, dtype=torch.float64)
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """Return the tensor with zeros for what is NaN or infinite."""
+    return tensor.masked_fill(~tensor.isfinite(), 0.0)
 
 
 def _wide(tensor: Tensor) -> Tensor:

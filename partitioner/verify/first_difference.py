@@ -93,12 +93,14 @@ def _worst(expected: StepResult, own: Unpartitioned) -> str:
 class _Noting(fx.Interpreter):
     """An interpreter that runs the graph and notes every tensor."""
 
-    def __init__(self, module: fx.GraphModule, notes: dict[str, list[Note]]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, notes: dict[str, list[Note]], drawn: Mapping[str, Tensor]
+    ) -> None:
         super().__init__(module)
-        self.notes = notes
+        self.notes, self.drawn = notes, drawn
 
     def run_node(self, n: fx.Node) -> object:
-        result = super().run_node(n)
+        result = self.drawn[n.name] if n.name in self.drawn else super().run_node(n)
         if n.op == "call_function" and isinstance(result, Tensor):
             self.notes.setdefault(n.name, []).append(summarized(result))
         return result
@@ -128,7 +130,8 @@ def unpartitioned(graph: OpGraph, task: VerificationTask) -> Unpartitioned:
     with float64_by_default():
         for index, weight in enumerate(task.weights):
             arguments = [pieces[i.name][index] if i.kind == "batch" else state[i.name] for i in graph.inputs]
-            outputs = _Noting(graph.module, notes).run(*arguments)
+            drawn = {name: every[index] for name, every in task.draws.items()}
+            outputs = _Noting(graph.module, notes, drawn).run(*arguments)
             for output, value in zip(graph.outputs, outputs, strict=True):
                 if output.kind == "loss":
                     if value.requires_grad:

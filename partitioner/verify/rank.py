@@ -15,6 +15,7 @@ from passes.evaluate.float64 import float64_by_default
 from runtime.execute.execute import Executor
 from runtime.measure.record import Note, take_notes
 from runtime.mesh.sharding import Sharding
+from runtime.ops.replay import Draws, replaying
 from runtime.program.program import Program, SegmentGraph
 from runtime.segment.code import BatchSpec, SegmentCode
 from runtime.state.precision import leaf_and_owner
@@ -44,6 +45,8 @@ class VerificationTask:
     """The shardings of parameters and buffers of which ranks hold blocks."""
     parts: Mapping[str, StatePart] = field(default_factory=dict)
     """The tensors in ``state`` that other names, which are not in it, are blocks of."""
+    draws: Draws = field(default_factory=dict)
+    """What the unpartitioned model drew, for the ops in ``codes`` that replay it."""
 
     def whole_of(self, name: str) -> str:
         """Return the model's own name of what ranks hold as ``name``."""
@@ -58,14 +61,15 @@ class VerificationTask:
 def run_rank(task: VerificationTask) -> StepResult:
     """Run one training step on this rank. Collective over the default process group.
 
-    ``loss`` is nan on ranks that do not compute it.
+    ``loss`` is None on ranks that do not compute it.
     """
     executor, state, optimizer = build_rank(task)
     sharded = executor.sharded_owners(state)
     if optimizer is not None:
         sharded.attach(optimizer)
     try:
-        with float64_by_default():
+        segments = [segment.index for segment in task.segments.segments]
+        with float64_by_default(), replaying(task.draws, segments, task.microbatches):
             loss = executor.train_step(task.batch, task.microbatches, None, weights=task.weights)
             sharded.collect()
             if optimizer is not None:
@@ -73,7 +77,7 @@ def run_rank(task: VerificationTask) -> StepResult:
     finally:
         executor.close()
     return StepResult(
-        loss=float("nan") if loss is None else float(loss),
+        loss=None if loss is None else float(loss),
         gradients={n: p.grad for n, p in state.parameters.items() if p.grad is not None},
         parameters={n: state.leaves[n].detach() for n in state.parameters},
         buffers={n: t for n, t in state.leaves.items() if n not in state.parameters},

@@ -2,7 +2,7 @@
 
 If ranks hold blocks of a tensor (shards, or parts of ops that were split), whole tensors are put together from them first.
 Every copy counts: with blocks A and B, A on ranks 0 and 2, B on ranks 1 and 3, there are two whole tensors, of ranks 0 1
-and of ranks 2 3. An element that nobody has is nan, which agrees with nothing.
+and of ranks 2 3. An element that nobody has is infinite, which no number of a model agrees with.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[
                 copies.append({"gradients": {}, "parameters": {}, "buffers": {}})
             copies[number][kind][name] = whole
     loss = _loss([result.loss for result in results], task)
-    return [StepResult(loss if number == 0 else float("nan"), **copy) for number, copy in enumerate(copies)]
+    return [StepResult(loss if number == 0 else None, **copy) for number, copy in enumerate(copies)]
 
 
 def with_views(results: Sequence[StepResult], views: Mapping[str, StateView]) -> list[StepResult]:
@@ -60,7 +60,7 @@ def compare_ranks(
     expected: StepResult, actual: Sequence[StepResult], initial: Mapping[str, Tensor], learning_rate: float
 ) -> list[Comparison]:
     """Compare every copy; what nobody holds must not have changed."""
-    losses = [result.loss for result in actual if result.loss == result.loss]
+    losses = [result.loss for result in actual if result.loss is not None]
     seen: set[str] = set()
     found: list[Comparison] = []
     for result in actual:
@@ -79,7 +79,7 @@ def compare_ranks(
     kept = {n: b for n, b in expected.buffers.items() if n not in seen and n in initial}
     unheld = StepResult(expected.loss, {}, {}, {n: initial[n] for n in kept})
     found += compare(StepResult(expected.loss, lost, {}, kept), unheld, learning_rate)[1:]
-    loss = losses[0] if len(losses) == 1 else float("nan")
+    loss = losses[0] if len(losses) == 1 else None
     return compare(StepResult(expected.loss, {}, {}), StepResult(loss, {}, {}), learning_rate) + found
 
 
@@ -102,8 +102,8 @@ def _block(kind: str, name: str, rank: int, task: VerificationTask) -> Block:
     return (sharding.owner_block if kind == "gradients" else sharding.leaf_block)(shape, rank)
 
 
-def _loss(losses: Sequence[float], task: VerificationTask) -> float:
-    """Return the loss of the batch: what ranks have that share its segment are parts of it; all others have nan."""
+def _loss(losses: Sequence[float | None], task: VerificationTask) -> float | None:
+    """Return the loss of the batch: what ranks have that share its segment are parts of it; all others have none."""
     segments = task.segments.segments
     computing = {
         rank
@@ -111,8 +111,8 @@ def _loss(losses: Sequence[float], task: VerificationTask) -> float:
         if any(output.kind == "loss" for output in code.outputs)
         for rank in segments[index].ranks
     }
-    found = {rank for rank, loss in enumerate(losses) if loss == loss}
-    return sum(losses[rank] for rank in sorted(found)) if found == computing else float("nan")
+    found = {rank: loss for rank, loss in enumerate(losses) if loss is not None}
+    return sum(found.values()) if found.keys() == computing else None
 
 
 def _blocks(found: Sequence[tuple[Block, Tensor]]) -> int:
@@ -127,16 +127,16 @@ def _owners(sharding: Sharding, shape: Sequence[int]) -> int:
 
 
 def _wholes(found: Sequence[tuple[Block, Tensor]], like: Tensor) -> Iterator[Tensor]:
-    """Yield whole tensors, as many as ranks hold the most frequent block; nan where a block is missing."""
+    """Yield whole tensors, as many as ranks hold the most frequent block; infinity where a block is missing."""
     holders: dict[Block, list[Tensor]] = {}
     for block, tensor in found:
         holders.setdefault(block, []).append(tensor)
     for number in range(max(map(len, holders.values()))):
         dense = next(iter(holders.values()))[0]
         complete = sum(math.prod(block.shape) for block in holders) == like.numel()
-        has_nan = dense.is_floating_point() or dense.is_complex()
-        dtype = dense.dtype if has_nan or complete else torch.float64
-        whole = torch.full_like(like, float("nan") if has_nan or not complete else 0, dtype=dtype)
+        has_infinity = dense.is_floating_point() or dense.is_complex()
+        dtype = dense.dtype if has_infinity or complete else torch.float64
+        whole = torch.full_like(like, math.inf if has_infinity or not complete else 0, dtype=dtype)
         for block, tensors in holders.items():
             own = tensors[min(number, len(tensors) - 1)]
             block.of(whole).copy_(own.to_dense() if own.is_sparse else own)

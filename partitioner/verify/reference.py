@@ -11,6 +11,7 @@ micro-batch by micro-batch as well; the mean cross-entropies are then divided by
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from cost_models.errors import UsageError
 from partitioner.engine.optimizers import make_optimizer
 from partitioner.models.workload import Workload
 from partitioner.verify.compare import StepResult
+from partitioner.verify.draws import RecordedDraws, Recorder
 from partitioner.verify.grow_batch import rebuilt
 from passes.evaluate.copied_module import copied_module
-from passes.evaluate.dropout import DropoutOff
+from passes.evaluate.dropout import DropoutOff, random_ops
 from passes.evaluate.float64 import Float64, float64_by_default
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import argument
@@ -42,8 +44,12 @@ def reference_step(
     sizes: tuple[int, ...],
     optimizer: str,
     learning_rate: float,
+    recorded: RecordedDraws | None = None,
 ) -> StepResult:
-    """Compute one step of the unpartitioned model. ``sizes``: the samples of each of the plan's micro-batches."""
+    """Compute one step of the unpartitioned model. ``sizes``: the samples of each of the plan's micro-batches.
+
+    ``recorded``: takes the random draws of each micro-batch.
+    """
     model = copied_module(reference.model).train()
     weights = loss_weights(graph.loss_reduction, sizes)
     mode: WholeBatchMeans | None = None
@@ -56,12 +62,13 @@ def reference_step(
     pieces = _pieces(batch, leaves, graph, len(sizes), model)
     with DropoutOff(), Float64(), float64_by_default():
         for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
-            if mode is None:
-                loss = _loss(model, reference, piece)
-            else:
+            recorder = Recorder() if recorded else None
+            if mode is not None:
                 mode.start(index)
-                with mode:
-                    loss = _loss(model, reference, piece)
+            with mode or nullcontext(), recorder or nullcontext():
+                loss = _loss(model, reference, piece)
+            if recorded is not None and recorder is not None:
+                recorded.add(recorder)
             if loss.requires_grad:
                 (loss * weight).backward()  # type: ignore[no-untyped-call]
             total += float(loss.detach()) * weight
@@ -83,6 +90,8 @@ def why_in_pieces(graph: OpGraph) -> str:
     norms = [n.name for n in graph.ops if "batch_norm" in str(n.target) and _in_training(n)]
     if norms:
         return f"batch norm sees one micro-batch at a time ({norms[0]})"
+    if drawn := random_ops(graph):
+        return f"each micro-batch draws its own random numbers ({drawn[0]})"
     others = graph.token_counts.other_terms if graph.token_counts is not None else ()
     return f"the loss has terms besides its token mean ({others[0]})" if others else ""
 

@@ -3,8 +3,8 @@
     plan ─► the same programs ─► Gloo workers on this machine, float64 ─┐
     model ─► eager (``partitioner.verify.reference``) ──────────────────┴─► loss, gradients, buffers, parameters
 
-The reference is the user's own module, not our graph. Dropout is switched off on both sides, because two random draws
-cannot be compared. Tolerances: ``partitioner.verify.compare``.
+The reference is the user's own module, not our graph. Dropout is switched off on both sides; other
+random draws of the plan are those of the model (``partitioner.verify.draws``). Tolerances: ``partitioner.verify.compare``.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ from partitioner.models.workload import Workload, workload_of
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
 from partitioner.verify.compare import Comparison, StepResult, in_reverse, rounding_only
+from partitioner.verify.draws import RecordedDraws, cuts_of, unmatched, with_replayed
 from partitioner.verify.first_difference import first_difference
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly, to_double
 from partitioner.verify.rank import VerificationTask, run_rank
 from partitioner.verify.ranks import compare_ranks, put_together, with_views
 from partitioner.verify.reference import reference_step, why_in_pieces
 from passes.evaluate.copied_module import copied_module
-from passes.evaluate.dropout import random_ops, without_dropout
+from passes.evaluate.dropout import without_dropout
 from passes.evaluate.float64 import in_float64, widen_module
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.trace.batch import flatten_batch, forward_names
 from passes.trace.loss.reduction import step_batch, step_weights
 from passes.trace.wrappers import unwrapped
+from runtime.ops.replay import Draws
 from runtime.ranks.launch import WorkerPool
 from runtime.segment.microbatch import microbatch_sizes
 
@@ -166,13 +168,19 @@ def verify_plan(
         parts=code.graph.parts,
     )
 
+    recorded = RecordedDraws(graph)
+
     def step(batch: Any, leaves: Mapping[str, Tensor]) -> StepResult:
-        return reference_step(reference, batch, leaves, graph, sizes, plan.optimizer_memory, LEARNING_RATE)
+        return reference_step(
+            reference, batch, leaves, graph, sizes, plan.optimizer_memory, LEARNING_RATE, recorded
+        )
 
     with blaming_the_model(plan.model.name):
         expected = step(batch, leaves)
-        if not math.isfinite(expected.loss):
-            raise ArithmeticError(f"its loss is {expected.loss}, and that agrees with nothing")
+    draws, recorded = recorded.draws, RecordedDraws(graph)
+    codes = {index: with_replayed(part, draws, cuts_of(plan)) for index, part in task.codes.items()}
+    task = replace(task, codes=codes, draws=draws)
+    notes += _notes_on_results(graph, draws, expected)
     with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
         run = partial(workers.run, world_size=plan.world_size, timeout_seconds=timeout_seconds)
         results = with_views(put_together(run(run_rank, task), task), graph.views)
@@ -215,13 +223,20 @@ def _notes(plan: PlanData, graph: OpGraph, dropped: int) -> list[str]:
         notes.append(f"verified in float64 throughout; the plan trains with {plan.precision}")
     if dropped:
         notes.append(f"dropout switched off in {dropped} ops: two random draws cannot be compared")
-    drawing = random_ops(graph)
-    if drawing:
+    if graph.loss_reduction != "mean" and (why := why_in_pieces(graph)):
+        notes.append(f"compared micro-batch by micro-batch, not with the whole batch: {why}")
+    return notes
+
+
+def _notes_on_results(graph: OpGraph, draws: Draws, expected: StepResult) -> list[str]:
+    """Note what the comparison says little about."""
+    notes = []
+    if drawing := unmatched(graph, draws):
         notes.append(
             f"{len(drawing)} ops draw random numbers ({drawing[0]}, …): they may differ for that reason alone"
         )
-    if graph.loss_reduction != "mean" and (why := why_in_pieces(graph)):
-        notes.append(f"compared micro-batch by micro-batch, not with the whole batch: {why}")
+    if expected.loss is not None and not math.isfinite(expected.loss):
+        notes.append(f"the unpartitioned model's loss is {expected.loss}: NaN is compared with NaN")
     return notes
 
 

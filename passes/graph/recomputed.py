@@ -49,7 +49,7 @@ def recomputed_ops(graph: OpGraph) -> frozenset[str]:
 def draws_random_numbers(node: fx.Node) -> bool:
     """Tell whether running the op twice may give two results (dropout in training, rand, bernoulli)."""
     if node.target is run_local:  # (function, op, roles, the op's own arguments …)
-        return node.args[0] == "random"
+        return node.args[0] in ("random", "replayed")
     if isinstance(node.target, Opaque):
         return node.target.random
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -5,8 +5,8 @@
     discovery.counts            {"rule": 512, "discovered": 3, "replicated": 1}
 
 What holds for several draws of values (ties, large and small numbers, NaN, infinities, repeated, sorted and negative
-indices, as far as the op takes them), forward and backward, on axes of 2 and 4 and on two axes, is a choice. An op that draws
-random numbers, writes to its operands, gives other results when run again, or fails on all small inputs stays replicated.
+indices, as far as the op takes them), forward and backward, on axes of 2 and 4 and on two axes, is a choice. An op that
+draws random numbers, writes to its operands, gives other results when run again, or fails on all small inputs stays replicated.
 Results are kept per op and signature with what they were proved on, in memory and as JSON beside the calibration; what is
 read back is tried again on a fresh draw, since the code behind a custom op's name may have changed.
 """

@@ -12,6 +12,7 @@ A ``Choice`` names them as "function:role". ``LOCAL[function](op, axes, *args, *
     nll_loss:samples        shards of the samples, mean      P   as above
     batch_norm:samples      shards of the samples, training  S   statistics over all ranks' samples
     random:shards           shards of anything               S   each rank draws its own numbers
+    replayed:dim0, …        (verification)                   S   its part of what the unpartitioned model drew
 
 Random numbers: replicated tensors draw equal numbers, since ranks run the same ops in the same order from the same seed.
 ``random:shards`` takes one number from that common stream, whatever the shard's size, and draws from a stream of its own.
@@ -38,6 +39,7 @@ from runtime.ops.batch_norm import batch_norm
 from runtime.ops.cross_entropy import cross_entropy, mean_nll_loss
 from runtime.ops.peers import Peers
 from runtime.ops.random import generators_of, mix, seeded
+from runtime.ops.replay import replay_part
 
 Axes: TypeAlias = Mapping[str, Peers]
 LocalOp: TypeAlias = Callable[..., Any]
@@ -73,6 +75,7 @@ LOCAL: Mapping[str, LocalOp] = {
     "nll_loss": mean_nll_loss,
     "batch_norm": batch_norm,
     "random": _random,
+    "replayed": replay_part,
 }
 
 LEADING = 3

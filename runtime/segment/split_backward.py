@@ -326,7 +326,8 @@ def split(module: fx.GraphModule, code: SegmentCode) -> tuple[fx.GraphModule, De
 
 def _call(rule: SplitRule, deferred: DeferredWork) -> Callable[..., Tensor]:
     def split_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if rule.applies(x, weight):
+        # Gradients of complex products are products with conjugates, which the rules do not make.
+        if rule.applies(x, weight) and not (x.is_complex() or weight.is_complex()):
             result: Tensor = _SplitOp.apply(rule, deferred, x, weight, bias)  # type: ignore[no-untyped-call]
             return result
         return rule.forward(x, weight, bias)

@@ -27,7 +27,7 @@ def _embedding(node: fx.Node) -> tuple[Choice, ...]:
     if argument(node, "scale_grad_by_freq") or argument(node, "sparse"):
         return from_text(node, "weight[. e] indices[.*] -> [.* e]")
     found = from_text(node, "weight'[. e] indices[b*] -> [b* e]")
-    if operands_shapes(node)[0][0] == 1:
+    if operands_shapes(node)[0][0] <= 1:
         return found
     return (*found, Choice((Need(Shard(0)), Need(R)), (P,), VOCABULARY))
 

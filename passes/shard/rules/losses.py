@@ -43,7 +43,7 @@ def _cross_entropy(node: fx.Node) -> tuple[Choice, ...]:
 def _by_class(node: fx.Node, rank: int) -> tuple[Choice, ...]:
     """Shard classes: each rank has some classes' logits; the ranks together find the denominators: the result is whole."""
     dim = 1 if rank > 1 else 0
-    if operands_shapes(node)[0][dim] == 1:
+    if operands_shapes(node)[0][dim] <= 1:
         return ()
     needs = [Need(Shard(dim))] + [Need(R)] * (len(operands(node)) - 1)
     return (Choice(tuple(needs), (R,), CLASSES),)

@@ -7,7 +7,7 @@
     '          the op is linear in this operand, the others fixed
     +          this operand is added to the rest
 
-What follows from it, per letter (a dimension of size 1 has none):
+What follows from it, per letter (a dimension of size 0 or 1 has none):
     operands that have it     S(its dimension)
     the others                R, and their gradient is one rank's part of a sum (~)
     outputs that have it      S(its dimension)
@@ -145,7 +145,7 @@ def from_terms(
 
 def _lettered(term: Term, value: torch.Tensor) -> tuple[str | None, ...]:
     """Return the letters of the dimensions that have more than one element: others are broadcast, or nothing to shard."""
-    return tuple(letter if size != 1 else None for letter, size in zip(term.dims, shape(value), strict=True))
+    return tuple(letter if size > 1 else None for letter, size in zip(term.dims, shape(value), strict=True))
 
 
 def _shard(

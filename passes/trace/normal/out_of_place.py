@@ -76,6 +76,11 @@ def out_of_place(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], w
         return None
     outs = {a.name for a in target._schema.arguments if a.is_out}
     kept = {key: value for key, value in kwargs.items() if key not in outs}
+    for argument in target._schema.arguments[len(args) :]:  # bernoulli_(p=0.5), bernoulli(p)
+        if argument.has_default_value() and argument.name not in kept and not argument.is_out:
+            wanted = next((a for a in form._schema.arguments if a.name == argument.name), None)
+            if wanted is not None and not wanted.has_default_value():
+                kept[argument.name] = argument.default_value
     result = writer.call(form, *args, **kept)
     count = len(written_arguments(node))
     if isinstance(result.meta["val"], list | tuple):

@@ -5,7 +5,7 @@ import torch
 from partitioner.verify.compare import StepResult, compare
 
 
-def step(gradient: torch.Tensor, loss: float = 1.0) -> StepResult:
+def step(gradient: torch.Tensor, loss: float | None = 1.0) -> StepResult:
     return StepResult(
         loss,
         {"w": gradient, "big": torch.full((4,), 1e3, dtype=torch.float64)},
@@ -50,3 +50,16 @@ def test_nan_missing_and_reshaped_differ() -> None:
     assert not worst(
         step(torch.ones(4, dtype=torch.float64), loss=float("nan")), step(torch.ones(4, dtype=torch.float64))
     )["loss loss"]
+
+
+def test_what_is_no_number_agrees_with_itself_in_its_place() -> None:
+    odd = torch.tensor([1.0, float("nan"), float("inf"), -float("inf")], dtype=torch.float64)
+    nan, inf = float("nan"), float("inf")
+    assert all(worst(step(odd, loss=nan), step(odd.clone(), loss=nan)).values())
+    assert all(worst(step(odd, loss=inf), step(odd, loss=inf)).values())
+    assert not worst(step(odd), step(odd.flip(0)))["gradient w"]
+    assert not worst(step(odd), step(odd.nan_to_num()))["gradient w"]
+    assert not worst(step(odd), step(odd * torch.tensor([1 + 1e-8, 1, 1, 1], dtype=torch.float64)))["gradient w"]
+    for other in (inf, -inf, 1.0, None):
+        assert not worst(step(odd, loss=nan), step(odd, loss=other))["loss loss"]
+    assert not worst(step(odd, loss=inf), step(odd, loss=-inf))["loss loss"]

@@ -1,0 +1,89 @@
+"""Verification of models that draw random numbers, or whose loss is NaN: nothing differs, and what is wrong still does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cost_models.cluster import ClusterSpec
+from partitioner import Workload, partition, trace
+from partitioner.verify.verify import verify_plan
+from runtime.ranks.launch import WorkerPool
+from tests.odd_models.case import odd
+
+
+def noisy(m: Any, x: Tensor) -> Tensor:
+    """Draws of every kind: like a tensor, of a shape, in place, by numbers, by chance, at two places."""
+    h = m.a(x) + 0.1 * torch.randn_like(x)
+    h = h * torch.rand(6) + torch.empty_like(h).normal_(0.0, 0.1)
+    h = m.b(h.tanh()) * torch.bernoulli(h.detach().sigmoid())
+    h = h * F.gumbel_softmax(m.c(h), tau=0.5) + torch.rand_like(h)
+    return h[:, torch.randperm(6)] * torch.randint(1, 4, (6,)) + torch.empty(x.shape[0], 1).bernoulli_(0.5)
+
+
+def multinomial(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x).tanh()
+    which = torch.multinomial(m.b(h).detach().softmax(-1), 2)
+    return m.c(h).gather(1, which) * torch.normal(h.detach(), torch.ones_like(h))[:, :2]
+
+
+def dropped_path(m: Any, x: Tensor) -> Tensor:
+    keep = (torch.rand(x.shape[0], 1) < 0.7).to(x.dtype)
+    unused = torch.rand(3)  # the graph does not have it
+    h = m.b(m.a(x).tanh()) * keep
+    return m.c(F.dropout(h, 0.4)) + x + 0 * unused.mean().detach()
+
+
+def workload(
+    run: Callable[..., Tensor], loss: Callable[..., Tensor] = lambda y, b: (y**2).mean()
+) -> Workload:
+    torch.manual_seed(0)
+    return Workload(odd(run, **{name: nn.Linear(6, 6) for name in "abc"}), torch.randn(8, 6), loss, "random")
+
+
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pipeline": (2, {"microbatches": 2, "min_stages": 2}),
+    "recomputed": (2, {"microbatches": 2, "recompute": "full", "min_stages": 2}),
+    "samples": (2, {"microbatches": 2, "strategy": "feature", "mesh": (2,), "pins": {"*": "data"}}),
+    "both axes": (4, {"strategy": "feature", "mesh": (2, 2), "pins": {"*": "data column_row"}}),
+    "free": (3, {"microbatches": 2, "strategy": "free"}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("run", [noisy, multinomial, dropped_path])
+def test_draws_are_the_same_in_both_worlds(run: Callable[..., Tensor], way: str, pool: WorkerPool) -> None:
+    ranks, options = WAYS[way]
+    given = workload(run)
+    graph = trace(given.model, given.example_inputs, loss_fn=given.loss_fn)
+    plan = partition(graph, ClusterSpec.local(ranks), batch_size=8, **options)
+    report = verify_plan(plan, given, pool=pool, graph=graph)
+    report.raise_if_different()
+    assert not any("may differ" in note for note in report.notes)
+
+
+def test_the_sum_of_a_batch_is_compared_by_micro_batches(pool: WorkerPool) -> None:
+    given = workload(noisy, lambda y, b: (y**2).sum())
+    plan = partition(given, ClusterSpec.local(2), batch_size=8, microbatches=2, loss_reduction="sum")
+    plan.verify(given, pool=pool).raise_if_different()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_compared(value: float, pool: WorkerPool) -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.c(m.b(m.a(x).tanh()))
+
+    def loss(y: Tensor, batch: Tensor) -> Tensor:
+        return torch.where(y > 0, y * value, y**2).sum(1).mean()
+
+    for ranks, options in (WAYS["pipeline"], WAYS["samples"]):
+        given = workload(run, loss)
+        plan = partition(given, ClusterSpec.local(ranks), batch_size=8, **options)
+        report = plan.verify(given, pool=pool)
+        report.raise_if_different()
+        assert any("NaN is compared with NaN" in note for note in report.notes)
