@@ -40,6 +40,7 @@ from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.trace.batch import flatten_batch, forward_names
 from passes.trace.loss.reduction import step_batch, step_weights
+from passes.trace.watch import HOOKS_RUN
 from passes.trace.wrappers import unwrapped
 from runtime.ops.replay import Draws
 from runtime.ranks.launch import WorkerPool
@@ -221,6 +222,10 @@ def _notes(plan: PlanData, graph: OpGraph, dropped: int) -> list[str]:
     notes = list(graph.notes)
     if plan.precision != Precision():
         notes.append(f"verified in float64 throughout; the plan trains with {plan.precision}")
+    if any(note.startswith(HOOKS_RUN) for note in notes):
+        notes.append(
+            "hooks on parameters' gradients are left out on both sides: gradients are compared before they run"
+        )
     if dropped:
         notes.append(f"dropout switched off in {dropped} ops: two random draws cannot be compared")
     if graph.loss_reduction != "mean" and (why := why_in_pieces(graph)):

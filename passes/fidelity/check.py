@@ -42,7 +42,7 @@ from passes.fidelity.steps import (
 )
 from passes.graph.graph import OpGraph
 from passes.trace.batch import flatten_batch, forward_names, map_tensors
-from passes.trace.draws import Draws, draws_restored, extreme_draws, watch_draws
+from passes.trace.draws import DRAWN, Draws, draws_restored, extreme_draws, watch_draws
 from passes.trace.export import LossFunction
 from passes.trace.noted import Change
 from passes.trace.python_state import PythonState
@@ -142,7 +142,7 @@ def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
             second = _run(subject)
         if why := difference(first, second, allowed):
             raise _depends_on_state(graph, seen, why)
-    notes = list(graph.notes)
+    notes = [f"{n}; others change nothing here" if n.startswith(DRAWN) else n for n in graph.notes]
     if seen.hooks:
         state.restore()
         with without_gradient_hooks(model):

@@ -7,7 +7,11 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import sympy
+import torch
 
 from passes.trace.noted import same
 from passes.trace.user_code import caller
@@ -18,6 +22,12 @@ _QUIET = frozenset(
 """Functions of the two modules that draw nothing."""
 
 
+_TOOLS = tuple(str(Path(module.__file__ or "").parent) for module in (torch, sympy))
+
+DRAWN = "forward draws Python's random numbers"
+"""The beginning of the note on draws that a trace has made."""
+
+
 @dataclass
 class Draws:
     """The draws of some code. ``places``: function → the first line that called it."""
@@ -25,6 +35,15 @@ class Draws:
     places: dict[str, str] = field(default_factory=dict)
     modules: list[str] = field(default_factory=list)
     """Modules whose generator was advanced."""
+
+    def notes(self) -> list[str]:
+        """Say what a trace made of it."""
+        where = [f"{function} is called in {place}" for function, place in self.places.items()]
+        return (
+            [f"{DRAWN} ({', '.join(where[:3])}): the traced graph keeps those of its first call"]
+            if where
+            else []
+        )
 
     def __bool__(self) -> bool:
         return bool(self.modules)
@@ -45,7 +64,10 @@ def watch_draws() -> Iterator[Draws]:
 
     def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            draws.places.setdefault(name, caller())
+            if not sys._getframe(1).f_code.co_filename.startswith(
+                _TOOLS
+            ):  # a tracer's own draws are none of forward's
+                draws.places.setdefault(name, caller())
             return original(*args, **kwargs)
 
         return call

@@ -44,7 +44,7 @@ from passes.trace.batch_symbols import (
     size_of,
 )
 from passes.trace.build import Converted, convert, leaf_nodes
-from passes.trace.draws import draws_restored
+from passes.trace.draws import draws_restored, watch_draws
 from passes.trace.errors import model_error
 from passes.trace.export import LossFunction, ModelWithLoss, export
 from passes.trace.fingerprint import fingerprint
@@ -140,13 +140,14 @@ def trace(
     checkpointing: list[str] = []
     with contextlib.ExitStack() as changes:
         changes.enter_context(draws_restored())
+        draws = changes.enter_context(watch_draws())
         changes.callback(PythonState.of({"": model}, values=False).restore)
         changes.enter_context(training_mode(model, training, notes))
         changes.enter_context(caching_off(model, notes))
         changes.enter_context(watch_checkpointing(model, checkpointing))
         changes.enter_context(watch_gradient_hooks(model, notes))
         exported, spec, converted, remarks = _trace_parts(subject, parts, batch_dims, state)
-    notes += remarks
+    notes += [*remarks, *draws.notes()]
     notes += [
         f"forward changes the Python number {changed}; the traced graph keeps what its first call saw"
         for changed in exported.module.record.changed

@@ -192,6 +192,8 @@ def caching_off(model: nn.Module, notes: list[str]) -> Iterator[None]:
 
 NOT_RUN = "hooks on gradients are not run"
 """The beginning of the note on hooks that a plan has no place for."""
+HOOKS_RUN = "hooks on parameters' gradients run once per step"
+"""The beginning of the note on hooks that a plan runs."""
 
 
 @contextlib.contextmanager
@@ -220,9 +222,7 @@ def watch_gradient_hooks(model: nn.Module, notes: list[str]) -> Iterator[None]:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     ]
     if hooked:
-        notes.append(
-            f"hooks on parameters' gradients run once per step, on the whole batch's gradient: {_first_three(hooked)}"
-        )
+        notes.append(f"{HOOKS_RUN}, on the whole batch's gradient: {_first_three(hooked)}")
 
 
 def _first_three(names: list[str]) -> str:

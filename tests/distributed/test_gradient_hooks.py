@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
+from cost_models.errors import PartitionerError
 from partitioner import Plan, Workload, partition
 from runtime.ranks.launch import WorkerPool
 
@@ -127,6 +128,41 @@ def test_hooks_do_what_they_do_in_a_plain_loop(name: str, pool: WorkerPool) -> N
     assert set(found) == set(expected)
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_verify_compares_what_hooks_are_given(pool: WorkerPool) -> None:
+    plan = partition(workload(), ClusterSpec.local(2), microbatches=2, min_stages=2)
+    report = plan.verify(workload(), pool=pool)
+    report.raise_if_different()
+    assert any("left out on both sides" in note for note in report.notes)
+
+
+class Doubling(Net):
+    """A net that doubles a gradient on its way, by a hook that no graph holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        h.register_hook(lambda gradient: gradient * 2)
+        return h
+
+
+def refused(plan_json: str) -> str:
+    """In a worker: what ``deploy`` says of a model whose hooks a plan has no place for."""
+    made = Workload(Doubling(tied=False).double(), batch_of(0), loss)
+    try:
+        Plan.from_json(plan_json).deploy(made, timeout_seconds=20.0).close()
+    except PartitionerError as error:
+        return str(error)
+    return "deployed"
+
+
+def test_deploy_refuses_on_every_rank_what_a_plan_without_values_could_not_tell(pool: WorkerPool) -> None:
+    model = Doubling(tied=False).double().to("meta")
+    plan = partition(Workload(model, batch_of(0), loss), ClusterSpec.local(2), min_stages=2)
+    assert any(note.startswith("hooks on gradients are not run") for note in plan.notes)
+    for said in pool.run(refused, plan.model_dump_json(), world_size=2):
+        assert "hooks change gradients inside Doubling" in said
+        assert "a hook on a tensor, registered in test_gradient_hooks.py" in said
 
 
 def test_the_hooks_of_the_test_matter() -> None:
