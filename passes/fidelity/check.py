@@ -135,8 +135,10 @@ def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
             [f"{', '.join(written[:3])}: other values after forward and backward", *_hook_lines(model)],
             ["step the optimizer after backward: a plan runs it on every rank", OFF],
         )
-    again = [contextlib.nullcontext()] * (DRAWS - 3 if draws else 1)
-    for manner in [extreme_draws(high=True), extreme_draws(high=False), *again] if draws else again:
+    manners: list[contextlib.AbstractContextManager[None]] = [contextlib.nullcontext()]
+    if draws:
+        manners = [extreme_draws(high=True), extreme_draws(high=False), *manners * (DRAWS - 3)]
+    for manner in manners:
         state.restore_registered()
         with manner:
             second = _run(subject)

@@ -62,8 +62,7 @@ def graph_step(graph: OpGraph, subject: Subject, in_type: Callable[[Tensor], Ten
     parameters = dict(model.named_parameters())
     buffers = {name: in_type(b.detach()) for name, b in model.named_buffers()}
     state: dict[str, Tensor] = {
-        name: in_type(p.detach()).detach().requires_grad_(p.requires_grad and p.is_floating_point())
-        for name, p in parameters.items()
+        name: in_type(p.detach()).detach().requires_grad_(p.requires_grad) for name, p in parameters.items()
     }
     for name, parameter in parameters.items():
         if parameter.requires_grad:

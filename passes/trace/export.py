@@ -72,7 +72,7 @@ class ModelWithLoss(nn.Module):
         self.record.changed = tuple(
             f"{name}: {value} -> {after[name]}"
             for name, value in before.items()
-            if name in after and type(after[name]) is type(value) and after[name] != value
+            if name in after and type(after[name]) is type(value) and after[name] != value == value
         )
         judged = output
         if self.loss_fn is not None and self._casts_to is not None and self._casts_to.itemsize < 4:

@@ -318,6 +318,20 @@ def test_a_number_that_no_attribute_explains_is_found() -> None:
         checked(Model(lambda m, h: h * (time.perf_counter_ns() % 1000)))
 
 
+def test_complex_parameters_and_values_that_are_no_numbers_are_compared() -> None:
+    class Complex(nn.Module):
+        def __init__(self, bad: float) -> None:
+            super().__init__()
+            self.w, self.bad = nn.Parameter(torch.randn(3, dtype=torch.complex64)), bad
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = torch.view_as_complex(x.reshape(-1, 3, 2)) * self.w.conj()
+            return z.abs() * self.bad
+
+    for bad in (1.0, float("nan"), float("inf")):
+        assert checked(Complex(bad)).notes == ()
+
+
 def test_gradients_that_a_user_has_accumulated_stay() -> None:
     model = Model(lambda m, h: m.norm(h))
     squared(model(torch.randn(8, 6)), None).backward()  # type: ignore[no-untyped-call]
