@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint verify-all golden house bench predict checkpoint docs wheel clean
+.PHONY: help setup demo test lint verify-all golden house faults bounds bench predict checkpoint docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -39,6 +39,13 @@ golden: setup  ## sixty plans of every kind as canonical text, compared with the
 
 house: setup  ## files, rooms, layers, circles, homonyms, constants and lines of this checkout
 	$(BIN)/python -m benchmarks.house
+
+faults: setup  ## planted one-line faults and mutated programs: the checker, verify and tests must find them
+	$(BIN)/python -m benchmarks.faults --tests
+	$(BIN)/python -m benchmarks.mutants
+
+bounds: setup  ## 1,000 random instances: no plan simulates below any bound
+	$(BIN)/python -m benchmarks.bound_check
 
 bench: setup  ## the executor beside torch.distributed.pipelining, DTensor and DDP; the engine beside the executor
 	$(BIN)/python -m benchmarks.executor

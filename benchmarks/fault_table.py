@@ -1,0 +1,201 @@
+"""Planted faults, as data: one wrong line each. ``benchmarks.faults`` puts them into a copy of the checkout, one by one.
+
+A fault whose old text does not stand in its file exactly once is an error: the table goes on with the code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One line that is wrong. ``plans``: those of ``fault_plans`` that reach it; ``test``: a file that should."""
+
+    area: str
+    wrong: str
+    """What it does wrong, in a few words."""
+    file: str
+    old: str
+    new: str
+    plans: tuple[str, ...]
+    test: str
+    needs_train: bool = False
+    """True if only the engine's own way goes there: ``verify --train``."""
+
+
+_RULES = "tests/unit/passes/shard/rules/test_rules.py"
+_LOCAL = "tests/distributed/test_local_ops.py"
+_BRIDGES = "tests/distributed/test_bridges.py"
+_SHARDED = "tests/distributed/test_sharded.py"
+_CHECK = "tests/unit/runtime/program/test_order.py"
+_SPLIT = "tests/unit/passes/split"
+
+_RULE = "passes/shard/rules"
+_OPS = "runtime/ops"
+_RUN = "runtime/execute"
+
+FAULTS: tuple[Fault, ...] = (
+    # Rules of sharding
+    Fault("rule", "a bias is added on every rank", f"{_RULE}/contractions.py",
+          "weight'[o i] bias+[o] -> [b* o]\"", "weight'[o i] bias[o] -> [b* o]\"", ("column_row",), _RULES),
+    Fault("rule", "causal queries are cut along the sequence", f"{_RULE}/attention.py",
+          'row = "." if argument(node, "is_causal") else "l"', 'row = "l"', ("positions",), _RULES),
+    Fault("rule", "statistics of a layer norm over a part", f"{_RULE}/normalize.py",
+          '''whole = " ".join("." * len(argument(node, "normalized_shape")))''', '''whole = "n"''', ("width",), _RULES),
+    Fault("rule", "statistics of a batch norm are a rank's own", f"{_RULE}/normalize.py",
+          'local={"b": SAMPLES} if training else {}', "local={}", ("samples",), _RULES),
+    Fault("rule", "channels are cut through groups", f"{_RULE}/normalize.py",
+          'divides={"c": int(plain(argument(node, "num_groups")))}', "divides={}", ("channels",), _RULES),
+    Fault("rule", "a mean over samples is a sum of means", f"{_RULE}/losses.py",
+          "local = dict.fromkeys(letters, MEAN) if reduction == AVERAGE else {}\n    return from_terms(node, terms",
+          "local = {}\n    return from_terms(node, terms", ("mean",), _RULES),
+    # Ops on shards
+    Fault("loss weight", "a mean over ranks is not divided by them", f"{_OPS}/local.py",
+          'return op(*args, **kwargs) / axes["terms"].size', "return op(*args, **kwargs)", ("mean",), _LOCAL),
+    Fault("loss weight", "valid samples of one rank only", f"{_OPS}/cross_entropy.py",
+          'return axes["samples"].all_reduce(total) if "samples" in axes else total', "return total",
+          ("samples",), _LOCAL),
+    Fault("offset", "every rank has the first classes", f"{_OPS}/cross_entropy.py",
+          "first = classes.rank * here", "first = 0 * here", ("vocabulary",), _LOCAL),
+    Fault("rule", "logits of other ranks' targets count", f"{_OPS}/cross_entropy.py",
+          "z.gather(dim, index).squeeze(dim).masked_fill(~mine, 0)", "z.gather(dim, index).squeeze(dim)",
+          ("vocabulary",), _LOCAL),
+    Fault("reduction", "ranks subtract their own largest logit", f"{_OPS}/cross_entropy.py",
+          'largest = classes.all_reduce(z.amax(dim), "max")', "largest = z.amax(dim)", ("vocabulary",), _LOCAL),
+    Fault("rule", "a gradient for targets of other ranks", f"{_OPS}/cross_entropy.py",
+          "-scale * mine.unsqueeze(dim)", "-scale", ("vocabulary",), _LOCAL),
+    Fault("offset", "every rank has the first rows of a table", f"{_OPS}/local.py",
+          'first = axes["vocabulary"].rank * weight.shape[0]', "first = 0 * weight.shape[0]", ("vocabulary",), _LOCAL),
+    Fault("rule", "rows of other ranks are not zero", f"{_OPS}/local.py",
+          "return found.masked_fill(elsewhere.unsqueeze(-1), 0)", "return found", ("vocabulary",), _LOCAL),
+    Fault("norm", "variance between ranks is left out", f"{_OPS}/batch_norm.py",
+          "variance = (variances + (means - mean) ** 2).mean(0)", "variance = variances.mean(0)",
+          ("samples",), _LOCAL),
+    Fault("norm", "backward divides by one rank's samples", f"{_OPS}/batch_norm.py",
+          "count = x.numel() // x.shape[1] * ctx.samples.size", "count = x.numel() // x.shape[1]",
+          ("samples",), _LOCAL),
+    Fault("norm", "running variance is biased", f"{_OPS}/batch_norm.py",
+          "unbiased = variance * (count / (count - 1))", "unbiased = variance", ("samples",), _LOCAL),
+    # Bridges
+    Fault("reduction", "a gradient's parts are not summed", f"{_OPS}/bridges.py",
+          "return None, total_gradient", "return None, None", ("column_row",), _BRIDGES),
+    Fault("reduction", "gathered parameters' gradients are not summed", f"{_OPS}/bridges.py",
+          "axis.sum_part if partial else axis.part", "axis.part", ("zero3",), _BRIDGES),
+    Fault("reduction", "parts of a sum are not summed", f"{_OPS}/bridges.py",
+          "return total, axis.sum if partial else None", "return None, axis.sum if partial else None",
+          ("column_row",), _BRIDGES),
+    Fault("offset", "every rank keeps the first part", "runtime/mesh/axis.py",
+          "return _chunks(x, dim, self)[self.index].contiguous()", "return _chunks(x, dim, self)[0].contiguous()",
+          ("sequence",), _BRIDGES),
+    Fault("order", "gathered parts are joined in reverse", "runtime/mesh/axis.py",
+          "return _joined(parts, dim % (parts.dim() - 1), self.order)",
+          "return _joined(parts.flip(0), dim % (parts.dim() - 1), self.order)", ("zero3",), _BRIDGES),
+    Fault("reduction", "a maximum is a sum", "runtime/mesh/axis.py",
+          "dist.all_reduce(highest, dist.ReduceOp.MAX,", "dist.all_reduce(highest, dist.ReduceOp.MIN,",
+          ("vocabulary",), _LOCAL),
+    # Sums of gradients, tied and sharded
+    Fault("reduction", "a gradient that ranks share is not summed", "passes/shard/syncs.py",
+          "axes.add(axis)", "axes.discard(axis)", ("samples",), _SHARDED),
+    Fault("offset", "sums go to the parameters in reverse", f"{_RUN}/reduce.py",
+          "for name, shape, total in zip(names, shapes, sums, strict=True):",
+          "for name, shape, total in zip(names, shapes[::-1], sums[::-1], strict=True):", ("samples",), _SHARDED),
+    Fault("reduction", "the sum is made in a copy", f"{_RUN}/reduce.py",
+          "works.append(all_reduce(flat))", "works.append(all_reduce(flat.clone()))", ("samples",), _SHARDED),
+    Fault("tied", "a tied parameter's gradient is not summed", "passes/lower/summarize.py",
+          "if len(groups_of[name]) > 1 and name in graph.trained:",
+          "if len(groups_of[name]) > 2 and name in graph.trained:", ("stages",), "tests/unit/passes/lower"),
+    Fault("tied", "one rank alone takes part in a sum", "runtime/program/order.py",
+          "        for rank in ranks:\n            tails[rank].append(ReduceGradients",
+          "        for rank in ranks[:1]:\n            tails[rank].append(ReduceGradients", ("stages",), _CHECK),
+    Fault("optimizer shard", "a rank trains the first part", "runtime/mesh/sharding.py",
+          "leaf = leaf.narrow(dim, place[axis] * size, size)", "leaf = leaf.narrow(dim, 0 * size, size)",
+          ("zero1",), "tests/distributed/test_sharded.py"),
+    Fault("optimizer shard", "every rank stores the first block", "runtime/mesh/sharding.py",
+          "self.offsets[dim] + index * size, *self", "self.offsets[dim] + 0 * size, *self", ("zero3",),
+          "tests/distributed/test_sharded.py"),
+    Fault("optimizer shard", "updated parts are put in reverse", "runtime/state/sharded_owners.py",
+          "for place, row in enumerate(rows[r] for r in places):",
+          "for place, row in enumerate(rows[r] for r in reversed(places)):", ("zero1",), _SHARDED),
+    # Programs and their order
+    Fault("order", "a value is sent before it is made", "runtime/program/order.py",
+          "end[sent], sequence[sent], number, away, mb, home, False,\n                    position[sent] + 1,",
+          "end[sent], sequence[sent], number, away, mb, home, False,\n                    position[sent],",
+          ("stages",), _CHECK),
+    Fault("order", "a receive comes after its use", "runtime/program/order.py",
+          "slot = max(min(in_time, consumer - ahead), lowest[target])",
+          "slot = max(consumer + 1, lowest[target])", ("stages",), _CHECK),
+    Fault("order", "a message on a queue of its own", "runtime/program/order.py",
+          "projection[target].append((slot, Recv(message, queue)))",
+          'projection[target].append((slot, Recv(message, queue + "x")))', ("stages",), _CHECK),
+    Fault("order", "sums are on a queue of all ranks", "runtime/program/order.py",
+          "ReduceGradients(parameters, ranks, group_queue(ranks), scattered)",
+          'ReduceGradients(parameters, ranks, "group:all", scattered)', ("stages",), _CHECK),
+    Fault("order", "the optimizer steps before the sums", "runtime/program/order.py",
+          "tails[rank].append(OptimizerStep())", "tails[rank].insert(0, OptimizerStep())", ("stages",), _CHECK),
+    Fault("order", "the last backward is left out", "runtime/schedules/pipelines.py",
+          'for j in range(microbatches - warmup, microbatches)]\n    return steps\n\n\ndef interleaved',
+          'for j in range(microbatches - warmup, microbatches - 1)]\n    return steps\n\n\ndef interleaved',
+          ("stages",), "tests/unit/runtime/schedules"),
+    Fault("order", "a value's gradient is never owed", "passes/lower/summarize.py",
+          "name, segmentation.segment_of[name], consumers, int(output_bytes[name]), name in graph.needs_grad",
+          "name, segmentation.segment_of[name], consumers, int(output_bytes[name]), False",
+          ("stages",), "tests/unit/passes/lower"),
+    # Micro-batches and loss weights
+    Fault("micro-batch cut", "the smaller micro-batches come first", "runtime/segment/microbatch.py",
+          "return ((small + 1) * multiple,) * larger + (small * multiple,) * (microbatches - larger)",
+          "return (small * multiple,) * (microbatches - larger) + ((small + 1) * multiple,) * larger",
+          ("uneven",), "tests/unit/runtime/segment"),
+    Fault("loss weight", "micro-batches count alike", "passes/trace/loss/reduction.py",
+          "return [size / samples for size in sizes]", "return [1 / len(sizes) + 0 * samples for size in sizes]",
+          ("uneven",), "tests/distributed/test_loss_reduction.py"),
+    Fault("loss weight", "tokens of a micro-batch by its samples twice", "passes/graph/token_counts.py",
+          "inverse_share = sum(sizes) / samples_of.double()", "inverse_share = samples_of.double() / sum(sizes)",
+          ("stages",), "tests/distributed/test_loss_reduction.py"),
+    Fault("norm", "a micro-batch reads old running statistics", "runtime/segment/runner.py",
+          "self._template[target] = contents", "pass", ("uneven",), "tests/unit/runtime/segment"),
+    Fault("micro-batch cut", "a micro-batch is read twice", f"{_RUN}/bind.py",
+          "batch = [piece[microbatch] for piece in pieces]", "batch = [piece[0] for piece in pieces]",
+          ("stages",), "tests/distributed/test_execute.py"),
+    # Recomputation and halved backwards
+    Fault("recomputation", "a recomputed block's results in another order", "runtime/segment/recompute.py",
+          "for position, node in enumerate(outputs):", "for position, node in enumerate(outputs[::-1]):",
+          ("recompute",), "tests/distributed/test_recompute.py"),
+    Fault("recomputation", "a second forward counts as the first", "runtime/segment/recompute.py",
+          "outputs = [node for node in nodes if any(user not in inside for user in node.users)]",
+          "outputs = [node for node in nodes if any(user not in inside for user in node.users)][:1]",
+          ("recompute",), "tests/distributed/test_recompute.py"),
+    Fault("weights", "a weight half overwrites what was summed", "runtime/segment/split_backward.py",
+          "        parameter.grad += gradient()", "        parameter.grad = gradient()", ("halves",),
+          "tests/unit/runtime/segment"),
+    Fault("weights", "a weight half is added twice", "runtime/segment/split_backward.py",
+          "weight.grad.addmm_(left, right)", "weight.grad.addmm_(left, right, alpha=2)", ("halves",),
+          "tests/unit/runtime/segment"),
+    # Split neurons and halos
+    Fault("split neurons", "a bias is added by every block", "passes/split/rules.py",
+          "return None if isinstance(placement, Partial) and not first else values.whole(given)",
+          "return values.whole(given)", ("neurons",), f"{_SPLIT}/test_split.py"),
+    Fault("split neurons", "a part begins where another does", "passes/split/state.py",
+          "return Block(tuple(begin for begin, _ in spans),", "return Block(tuple(0 * begin for begin, _ in spans),",
+          ("neurons",), f"{_SPLIT}/test_split.py"),
+    Fault("halo", "a block reads one row too low", "passes/split/windows.py",
+          "low = first * self.stride - self.padding", "low = first * self.stride - self.padding + (first > 0)",
+          ("halo",), f"{_SPLIT}/test_windows.py"),
+    Fault("halo", "the border is on the other side", "passes/split/windows.py",
+          "[max(-low, 0), max(high - length, 0)]", "[max(high - length, 0), max(-low, 0)]", ("halo",),
+          f"{_SPLIT}/test_windows.py"),
+    # What only the engine does: for ``verify --train``
+    Fault("engine", "ranks draw the same random numbers", f"{_OPS}/local.py",
+          'mix(int(torch.randint(1 << 62, ())), axes["shards"].rank)', "mix(int(torch.randint(1 << 62, ())), 0)",
+          ("samples",), _LOCAL, True),
+    Fault("engine", "replicated parameters count twice in the norm", "runtime/mesh/sharding.py",
+          "index == 0 or isinstance(placement, Shard)", "index >= 0 or isinstance(placement, Shard)",
+          ("samples",), "tests/distributed/test_engine_sharded.py", True),
+    Fault("engine", "a norm of norms is not squared", f"{_RUN}/gradient_norm.py",
+          'collectives.all_reduce(norm**norm_type, "the gradient norm")',
+          'collectives.all_reduce(norm, "the gradient norm")', ("stages",), "tests/distributed/test_engine.py", True),
+    Fault("engine", "a checkpoint's blocks are all at the beginning", "runtime/checkpoint/parts.py",
+          "offsets = (0,) * tensor.dim() if part is None else part.offsets", "offsets = (0,) * tensor.dim()",
+          ("zero3",), "tests/distributed/test_checkpoint.py", True),
+)  # fmt: skip
+"""Every fault, by area."""

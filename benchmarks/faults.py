@@ -1,0 +1,208 @@
+"""Planted faults, one line each: which of checker, ``verify`` and tests finds it.
+
+    python -m benchmarks.faults                       every fault of ``fault_table``: checker and verify
+    python -m benchmarks.faults --tests               the test file of each as well
+    python -m benchmarks.faults --slice 3/20          every 20th fault, from the third on
+    python -m benchmarks.faults --clean               the plans without any fault: all must verify
+
+A fault goes into a temporary copy of the checkout, never into the checkout, and a process of its own plans, checks and
+verifies the plans that reach it. A fault that needs the engine (``verify --train``) is run, and told apart. Fails if a
+fault is found by neither checker nor ``verify``, or if its text is no longer in the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+from benchmarks.fault_table import FAULTS, Fault
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("cost_models", "runtime", "passes", "partitioner", "benchmarks", "tests", "examples")
+LIMIT_SECONDS = 150.0
+"""Seconds of a process that plans and verifies; a plan whose ranks wait for ever ends with ``HANG_SECONDS``."""
+HANG_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """Who found a fault, in words; "" who did not. ``by``: "checker", "plan" (it was refused), "verify", or ""."""
+
+    fault: Fault
+    by: str
+    text: str
+    tests: str = ""
+
+
+# --------------------------------------------------------------------------------------------------
+# In a process of its own, in the copy
+
+
+def probe(names: list[str], train: bool = False) -> tuple[str, str]:
+    """Plan, check and verify the plans ``names``: who finds something wrong first, and what."""
+    from benchmarks.fault_plans import RANKS, planned
+    from runtime.ranks.launch import WorkerPool
+
+    with mock.patch.object(multiprocessing, "get_context", return_value=_FORK):
+        pool = WorkerPool(RANKS)  # forked: torch is there already
+    for name in names:
+        try:
+            plan, model, batch = planned(name)
+        except Exception as error:  # noqa: BLE001 - whatever a fault leads to is what finds it
+            checked = "check the programs" in str(error)
+            return ("checker" if checked else "plan"), f"{name}: {_line(error)}"
+        try:
+            report = plan.verify(model, example_inputs=batch, pool=pool, timeout_seconds=HANG_SECONDS)
+            if not report.passed:
+                worst = report.differences[0]
+                return "verify", f"{name}: {worst.kind} {worst.name} differs by {worst.error:.1e}"
+            if train:
+                plan.verify(model, example_inputs=batch, train=True).raise_if_different()
+        except TypeError as error:
+            if "train" not in str(error):
+                return "verify", f"{name}: {_line(error)}"
+        except Exception as error:  # noqa: BLE001 - as above
+            return "verify", f"{name}: {_line(error)}"
+    return "", ""
+
+
+_FORK = multiprocessing.get_context("fork")
+
+
+def _line(error: Exception) -> str:
+    because = getattr(error, "because", ())
+    return f"{getattr(error, 'what', str(error))} {because[0] if because else ''}".replace("\n", " ")[:160]
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def copied_checkout() -> Iterator[Path]:
+    """Copy the code into a temporary folder, and remove it in the end."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        for name in FOLDERS:
+            shutil.copytree(ROOT / name, Path(folder) / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        yield Path(folder)
+
+
+@contextmanager
+def planted(fault: Fault, folder: Path) -> Iterator[None]:
+    """Put the fault into the copy, and take it out again."""
+    file = folder / fault.file
+    text = file.read_text()
+    if text.count(fault.old) != 1:
+        raise SystemExit(f"{fault.file} has {text.count(fault.old)} times, not once: {fault.old!r}")
+    file.write_text(text.replace(fault.old, fault.new))
+    try:
+        yield
+    finally:
+        file.write_text(text)
+
+
+def run_probe(folder: Path, names: tuple[str, ...], train: bool = False) -> tuple[str, str]:
+    """Run ``probe`` in a process forked from this one, which has torch but none of the project's code but this."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        os.close(reading)
+        try:
+            os.chdir(folder)
+            sys.path.insert(0, str(folder))
+            for module in [m for m in sys.modules if m.partition(".")[0] in FOLDERS]:
+                del sys.modules[module]
+            silent = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silent, 1)
+            os.dup2(silent, 2)
+            from benchmarks import faults
+
+            found = faults.probe(list(names), train)
+        except BaseException as error:  # noqa: BLE001 - the parent must hear of whatever it is
+            found = ("plan", _line(error if isinstance(error, Exception) else RuntimeError(repr(error))))
+        os.write(writing, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writing)
+    deadline = time.monotonic() + LIMIT_SECONDS
+    data = b""
+    os.set_blocking(reading, False)
+    while time.monotonic() < deadline and not data:
+        try:
+            data = os.read(reading, 1 << 16)
+        except BlockingIOError:
+            time.sleep(0.05)
+            continue
+        if not data:
+            break
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reading)
+    if not data:
+        return "verify", f"no answer within {LIMIT_SECONDS:g} s"
+    by, text = json.loads(data)
+    return by, text
+
+
+def try_fault(fault: Fault, folder: Path, tests: bool = False) -> Found:
+    """Plant a fault and see who finds it."""
+    with planted(fault, folder):
+        by, text = run_probe(folder, fault.plans, fault.needs_train)
+        found = ""
+        if tests:
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", fault.test]
+            ended = subprocess.run(command, cwd=folder, capture_output=True, timeout=900, check=False)
+            found = "found" if ended.returncode == 1 else "" if ended.returncode == 0 else "error"
+        return Found(fault, by, text, found)
+
+
+def main() -> int:
+    """Try the faults of the command line; 1 if one is found by nobody."""
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--slice", default="1/1")
+    options.add_argument("--tests", action="store_true")
+    options.add_argument("--clean", action="store_true")
+    given = options.parse_args()
+    import torch  # noqa: F401 - forked processes have it then
+
+    missed, begun = 0, time.perf_counter()
+    first, step = map(int, given.slice.split("/"))
+    with copied_checkout() as folder:
+        if given.clean:
+            names = dict.fromkeys(name for fault in FAULTS for name in fault.plans)
+            for name in names:
+                by, text = run_probe(folder, (name,))
+                missed += bool(by)
+                print(f"{name:12} {by or 'verified'} {text}", flush=True)
+            return 1 if missed else 0
+        print(f"{'area':16} {'found by':8} {'tests':6} {'fault':52} what was said")
+        for fault in FAULTS[first - 1 :: step]:
+            found = try_fault(fault, folder, given.tests)
+            lost = found.by == "" and not fault.needs_train
+            missed += lost
+            by = found.by or ("NOBODY" if lost else "train")
+            print(f"{fault.area:16} {by:8} {found.tests:6} {fault.wrong:52} {found.text[:110]}", flush=True)
+    count = len(FAULTS[first - 1 :: step])
+    print(
+        f"{count} faults, {missed} found by neither checker nor verify; {time.perf_counter() - begun:.0f} s"
+    )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
