@@ -38,8 +38,10 @@ from passes.search.layer.options import RecomputeMode
 from passes.search.outcome import Label, MeshTried, Outcome, RunnerUp
 from passes.search.request import Request
 from passes.search.strategies import STRATEGIES
+from passes.shard.couplings import couplings, said
 from passes.trace.precision import dominant_dtype, precision_notes
 from runtime.program.program import Backward, BackwardWeight, Forward, Program, SegmentGraph
+from runtime.segment.microbatch import microbatch_sizes
 
 MOST_RUNNER_UPS = 5
 
@@ -49,6 +51,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
     request, outcome, realized = compiled.request, compiled.outcome, compiled.realized
     job, candidate = request.job, outcome.best.candidate
     recompute = _recompute(request, candidate)
+    sizes = microbatch_sizes(job.batch_size, candidate.microbatches)
     on_meshes = {name for own in realized.meshes.values() for item in own.sums for name in item.parameters}
     return kind(
         partitioner_version=package_version(),
@@ -87,7 +90,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         alternatives=_alternatives(compiled),
         not_considered=STRATEGIES[request.strategy].words.not_considered,
         proof=ProofRecord.model_validate(compiled.proof, from_attributes=True),
-        notes=(*graph.notes, *precision_notes(graph, job.precision), *_notes(graph, recompute)),
+        notes=(*graph.notes, *precision_notes(graph, job.precision), *_notes(graph, recompute, sizes)),
     )
 
 
@@ -332,8 +335,8 @@ def distinct_runner_ups(runner_ups: Sequence[RunnerUp]) -> list[RunnerUp]:
     return [entry for entry in best.values() if entry in chosen]
 
 
-def _notes(graph: OpGraph, recompute: str) -> tuple[str, ...]:
-    """Note what a user must know about the semantics of this model's training."""
+def _notes(graph: OpGraph, recompute: str, sizes: Sequence[int]) -> tuple[str, ...]:
+    """Note what a user must know about the semantics of this model's training. ``sizes``: samples of each micro-batch."""
     notes = []
     if not any(spec.requires_grad for spec in graph.parameters.values()):
         notes.append("nothing is trained: no parameter requires a gradient")
@@ -343,9 +346,6 @@ def _notes(graph: OpGraph, recompute: str) -> tuple[str, ...]:
         notes.append(f"{graph.checkpointing}: every block is computed again in backward")
     elif graph.checkpointing:
         notes.append(f"{graph.checkpointing}, but recompute {recompute!r} was asked for, and that is done")
-    batch_norms = sum(1 for node in graph.ops if "batch_norm" in str(node.target))
-    if batch_norms:
-        notes.append(
-            f"{counted(batch_norms, 'batch norm')}: statistics of one micro-batch at a time; running ones advance with each"
-        )
+    if len(sizes) > 1:
+        notes += said(couplings(graph), sizes[0])
     return tuple(notes)

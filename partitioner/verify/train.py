@@ -63,6 +63,7 @@ from partitioner.verify.verify import (
 )
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.graph.graph import OpGraph
+from runtime.mesh.sharding import Block
 from runtime.ranks.launch import WorkerPool
 
 PROCESS_BYTES = 400 * 2**20
@@ -182,20 +183,25 @@ def _both(
 
 
 def _placement(plan: PlanData, graph: OpGraph, ranks: Sequence[RankRun]) -> Iterator[TrainComparison]:
-    """Compare who holds a parameter with the devices that the plan gives it, of which rank r plays the r-th."""
+    """Compare who trains a parameter, or a block of it, with the plan, of whose devices rank r plays the r-th."""
     code = plan_code(plan, graph)
-    held = [{item.name for item in told.last if item.kind == "parameter"} for told in ranks]
-    holders = holders_of(code.graph, code.segmentation, code.shardings)
-    wanted: list[set[str]] = [set() for _ in ranks]
-    for name, devices in holders.items():
+    wanted: list[set[tuple[str, Block | None]]] = [set() for _ in ranks]
+    for name, devices in holders_of(code.graph, code.segmentation, code.shardings).items():
+        part, sharding = code.graph.parts.get(name), code.shardings.get(name)
+        whole = name if part is None else part.whole
+        if whole not in graph.parameters:
+            continue
         for device in devices:
-            whole = code.graph.parts[name].whole if name in code.graph.parts else name
-            if whole in graph.parameters:
-                wanted[sorted(plan.used_devices).index(device)].add(whole)
-    for rank, names in enumerate(wanted):
-        lost, strange = sorted(names - held[rank]), sorted(held[rank] - names)
-        said = f"it has not {lost[0]}, which the plan gives to it" if lost else ""
-        said = said or (f"it has {strange[0]}, which the plan gives to other devices" if strange else "")
+            block = None if part is None else part.block
+            if part is None and sharding is not None:
+                block = sharding.owner_block(graph.parameters[name].shape, device)
+            wanted[sorted(plan.used_devices).index(device)].add((whole, block))
+    for rank, (told, own) in enumerate(zip(ranks, wanted, strict=True)):
+        held = {(item.name, item.block) for item in told.last if item.kind == "parameter"}
+        strange = sorted(name for name, _ in held - own)
+        lost = sorted(name for name, _ in own - held)
+        said = f"it does not train {lost[0]}, or its block of it, as the plan says" if lost else ""
+        said = said or (f"it trains {strange[0]}, which the plan gives to other devices" if strange else "")
         off = float(len(lost) + len(strange))
         yield TrainComparison("float64", 0, rank, "placement", "", off, 0.0, said)
 
