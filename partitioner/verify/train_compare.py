@@ -95,7 +95,7 @@ def compare_run(
     """
     if loaded is not None:
         for rank, told in enumerate(ranks):
-            off = abs((told.loaded_step or 0) - loaded)
+            off = float(abs((told.loaded_step or 0) - loaded))
             said = f"the step is {told.loaded_step}, saved was {loaded}" if off else ""
             yield TrainComparison(run, loaded, rank, "loaded step", "", off, 0.0, said)
         yield from _compare_state(f"{run}, after loading", ranks, expected, loaded, [r.loaded for r in ranks])

@@ -148,8 +148,8 @@ class _Walk:
         if node.target is operator.getitem:
             source, index = node.args[0], node.args[1]
             assert isinstance(source, fx.Node)
-            states = self._states.get(source, ())
-            return (states[index],) if isinstance(index, int) and index < len(states) else states[:1]
+            several = self._states.get(source, ())
+            return (several[index],) if isinstance(index, int) and index < len(several) else several[:1]
         if not makes_tensors(node) or is_size(node.meta.get("val")):
             return (Same(),)
         given = operands(node)
@@ -268,10 +268,9 @@ def _counts(graph: OpGraph, node: fx.Node) -> bool:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.dim() != 1:
         return False
-    if op_name(node) == "arange":
-        size = value.shape[0]
-        return isinstance(size, torch.SymInt) and graph.batch.batch_symbol in size.node.expr.free_symbols
-    return False
+    size: object = value.shape[0]
+    counted_by = isinstance(size, torch.SymInt) and graph.batch.batch_symbol in size.node.expr.free_symbols
+    return op_name(node) == "arange" and counted_by
 
 
 def _behind(graph: OpGraph) -> set[fx.Node]:

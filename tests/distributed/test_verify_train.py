@@ -1,0 +1,239 @@
+"""``verify(train=True)``: the engine trains as a plain loop does, and one-line faults that only the engine has are found.
+
+Faults are planted in the workers, by the source that makes the workload there; the parent's own code stays right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import UsageError, VerificationError
+from cost_models.precision import Precision
+from partitioner import Plan, Workload, partition
+from partitioner.engine.checkpoints import Checkpoints
+from partitioner.verify.train import verify_training
+from runtime.ranks.launch import WorkerPool
+from runtime.state.rank_state import RankState
+from tests.distributed import engine_model as net
+from tests.distributed import test_odd_models as odd
+from tests.distributed.sharded_models import Gpt, gpt_batch
+
+
+def gpt() -> Workload:
+    torch.manual_seed(0)
+    return Workload(Gpt().float(), gpt_batch(2), name="gpt")
+
+
+def planned(workload: Workload, ranks: int, **options: Any) -> Plan:
+    return partition(workload, ClusterSpec.local(ranks), batch_size=8, microbatches=2, **options)
+
+
+def feature(pattern: str, **options: Any) -> dict[str, Any]:
+    return {"strategy": "feature", "mesh": (2,), "pins": {"*": pattern}, **options}
+
+
+MIXED = Precision(compute=torch.bfloat16)
+MASTER = Precision(parameters=torch.bfloat16, master=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("make", "ranks", "options"),
+    [
+        (net.workload, 3, {"schedule": "1f1b", "pins": net.PINS}),
+        (gpt, 2, {"min_stages": 2, "precision": MIXED}),
+        (gpt, 2, feature("column_row")),
+        (gpt, 2, feature("zero1", precision=MASTER)),
+        (gpt, 2, feature("zero3")),
+        (odd.shared_batch_norm, 2, feature("data", optimizer_memory="momentum")),
+        (gpt, 3, {"strategy": "free"}),
+        (gpt, 1, {}),
+    ],
+    ids=["layer", "layer-bf16", "feature", "zero1-master", "zero3", "batch-norm", "free", "one-device"],
+)
+def test_a_plan_trains_as_a_plain_loop_does(
+    make: Callable[[], Workload], ranks: int, options: dict[str, Any], pool: WorkerPool
+) -> None:
+    torch.manual_seed(0)
+    workload = make()
+    report = planned(workload, ranks, **options).verify(workload, train=True, pool=pool)
+    report.raise_if_different()
+    assert report.first_difference is None
+    assert report.other_placed is not None
+    assert report.compared["parameter"] > 10
+    assert report.compared["samples"] > report.steps
+
+
+# ----------------------------------------------------------------------------------- planted faults
+
+PLANTED = ExitStack()
+"""The fault that is planted in this worker."""
+
+
+def norm_counts_copies_twice() -> Any:
+    """The norm of gradients counts every holder's parameter."""
+    return mock.patch.object(RankState, "spoken_for", lambda self: self.parameters.items())
+
+
+def parts_are_all_the_first() -> Any:
+    """The loader gives the first part of a batch to every rank."""
+    from partitioner.batches.part_batch import DataPlace
+
+    spans = DataPlace.spans
+    return mock.patch.object(DataPlace, "spans", lambda self, count: spans(replace(self, rank=0), count))
+
+
+def blocks_change_places() -> Any:
+    """Blocks are written to, and read from, each other's places."""
+    parts = Checkpoints._parts
+
+    def swapped(self: Checkpoints, names: Any) -> Any:
+        found = {}
+        for name, part in parts(self, names).items():
+            sizes = zip(part.offsets, part.shape, self._own(name).shape, strict=True)
+            other = [0 if offset or size == own else own for offset, size, own in sizes]
+            found[name] = replace(part, offsets=tuple(other))
+        return found
+
+    return mock.patch.object(Checkpoints, "_parts", swapped)
+
+
+def moments_are_mixed_up() -> Any:
+    """What an optimizer's state is loaded into is taken for another."""
+    from partitioner.engine import checkpoints
+
+    restore = checkpoints.restore_optimizer
+
+    def mixed(record: Any, targets: Any, optimizer: torch.optim.Optimizer, *rest: Any) -> None:
+        restore(record, targets, optimizer, *rest)
+        for state in optimizer.state.values():
+            state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
+
+    return mock.patch.object(checkpoints, "restore_optimizer", mixed)
+
+
+def sums_are_of_16_bits() -> Any:
+    """Gradients of 16-bit leaves are summed in 16 bits."""
+    precision_of = Precision.of
+
+    def narrow(self: Precision, *arguments: Any, **options: Any) -> Any:
+        types = precision_of(self, *arguments, **options)
+        return replace(types, gradient=types.leaf)
+
+    return mock.patch.object(Precision, "of", narrow)
+
+
+def devices_are_played_in_reverse() -> Any:
+    """Rank 0 plays the plan's last device."""
+    from runtime.program.relabel import RankMap
+
+    return mock.patch(
+        "partitioner.deployment.agree.ranks_in_order", lambda plan: RankMap(plan.used_devices[::-1])
+    )
+
+
+def schedulers_begin_anew() -> Any:
+    """A scheduler's state is not restored."""
+    kind = torch.optim.lr_scheduler.CosineAnnealingLR
+    return mock.patch.object(kind, "load_state_dict", return_value=None)
+
+
+def nothing() -> Any:
+    """No fault."""
+    return ExitStack()
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """The source of a workload, which plants a fault in the process where it is made."""
+
+    workload: Workload
+    fault: Callable[[], Any]
+
+    def __call__(self) -> Workload:
+        plant(self.fault)
+        return self.workload
+
+
+def plant(fault: Callable[[], Any]) -> None:
+    """In a worker: plant ``fault`` instead of the one before."""
+    PLANTED.close()
+    PLANTED.enter_context(fault())
+
+
+@pytest.fixture
+def mended(pool: WorkerPool) -> Iterator[WorkerPool]:
+    """Workers that are without faults again afterwards."""
+    yield pool
+    pool.run(plant, nothing)
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "said"),
+    [
+        (norm_counts_copies_twice, feature("column_row"), "float64, step 1, gradient norm on rank 0: it is"),
+        (
+            parts_are_all_the_first,
+            feature("data"),
+            "of the batch's 4 samples 2 are missing, 2 were given twice",
+        ),
+        (
+            blocks_change_places,
+            feature("column_row"),
+            "float64, resumed under a plan for one device, after loading, step 2, parameter wte.weight",
+        ),
+        (
+            moments_are_mixed_up,
+            feature("zero1"),
+            "float64, resumed, after loading, step 2, optimizer state wte.weight.exp_avg on rank 0",
+        ),
+        (
+            sums_are_of_16_bits,
+            {"min_stages": 2, "precision": MIXED},
+            "in compute=bfloat16, step 1, gradient wte.weight on rank 0: it is summed in torch.bfloat16",
+        ),
+        (devices_are_played_in_reverse, {"min_stages": 2}, "float64, step 0, placement on rank 0"),
+        (schedulers_begin_anew, {"min_stages": 2}, "float64, resumed, step 4, learning rates on rank 0"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_a_planted_fault_is_the_first_difference(
+    fault: Callable[[], Any], options: dict[str, Any], said: str, mended: WorkerPool
+) -> None:
+    workload = gpt()
+    plan = planned(workload, 2, **options)
+    report = verify_training(plan, workload, pool=mended, source=Faulty(workload, fault))
+    assert report.first_difference is not None
+    assert said in report.first_difference
+    assert f"first difference: {report.first_difference}" in str(report)
+    assert report.to_dict()["passed"] is False
+    with pytest.raises(VerificationError, match="other than plain training"):
+        report.raise_if_different()
+
+
+# ----------------------------------------------------------------------------------- refusals
+
+
+def test_what_cannot_be_trained_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = gpt()
+    plan = planned(workload, 1)
+    unnamed = replace(workload, loss_fn=lambda output, batch: output)
+    with pytest.raises(UsageError, match="cannot be sent to them"):
+        plan.verify(unnamed, train=True)
+    with pytest.raises(UsageError, match="without example inputs"):
+        Plan.from_json(plan.model_dump_json()).verify(workload.model, train=True)
+    with torch.device("meta"):
+        bare = nn.Linear(2, 2)
+    with pytest.raises(UsageError, match="without weights"):
+        plan.verify(Workload(bare, workload.example_inputs), train=True)
+    monkeypatch.setattr("partitioner.verify.train.free_memory_bytes", lambda: 2**20)
+    with pytest.raises(UsageError, match="cannot train gpt on this machine"):
+        plan.verify(workload, train=True)
