@@ -24,13 +24,17 @@ from partitioner.verify.train import verify_training
 from runtime.ranks.launch import WorkerPool
 from runtime.state.rank_state import RankState
 from tests.distributed import engine_model as net
-from tests.distributed import test_odd_models as odd
-from tests.distributed.sharded_models import Gpt, gpt_batch
+from tests.distributed.sharded_models import Conv, Gpt, conv_batch, gpt_batch
 
 
 def gpt() -> Workload:
     torch.manual_seed(0)
     return Workload(Gpt().float(), gpt_batch(2), name="gpt")
+
+
+def conv() -> Workload:
+    torch.manual_seed(0)
+    return Workload(Conv().double(), conv_batch(2), name="conv")
 
 
 def planned(workload: Workload, ranks: int, **options: Any) -> Plan:
@@ -53,7 +57,7 @@ MASTER = Precision(parameters=torch.bfloat16, master=torch.float32)
         (gpt, 2, feature("column_row")),
         (gpt, 2, feature("zero1", precision=MASTER)),
         (gpt, 2, feature("zero3")),
-        (odd.shared_batch_norm, 2, feature("data", optimizer_memory="momentum")),
+        (conv, 2, feature("data", optimizer_memory="momentum")),
         (gpt, 3, {"strategy": "free"}),
         (gpt, 1, {}),
     ],
