@@ -34,7 +34,9 @@ def copied_module(model: nn.Module) -> nn.Module:
         if id(tensor) in memo:
             continue
         if tensor._base is not None and tensor.requires_grad and id(tensor._base) in memo:
-            memo[id(tensor)] = _viewed_again(tensor, memo[id(tensor._base)], tensor._base.storage_offset())
+            memo[id(tensor)] = _viewed_again(
+                tensor, memo[id(tensor._base)], int(tensor._base.storage_offset())
+            )
         elif id(tensor) in together:
             memo[id(tensor)] = together[id(tensor)].requires_grad_(tensor.requires_grad and tensor.is_leaf)
         elif not tensor.is_leaf:

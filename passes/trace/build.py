@@ -153,6 +153,12 @@ def _constant(name: str, value: Tensor) -> Tensor:
             ["only the model's parameters are partitioned and optimized"],
             ["make the loss function part of the model, and return the loss from forward"],
         )
+    if value.requires_grad and value.grad_fn is not None:
+        raise ModelError(
+            "the model keeps a tensor that was computed from parameters before forward",
+            [f"{name} is the result of {type(value.grad_fn).__name__}, and its gradient would be lost"],
+            ["compute it in forward", "or keep its values only: tensor.detach().clone()"],
+        )
     return value.detach()
 
 

@@ -1,4 +1,4 @@
-"""Where in memory a tensor lies, and whether two tensors have elements in common.
+"""The memory in which a tensor lies, and whether two tensors have elements in common.
 
 A place is a space (a device's memory; a tensor without values has that of its storage alone) and the bytes in it.
 Storages are compared by address, so that two of them over one NumPy array are one memory.
@@ -37,7 +37,7 @@ class MemoryPlace:
         if self.layout.is_injective:
             return True
         found = self._elements(self.start)
-        return found is not None and found.unique().numel() == found.numel()
+        return found is not None and len(set(found.tolist())) == found.numel()
 
     def offset_in(self, owner: MemoryPlace) -> int | None:
         """Return the first element's distance from the owner's, in elements; None if that is no whole number."""

@@ -70,7 +70,7 @@ class Shared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
             x = layer(x).tanh()
-            if self.counts and number == 1:
+            if self.training and self.counts and number == 1:
                 self.table.add_(0.25 * x.detach().mean(0))  # the views of it are read before and after
             for name, place in self.reads:
                 if place == number:

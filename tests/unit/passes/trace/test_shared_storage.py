@@ -211,3 +211,19 @@ def test_state_dicts_have_the_views_and_owners_say_their_values() -> None:
     given["mirror"] += 1.0
     with pytest.raises(ModelError, match=r"mirror is a\.weight\[0:2\] in the model, and has other values"):
         list(values_of(["a.weight"], model=model, state_dict=given))
+
+
+def test_a_tensor_computed_from_a_parameter_before_forward_is_refused() -> None:
+    model = Made(lambda m: setattr(m, "scaled", m.a.weight * 2.0), lambda m, x: m.a(x) + x @ m.scaled)
+    with pytest.raises(ModelError, match="scaled is the result of MulBackward0"):
+        trace(model, torch.zeros(3, 4), loss_fn=squared)
+
+
+def test_a_view_of_what_a_batch_norm_writes_is_refused_where_it_is_read() -> None:
+    def prepare(m: Any) -> None:
+        m.norm = nn.BatchNorm1d(4)
+        m.register_buffer("seen", m.norm.running_mean[:2])
+
+    assert trace(Made(prepare, lambda m, x: m.norm(m.a(x))), torch.zeros(3, 4), loss_fn=squared).views
+    with pytest.raises(ModelError, match=r"a batch norm writes norm\.running_mean or seen"):
+        trace(Made(prepare, lambda m, x: m.norm(m.a(x)) + m.seen.sum()), torch.zeros(3, 4), loss_fn=squared)
