@@ -71,7 +71,7 @@ class RecordedDraws:
 
     @property
     def draws(self) -> Draws:
-        """What was recorded, for all ops that were found in every micro-batch."""
+        """The recorded draws, for all ops that were found in every micro-batch."""
         most = max(map(len, self._found.values()), default=0)
         return {name: drawn for name, drawn in self._found.items() if len(drawn) == most and most}
 

@@ -37,7 +37,6 @@ from partitioner.planning.best import best_plan
 from partitioner.planning.options import PlanOptions
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import plan_code, ranks_in_order
-from partitioner.verify.reference import copied_module
 from partitioner.verify.train_compare import Expected, compare_run
 from partitioner.verify.train_course import (
     CLIPPED,
@@ -61,6 +60,7 @@ from partitioner.verify.verify import (
     refuse_without_weights,
     workload_to_verify,
 )
+from passes.evaluate.copied_module import copied_module
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.graph.graph import OpGraph
 from runtime.mesh.sharding import Block

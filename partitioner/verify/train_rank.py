@@ -31,9 +31,9 @@ from partitioner.models.as_graph import as_graph
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
 from partitioner.verify.grow_batch import rebuilt
-from partitioner.verify.reference import copied_module
 from partitioner.verify.train_setup import SampleSet, annealing, sample_digests, two_groups
 from partitioner.verify.verify import double_copy
+from passes.evaluate.copied_module import copied_module
 from passes.evaluate.dropout import without_dropout
 from passes.evaluate.float64 import float64_by_default, in_float64
 from passes.graph.graph import OpGraph

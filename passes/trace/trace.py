@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
+from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
 
 from cost_models.errors import ModelError, PartitionerError, UsageError
