@@ -136,8 +136,7 @@ def trace(
         Precision.checked(precision),
         parts.crossing(),
     )
-    notes: list[str] = [] if compiled is None else [compiled]
-    checkpointing: list[str] = []
+    notes, checkpointing = ([] if compiled is None else [compiled]), list[str]()
     with contextlib.ExitStack() as changes:
         changes.enter_context(draws_restored())
         draws = changes.enter_context(watch_draws())
@@ -255,7 +254,6 @@ def _trace_parts(
         try:
             exported, symbol, remarks = _trace_batch_dims(subject, overrides)
             spec = batch_spec(exported.settled.dims, symbol, exported.leaves)
-            calls = subject.crossing.calls
             converted = convert(
                 exported.program,
                 exported.module.record,
@@ -263,11 +261,11 @@ def _trace_parts(
                 exported.fake_mode,
                 tuple(subject.leaves),
                 subject.model,
-                calls,
+                subject.crossing.calls,
                 exported.attributes,
             )
             check_known(converted.module.graph, spec)
-            return exported, spec, converted, remarks + parts.notes(calls.values())
+            return exported, spec, converted, remarks + parts.notes(subject.crossing.calls.values())
         except PartError as error:
             parts = parts.enlarged(error)
         except NeedsSamplesError as needed:
@@ -391,8 +389,7 @@ def _finish(
     symbol, by_convention = merge(exported.settled, exported.leaves)
     shape_env = exported.fake_mode.shape_env
     assert shape_env is not None
-    guards = [(shape_env.replace(guard.expr), line_of(guard.sloc)) for guard in shape_env.guards]
-    notes = check_guards(guards, symbol)
+    notes = check_guards([(shape_env.replace(g.expr), line_of(g.sloc)) for g in shape_env.guards], symbol)
     notes += [
         f"{leaf} has no batch dimension: every micro-batch gets all of it" for leaf in exported.settled.fixed
     ]

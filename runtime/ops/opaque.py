@@ -117,8 +117,7 @@ class Code:
     def call(self, state: Sequence[Tensor], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
         """Return what the code returns, and the tensors that stand in the places of ``state`` afterwards."""
         if not isinstance(self.target, nn.Module):
-            target = getattr(self.target, "__wrapped__", self.target)
-            function = target.apply if isinstance(target, type) else target
+            function = self.target.apply if isinstance(self.target, type) else self.target
             return function(*args, **kwargs), list(state)
         with _holding(self.target, self.state, state) as tables:
             output = self.target(*args, **kwargs)
@@ -321,7 +320,7 @@ def no_compile() -> Iterator[None]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("code that compiles itself runs on real tensors only")
 
-    torch.compile = refuse  # type: ignore[assignment]
+    torch.compile = refuse
     try:
         yield
     finally:

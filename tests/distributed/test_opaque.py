@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,13 +25,7 @@ DEVICES = {"layer": 2, "feature": 2, "free": 3}
 
 def planned(name: str, way: str, **more: Any) -> Plan:
     case = models.CASES[name]
-    options = dict(WAYS[way])
-    if way == "free" and not list(case.part().parameters()):
-        options["pins"] = {"first": 0, "last": 2}
-    if way == "layer":
-        options["microbatches"] = 1 if case.coupled else 2
-    if way == "free" and case.coupled:
-        options["microbatches"] = 1
+    options = {**WAYS[way], "microbatches": 1 if case.coupled or way == "feature" else 2, **more}
     return partition(
         case.model(),
         ClusterSpec.local(DEVICES[way]),
@@ -39,11 +34,10 @@ def planned(name: str, way: str, **more: Any) -> Plan:
         batch_size=models.SAMPLES,
         optimizer_memory="momentum",
         **options,
-        **more,
     )
 
 
-def train(plan_json: str, name: str) -> tuple[list[float], dict[str, Tensor]]:
+def train(plan_json: str, name: str, compile: bool = False) -> tuple[list[float], dict[str, Tensor]]:
     """In a worker: the same steps by the plan."""
     case = models.CASES[name]
     plan = Plan.from_json(plan_json)
@@ -54,6 +48,7 @@ def train(plan_json: str, name: str) -> tuple[list[float], dict[str, Tensor]]:
         loss_fn=case.loss,
         optimizer=torch.optim.SGD,
         optimizer_kwargs={"lr": 0.1, "momentum": 0.9},
+        compile={"backend": "eager"} if compile else False,
     ) as engine:
         for seed in range(models.STEPS):
             losses.append(engine.train_step(case.batch(seed)).item())
@@ -66,9 +61,62 @@ def test_training_equals_the_plain_loop(name: str, way: str, pool: WorkerPool) -
     plan = planned(name, way)
     assert any("opaque op" in note for note in plan.notes)
     expected_losses, expected = models.trained(name)
-    results = pool.run(train, plan.model_dump_json(), name, world_size=DEVICES[way], timeout_seconds=120.0)
+    compare(
+        name, pool.run(train, plan.model_dump_json(), name, world_size=DEVICES[way], timeout_seconds=120.0)
+    )
+
+
+def compare(name: str, results: list[tuple[list[float], dict[str, Tensor]]]) -> None:
+    expected_losses, expected = models.trained(name)
     for losses, state in results:
         assert losses == pytest.approx(expected_losses, rel=1e-9, abs=1e-12)
         for key, value in state.items():
             torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
     assert any(state.keys() == expected.keys() for _, state in results)
+
+
+HOW: Mapping[str, Mapping[str, Any]] = {
+    "recomputed": {"recompute": "full"},
+    "backward-in-halves": {"schedule": "zb-h1"},
+    "compiled": {},
+}
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("name", ["fused", "boolean"])
+def test_it_is_recomputed_deferred_and_compiled_around(name: str, how: str, pool: WorkerPool) -> None:
+    plan = planned(name, "layer", **HOW[how]).model_dump_json()
+    arguments = plan, name, how == "compiled"
+    compare(name, pool.run(train, *arguments, world_size=2, timeout_seconds=120.0))
+
+
+def resumed(plan_json: str, name: str, folder: str) -> tuple[list[float], dict[str, Tensor]]:
+    """In a worker: a step, a checkpoint, and the other steps by a new engine that begins there."""
+    case, plan, losses = models.CASES[name], Plan.from_json(plan_json), []
+    options: dict[str, Any] = {
+        "example_inputs": case.batch(),
+        "loss_fn": case.loss,
+        "optimizer": torch.optim.SGD,
+        "optimizer_kwargs": {"lr": 0.1, "momentum": 0.9},
+    }
+    with plan.deploy(case.model(), **options) as engine:
+        losses.append(engine.train_step(case.batch(0)).item())
+        engine.save(folder)
+    with plan.deploy(case.model(), **options) as engine:
+        engine.load(folder)
+        losses += [engine.train_step(case.batch(seed)).item() for seed in range(1, models.STEPS)]
+        return losses, engine.state_dict()
+
+
+def test_a_checkpoint_holds_a_parts_parameters_buffers_and_momentum(pool: WorkerPool, tmp_path: Path) -> None:
+    plan = planned("python-if", "layer").model_dump_json()
+    arguments = plan, "python-if", str(tmp_path / "saved")
+    compare("python-if", pool.run(resumed, *arguments, world_size=2, timeout_seconds=120.0))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_verify_runs_the_users_own_code_in_float64(way: str, pool: WorkerPool) -> None:
+    case = models.CASES["fused"]
+    plan = planned("fused", way)
+    report = plan.verify(case.model(), example_inputs=case.batch(), loss_fn=case.loss, pool=pool)
+    assert report.passed, str(report)

@@ -60,7 +60,7 @@ def of_module(name: str, module: nn.Module, model: nn.Module) -> Part:
 
 def state_of(code: Code, module: nn.Module) -> list[Tensor]:
     """Return the tensors that the live module holds in the places of the code's state."""
-    tables = {**dict(module.named_parameters(remove_duplicate=False))}
+    tables: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tables.update(module.named_buffers(remove_duplicate=False))
     return [tables[names[0]] for names in code.state]
 
@@ -72,7 +72,7 @@ def of_function(name: str, function: Any) -> Part:
             raise UnfitError(f"it uses the module {type(held).__name__} that is not among its arguments")
         if isinstance(held, Tensor) and held.requires_grad:
             raise UnfitError("it uses a tensor with a gradient that is not among its arguments")
-    called = function.forward if isinstance(function, type | nn.Module) else function
+    called = getattr(function, "forward", function) if isinstance(function, type | nn.Module) else function
     module = type(function) if isinstance(function, nn.Module) else function
     where = getattr(module, "__qualname__", type(module).__qualname__)
     text = f"{getattr(module, '__module__', '')}.{where}"

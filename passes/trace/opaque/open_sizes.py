@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -84,7 +84,7 @@ def open_sizes(inputs: Sequence[Tensor]) -> OpenSizes:
             factor, symbol = expression.as_coeff_Mul()
             if isinstance(symbol, sympy.Symbol) and (symbol not in found or factor < found[symbol].divisor):
                 found[symbol] = Variable(index, dim, int(factor))
-                numbers[symbol] = int(size.node.hint) // int(factor)  # type: ignore[union-attr]
+                numbers[symbol] = int(cast("Any", size).node.hint) // int(factor)
     missing = wanted - found.keys()
     if missing:
         raise UnfitError(

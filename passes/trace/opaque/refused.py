@@ -72,7 +72,7 @@ def innermost_module(model: nn.Module) -> str | None:
     while frame is not None:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in paths:
-            return paths[id(owner)]
+            return str(paths[id(owner)])
         frame = frame.f_back
     return None
 

@@ -189,7 +189,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     attributes = [(module, dict(vars(module))) for module in model.modules()]
-    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=cuda), torch.enable_grad():
             yield
