@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import io
 import os
 import pickle
 import re
@@ -135,10 +136,14 @@ def without_addresses(text: str) -> str:
 
 def identity_of(name: str, *content: Any) -> str:
     """Return what equal parts share: a digest of their pickled code; of what cannot be pickled, the name."""
+    written = io.BytesIO()
+    pickler = pickle.Pickler(written)
+    pickler.fast = True  # no references: equal contents are equal bytes, whichever objects they share
     try:
-        return hashlib.sha256(pickle.dumps(content)).hexdigest()
-    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, NotImplementedError):
+        pickler.dump(content)
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError, ValueError):
         return f"{name} {id(content[0])}"
+    return hashlib.sha256(written.getvalue()).hexdigest()
 
 
 def source_of(function: Any) -> str:
