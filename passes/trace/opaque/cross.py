@@ -29,7 +29,7 @@ from passes.trace.opaque.code import (
 from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.open_sizes import OpenSizes, described, open_sizes
 from passes.trace.opaque.refused import LOSS, PartError, innermost_module, refuse_inner_gradients
-from passes.trace.opaque.sizes import APPLY, Observed, Point, UnfitError, observe_fake, points
+from passes.trace.opaque.sizes import APPLY, Observed, Point, UnfitError, apart, observe_fake, points
 from runtime.ops.opaque import Baked, Opaque, Result, Size, Slot, Tree
 
 _CALLS: dict[str, Opaque] = {}
@@ -233,7 +233,7 @@ class Crossing:
         )
         content = (part.code.target, part.code.state, opaque.arguments, structure, opaque.results, autocast)
         sizes.join(given)
-        return replace(opaque, identity=identity_of(part.name, *content)), given, seen
+        return replace(opaque, identity=apart(lambda: identity_of(part.name, *content))), given, seen
 
     def _runs(
         self, on: Callable[[OpenSizes], Opaque], given: Sequence[Tensor], sizes: OpenSizes, call: int
