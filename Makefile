@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint verify-all golden house faults bounds bench predict checkpoint docs wheel clean
+.PHONY: help setup demo test lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -33,6 +33,9 @@ lint: setup  ## ruff, strict mypy, floors, rooms and texts
 verify-all: setup  ## every model x stages x schedule, and x mesh x pattern, in float64 on real processes
 	$(BIN)/python -m benchmarks.verify_matrix
 	$(BIN)/python -m benchmarks.verify_matrix --strategy feature
+
+odd-models: setup  ## 443 unusual models x 8 ways to plan them, trained beside a plain loop; ODD="--slice 1/8 --ways layer2"
+	$(BIN)/python -m tests.odd_models.run $(ODD)
 
 golden: setup  ## sixty plans of every kind as canonical text, compared with the hashes in benchmarks/
 	$(BIN)/python -m benchmarks.golden_plans

@@ -188,7 +188,7 @@ def refuse_wrong_choices(model: str, graph: OpGraph, placement: FeaturePlacement
     wrong = []
     for node in graph.ops:
         given = placement.choices.get(node.name, ())
-        if set(given) - set(discovery.choices(node)):
+        if not discovery.allows(node, given):
             wrong.append(f"{node.name} ({node.target}): {'; '.join(map(choice_text, given))}")
     if wrong:
         raise PlanError(

@@ -46,7 +46,7 @@ class VerificationTask:
     parts: Mapping[str, StatePart] = field(default_factory=dict)
     """The tensors in ``state`` that other names, which are not in it, are blocks of."""
     draws: Draws = field(default_factory=dict)
-    """What the unpartitioned model drew, for the ops in ``codes`` that replay it."""
+    """The draws of the unpartitioned model, for the ops in ``codes`` that replay it."""
 
     def whole_of(self, name: str) -> str:
         """Return the model's own name of what ranks hold as ``name``."""

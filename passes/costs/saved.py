@@ -102,7 +102,7 @@ def profile(
             return _profile_attention(signature, call, backend)
     try:
         return _Run(signature, symbols, device_kind).profile(backend)
-    except (ArithmeticError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+    except (ArithmeticError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         logger.debug("cannot run %s alone (%s); estimating its cost", signature.target, error)
         return _estimate(signature, symbols)
 

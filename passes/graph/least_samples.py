@@ -1,5 +1,6 @@
 """The smallest micro-batch that the model accepts: two samples if one alone would be treated in another way.
 
+select of the k-th sample             needs k + 1 of them
 batch_norm over (samples, channels)   refuses a single value per channel (a check in Python, lost in an exported
                                       graph, which would put 0/0 into the running variance)
 squeeze of all dimensions             takes the batch dimension of a single sample away
@@ -24,13 +25,26 @@ aten = torch.ops.aten
 def least_samples(graph: OpGraph) -> tuple[int, str]:
     """Return the fewest samples that a micro-batch needs, and the op that needs as many ("" if one will do)."""
     sizes = {**graph.example_sizes, graph.batch.batch_symbol: 1}
+    most, reason = 1, ""
     for node in graph.ops:
-        if node.target not in _REFUSES:
-            continue
-        (spec,) = tensor_specs(node.all_input_nodes[0])
-        if _REFUSES[node.target](node, spec, spec.concrete(sizes)):
-            return 2, f"{node.name} in module {node.meta.get('module_path') or '(root)'}"
-    return 1, ""
+        least = 1
+        if node.target is aten.select.int:
+            least = _selected(node, graph)
+        elif node.target in _REFUSES:
+            (spec,) = tensor_specs(node.all_input_nodes[0])
+            least = 2 if _REFUSES[node.target](node, spec, spec.concrete(sizes)) else 1
+        if least > most:
+            most, reason = least, f"{node.name} in module {node.meta.get('module_path') or '(root)'}"
+    return most, reason
+
+
+def _selected(node: fx.Node, graph: OpGraph) -> int:
+    """Return the samples that there must be for the one that the op takes."""
+    (spec,) = tensor_specs(node.all_input_nodes[0])
+    dim, index = argument(node, "dim"), argument(node, "index")
+    if not isinstance(index, int) or spec.shape[dim] != graph.batch.batch_symbol:
+        return 1
+    return index + 1 if index >= 0 else -index
 
 
 def _normalizes_one(node: fx.Node, spec: TensorSpec, shape: Sequence[int]) -> bool:

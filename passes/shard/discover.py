@@ -6,7 +6,7 @@
 
 What holds for several draws of values (ties, large and small numbers, NaN, infinities, repeated, sorted and negative
 indices, as far as the op takes them), forward and backward, on axes of 2 and 4 and on two axes, is a choice. An op that
-draws random numbers, writes to its operands, gives other results when run again, or fails on all small inputs stays replicated.
+draws random numbers, writes to its operands, gives other results when run again, or fails on all small inputs stays whole.
 Results are kept per op and signature with what they were proved on, in memory and as JSON beside the calibration; what is
 read back is tried again on a fresh draw, since the code behind a custom op's name may have changed.
 """
@@ -44,7 +44,8 @@ from runtime.ops.opaque import Opaque, no_compile
 logger = logging.getLogger("partitioner")
 
 SECONDS = 5.0
-"""The longest that trying all placements of one op may take (typically 0.1): what is not tried by then is no choice."""
+"""The longest that trying all placements of one op may take of a processor (typically 0.1): what is not tried by then is no
+choice."""
 AXES = (AXIS, 4)
 PAIR = (AXIS, AXIS)
 """The mesh on which every two choices have to go together."""
@@ -96,6 +97,11 @@ class Discovery:
         self._seen[node.name, str(node.target)] = found.how
         return found
 
+    def allows(self, node: fx.Node, given: Sequence[Choice]) -> bool:
+        """Tell whether an op may run so. What another process found is tried here if this one did not get to it."""
+        missing = set(given) - set(self.choices(node))
+        return not missing or (not has_rule(node) and tried_again(node, [*missing]) is not None)
+
     @property
     def counts(self) -> Mapping[str, int]:
         """Ops asked about, by where their choices come from."""
@@ -129,7 +135,7 @@ def all_valid_choices(node: fx.Node, seconds: float = SECONDS) -> tuple[Choice, 
             return whole
         found = choices_that_hold(trials[0], seconds)
         proved = [choice for choice in found if choice not in whole and _proved(trials, choice)]
-        return (*whole, *_together(trials, proved, time.monotonic() + seconds))
+        return (*whole, *_together(trials, proved, time.thread_time() + seconds))
 
 
 def tried_again(node: fx.Node, choices: Sequence[Choice]) -> tuple[Choice, ...] | None:
@@ -151,7 +157,7 @@ def _together(trials: Sequence[Trial], choices: Sequence[Choice], ends: float) -
     few = [*trials[:2], trials[-1]]
     for choice in choices:
         pairs = [(choice, choice), *((other, choice) for other in kept), *((choice, other) for other in kept)]
-        if time.monotonic() < ends and all(_holds(tried, pair, PAIR) for pair in pairs for tried in few):
+        if time.thread_time() < ends and all(_holds(tried, pair, PAIR) for pair in pairs for tried in few):
             kept.append(choice)
     return kept
 

@@ -1,4 +1,4 @@
-"""What models do beside computing: parametrizations, checkpointing, hooks, custom functions, control flow, state, storages."""
+"""What models do beside computing: parametrizations, checkpointing, hooks, custom functions, control flow."""
 
 from __future__ import annotations
 

@@ -172,7 +172,8 @@ def differences(wanted: Trained, found: Sequence[Trained], case: Case) -> str:
                 return f"loss of step {step} on rank {rank}: {a!r}, plainly {b!r}"
     state = found[0].state
     if state.keys() != wanted.state.keys():
-        return f"state: missing {sorted(wanted.state.keys() - state.keys())}, beyond {sorted(state.keys() - wanted.state.keys())}"
+        missing, beyond = wanted.state.keys() - state.keys(), state.keys() - wanted.state.keys()
+        return f"state: missing {sorted(missing)}, beyond {sorted(beyond)}"
     for key, tensor in wanted.state.items():
         if not _same(state[key], tensor, case.tolerance):
             return f"{key} differs by {_distance(state[key], tensor):.1e}"
@@ -262,7 +263,7 @@ def run(
         if progress is not None:
             progress.write_text(json.dumps([asdict(r) for r in results], indent=1))
             others = [f"{r.way} {r.outcome}" for r in found if r.outcome != "equal"]
-            print(
+            print(  # noqa: T201
                 f"{index + 1}/{len(names)} {name}: {', '.join(others) or 'equal'}",
                 file=sys.stderr,
                 flush=True,

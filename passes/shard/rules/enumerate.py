@@ -35,11 +35,11 @@ R, P = Replicate(), Partial()
 
 
 def choices_that_hold(trial: Trial, seconds: float) -> list[Choice]:
-    """Find the choices that hold on an axis of 2. Stops after ``seconds`` with what was found by then."""
-    ends = time.monotonic() + seconds
+    """Find the choices that hold on an axis of 2. Stops after ``seconds`` of a processor with what was found by then."""
+    ends = time.thread_time() + seconds
     found: list[Choice] = []
     for placements in combinations(trial):
-        if time.monotonic() > ends:
+        if time.thread_time() > ends:
             break
         for supposed in _supposed_outputs(trial):
             choice = _whatever_holds(trial, placements, supposed)

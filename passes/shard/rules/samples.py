@@ -51,7 +51,7 @@ HARD_MANNERS = (
     Manner("nan"),
     Manner("infinite"),
 )
-"""What an op takes of these must agree, too: ties, thresholds that draws never reach, numbers that are none."""
+"""Values that an op may refuse; those that it takes must agree, too: ties, thresholds that draws never reach, numbers that are none."""
 
 Numbers: TypeAlias = Callable[[Any], Any]
 

@@ -59,7 +59,9 @@ def test_what_is_no_number_agrees_with_itself_in_its_place() -> None:
     assert all(worst(step(odd, loss=inf), step(odd, loss=inf)).values())
     assert not worst(step(odd), step(odd.flip(0)))["gradient w"]
     assert not worst(step(odd), step(odd.nan_to_num()))["gradient w"]
-    assert not worst(step(odd), step(odd * torch.tensor([1 + 1e-8, 1, 1, 1], dtype=torch.float64)))["gradient w"]
+    assert not worst(step(odd), step(odd * torch.tensor([1 + 1e-8, 1, 1, 1], dtype=torch.float64)))[
+        "gradient w"
+    ]
     for other in (inf, -inf, 1.0, None):
         assert not worst(step(odd, loss=nan), step(odd, loss=other))["loss loss"]
     assert not worst(step(odd, loss=inf), step(odd, loss=-inf))["loss loss"]
