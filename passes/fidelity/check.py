@@ -79,7 +79,11 @@ def check_fidelity(
             try:
                 return _checked(graph, subject, state)
             except _CannotRunError as error:
-                failure = error.reason
+                failure = failure or error.reason
+    try:
+        return _checked_in_float64(graph, subject)
+    except _CannotRunError as error:
+        log.debug("fidelity: no step in float64 either: %s", error)
     lines = str(failure).strip().splitlines() or ["no message"]
     return _noted(
         graph,
@@ -92,6 +96,22 @@ def has_values(model: nn.Module) -> bool:
     return not any(
         tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in (*model.parameters(), *model.buffers())
     )
+
+
+def _checked_in_float64(graph: OpGraph, subject: Subject) -> OpGraph:
+    """Compare a model that does not run in its own types, such as one whose loss has weights of another type."""
+    with _unchanged(subject):
+        for parameter in subject.model.parameters():
+            parameter.grad = None
+        widen_module(subject.model)
+        with Float64(), float64_by_default(), _unchanged(_widened(subject)) as state:
+            found = _checked(in_float64(graph), _widened(subject), state)
+    return replace(graph, notes=found.notes)
+
+
+def _widened(subject: Subject) -> Subject:
+    batch = map_tensors(subject.batch, lambda _, leaf: wide(leaf))
+    return replace(subject, batch=batch, leaves=flatten_batch(batch, forward_names(subject.model)))
 
 
 class _CannotRunError(Exception):
@@ -180,8 +200,7 @@ def _graph_differs(
             return ""
     state.restore()
     log.debug("fidelity: %s; comparing in float64", why)
-    batch = map_tensors(subject.batch, lambda _, leaf: wide(leaf))
-    widened = replace(subject, batch=batch, leaves=flatten_batch(batch, forward_names(subject.model)))
+    widened = _widened(subject)
     try:
         with Float64(), float64_by_default():
             found = graph_step(in_float64(plain), widened, wide)

@@ -367,6 +367,23 @@ def test_a_step_that_fails_on_the_example_is_noted() -> None:
     assert "IndexError" in note
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_model_that_does_not_run_in_its_own_types_is_compared_in_float64(wrong: bool) -> None:
+    weights = torch.linspace(0.5, 2.0, 3, dtype=torch.float64)
+    model, x = Model(growing if wrong else lambda m, h: m.norm(h)), torch.randn(8, 6)
+
+    def loss(output: Tensor, batch: object) -> Tensor:
+        return F.cross_entropy(output, output.argmax(-1), weight=weights)
+
+    before = photo(model)
+    if wrong:
+        with pytest.raises(ModelError, match="seen: 0 -> 1 items"):
+            as_graph(model, example_inputs=x, loss_fn=loss)
+    else:
+        assert as_graph(model, example_inputs=x, loss_fn=loss).notes == ()
+    assert photo(model) == before
+
+
 def test_a_trace_of_another_precision_is_compared_in_float64() -> None:
     precision = Precision(compute=torch.bfloat16, master=torch.float32)
     assert not any(
