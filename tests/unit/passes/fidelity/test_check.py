@@ -380,7 +380,8 @@ def test_a_model_that_does_not_run_in_its_own_types_is_compared_in_float64(wrong
         with pytest.raises(ModelError, match="seen: 0 -> 1 items"):
             as_graph(model, example_inputs=x, loss_fn=loss)
     else:
-        assert as_graph(model, example_inputs=x, loss_fn=loss).notes == ()
+        notes = as_graph(model, example_inputs=x, loss_fn=loss).notes
+        assert not any("compared" in note for note in notes)
     assert photo(model) == before
 
 
