@@ -37,6 +37,8 @@ from passes.evaluate.copied_module import copied_module
 from passes.evaluate.dropout import without_dropout
 from passes.evaluate.float64 import float64_by_default, in_float64
 from passes.graph.graph import OpGraph
+from passes.graph.recomputed import draws_random_numbers
+from passes.shard.rules.pointwise import RANDOM
 from passes.trace.batch import flatten_batch, forward_names
 from runtime.mesh.sharding import Block
 
@@ -164,12 +166,13 @@ class _Ready:
         }
 
     def run(self, run: Run) -> RankRun:
+        own_plan = _drawing_nothing(self.plan, self._graphs[run.double])
         if run.double:
-            plan = self.plan.model_copy(update={"precision": Precision()})
+            plan = own_plan.model_copy(update={"precision": Precision()})
             with float64_by_default():
                 return self._run(run, plan, _made_other(double_copy(self.workload), run))
         workload = replace(self.workload, model=copied_module(self.workload.model))
-        return self._run(run, self.plan, _made_other(workload, run))
+        return self._run(run, own_plan, _made_other(workload, run))
 
     def _run(self, run: Run, plan: PlanData, workload: Workload) -> RankRun:
         task = self.task
@@ -249,6 +252,24 @@ class _Ready:
             return None
         given = batch.batch if isinstance(batch, PartBatch) else batch
         return sample_digests(flatten_batch(given, names), self.task.samples.batch_dims)
+
+
+def _drawing_nothing(plan: PlanData, graph: OpGraph) -> PlanData:
+    """Return the plan of ``graph``, whose dropout is off: on shards, such an op is run as itself, and draws nothing."""
+    stages = []
+    for stage in plan.stages:
+        if stage.sharding is not None:
+            choices = {
+                op: ways
+                if op not in graph.nodes or draws_random_numbers(graph.nodes[op])
+                else tuple(way.replace(f" by {RANDOM}", "") for way in ways)
+                for op, ways in stage.sharding.choices.items()
+            }
+            stage = stage.model_copy(
+                update={"sharding": stage.sharding.model_copy(update={"choices": choices})}
+            )
+        stages.append(stage)
+    return plan.model_copy(update={"stages": tuple(stages)})
 
 
 def _made_other(workload: Workload, run: Run) -> Workload:

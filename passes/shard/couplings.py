@@ -248,9 +248,9 @@ def _viewed(
     if not state.joined and repeated != 1:
         return None  # a sample has several rows
     for dim, size in enumerate(after):
-        times = sympy.simplify(sympy.sympify(size) / samples)
+        times = sympy.expand(sympy.sympify(size) / samples)
         if (
-            sympy.simplify(sympy.sympify(math.prod(after[dim + 1 :])) - inner) == 0
+            sympy.expand(sympy.sympify(math.prod(after[dim + 1 :])) - inner) == 0
             and samples not in times.free_symbols
         ):
             return (Samples(dim, joined=times != 1),)

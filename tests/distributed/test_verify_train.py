@@ -13,7 +13,8 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError, VerificationError
@@ -30,6 +31,23 @@ from tests.distributed.sharded_models import Conv, Gpt, conv_batch, gpt_batch
 def gpt() -> Workload:
     torch.manual_seed(0)
     return Workload(Gpt().float(), gpt_batch(2), name="gpt")
+
+
+class Dropping(nn.Module):
+    """A dropout that runs on shards in a form of its own, as long as it drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.down(F.dropout(self.up(x), 0.5, self.training)).square().mean()
+        return loss
+
+
+def dropping() -> Workload:
+    torch.manual_seed(0)
+    return Workload(Dropping(), {"x": torch.randn(4, 8)}, name="dropping")
 
 
 def conv() -> Workload:
@@ -58,10 +76,21 @@ MASTER = Precision(parameters=torch.bfloat16, master=torch.float32)
         (gpt, 2, feature("zero1", precision=MASTER)),
         (gpt, 2, feature("zero3")),
         (conv, 2, feature("data", optimizer_memory="momentum")),
+        (dropping, 2, feature("column_row")),
         (gpt, 3, {"strategy": "free"}),
         (gpt, 1, {}),
     ],
-    ids=["layer", "layer-bf16", "feature", "zero1-master", "zero3", "batch-norm", "free", "one-device"],
+    ids=[
+        "layer",
+        "layer-bf16",
+        "feature",
+        "zero1-master",
+        "zero3",
+        "batch-norm",
+        "dropout",
+        "free",
+        "one-device",
+    ],
 )
 def test_a_plan_trains_as_a_plain_loop_does(
     make: Callable[[], Workload], ranks: int, options: dict[str, Any], pool: WorkerPool
@@ -73,6 +102,9 @@ def test_a_plan_trains_as_a_plain_loop_does(
     assert report.first_difference is None
     assert report.other_placed is not None
     assert report.compared["parameter"] > 10
+    assert (
+        report.compared["placement"] == ranks or workload.name == "gpt"
+    )  # a free plan may leave devices idle
     assert report.compared["samples"] > report.steps
 
 
