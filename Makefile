@@ -37,6 +37,12 @@ verify-all: setup  ## every model x stages x schedule, and x mesh x pattern, in 
 odd-models: setup  ## 443 unusual models x 8 ways to plan them, trained beside a plain loop; ODD="--slice 1/8 --ways layer2"
 	$(BIN)/python -m tests.odd_models.run $(ODD)
 
+architectures: setup  ## the bundled families and further architectures of transformers: traced, planned, verified
+	$(BIN)/python -m benchmarks.architectures
+
+fuzz: setup  ## 10,000 random partitions of random models, verified; FUZZ="--models 0:100 --plans 10"
+	$(BIN)/python -m benchmarks.fuzz $(FUZZ)
+
 golden: setup  ## sixty plans of every kind as canonical text, compared with the hashes in benchmarks/
 	$(BIN)/python -m benchmarks.golden_plans
 
