@@ -42,11 +42,11 @@ def kind_of(op: object) -> str:
     return name if name in PURE else ""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Within it, eager draws are kept, in their order."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.drawn: list[tuple[str, Tensor]] = []
 
     def __torch_dispatch__(

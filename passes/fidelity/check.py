@@ -2,12 +2,13 @@
 
     model, one batch ─┬─► eager step                                     A
                       ├─► the same step, Python state as A left it       B   ≠ A: depends on Python state     refused
-                      ├─► the same step, no hooks on gradients           C   ≠ A: hooks change gradients      refused
-                      └─► the traced graph                               G   ≠ A: something else is lost      refused
+                      └─► the traced graph                               G   ≠ A: something is lost           refused
+                            └─► A again, no hooks on gradients           C   ≠ A: hooks change gradients
 
 All run the user's own module; afterwards every tensor, attribute, list and generator is what it was. B runs only with other
 values of ``random`` and ``numpy.random``, and with attributes that A has changed: parameters, buffers and torch's own
-generator start alike. C runs where there are such hooks, B several times where Python's random numbers are drawn.
+generator start alike; several times where Python's random numbers are drawn. C tells why G differs: hooks in an opaque part
+are in the graph as well.
 
 Numbers are compared in the model's own types first: the same kernels run, and rounding hardly differs. What differs there
 is compared again in float64, which decides.
@@ -165,14 +166,15 @@ def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
         if why := difference(first, second, allowed):
             raise _depends_on_state(graph, seen, why)
     notes = [f"{n}; others change nothing here" if n.startswith(DRAWN) else n for n in graph.notes]
-    if seen.hooks:
-        state.restore()
-        with without_gradient_hooks(model):
-            if why := difference(first, _run(subject), allowed):
-                raise _hooks_matter(graph, seen, why)
-        notes = [f"{n}; they change no gradient here" if n.startswith(NOT_RUN) else n for n in notes]
     state.restore()
     why = _graph_differs(graph, subject, state, first, allowed)
+    if seen.hooks and why:
+        state.restore()
+        with without_gradient_hooks(model):
+            if lost := difference(first, _run(subject), allowed):
+                raise _hooks_matter(graph, seen, lost)
+    if seen.hooks:
+        notes = [f"{n}; they change no gradient here" if n.startswith(NOT_RUN) else n for n in notes]
     if why and random_ops(without_dropout(graph)[0]):
         op = random_ops(without_dropout(graph)[0])[0]
         return _noted(
@@ -195,7 +197,10 @@ def _graph_differs(
     plain, _ = without_dropout(graph)
     why = "the types of a step are not the model's own"
     if graph.precision.casts_to is None:
-        why = difference(first, graph_step(plain, subject, lambda tensor: tensor), allowed)
+        try:
+            why = difference(first, graph_step(plain, subject, lambda tensor: tensor), allowed)
+        except Exception as error:  # noqa: BLE001 an op of the user may raise anything
+            why = f"a step on the example fails: {type(error).__name__}: {error}"
         if not why:
             return ""
     state.restore()

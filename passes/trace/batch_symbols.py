@@ -22,8 +22,8 @@ from cost_models.errors import ModelError
 from passes.graph.graph import tensor_specs
 from passes.graph.nodes import is_size, symbolic
 from passes.trace.batch import BatchDims
-from passes.trace.errors import OURS, TORCH
 from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed
+from passes.trace.user_code import OURS, TORCH
 from runtime.segment.code import BatchSpec
 
 

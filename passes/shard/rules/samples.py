@@ -51,7 +51,7 @@ HARD_MANNERS = (
     Manner("nan"),
     Manner("infinite"),
 )
-"""Values that an op may refuse; those that it takes must agree, too: ties, thresholds that draws never reach, numbers that are none."""
+"""Further values, on which choices must hold as well as far as an op takes them: ties, thresholds, no numbers."""
 
 Numbers: TypeAlias = Callable[[Any], Any]
 
