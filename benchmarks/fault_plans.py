@@ -60,6 +60,7 @@ PLANS: Mapping[str, Made] = {
     "halves": (Gpt, gpt_batch, {"pins": _HALVES, "schedule": "zb-h1", "microbatches": 3}),
     "recompute": (Gpt, gpt_batch, {"pins": _HALVES, "schedule": "1f1b", "recompute": "full"}),
     "uneven": (Conv, conv_batch, {"pins": {"first": 0, "second": 1}, "schedule": "gpipe", "microbatches": 3}),
+    "uneven_mean": (Pair, mlp_batch, {"pins": {"up": 0, "down": 1}, "schedule": "gpipe", "microbatches": 3}),
     "column_row": (Gpt, gpt_batch, _mesh({"*": "column_row"})),
     "vocabulary": (Gpt, gpt_batch, _mesh({"*": "vocabulary"})),
     "sequence": (Gpt, gpt_batch, _mesh({"*": "sequence"})),

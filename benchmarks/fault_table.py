@@ -79,7 +79,8 @@ FAULTS: tuple[Fault, ...] = (
           "unbiased = variance * (count / (count - 1))", "unbiased = variance", ("samples",), _LOCAL),
     # Bridges
     Fault("reduction", "a gradient's parts are not summed", f"{_OPS}/bridges.py",
-          "return None, total_gradient", "return None, None", ("column_row",), _BRIDGES),
+          'linears_behind("sum_gradient", None, given(axis.start_sum, reuse=True))',
+          'linears_behind("sum_gradient", None, lambda x: lambda: x)', ("column_row",), _BRIDGES),
     Fault("reduction", "gathered parameters' gradients are not summed", f"{_OPS}/bridges.py",
           "axis.sum_part if partial else axis.part", "axis.part", ("zero3",), _BRIDGES),
     Fault("reduction", "parts of a sum are not summed", f"{_OPS}/bridges.py",
@@ -147,9 +148,10 @@ FAULTS: tuple[Fault, ...] = (
           "return ((small + 1) * multiple,) * larger + (small * multiple,) * (microbatches - larger)",
           "return (small * multiple,) * (microbatches - larger) + ((small + 1) * multiple,) * larger",
           ("uneven",), "tests/unit/runtime/segment"),
+    # The reference of ``verify`` takes its weights of means from the same function: only a plain loop tells.
     Fault("loss weight", "micro-batches count alike", "passes/trace/loss/reduction.py",
           "return [size / samples for size in sizes]", "return [1 / len(sizes) + 0 * samples for size in sizes]",
-          ("uneven",), "tests/distributed/test_loss_reduction.py"),
+          ("uneven_mean",), "tests/distributed/test_loss_reduction.py", True),
     Fault("loss weight", "tokens of a micro-batch by its samples twice", "passes/graph/token_counts.py",
           "inverse_share = sum(sizes) / samples_of.double()", "inverse_share = samples_of.double() / sum(sizes)",
           ("stages",), "tests/distributed/test_loss_reduction.py"),
