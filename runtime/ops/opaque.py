@@ -117,7 +117,9 @@ class Code:
     def call(self, state: Sequence[Tensor], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
         """Return what the code returns, and the tensors that stand in the places of ``state`` afterwards."""
         if not isinstance(self.target, nn.Module):
-            function = getattr(self.target, "apply") if isinstance(self.target, type) else self.target  # noqa: B009
+            function: Any = self.target
+            if isinstance(function, type):
+                function = cast("Any", function).apply
             return function(*args, **kwargs), list(state)
         with _holding(self.target, self.state, state) as tables:
             output = self.target(*args, **kwargs)
