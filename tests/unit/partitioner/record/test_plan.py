@@ -250,7 +250,10 @@ def test_groups_of_devices_that_overlap_are_refused() -> None:
     Plan.from_json(changed("stages.1.devices", [0, 1], chunks))
 
 
-@pytest.mark.parametrize("key", [key for key in DATA if key not in ("schema_version", "splits", "views")])
+OPTIONAL = ("schema_version", "splits", "views", "opaque")
+
+
+@pytest.mark.parametrize("key", [key for key in DATA if key not in OPTIONAL])
 def test_a_missing_key_is_named(key: str) -> None:
     text = json.dumps({k: v for k, v in DATA.items() if k != key})
     with pytest.raises(PlanError, match=f"{key}: is missing"):
@@ -304,7 +307,7 @@ JSON = st.recursive(
     max_leaves=8,
 )
 EXAMPLES = 100
-KEYS = [key for key in DATA if key not in ("schema_version", "splits")]
+KEYS = [key for key in DATA if key not in ("schema_version", "splits", "opaque")]
 
 
 def use(text: str) -> None:
