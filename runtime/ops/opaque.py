@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -327,3 +328,17 @@ def no_compile() -> Iterator[None]:
         yield
     finally:
         torch.compile = original
+
+
+def refuse_unportable(opaque: Opaque) -> None:
+    """Raise ModelError for a part whose code cannot go to another process."""
+    try:
+        pickle.dumps(opaque)
+    except Exception as error:
+        raise ModelError(
+            f"the opaque part {opaque.name} cannot go to another process",
+            [
+                f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'} ({opaque.source})"
+            ],
+            ["define its classes and functions in a module, by name: no lambdas, nothing inside functions"],
+        ) from error

@@ -17,6 +17,8 @@ from torch import fx
 from torch._library.custom_ops import OPDEFS
 from torch.fx.node import map_aggregate
 
+from runtime.ops.opaque import Opaque, refuse_unportable
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -84,6 +86,8 @@ def _pack_target(target: Any) -> Any:
     if isinstance(target, torch._ops.OpOverload):
         namespace, name = target._schema.name.split("::")
         return AtenOp(namespace, name, target._overloadname, _defined_in(target._schema.name))
+    if isinstance(target, Opaque):
+        refuse_unportable(target)
     return target
 
 

@@ -84,7 +84,8 @@ class Parts:
         if first is None:
             raise error
         also = f"{name} cannot run as one opaque op: {error.because[-1] if error.because else error.what}"
-        raise ModelError(first.what, [*first.because, also], first.suggestions) from error
+        ways = dict.fromkeys((*error.suggestions[:1], *first.suggestions))
+        raise ModelError(first.what, [*first.because, also], list(ways)) from error
 
     def notes(self, calls: Iterable[Opaque]) -> list[str]:
         """Name every opaque op, with the reason and the line of its code."""

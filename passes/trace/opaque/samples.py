@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from cost_models.errors import ModelError
 from passes.costs.opaque import measure
 from passes.trace.batch import BatchDims, forward_arguments, map_tensors
+from passes.trace.export import cast_floating
 from passes.trace.opaque.code import Part, of_function, state_of
 from passes.trace.opaque.cross import Crossing, NeedsSamplesError
 from passes.trace.opaque.mark import ACTIVE
@@ -103,7 +104,9 @@ def _run(parts: Parts, crossing: Crossing, batch: Any, functions: bool, dtype: t
         if loss_fn is not None:
             if LOSS in parts.why:
                 assert crossing.loss is not None
-                calls.setdefault(LOSS, []).append(_observed(crossing.loss, [], (output, batch), {}, dtype))
+                # The loss gets the batch as it was given, and outputs in 32 bits where the model computes in 16.
+                judged = output if dtype is None or dtype.itemsize < 4 else cast_floating(output, dtype)
+                calls.setdefault(LOSS, []).append(_observed(crossing.loss, [], (judged, batch), {}, None))
             loss_fn(output, batch)
     return calls
 

@@ -17,6 +17,7 @@ from passes.trace.opaque import growth
 from passes.trace.opaque.sizes import UnfitError, fit, points
 from passes.trace.trace import trace
 from runtime.ops.opaque import Opaque
+from runtime.segment.portable import pack
 
 
 class Branching(nn.Module):
@@ -198,3 +199,11 @@ def test_other_sizes_are_refused() -> None:
     for size in (lambda b: b * b, lambda b: b // 2, lambda b: 2**b):
         with pytest.raises(UnfitError):
             fit({point: size(*point) for point in points((5,))}, (5,))
+
+
+def test_a_part_that_cannot_leave_the_process_says_so() -> None:
+    graph = trace(
+        nn.Linear(4, 2), torch.randn(5, 4), loss_fn=lambda output, batch: output.mean(), opaque=["loss"]
+    )
+    with pytest.raises(ModelError, match="the loss function cannot go to another process"):
+        pack(graph.module)
