@@ -30,6 +30,7 @@ from partitioner.record.records import (
     ViewRecord,
 )
 from passes.compile import Compiled
+from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
 from passes.lower.summarize import state_names_of_segments
@@ -40,6 +41,7 @@ from passes.search.request import Request
 from passes.search.strategies import STRATEGIES
 from passes.shard.couplings import couplings, said
 from passes.trace.precision import dominant_dtype, precision_notes
+from runtime.ops.opaque import Opaque
 from runtime.program.program import Backward, BackwardWeight, Forward, Program, SegmentGraph
 from runtime.segment.microbatch import microbatch_sizes
 
@@ -90,7 +92,12 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         alternatives=_alternatives(compiled),
         not_considered=STRATEGIES[request.strategy].words.not_considered,
         proof=ProofRecord.model_validate(compiled.proof, from_attributes=True),
-        notes=(*graph.notes, *precision_notes(graph, job.precision), *_notes(graph, recompute, sizes)),
+        notes=(
+            *graph.notes,
+            *precision_notes(graph, job.precision),
+            *_notes(graph, recompute, sizes),
+            *_guesses(graph, compiled.costs),
+        ),
     )
 
 
@@ -333,6 +340,15 @@ def distinct_runner_ups(runner_ups: Sequence[RunnerUp]) -> list[RunnerUp]:
         best.setdefault(entry.label.kind, entry)
     chosen = sorted(best.values(), key=lambda entry: not entry.named)[:MOST_RUNNER_UPS]
     return [entry for entry in best.values() if entry in chosen]
+
+
+def _guesses(graph: OpGraph, costs: GraphCosts) -> list[str]:
+    """Name the opaque parts that could not be run when they were costed."""
+    return [
+        f"the cost of {node.target.name} is a guess from its parameters and shapes: it could not be run alone"
+        for node in graph.ops
+        if isinstance(node.target, Opaque) and node.name in costs.estimated
+    ]
 
 
 def _notes(graph: OpGraph, recompute: str, sizes: Sequence[int]) -> tuple[str, ...]:
