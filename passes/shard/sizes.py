@@ -146,6 +146,8 @@ def _repeats(node: fx.Node, taken: Sequence[Shape], made: Shape) -> list[Dim]:
 
 
 def _times(after: Dim, before: Dim) -> Dim:
+    if before == 0:
+        return 1  # repeated as often as you like, it stays empty
     times = sympy.sympify(after) / sympy.sympify(before)
     return int(times) if times.is_Integer else times
 

@@ -143,6 +143,9 @@ def _three_layers(m: Any, x: Tensor, y: Tensor | None = None) -> Tensor:
 
 
 BY_HAND = {
+    "LinearCrossEntropyLoss": model(
+        lambda m, x, y: m.l(m.a(x).tanh(), y), _labelled, None, lambda: {"l": nn.LinearCrossEntropyLoss(6, 6)}
+    ),
     "in-batch contrast": model(_three_layers, loss=_contrastive),
     "dice": model(_three_layers, loss=_dice),
     "focal": model(_three_layers, _labelled, _focal),
