@@ -144,7 +144,7 @@ def sums_of_runs(x: Tensor, starts: Tensor) -> Tensor:
         (node_of(aten.renorm.default, torch.randn(4, 8), 2, 0, 50.0), {"R -> R", "S0 -> S0"}),
         (node_of(aten.nanmean.default, torch.randn(4, 8), [1]), {"R -> R", "S0 -> S0"}),
     ],
-    ids=str,
+    ids=["capped", "mean_of_numbers", "sums_of_runs", "renorm", "nanmean"],
 )
 def test_values_that_are_rarely_drawn_are_tried(node: fx.Node, found: set[str]) -> None:
     assert texts(all_valid_choices(node)) == found
