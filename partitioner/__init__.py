@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from partitioner.deploy_together import deploy
     from partitioner.engine.callbacks import Callback
     from partitioner.engine.loggers import CsvLogger, LineLogger, TensorBoardLogger
+    from partitioner.models.as_graph import trace
     from partitioner.models.workload import Workload
     from partitioner.plan import Plan
     from partitioner.verify.verify import VerifyReport
     from passes.graph.graph import OpGraph
     from passes.trace.opaque.mark import opaque
-    from passes.trace.trace import trace
     from runtime.checkpoint.directory import is_checkpoint
 
 __all__ = [
@@ -89,7 +89,7 @@ _MODULES = {
     "is_checkpoint": "runtime.checkpoint.directory",
     "opaque": "passes.trace.opaque.mark",
     "partition": "partitioner.api",
-    "trace": "passes.trace.trace",
+    "trace": "partitioner.models.as_graph",
 }
 """The modules of all but the errors."""
 

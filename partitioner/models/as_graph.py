@@ -15,7 +15,8 @@ from passes.fidelity.check import check_fidelity, has_values
 from passes.graph.graph import OpGraph
 from passes.timings import run_pass
 from passes.trace.loss.reduction import LossReduction, refuse_other_reduction
-from passes.trace.trace import trace
+from passes.trace.export import LossFunction
+from passes.trace.trace import trace as trace_graph
 from passes.trace.wrappers import unwrapped
 
 ModelOrTrace: TypeAlias = torch.nn.Module | OpGraph | Workload
@@ -40,8 +41,7 @@ def as_graph(
 
     ``check``: "on" compares the trace with the model itself, by two steps of it, where the model has values.
     """
-    if check not in ("on", "off"):
-        raise UsageError(f"check={check!r} is not known", because=['it is "on" or "off"'])
+    _refuse_other_words(check)
     if isinstance(model, OpGraph):
         refuse_other_reduction(model, loss_reduction)
         return model
@@ -61,7 +61,7 @@ def as_graph(
     graph = run_pass(
         "trace",
         lambda graph: counted(len(graph), "op"),
-        trace,
+        trace_graph,
         module,
         workload.example_inputs,
         loss_fn=workload.loss_fn,
@@ -72,14 +72,59 @@ def as_graph(
         opaque=opaque,
         name=name or workload.name or None,
     )
+    return _compared(graph, module, workload.example_inputs, workload.loss_fn, check)
+
+
+def trace(
+    model: torch.nn.Module,
+    example_inputs: object,
+    *,
+    loss_fn: LossFunction | None = None,
+    training: bool = True,
+    batch_dims: Mapping[str, int | None] | None = None,
+    dynamic_dims: Mapping[str, Sequence[int]] | None = None,
+    precision: Precision | None = None,
+    loss_reduction: LossReduction | None = None,
+    opaque: Sequence[str] = (),
+    name: str | None = None,
+    check: Check = "on",
+) -> OpGraph:
+    """Trace a model once, to compare several plans of it; :func:`passes.trace.trace.trace` explains the arguments.
+
+    ``check``: "on" compares a training trace with the model itself, by two steps of it, where the model has values.
+    """
+    _refuse_other_words(check)
+    graph = trace_graph(
+        model,
+        example_inputs,
+        loss_fn=loss_fn,
+        training=training,
+        batch_dims=batch_dims,
+        dynamic_dims=dynamic_dims,
+        precision=precision,
+        loss_reduction=loss_reduction,
+        opaque=opaque,
+        name=name,
+    )
+    return _compared(graph, model, example_inputs, loss_fn, check) if training else graph
+
+
+def _compared(
+    graph: OpGraph, model: torch.nn.Module, example_inputs: Any, loss_fn: LossFunction | None, check: Check
+) -> OpGraph:
     if check == "off":
         return graph
     return run_pass(
         "fidelity",
-        lambda _: "as the model computes it" if has_values(module) else "no values to compare",
+        lambda _: "as the model computes it" if has_values(model) else "no values to compare",
         check_fidelity,
         graph,
-        unwrapped(module)[0],
-        workload.example_inputs,
-        workload.loss_fn,
+        unwrapped(model)[0],
+        example_inputs,
+        loss_fn,
     )
+
+
+def _refuse_other_words(check: str) -> None:
+    if check not in ("on", "off"):
+        raise UsageError(f"check={check!r} is not known", because=['it is "on" or "off"'])

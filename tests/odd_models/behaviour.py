@@ -185,15 +185,15 @@ HOOKS = {
         lambda m: m.b.register_full_backward_pre_hook(lambda mod, g: tuple(x * 3 for x in g))
     ),
     "gradient hook of a parameter": _changed(
-        lambda m: m.b.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+        lambda m: m.b.weight.register_hook(lambda g: g.clamp(-0.01, 0.01)), whole=True
     ),
     "gradient mask of a parameter": _changed(lambda m: m.a.weight.register_hook(lambda g: g * torch.eye(6))),
     "post-accumulate hook": _changed(
-        lambda m: m.b.weight.register_post_accumulate_grad_hook(_halve_gradient)
+        lambda m: m.b.weight.register_post_accumulate_grad_hook(_halve_gradient), whole=True
     ),
     "gradient hook of a value": _changed(lambda m: None, _halved),
     "gradient hook after freezing": _changed(
-        lambda m: (m.a.requires_grad_(False), m.b.weight.register_hook(torch.sign))
+        lambda m: (m.a.requires_grad_(False), m.b.weight.register_hook(torch.sign)), whole=True
     ),
 }
 

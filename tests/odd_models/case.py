@@ -20,6 +20,8 @@ class Case:
     make: Callable[[], Ready]
     batch_dims: Mapping[str, int | None] | None = None
     """The dimension of the samples of batch leaves, where the user has to say it."""
+    whole: bool = False
+    """True if the loop has to take the batch in one piece: a hook on a parameter sees the whole batch's gradient."""
     samples: int = SAMPLES
     tolerance: float = 1e-9
     """Relative difference allowed; more than 1e-9 only for models that compute in less than float64."""

@@ -84,7 +84,7 @@ def _loss(ready: Ready, model: nn.Module, piece: Any) -> Tensor:
 
 def pieces(batch: Any, count: int, case: Case) -> list[tuple[Any, float]]:
     """Cut a batch into micro-batches, the first ones larger, with their shares of the samples."""
-    count = min(count, case.samples)
+    count = 1 if case.whole else min(count, case.samples)
     sizes = [case.samples // count + (index < case.samples % count) for index in range(count)]
     found, start = [], 0
     for size in sizes:
