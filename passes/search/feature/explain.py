@@ -23,10 +23,10 @@ from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.search.explain import Way
 from passes.search.feature.bound import WireTable, bridges_used, price, wire_tables
-from passes.search.feature.codes import DEFERRED, WHOLE, needs_of
+from passes.search.feature.codes import DEFERRED, WHOLE
 from passes.search.feature.graph import FeatureGraph, Unit, UnitKind, feature_graph
 from passes.search.feature.options import Options, StoredChoice
-from passes.search.feature.problem import FeatureProblem, UnitNumbers, build_problem
+from passes.search.feature.problem import FeatureProblem, UnitNumbers, axes_of_parts, build_problem
 from passes.search.feature.setting import Setting
 from passes.search.feature.tuning import TUNING
 from passes.shard.discover import Discovery
@@ -223,7 +223,7 @@ def _ways(
     several = {u for u, other in enumerate(problem.units) if len(other.seconds) > 1}
     base = _settled(problem, tables, [0] * len(problem.units), several - {unit.index})
     best: dict[str, Way] = {}
-    parts = _axes_of_parts(problem, unit, base)
+    parts = axes_of_parts(problem, base).get(unit.index, frozenset())
     for k in range(len(numbers.seconds)):
         if not _is_summed_once(numbers, k, parts):
             continue
@@ -244,19 +244,6 @@ def _ways(
         if known is None or way.step_seconds < known.step_seconds:
             best[way.layout] = way
     return tuple(sorted(best.values(), key=lambda way: (way.step_seconds, not way.chosen, way.layout)))
-
-
-def _axes_of_parts(problem: FeatureProblem, unit: Unit, chosen: Sequence[int]) -> frozenset[int]:
-    """Mesh axes along which readers of the unit's tensor leave parts of its gradient."""
-    axes = len(problem.mesh.shape)
-    return frozenset(
-        axis
-        for wire in problem.space.wires
-        if wire.producer == unit.index
-        for u, i in wire.readers
-        for axis, need in enumerate(needs_of(int(problem.units[u].inputs[i][chosen[u]]), axes))
-        if need.partial_gradient
-    )
 
 
 def _is_summed_once(numbers: UnitNumbers, k: int, parts: frozenset[int]) -> bool:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from cost_models.arrays import FloatArray, IntArray
 from cost_models.layout import Mesh, Replicate, Shard
 from passes.search.feature.bridges import Bridges, BridgeTable
-from passes.search.feature.codes import DEFERRED, combine
+from passes.search.feature.codes import DEFERRED, WHOLE, combine, digits, needs_of
 from passes.search.feature.graph import FeatureGraph, Unit
 from passes.search.feature.local import local_cost
 from passes.search.feature.options import (
@@ -271,6 +271,43 @@ class _Builder:
             ways,
             np.arange(len(ways)),
         )
+
+
+def axes_of_parts(problem: FeatureProblem, chosen: Sequence[int]) -> dict[int, frozenset[int]]:
+    """Mesh axes along which readers leave parts of a parameter's gradient, by the parameter's unit; O(wires)."""
+    axes = len(problem.mesh.shape)
+    found: dict[int, frozenset[int]] = {}
+    for wire in problem.space.wires:
+        if problem.space.units[wire.producer].kind != "parameter":
+            continue
+        needs = [needs_of(int(problem.units[u].inputs[i][chosen[u]]), axes) for u, i in wire.readers]
+        parts = {axis for need in needs for axis in range(axes) if need[axis].partial_gradient}
+        found[wire.producer] = found.get(wire.producer, frozenset()) | parts
+    return found
+
+
+def without_needless_sums(problem: FeatureProblem, chosen: Sequence[int]) -> list[int]:
+    """``chosen``, where parameters are charged a sum at the step's end along those axes only that have parts to be summed.
+
+    That a gradient is deferred is a parameter's way, that a reader leaves parts of it is the reader's: no pair of them says
+    that no reader does. The cheapest choice defers nothing needlessly, but one that is decoded from messages, or found as
+    time runs out, may. Ranks sum what is in parts (``passes.shard.syncs``), so such a choice costs less than it says.
+    """
+    parts = axes_of_parts(problem, chosen)
+    found = list(chosen)
+    for unit, numbers in zip(problem.space.units, problem.units, strict=True):
+        if unit.kind != "parameter":
+            continue
+        codes, k = numbers.outputs[0], found[unit.index]
+        summed = parts.get(unit.index, frozenset())
+        read = digits(int(codes[k]), len(problem.mesh.shape))
+        wanted = combine(
+            [WHOLE if d == DEFERRED and axis not in summed else d for axis, d in enumerate(read)]
+        )
+        same = np.flatnonzero((codes == wanted) & (numbers.bytes <= numbers.bytes[k]))
+        if wanted != codes[k] and len(same):
+            found[unit.index] = int(same[np.argmin(numbers.seconds[same])])
+    return found
 
 
 def storage_share(storage: str, output_share: FloatArray, work_share: FloatArray) -> FloatArray:

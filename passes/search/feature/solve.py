@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from passes.search.feature.bound import DualBound, Priced, price, wire_tables
 from passes.search.feature.ilp import FeatureProgram
-from passes.search.feature.problem import FeatureProblem
+from passes.search.feature.problem import FeatureProblem, without_needless_sums
 from passes.search.feature.tuning import TUNING
 
 
@@ -207,6 +207,7 @@ class ProblemSearch:
         """Take note of a choice of a smaller problem, and whether it fits."""
         units = zip(self.problem.units, smaller.units, chosen, strict=True)
         index = [unit.index.tolist().index(int(small.index[k])) for unit, small, k in units]
+        index = without_needless_sums(self.problem, index)
         cost = price(self.problem, self._whole_tables, index)
         fits = cost.bytes <= self.problem.capacity_bytes * (1 + TUNING.rounding)
         if not fits:

@@ -21,7 +21,7 @@ from cost_models.arrays import FloatArray
 from passes.search.feature.bridges import BridgeTable
 from passes.search.feature.graph import Unit
 from passes.search.feature.options import Options, bytes_of
-from passes.search.feature.problem import FeatureProblem
+from passes.search.feature.problem import FeatureProblem, without_needless_sums
 from passes.search.feature.tuning import TUNING
 
 
@@ -31,7 +31,8 @@ def with_split_batch(problem: FeatureProblem, options: Sequence[int]) -> tuple[i
     moved = True
     while moved:
         moved = sum(ties.move(unit) for unit in reversed(ties.units)) > 0
-    return tuple(int(u.index[k]) for u, k in zip(problem.units, ties.chosen, strict=True))
+    chosen = without_needless_sums(problem, ties.chosen)
+    return tuple(int(u.index[k]) for u, k in zip(problem.units, chosen, strict=True))
 
 
 class _Ties:
