@@ -29,7 +29,6 @@ from torch import Tensor, nn
 
 from partitioner.verify.grow_batch import rebuilt
 from passes.graph.graph import OpGraph
-from runtime.segment.microbatch import cut
 
 TOLERANCE = 1e-9
 ROUNDING = 1e-12
@@ -120,7 +119,7 @@ def rounding_only(
 
 
 def in_reverse(
-    batch: Any, leaves: Mapping[str, Tensor], graph: OpGraph, microbatches: int, model: nn.Module
+    batch: Any, leaves: Mapping[str, Tensor], graph: OpGraph, sizes: Sequence[int], model: nn.Module
 ) -> tuple[Any, dict[str, Tensor]]:
     """Return ``batch`` and its leaves with the samples of each micro-batch in reverse order."""
     turned = {}
@@ -128,7 +127,7 @@ def in_reverse(
         dim = graph.batch.batch_dims.get(name)
         turned[name] = leaf
         if dim is not None:
-            turned[name] = torch.cat([piece.flip(dim) for piece in cut(leaf, dim, microbatches)], dim)
+            turned[name] = torch.cat([piece.flip(dim) for piece in torch.split(leaf, list(sizes), dim)], dim)
     return rebuilt(batch, turned, model), turned
 
 

@@ -6,11 +6,13 @@
 
 If a whole batch is no sum over its samples (batch norm; an auxiliary loss over all tokens), "sum" and "token_mean" go
 micro-batch by micro-batch as well; the mean cross-entropies are then divided by the whole batch's valid labels by hand.
+
+Samples and weights of micro-batches are written out here once more: an engine that has them wrong must differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,11 +31,10 @@ from passes.evaluate.copied_module import copied_module
 from passes.evaluate.dropout import DropoutOff, random_ops
 from passes.evaluate.float64 import Float64, float64_by_default
 from passes.graph.graph import OpGraph
-from passes.graph.nodes import argument
+from passes.shard.couplings import Coupling, couplings
 from passes.trace.batch import forward_arguments
 from passes.trace.export import loss_and_metrics
-from passes.trace.loss.reduction import loss_weights
-from runtime.segment.microbatch import cut
+from passes.trace.loss.reduction import LossReduction
 
 
 def reference_step(
@@ -51,15 +52,15 @@ def reference_step(
     ``recorded``: takes the random draws of each micro-batch.
     """
     model = copied_module(reference.model).train()
-    weights = loss_weights(graph.loss_reduction, sizes)
+    weights = weights_by_definition(graph.loss_reduction, sizes)
     mode: WholeBatchMeans | None = None
     if graph.loss_reduction != "mean":
-        if not why_in_pieces(graph):
+        if len(sizes) == 1 or not why_in_pieces(graph):
             sizes, weights = (sum(sizes),), [1.0]
         elif graph.loss_reduction == "token_mean":
             mode = counted_means(reference, batch, leaves, graph, sizes)
     total = 0.0
-    pieces = _pieces(batch, leaves, graph, len(sizes), model)
+    pieces = _pieces(batch, leaves, graph, sizes, model)
     with DropoutOff(), Float64(), float64_by_default():
         for index, (piece, weight) in enumerate(zip(pieces, weights, strict=True)):
             recorder = Recorder() if recorded else None
@@ -85,19 +86,36 @@ def reference_step(
     )
 
 
+def weights_by_definition(reduction: LossReduction, sizes: Sequence[int]) -> list[float]:
+    """Weigh the losses of micro-batches as the table above says, and not as the engine does.
+
+    A micro-batch of a token mean has its divisor, valid labels times this weight, from ``counted_means``.
+    """
+    if reduction == "sum":
+        return [1.0 for _ in sizes]
+    return [size / sum(sizes) for size in sizes]
+
+
 def why_in_pieces(graph: OpGraph) -> str:
-    """Say what makes the loss of a whole batch another one than that of its micro-batches; "" if nothing is known to."""
-    norms = [n.name for n in graph.ops if "batch_norm" in str(n.target) and _in_training(n)]
-    if norms:
-        return f"batch norm sees one micro-batch at a time ({norms[0]})"
+    """Say what makes a whole batch something else than its micro-batches; "" if nothing is known to."""
+    if coupled := couplings(graph):
+        return _coupled(coupled[0])
     if drawn := random_ops(graph):
         return f"each micro-batch draws its own random numbers ({drawn[0]})"
+    if written := [output.name for output in graph.outputs if output.kind == "buffer"]:
+        return f"each micro-batch writes the buffer {written[0]}"
     others = graph.token_counts.other_terms if graph.token_counts is not None else ()
     return f"the loss has terms besides its token mean ({others[0]})" if others else ""
 
 
-def _in_training(node: torch.fx.Node) -> bool:
-    return argument(node, "training", argument(node, "train", True)) is not False
+def _coupled(coupling: Coupling) -> str:
+    match coupling.kind:
+        case "batch statistics":
+            return f"batch norm sees one micro-batch at a time ({coupling})"
+        case "running state":
+            return f"a running average advances with each micro-batch ({coupling})"
+        case "samples":
+            return f"samples are coupled at {coupling}"
 
 
 def _loss(model: nn.Module, reference: Workload, piece: Any) -> Tensor:
@@ -108,11 +126,16 @@ def _loss(model: nn.Module, reference: Workload, piece: Any) -> Tensor:
 
 
 def _pieces(
-    batch: Any, leaves: Mapping[str, Tensor], graph: OpGraph, count: int, model: nn.Module
+    batch: Any, leaves: Mapping[str, Tensor], graph: OpGraph, sizes: Sequence[int], model: nn.Module
 ) -> Iterable[Any]:
-    parts = {name: cut(leaf, graph.batch.batch_dims.get(name), count) for name, leaf in leaves.items()}
-    for index in range(count):
-        yield rebuilt(batch, {name: part[index].clone() for name, part in parts.items()}, model)
+    start = 0
+    for size in sizes:
+        own = {}
+        for name, leaf in leaves.items():
+            dim = graph.batch.batch_dims.get(name)
+            own[name] = (leaf if dim is None else leaf.narrow(dim, start, size)).clone()
+        yield rebuilt(batch, own, model)
+        start += size
 
 
 def counted_means(
@@ -129,7 +152,7 @@ def counted_means(
     model = copied_module(reference.model).train()
     mode = WholeBatchMeans([size / sum(sizes) for size in sizes])
     with DropoutOff(), Float64(), float64_by_default(), torch.no_grad():
-        for index, piece in enumerate(_pieces(batch, leaves, graph, len(sizes), model)):
+        for index, piece in enumerate(_pieces(batch, leaves, graph, sizes, model)):
             mode.start(index)
             with mode:
                 _loss(model, reference, piece)

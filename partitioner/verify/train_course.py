@@ -19,7 +19,7 @@ from partitioner.record.data import PlanData
 from partitioner.verify.compare import ORDERS, ROUNDING
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly, rebuilt, to_double
 from partitioner.verify.plain_loop import Piece, PlainStep, PlainTypes, plain_loop
-from partitioner.verify.reference import counted_means, why_in_pieces
+from partitioner.verify.reference import counted_means, weights_by_definition, why_in_pieces
 from partitioner.verify.train_compare import Expected
 from partitioner.verify.train_report import TrainComparison
 from partitioner.verify.train_setup import SampleSet, annealing, sample_digests, two_groups
@@ -32,7 +32,6 @@ from passes.graph.least_samples import least_samples
 from passes.graph.token_counts import user_leaves
 from passes.trace.batch import flatten_batch, forward_arguments, forward_names
 from passes.trace.export import cast_floating, loss_and_metrics
-from passes.trace.loss.reduction import loss_weights
 from runtime.segment.microbatch import microbatch_sizes
 from runtime.state.loss_scale import INITIAL_SCALE
 
@@ -176,9 +175,9 @@ class Course:
         graph, model, dims = self.graph, workload.model, self.samples.batch_dims
         whole = self._leaves(indices, double)
         counted = None
-        weights: Sequence[float] = loss_weights(graph.loss_reduction, sizes)
+        weights: Sequence[float] = weights_by_definition(graph.loss_reduction, sizes)
         if graph.loss_reduction != "mean":
-            if not why_in_pieces(graph):
+            if len(sizes) == 1 or not why_in_pieces(graph):
                 sizes, weights = (len(indices),), [1.0]
             elif graph.loss_reduction == "token_mean":
                 batch = rebuilt(workload.example_inputs, whole, model)

@@ -39,7 +39,7 @@ from passes.evaluate.float64 import in_float64, widen_module
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.trace.batch import flatten_batch, forward_names
-from passes.trace.loss.reduction import step_batch, step_weights
+from passes.trace.loss.reduction import loss_weights, step_batch
 from passes.trace.watch import HOOKS_RUN
 from passes.trace.wrappers import unwrapped
 from runtime.ops.replay import Draws
@@ -157,11 +157,11 @@ def verify_plan(
         codes=code.lowered(),
         segments=plan_segments(plan, ranks),
         batch_specs=tuple(map(code.batch_of, range(plan.world_size))),
-        batch=step_batch(graph, leaves, plan.microbatches),
+        batch=step_batch(graph, leaves, sizes),
         state=state,
         trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
         microbatches=plan.microbatches,
-        weights=step_weights(graph, leaves, plan.microbatches),
+        weights=tuple(loss_weights(graph.loss_reduction, sizes)),
         optimizer=plan.optimizer_memory,
         learning_rate=LEARNING_RATE,
         timeout_seconds=timeout_seconds,
@@ -189,7 +189,7 @@ def verify_plan(
         found, rounding = _without_rounding(
             found,
             expected,
-            lambda: step(*in_reverse(batch, leaves, graph, len(sizes), reference.model)),
+            lambda: step(*in_reverse(batch, leaves, graph, sizes, reference.model)),
         )
         notes += rounding
         differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
@@ -228,7 +228,8 @@ def _notes(plan: PlanData, graph: OpGraph, dropped: int) -> list[str]:
         )
     if dropped:
         notes.append(f"dropout switched off in {dropped} ops: two random draws cannot be compared")
-    if graph.loss_reduction != "mean" and (why := why_in_pieces(graph)):
+    cut = graph.loss_reduction != "mean" and plan.microbatches > 1
+    if cut and (why := why_in_pieces(graph)):
         notes.append(f"compared micro-batch by micro-batch, not with the whole batch: {why}")
     return notes
 

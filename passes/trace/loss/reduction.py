@@ -171,7 +171,9 @@ def with_normalizers(
     return filled(counts, graph.batch, batch, _sizes(microbatches, samples), numbers)
 
 
-def step_batch(graph: OpGraph, leaves: Mapping[str, Tensor], microbatches: int) -> Mapping[str, Tensor]:
+def step_batch(
+    graph: OpGraph, leaves: Mapping[str, Tensor], microbatches: int | Sequence[int]
+) -> Mapping[str, Tensor]:
     """Choose, out of all of a user's leaves, those that an executor of ``graph`` reads."""
     spec = user_leaves(graph.batch, graph.token_counts)
     return with_normalizers(graph, {name: leaves[name] for name in spec.batch_dims}, microbatches)

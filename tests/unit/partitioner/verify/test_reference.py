@@ -1,4 +1,4 @@
-"""The reference of a verification: uneven labels, and when a whole batch is no sum over its samples."""
+"""The reference of a verification: uneven labels and micro-batches, and when a whole batch is no sum over its samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from partitioner.models.bundled import bundled
 from partitioner.models.workload import Workload
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly
-from partitioner.verify.reference import reference_step, why_in_pieces
+from partitioner.verify.reference import reference_step, weights_by_definition, why_in_pieces
 from passes.evaluate.copied_module import copied_module
 from passes.trace.batch import flatten_batch
 from passes.trace.export import loss_and_metrics
@@ -69,3 +69,76 @@ def test_a_frozen_batch_norm_sees_no_batch() -> None:
     graph = trace(model, whole, loss_fn=plain, training=False)
     assert why_in_pieces(graph) == ""
     assert set(flatten_batch(whole)) == set(whole)
+
+
+class Centred(Tagger):
+    """A running mean of the head's inputs, which forward writes and then subtracts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embed(tokens)
+        self.mean.mul_(0.9).add_(0.1 * h.detach().mean((0, 1)))
+        logits: Tensor = self.head(h - self.mean)
+        return logits
+
+
+class Counting(Tagger):
+    """A number of calls, which couples no samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls.add_(1)
+        logits: Tensor = self.head(self.embed(tokens))
+        return logits
+
+
+def test_a_running_mean_goes_in_pieces() -> None:
+    whole = batch(6)
+    reference = Workload(Centred(), whole, plain)
+    graph = trace(reference.model, whole, loss_fn=plain)
+    why = why_in_pieces(graph)
+    assert "samples are coupled at " in why or "running average" in why
+    assert "test_reference.py:" in why
+    found = reference_step(reference, whole, whole, graph, (2, 2, 2), "none", 0.0)
+    model = copied_module(reference.model).train()
+    for start in (0, 2, 4):
+        model(whole["tokens"][start : start + 2])
+    torch.testing.assert_close(found.buffers["mean"], model.get_buffer("mean"), rtol=1e-12, atol=1e-12)
+
+
+def test_a_written_buffer_goes_in_pieces_though_it_couples_nothing() -> None:
+    whole = batch(6)
+    reference = Workload(Counting(), whole, plain)
+    graph = trace(reference.model, whole, loss_fn=plain)
+    assert why_in_pieces(graph) == "each micro-batch writes the buffer calls"
+    found = reference_step(reference, whole, whole, graph, (2, 2, 2), "none", 0.0)
+    assert float(found.buffers["calls"]) == 3
+    found = reference_step(reference, whole, whole, graph, (6,), "none", 0.0)
+    assert float(found.buffers["calls"]) == 1
+
+
+def by_sample(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return output.square().mean()
+
+
+def test_micro_batches_have_the_plans_sizes_and_count_by_them() -> None:
+    whole = batch(14)
+    reference = Workload(Tagger(), whole, by_sample)
+    graph = trace(reference.model, whole, loss_fn=by_sample)
+    assert graph.loss_reduction == "mean"
+    expected = by_sample(reference.model(whole["tokens"]), whole)
+    for sizes in ((6, 4, 4), (14,), (1, 13)):
+        found = reference_step(reference, whole, whole, graph, sizes, "none", 0.0)
+        assert found.loss is not None
+        assert abs(found.loss - float(expected.detach())) < 1e-12
+
+
+def test_weights_are_written_out() -> None:
+    assert weights_by_definition("sum", (6, 4, 4)) == [1, 1, 1]
+    assert weights_by_definition("mean", (6, 4, 4)) == [6 / 14, 4 / 14, 4 / 14]
