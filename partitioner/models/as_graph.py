@@ -72,7 +72,7 @@ def as_graph(
         opaque=opaque,
         name=name or workload.name or None,
     )
-    return _compared(graph, module, workload.example_inputs, workload.loss_fn, check)
+    return _compared(graph, module, workload.example_inputs, workload.loss_fn, batch_dims, check)
 
 
 def trace(
@@ -106,11 +106,16 @@ def trace(
         opaque=opaque,
         name=name,
     )
-    return _compared(graph, model, example_inputs, loss_fn, check) if training else graph
+    return _compared(graph, model, example_inputs, loss_fn, batch_dims, check) if training else graph
 
 
 def _compared(
-    graph: OpGraph, model: torch.nn.Module, example_inputs: Any, loss_fn: LossFunction | None, check: Check
+    graph: OpGraph,
+    model: torch.nn.Module,
+    example_inputs: Any,
+    loss_fn: LossFunction | None,
+    batch_dims: Mapping[str, int | None] | None,
+    check: Check,
 ) -> OpGraph:
     if check == "off":
         return graph
@@ -122,6 +127,7 @@ def _compared(
         unwrapped(model)[0],
         example_inputs,
         loss_fn,
+        tuple(batch_dims or ()),
     )
 
 

@@ -34,7 +34,7 @@ def difference(expected: Numbers, actual: Numbers, allowed: float) -> str:
 
     A gradient that only one side has counts as zeros on the other. Numbers that are not finite must be so in both.
     """
-    if not _close(expected.loss, actual.loss, allowed, 1.0):
+    if not close(expected.loss, actual.loss, allowed, 1.0):
         return f"the loss is {float(actual.loss):.6g} instead of {float(expected.loss):.6g}"
     norms = [_norm(gradient) for gradient in expected.gradients.values()]
     floor = OF_ALL * math.sqrt(sum(norm**2 for norm in norms if math.isfinite(norm)))
@@ -50,7 +50,7 @@ def difference(expected: Numbers, actual: Numbers, allowed: float) -> str:
                 assert other is not None
                 zeros = torch.zeros_like(_dense(other))
                 e, a = (zeros, other) if e is None else (e, zeros)
-            if not _close(e, a, allowed, least):
+            if not close(e, a, allowed, least):
                 error = float((_wide(e) - _wide(a)).norm()) if e.shape == a.shape else math.inf
                 error = math.inf if math.isnan(error) else error
                 if error > worst or not said:
@@ -60,7 +60,8 @@ def difference(expected: Numbers, actual: Numbers, allowed: float) -> str:
     return ""
 
 
-def _close(expected: Tensor, actual: Tensor, allowed: float, least: float) -> bool:
+def close(expected: Tensor, actual: Tensor, allowed: float, least: float) -> bool:
+    """Tell whether two tensors agree up to ``allowed`` of the first one's norm, or of ``least`` if that is more."""
     if expected.shape != actual.shape:
         return False
     e, a = _wide(expected), _wide(actual)

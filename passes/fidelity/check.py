@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,11 +27,13 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 from cost_models.errors import ModelError, PartitionerError
+from cost_models.units import listed
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import Float64, float64_by_default, in_float64, wide, widen_module
 from passes.fidelity.agree import Numbers, difference, tolerance
 from passes.fidelity.example import subject_of
 from passes.fidelity.lines import line_of, with_line
+from passes.fidelity.parts import whole_leaves, why_parts_differ
 from passes.fidelity.steps import (
     Subject,
     drawing_hooks,
@@ -42,6 +44,7 @@ from passes.fidelity.steps import (
     without_gradient_hooks,
 )
 from passes.graph.graph import OpGraph
+from passes.trace.attempts import WHOLE
 from passes.trace.batch import flatten_batch, forward_names, map_tensors
 from passes.trace.draws import DRAWN, Draws, draws_restored, extreme_draws, watch_draws
 from passes.trace.export import LossFunction
@@ -59,12 +62,16 @@ OFF = 'check="off" plans it all the same'
 
 
 def check_fidelity(
-    graph: OpGraph, model: nn.Module, example_inputs: Any, loss_fn: LossFunction | None = None
+    graph: OpGraph,
+    model: nn.Module,
+    example_inputs: Any,
+    loss_fn: LossFunction | None = None,
+    declared: Collection[str] = (),
 ) -> OpGraph:
     """Return ``graph`` with what was found out in its notes. Raises ModelError where it is not what the model computes.
 
     A model without values (on the meta device) is not run, nor is one that cannot be run on its example batch: a note says
-    so. Nothing of the model is changed.
+    so. Nothing of the model is changed. ``declared``: leaves whose batch dimension the user has given.
     """
     if graph.loss is None or not has_values(model):
         return graph
@@ -74,11 +81,16 @@ def check_fidelity(
             graph, f"not compared with its trace: it has {size_bytes / 2**30:.0f} GiB of parameters"
         )
     failure: Exception | None = None
+    given_whole = whole_leaves(graph, declared)
     for drawn in (True, False):
-        subject = subject_of(graph, model, example_inputs, loss_fn, drawn=drawn)
+        subject = subject_of(graph, model, example_inputs, loss_fn, drawn=drawn, whole=bool(given_whole))
         with _unchanged(subject) as state:
             try:
-                return _checked(graph, subject, state)
+                found = _checked(graph, subject, state)
+                state.restore()
+                if given_whole and (why := why_parts_differ(graph, subject, state)):
+                    raise _parts_need_more(graph, given_whole, why)
+                return found
             except _CannotRunError as error:
                 failure = failure or error.reason
     try:
@@ -286,6 +298,21 @@ def _hooks_matter(graph: OpGraph, seen: _Seen, why: str) -> ModelError:
             "parameter.register_hook(…) instead, if it is a parameter's gradient: a plan runs these",
             f'opaque=["{named}"] runs that module as it is, hooks included',
             OFF,
+        ],
+    )
+
+
+def _parts_need_more(graph: OpGraph, leaves: Sequence[str], why: str) -> ModelError:
+    first, shapes = leaves[0], graph.example_shapes
+    fixed = [note for note in graph.notes if note.startswith(tuple(f"{leaf} {WHOLE}" for leaf in leaves))]
+    return ModelError(
+        f"micro-batches of {graph.model_name} would get {listed(leaves)} whole, and need their own samples of it",
+        [why, *(fixed or [f"{name}, {shapes[name]}, has no batch dimension" for name in leaves])],
+        [
+            "take sizes from tensor.shape in the model: no list, loop or split with an entry for each sample",
+            f"opaque=[the module that fixes the size of {first}] runs its code as it is, as one op",
+            f"batch_dims={{{first!r}: dim}} says which of its dimensions counts samples; {{{first!r}: None}} that none "
+            f"does, as with microbatches=1 and batches of {graph.example_batch_size} samples only",
         ],
     )
 

@@ -23,11 +23,17 @@ CPU core at 10 GFLOP/s for a linear model, 6 FLOPs per parameter and number and 
 
 
 def subject_of(
-    graph: OpGraph, model: nn.Module, example_inputs: Any, loss_fn: LossFunction | None, *, drawn: bool
+    graph: OpGraph,
+    model: nn.Module,
+    example_inputs: Any,
+    loss_fn: LossFunction | None,
+    *,
+    drawn: bool,
+    whole: bool = False,
 ) -> Subject:
     """Make the batch on the model's device. ``drawn``: fill leaves that hold one number only with drawn ones.
 
-    Leaves are tensors of their own, and at least two samples: an export has sizes of one baked in.
+    ``whole``: cut nothing. Leaves are tensors of their own, and at least two samples: an export has sizes of one baked in.
     """
     device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
@@ -39,7 +45,7 @@ def subject_of(
     )
     least = max(2, least_samples(graph)[0])
     parameters = sum(spec.elements for spec in graph.parameters.values())
-    large = parameters * max((leaf.numel() for leaf in given.values()), default=1) > MOST_WORK
+    large = not whole and parameters * max((leaf.numel() for leaf in given.values()), default=1) > MOST_WORK
     order = iter(given)
 
     def made(_: tuple[str, ...], leaf: Tensor) -> Tensor:

@@ -53,10 +53,16 @@ def eager_step(subject: Subject) -> Numbers:
     return Numbers(loss.detach(), gradients, buffers)
 
 
-def graph_step(graph: OpGraph, subject: Subject, in_type: Callable[[Tensor], Tensor]) -> Numbers:
+def graph_step(
+    graph: OpGraph,
+    subject: Subject,
+    in_type: Callable[[Tensor], Tensor],
+    leaves: Mapping[str, Tensor] | None = None,
+) -> Numbers:
     """Run forward and backward of the traced graph on the model's state, cast by ``in_type``.
 
-    Hooks on parameters run here as well: a plan runs them.
+    Hooks on parameters run here as well: a plan runs them. ``leaves``: a micro-batch, with all that the graph reads,
+    instead of the whole batch; its loss is not weighed.
     """
     model = subject.model
     parameters = dict(model.named_parameters())
@@ -67,8 +73,10 @@ def graph_step(graph: OpGraph, subject: Subject, in_type: Callable[[Tensor], Ten
     for name, parameter in parameters.items():
         if parameter.requires_grad:
             _hooked_alike(state[name], parameter)
-    leaves = step_batch(graph, subject.leaves, 1)
-    (weight,) = step_weights(graph, subject.leaves, 1)
+    weight = 1.0
+    if leaves is None:
+        leaves = step_batch(graph, subject.leaves, 1)
+        (weight,) = step_weights(graph, subject.leaves, 1)
     device = next(iter(subject.leaves.values())).device
     values = {
         "parameter": state,

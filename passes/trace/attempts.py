@@ -35,6 +35,7 @@ from passes.trace.batch_symbols import (
     merge,
     settle,
     size_of,
+    watch_fixed,
 )
 from passes.trace.build import Converted, convert, leaf_nodes
 from passes.trace.errors import model_error
@@ -81,6 +82,8 @@ class Exported:
     batch_size: int
     attributes: Mapping[str, Tensor]
     """The model's own tensors where a plain attribute had a stand-in, by name."""
+    fixing: Mapping[str, str | None]
+    """Lines of the user's code in which sizes became numbers, and their modules."""
 
 
 def trace_parts(
@@ -116,6 +119,9 @@ def trace_parts(
         subject = replace(subject, crossing=parts.crossing())
 
 
+WHOLE = "has no batch dimension"
+"""The words of a note on a leaf whose size became a number."""
+
 _TracedExport: TypeAlias = tuple[Exported, sympy.Symbol, list[str]]
 """The export that was chosen, its one batch symbol, and remarks on what was inferred."""
 
@@ -138,7 +144,7 @@ def _trace_batch_dims(subject: Subject, overrides: Mapping[str, int | None] | No
             return _finish(subject, exported, overrides)
         if exported.settled.open and fallback is None:
             fallback = exported
-        fixing = lines_that_fix(exported.fake_mode)
+        fixing = lines_that_fix(exported.fixing)
         tried += [
             f"the code fixes {leaf} at {guess.size} in dimension {guess.dims[leaf]}{fixing}"
             for leaf in exported.settled.fixed
@@ -180,6 +186,7 @@ def _export(subject: Subject, guess: BatchDims) -> Exported:
             state_as_traced(subject.model, fake_mode, subject.precision) as attributes,
             subject.crossing.active(),
             watch_growth(subject.model_name),
+            watch_fixed(subject.model, fake_mode) as fixing,
         ):
             program = export(module, leaves, symbolic, fake_mode)
     except (PartitionerError, NeedsSamplesError):
@@ -188,7 +195,7 @@ def _export(subject: Subject, guess: BatchDims) -> Exported:
         raise model_error(error, subject.model, subject.model_name) from error
     nodes = leaf_nodes(program, tuple(leaves))
     batch_size = 2 if doubled else guess.size
-    return Exported(program, module, fake_mode, nodes, settle(guess, nodes), batch_size, attributes)
+    return Exported(program, module, fake_mode, nodes, settle(guess, nodes), batch_size, attributes, fixing)
 
 
 def _open_dims(subject: Subject, guess: BatchDims) -> dict[str, frozenset[int]]:
@@ -230,8 +237,13 @@ def _finish(
     shape_env = exported.fake_mode.shape_env
     assert shape_env is not None
     notes = check_guards([(shape_env.replace(g.expr), line_of(g.sloc)) for g in shape_env.guards], symbol)
+    lines = lines_that_fix(exported.fixing)
+    modules = [module for module in dict.fromkeys(exported.fixing.values()) if module]
+    otherwise = f", opaque={modules!r} if not" if modules else ""
     notes += [
-        f"{leaf} has no batch dimension: every micro-batch gets all of it" for leaf in exported.settled.fixed
+        f"{leaf} {WHOLE}, as the code fixes its size{lines}: every micro-batch gets all of it "
+        f"(batch_dims={{{leaf!r}: None}} if that is right{otherwise})"
+        for leaf in exported.settled.fixed
     ]
     notes += [
         f"{leaf}: dimension {exported.settled.dims[leaf]} is taken for the batch because of its size alone "

@@ -7,23 +7,25 @@ environment itself, so that every size of the graph follows.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses import FakeTensorMode
 
 from cost_models.errors import ModelError
 from passes.graph.graph import tensor_specs
 from passes.graph.nodes import is_size, symbolic
 from passes.trace.batch import BatchDims
-from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed
-from passes.trace.user_code import OURS, TORCH
+from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed, innermost_module
+from passes.trace.user_code import OURS, TORCH, caller
 from runtime.segment.code import BatchSpec
 
 
@@ -112,10 +114,26 @@ def line_of(place: Any) -> str:
     return f", in {os.path.basename(frame.filename)}:{frame.lineno}"
 
 
-def lines_that_fix(mode: FakeTensorMode) -> str:
-    """Say in which lines sizes became numbers for good, as far as torch tells."""
-    places = getattr(mode.shape_env, "replacements_slocs", {}).values()
-    return "".join(dict.fromkeys(filter(None, map(line_of, places))))
+@contextlib.contextmanager
+def watch_fixed(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[str, str | None]]:
+    """Collect the lines of the user's code in which sizes become numbers for good, and the modules that run there."""
+    shape_env = mode.shape_env
+    assert shape_env is not None
+    original = shape_env._set_replacement
+    lines: dict[str, str | None] = {}
+
+    def replaced(symbol: sympy.Symbol, found: sympy.Expr, reason: str) -> None:
+        if found.is_number:
+            lines.setdefault(caller(), innermost_module(model))
+        original(symbol, found, reason)
+
+    with mock.patch.object(shape_env, "_set_replacement", replaced):
+        yield lines
+
+
+def lines_that_fix(lines: Mapping[str, str | None]) -> str:
+    """Say what ``watch_fixed`` has found."""
+    return "".join(f", in {line}" + (f" of {module}" if module else "") for line, module in lines.items())
 
 
 def check_guards(guards: Iterable[tuple[sympy.Basic, str]], symbol: sympy.Symbol) -> list[str]:

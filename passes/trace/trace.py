@@ -95,17 +95,6 @@ def trace(
         )
     state = state_names(model)
     parts = Parts.chosen(model, loss_fn, opaque)
-    subject = Subject(
-        model,
-        batch,
-        leaves,
-        loss_fn,
-        training,
-        model_name,
-        open_dims(leaves, dynamic_dims or {}),
-        Precision.checked(precision),
-        parts.crossing(),
-    )
     notes, checkpointing = ([] if compiled is None else [compiled]), list[str]()
     with contextlib.ExitStack() as changes:
         changes.enter_context(draws_restored())
@@ -115,6 +104,17 @@ def trace(
         changes.enter_context(caching_off(model, notes))
         changes.enter_context(watch_checkpointing(model, checkpointing))
         changes.enter_context(watch_gradient_hooks(model, notes))
+        subject = Subject(
+            model,
+            batch,
+            leaves,
+            loss_fn,
+            training,
+            model_name,
+            open_dims(leaves, dynamic_dims or {}),
+            Precision.checked(precision),
+            parts.crossing(),  # copies of the parts, which are to run as the model is traced
+        )
         exported, spec, converted, remarks = trace_parts(subject, parts, batch_dims, state)
     notes += [*remarks, *draws.notes()]
     notes += [

@@ -27,6 +27,7 @@ from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import LOSS, innermost_module
 from passes.trace.opaque.sizes import APPLY, Observed, apart, observe_real
+from passes.trace.python_state import PythonState
 from runtime.ops.opaque import Baked, Opaque, Slot, Tree
 
 logger = logging.getLogger("partitioner")
@@ -98,7 +99,7 @@ def _resized(batch: Any, guess: BatchDims, times: int | None) -> Any:
 def _run(parts: Parts, crossing: Crossing, batch: Any, functions: bool, dtype: torch.dtype | None) -> Calls:
     calls: Calls = {}
     model, loss_fn = parts.model, parts.loss_fn
-    with _recording(crossing, calls, functions, dtype), _unchanged(model):
+    with _unchanged(model), _recording(crossing, calls, functions, dtype):
         args, kwargs = forward_arguments(model, batch, loss_fn is not None)
         output = model(*args, **kwargs)
         if loss_fn is not None:
@@ -191,15 +192,13 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    state = PythonState.of({"": model}, values=False)
     cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=cuda), torch.enable_grad():
             yield
     finally:
-        for module, before in attributes:
-            vars(module).clear()
-            vars(module).update(before)
+        state.restore()
         with torch.no_grad():
             for table, name, buffer, contents in buffers:
                 table[name] = buffer.copy_(contents)

@@ -1,0 +1,95 @@
+"""Leaves that every micro-batch gets whole: is a batch still what its parts are, added up?
+
+    input_ids (4 samples, 24)    batch dimension 0
+    pixel_values (4, 3, 8, 8)    none: the code fixed its size at 4     two samples of text meet four images
+    mask (4, 4)                  none: 4 tokens, by coincidence         the same for all samples: right
+
+A leaf without a batch dimension that has the batch's size somewhere is one or the other, and a trial tells: two parts of
+the batch, run by the model itself, then by the graph in float64, beside the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch
+
+from passes.evaluate.dropout import random_ops, without_dropout
+from passes.evaluate.float64 import Float64, float64_by_default, in_float64, wide
+from passes.fidelity.agree import close, tolerance
+from passes.fidelity.steps import Subject, eager_step, graph_step
+from passes.graph.graph import OpGraph
+from passes.graph.least_samples import least_samples
+from passes.shard.couplings import couplings
+from passes.trace.export import rebuild
+from passes.trace.loss.reduction import loss_weights, samples_in, step_batch
+from passes.trace.python_state import PythonState
+from runtime.segment.microbatch import microbatch_sizes
+
+
+def whole_leaves(graph: OpGraph, declared: Collection[str]) -> tuple[str, ...]:
+    """Name the leaves that the graph reads whole though they have the batch's size. ``declared``: the user has said so."""
+    dims, shapes = graph.batch.batch_dims, graph.example_shapes
+    sizes = {shapes[name][dim] for name, dim in dims.items() if dim is not None and name in shapes}
+    return tuple(
+        name
+        for name, dim in dims.items()
+        if dim is None and name not in declared and any(s > 1 and s in sizes for s in shapes.get(name, ()))
+    )
+
+
+def why_parts_differ(graph: OpGraph, subject: Subject, state: PythonState) -> str:
+    """Say what goes wrong with two parts of a batch that runs as a whole; "" if nothing, or if nothing can be told."""
+    samples = samples_in(graph, subject.leaves)
+    if samples // 2 < least_samples(graph)[0]:
+        return ""
+    sizes = microbatch_sizes(samples, 2)
+    for part in _parts(graph, subject, sizes):
+        state.restore()
+        try:
+            eager_step(part)
+        except Exception as error:  # noqa: BLE001 the user's code may raise anything
+            lines = str(error).strip().splitlines() or ["no message"]
+            return f"a part of the batch fails with {type(error).__name__}: {lines[0]}"
+    state.restore()
+    plain, _ = without_dropout(graph)
+    if random_ops(plain) or couplings(graph):
+        return ""  # the parts of a batch make another loss for that reason already
+    plain = in_float64(plain)
+    whole, added = (_loss(plain, subject, cut) for cut in ((samples,), sizes))
+    if close(whole, added, tolerance(set()), 1.0):
+        return ""
+    return (
+        f"the loss of the batch is {float(whole):.6g}, that of its parts of {sizes[0]} and {sizes[1]} samples "
+        f"{float(added):.6g}"
+    )
+
+
+def _parts(graph: OpGraph, subject: Subject, sizes: Sequence[int]) -> list[Subject]:
+    """Cut the batch as micro-batches are cut."""
+    pieces = []
+    for start, size in zip((0, sizes[0]), sizes, strict=True):
+        leaves = {}
+        for name, leaf in subject.leaves.items():
+            dim = graph.batch.batch_dims.get(name)
+            leaves[name] = (leaf if dim is None else leaf.narrow(dim, start, size)).clone()
+        pieces.append(replace(subject, batch=rebuild(subject.batch, list(leaves.values())), leaves=leaves))
+    return pieces
+
+
+def _loss(graph: OpGraph, subject: Subject, sizes: Sequence[int]) -> torch.Tensor:
+    """Add up the losses of parts as a plan does, in float64."""
+    leaves = {name: wide(leaf) for name, leaf in step_batch(graph, subject.leaves, sizes).items()}
+    total, start = torch.zeros((), dtype=torch.float64), 0
+    with Float64(), float64_by_default():
+        for size, weight in zip(sizes, loss_weights(graph.loss_reduction, sizes), strict=True):
+            own = {
+                name: leaf
+                if (dim := graph.batch.batch_dims.get(name)) is None
+                else leaf.narrow(dim, start, size)
+                for name, leaf in leaves.items()
+            }
+            total = total + graph_step(graph, subject, wide, own).loss.cpu() * weight
+            start += size
+    return total
