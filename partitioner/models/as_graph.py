@@ -14,8 +14,8 @@ from partitioner.models.workload import Workload, workload_of
 from passes.fidelity.check import check_fidelity, has_values
 from passes.graph.graph import OpGraph
 from passes.timings import run_pass
-from passes.trace.loss.reduction import LossReduction, refuse_other_reduction
 from passes.trace.export import LossFunction
+from passes.trace.loss.reduction import LossReduction, refuse_other_reduction
 from passes.trace.trace import trace as trace_graph
 from passes.trace.wrappers import unwrapped
 
