@@ -285,6 +285,7 @@ def _unfit(name: str, why: str, model: nn.Module, inside: str | None) -> PartErr
         [why],
         ["opaque=[a larger module] keeps what is inside it out of the plan"],
         larger,
+        name,
     )
 
 

@@ -69,7 +69,7 @@ class Parts:
             while path and (path in self.why or not self._has_forward(path)) and path != LOSS:
                 path = path.rpartition(".")[0]
             if not path or path in self.why or (path == LOSS and self.loss_fn is None):
-                self.refuse(blamed, error)
+                self.refuse(blamed if error.part is None else error.part, error)
             errors[path] = first = self.errors.get(blamed, error)
             more[path] = first.because[0] if first.because else first.what
         if not more:

@@ -26,7 +26,10 @@ OPAQUE_ADVICE = "move it into a module of its own: that runs whole, as one opaqu
 
 
 class PartError(ModelError):
-    """An error of the trace. ``modules``: paths of the modules whose code is at fault; "" is the model's own forward."""
+    """An error of the trace. ``modules``: paths of the modules whose code is at fault; "" is the model's own forward.
+
+    ``part``: the opaque part that cannot be one, if that is the fault.
+    """
 
     def __init__(
         self,
@@ -34,12 +37,13 @@ class PartError(ModelError):
         because: Sequence[str] = (),
         suggestions: Sequence[str] = (),
         modules: Sequence[str] = (),
+        part: str | None = None,
     ) -> None:
         super().__init__(what, because, suggestions)
-        self.modules = tuple(modules)
+        self.modules, self.part = tuple(modules), part
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PartError, (self.what, self.because, self.suggestions, self.modules)
+        return PartError, (self.what, self.because, self.suggestions, self.modules, self.part)
 
 
 def blamed(node: fx.Node) -> str:

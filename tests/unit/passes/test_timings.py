@@ -19,7 +19,7 @@ from passes.timings import pass_times, run_pass
 from passes.trace.trace import trace
 
 TWO, JOB = ClusterSpec.local(2), Job(4)
-PASSES = ["verify", "costs", "place", "bridge", "check", "baselines"]
+PASSES = ["verify", "costs", "place", "bound", "bridge", "check", "baselines"]
 
 
 @pytest.mark.parametrize(
