@@ -23,8 +23,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest import mock
 
@@ -116,45 +117,44 @@ def planted(fault: Fault, folder: Path) -> Iterator[None]:
 
 def run_probe(folder: Path, names: tuple[str, ...], train: bool = False) -> tuple[str, str]:
     """Run ``probe`` in a process forked from this one, which has torch but none of the project's code but this."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        os.close(reading)
-        try:
-            os.chdir(folder)
-            sys.path.insert(0, str(folder))
-            for module in [m for m in sys.modules if m.partition(".")[0] in FOLDERS]:
-                del sys.modules[module]
-            silent = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(silent, 1)
-            os.dup2(silent, 2)
-            from benchmarks import faults
-
-            found = faults.probe(list(names), train)
-        except BaseException as error:  # noqa: BLE001 - the parent must hear of whatever it is
-            found = ("plan", _line(error if isinstance(error, Exception) else RuntimeError(repr(error))))
-        os.write(writing, json.dumps(found).encode())
-        os._exit(0)
-    os.close(writing)
-    deadline = time.monotonic() + LIMIT_SECONDS
-    data = b""
-    os.set_blocking(reading, False)
-    while time.monotonic() < deadline and not data:
-        try:
-            data = os.read(reading, 1 << 16)
-        except BlockingIOError:
-            time.sleep(0.05)
-            continue
-        if not data:
-            break
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os.close(reading)
-    if not data:
-        return "verify", f"no answer within {LIMIT_SECONDS:g} s"
-    by, text = json.loads(data)
+    context = multiprocessing.get_context("fork")
+    reading, writing = context.Pipe(duplex=False)
+    child = context.Process(target=_probe_in, args=(writing, folder, names, train))
+    child.start()
+    writing.close()
+    try:
+        if not reading.poll(LIMIT_SECONDS):
+            return "verify", f"no answer within {LIMIT_SECONDS:g} s"
+        by, text = json.loads(reading.recv_bytes())
+    except EOFError:
+        return "verify", "the process died"
+    finally:
+        assert child.pid is not None
+        with suppress(ProcessLookupError):  # it died before it led a group of its own
+            os.killpg(child.pid, signal.SIGKILL)
+        child.join()
+        reading.close()
     return by, text
+
+
+def _probe_in(writing: Connection, folder: Path, names: tuple[str, ...], train: bool) -> None:
+    """Be the forked process: import the checkout in ``folder``, and send what its probe finds."""
+    os.setsid()
+    try:
+        os.chdir(folder)
+        sys.path.insert(0, str(folder))
+        for module in [m for m in sys.modules if m.partition(".")[0] in FOLDERS]:
+            del sys.modules[module]
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        from benchmarks import faults
+
+        found = faults.probe(list(names), train)
+    except BaseException as error:  # noqa: BLE001 - the parent must hear of whatever it is
+        found = ("plan", _line(error if isinstance(error, Exception) else RuntimeError(repr(error))))
+    writing.send_bytes(json.dumps(found).encode())
+    os._exit(0)
 
 
 def try_fault(fault: Fault, folder: Path, tests: bool = False) -> Found:
