@@ -154,6 +154,7 @@ class _Ready:
             loss_reduction=plan.loss_reduction,
             name=plan.model.name,
             **task.trace_options,
+            check="off",  # compared where the plan was verified; ranks may share the memory of one model
         )
         return cls(task, plan, workload, graph)
 

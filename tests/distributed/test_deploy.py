@@ -230,9 +230,9 @@ def made_and_trained_here(source: str) -> tuple[list[float], int]:
     model = made.model if source == "same" else workload().model
     given = {"example_inputs": made.example_inputs, "loss_fn": loss_fn}
     with pytest.MonkeyPatch.context() as patch:
-        traced = as_graph.trace
+        traced = as_graph.trace_graph
         patch.setattr(
-            as_graph, "trace", lambda *args, **options: traces.append(1) or traced(*args, **options)
+            as_graph, "trace_graph", lambda *args, **options: traces.append(1) or traced(*args, **options)
         )
         plan = partition(made.model, ClusterSpec.local(2), min_stages=2, **given)
         with plan.deploy(model, optimizer=torch.optim.SGD, timeout_seconds=20.0) as engine:
