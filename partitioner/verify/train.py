@@ -96,7 +96,7 @@ def verify_training(
     _refuse_too_large(plan, workload.model)
     if source is None:
         source = _sent(workload)
-    dims: dict[str, Any] = {"batch_dims": batch_dims, "dynamic_dims": dynamic_dims}
+    dims: dict[str, Any] = {"batch_dims": batch_dims, "dynamic_dims": dynamic_dims, "opaque": plan.opaque}
     if graph is None:
         graph = as_graph(
             workload,
