@@ -40,7 +40,7 @@ odd-models: setup  ## 443 unusual models x 8 ways to plan them, trained beside a
 architectures: setup  ## the bundled families and further architectures of transformers: traced, planned, verified
 	$(BIN)/python -m benchmarks.architectures
 
-fuzz: setup  ## 10,000 random partitions of random models, verified; FUZZ="--models 0:100 --plans 10"
+fuzz: setup  ## 10,000 random partitions of random models, verified; FUZZ="--models 0:50 --plans 20"
 	$(BIN)/python -m benchmarks.fuzz $(FUZZ)
 
 golden: setup  ## sixty plans of every kind as canonical text, compared with the hashes in benchmarks/

@@ -1,6 +1,6 @@
 """Random partitions of random models, verified on real processes: nothing may compute something else.
 
-    python -m benchmarks.fuzz [--models 0:1000] [--plans 10] [--json FILE]       10,000 partitions
+    python -m benchmarks.fuzz [--models 0:500] [--plans 20] [--json FILE]        10,000 partitions
     python -m benchmarks.fuzz --only 17:3                                        the fourth plan of model 17, in words
 
 Each model (``benchmarks.fuzz_models``) is planned ``--plans`` times, with random strategy, devices, schedule, numbers of
@@ -20,12 +20,13 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import random
 import sys
 import time
 import traceback
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ class Outcome:
     options: str
     outcome: str
     reason: str = ""
+    seconds: float = 0.0
+    """Wall time of planning and verifying; the first plan of a model also traces it."""
 
 
 def random_options(draw: random.Random, graph: OpGraph) -> tuple[ClusterSpec, dict[str, Any]]:
@@ -74,7 +77,7 @@ def random_options(draw: random.Random, graph: OpGraph) -> tuple[ClusterSpec, di
         mesh = draw.choice([(2,), (2,), (3,), (4,), (2, 2)])
         options["mesh"] = mesh
         options["microbatches"] = draw.choice([m for m in (1, 2, 3, 4) if options["batch_size"] % m == 0])
-        options["pins"] = _layouts(draw, graph, len(mesh))
+        options["pins"] = _layouts(draw, graph, mesh, options["batch_size"] // options["microbatches"])
         return ClusterSpec.local([2, 3, 4, 4, 4][[(2,), (3,), (4,), (2, 2)].index(mesh)]), options
     ranks = draw.choice([2, 3, 4])
     if draw.random() < 0.3:
@@ -90,26 +93,46 @@ def random_options(draw: random.Random, graph: OpGraph) -> tuple[ClusterSpec, di
     return ClusterSpec.local(ranks), options
 
 
-def _layouts(draw: random.Random, graph: OpGraph, axes: int) -> dict[str, str] | None:
-    """Draw pins of a feature-wise plan: a pattern for everything, or stored layouts of some parameters, or none."""
-    patterns = ["data", "zero1", "zero3", "column_row"]
-    if any("embedding" in str(op.target) for op in graph.ops):
-        patterns += ["sequence", "vocabulary"]
-    if draw.random() < 0.5:
-        return {"*": " ".join(draw.sample(patterns, axes))}
-    names = draw.sample(sorted(graph.parameters), min(3, len(graph.parameters)))
-    found = {
-        name: " ".join(draw.choice(["R", "S0", "S1", "R/S0"]) for _ in range(axes)) + "?"
-        for name in names
-        if draw.random() < 0.6
-    }
+def _layouts(
+    draw: random.Random, graph: OpGraph, mesh: tuple[int, ...], samples: int
+) -> dict[str, str] | None:
+    """Draw pins of a feature-wise plan: a pattern for everything, or stored layouts of some parameters, or none.
+
+    ``samples``: of a micro-batch; what its size or a parameter's does not allow is left out.
+    """
+    patterns = ["column_row"]
+    if samples % math.prod(mesh) == 0:
+        patterns += ["data", "data", "zero1", "zero3"]
+        if any("embedding" in str(op.target) for op in graph.ops):
+            patterns += ["sequence", "vocabulary"]
+    if draw.random() < 0.5 and len(patterns) > len(mesh):
+        return {"*": " ".join(draw.sample(patterns, len(mesh)))}
+    read = sorted({i.name for i in graph.inputs if i.kind == "parameter"})
+    found = {}
+    for name in draw.sample(read, min(3, len(read))):
+        shape = graph.parameters[name].shape
+        places = [
+            ["R", *(f"{kind}{dim}" for kind in ("S", "R/S") for dim in (0, 1) if _divides(size, shape, dim))]
+            for size in mesh
+        ]
+        if draw.random() < 0.6:
+            found[name] = " ".join(map(draw.choice, places)) + "?"
     return found or None
 
 
+def _divides(size: int, shape: tuple[int, ...], dim: int) -> bool:
+    return dim < len(shape) and shape[dim] % size == 0
+
+
 def _devices(draw: random.Random, graph: OpGraph, ranks: int) -> dict[str, int]:
-    """Pin some modules to random devices."""
+    """Pin some modules to random devices, none of them inside another."""
     modules = sorted({op.meta["module_path"] for op in graph.ops} - {""})
-    chosen = draw.sample(modules, min(len(modules), draw.randint(1, 4)))
+    chosen: list[str] = []
+    for name in draw.sample(modules, min(len(modules), draw.randint(1, 4))):
+        if not any(
+            f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}.") for other in chosen
+        ):
+            chosen.append(name)
     return {name: draw.randrange(ranks) for name in chosen}
 
 
@@ -158,8 +181,8 @@ def main() -> int:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--models", default="0:1000", help="first:end")
-    options.add_argument("--plans", type=int, default=10)
+    options.add_argument("--models", default="0:500", help="first:end")
+    options.add_argument("--plans", type=int, default=20)
     options.add_argument("--only", default="", help="model:plan")
     options.add_argument("--json", type=Path, help="a line per plan")
     chosen = options.parse_args()
@@ -175,7 +198,9 @@ def main() -> int:
             workload = random_workload(model)
             graphs: dict[Precision | None, OpGraph] = {}
             for number in numbers:
+                begun = time.monotonic()
                 found = run_one(model, number, workload, graphs, pool)
+                found = replace(found, seconds=round(time.monotonic() - begun, 2))
                 counts[found.outcome] += 1
                 if found.outcome in ("DIFFERS", "RAISED") or chosen.only:
                     print(

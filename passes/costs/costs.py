@@ -33,7 +33,8 @@ from cost_models.compute import (
 )
 from cost_models.op_cases import kind_of
 from passes.costs.extra_work import extra_work
-from passes.costs.saved import OpProfile, profile
+from passes.costs.profiled_once import profile_once
+from passes.costs.saved import OpProfile
 from passes.costs.seconds import OpRates, OpTable
 from passes.costs.size_model import OUTPUT_BYTES, WORK_FIELDS, SizeModel, at_one_sample, at_one_size, fit
 from passes.costs.storages import StorageTable, name_storages
@@ -222,7 +223,7 @@ def cost_graph(
 
     def profiler(signature: int, batch_size: int) -> OpProfile:
         sizes = {**graph.example_sizes, graph.batch.batch_symbol: batch_size}
-        return profile(table.signatures[signature], sizes, attention=attention, device_kind=device_kind)
+        return profile_once(table.signatures[signature], sizes, attention=attention, device_kind=device_kind)
 
     if only_size is not None:
         return _assemble(graph, table, at_one_size(len(table.signatures), profiler, only_size), None)
