@@ -151,6 +151,18 @@ def test_wrong_local_computations_are_caught() -> None:
     assert "output 0" in str(problem(wrong, [by_output], [2]))
 
 
+def test_the_same_shapes_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[tuple[torch.Size, ...]] = []
+    monkeypatch.setattr(
+        "passes.shard.rules.simulate._on_meta",
+        lambda call, node, values, *_: checked.append(tuple(value.shape for value in values)),
+    )
+    whole = linear_trial()
+    assert [problem(whole, [choice], [2]) for choice in choices(whole.node) if not choice.local].count(None)
+    assert checked
+    assert len(checked) == len(set(checked))
+
+
 class Listening(Rendezvous):
     """Writes down what rank 0 brings to collectives."""
 
