@@ -1,10 +1,11 @@
 """The numbers of every signature as polynomials of the batch size.
 
 Each signature is profiled at a few small sizes. FLOPs, bytes and storage sizes are polynomials of degree at most 2 in the
-batch size b (attention over the batch's own rows would be 2; everything usual is 1), so three sizes determine them and a
-fourth checks. A signature that fails the check, or whose structure changes with the size, is profiled anew at each size.
+batch size b (attention over the batch's own rows would be 2; everything usual is 1): two sizes determine a line, a third
+size a parabola where some number is on no line, and one more size checks. A signature that fails the check, or whose
+structure changes with the size, is profiled anew at each size.
 
-    linear, s = 16, h = 8 → 32:   forward FLOPs at b = 2, 3, 5: 16384, 24576, 40960   →   8192·b      checked at b = 8
+    linear, s = 16, h = 8 → 32:   forward FLOPs at b = 2, 3: 16384, 24576   →   8192·b      checked at b = 8
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cost_models.compute import OpWork
 from passes.costs.saved import OpProfile, OpStructure
 
 FIT_SIZES = (2, 3, 5)
+"""Two for a line, all for a parabola."""
 CHECK_SIZE = 8
 
 WORK_FIELDS = tuple(f.name for f in fields(OpWork))
@@ -66,7 +68,7 @@ class SizeModel:
 
 
 def fit(signatures: int, profiler: Profiler) -> SizeModel:
-    """Profile each signature at ``FIT_SIZES`` and ``CHECK_SIZE``; four short runs per signature."""
+    """Profile each signature at two of ``FIT_SIZES`` and ``CHECK_SIZE``: three short runs, and one more off the line."""
     found: list[tuple[list[Parabola], OpStructure]] = []
     direct: list[int] = []
     for signature in range(signatures):
@@ -92,15 +94,18 @@ def _model(
 
 def _fitted(signature: int, profiler: Profiler) -> tuple[list[Parabola] | None, OpStructure]:
     """Fit (coefficients of each number, structure); no coefficients if no polynomial fits."""
-    profiles = [profiler(signature, size) for size in (*FIT_SIZES, CHECK_SIZE)]
-    samples = [_numbers(p) for p in profiles]
-    structure = profiles[-1].structure
-    rows = [_parabola(*values) for values in zip(*samples[:3], strict=False)]
-    same_structure = all(p.structure == structure for p in profiles)
-    fits = [c0 + c1 * CHECK_SIZE + c2 * CHECK_SIZE**2 for c0, c1, c2 in rows] == samples[-1]
-    if not (same_structure and fits):
-        return None, structure
-    return [(float(c0), float(c1), float(c2)) for c0, c1, c2 in rows], structure
+    check = profiler(signature, CHECK_SIZE)
+    profiles: list[OpProfile] = []
+    for size in FIT_SIZES:
+        profiles.append(profiler(signature, size))
+        if profiles[-1].structure != check.structure:
+            break
+        if len(profiles) == 1:
+            continue
+        rows = [_polynomial(*values) for values in zip(*map(_numbers, profiles), strict=True)]
+        if [c0 + c1 * CHECK_SIZE + c2 * CHECK_SIZE**2 for c0, c1, c2 in rows] == _numbers(check):
+            return [(float(c0), float(c1), float(c2)) for c0, c1, c2 in rows], check.structure
+    return None, check.structure
 
 
 def at_one_sample(model: SizeModel) -> SizeModel:
@@ -155,9 +160,9 @@ def _numbers(profile: OpProfile) -> list[int]:
     return [*work, profile.output_bytes, *profile.storage_bytes]
 
 
-def _parabola(y0: int, y1: int, y2: int) -> tuple[Fraction, Fraction, Fraction]:
-    """Fit coefficients (of 1, b, b²) of the parabola through the values at ``FIT_SIZES`` (Newton's divided differences)."""
+def _polynomial(y0: int, y1: int, y2: int | None = None) -> tuple[Fraction, Fraction, Fraction]:
+    """Fit coefficients (of 1, b, b²) at ``FIT_SIZES`` (Newton's divided differences). A line through two."""
     x0, x1, x2 = FIT_SIZES
     first = Fraction(y1 - y0, x1 - x0)
-    second = (Fraction(y2 - y1, x2 - x1) - first) / (x2 - x0)
+    second = Fraction(0) if y2 is None else (Fraction(y2 - y1, x2 - x1) - first) / (x2 - x0)
     return y0 - first * x0 + second * x0 * x1, first - second * (x0 + x1), second
