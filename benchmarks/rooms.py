@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import networkx as nx
@@ -116,8 +116,9 @@ class House:
         return dict(found)
 
 
-def read_house(root: Path = ROOT, floors: Iterable[str] = FLOORS) -> House:
-    """Read every Python file of the floors below ``root``."""
+@cache
+def read_house(root: Path = ROOT, floors: tuple[str, ...] = FLOORS) -> House:
+    """Read every Python file of the floors below ``root``, once in a process."""
     paths = [path for floor in floors for path in sorted((root / floor).rglob("*.py"))]
     return make_house({str(path.relative_to(root)): path.read_text() for path in paths})
 

@@ -66,7 +66,13 @@ def _is_path(path: str) -> bool:
 
 
 def _is_file(end: str, house: House) -> bool:
-    return any(f"/{'/'.join(path)}.py".endswith(f"/{end}") for path in house.files.values())
+    return end.removesuffix(".py") in _ends(house)
+
+
+@cache
+def _ends(house: House) -> frozenset[str]:
+    """Collect the ends of all paths: b, a/b of a/b.py."""
+    return frozenset("/".join(path[i:]) for path in house.files.values() for i in range(len(path)))
 
 
 def _is_name(name: str, house: House) -> bool:

@@ -13,32 +13,38 @@ import yaml
 from benchmarks.docstrings import docstrings
 from benchmarks.make_docs import DOCS, ROOT, cluster_schema, files, plan_schema
 from benchmarks.room_table import purpose, room_table
-from benchmarks.rooms import FLOORS, make_house, read_house
+from benchmarks.rooms import FLOORS, House, make_house, read_house
 from cost_models.cluster import ClusterSpec
 from partitioner import partition
 from tests.support.bad_workloads import net
 from tests.support.made_plans import made_plan
 from tests.support.mentions import missing, unknown
 
-HOUSE = read_house()
-CHECKOUT = read_house(floors=(*FLOORS, "benchmarks", "examples", "tests"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
-CODE = read_house(floors=(*FLOORS, "benchmarks", "examples"))
 NAMES_OF_OTHERS = {"sdp_utils", "param_init_fn", "relu_3"}
 """Names in docstrings that no code of ours has: torch's, and a node's in an example."""
 CLUSTERS = sorted((DOCS / "clusters").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("path", sorted(files()), ids=lambda path: path.name)
-def test_generated_files_are_current(path: Path) -> None:
-    assert path.read_text() == files()[path], "run `make docs`"
+def code() -> House:
+    """All that users run or read."""
+    return read_house(floors=(*FLOORS, "benchmarks", "examples"))
 
 
-@pytest.mark.parametrize("folder", [folder for folder in HOUSE.folders if folder])
-def test_every_room_has_a_purpose(folder: str) -> None:
-    assert purpose(HOUSE, folder), (
-        f"one sentence in the docstring of {folder}/__init__.py, for docs/architecture.md"
-    )
+def checkout() -> House:
+    """That, and the tests."""
+    return read_house(floors=(*FLOORS, "benchmarks", "examples", "tests"))
+
+
+def test_generated_files_are_current() -> None:
+    changed = [path.name for path, text in files().items() if path.read_text() != text]
+    assert changed == [], "run `make docs`"
+
+
+def test_every_room_has_a_purpose() -> None:
+    house = read_house()
+    without = [folder for folder in house.folders if folder and not purpose(house, folder)]
+    assert without == [], "one sentence in the docstring of its __init__.py, for docs/architecture.md"
 
 
 def test_rooms_stand_above_those_that_they_import_from() -> None:
@@ -91,15 +97,16 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_what_pages_name_exists(page: Path) -> None:
-    assert missing(page.read_text(), CHECKOUT) == []
+    assert missing(page.read_text(), checkout()) == []
 
 
 @pytest.mark.parametrize("package", [*FLOORS, "benchmarks", "examples"])
 def test_what_docstrings_name_exists(package: str) -> None:
+    house = checkout()
     found = {
-        f"{module}:{text.line}": missing(text.text, CHECKOUT)
-        for module, tree in CHECKOUT.trees.items()
-        if CHECKOUT.files[module][0] == package
+        f"{module}:{text.line}": missing(text.text, house)
+        for module, tree in house.trees.items()
+        if house.files[module][0] == package
         for text in docstrings(tree)
     }
     assert {place: names for place, names in found.items() if names} == {}
@@ -108,16 +115,16 @@ def test_what_docstrings_name_exists(package: str) -> None:
 def test_docstrings_use_names_of_the_code() -> None:
     found = {
         (module, word)
-        for module, tree in CODE.trees.items()
+        for module, tree in code().trees.items()
         for text in docstrings(tree)
-        for word in unknown(text.text, CHECKOUT)
+        for word in unknown(text.text, checkout())
         if word not in NAMES_OF_OTHERS
     }
     assert found == set()
 
 
 def test_a_word_that_is_no_name_is_found() -> None:
-    assert unknown("As ``needs_grad`` says, or ``needs_no_such_thing``.", CODE) == ["needs_no_such_thing"]
+    assert unknown("As ``needs_grad`` says, or ``needs_no_such_thing``.", code()) == ["needs_no_such_thing"]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +142,7 @@ def test_a_word_that_is_no_name_is_found() -> None:
     ],
 )
 def test_a_name_of_nothing_is_found(name: str) -> None:
-    assert missing(f"Read\nthis: {name}, or this", CHECKOUT) == [f"2: {name.strip('`')}"]
+    assert missing(f"Read\nthis: {name}, or this", checkout()) == [f"2: {name.strip('`')}"]
 
 
 def test_names_of_what_exists() -> None:
@@ -143,7 +150,7 @@ def test_names_of_what_exists() -> None:
         missing(
             "passes/graph/graph.py, `graph.py`, graph/graph.py, docs/09, tests/unit/test_*.py, passes/shard/rules/, "
             'partitioner.ClusterSpec, passes.graph.graph.OpGraph, "train.py"',
-            CHECKOUT,
+            checkout(),
         )
         == []
     )
