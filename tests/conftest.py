@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-OWN_PROCESSES = ("examples", "failures", "launch", "weights_memory")
+OWN_PROCESSES = ("failures", "launch", "weights_memory")
 """Files of tests/distributed that do without the pool of workers: they start processes of their own."""
 
 

@@ -1,17 +1,22 @@
-"""The scripts in ``examples/`` that users start from, run as they would run them: by torchrun, or by Python alone."""
+"""The scripts in ``examples/`` that users start from. One is run by torchrun, and killed; the others as Python runs a file,
+in processes that have imported torch already.
+"""
 
 from __future__ import annotations
 
 import csv
+import io
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -19,10 +24,11 @@ import torch
 from safetensors.torch import load_file
 
 from partitioner import Plan
+from runtime.ranks.launch import WorkerPool
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 180
-"""For one launch on a busy machine; idle they take about ten."""
+"""For one run on a busy machine; idle it takes about ten."""
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -41,16 +47,24 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
         process.wait(timeout=SECONDS)
 
 
-def finished(process: subprocess.Popen[str]) -> str:
-    """What it printed, once it ended well."""
-    out, error = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, f"{out}\n{error[-5000:]}"
-    return out
+def run(script: str, *options: str) -> str:
+    """Run a script as Python runs it, in this process, and return what it prints."""
+    path = ROOT / script
+    printed = io.StringIO()
+    with (
+        redirect_stdout(printed),
+        mock.patch.object(sys, "argv", [str(path), *options]),
+        mock.patch.object(sys, "path", [str(path.parent), *sys.path]),
+        mock.patch("torch.distributed.destroy_process_group"),  # the pool's
+    ):
+        runpy.run_path(str(path), run_name="__main__")
+    return printed.getvalue()
 
 
-def run(*command: str) -> str:
-    with started(*command) as process:
-        return finished(process)
+def run_on_two(pool: WorkerPool, script: str, *options: str) -> str:
+    """Run a script on two ranks, and return what rank 0 prints."""
+    printed: str = pool.run(run, script, *options, world_size=2, timeout_seconds=SECONDS)[0]
+    return printed
 
 
 def losses(text: str) -> dict[int, str]:
@@ -72,12 +86,15 @@ def kill_a_worker(torchrun: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.timeout(3 * SECONDS)
-def test_fine_tuning_goes_on_after_a_crash_as_if_there_had_been_none(tmp_path: Path) -> None:
+def test_fine_tuning_goes_on_after_a_crash_as_if_there_had_been_none(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     def command(name: str) -> list[str]:
         options = ["--epochs", "4", "--samples", "94", "--save-every", "5", "--checkpoints"]
-        return [*TORCHRUN, "examples/finetune_llama.py", *options, str(tmp_path / name)]
+        return ["examples/finetune_llama.py", *options, str(tmp_path / name)]
 
-    with started(*command("whole")) as whole, started(*command("parts")) as parts:
+    expected = losses(run_on_two(pool, *command("whole")))
+    with started(*TORCHRUN, *command("parts")) as parts:
         assert parts.stdout is not None
         begun = ""
         deadline = time.monotonic() + SECONDS
@@ -87,8 +104,7 @@ def test_fine_tuning_goes_on_after_a_crash_as_if_there_had_been_none(tmp_path: P
         rest, error = parts.communicate(timeout=SECONDS)
         assert parts.returncode != 0
         assert max(losses(begun + rest)) < 24, "it was over before it was interrupted"
-        expected = losses(finished(whole))
-    resumed = losses(run(*command("parts")))
+    resumed = losses(run_on_two(pool, *command("parts")))
     assert sorted(expected) == list(range(1, 25)), error
     assert sorted(resumed) == list(range(min(resumed), 25))
     assert min(resumed) > 5, "it began anew"
@@ -101,9 +117,9 @@ def test_fine_tuning_goes_on_after_a_crash_as_if_there_had_been_none(tmp_path: P
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-def test_metrics_of_a_custom_loss_reach_the_log(tmp_path: Path) -> None:
+def test_metrics_of_a_custom_loss_reach_the_log(pool: WorkerPool, tmp_path: Path) -> None:
     log = tmp_path / "metrics.csv"
-    text = run(*TORCHRUN, "examples/custom_metrics.py", "--epochs", "2", "--csv", str(log))
+    text = run_on_two(pool, "examples/custom_metrics.py", "--epochs", "2", "--csv", str(log))
     rows = list(csv.DictReader(log.open()))
     assert [int(row["step"]) for row in rows] == list(range(1, 33))
     first, last = rows[0], rows[-1]
@@ -157,8 +173,8 @@ def test_strategies_are_compared_with_one_trace() -> None:
     assert min(seconds for seconds, _ in two.values()) == float(rows[5][18:].split()[4])
 
 
-def test_what_was_trained_is_loaded_by_from_pretrained(tmp_path: Path) -> None:
-    text = run(*TORCHRUN, "examples/evaluate_and_export.py", "--folder", str(tmp_path / "exported"))
+def test_what_was_trained_is_loaded_by_from_pretrained(pool: WorkerPool, tmp_path: Path) -> None:
+    text = run_on_two(pool, "examples/evaluate_and_export.py", "--folder", str(tmp_path / "exported"))
     assert (tmp_path / "exported" / "model.safetensors").is_file()
     assert float(re.findall(r"held-out loss ([\d.]+)", text)[0]) < 4.5  # ln 256 = 5.5 before
     assert float(re.findall(r"largest difference of the logits: (\S+)", text)[0]) < 1e-5
