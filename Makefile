@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint docs wheel clean
+.PHONY: help setup demo test test-all lint verify-all odd-models architectures fuzz golden house faults bounds bench predict checkpoint docs wheel clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -21,8 +21,11 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup  ## plan GPT-2 on two local workers, verify it, train it
 	$(BIN)/python -m examples.demo
 
-test: setup  ## all tests, and a smoke subset of the verification matrix
+test: setup  ## all tests, one case per idea, and a smoke subset of the verification matrix
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+test-all: setup  ## all tests with all their cases; before an issue ends
+	$(BIN)/python -m pytest -m "" -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup  ## ruff, strict mypy, floors, rooms and texts
 	$(BIN)/ruff check .

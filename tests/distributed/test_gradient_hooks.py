@@ -16,6 +16,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import PartitionerError
 from partitioner import Plan, Workload, partition
 from runtime.ranks.launch import WorkerPool
+from tests.support.matrix import thinned
 
 STEPS, BATCH, WIDTH = 3, 8, 8
 SGD = {"lr": 0.1, "momentum": 0.9}
@@ -118,7 +119,10 @@ CASES: dict[str, tuple[int, bool, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+SHOWN = ["layer, tied ends", "zero-bubble", "zero1", "columns", "data and columns", "tied, zero3", "free"]
+
+
+@pytest.mark.parametrize("name", thinned(CASES, SHOWN))
 def test_hooks_do_what_they_do_in_a_plain_loop(name: str, pool: WorkerPool) -> None:
     ranks, tied, options = CASES[name]
     plan = partition(workload(tied), ClusterSpec.local(ranks), optimizer_memory="momentum", **options)

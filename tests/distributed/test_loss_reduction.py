@@ -154,9 +154,9 @@ def test_a_hugging_face_model_with_a_micro_batch_without_labels(pool: WorkerPool
     ("norm", "loss_fn", "note"),
     [
         (False, token_loss, ""),
-        (False, summed_loss, ""),
+        pytest.param(False, summed_loss, "", marks=pytest.mark.matrix),
         (True, plain, "batch norm sees one micro-batch at a time"),
-        (True, token_loss, "batch norm sees one micro-batch at a time"),
+        pytest.param(True, token_loss, "batch norm sees one micro-batch at a time", marks=pytest.mark.matrix),
         (True, summed_loss, "batch norm sees one micro-batch at a time"),
         (False, with_other_terms, "the loss has terms besides its token mean"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cost_models.cluster import ClusterSpec
 from partitioner import Plan, partition
 from runtime.ranks.launch import WorkerPool
 from tests.distributed import opaque_models as models
+from tests.support.matrix import thinned
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "layer": {"strategy": "layer", "min_stages": 2, "max_stages": 2},
@@ -55,8 +57,21 @@ def train(plan_json: str, name: str, compile: bool = False) -> tuple[list[float]
         return losses, engine.state_dict()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", models.CASES)
+SHOWN = [
+    ("quantizer", "free"),
+    ("reversal", "layer"),
+    ("fused", "feature"),
+    ("boolean", "layer"),
+    ("boolean", "feature"),
+    ("cond", "layer"),
+    ("python-if", "feature"),
+    ("packed", "layer"),
+    ("ctc", "feature"),
+]
+"""Every kind of part once, every strategy."""
+
+
+@pytest.mark.parametrize(("name", "way"), thinned(itertools.product(models.CASES, WAYS), SHOWN))
 def test_training_equals_the_plain_loop(name: str, way: str, pool: WorkerPool) -> None:
     plan = planned(name, way)
     assert any("opaque op" in note for note in plan.notes)
@@ -81,8 +96,13 @@ HOW: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("name", ["fused", "boolean"])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    thinned(
+        itertools.product(["fused", "boolean"], HOW),
+        [("fused", "recomputed"), ("boolean", "backward-in-halves"), ("boolean", "compiled")],
+    ),
+)
 def test_it_is_recomputed_deferred_and_compiled_around(name: str, how: str, pool: WorkerPool) -> None:
     plan = planned(name, "layer", **HOW[how]).model_dump_json()
     arguments = plan, name, how == "compiled"
@@ -113,7 +133,7 @@ def test_a_checkpoint_holds_a_parts_parameters_buffers_and_momentum(pool: Worker
     compare("python-if", pool.run(resumed, *arguments, world_size=2, timeout_seconds=120.0))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", thinned(WAYS, ["layer", "feature"]))
 def test_verify_runs_the_users_own_code_in_float64(way: str, pool: WorkerPool) -> None:
     case = models.CASES["fused"]
     plan = planned("fused", way)

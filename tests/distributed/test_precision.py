@@ -16,6 +16,7 @@ from partitioner import Plan, Precision, Workload, partition
 from partitioner.engine.engine import Engine
 from runtime.ranks.launch import WorkerPool
 from runtime.segment.microbatch import microbatch_sizes
+from tests.support.matrix import thinned
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 STEPS = 4
@@ -195,7 +196,7 @@ def test_one_rank_equals_the_eager_loop_bit_for_bit(case: str, pool: WorkerPool)
     ("case", "schedule", "tied"),
     [
         ("mixed", "1f1b", True),
-        ("bfloat16", "zb-h1", False),
+        pytest.param("bfloat16", "zb-h1", False, marks=pytest.mark.matrix),
         ("masters", "zb-h1", True),
         ("float16", "1f1b", False),
     ],
@@ -253,7 +254,7 @@ def overflow(plan_json: str, guilty: int) -> dict[str, Any]:
         return {"seen": seen, "saved": saved, "rates": scheduler.get_last_lr()}
 
 
-@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("guilty", thinned([0, 1], [1]))
 def test_an_overflow_on_one_rank_skips_the_step_on_all(guilty: int, pool: WorkerPool) -> None:
     plan = made_plan("float16", 2, 2)
     results = pool.run(overflow, plan.model_dump_json(), guilty, world_size=2, timeout_seconds=60.0)

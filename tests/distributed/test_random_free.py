@@ -1,4 +1,4 @@
-"""A hundred random models under random placements, on four real processes: the loss and every gradient, in float64.
+"""120 random models under random placements, on four real processes: the loss and every gradient, in float64.
 
 Every other model has random ops split into blocks of random sizes. Ten models run side by side, so that their ranks wait
 for one another at the same time; each is compared with its own, unpartitioned run.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -21,21 +22,25 @@ from passes.split.split import Split, split_neurons
 from runtime.ranks.launch import WorkerPool
 from runtime.segment.microbatch import microbatch_sizes
 from tests.distributed.free_tasks import differences, free_task, run_tasks
+from tests.support.matrix import thinned
 from tests.support.random_graphs import WIDTH, RandomModel, forest, random_model, random_placement
 
-MODELS, TOGETHER, RANKS, SAMPLES = 100, 10, 4, 7
+MODELS, BATCH, TOGETHER, RANKS, SAMPLES = 120, 40, 10, 4, 7
 SIZES = [(1, 3), (3, 1), (2, 2), (1, 1, 2), (1, 2, 1), (1, 1, 1, 1)]
 
 
-def test_random_placements_compute_the_same(pool: WorkerPool) -> None:
-    models = [random_model(seed, ops=6 + seed % 13) for seed in range(MODELS)]
-    forests = [models[start : start + TOGETHER] for start in range(0, MODELS, TOGETHER)]
-    tasks = [_task(number, forest(trees)) for number, trees in enumerate(forests)]
-    assert sum(len(task.parts) for task in tasks) > MODELS / 5, "many parameters are held in parts"
+@pytest.mark.parametrize("first", thinned(range(0, MODELS, BATCH), [0]))
+def test_random_placements_compute_the_same(first: int, pool: WorkerPool) -> None:
+    models = [random_model(seed, ops=6 + seed % 13) for seed in range(first, first + BATCH)]
+    forests = [models[start : start + TOGETHER] for start in range(0, BATCH, TOGETHER)]
+    numbers = range(first // TOGETHER, (first + BATCH) // TOGETHER)
+    tasks = [_task(number, forest(trees)) for number, trees in zip(numbers, forests, strict=True)]
+    assert sum(len(task.parts) for task in tasks) > BATCH / 5, "many parameters are held in parts"
     results = pool.run(run_tasks, tasks, world_size=RANKS, timeout_seconds=120.0)
-    for number, (task, trees) in enumerate(zip(tasks, forests, strict=True)):
+    for number, task, trees in zip(numbers, tasks, forests, strict=True):
         loss, gradients = _unpartitioned(number, trees)
-        assert differences(task, loss, gradients, [result[number] for result in results]) == []
+        found = [result[number - numbers[0]] for result in results]
+        assert differences(task, loss, gradients, found) == []
 
 
 def test_wrong_results_are_seen(pool: WorkerPool) -> None:

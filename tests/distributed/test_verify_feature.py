@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from runtime.ranks.launch import WorkerPool
 from runtime.segment.code import SegmentCode
 from tests.distributed import test_odd_models as odd
 from tests.distributed.sharded_models import Conv, Gpt, conv_batch, gpt_batch
+from tests.support.matrix import thinned
 
 loaded = cache(load)
 
@@ -41,7 +43,11 @@ SMOKE: tuple[tuple[str, Mesh, str], ...] = (
 """Every pattern once; dropout in two of the models."""
 
 
-@pytest.mark.parametrize(("model", "mesh", "pattern"), SMOKE)
+SHOWN = [case for case in SMOKE if case[2] in ("vocabulary", "sequence", "zero1", "zero3", "column/row")]
+"""Patterns; ``test_sharded`` shows the others on smaller models."""
+
+
+@pytest.mark.parametrize(("model", "mesh", "pattern"), thinned(SMOKE, SHOWN))
 def test_a_real_model_computes_what_it_computed(
     model: str, mesh: Mesh, pattern: str, pool: WorkerPool
 ) -> None:
@@ -55,9 +61,9 @@ def test_a_real_model_computes_what_it_computed(
 @pytest.mark.parametrize(
     ("make", "pattern"),
     [
-        (odd.sparse_embedding_everywhere, "zero1"),
+        pytest.param(odd.sparse_embedding_everywhere, "zero1", marks=pytest.mark.matrix),
         (odd.sparse_embedding_everywhere, "zero3"),
-        (odd.shared_batch_norm, "data"),
+        pytest.param(odd.shared_batch_norm, "data", marks=pytest.mark.matrix),
         (odd.weight_norm_of_old, "zero3"),
         (odd.complex_parameter_everywhere, "data"),
         (odd.a_queue_a_pointer_and_an_average, "column_row"),
@@ -93,16 +99,22 @@ def conv() -> Workload:
     return Workload(Conv().float(), {"x": example["x"].float(), "y": example["y"]}, name="conv")
 
 
-@pytest.mark.parametrize("make", [gpt, conv, odd.shared_batch_norm], ids=("gpt", "conv", "norm"))
-@pytest.mark.parametrize(("mesh", "seed"), [((2,), 0), ((2, 2), 3)], ids=("2", "2x2"))
+ANY = {"gpt": gpt, "conv": conv, "norm": odd.shared_batch_norm}
+MESHES: dict[str, tuple[Mesh, int]] = {"2": ((2,), 0), "2x2": ((2, 2), 3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    thinned(itertools.product(ANY, MESHES), [("gpt", "2x2"), ("conv", "2"), ("norm", "2x2")]),
+)
 def test_any_placement_computes_what_the_model_computes(
-    make: Callable[[], Workload],
-    mesh: Mesh,
-    seed: int,
+    name: str,
+    ranks: str,
     pool: WorkerPool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every op, parameter and leaf in some way that divides, drawn at random: every kind of bridge between them."""
+    make, (mesh, seed) = ANY[name], MESHES[ranks]
     chance = random.Random(seed)
 
     def placed(*arguments: Any) -> FeatureResult:

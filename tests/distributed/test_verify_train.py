@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,9 @@ from cost_models.errors import UsageError, VerificationError
 from cost_models.precision import Precision
 from partitioner import Plan, Workload, partition
 from partitioner.engine.checkpoints import Checkpoints
+from partitioner.models.as_graph import as_graph
 from partitioner.verify.train import verify_training
+from passes.graph.graph import OpGraph
 from runtime.ranks.launch import WorkerPool
 from runtime.state.rank_state import RankState
 from tests.distributed import engine_model as net
@@ -55,12 +58,18 @@ def conv() -> Workload:
     return Workload(Conv().double(), conv_batch(2), name="conv")
 
 
-def planned(workload: Workload, ranks: int, **options: Any) -> Plan:
+def planned(workload: Workload | OpGraph, ranks: int, **options: Any) -> Plan:
     return partition(workload, ClusterSpec.local(ranks), batch_size=8, microbatches=2, **options)
 
 
 def feature(pattern: str, **options: Any) -> dict[str, Any]:
     return {"strategy": "feature", "mesh": (2,), "pins": {"*": pattern}, **options}
+
+
+@cache
+def traced(precision: Precision) -> OpGraph:
+    """The trace of ``gpt()``."""
+    return as_graph(gpt(), precision=precision)
 
 
 MIXED = Precision(compute=torch.bfloat16)
@@ -71,8 +80,8 @@ MASTER = Precision(parameters=torch.bfloat16, master=torch.float32)
     ("make", "ranks", "options"),
     [
         (net.workload, 3, {"schedule": "1f1b", "pins": net.PINS}),
-        (gpt, 2, {"min_stages": 2, "precision": MIXED}),
-        (gpt, 2, feature("column_row")),
+        pytest.param(gpt, 2, {"min_stages": 2, "precision": MIXED}, marks=pytest.mark.matrix),
+        pytest.param(gpt, 2, feature("column_row"), marks=pytest.mark.matrix),
         (gpt, 2, feature("zero1", precision=MASTER)),
         (gpt, 2, feature("zero3")),
         (conv, 2, feature("data", optimizer_memory="momentum")),
@@ -245,8 +254,9 @@ def test_a_planted_fault_is_the_first_difference(
     fault: Callable[[], Any], options: dict[str, Any], said: str, mended: WorkerPool
 ) -> None:
     workload = gpt()
-    plan = planned(workload, 2, **options)
-    report = verify_training(plan, workload, pool=mended, source=Faulty(workload, fault))
+    graph = traced(options.get("precision", Precision()))
+    plan = planned(graph, 2, **options)
+    report = verify_training(plan, workload, pool=mended, graph=graph, source=Faulty(workload, fault))
     assert report.first_difference is not None
     assert said in report.first_difference
     assert f"first difference: {report.first_difference}" in str(report)

@@ -14,9 +14,10 @@ from passes.lower.job import Job
 from passes.search.any_plan import any_plan_bound
 from passes.search.certificate import Certificate
 from passes.trace.trace import trace
+from tests.support.matrix import thinned
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", thinned([0, 1, 2], [1]))
 def test_no_strategy_simulates_below_it(number: int) -> None:
     tally = Tally()
     check_instance(3, number, tally, seconds=0.1)

@@ -11,6 +11,7 @@ from passes.search.cost_graph.contiguous import place_contiguous
 from passes.search.cost_graph.graph import evaluate, named
 from passes.search.cost_graph.result import PlacementResult
 from passes.search.cost_graph.throughput import place_for_throughput
+from tests.support.matrix import thinned
 from tests.support.placement_evaluator import (
     best_by_trying_all,
     is_allowed,
@@ -30,10 +31,11 @@ KINDS = {
 }
 
 
+@pytest.mark.parametrize("first_seed", thinned([0, 2], [0]))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("contiguous", [True, False], ids=["contiguous", "free"])
-def test_the_search_finds_the_optimum_of_small_graphs(kind: str, contiguous: bool) -> None:
-    for seed in range(4):
+def test_the_search_finds_the_optimum_of_small_graphs(kind: str, contiguous: bool, first_seed: int) -> None:
+    for seed in (first_seed, first_seed + 1):
         graph = random_graph(seed, **KINDS[kind])
         best = best_by_trying_all(graph, contiguous)
         try:

@@ -1,0 +1,24 @@
+"""Tables of cases of which ``make test`` runs those that show each idea once; ``make test-all`` runs the others too."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def thinned(cases: Iterable[Any], shown: Collection[Any]) -> list[Any]:
+    """Return parameters for ``parametrize``, marked ``matrix`` where they are not among ``shown``.
+
+    thinned([("a", 1), ("a", 2)], [("a", 2)])   ─►   ("a", 1) in ``make test-all`` only, ("a", 2) in both
+    """
+    every = list(cases)
+    unknown = [case for case in shown if case not in every]
+    assert not unknown, f"no cases of the table: {unknown}"
+    return [
+        case
+        if case in shown
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.matrix)
+        for case in every
+    ]
