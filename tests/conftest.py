@@ -13,16 +13,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 os.environ["PARTITIONER_CALIBRATION"] = "none"
 
 FOLDER = Path(__file__).parent / "golden"
+settings.register_profile("one case per idea", max_examples=25)
+settings.register_profile("all cases", max_examples=100)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="rewrite tests/golden from what the code says"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw more examples where the matrix is run too."""
+    settings.load_profile("one case per idea" if config.option.markexpr == "not matrix" else "all cases")
 
 
 OWN_PROCESSES = ("failures", "launch", "weights_memory")

@@ -264,7 +264,7 @@ def test_an_odd_model_computes_what_it_computed(
         batch_size=7,
         microbatches=3,
         schedule=SCHEDULES[seed],
-        pins=random_pins(graph, RANKS, random.Random(seed)),
+        pins=random_pins(graph, RANKS, random.Random(1 + seed % 2)),  # both cut every model
         **options,
     )
     assert len(plan.stages) > 1

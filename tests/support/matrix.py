@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def thinned(cases: Iterable[Any], shown: Collection[Any]) -> list[Any]:
@@ -22,3 +23,8 @@ def thinned(cases: Iterable[Any], shown: Collection[Any]) -> list[Any]:
         else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.matrix)
         for case in every
     ]
+
+
+def drawn(examples: int) -> settings:
+    """Return settings for so many drawn examples in ``make test-all``, and for a quarter of them in ``make test``."""
+    return settings(max_examples=max(1, examples * settings().max_examples // 100), deadline=None)

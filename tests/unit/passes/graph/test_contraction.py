@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from passes.graph.contraction import OpArrays, clusters, intervals, list_downsets
+from tests.support.matrix import drawn
 
 
 def _blocks(blocks: int) -> OpArrays:
@@ -76,7 +77,7 @@ def test_a_chain_has_one_downset_per_position() -> None:
     assert list_downsets(4, [(0, 1), (1, 2), (2, 3)], limit=10) == (0, 1, 3, 7, 15)
 
 
-@settings(max_examples=150, deadline=None)
+@drawn(150)
 @given(st.integers(0, 1 << 30), st.integers(1, 12))
 def test_units_are_acyclic_and_keep_groups_together(seed: int, max_units: int) -> None:
     ops = _random(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import networkx as nx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.cluster import ClusterSpec
@@ -19,6 +19,7 @@ from runtime.program.order import build_programs
 from runtime.program.program import Segment, SegmentCost, SegmentGraph, TiedGroup, Value
 from runtime.schedules import SCHEDULES
 from runtime.simulate.simulate import simulate
+from tests.support.matrix import drawn
 from tests.support.random_graphs import RandomModel, random_model, random_placement
 
 
@@ -39,7 +40,7 @@ def test_a_stage_that_reads_from_a_later_one_is_refused() -> None:
         by_stage(graph, stage_of, ((0,), (1,)), frozenset())
 
 
-@settings(max_examples=220, deadline=None)
+@drawn(220)
 @given(seed=st.integers(0, 10**6), ranks=st.integers(2, 4), microbatches=st.integers(1, 4))
 def test_any_placement_is_segmented_scheduled_proved_and_simulated(
     seed: int, ranks: int, microbatches: int
@@ -59,7 +60,7 @@ def test_any_placement_is_segmented_scheduled_proved_and_simulated(
     assert simulation.step_seconds >= microbatches * work / ranks - 1e-9
 
 
-@settings(max_examples=40, deadline=None)
+@drawn(40)
 @given(seed=st.integers(0, 10**6), ranks=st.integers(2, 3))
 def test_merging_keeps_segments_acyclic_and_never_slower(seed: int, ranks: int) -> None:
     model = random_model(seed)

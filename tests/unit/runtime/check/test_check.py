@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cost_models.errors import DeadlockError, InternalError
@@ -34,6 +34,7 @@ from runtime.program.program import (
     pair_queue,
 )
 from runtime.schedules import SCHEDULES
+from tests.support.matrix import drawn
 from tests.support.random_dags import Case, cases
 from tests.unit.runtime.schedules.helpers import chain, gpipe, no_time, one_f_one_b, split_backward
 
@@ -106,7 +107,7 @@ def test_every_published_schedule_is_accepted(name: str, p: int, m: int) -> None
     check(programs, graph, m)
 
 
-@settings(max_examples=250, deadline=None)
+@drawn(250)
 @given(cases())
 def test_programs_of_random_dags_are_accepted(case: Case) -> None:
     programs = build_programs(
@@ -115,7 +116,7 @@ def test_programs_of_random_dags_are_accepted(case: Case) -> None:
     check(programs, case.graph, case.microbatches, tied=case.tied)
 
 
-@settings(max_examples=50, deadline=None)
+@drawn(50)
 @given(cases())
 def test_forward_programs_of_random_dags_are_accepted(case: Case) -> None:
     orders = tuple(tuple(c for c in order if isinstance(c, Forward)) for order in case.orders)
@@ -390,7 +391,7 @@ def compute_to_the_front(dice: random.Random, instructions: list[Instruction]) -
     return True
 
 
-@settings(max_examples=250, deadline=None)
+@drawn(250)
 @given(
     cases(),
     st.sampled_from([delete_any, repeat_any, swap_on_a_pair, compute_to_the_front]),

@@ -7,7 +7,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from cost_models.errors import DeadlockError, InternalError
 from runtime.program.order import EARLY_BYTES, build_programs
@@ -28,6 +28,7 @@ from runtime.program.program import (
 )
 from runtime.program.timing import quick_makespan, time_orders
 from runtime.schedules import SCHEDULES
+from tests.support.matrix import drawn
 from tests.support.random_dags import Case, cases
 from tests.unit.runtime.schedules.helpers import COST, chain, gpipe, no_time, one_f_one_b, split_backward
 
@@ -192,7 +193,7 @@ def test_quick_makespan_of_equal_stages_is_the_closed_form(order, p: int, m: int
     assert quick_makespan(chain(p), order(p, m), m, no_time) == (m + p - 1) * 3.0
 
 
-@settings(max_examples=100, deadline=None)
+@drawn(100)
 @given(cases())
 def test_programs_keep_the_orders_and_project_one_order(case: Case) -> None:
     programs = build_programs(

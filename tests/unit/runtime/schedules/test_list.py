@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.errors import UsageError
@@ -14,6 +14,7 @@ from runtime.schedules import (
     limits_within,
     list_order,
 )
+from tests.support.matrix import drawn
 from tests.unit.runtime.schedules.tools import (
     HALF,
     UNIT,
@@ -42,7 +43,7 @@ def free(draw: st.DrawFn) -> SegmentGraph:
     return graph_of(ranks, chosen, costs, frozen, world, integers)
 
 
-@settings(max_examples=250, deadline=None)
+@drawn(250)
 @given(free(), st.integers(1, 7), st.sampled_from([0.0, 0.3, 5.0]), st.integers(0, 60))
 def test_any_dag_on_any_placement_within_memory(
     graph: SegmentGraph, microbatches: int, latency_seconds: float, memory_bytes: int
@@ -56,7 +57,7 @@ def test_any_dag_on_any_placement_within_memory(
         assert peak <= max(memory_bytes, one[rank] * one_microbatch)
 
 
-@settings(max_examples=100, deadline=None)
+@drawn(100)
 @given(free(), st.integers(1, 5), st.integers(1, 3))
 def test_any_limit_in_halves_and_whole(graph: SegmentGraph, m: int, limit: int) -> None:
     limits = [limit] * graph.world_size

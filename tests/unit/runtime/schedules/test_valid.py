@@ -5,12 +5,13 @@ from __future__ import annotations
 from time import process_time
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.errors import InternalError, UsageError
 from runtime.program.program import Backward, ComputeOrder, Forward, Segment, SegmentGraph, Value
 from runtime.schedules import SCHEDULES, inference_order
+from tests.support.matrix import drawn
 from tests.unit.runtime.schedules.tools import UNIT, chain, faults, graph_of
 
 PIPELINES = [name for name in SCHEDULES if name != "list"]
@@ -41,7 +42,7 @@ def pipeline(draw: st.DrawFn, name: str) -> tuple[SegmentGraph, int]:
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pipelines_on_random_stage_dags(name: str) -> None:
-    @settings(max_examples=60, deadline=None)
+    @drawn(60)
     @given(pipeline(name))
     def check(drawn: tuple[SegmentGraph, int]) -> None:
         graph, microbatches = drawn
@@ -101,7 +102,7 @@ def test_members_of_a_device_group_run_the_same() -> None:
         assert order[0] != order[1]
 
 
-@settings(max_examples=60, deadline=None)
+@drawn(60)
 @given(st.data())
 def test_inference_runs_every_forward_once_in_order(data: st.DataObject) -> None:
     graph, microbatches = data.draw(pipeline("interleaved"))

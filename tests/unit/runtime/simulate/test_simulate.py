@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.errors import DeadlockError, InternalError
@@ -40,6 +40,7 @@ from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
 from runtime.simulate.fair_share import FairShare
 from runtime.simulate.simulate import Overheads, Simulation, simulate
+from tests.support.matrix import drawn
 from tests.support.random_dags import Case, cases
 from tests.support.uniform_links import UniformLinks
 from tests.unit.runtime.schedules.helpers import chain, gpipe, no_time, one_f_one_b
@@ -99,7 +100,7 @@ def test_transfers_lengthen_the_first_way_down_and_the_last_way_up() -> None:
     assert simulation.step_seconds == 1 + 1.5 + 1 + 2 + 1.5 + 2
 
 
-@settings(max_examples=200, deadline=None)
+@drawn(200)
 @given(cases())
 def test_random_programs_run_and_never_beat_the_quick_makespan(case: Case) -> None:
     programs = build_programs(
@@ -122,7 +123,7 @@ def test_random_programs_run_and_never_beat_the_quick_makespan(case: Case) -> No
             assert (curve.bytes_held >= 0).all()
 
 
-@settings(max_examples=50, deadline=None)
+@drawn(50)
 @given(cases())
 def test_random_programs_run_on_one_shared_wire_with_contention(case: Case) -> None:
     programs = build_programs(
@@ -138,7 +139,7 @@ def test_random_programs_run_on_one_shared_wire_with_contention(case: Case) -> N
         assert fast * (1 - 1e-9) <= slow <= 2 * fast * (1 + 1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@drawn(150)
 @given(cases(), st.integers(0, 2**32))
 def test_the_checker_and_the_simulator_agree_on_what_deadlocks(case: Case, seed: int) -> None:
     """Two communications of a rank swapped: accepted programs run to their end, those with a circle do not."""

@@ -6,11 +6,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from passes.search.layer.dp import solve_dp
 from passes.search.layer.problem import LayerProblem
+from tests.support.matrix import drawn
 from tests.unit.passes.search.layer.ilp import solve_ilp
 from tests.unit.passes.search.layer.samples import brute_force, random_problem, violations
 
@@ -25,7 +26,7 @@ problems = st.builds(
 )
 
 
-@settings(max_examples=250, deadline=None)
+@drawn(250)
 @given(problems)
 def test_dp_equals_exhaustive_search(problem: LayerProblem) -> None:
     result, expected = solve_dp(problem, keep=4), brute_force(problem)
@@ -41,7 +42,7 @@ def test_dp_equals_exhaustive_search(problem: LayerProblem) -> None:
     assert len({(s.stage_of, s.kinds) for s in result.splits}) == len(result.splits)
 
 
-@settings(max_examples=100, deadline=None)
+@drawn(100)
 @given(problems)
 def test_that_nothing_fits_below_the_cutoff_takes_one_program(problem: LayerProblem) -> None:
     free = replace(problem, pins={})
@@ -56,7 +57,7 @@ def test_that_nothing_fits_below_the_cutoff_takes_one_program(problem: LayerProb
     assert result.bound_seconds >= cutoff
 
 
-@settings(max_examples=110, deadline=None)
+@drawn(110)
 @given(problems)
 def test_ilp_equals_dp(problem: LayerProblem) -> None:
     dp, ilp = solve_dp(problem, keep=1), solve_ilp(problem, time_limit_seconds=20)

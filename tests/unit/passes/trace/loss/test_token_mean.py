@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from passes.graph.verify import verify_graph
 from passes.trace.loss.reduction import step_weights, with_normalizers
 from passes.trace.trace import trace
 from runtime.segment.microbatch import cut
+from tests.support.matrix import drawn
 
 VOCABULARY, LENGTH = 7, 5
 IGNORED = -100
@@ -177,7 +178,7 @@ def test_a_micro_batch_without_valid_labels_adds_nothing(name: str) -> None:
 _GRAPHS: dict[str, OpGraph] = {}
 
 
-@settings(max_examples=60, deadline=None)
+@drawn(60)
 @given(
     name=st.sampled_from(["shifted", "weighted and smoothed", "two, scaled", "masked sum, clamped"]),
     samples=st.integers(1, 9),

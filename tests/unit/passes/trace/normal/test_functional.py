@@ -18,6 +18,7 @@ from cost_models.errors import ModelError
 from passes.graph.sizes import canonical_sizes
 from passes.trace.normal import functional, simplify
 from tests.support import toy_models as models
+from tests.support.matrix import thinned
 from tests.support.rewritten_graphs import Exported, difference, eager, export, lowered, run, shuffled_order
 from tests.unit.passes.trace.normal.random_writes import RandomWrites
 
@@ -74,7 +75,13 @@ def assert_functional(gm: fx.GraphModule) -> None:
         assert node.op == "output" or "val" in node.meta
 
 
-@pytest.mark.parametrize("name", ["resnet", "frozen", "views", "rare", "buffers", "t5", "whisper", "mixtral"])
+@pytest.mark.parametrize(
+    "name",
+    thinned(
+        ["resnet", "frozen", "views", "rare", "buffers", "t5", "whisper", "mixtral"],
+        ["resnet", "frozen", "views", "rare", "buffers", "t5"],
+    ),
+)
 def test_any_order_computes_what_eager_does(name: str) -> None:
     program, batch = exported(name)
     gm, buffers = rewritten(program)
