@@ -82,7 +82,7 @@ def _factory(text: str) -> Callable[..., Any]:
 def _load_file(path: Path) -> types.ModuleType:
     if not path.is_file():
         raise UsageError(f"there is no file {path}", [f"looked in {Path.cwd()}"])
-    spec = importlib.util.spec_from_file_location(f"partitioner_workload_{path.stem}", path)
+    spec = importlib.util.spec_from_file_location(_module_name(path), path)
     assert spec is not None  # a .py file always has a spec and a loader
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -99,6 +99,17 @@ def _load_file(path: Path) -> types.ModuleType:
     except (Exception, SystemExit) as error:
         raise ModelError(f"{path} cannot be imported", [f"{type(error).__name__}: {error}"]) from error
     return module
+
+
+def _module_name(path: Path) -> str:
+    """Return the file's own name, by which other processes import it too, unless it is the name of another module."""
+    if path.stem in sys.modules:
+        place = getattr(sys.modules[path.stem], "__file__", None)
+    else:
+        found = importlib.util.find_spec(path.stem) if path.stem.isidentifier() else None
+        place = str(path) if found is None else found.origin
+    own = place is not None and Path(place).resolve() == path.resolve()
+    return path.stem if own and path.stem.isidentifier() else f"partitioner_workload_{path.stem}"
 
 
 def _import(name: str, text: str) -> types.ModuleType:

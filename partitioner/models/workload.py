@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from passes.evaluate.copied_module import copied_with
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -17,6 +19,11 @@ class Workload:
     example_inputs: Any
     loss_fn: Callable[[Any, Any], Any] | None = None
     name: str = ""
+
+    def copied(self) -> Workload:
+        """Return the workload with a copy of the model, and with a loss that reads the copy where it read the model."""
+        model, loss_fn = copied_with(self.model, self.loss_fn)
+        return replace(self, model=model, loss_fn=loss_fn)
 
 
 def workload_of(

@@ -27,7 +27,6 @@ from partitioner.models.workload import Workload
 from partitioner.verify.compare import StepResult
 from partitioner.verify.draws import RecordedDraws, Recorder
 from partitioner.verify.grow_batch import rebuilt
-from passes.evaluate.copied_module import copied_module
 from passes.evaluate.dropout import DropoutOff, random_ops
 from passes.evaluate.float64 import Float64, float64_by_default
 from passes.graph.graph import OpGraph
@@ -51,7 +50,8 @@ def reference_step(
 
     ``recorded``: takes the random draws of each micro-batch.
     """
-    model = copied_module(reference.model).train()
+    reference = reference.copied()
+    model = reference.model.train()
     weights = weights_by_definition(graph.loss_reduction, sizes)
     mode: WholeBatchMeans | None = None
     if graph.loss_reduction != "mean":
@@ -149,7 +149,8 @@ def counted_means(
             [f"{why_in_pieces(graph)}, and the loss divides by a count of its own"],
             ["use cross_entropy with reduction='mean' and ignore_index", 'loss_reduction="mean"'],
         )
-    model = copied_module(reference.model).train()
+    reference = reference.copied()
+    model = reference.model.train()
     mode = WholeBatchMeans([size / sum(sizes) for size in sizes])
     with DropoutOff(), Float64(), float64_by_default(), torch.no_grad():
         for index, piece in enumerate(_pieces(batch, leaves, graph, sizes, model)):

@@ -60,7 +60,6 @@ from partitioner.verify.verify import (
     refuse_without_weights,
     workload_to_verify,
 )
-from passes.evaluate.copied_module import copied_module
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.graph.graph import OpGraph
 from runtime.mesh.sharding import Block
@@ -261,7 +260,8 @@ def _notes(plan: PlanData, graph: OpGraph) -> list[str]:
 
 def _sent(workload: Workload) -> Given:
     """Return a copy of the workload that can be sent to other processes, or refuse one that cannot."""
-    source = Given(replace(workload, model=copied_module(workload.model).cpu()))
+    copied = workload.copied()
+    source = Given(replace(copied, model=copied.model.cpu()))
     try:
         ForkingPickler.dumps(source)
     except Exception as error:  # whatever a user's class raises

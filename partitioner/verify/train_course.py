@@ -24,7 +24,6 @@ from partitioner.verify.train_compare import Expected
 from partitioner.verify.train_report import TrainComparison
 from partitioner.verify.train_setup import SampleSet, annealing, sample_digests, two_groups
 from partitioner.verify.verify import double_copy, small_sizes
-from passes.evaluate.copied_module import copied_module
 from passes.evaluate.dropout import DropoutOff
 from passes.evaluate.float64 import Float64, float64_by_default
 from passes.graph.graph import OpGraph
@@ -166,7 +165,8 @@ class Course:
         return {name: leaf.to(given[name].dtype) for name, leaf in leaves.items()}
 
     def _in_own_types(self) -> Workload:
-        return replace(self.workload, model=copied_module(self.workload.model).cpu())
+        copied = self.workload.copied()
+        return replace(copied, model=copied.model.cpu())
 
     def _pieces(
         self, workload: Workload, indices: Sequence[int], sizes: tuple[int, ...], double: bool, turned: bool

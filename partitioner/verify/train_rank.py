@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -33,7 +33,6 @@ from partitioner.record.data import PlanData
 from partitioner.verify.grow_batch import rebuilt
 from partitioner.verify.train_setup import SampleSet, annealing, sample_digests, two_groups
 from partitioner.verify.verify import double_copy
-from passes.evaluate.copied_module import copied_module
 from passes.evaluate.dropout import without_dropout
 from passes.evaluate.float64 import float64_by_default, in_float64
 from passes.graph.graph import OpGraph
@@ -172,8 +171,7 @@ class _Ready:
             plan = own_plan.model_copy(update={"precision": Precision()})
             with float64_by_default():
                 return self._run(run, plan, _made_other(double_copy(self.workload), run))
-        workload = replace(self.workload, model=copied_module(self.workload.model))
-        return self._run(run, own_plan, _made_other(workload, run))
+        return self._run(run, own_plan, _made_other(self.workload.copied(), run))
 
     def _run(self, run: Run, plan: PlanData, workload: Workload) -> RankRun:
         task = self.task

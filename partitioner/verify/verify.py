@@ -33,7 +33,6 @@ from partitioner.verify.grow_batch import grow_batch, ignore_unevenly, to_double
 from partitioner.verify.rank import VerificationTask, run_rank
 from partitioner.verify.ranks import compare_ranks, put_together, with_views
 from partitioner.verify.reference import reference_step, why_in_pieces
-from passes.evaluate.copied_module import copied_module
 from passes.evaluate.dropout import without_dropout
 from passes.evaluate.float64 import in_float64, widen_module
 from passes.graph.graph import OpGraph
@@ -274,8 +273,12 @@ def refuse_without_weights(model: nn.Module) -> None:
 
 def double_copy(workload: Workload) -> Workload:
     """Return the workload in float64 on the CPU, its model copied: the user's is never touched."""
-    model = widen_module(copied_module(workload.model), "cpu")
-    return replace(workload, model=model, example_inputs=to_double(workload.example_inputs))
+    copied = workload.copied()
+    return replace(
+        copied,
+        model=widen_module(copied.model, "cpu"),
+        example_inputs=to_double(workload.example_inputs),
+    )
 
 
 def model_state(model: nn.Module, graph: OpGraph) -> dict[str, Tensor]:

@@ -11,19 +11,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from passes.evaluate.copied_function import copied_function
 from passes.graph.nodes import storage_key
 from passes.trace.view_steps import Layout
 
 Convert: TypeAlias = Callable[[Tensor], Tensor]
+Function = TypeVar("Function", bound=Callable[..., Any] | None)
 
 
 def copied_module(model: nn.Module) -> nn.Module:
     """Copy a model deeply, with tensors that the last forward computed and left in a module (``weight_norm`` does)."""
+    return copied_with(model, None)[0]
+
+
+def copied_with(model: nn.Module, loss_fn: Function) -> tuple[nn.Module, Function]:
+    """Copy a model, and a loss function that reads the copy wherever it read the model (``copied_function``)."""
+    memo = _tensor_copies(model)
+    copied = copy.deepcopy(model, memo)
+    return copied, copied_function(loss_fn, memo)
+
+
+def _tensor_copies(model: nn.Module) -> dict[int, Any]:
+    """Copy the tensors of a model. Returns the memory of ``copy.deepcopy``: the copy of each, by its ``id``."""
     tensors = list(_tensors(model))
     together = _together(tensors, torch.clone)
     memo: dict[int, Any] = {}
@@ -41,7 +55,7 @@ def copied_module(model: nn.Module) -> nn.Module:
             memo[id(tensor)] = together[id(tensor)].requires_grad_(tensor.requires_grad and tensor.is_leaf)
         elif not tensor.is_leaf:
             memo[id(tensor)] = tensor.detach().clone()
-    return copy.deepcopy(model, memo)
+    return memo
 
 
 def convert_module(model: nn.Module, convert: Convert) -> nn.Module:

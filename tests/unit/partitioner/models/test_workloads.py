@@ -205,3 +205,31 @@ def test_without_transformers_the_error_says_how_to_get_it(monkeypatch: pytest.M
     with pytest.raises(ModelError) as caught:
         load_workload("gpt2")
     assert "pip install" in caught.value.suggestions[0]
+
+
+FILE = """import torch
+from torch import nn
+from partitioner import Workload
+
+
+class Own(nn.Linear):
+    pass
+
+
+def factory():
+    return Workload(Own(2, 2), torch.zeros(4, 2), lambda output, batch: output.sum())
+"""
+
+
+def test_a_file_is_imported_by_its_own_name(tmp_path: Path) -> None:
+    """Other processes find its classes by that name; a name that another module has is left to it."""
+    free, taken = tmp_path / "a_file_of_this_test.py", tmp_path / "json.py"
+    for file in (free, taken):
+        file.write_text(FILE)
+    assert type(load_workload(f"{free}:factory").model).__module__ == "a_file_of_this_test"
+    assert type(load_workload(f"{free}:factory").model).__module__ == "a_file_of_this_test"
+    assert type(load_workload(f"{taken}:factory").model).__module__ == "partitioner_workload_json"
+    other = tmp_path / "elsewhere" / free.name
+    other.parent.mkdir()
+    other.write_text(FILE)
+    assert type(load_workload(f"{other}:factory").model).__module__ == f"partitioner_workload_{free.stem}"
