@@ -119,7 +119,7 @@ def main() -> int:
     options.add_argument("--models", default="", help="all of the strategy's if not given")
     options.add_argument("--ranks", default=",".join(map(str, RANKS)))
     options.add_argument("--schedules", default=",".join(SCHEDULES_SHOWN))
-    options.add_argument("--smoke", action="store_true", help="only the subset that `make test` runs")
+    options.add_argument("--smoke", action="store_true", help="only the subset that `make test-all` runs")
     options.add_argument("--recompute", choices=("none", "full", "auto"), default="none")
     options.add_argument("--mesh", default="2,4,2x2")
     options.add_argument("--patterns", default=",".join(feature_matrix.PINS))
