@@ -40,3 +40,9 @@ def test_a_parameter_whose_small_gradient_agrees_may_differ_by_rounding() -> Non
 
 def test_a_tensor_with_a_gradient_is_never_rounding() -> None:
     assert left_out(step(1.0, 1e-8), step(1.1, 1e-8), step(1.1, 1e-8)) == set()
+
+
+def test_another_order_explains_nothing_where_the_loss_depends_on_it() -> None:
+    again = step(5e-12, -2e-8)
+    other = StepResult(1.5, again.gradients, again.parameters)
+    assert left_out(step(1e-12, 1e-8), step(-9e-12, -1e-8), other) == set()
