@@ -100,7 +100,13 @@ def load_balancing(m: Small, h: Tensor) -> Tensor:
     return (gates.mean(0) * chosen.mean(0)).sum()
 
 
+def frequencies(m: Small, h: Tensor) -> Tensor:
+    """The gradient of a row is divided by how often the batch has it."""
+    return (F.embedding(h.argmax(-1), m.embedding.weight, scale_grad_by_freq=True) * h).sum(-1).mean()
+
+
 COUPLED = {
+    frequencies: ("embedding", "samples"),
     info_nce: ("matmul", "samples"),
     capacity_routing: ("topk", "samples"),
     variance: ("var", "samples"),
@@ -175,6 +181,10 @@ def pairs_within_a_sample(m: Small, h: Tensor) -> Tensor:
     return torch.bmm(h.unsqueeze(2), h.unsqueeze(1)).softmax(-1).logsumexp(-1).mean()
 
 
+def sparse_embedding(m: Small, h: Tensor) -> Tensor:
+    return (F.embedding(h.argmax(-1), m.embedding.weight, sparse=True) * h).sum(-1).mean()
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -190,6 +200,7 @@ def pairs_within_a_sample(m: Small, h: Tensor) -> Tensor:
         smooth_l1,
         cross_entropy,
         pairs_within_a_sample,
+        sparse_embedding,
     ],
     ids=lambda body: body.__name__,
 )
