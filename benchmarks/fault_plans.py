@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
+from cost_models.precision import Precision
 from partitioner import Plan, partition
 from tests.distributed.sharded_models import Conv, Gpt, Mlp, conv_batch, gpt_batch, mlp_batch
 
@@ -40,6 +41,17 @@ class Pair(nn.Module):
         return F.mse_loss(self.down(torch.tanh(self.up(x))), y)
 
 
+class Dropping(nn.Module):
+    """x, y [b, 8]: a layer, some of whose neurons are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.down(F.dropout(self.up(x), 0.5, self.training)), y)
+
+
 def _columns_batch(samples: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(7)
     return {name: torch.randn(samples, 2, 12, 4, generator=draw, dtype=torch.float64) for name in ("x", "y")}
@@ -53,6 +65,7 @@ def _mesh(pins: Mapping[str, str]) -> dict[str, Any]:
     return {"strategy": "feature", "mesh": (RANKS,), "pins": pins}
 
 
+_MIXED = Precision(compute=torch.bfloat16)
 _HALVES = {"wte": 0, "h.0*": 0, "h.1*": 1, "head": 1}
 
 PLANS: Mapping[str, Made] = {
@@ -70,7 +83,9 @@ PLANS: Mapping[str, Made] = {
     "channels": (Conv, conv_batch, _mesh({"group_norm": "S1"})),
     "mean": (Pair, mlp_batch, _mesh({"*": "data"})),
     "hand_mean": (Mlp, mlp_batch, _mesh({"*": "data"})),
+    "dropout": (Dropping, mlp_batch, _mesh({"*": "column_row"})),
     "zero1": (Gpt, gpt_batch, _mesh({"*": "zero1"})),
+    "mixed": (Gpt, gpt_batch, {"pins": _HALVES, "microbatches": 3, "dtype": torch.float32, "precision": _MIXED}),
     "zero3": (Gpt, gpt_batch, _mesh({"*": "zero3"})),
     "neurons": (Pair, mlp_batch, {"strategy": "free", "splits": {"linear": (5, 7)}, "pins": {"*_b0": 0, "*_b1": 1}}),
     "halo": (Columns, _columns_batch, {"strategy": "free", "splits": {"conv2d:2": (6, 6)}, "pins": {"*_b0": 0, "*_b1": 1}}),
@@ -82,9 +97,9 @@ def planned(name: str) -> tuple[Plan, nn.Module, dict[str, Tensor]]:
     """Plan as ``PLANS`` says: (plan, model with weights, batch)."""
     make, batch_of, options = PLANS[name]
     torch.manual_seed(0)
-    model, batch = make().double(), batch_of(4)
+    model, batch = make().to(options.get("dtype", torch.float64)), batch_of(4)
     usual = {"batch_size": 8, "microbatches": 2, "optimizer_memory": "momentum", "time_limit_seconds": 3.0}
-    settings = {"example_inputs": batch, **usual, **options}
+    settings = {"example_inputs": batch, **usual, **{n: o for n, o in options.items() if n != "dtype"}}
     try:
         plan = partition(model, ClusterSpec.local(RANKS), **settings)
     except UsageError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """One line that is wrong. ``plans``: those of ``fault_plans`` that reach it; ``test``: a file that should."""
+    """One line that is wrong. ``plans``: those of ``fault_plans`` that reach it."""
 
     area: str
     wrong: str
@@ -20,16 +20,24 @@ class Fault:
     new: str
     plans: tuple[str, ...]
     test: str
+    """Arguments of pytest, with "|" between them: the smallest tests that should see it."""
     needs_train: bool = False
     """True if only the engine's own way goes there: ``verify --train``."""
 
 
-_RULES = "tests/unit/passes/shard/rules/test_rules.py"
-_LOCAL = "tests/distributed/test_local_ops.py"
-_BRIDGES = "tests/distributed/test_bridges.py"
-_SHARDED = "tests/distributed/test_sharded.py"
+def _rules(family: str) -> str:
+    return f"tests/unit/passes/shard/rules/test_rules.py|-k|whole_op_gives and {family}"
+
+
+_LOCAL = "tests/distributed/test_local_ops.py|" + _rules("loss or classes_and_samples")
+_BRIDGES = "tests/distributed/test_bridges.py|-k|equals_one_process or fused"
+_SHARDED = "tests/distributed/test_sharded.py::test_equals_one_process"
 _CHECK = "tests/unit/runtime/program/test_order.py"
+_LOWER = "tests/unit/passes/lower|tests/distributed/test_engine.py|-k|lower or course"
+_COURSE = "tests/distributed/test_engine.py|-k|course"
 _SPLIT = "tests/unit/passes/split"
+_CHECKPOINTS = "tests/distributed/test_engine_sharded.py|-k|checkpoints_go_on"
+_CHECKPOINT = "tests/distributed/test_checkpoint.py|-k|same_plan"
 
 _RULE = "passes/shard/rules"
 _OPS = "runtime/ops"
@@ -38,21 +46,22 @@ _RUN = "runtime/execute"
 FAULTS: tuple[Fault, ...] = (
     # Rules of sharding
     Fault("rule", "a bias is added on every rank", f"{_RULE}/contractions.py",
-          "weight'[o i] bias+[o] -> [b* o]\"", "weight'[o i] bias[o] -> [b* o]\"", ("column_row",), _RULES),
+          "weight'[o i] bias+[o] -> [b* o]\"", "weight'[o i] bias[o] -> [b* o]\"", ("column_row",), _rules("linear")),
     Fault("rule", "causal queries are cut along the sequence", f"{_RULE}/attention.py",
-          'row = "." if argument(node, "is_causal") else "l"', 'row = "l"', ("positions",), _RULES),
+          'row = "." if argument(node, "is_causal") else "l"', 'row = "l"', ("positions",), _rules("attention")),
     Fault("rule", "statistics of a layer norm over a part", f"{_RULE}/normalize.py",
-          '''whole = " ".join("." * len(argument(node, "normalized_shape")))''', '''whole = "n"''', ("width",), _RULES),
+          '''whole = " ".join("." * len(argument(node, "normalized_shape")))''', '''whole = "n"''',
+          ("width",), _rules("norm")),
     Fault("rule", "statistics of a batch norm are a rank's own", f"{_RULE}/normalize.py",
-          'local={"b": SAMPLES} if training else {}', "local={}", ("samples",), _RULES),
+          'local={"b": SAMPLES} if training else {}', "local={}", ("samples",), _rules("norm")),
     Fault("rule", "channels are cut through groups", f"{_RULE}/normalize.py",
-          'divides={"c": int(plain(argument(node, "num_groups")))}', "divides={}", ("channels",), _RULES),
+          'divides={"c": int(plain(argument(node, "num_groups")))}', "divides={}", ("channels",), _rules("norm")),
     Fault("rule", "a mean over samples is a sum of means", f"{_RULE}/losses.py",
           "local = dict.fromkeys(letters, MEAN) if reduction == AVERAGE else {}\n    return from_terms(node, terms",
-          "local = {}\n    return from_terms(node, terms", ("mean",), _RULES),
+          "local = {}\n    return from_terms(node, terms", ("mean",), _rules("loss")),
     # Ops on shards
     Fault("loss weight", "a mean over ranks is not divided by them", f"{_OPS}/local.py",
-          'return op(*args, **kwargs) / axes["terms"].size', "return op(*args, **kwargs)", ("mean",), _LOCAL),
+          'return op(*args, **kwargs) / axes["terms"].size', "return op(*args, **kwargs)", ("mean",), _rules("loss")),
     Fault("loss weight", "valid samples of one rank only", f"{_OPS}/cross_entropy.py",
           'return axes["samples"].all_reduce(total) if "samples" in axes else total', "return total",
           ("samples",), _LOCAL),
@@ -66,17 +75,18 @@ FAULTS: tuple[Fault, ...] = (
     Fault("rule", "a gradient for targets of other ranks", f"{_OPS}/cross_entropy.py",
           "-scale * mine.unsqueeze(dim)", "-scale", ("vocabulary",), _LOCAL),
     Fault("offset", "every rank has the first rows of a table", f"{_OPS}/local.py",
-          'first = axes["vocabulary"].rank * weight.shape[0]', "first = 0 * weight.shape[0]", ("vocabulary",), _LOCAL),
+          'first = axes["vocabulary"].rank * weight.shape[0]', "first = 0 * weight.shape[0]",
+          ("vocabulary",), _rules("embedding")),
     Fault("rule", "rows of other ranks are not zero", f"{_OPS}/local.py",
-          "return found.masked_fill(elsewhere.unsqueeze(-1), 0)", "return found", ("vocabulary",), _LOCAL),
+          "return found.masked_fill(elsewhere.unsqueeze(-1), 0)", "return found", ("vocabulary",), _rules("embedding")),
     Fault("norm", "variance between ranks is left out", f"{_OPS}/batch_norm.py",
           "variance = (variances + (means - mean) ** 2).mean(0)", "variance = variances.mean(0)",
-          ("samples",), _LOCAL),
+          ("samples",), "tests/distributed/test_local_ops.py"),
     Fault("norm", "backward divides by one rank's samples", f"{_OPS}/batch_norm.py",
           "count = x.numel() // x.shape[1] * ctx.samples.size", "count = x.numel() // x.shape[1]",
-          ("samples",), _LOCAL),
+          ("samples",), "tests/distributed/test_local_ops.py"),
     Fault("norm", "running variance is biased", f"{_OPS}/batch_norm.py",
-          "unbiased = variance * (count / (count - 1))", "unbiased = variance", ("samples",), _LOCAL),
+          "unbiased = variance * (count / (count - 1))", "unbiased = variance", ("samples",), _rules("norm")),
     # Bridges
     Fault("reduction", "a gradient's parts are not summed", f"{_OPS}/bridges.py",
           'linears_behind("sum_gradient", None, given(axis.start_sum, reuse=True))',
@@ -98,27 +108,30 @@ FAULTS: tuple[Fault, ...] = (
           ("column_row",), _BRIDGES),
     # Sums of gradients, tied and sharded
     Fault("reduction", "a gradient that ranks share is not summed", "passes/shard/syncs.py",
-          "if axes:\n            groups[False,", "if len(axes) > 1:\n            groups[False,", ("samples",), _SHARDED),
+          "if axes:\n            groups[False,", "if len(axes) > 1:\n            groups[False,",
+          ("samples",), f"{_SHARDED}[mlp batch]"),
     Fault("offset", "sums go to the parameters in reverse", f"{_RUN}/reduce.py",
           "for name, shape, total in zip(names, shapes, sums, strict=True):",
-          "for name, shape, total in zip(names, shapes[::-1], sums[::-1], strict=True):", ("samples",), _SHARDED),
+          "for name, shape, total in zip(names, shapes[::-1], sums[::-1], strict=True):",
+          ("samples",), f"{_SHARDED}[mlp batch]"),
     Fault("reduction", "the sum is made in a copy", f"{_RUN}/reduce.py",
-          "works.append(all_reduce(flat))", "works.append(all_reduce(flat.clone()))", ("samples",), _SHARDED),
+          "works.append(all_reduce(flat))", "works.append(all_reduce(flat.clone()))",
+          ("samples",), f"{_SHARDED}[mlp batch]"),
     Fault("tied", "a tied parameter's gradient is not summed", "passes/lower/summarize.py",
           "if len(groups_of[name]) > 1 and name in graph.trained:",
-          "if len(groups_of[name]) > 2 and name in graph.trained:", ("stages",), "tests/unit/passes/lower"),
+          "if len(groups_of[name]) > 2 and name in graph.trained:", ("stages",), _LOWER),
     Fault("tied", "one rank alone takes part in a sum", "runtime/program/order.py",
           "        for rank in ranks:\n            tails[rank].append(ReduceGradients",
           "        for rank in ranks[:1]:\n            tails[rank].append(ReduceGradients", ("stages",), _CHECK),
     Fault("optimizer shard", "a rank trains the first part", "runtime/mesh/sharding.py",
           "leaf = leaf.narrow(dim, place[axis] * size, size)", "leaf = leaf.narrow(dim, 0 * size, size)",
-          ("zero1",), "tests/distributed/test_sharded.py"),
+          ("zero1",), f"{_SHARDED}[mlp zero 1]"),
     Fault("optimizer shard", "every rank stores the first block", "runtime/mesh/sharding.py",
           "self.offsets[dim] + index * size, *self", "self.offsets[dim] + 0 * size, *self", ("zero3",),
-          "tests/distributed/test_sharded.py"),
+          f"{_SHARDED}[mlp zero 3]"),
     Fault("optimizer shard", "updated parts are put in reverse", "runtime/state/sharded_owners.py",
           "for place, row in enumerate(rows[r] for r in places):",
-          "for place, row in enumerate(rows[r] for r in reversed(places)):", ("zero1",), _SHARDED),
+          "for place, row in enumerate(rows[r] for r in reversed(places)):", ("zero1",), f"{_SHARDED}[mlp zero 1]"),
     # Programs and their order
     Fault("order", "a value is sent before it is made", "runtime/program/order.py",
           "end[sent], sequence[sent], number, away, mb, home, False,\n                    position[sent] + 1,",
@@ -138,42 +151,49 @@ FAULTS: tuple[Fault, ...] = (
     Fault("order", "the last backward is left out", "runtime/schedules/pipelines.py",
           'for j in range(microbatches - warmup, microbatches)]\n    return steps\n\n\ndef interleaved',
           'for j in range(microbatches - warmup, microbatches - 1)]\n    return steps\n\n\ndef interleaved',
-          ("stages",), "tests/unit/runtime/schedules"),
+          ("stages",), "tests/unit/runtime/schedules/test_tables.py"),
     Fault("order", "a value's gradient is never owed", "passes/lower/summarize.py",
           "name, segmentation.segment_of[name], consumers, int(output_bytes[name]), name in graph.needs_grad",
           "name, segmentation.segment_of[name], consumers, int(output_bytes[name]), False",
-          ("stages",), "tests/unit/passes/lower"),
+          ("stages",), _LOWER),
     # Micro-batches and loss weights
     Fault("micro-batch cut", "the smaller micro-batches come first", "runtime/segment/microbatch.py",
           "return ((small + 1) * multiple,) * larger + (small * multiple,) * (microbatches - larger)",
           "return (small * multiple,) * (microbatches - larger) + ((small + 1) * multiple,) * larger",
-          ("uneven",), "tests/unit/runtime/segment"),
+          ("uneven",), "tests/unit/runtime/segment/test_microbatch.py"),
     Fault("loss weight", "micro-batches count alike", "passes/trace/loss/reduction.py",
           "return [size / samples for size in sizes]", "return [1 / len(sizes) + 0 * samples for size in sizes]",
-          ("uneven_mean",), "tests/distributed/test_loss_reduction.py"),
+          ("uneven_mean",), "tests/distributed/test_loss_reduction.py|-k|equals_the_whole or weighing or verify"),
     Fault("loss weight", "tokens of a micro-batch by its samples twice", "passes/graph/token_counts.py",
           "inverse_share = sum(sizes) / samples_of.double()", "inverse_share = samples_of.double() / sum(sizes)",
-          ("stages",), "tests/distributed/test_loss_reduction.py"),
+          ("stages",), "tests/distributed/test_loss_reduction.py|-k|equals_the_whole"),
     Fault("norm", "a micro-batch reads old running statistics", "runtime/segment/runner.py",
-          "self._template[target] = contents", "pass", ("uneven",), "tests/unit/runtime/segment"),
+          "self._template[target] = contents", "pass", ("uneven",), "tests/unit/runtime/segment/test_runner.py"),
     Fault("micro-batch cut", "a micro-batch is read twice", f"{_RUN}/bind.py",
           "batch = [piece[microbatch] for piece in pieces]", "batch = [piece[0] for piece in pieces]",
-          ("stages",), "tests/distributed/test_execute.py"),
+          ("stages",), "tests/distributed/test_execute.py|-k|equals_the_unpartitioned"),
+    # Random numbers
+    Fault("random", "shards draw the same random numbers", f"{_OPS}/local.py",
+          'mix(int(torch.randint(1 << 62, ())), axes["shards"].rank)', "mix(int(torch.randint(1 << 62, ())), 0)",
+          ("dropout",), "tests/distributed/test_sharded.py|-k|random_numbers"),
+    Fault("random", "micro-batches draw the same random numbers", f"{_OPS}/random.py",
+          "mix(self.seed, step, segment, microbatch)", "mix(self.seed, step, segment, 0)",
+          ("dropout",), "tests/distributed/test_verify_random.py|-k|by_themselves"),
     # Recomputation and halved backwards
     Fault("recomputation", "a recomputed block takes its inputs in reverse", "runtime/segment/recompute.py",
           "call = graph.call_function(function, tuple(find(node) for node in inputs))",
           "call = graph.call_function(function, tuple(find(node) for node in inputs[::-1]))",
-          ("recompute",), "tests/distributed/test_recompute.py"),
+          ("recompute",), "tests/unit/runtime/segment/test_recompute.py"),
     Fault("recomputation", "a recomputed block gives no gradients back", "runtime/segment/recompute.py",
           "function, *inputs, use_reentrant=False",
           'function, *(i.detach() if hasattr(i, "detach") else i for i in inputs), use_reentrant=False',
-          ("recompute",), "tests/distributed/test_recompute.py"),
+          ("recompute",), "tests/unit/runtime/segment/test_recompute.py"),
     Fault("weights", "a weight half overwrites what was summed", "runtime/segment/split_backward.py",
           "        parameter.grad += gradient()", "        parameter.grad = gradient()", ("halves",),
-          "tests/unit/runtime/segment"),
+          "tests/unit/runtime/segment/test_split_backward.py"),
     Fault("weights", "a weight half is added twice", "runtime/segment/split_backward.py",
           "weight.grad.addmm_(left, right)", "weight.grad.addmm_(left, right, alpha=2)", ("halves",),
-          "tests/unit/runtime/segment"),
+          "tests/unit/runtime/segment/test_split_backward.py"),
     # Split neurons and halos
     Fault("split neurons", "a bias is added by every block", "passes/split/rules.py",
           "return None if isinstance(placement, Partial) and not first else values.whole(given)",
@@ -189,17 +209,38 @@ FAULTS: tuple[Fault, ...] = (
           "[max(-low, 0), max(high - length, 0)]", "[max(high - length, 0), max(-low, 0)]", ("halo",),
           f"{_SPLIT}/test_windows.py"),
     # What only the engine does: for ``verify --train``
-    Fault("engine", "ranks draw the same random numbers", f"{_OPS}/local.py",
-          'mix(int(torch.randint(1 << 62, ())), axes["shards"].rank)', "mix(int(torch.randint(1 << 62, ())), 0)",
-          ("samples",), _LOCAL, True),
     Fault("engine", "replicated parameters count twice in the norm", "runtime/mesh/sharding.py",
           "index == 0 or isinstance(placement, Shard)", "index >= 0 or isinstance(placement, Shard)",
-          ("samples",), "tests/distributed/test_engine_sharded.py", True),
+          ("samples",), "tests/distributed/test_engine_sharded.py|-k|whole_model and 2", True),
     Fault("engine", "a norm of norms is not squared", f"{_RUN}/gradient_norm.py",
           'collectives.all_reduce(norm**norm_type, "the gradient norm")',
-          'collectives.all_reduce(norm, "the gradient norm")', ("stages",), "tests/distributed/test_engine.py", True),
+          'collectives.all_reduce(norm, "the gradient norm")', ("stages",), _COURSE, True),
     Fault("engine", "a checkpoint's blocks are all at the beginning", "runtime/checkpoint/parts.py",
           "offsets = (0,) * tensor.dim() if part is None else part.offsets", "offsets = (0,) * tensor.dim()",
-          ("zero3",), "tests/distributed/test_checkpoint.py", True),
+          ("zero3",), _CHECKPOINTS, True),
+    Fault("engine", "every rank loads the first samples", "partitioner/batches/part_batch.py",
+          "found.append((start + self.rank * part, start + (self.rank + 1) * part))",
+          "found.append((start, start + part))", ("samples",),
+          "tests/distributed/test_data_sharded.py|-k|parts_train", True),
+    Fault("engine", "a resumed loader begins its epoch anew", "partitioner/batches/loader.py",
+          'self.epoch, self.position, self._loop = state["epoch"], state["position"], None',
+          'self.epoch, self.position, self._loop = state["epoch"], 0, None', ("stages",),
+          "tests/distributed/test_data.py|-k|resumed", True),
+    Fault("engine", "16-bit gradients are summed in 16 bits", "cost_models/precision.py",
+          "leaf if leaf.itemsize >= ACCUMULATION.itemsize else ACCUMULATION", "leaf", ("mixed",),
+          "tests/distributed/test_precision.py|-k|one_rank_equals", True),
+    Fault("engine", "rank 0 plays the plan's last device", "partitioner/deployment/agree.py",
+          "ranks = ranks_in_order(plan)", "ranks = RankMap(plan.used_devices[::-1])", ("stages",),
+          "tests/distributed/test_deploy.py", True),
+    Fault("checkpoint", "the number of the step is not restored", "partitioner/engine/checkpoints.py",
+          'run.step = record["step"]', 'run.step = 0 * record["step"]', ("stages",), _CHECKPOINT, True),
+    Fault("checkpoint", "random states are not restored", "partitioner/engine/checkpoints.py",
+          "            if states:\n", "            if not states:\n", ("stages",), _CHECKPOINT, True),
+    Fault("optimizer shard", "an optimizer begins without its state", "runtime/checkpoint/optimizer.py",
+          "state[number] = decode(saved_state, own)", "state[number] = {} if own else {}", ("stages",), _CHECKPOINT, True),
+    Fault("optimizer shard", "blocks of moments are read from the beginning", "runtime/checkpoint/optimizer.py",
+          "placed[key], shape = replace(parts[name], of=tensor), tuple(parameters[name].shape)",
+          "placed[key], shape = replace(parts[name], of=tensor, offsets=(0,) * len(shape)), tuple(parameters[name].shape)",
+          ("zero1",), _CHECKPOINTS, True),
 )  # fmt: skip
 """Every fault, by area."""

@@ -1,13 +1,15 @@
 """Planted faults, one line each: which of checker, ``verify`` and tests finds it.
 
     python -m benchmarks.faults                       every fault of ``fault_table``: checker and verify
-    python -m benchmarks.faults --tests               the test file of each as well
+    python -m benchmarks.faults --tests               the tests of each as well
+    python -m benchmarks.faults --tests-only          the tests alone
     python -m benchmarks.faults --slice 3/20          every 20th fault, from the third on
-    python -m benchmarks.faults --clean               the plans without any fault: all must verify
+    python -m benchmarks.faults --clean               no fault: all plans must verify, and all tests pass
 
+The output is a table in Markdown (``docs/13-planted-faults.md``).
 A fault goes into a temporary copy of the checkout, never into the checkout, and a process of its own plans, checks and
-verifies the plans that reach it. A fault that needs the engine (``verify --train``) is run, and told apart. Fails if a
-fault is found by neither checker nor ``verify``, or if its text is no longer in the code.
+verifies the plans that reach it; for faults of the engine with ``verify --train`` as well. Fails if a fault is found by
+neither checker nor ``verify``, or if its text is no longer in the code.
 """
 
 from __future__ import annotations
@@ -18,7 +20,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -33,14 +34,17 @@ from benchmarks.fault_table import FAULTS, Fault
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cost_models", "runtime", "passes", "partitioner", "benchmarks", "tests", "examples")
-LIMIT_SECONDS = 150.0
-"""Seconds of a process that plans and verifies; a plan whose ranks wait for ever ends with ``HANG_SECONDS``."""
-HANG_SECONDS = 60.0
+LIMIT_SECONDS = 600.0
+"""Seconds of a process that plans and verifies, or tests; a plan whose ranks wait for ever ends with ``HANG_SECONDS``."""
+HANG_SECONDS = 90.0
 
 
 @dataclass(frozen=True)
 class Found:
-    """Who found a fault, in words; "" who did not. ``by``: "checker", "plan" (it was refused), "verify", or ""."""
+    """Who found a fault, and in which words.
+
+    ``by``: "checker", "plan" (it was refused), "verify", "train" (``verify --train``), or "" if it is nobody.
+    """
 
     fault: Fault
     by: str
@@ -70,14 +74,28 @@ def probe(names: list[str], train: bool = False) -> tuple[str, str]:
             if not report.passed:
                 worst = report.differences[0]
                 return "verify", f"{name}: {worst.kind} {worst.name} differs by {worst.error:.1e}"
-            if train:
-                plan.verify(model, example_inputs=batch, train=True).raise_if_different()
-        except TypeError as error:
-            if "train" not in str(error):
-                return "verify", f"{name}: {_line(error)}"
         except Exception as error:  # noqa: BLE001 - as above
             return "verify", f"{name}: {_line(error)}"
+        if not train:
+            continue
+        try:
+            trained = plan.verify(
+                model, example_inputs=batch, train=True, pool=pool, timeout_seconds=HANG_SECONDS
+            )
+            if not trained.passed:
+                return "train", f"{name}: {trained.first_difference}"
+        except Exception as error:  # noqa: BLE001 - as above
+            return "train", f"{name}: {_line(error)}"
     return "", ""
+
+
+def failed_tests(arguments: list[str]) -> tuple[str, str]:
+    """Run pytest with ``arguments``: ("found", …) if a test fails, ("", …) if all pass, else ("error", …)."""
+    import pytest
+
+    with mock.patch.object(multiprocessing, "get_context", return_value=_FORK):
+        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *arguments]))
+    return {0: "", 1: "found"}.get(code, "error"), f"pytest ended with {code}"
 
 
 _FORK = multiprocessing.get_context("fork")
@@ -116,18 +134,31 @@ def planted(fault: Fault, folder: Path) -> Iterator[None]:
 
 
 def run_probe(folder: Path, names: tuple[str, ...], train: bool = False) -> tuple[str, str]:
-    """Run ``probe`` in a process forked from this one, which has torch but none of the project's code but this."""
+    """Run ``probe`` in ``folder``. A process that gives no answer counts as found by ``verify``, which has time limits."""
+    return _run_in(folder, "verify", "probe", list(names), train)
+
+
+def run_tests(folder: Path, test: str) -> str:
+    """Run the tests of a fault in ``folder``: "found", "" if all pass, "hangs" or "error"."""
+    return _run_in(folder, "hangs", "failed_tests", test.split("|"))[0]
+
+
+def _run_in(folder: Path, silent: str, name: str, *arguments: object) -> tuple[str, str]:
+    """Call this file's function ``name`` in a process forked from this one, with the code of ``folder``.
+
+    It has torch already, but none of the project's code but this. ``silent``: by whom it is found if there is no answer.
+    """
     context = multiprocessing.get_context("fork")
     reading, writing = context.Pipe(duplex=False)
-    child = context.Process(target=_probe_in, args=(writing, folder, names, train))
+    child = context.Process(target=_called_in, args=(writing, folder, name, arguments))
     child.start()
     writing.close()
     try:
         if not reading.poll(LIMIT_SECONDS):
-            return "verify", f"no answer within {LIMIT_SECONDS:g} s"
+            return silent, f"no answer within {LIMIT_SECONDS:g} s"
         by, text = json.loads(reading.recv_bytes())
     except EOFError:
-        return "verify", "the process died"
+        return silent, "the process died"
     finally:
         assert child.pid is not None
         with suppress(ProcessLookupError):  # it died before it led a group of its own
@@ -137,8 +168,8 @@ def run_probe(folder: Path, names: tuple[str, ...], train: bool = False) -> tupl
     return by, text
 
 
-def _probe_in(writing: Connection, folder: Path, names: tuple[str, ...], train: bool) -> None:
-    """Be the forked process: import the checkout in ``folder``, and send what its probe finds."""
+def _called_in(writing: Connection, folder: Path, name: str, arguments: tuple[object, ...]) -> None:
+    """Be the forked process: import the checkout in ``folder``, and send what its function ``name`` finds."""
     os.setsid()
     try:
         os.chdir(folder)
@@ -150,23 +181,32 @@ def _probe_in(writing: Connection, folder: Path, names: tuple[str, ...], train: 
         os.dup2(silent, 2)
         from benchmarks import faults
 
-        found = faults.probe(list(names), train)
+        found = getattr(faults, name)(*arguments)
     except BaseException as error:  # noqa: BLE001 - the parent must hear of whatever it is
         found = ("plan", _line(error if isinstance(error, Exception) else RuntimeError(repr(error))))
     writing.send_bytes(json.dumps(found).encode())
     os._exit(0)
 
 
-def try_fault(fault: Fault, folder: Path, tests: bool = False) -> Found:
+def try_fault(fault: Fault, folder: Path, verified: bool = True, tests: bool = False) -> Found:
     """Plant a fault and see who finds it."""
     with planted(fault, folder):
-        by, text = run_probe(folder, fault.plans, fault.needs_train)
-        found = ""
-        if tests:
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", fault.test]
-            ended = subprocess.run(command, cwd=folder, capture_output=True, timeout=900, check=False)
-            found = "found" if ended.returncode == 1 else "" if ended.returncode == 0 else "error"
-        return Found(fault, by, text, found)
+        by, text = run_probe(folder, fault.plans, fault.needs_train) if verified else ("", "")
+        return Found(fault, by, text, run_tests(folder, fault.test) if tests else "")
+
+
+def without_faults(folder: Path, verified: bool, tests: bool) -> int:
+    """Verify all plans and run all tests without any fault; return how many fail."""
+    failed = 0
+    for name in dict.fromkeys(name for fault in FAULTS for name in fault.plans) if verified else ():
+        by, text = run_probe(folder, (name,), any(name in f.plans for f in FAULTS if f.needs_train))
+        failed += bool(by)
+        print(f"{name:12} {by or 'verified'} {text}", flush=True)
+    for test in dict.fromkeys(fault.test for fault in FAULTS) if tests else ():
+        found = run_tests(folder, test)
+        failed += bool(found)
+        print(f"{found or 'passes':8} {test}", flush=True)
+    return failed
 
 
 def main() -> int:
@@ -177,28 +217,25 @@ def main() -> int:
     options.add_argument("--slice", default="1/1")
     options.add_argument("--only", default="", help="faults of which the words hold this")
     options.add_argument("--tests", action="store_true")
+    options.add_argument("--tests-only", action="store_true")
     options.add_argument("--clean", action="store_true")
     given = options.parse_args()
     import torch  # noqa: F401 - forked processes have it then
 
     missed, begun = 0, time.perf_counter()
+    verified, tests = not given.tests_only, given.tests or given.tests_only
     first, step = map(int, given.slice.split("/"))
     chosen = [fault for fault in FAULTS if given.only in fault.wrong][first - 1 :: step]
     with copied_checkout() as folder:
         if given.clean:
-            names = dict.fromkeys(name for fault in FAULTS for name in fault.plans)
-            for name in names:
-                by, text = run_probe(folder, (name,))
-                missed += bool(by)
-                print(f"{name:12} {by or 'verified'} {text}", flush=True)
-            return 1 if missed else 0
-        print(f"{'area':16} {'found by':8} {'tests':6} {'fault':52} what was said")
+            return 1 if without_faults(folder, verified, tests) else 0
+        print(f"| {'area':15} | {'fault':50} | found by | tests | what was said\n|---|---|---|---|---")
         for fault in chosen:
-            found = try_fault(fault, folder, given.tests)
-            lost = found.by == "" and not fault.needs_train
-            missed += lost
-            by = found.by or ("NOBODY" if lost else "train")
-            print(f"{fault.area:16} {by:8} {found.tests:6} {fault.wrong:52} {found.text[:110]}", flush=True)
+            found = try_fault(fault, folder, verified, tests)
+            missed += verified and not found.by
+            by = found.by or ("**nobody**" if verified else "")
+            said = found.text[:110].replace("|", "/")
+            print(f"| {fault.area:15} | {fault.wrong:50} | {by:8} | {found.tests:5} | {said}", flush=True)
     print(
         f"{len(chosen)} faults, {missed} found by neither checker nor verify; {time.perf_counter() - begun:.0f} s"
     )

@@ -33,7 +33,7 @@ def first_difference(
     run_graph: OpGraph,
     task: VerificationTask,
     expected: StepResult,
-    run: Callable[..., Sequence[Mapping[str, list[Note]]]],
+    run: Callable[..., Sequence[tuple[StepResult, Mapping[str, list[Note]]]]],
 ) -> str:
     """Say in one sentence what differs first.
 
@@ -48,7 +48,7 @@ def first_difference(
         if alone := _worst(numbers, own):
             return f"none of the placement: the graph in blocks of neurons, on one rank, differs from the model {alone}"
     tensors = frozenset(node.name for node in graph.ops if isinstance(node.meta["val"], Tensor))
-    per_rank = run(run_rank_with_notes, replace(task, codes=_noted(task, tensors)))
+    per_rank = [notes for _, notes in run(run_rank_with_notes, replace(task, codes=_noted(task, tensors)))]
     stage_of = {op: index for index, stage in enumerate(plan.stages) for op in stage.ops}
     copies = noted_copies(plan, per_rank)
     for node in graph.ops:

@@ -107,11 +107,10 @@ def build_rank(task: VerificationTask) -> tuple[Executor, RankState, torch.optim
     )
 
 
-def run_rank_with_notes(task: VerificationTask) -> dict[str, list[Note]]:
-    """Run code with notes, and return those of what this rank's ops computed, per micro-batch."""
+def run_rank_with_notes(task: VerificationTask) -> tuple[StepResult, dict[str, list[Note]]]:
+    """Run code with notes, and return those of what this rank's ops computed as well, per micro-batch."""
     take_notes()
-    run_rank(task)
-    return take_notes()
+    return run_rank(task), take_notes()
 
 
 def own_state(codes: Mapping[int, SegmentCode], task: VerificationTask, rank: int) -> RankState:

@@ -3,8 +3,9 @@
     plan ─► the same programs ─► Gloo workers on this machine, float64 ─┐
     model ─► eager (``partitioner.verify.reference``) ──────────────────┴─► loss, gradients, buffers, parameters
 
-The reference is the user's own module, not our graph. Dropout is switched off on both sides; other
-random draws of the plan are those of the model (``partitioner.verify.draws``). Tolerances: ``partitioner.verify.compare``.
+The reference is the user's own module, not our graph. Dropout is switched off on both sides; other random draws of the plan
+are those of the model (``partitioner.verify.draws``), and what ranks draw by themselves is compared among them
+(``partitioner.verify.own_draws``). Tolerances: ``partitioner.verify.compare``.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from partitioner.verify.compare import Comparison, StepResult, in_reverse, round
 from partitioner.verify.draws import RecordedDraws, cuts_of, unmatched, with_replayed
 from partitioner.verify.first_difference import first_difference
 from partitioner.verify.grow_batch import grow_batch, ignore_unevenly, to_double
-from partitioner.verify.rank import VerificationTask, run_rank
+from partitioner.verify.own_draws import DRAWN, WRONGLY_DRAWN, compare_draws, own_draws, with_own_draws
+from partitioner.verify.rank import VerificationTask, run_rank_with_notes
 from partitioner.verify.ranks import compare_ranks, put_together, with_views
 from partitioner.verify.reference import reference_step, why_in_pieces
-from passes.evaluate.dropout import without_dropout
+from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import in_float64, widen_module
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
@@ -46,7 +48,10 @@ from runtime.ranks.launch import WorkerPool
 from runtime.segment.microbatch import microbatch_sizes
 
 LEARNING_RATE = 1e-3
-_PLURAL = {"loss": "losses", "gradient": "gradients", "parameter": "parameters", "buffer": "buffers"}
+_PLURAL = {
+    **{"loss": "losses", "gradient": "gradients", "parameter": "parameters", "buffer": "buffers"},
+    DRAWN: f"sets of {DRAWN}",
+}
 
 
 @dataclass(frozen=True)
@@ -178,12 +183,16 @@ def verify_plan(
     with blaming_the_model(plan.model.name):
         expected = step(batch, leaves)
     draws, recorded = recorded.draws, RecordedDraws(graph)
+    drawing = frozenset(random_ops(traced))
+    own = [draw for part in task.codes.values() for draw in own_draws(part, drawing)]
     codes = {index: with_replayed(part, draws, cuts_of(plan)) for index, part in task.codes.items()}
     task = replace(task, codes=codes, draws=draws)
+    drawn = {index: with_own_draws(part, own) for index, part in codes.items()}
     notes += _notes_on_results(graph, draws, expected)
     with nullcontext(pool) if pool is not None else WorkerPool(plan.world_size) as workers:
         run = partial(workers.run, world_size=plan.world_size, timeout_seconds=timeout_seconds)
-        results = with_views(put_together(run(run_rank, task), task), graph.views)
+        told = run(run_rank_with_notes, replace(task, codes=drawn))
+        results = with_views(put_together([result for result, _ in told], task), graph.views)
         found = compare_ranks(expected, results, state, LEARNING_RATE)
         found, rounding = _without_rounding(
             found,
@@ -191,8 +200,11 @@ def verify_plan(
             lambda: step(*in_reverse(batch, leaves, graph, sizes, reference.model)),
         )
         notes += rounding
+        found += compare_draws(own, [notes for _, notes in told])
         differences = tuple(sorted((c for c in found if not c.agrees), key=lambda c: -c.severity))
-        first = first_difference(plan, graph, code.graph, task, expected, run) if differences else None
+        first = WRONGLY_DRAWN.format(differences[0].name) if differences else None
+        if any(c.kind != DRAWN for c in differences):
+            first = first_difference(plan, graph, code.graph, task, expected, run)
     kinds = [c.kind for c in found]
     return VerifyReport(
         model=plan.model.name,

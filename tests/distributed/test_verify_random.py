@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch.nn import functional as F
 from cost_models.cluster import ClusterSpec
 from partitioner import Workload, partition, trace
 from partitioner.verify.verify import verify_plan
+from runtime.ops.random import mix, seeded
 from runtime.ranks.launch import WorkerPool
+from tests.distributed.planted import nothing, plant
 from tests.odd_models.case import odd
 from tests.support.matrix import thinned
 
@@ -84,6 +87,47 @@ def test_the_sum_of_a_batch_is_compared_by_micro_batches(pool: WorkerPool) -> No
     given = workload(noisy, lambda y, b: (y**2).sum())
     plan = partition(given, ClusterSpec.local(2), batch_size=8, microbatches=2, loss_reduction="sum")
     plan.verify(given, pool=pool).raise_if_different()
+
+
+def shards_draw_alike() -> Any:
+    return mock.patch.dict(
+        "runtime.ops.local.LOCAL", random=lambda op, axes, *args, **kwargs: op(*args, **kwargs)
+    )
+
+
+def copies_draw_apart() -> Any:
+    def run(self: Any, step: int, segment: int, microbatch: int, function: Callable[[], Any]) -> Any:
+        with seeded(self._generators, mix(step, segment, microbatch, torch.distributed.get_rank())):
+            return function()
+
+    return mock.patch("runtime.ops.random.Seeded.run", run)
+
+
+def micro_batches_draw_alike() -> Any:
+    def run(self: Any, step: int, segment: int, microbatch: int, function: Callable[[], Any]) -> Any:
+        with seeded(self._generators, mix(step, segment)):
+            return function()
+
+    return mock.patch("runtime.ops.random.Seeded.run", run)
+
+
+@pytest.mark.parametrize("fault", [nothing, shards_draw_alike, copies_draw_apart, micro_batches_draw_alike])
+def test_what_ranks_draw_by_themselves_is_compared(fault: Callable[[], Any], mended: WorkerPool) -> None:
+    """Dropout is off while numbers are compared: what it would draw is compared by itself."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        return m.b(F.dropout(m.a(x), 0.5)) + F.dropout(m.c(x), 0.5)
+
+    given = workload(run)
+    ways = {"strategy": "feature", "mesh": (2,), "pins": {"a.weight": "S0"}, "microbatches": 2}
+    plan = partition(given, ClusterSpec.local(2), batch_size=8, **ways)
+    mended.run(plant, fault, world_size=2)
+    report = plan.verify(given, pool=mended)
+    assert report.compared["random draws"] == 2, "on shards, and whole"
+    assert report.passed == (fault is nothing)
+    if fault is not nothing:
+        assert {d.kind for d in report.differences} == {"random draws"}
+        assert "random numbers" in str(report.first_difference)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

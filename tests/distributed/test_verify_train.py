@@ -5,8 +5,7 @@ Faults are planted in the workers, by the source that makes the workload there; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -28,6 +27,7 @@ from passes.graph.graph import OpGraph
 from runtime.ranks.launch import WorkerPool
 from runtime.state.rank_state import RankState
 from tests.distributed import engine_model as net
+from tests.distributed.planted import plant
 from tests.distributed.sharded_models import Conv, Gpt, conv_batch, gpt_batch
 
 
@@ -119,9 +119,6 @@ def test_a_plan_trains_as_a_plain_loop_does(
 
 # ----------------------------------------------------------------------------------- planted faults
 
-PLANTED = ExitStack()
-"""The fault that is planted in this worker."""
-
 
 def norm_counts_copies_twice() -> Any:
     """The norm of gradients counts every holder's parameter."""
@@ -191,11 +188,6 @@ def schedulers_begin_anew() -> Any:
     return mock.patch.object(kind, "load_state_dict", return_value=None)
 
 
-def nothing() -> Any:
-    """No fault."""
-    return ExitStack()
-
-
 @dataclass(frozen=True)
 class Faulty:
     """The source of a workload, which plants a fault in the process where it is made."""
@@ -206,19 +198,6 @@ class Faulty:
     def __call__(self) -> Workload:
         plant(self.fault)
         return self.workload
-
-
-def plant(fault: Callable[[], Any]) -> None:
-    """In a worker: plant ``fault`` instead of the one before."""
-    PLANTED.close()
-    PLANTED.enter_context(fault())
-
-
-@pytest.fixture
-def mended(pool: WorkerPool) -> Iterator[WorkerPool]:
-    """Workers that are without faults again afterwards."""
-    yield pool
-    pool.run(plant, nothing)
 
 
 @pytest.mark.parametrize(
