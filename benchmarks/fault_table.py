@@ -33,6 +33,7 @@ _LOCAL = "tests/distributed/test_local_ops.py|" + _rules("loss or classes_and_sa
 _BRIDGES = "tests/distributed/test_bridges.py|-k|equals_one_process or fused"
 _SHARDED = "tests/distributed/test_sharded.py::test_equals_one_process"
 _CHECK = "tests/unit/runtime/program/test_order.py"
+_SEGMENTS = "tests/unit/passes/lower/test_segment.py"
 _LOWER = "tests/unit/passes/lower|tests/distributed/test_engine.py|-k|lower or course"
 _COURSE = "tests/distributed/test_engine.py|-k|course"
 _SPLIT = "tests/unit/passes/split"
@@ -142,10 +143,10 @@ FAULTS: tuple[Fault, ...] = (
           "slot = max(consumer + 1, lowest[target])", ("stages",), _CHECK),
     Fault("order", "a message on a queue of its own", "runtime/program/order.py",
           "projection[target].append((slot, Recv(message, queue)))",
-          'projection[target].append((slot, Recv(message, queue + "x")))', ("stages",), _CHECK),
+          'projection[target].append((slot, Recv(message, queue + "x")))', ("stages",), _SEGMENTS),
     Fault("order", "sums are on a queue of all ranks", "runtime/program/order.py",
           "ReduceGradients(parameters, ranks, group_queue(ranks), scattered)",
-          'ReduceGradients(parameters, ranks, "group:all", scattered)', ("stages",), _CHECK),
+          'ReduceGradients(parameters, ranks, "group:all", scattered)', ("stages",), _SEGMENTS),
     Fault("order", "the optimizer steps before the sums", "runtime/program/order.py",
           "tails[rank].append(OptimizerStep())", "tails[rank].insert(0, OptimizerStep())", ("stages",), _CHECK),
     Fault("order", "the last backward is left out", "runtime/schedules/pipelines.py",
@@ -235,7 +236,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault("checkpoint", "the number of the step is not restored", "partitioner/engine/checkpoints.py",
           'run.step = record["step"]', 'run.step = 0 * record["step"]', ("stages",), _CHECKPOINT, True),
     Fault("checkpoint", "random states are not restored", "partitioner/engine/checkpoints.py",
-          "            if states:\n", "            if not states:\n", ("stages",), _CHECKPOINT, True),
+          "restore_random_states(states, self._device)", "pass", ("stages",),
+          "tests/distributed/test_engine.py|-k|restored_step", True),
     Fault("optimizer shard", "an optimizer begins without its state", "runtime/checkpoint/optimizer.py",
           "state[number] = decode(saved_state, own)", "state[number] = {} if own else {}", ("stages",), _CHECKPOINT, True),
     Fault("optimizer shard", "blocks of moments are read from the beginning", "runtime/checkpoint/optimizer.py",

@@ -7,8 +7,9 @@
 
 A case gives texts: the plan file, the printed table, the programs of all ranks, the simulated step, explanations, an
 evaluation's programs, or the error of what cannot be planned. The clock stands still, so searches end by the work they have
-done; models are small enough for their integer programs to be solved to the end. Hashes hold on one kind of processor:
-elsewhere the last digits of a sum may differ.
+done; most models are small enough for their integer programs to be solved to the end. Two things differ all the same: on
+another kind of processor the last digits of a sum, and on a busy machine bounds and alternatives of ``free`` and ``auto``,
+since the solver has a clock of its own. Programs and steps do not.
 """
 
 from __future__ import annotations
