@@ -1,11 +1,13 @@
 """Counts what a piece of code makes a device do: arithmetic, memory traffic, kernel launches.
 
 A dispatch mode sees each kernel after composite ops have fallen apart. FLOPs come from ``torch.utils.flop_counter``'s
-registry; bytes are the operands read and the results written, except for kernels that touch only part of an operand.
+registry, except for the backward of convolutions; bytes are the operands read and the results written, except for kernels
+that touch only part of an operand.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +46,26 @@ _WRITE_ONLY = frozenset({aten.fill_, aten.zero_, aten.bernoulli_, aten.uniform_,
 """Overwrite their operand without reading it."""
 
 _CONVOLUTIONS = frozenset({aten.convolution, aten._convolution, aten.convolution_backward})
+
+
+def _convolution_backward_flops(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *arguments: Any, out_val: Any
+) -> int:
+    """Count the FLOPs of the gradients of ``x`` and ``weight``, as far as they are asked for.
+
+    Each multiplies what forward multiplies: every sample's value at each of P points with every number of the weight
+    that it meets, 2 · samples · P · numel(weight). P are the points of the output, of a transposed convolution those
+    of the input. The weight is [out, in / groups, …], so ``groups`` is in its size. (The registry's formula counts the
+    weight's gradient ``groups`` times.)
+    """
+    *_, transposed, _padding, _groups, wanted = arguments
+    points = (x if transposed else gradient).shape[2:]
+    one = 2 * x.shape[0] * math.prod(points) * weight.numel()
+    return one * sum(map(bool, wanted[:2]))
+
+
+_OWN_FORMULAS: Mapping[Any, Any] = {aten.convolution_backward: _convolution_backward_flops}
+"""Those that stand before the registry's."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +120,7 @@ class KernelCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             moved = written + sum(map(_bytes, _tensors((*args, *kwargs.values()))))
         self._bytes += moved
         self._launches += 1
-        formula = flop_registry.get(op)
+        formula = _OWN_FORMULAS.get(op) or flop_registry.get(op)
         if formula is not None:
             self._flops += int(formula(*args, **kwargs, out_val=result))
             if op in _CONVOLUTIONS:

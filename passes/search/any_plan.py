@@ -48,7 +48,6 @@ from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.lower.job import Job
 from passes.search.bound import longest_into
-from passes.search.touches import BoolArray
 
 aten = torch.ops.aten
 
@@ -115,9 +114,6 @@ class _Ops:
     products: FloatArray
     """1 for products and attention, of which FLOPs are counted."""
     attention: FloatArray
-    conv: BoolArray
-    """Convolutions: each half of their backward is counted as the forward at most, since what is counted of one in groups
-    does not fall with the groups that a part has."""
     moving: FloatArray
     """1 for ops of which bytes are counted."""
     forward_path: int
@@ -157,7 +153,6 @@ class _Ops:
             costs,
             counted * arithmetic,
             np.array([op_class == "attention" for op_class in classes], dtype=np.float64),
-            np.array([op_class == "conv" for op_class in classes], dtype=bool),
             counted * ~arithmetic,
             int(forward_path),
             int(backward_path),
@@ -167,8 +162,7 @@ class _Ops:
         """(forward, backward) FLOPs and (forward, backward) bytes of a micro-batch of ``size`` samples."""
         table = self.costs.at(size)
         spared = 1.0 - self.attention * (1.0 - _BACKWARD_OF_ATTENTION)
-        halves = (table.backward_input_flops, table.backward_weight_flops)
-        backward = sum(np.where(self.conv, np.minimum(half, table.forward_flops), half) for half in halves)
+        backward = table.backward_input_flops + table.backward_weight_flops
         flops = (table.forward_flops * self.products, backward * self.products * spared)
         extra = self.costs.exact(size).rates.extra
         summed = 3 * extra.fan_out * table.output_bytes + extra.accumulated_bytes

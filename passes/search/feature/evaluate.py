@@ -34,7 +34,7 @@ from passes.search.feature.local import local_cost
 from passes.search.feature.options import bytes_of
 from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.problem import storage_share
-from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds
+from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds, trained_operands
 from passes.search.feature.setting import Setting
 from passes.shard.words import FeaturePlacement, Need, Placements, operands
 from runtime.segment.code import TensorSpec
@@ -112,14 +112,15 @@ class WholeGraph:
             for c, size in zip(choice, shape, strict=True):
                 placements = (*(need.placement for need in c.inputs), *c.outputs)
                 busy /= size if any(isinstance(p, Shard) for p in placements) else 1
-            traffic, weight_traffic = byte_shares(
+            traffic = byte_shares(
                 node.target,
                 [bytes_of(self._spec(source), self.symbols) for source in operands(node)],
                 [bytes_of(spec, self.symbols) for spec in tensor_specs(node)],
                 np.array([read]).reshape(1, -1),
                 np.array([made]),
+                trained_operands(self.graph, node),
             )
-            rows.append(LocalRows(np.array([index]), np.array([busy]), traffic, weight_traffic))
+            rows.append(LocalRows(np.array([index]), np.array([busy]), traffic))
             shares[node.name] = np.array([made]), np.array([busy])
         seconds = local_seconds(self.costs, rows, self.samples, self.setting.devices)
         return dict(zip(shares, seconds.tolist(), strict=True)), self._saved(shares)

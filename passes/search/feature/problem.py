@@ -33,7 +33,7 @@ from passes.search.feature.options import (
     stored_options,
 )
 from passes.search.feature.parameters import ShardedParameter, sum_bytes
-from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds
+from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds, trained_operands
 from passes.search.feature.setting import Setting
 from passes.shard.words import Choice
 
@@ -159,15 +159,18 @@ class _Builder:
         pieces: list[tuple[int, int]] = []  # (unit, how many members) of each run of rows
         for unit in ops:
             o = options[unit.index]
-            traffic, weight_traffic = byte_shares(
-                self.problem.space.graph.nodes[unit.name].target,
+            graph = self.problem.space.graph
+            node = graph.nodes[unit.name]
+            traffic = byte_shares(
+                node.target,
                 [bytes_of(spec, self.problem.symbols) for spec in unit.operands],
                 [bytes_of(spec, self.problem.symbols) for spec in unit.outputs],
                 o.operand_share,
                 o.output_share,
+                trained_operands(graph, node),
             )
             for member, count in self._unlike_members(unit).items():
-                rows.append(LocalRows(np.full(o.count, member), o.work_share, traffic, weight_traffic))
+                rows.append(LocalRows(np.full(o.count, member), o.work_share, traffic))
                 pieces.append((unit.index, count))
         flat = local_seconds(self.problem.space.costs, rows, self.problem.samples, self.setting.devices)
         found = {unit.index: np.zeros(options[unit.index].count) for unit in ops}

@@ -1,0 +1,34 @@
+"""Arithmetic of kernels, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from passes.costs.kernels import KernelCounter
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize(("kind", "points"), [(nn.Conv2d, 4 * 4), (nn.ConvTranspose2d, 9 * 9)])
+def test_a_convolution_in_groups(kind: type[nn.Module], points: int, groups: int) -> None:
+    """5 samples of 8 channels, 9 x 9, to 16 channels by 3 x 3 with stride 2: 4 x 4 outputs, 9 x 9 inputs transposed.
+
+    Each group takes 8 / groups channels to 16 / groups, so all groups together multiply 8 · 16 / groups · 9 numbers of
+    the weight at each point; each gradient as often as forward.
+    """
+    multiplied = 5 * points * (8 * 16 // groups) * 9
+    with FakeTensorMode():
+        layer = kind(8, 16, 3, stride=2, groups=groups)
+        x = torch.randn(5, 8, 9, 9, requires_grad=True)
+        with KernelCounter() as counter:
+            y = layer(x)
+            forward = counter.take()
+            gradient = torch.ones_like(y)
+            counter.take()
+            torch.autograd.grad(y, [x, layer.weight], gradient, retain_graph=True)
+            both = counter.take()
+            torch.autograd.grad(y, [layer.weight], gradient)
+            weight = counter.take()
+    assert (forward.flops, both.flops, weight.flops) == (2 * multiplied, 4 * multiplied, 2 * multiplied)

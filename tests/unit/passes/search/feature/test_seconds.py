@@ -1,0 +1,46 @@
+"""Seconds of an op on its shards, by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cost_models.cluster import ClusterSpec
+from passes.costs.costs import costs_of
+from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds, trained_operands
+from passes.trace.trace import trace
+
+X, WEIGHT, Y = 64 * 8 * 4.0, 16 * 8 * 4.0, 64 * 16 * 4.0
+
+
+class Linear(nn.Module):
+    """x [b, 8], y [b, 16]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a(x).square().mean()
+
+
+def test_splitting_samples_does_not_split_the_sums_of_gradients() -> None:
+    """Split 4 ways, by samples or by columns: forward and the weight's gradient touch x, weight and y once each.
+
+    The weight's gradient is then added to that of earlier micro-batches: two read, one written, of the local weight.
+    """
+    graph = trace(Linear(), {"x": torch.randn(2, 8)}, loss_reduction="mean")
+    device = {"kind": "cpu", "memory": "1GiB", "memory_bandwidth": 1e9, "flops": {"float32": 1e18}}
+    cluster = ClusterSpec.from_dict({"nodes": [{"name": "n", "device": device}]})
+    linear = next(node for node in graph.ops if node.name == "linear")
+    shares = np.array([[1 / 4, 1.0, 1 / 4], [1.0, 1 / 4, 1 / 4]])
+    traffic = byte_shares(
+        linear.target, [X, WEIGHT], [Y], shares[:, :2], shares[:, 2:], trained_operands(graph, linear)
+    )
+    row = LocalRows(np.full(2, graph.ops.index(linear)), np.full(2, 1 / 4), traffic)
+    seconds = local_seconds(costs_of(graph, cluster), [row], 64, cluster.devices)
+    by_samples = 2 * (X / 4 + WEIGHT + Y / 4) + 3 * WEIGHT
+    by_columns = 2 * (X + WEIGHT / 4 + Y / 4) + 3 * WEIGHT / 4
+    assert seconds.tolist() == pytest.approx([by_samples / 1e9, by_columns / 1e9])
