@@ -13,7 +13,7 @@ from torch import fx
 
 from cost_models.layout import Shard
 from passes.graph.nodes import argument, tensors_of
-from passes.shard.rules.notation import P, R, Rule, Term, from_terms, from_text
+from passes.shard.rules.notation import P, R, Rule, Term, from_terms, from_text, notation
 from passes.shard.rules.producers import replicated
 from passes.shard.rules.shapes import operands_shapes
 from passes.shard.words import Choice, Need
@@ -150,6 +150,10 @@ def _search(node: fx.Node) -> tuple[Choice, ...]:
     )
 
 
+_GRID = notation("input'[n c .*] grid[n d* .] -> [n c d*]")
+"""Read an image at the places that the grid has in its last dimension. (Nobody may try other numbers there: the CPU's
+kernel ends the process at NaN.)"""
+
 RULES: Mapping[object, Rule] = {
     aten.embedding.default: _embedding,
     aten.embedding_bag.default: _embedding_bag,
@@ -167,4 +171,7 @@ RULES: Mapping[object, Rule] = {
     aten.one_hot.default: _one_hot,
     aten.bucketize.Tensor: _search,
     aten.searchsorted.Tensor: _search,
+    aten.grid_sampler.default: _GRID,
+    aten.grid_sampler_2d.default: _GRID,
+    aten.grid_sampler_3d.default: _GRID,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 from random import Random
@@ -182,6 +183,13 @@ def test_a_kernel_that_does_not_look_at_shapes_is_not_run_on_what_does_not_fit()
     """With a part of one operand and all of the other this one writes beyond its result: the process aborts."""
     node = node_of(aten._weight_norm.default, torch.randn(6, 6), torch.randn(6, 1))
     assert texts(all_valid_choices(node)) == {"R R -> R", "R~ P -> P", "S0 S0 -> S0"}
+
+
+def test_nothing_is_written_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """LAPACK writes lines about infinite numbers that no Python sees."""
+    all_valid_choices(node_of(aten.linalg_svdvals.default, torch.randn(4, 6, 6, dtype=torch.float64)))
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_the_users_random_numbers_are_left_alone() -> None:

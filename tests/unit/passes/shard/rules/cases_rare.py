@@ -151,7 +151,13 @@ def rare_images(d: Draw) -> Case:
 
 def rare_lookups(d: Draw) -> Case:
     sorted_rows = d.tensor(4, 6).sort(1).values
+    plane, space = d.tensor(4, 6, 5, 3), d.tensor(4, 2, 3, 5, 4)
+    on_plane, in_space = d.tensor(4, 6, 4, 2), d.tensor(4, 2, 6, 3, 3)
     return d.one_of(
+        (aten.grid_sampler.default, plane, on_plane, d.one_of(0, 1, 2), d.one_of(0, 1, 2), d.maybe()),
+        (aten.grid_sampler.default, space, in_space, d.one_of(0, 1), d.one_of(0, 1, 2), d.maybe()),
+        (aten.grid_sampler_2d.default, plane, on_plane, d.one_of(0, 1, 2), 0, d.maybe()),
+        (aten.grid_sampler_3d.default, space, in_space, d.one_of(0, 1), 0, d.maybe()),
         (aten.index_copy.default, d.tensor(4, 6), 1, torch.tensor([2, 0]), d.tensor(4, 2)),
         (aten.searchsorted.Tensor, sorted_rows[0], d.tensor(4, 6)),
         (aten.searchsorted.Tensor, sorted_rows, d.tensor(4, 8)),
