@@ -72,7 +72,7 @@ def _values(leaf: Tensor, generator: torch.Generator, drawn: bool) -> Tensor:
         drawn
         and copied.is_floating_point()
         and copied.numel() > 1
-        and bool((copied == copied.view(-1)[:1]).all())
+        and bool((copied == copied.flatten()[:1]).all())
     ):
         return _drawn(copied.cpu(), generator)
     return copied

@@ -220,7 +220,8 @@ def test_an_example_without_values_is_drawn() -> None:
         h.register_hook(lambda gradient: gradient * 2)
         return h
 
-    for example in (torch.zeros(8, 6), torch.empty(8, 6, device="meta")):
+    turned = torch.zeros(6, 8).T  # no view of it is flat
+    for example in (torch.zeros(8, 6), turned, torch.empty(8, 6, device="meta")):
         with pytest.raises(ModelError, match="hooks change gradients"):
             checked(Model(doubled), example)
 
