@@ -86,7 +86,8 @@ def options_of(
                     busy[k] = 1 / size
         split *= factor[axes[:, axis]]
         work *= busy[axes[:, axis]]
-    divides = (extent[None, :] % split == 0).all(axis=1) & (extent[None, :] >= split).all(axis=1)
+    whole = split == 1  # an empty dimension, too
+    divides = (whole | ((extent[None, :] % split == 0) & (extent[None, :] >= split))).all(axis=1)
     divides &= _counts_divide(choices, axes, shape)
     axes, split, work = axes[divides], split[divides], work[divides]
     share = np.ones((len(axes), len(tensors)))
@@ -171,4 +172,6 @@ def _divides(dims: Sequence[int], placements: Sequence[Placement], shape: Sequen
     for placement, size in zip(placements, shape, strict=True):
         if isinstance(placement, Shard):
             split[placement.dim] *= size
-    return all(dim % parts == 0 and dim >= parts for dim, parts in zip(dims, split, strict=True))
+    return all(
+        parts == 1 or (dim % parts == 0 and dim >= parts) for dim, parts in zip(dims, split, strict=True)
+    )

@@ -187,3 +187,18 @@ def test_collectives_inside_ops_cost_what_they_send() -> None:
     result = place("gpt2", machine, batch_size=4, mesh=(2, 2), pins={"*": "vocabulary"})
     assert [c.local for c in result.placement.choices[node.name]] == ["cross_entropy:classes"] * 2
     assert result.cost.bridge_seconds >= seconds
+
+
+def test_an_empty_tensor_stays_whole() -> None:
+    class Halves(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made = super().forward(x)
+            return torch.cat(
+                [made[:, :8].tanh(), made[:, 8:]], -1
+            )  # nothing is left, as with full rotary embeddings
+
+    graph = trace(Halves(8, 8), torch.zeros(4, 8), loss_fn=lambda output, batch: output.mean())
+    machine = cluster(2, 1e9)
+    request = FeatureRequest(Job(4), mesh=(2,), pins={"*": "data"})
+    result = place_features(graph, costs_of(graph, machine), machine, request)
+    assert str(result.placement.choices["linear"][0]) == "S0 R~ R~ -> S0"
