@@ -5,18 +5,22 @@ batch_norm over (samples, channels)   refuses a single value per channel (a chec
                                       graph, which would put 0/0 into the running variance)
 squeeze of all dimensions             takes the batch dimension of a single sample away
 var, std over samples                 0/0 for a single sample
+an opaque part                        whatever its code refuses a single sample for: it is run with one, on fake tensors
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import fx
+from torch._subclasses import FakeTensorMode
 
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.graph.nodes import argument
+from runtime.ops.opaque import Opaque, no_compile
 from runtime.segment.code import TensorSpec
 
 aten = torch.ops.aten
@@ -33,9 +37,30 @@ def least_samples(graph: OpGraph) -> tuple[int, str]:
         elif node.target in _REFUSES:
             (spec,) = tensor_specs(node.all_input_nodes[0])
             least = 2 if _REFUSES[node.target](node, spec, spec.concrete(sizes)) else 1
+        elif isinstance(node.target, Opaque):
+            given = [spec for argument in node.all_input_nodes for spec in tensor_specs(argument)]
+            tensors = tuple((tuple(spec.concrete(sizes)), spec.dtype) for spec in given)
+            least = 2 if _refuses_one(node.target, tensors) else 1
         if least > most:
             most, reason = least, f"{node.name} in module {node.meta.get('module_path') or '(root)'}"
     return most, reason
+
+
+@lru_cache(maxsize=256)
+def _refuses_one(part: Opaque, tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]) -> bool:
+    """Tell whether torch refuses to normalize the one value per channel that a single sample has, somewhere in the part."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), no_compile():
+        try:
+            part.outputs([torch.empty(shape, dtype=dtype) for shape, dtype in tensors])
+        except ValueError as error:
+            return _ONE_VALUE in str(error)
+        except Exception:  # noqa: BLE001 the user's code may raise anything on fake tensors
+            return False
+    return False
+
+
+_ONE_VALUE = "Expected more than 1 value per channel"
+"""The words in which ``torch.nn.functional.batch_norm`` refuses a single sample."""
 
 
 def _selected(node: fx.Node, graph: OpGraph) -> int:

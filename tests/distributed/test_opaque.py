@@ -139,3 +139,26 @@ def test_verify_runs_the_users_own_code_in_float64(way: str, pool: WorkerPool) -
     plan = planned("fused", way)
     report = plan.verify(case.model(), example_inputs=case.batch(), loss_fn=case.loss, pool=pool)
     assert report.passed, str(report)
+
+
+SHARDED: Mapping[str, Mapping[str, Any]] = {
+    "zero3": {"mesh": (2,), "pins": {"*": "zero3"}},
+    "2x2": {"mesh": (2, 2), "pins": {"*": "data column_row"}},
+}
+
+
+@pytest.mark.parametrize("how", SHARDED)
+def test_a_part_with_a_norm_is_whole_among_sharded_parameters(how: str, pool: WorkerPool) -> None:
+    case = models.CASES["python-if"]
+    options = {"example_inputs": case.batch(), "loss_fn": case.loss}
+    plan = partition(
+        case.model(),
+        ClusterSpec.local(4 if how == "2x2" else 2),
+        batch_size=models.SAMPLES,
+        strategy="feature",
+        microbatches=1,
+        **SHARDED[how],
+        **options,
+    )
+    report = plan.verify(case.model(), pool=pool, **options)
+    assert report.passed, str(report)
