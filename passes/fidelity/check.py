@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch._subclasses import FakeTensor
 
@@ -46,10 +45,10 @@ from passes.fidelity.steps import (
 from passes.graph.graph import OpGraph
 from passes.trace.attempts import WHOLE
 from passes.trace.batch import flatten_batch, forward_names, map_tensors
-from passes.trace.draws import DRAWN, Draws, draws_restored, extreme_draws, watch_draws
+from passes.trace.draws import DRAWN, Draws, extreme_draws, watch_draws
 from passes.trace.export import LossFunction
 from passes.trace.noted import Change
-from passes.trace.python_state import PythonState
+from passes.trace.python_state import PythonState, unchanged
 from passes.trace.watch import NOT_RUN, torch_quiet
 
 log = logging.getLogger("partitioner")
@@ -58,6 +57,12 @@ DRAWS = 8
 """Steps with other values of Python's random numbers, two of which take every uniform draw as small or large as can be."""
 MOST_BYTES = 32 * 2**30
 """Bytes of parameters above which a model is not run: a step of it needs three times that for gradients and copies."""
+_MANNERS: tuple[tuple[bool, Literal["force_eager", "default"]], ...] = (
+    (True, "force_eager"),
+    (True, "default"),
+    (False, "force_eager"),
+)
+"""The manners in which a step is tried, until one works: the batch drawn or as it is, and the compiler's stance."""
 OFF = 'check="off" plans it all the same'
 
 
@@ -82,9 +87,10 @@ def check_fidelity(
         )
     failure: Exception | None = None
     given_whole = whole_leaves(graph, declared)
-    for drawn in (True, False):
+    for drawn, compiler in _MANNERS:
         subject = subject_of(graph, model, example_inputs, loss_fn, drawn=drawn, whole=bool(given_whole))
-        with _unchanged(subject) as state:
+        subject = replace(subject, compiler=compiler)
+        with unchanged(_roots(subject)) as state:
             try:
                 found = _checked(graph, subject, state)
                 state.restore()
@@ -111,13 +117,17 @@ def has_values(model: nn.Module) -> bool:
     )
 
 
+def _roots(subject: Subject) -> dict[str, object]:
+    return {"": subject.model, "loss_fn": subject.loss_fn}
+
+
 def _checked_in_float64(graph: OpGraph, subject: Subject) -> OpGraph:
     """Compare a model that does not run in its own types, such as one whose loss has weights of another type."""
-    with _unchanged(subject):
+    with unchanged(_roots(subject)):
         for parameter in subject.model.parameters():
             parameter.grad = None
         widen_module(subject.model)
-        with Float64(), float64_by_default(), _unchanged(_widened(subject)) as state:
+        with Float64(), float64_by_default(), unchanged(_roots(subject)) as state:
             found = _checked(in_float64(graph), _widened(subject), state)
     return replace(graph, notes=found.notes)
 
@@ -240,18 +250,6 @@ def _run(subject: Subject) -> Numbers:
         raise
     except Exception as error:
         raise _CannotRunError(error) from error
-
-
-@contextlib.contextmanager
-def _unchanged(subject: Subject) -> Iterator[PythonState]:
-    """Note the state of the model and of all generators; put everything back afterwards."""
-    state = PythonState.of({"": subject.model, "loss_fn": subject.loss_fn})
-    devices = {p.device.index or 0 for p in subject.model.parameters() if p.device.type == "cuda"}
-    with draws_restored(), torch.random.fork_rng(devices=sorted(devices)):
-        try:
-            yield state
-        finally:
-            state.restore()
 
 
 def module_hooks(model: nn.Module) -> list[str]:

@@ -10,7 +10,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -30,12 +30,17 @@ SEED = 20_240_229
 
 @dataclass(frozen=True)
 class Subject:
-    """The model that is run, and the batch that it is run on. ``batch``: in the user's own structure; ``leaves``: of it."""
+    """The model that is run, and the batch that it is run on. ``batch``: in the user's own structure; ``leaves``: of it.
+
+    ``compiler``: the stance of ``torch.compiler``. What the user compiles runs as it is written; ``torch.while_loop`` and
+    its like run compiled only.
+    """
 
     model: nn.Module
     batch: Any
     leaves: Mapping[str, Tensor]
     loss_fn: LossFunction | None
+    compiler: Literal["force_eager", "default"] = "force_eager"
 
 
 def eager_step(subject: Subject) -> Numbers:
@@ -44,7 +49,7 @@ def eager_step(subject: Subject) -> Numbers:
     module = ModelWithLoss(model, subject.batch, subject.loss_fn, training=True)
     for parameter in model.parameters():
         parameter.grad = None
-    with _as_in_training(model):
+    with _as_in_training(model, subject.compiler):
         loss = module(*subject.leaves.values())[0]
         if loss.requires_grad:
             loss.backward()
@@ -194,13 +199,13 @@ def _nothing(gradient: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _as_in_training(model: nn.Module) -> Iterator[None]:
-    """Run the model as it is traced: in training mode, without caches, dropout or a compiler, with gradients."""
+def _as_in_training(model: nn.Module, compiler: str) -> Iterator[None]:
+    """Run the model as it is traced: in training mode, without caches or dropout, with gradients."""
     with (
         training_mode(model, True, []),
         caching_off(model, []),
         torch.enable_grad(),
-        torch.compiler.set_stance("force_eager"),
+        torch.compiler.set_stance(compiler),
         DropoutOff(),
         _quietly(),
     ):

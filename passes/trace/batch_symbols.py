@@ -24,8 +24,8 @@ from cost_models.errors import ModelError
 from passes.graph.graph import tensor_specs
 from passes.graph.nodes import is_size, symbolic
 from passes.trace.batch import BatchDims
-from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed, innermost_module
-from passes.trace.user_code import OURS, TORCH, caller
+from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed
+from passes.trace.user_code import OURS, TORCH, caller, innermost_module
 from runtime.segment.code import BatchSpec
 
 

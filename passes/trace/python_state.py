@@ -5,6 +5,8 @@
     before.changes()                      ("calls: 0 -> 1", "seen: 0 -> 1 items")
     before.restore()                      every object is what it was, and the same object
 
+    with unchanged({"": model}): …        the same, with all generators of random numbers
+
 Reached are attributes of modules and of whatever they hold, containers, generators of random numbers, hooks, what
 functions close over, and numbers and containers that a class or the module of the user's own code keeps. Only what code
 outside of these (a C extension, another module's globals) remembers stays unseen.
@@ -12,6 +14,7 @@ outside of these (a C extension, another module's globals) remembers stays unsee
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import sys
@@ -24,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from passes.trace.draws import draws_restored
 from passes.trace.noted import (
     PLAIN,
     TENSOR_HOOKS,
@@ -47,19 +51,19 @@ _LIBRARIES = ("site-packages", str(Path(random.__file__).parent))
 class PythonState:
     """The objects that were reached, in order."""
 
-    def __init__(self, values: bool) -> None:
-        self._values_too = values
+    def __init__(self, values: bool, parameters: bool) -> None:
+        self._values_too, self._parameters_too = values, parameters
         self._noted: list[Noted] = []
         self._seen: dict[int, object] = {}
         self._globals: set[tuple[int, str]] = set()
 
     @classmethod
-    def of(cls, roots: Mapping[str, object], *, values: bool = True) -> PythonState:
+    def of(cls, roots: Mapping[str, object], *, values: bool = True, parameters: bool = True) -> PythonState:
         """Note all that can be reached from ``roots``, which are named by their keys ("" for the model itself).
 
-        ``values``: copy the values of tensors, too.
+        ``values``: copy the values of tensors, too; ``parameters``: those of parameters among them.
         """
-        state = cls(values)
+        state = cls(values, parameters)
         registered = {
             id(tensor)
             for root in roots.values()
@@ -111,7 +115,8 @@ class PythonState:
                 yield (path if key in _STRUCTURE else joined(path, key)), value, found
             yield from self._note_class(type(found))
         elif isinstance(found, Tensor):
-            self._noted.append(Numbers(path, found, id(found) in registered, self._values_too))
+            copied = self._values_too and (self._parameters_too or not isinstance(found, nn.Parameter))
+            self._noted.append(Numbers(path, found, id(found) in registered, copied))
             for name in TENSOR_HOOKS:
                 yield path, list((getattr(found, name) or {}).values()), found
         elif isinstance(found, dict):
@@ -230,6 +235,22 @@ class PythonState:
                     )
                 elif isinstance(value, list | dict | set | deque | Tensor | types.FunctionType):
                     yield where, value, base
+
+
+@contextlib.contextmanager
+def unchanged(roots: Mapping[str, object], *, parameters: bool = True) -> Iterator[PythonState]:
+    """Note the state of ``roots`` and of all generators of random numbers; put everything back afterwards.
+
+    ``parameters``: copy their values, too; code that runs no backward and no optimizer leaves them alone.
+    """
+    state = PythonState.of(roots, parameters=parameters)
+    modules = [root for root in roots.values() if isinstance(root, nn.Module)]
+    devices = {p.device.index or 0 for m in modules for p in m.parameters() if p.device.type == "cuda"}
+    with draws_restored(), torch.random.fork_rng(devices=sorted(devices)):
+        try:
+            yield state
+        finally:
+            state.restore()
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:

@@ -39,6 +39,7 @@ from passes.trace.watch import (
     watch_gradient_hooks,
 )
 from passes.trace.wrappers import refuse_data_parallel, unwrapped
+from runtime.ops.opaque import Opaque
 
 __all__ = ["trace"]
 
@@ -96,6 +97,7 @@ def trace(
     state = state_names(model)
     parts = Parts.chosen(model, loss_fn, opaque)
     notes, checkpointing = ([] if compiled is None else [compiled]), list[str]()
+    whole = set[str]()  # the modules that turn out to be opaque
     with contextlib.ExitStack() as changes:
         changes.enter_context(draws_restored())
         draws = changes.enter_context(watch_draws())
@@ -103,7 +105,7 @@ def trace(
         changes.enter_context(training_mode(model, training, notes))
         changes.enter_context(caching_off(model, notes))
         changes.enter_context(watch_checkpointing(model, checkpointing))
-        changes.enter_context(watch_gradient_hooks(model, notes))
+        changes.enter_context(watch_gradient_hooks(model, notes, whole))
         subject = Subject(
             model,
             batch,
@@ -116,6 +118,7 @@ def trace(
             parts.crossing(),  # copies of the parts, which are to run as the model is traced
         )
         exported, spec, converted, remarks = trace_parts(subject, parts, batch_dims, state)
+        whole.update(n.target.name for n in converted.module.graph.nodes if isinstance(n.target, Opaque))
     notes += [*remarks, *draws.notes()]
     notes += [
         f"forward changes the Python number {changed}; the traced graph keeps what its first call saw"

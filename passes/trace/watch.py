@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -22,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from cost_models.precision import Precision
 from passes.graph.nodes import storage_key
 from passes.trace.names import own_dtype_parameters
-from passes.trace.user_code import caller
+from passes.trace.user_code import caller, innermost_module
 
 
 def export_fake_mode() -> FakeTensorMode:
@@ -197,25 +198,31 @@ HOOKS_RUN = "hooks on parameters' gradients run once per step"
 
 
 @contextlib.contextmanager
-def watch_gradient_hooks(model: nn.Module, notes: list[str]) -> Iterator[None]:
-    """Note hooks on gradients: the traced graph has no place for them, so a plan runs without, but for parameters' own."""
-    seen: list[str] = []
-    original = Tensor.register_hook
+def watch_gradient_hooks(model: nn.Module, notes: list[str], opaque: Collection[str]) -> Iterator[None]:
+    """Note hooks on gradients: the traced graph has no place for them, so a plan runs without, but for parameters' own.
+
+    ``opaque``: the modules that run whole, known at the end: hooks in them are run.
+    """
+    seen: list[tuple[str, str]] = []
+    original, thread = Tensor.register_hook, threading.get_ident()
 
     def register_hook(tensor: Tensor, hook: Callable[..., Any]) -> Any:
-        seen.append(f"a tensor in {caller()}")
+        if threading.get_ident() == thread:  # opaque parts are tried in another
+            seen.append((innermost_module(model) or "", f"a tensor in {caller()}"))
         return original(tensor, hook)  # type: ignore[no-untyped-call]
 
     with mock.patch.object(Tensor, "register_hook", register_hook):
         yield
     seen += [
-        f"module {path or '(root)'}"
+        (path, f"module {path or '(root)'}")
         for path, module in model.named_modules()
         if module._backward_hooks or module._backward_pre_hooks
     ]
-    seen = list(dict.fromkeys(seen))
-    if seen:
-        notes.append(f"{NOT_RUN}: {_first_three(seen)}")
+    lost = dict.fromkeys(
+        text for path, text in seen if not any(f"{path}.".startswith(f"{part}.") for part in opaque)
+    )
+    if lost:
+        notes.append(f"{NOT_RUN}: {_first_three(list(lost))}")
     hooked = [
         name
         for name, parameter in model.named_parameters()

@@ -12,11 +12,12 @@ model was traced: a size is a polynomial of the inputs' sizes.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -110,21 +111,33 @@ class Measured:
 
 @dataclass(frozen=True, eq=False)
 class Code:
-    """The user's code. ``state``: all names of each parameter and buffer of a module, in the order of the arguments."""
+    """The user's code. ``state``: all names of each parameter and buffer of a module, in the order of the arguments.
+
+    A module runs as a copy of ``target``: what it keeps in itself while it runs (caches, hooks that its first call
+    installs) stays in this process, and other processes get it as it was when the model was traced.
+    """
 
     target: Any
     state: tuple[tuple[str, ...], ...] = ()
+    _running: Any = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        running = copy.deepcopy(self.target) if isinstance(self.target, nn.Module) else self.target
+        object.__setattr__(self, "_running", running)
 
     def call(self, state: Sequence[Tensor], args: Any, kwargs: Any) -> tuple[Any, list[Tensor]]:
         """Return what the code returns, and the tensors that stand in the places of ``state`` afterwards."""
-        if not isinstance(self.target, nn.Module):
-            function: Any = self.target
+        if not isinstance(self._running, nn.Module):
+            function: Any = self._running
             if isinstance(function, type):
                 function = cast("Any", function).apply
             return function(*args, **kwargs), list(state)
-        with _holding(self.target, self.state, state) as tables:
-            output = self.target(*args, **kwargs)
+        with _holding(self._running, self.state, state) as tables:
+            output = self._running(*args, **kwargs)
             return output, [table[name] for table, name in tables]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Code, (self.target, self.state)
 
 
 @contextlib.contextmanager
@@ -251,8 +264,15 @@ class Opaque:
 
         args, kwargs = self.structure.filled(map(filled, self.arguments))
         first = len(tensors) - len(self.code.state)
-        with self._autocast(tensors[0].device.type):
-            output, state = self.code.call(tensors[first:], args, kwargs)
+        try:
+            with self._autocast(tensors[0].device.type):
+                output, state = self.code.call(tensors[first:], args, kwargs)
+        except Exception as error:
+            error.add_note(
+                f"This is the opaque part {self.name} ({self.source}). Its code came here without having been constructed "
+                "here: what reads a global table that only its constructor fills fails in other processes."
+            )
+            raise
         return output, [*tensors[:first], *state]
 
     def _autocast(self, device_type: str) -> AbstractContextManager[Any]:
@@ -340,5 +360,7 @@ def refuse_unportable(opaque: Opaque) -> None:
             [
                 f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'} ({opaque.source})"
             ],
-            ["define its classes and functions in a module, by name: no lambdas, nothing inside functions"],
+            [
+                "define its classes, functions and hooks in a module, by name: no lambdas, nothing inside functions"
+            ],
         ) from error

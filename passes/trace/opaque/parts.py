@@ -13,7 +13,7 @@ from torch import nn
 from cost_models.errors import ModelError, UsageError
 from passes.trace.opaque.cross import Crossing
 from passes.trace.opaque.mark import is_marked
-from passes.trace.opaque.refused import LOSS, PartError, without_slices
+from passes.trace.opaque.refused import LOSS, OPAQUE_ADVICE, PartError, without_slices
 from passes.trace.opaque.sizes import Observed
 from runtime.ops.opaque import Opaque
 
@@ -85,6 +85,7 @@ class Parts:
             raise error
         also = f"{name} cannot run as one opaque op: {error.because[-1] if error.because else error.what}"
         ways = dict.fromkeys((*error.suggestions[:1], *first.suggestions))
+        ways.pop(OPAQUE_ADVICE, None)  # it is one already
         raise ModelError(first.what, [*first.because, also], list(ways)) from error
 
     def notes(self, calls: Iterable[Opaque]) -> list[str]:

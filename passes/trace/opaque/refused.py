@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -15,7 +13,7 @@ from torch import fx, nn
 
 from cost_models.errors import ModelError
 from passes.trace.opaque.mark import ACTIVE
-from passes.trace.user_code import caller
+from passes.trace.user_code import caller, innermost_module
 
 LOSS = "the loss function"
 """The name of the part that is the loss function, where modules have paths."""
@@ -67,18 +65,6 @@ def without_slices(path: str, model: nn.Module) -> str:
         index = range(len(container))[limits][int(match["index"])]  # type: ignore[arg-type]
         path = f"{match['container']}.{index}{match['rest']}"
     return path
-
-
-def innermost_module(model: nn.Module) -> str | None:
-    """Return the path of the module whose code is running, None if none is."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in paths:
-            return str(paths[id(owner)])
-        frame = frame.f_back
-    return None
 
 
 @contextlib.contextmanager

@@ -25,9 +25,10 @@ from passes.trace.opaque.code import Part, of_function, state_of
 from passes.trace.opaque.cross import Crossing, NeedsSamplesError
 from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.parts import Parts
-from passes.trace.opaque.refused import LOSS, innermost_module
+from passes.trace.opaque.refused import LOSS
 from passes.trace.opaque.sizes import APPLY, Observed, apart, observe_real
-from passes.trace.python_state import PythonState
+from passes.trace.python_state import unchanged
+from passes.trace.user_code import innermost_module
 from runtime.ops.opaque import Baked, Opaque, Slot, Tree
 
 logger = logging.getLogger("partitioner")
@@ -48,11 +49,12 @@ def samples_of(
 
     ``dtype``: the type that the trace casts inputs and parameters to, if it does.
     """
-    meta = [name for name, tensor in parts.model.named_parameters() if tensor.is_meta]
+    held = (*parts.model.named_parameters(), *parts.model.named_buffers())
+    meta = [name for name, tensor in held if tensor.is_meta]
     lines = str(needed.error).splitlines() or ["no message"]
     why = f"on tensors without values it ends with {type(needed.error).__name__}: {lines[0]}"
     if meta or needed.name in parts.samples:
-        because = [why, *(["the model is on the meta device"] if meta else [])]
+        because = [why, *([f"{meta[0]} has no values: it is on the meta device"] if meta else [])]
         unknown = ModelError(
             f"nobody can tell what {needed.name} returns",
             because,
@@ -99,7 +101,11 @@ def _resized(batch: Any, guess: BatchDims, times: int | None) -> Any:
 def _run(parts: Parts, crossing: Crossing, batch: Any, functions: bool, dtype: torch.dtype | None) -> Calls:
     calls: Calls = {}
     model, loss_fn = parts.model, parts.loss_fn
-    with _unchanged(model), _recording(crossing, calls, functions, dtype):
+    with (
+        unchanged({"": model}, parameters=False),
+        torch.enable_grad(),
+        _recording(crossing, calls, functions, dtype),
+    ):
         args, kwargs = forward_arguments(model, batch, loss_fn is not None)
         output = model(*args, **kwargs)
         if loss_fn is not None:
@@ -181,24 +187,3 @@ def _recording(
             stack.enter_context(mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)))
         stack.enter_context(mock.patch.object(ACTIVE, "cross", call))
         yield
-
-
-@contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Leave the model, and the generators of random numbers, as they were."""
-    buffers = [
-        (module._buffers, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    state = PythonState.of({"": model}, values=False)
-    cuda = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices=cuda), torch.enable_grad():
-            yield
-    finally:
-        state.restore()
-        with torch.no_grad():
-            for table, name, buffer, contents in buffers:
-                table[name] = buffer.copy_(contents)

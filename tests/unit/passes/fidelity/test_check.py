@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -268,6 +269,21 @@ def test_hooks_that_only_look_are_let_through_with_a_note() -> None:
     (note,) = [note for note in checked(model).notes if note.startswith("hooks on gradients are not run")]
     assert note.endswith("they change no gradient here")
     assert "module b" in note
+
+
+def test_loops_that_compile_themselves_are_compared_as_well() -> None:
+    class Loop(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            def step(i: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+                return i + 1, torch.tanh(nn.Linear.forward(self, x))
+
+            looped: Tensor = while_loop(lambda i, x: i < 3, step, (torch.tensor(0), x))[1]
+            return looped
+
+    model = Model(lambda m, h: m.loop(h))
+    model.loop = Loop(6, 6)
+    (note,) = [note for note in checked(model).notes if "loop" in note]
+    assert "runs whole" in note
 
 
 def test_hooks_on_parameters_belong_to_a_plan() -> None:

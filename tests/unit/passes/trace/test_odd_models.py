@@ -26,6 +26,14 @@ class Odd(nn.Module):
         return self._run(self, x)
 
 
+class Normalized(nn.BatchNorm1d):
+    """Branches on numbers, which no trace can."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = super().forward(input)
+        return x if x.sum() < 1e9 else -x
+
+
 def squared(output: Tensor, batch: object) -> Tensor:
     return (output**2).mean()
 
@@ -120,6 +128,20 @@ def test_hooks_on_gradients_are_noted() -> None:
     assert "b.weight" in supported
 
 
+def test_hooks_in_opaque_parts_are_run_and_not_noted() -> None:
+    class Hooked(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            h = super().forward(x)
+            h.register_hook(lambda gradient: gradient * 2)
+            return h if h.sum() < 1e9 else -h
+
+    model = nn.Sequential(nn.Linear(6, 6), Hooked(6, 6))
+    model[1].register_full_backward_hook(lambda *_: None)
+    graph = trace(model, torch.randn(8, 6), loss_fn=squared, check="off")
+    assert any(note.startswith("1 runs whole") for note in graph.notes)
+    assert not any("hooks" in note for note in graph.notes)
+
+
 def test_python_numbers_that_forward_changes_are_noted() -> None:
     def counting(m: Any, x: Tensor) -> Tensor:
         m.calls += 1
@@ -148,6 +170,7 @@ def test_python_numbers_that_forward_changes_are_noted() -> None:
         (Odd(lambda m, x: m.a(x) - m.a(x).var(0, correction=0)), (8, 6), 1),
         (Odd(lambda m, x: m.a(x) / m.a(x).std(-1, keepdim=True)), (8, 6), 1),
         (Odd(lambda m, x: m.a(x) / m.a(x).std()), (8, 6), 1),
+        (nn.Sequential(nn.Linear(6, 6), Normalized(6)), (8, 6), 2),  # an opaque part
     ],
 )
 def test_ops_that_refuse_a_single_sample(model: nn.Module, shape: tuple[int, ...], least: int) -> None:

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 
 import partitioner
 from cost_models.errors import ModelError, UsageError
@@ -62,6 +63,46 @@ class Decorated(nn.Module):
         return shifted(x) * 2
 
 
+class Installing(nn.Linear):
+    """Installs a hook that no pickle holds at its first call, as models of transformers do."""
+
+    installed = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.installed:
+            self.installed = True
+            self.register_forward_hook(lambda module, given, made: None)
+        return super().forward(x)
+
+
+class Unshaped(nn.Module):
+    """Calls a custom op that does not tell what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.ops.partitioner_tests.unshaped(x)
+        return found
+
+
+@torch.library.custom_op("partitioner_tests::unshaped", mutates_args=())
+def unshaped(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+unshaped.register_autograd(
+    lambda ctx, gradient: gradient * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+)
+
+
+class Scanning(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        def step(carry: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return carry + x, (carry + x).tanh()
+
+        sums: Tensor = scan(step, torch.zeros_like(x[:, 0]), x.t(), dim=0)[1]
+        return sums.t()
+
+
 @partitioner.opaque
 def shifted(x: Tensor) -> Tensor:
     return x + float(len(x)) if len(x) > 3 else x
@@ -97,6 +138,45 @@ def test_the_graph_computes_what_the_model_computes_for_other_batches(samples: i
     mine.backward()
     torch.testing.assert_close(mine, loss)
     torch.testing.assert_close([p.grad for p in model.parameters()], gradients)
+
+
+@pytest.mark.parametrize("part", [Unshaped(), Scanning()], ids=["custom-op", "scan"])
+def test_ops_without_shapes_and_loops_of_torch_are_parts(part: nn.Module) -> None:
+    model = net(part)
+    graph = traced(model)
+    assert [str(found) for found in parts(graph)] == ["opaque(1)"]
+    x = torch.randn(5, 4)
+    state = [value for kind in (model.named_parameters(), model.named_buffers()) for _, value in kind]
+    expected, (actual,) = mean_square(model(x), None), graph.module(*state, x)
+    torch.testing.assert_close(actual, expected)
+    trained = list(model.parameters())
+    for mine, theirs in zip(
+        torch.autograd.grad(actual, trained), torch.autograd.grad(expected, trained), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_what_a_part_installs_in_itself_stays_in_its_process() -> None:
+    model = net(Installing(4, 4))
+    graph = traced(model, opaque=["1"])
+    (part,) = parts(graph)
+    assert part.code._running._forward_hooks
+    assert not part.code.target._forward_hooks
+    assert not model[1]._forward_hooks  # type: ignore[index]
+    again = pickle.loads(pickle.dumps(part))  # noqa: S301 our own bytes
+    given = [torch.randn(5, 4), *(p.detach() for p in model[1].parameters())]  # type: ignore[index]
+    torch.testing.assert_close(again(*given), part(*given))
+
+
+def test_a_part_without_values_says_which_tensor_has_none() -> None:
+    model = net(Branching(), 6)
+    model[1].to("meta")  # type: ignore[index]
+    with pytest.raises(ModelError) as caught:
+        traced(model)
+    assert caught.value.because[-1] == (
+        "1 cannot run as one opaque op: 1.linear.weight has no values: it is on the meta device"
+    )
+    assert caught.value.suggestions[0] == "plan with a model that has weights: then the part is run"
 
 
 def test_it_is_named_with_reason_and_line_and_travels_to_other_processes() -> None:
