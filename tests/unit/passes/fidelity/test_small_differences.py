@@ -1,0 +1,61 @@
+"""Differences below rounding of the model's types, and those that another batch shows: float64 and a second batch tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from partitioner import ModelError
+from partitioner.models.as_graph import as_graph
+from passes.fidelity.check import check_fidelity
+from passes.trace.trace import trace
+
+
+class Model(nn.Module):
+    """Two layers around what a test computes between them, and attributes that it may change."""
+
+    def __init__(self, middle: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.middle = middle
+        self.steps = 0
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.middle(self, self.a(x)).tanh())  # type: ignore[no-any-return]
+
+
+def squared(output: Tensor, batch: object) -> Tensor:
+    return output.square().mean()
+
+
+def annealed(m: Any, h: Tensor) -> Tensor:
+    m.steps += 1
+    return h * (1 + min(1.0, m.steps / 200_000))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_slow_counter_is_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ModelError, match="steps: 0 -> 1"):
+        as_graph(Model(annealed).to(dtype), example_inputs=torch.randn(8, 6, dtype=dtype), loss_fn=squared)
+
+
+def test_a_counter_that_changes_nothing_is_let_through_in_16_bits() -> None:
+    def counted(m: Any, h: Tensor) -> Tensor:
+        m.steps += 1
+        return h * 2
+
+    model, x = Model(counted).bfloat16(), torch.randn(8, 6, dtype=torch.bfloat16)
+    assert any("steps: 0 -> 1" in note for note in as_graph(model, example_inputs=x, loss_fn=squared).notes)
+    assert model.a.weight.dtype == torch.bfloat16
+
+
+def test_a_trace_that_is_two_percent_off_is_refused_in_16_bits() -> None:
+    model, x = Model(lambda m, h: h).bfloat16(), torch.randn(8, 6, dtype=torch.bfloat16)
+    graph = trace(model, x, loss_fn=lambda output, batch: output.square().mean() * 1.02)
+    with pytest.raises(ModelError, match="computes something else"):
+        check_fidelity(graph, model, x, squared)
