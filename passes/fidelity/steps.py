@@ -44,13 +44,16 @@ class Subject:
 
 
 def eager_step(subject: Subject) -> Numbers:
-    """Run forward and backward of the user's own module in training mode. Its state changes as in any step."""
+    """Run forward and backward of the user's own module in training mode. Its state changes as in any step.
+
+    It gets a copy of the batch, which it may write to.
+    """
     model = subject.model
     module = ModelWithLoss(model, subject.batch, subject.loss_fn, training=True)
     for parameter in model.parameters():
         parameter.grad = None
     with _as_in_training(model, subject.compiler):
-        loss = module(*subject.leaves.values())[0]
+        loss = module(*(leaf.detach().clone() for leaf in subject.leaves.values()))[0]
         if loss.requires_grad:
             loss.backward()
     gradients = {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}

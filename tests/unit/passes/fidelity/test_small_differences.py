@@ -59,3 +59,14 @@ def test_a_trace_that_is_two_percent_off_is_refused_in_16_bits() -> None:
     graph = trace(model, x, loss_fn=lambda output, batch: output.square().mean() * 1.02)
     with pytest.raises(ModelError, match="computes something else"):
         check_fidelity(graph, model, x, squared)
+
+
+def test_a_model_that_writes_to_its_batch_is_let_through() -> None:
+    class InPlace(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.mul_(2))
+
+    x = torch.randn(8, 6)
+    before = x.clone()
+    assert as_graph(InPlace(lambda m, h: h), example_inputs=x, loss_fn=squared).notes == ()
+    assert torch.equal(x, before)
