@@ -4,22 +4,27 @@
 
 A plain loop over a batch calls ``parameter.register_hook``'s function once, with the gradient of that batch; into how
 many micro-batches a plan cuts it changes nothing of that. So a hook that clips or masks does here what it does there.
-It gets the whole gradient also where ranks hold blocks of the parameter: the blocks are put together first, by one sum
-over all ranks for each such parameter. Every rank that holds a copy runs the hook itself, so hooks must not draw random
-numbers (``passes.fidelity`` refuses those).
+It gets the whole gradient also where ranks hold blocks of the parameter: the blocks of gradient and parameter are put
+together first, by two sums over all ranks for each such parameter. While it runs, the user's own parameter holds what is
+trained, whichever way the hook reads it; hooks that read other tensors of the model are refused when it is traced
+(``passes.trace.hook_reads``). Every rank that holds a copy runs the hook itself, so hooks must not draw random numbers
+(``passes.fidelity`` refuses those).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from cost_models.errors import ModelError
 from cost_models.layout import Shard
 from cost_models.precision import Precision
 from passes.graph.graph import OpGraph
+from passes.trace.hook_reads import reads_own
 from runtime.mesh.sharding import Block
 from runtime.ranks.collective import Collectives
 from runtime.state.gather import pieces_of
@@ -51,6 +56,17 @@ def hooked_parameters(model: nn.Module, graph: OpGraph, precision: Precision) ->
     found = []
     for name, parameter in model.named_parameters():
         if name in graph.trained and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            if parameter.is_meta and reads_own(parameter):
+                raise ModelError(
+                    f"a hook of {name} reads the parameter, which has no values in the module that is deployed",
+                    [
+                        f"{name} is on the meta device, and a plan lets the module's own parameter hold what is trained"
+                    ],
+                    [
+                        "deploy a module with values",
+                        "register_post_accumulate_grad_hook, whose function gets the parameter as its argument",
+                    ],
+                )
             types = graph.types_of(name, precision)
             found.append(HookedParameter(name, parameter, types.gradient, types.owner))
     return tuple(found)
@@ -71,7 +87,7 @@ class GradientHooks:
             else:
                 owner = self._state.parameters.get(hooked.name)
                 if owner is not None and owner.grad is not None:
-                    run_hooks(hooked, owner)
+                    owner.grad = run_hooks(hooked, owner.detach(), owner.grad)
 
     def _in_blocks(self, name: str) -> bool:
         sharding = self._state.shardings.get(name) or self._state.elsewhere.get(name)
@@ -89,24 +105,14 @@ class GradientHooks:
         mine = self._own_blocks(name, shape)
         gradients = {n: p.grad for n in mine if (p := self._state.parameters[n]).grad is not None}
         whole = self._whole(name, shape, gradients, hooked.gradient_dtype, "gradient")
-        values = torch.empty(shape, dtype=hooked.dtype, device="meta")
-        if hooked.after:
-            own = {n: self._state.parameters[n].detach() for n in mine}
-            values = self._whole(name, shape, own, hooked.dtype, "values")
+        own = {n: self._state.parameters[n].detach() for n in mine}
+        values = self._whole(name, shape, own, hooked.dtype, "values")
         if not mine:
             return
-        stand_in = (
-            nn.Parameter(values)
-            if hooked.after
-            else nn.Parameter(torch.empty_like(whole, dtype=hooked.dtype))
-        )
-        stand_in.grad_dtype = None
-        stand_in.grad = whole
-        run_hooks(hooked, stand_in)
+        changed = run_hooks(hooked, values, whole)
         for own_name, block in mine.items():
-            gradient = stand_in.grad
             self._state.parameters[own_name].grad = (
-                None if gradient is None else block.of(gradient).clone(memory_format=torch.contiguous_format)
+                None if changed is None else block.of(changed).clone(memory_format=torch.contiguous_format)
             )
 
     def _own_blocks(self, name: str, shape: tuple[int, ...]) -> dict[str, Block]:
@@ -135,12 +141,38 @@ class GradientHooks:
         return self._collectives.all_reduce(whole, f"the whole {what} of {name}").wait()
 
 
-def run_hooks(hooked: HookedParameter, parameter: nn.Parameter) -> None:
-    """Run the hooks on ``parameter``, which stands for the user's, and on its gradient, in autograd's order."""
-    for hook in hooked.before:
-        assert parameter.grad is not None
-        changed = hook(parameter.grad)
-        if changed is not None:
-            parameter.grad = changed
-    for after in hooked.after:
-        after(parameter)
+def run_hooks(hooked: HookedParameter, values: Tensor, gradient: Tensor) -> Tensor | None:
+    """Run the hooks in autograd's order; return the gradient that they leave. ``values``: the parameter, as trained."""
+    with live(hooked.parameter, values) as parameter:
+        for hook in hooked.before:
+            changed = hook(gradient)
+            if changed is not None:
+                gradient = changed
+        parameter.grad = gradient
+        for after in hooked.after:
+            after(parameter)
+        return parameter.grad
+
+
+@contextlib.contextmanager
+def live(parameter: nn.Parameter, values: Tensor) -> Iterator[nn.Parameter]:
+    """Let the user's parameter, which hooks can reach by name, hold ``values`` meanwhile, without a copy.
+
+    One without values stays as it is, and another stands for it: ``hooked_parameters`` has refused hooks that read it.
+    """
+    if parameter.is_meta:
+        stand_in = nn.Parameter(values)
+        stand_in.grad_dtype = None
+        yield stand_in
+        return
+    data, gradient, gradient_dtype = parameter.data, parameter.grad, parameter.grad_dtype
+    parameter.grad = None
+    parameter.data = values
+    parameter.grad_dtype = None
+    try:
+        yield parameter
+    finally:
+        parameter.grad = None
+        parameter.data = data
+        parameter.grad_dtype = gradient_dtype
+        parameter.grad = gradient

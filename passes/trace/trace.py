@@ -27,6 +27,7 @@ from passes.trace.batch import (
 from passes.trace.draws import draws_restored, watch_draws
 from passes.trace.export import LossFunction
 from passes.trace.fingerprint import fingerprint
+from passes.trace.hook_reads import refuse_hooks_that_read_others
 from passes.trace.loss.reduction import LossReduction, checked_reduction, reduce_loss
 from passes.trace.names import frozen_modules, state_names
 from passes.trace.opaque.parts import Parts
@@ -87,6 +88,7 @@ def trace(
     model, compiled = unwrapped(model)
     model_name = name or type(model).__name__
     _check_module(model)
+    refuse_hooks_that_read_others(model, model_name)
     loss_reduction = checked_reduction(loss_reduction)
     batch = private_copy(example_inputs, model)
     leaves = flatten_batch(batch, forward_names(model))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import PartitionerError
+from cost_models.errors import ModelError, PartitionerError
 from partitioner import Plan, Workload, partition
+from passes.trace.trace import trace
 from runtime.ranks.launch import WorkerPool
 from tests.support.matrix import thinned
 
@@ -53,6 +54,7 @@ def workload(tied: bool = False) -> Workload:
     torch.manual_seed(0)
     model = Net(tied).double()
     mask = (torch.arange(WIDTH * WIDTH).reshape(WIDTH, WIDTH) % 3 > 0).double()
+    model.first.weight.register_hook(lambda gradient: gradient + 0.1 * model.first.weight.detach())
     model.first.weight.register_hook(clip)
     model.second.weight.register_hook(lambda gradient: gradient * mask)
     model.second.weight.register_post_accumulate_grad_hook(halve)
@@ -167,6 +169,15 @@ def test_deploy_refuses_on_every_rank_what_a_plan_without_values_could_not_tell(
     for said in pool.run(refused, plan.model_dump_json(), world_size=2):
         assert "hooks change gradients inside Doubling" in said
         assert "a hook on a tensor, registered in test_gradient_hooks.py" in said
+
+
+def test_a_hook_that_reads_another_parameter_is_refused() -> None:
+    model = Net(tied=False)
+    model.second.weight.register_hook(lambda gradient: gradient + model.first.weight.detach())
+    with pytest.raises(
+        ModelError, match=r"test_gradient_hooks.py:\d+: a hook of second.weight reads model.first.weight"
+    ):
+        trace(model, torch.randn(BATCH, WIDTH), loss_fn=loss)
 
 
 def test_the_hooks_of_the_test_matter() -> None:
