@@ -1,10 +1,12 @@
 """Architectures of transformers, tiny: traced, planned and verified layer-wise, feature-wise and freely.
 
     python -m benchmarks.architectures [--only qwen3,mamba] [--slice 1/4] [--ways layer,feature,free] [--json FILE]
+    python -m benchmarks.architectures --rows 1.json,2.json --page docs/02b-architectures.md
 
 A row per architecture: its operations, the seconds of its trace, the parts that are run whole (opaque), and per way the
 largest error as a share of what is allowed (1.0 would be the limit), or what went wrong. The reasons of what failed are
 said below the table. The exit code is 1 if a plan computes something else or something that is no error of ours is raised.
+``--rows`` takes rows of earlier runs instead of running anything; ``--page`` writes the table into a page of the docs.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from partitioner.models.as_graph import as_graph
 from partitioner.models.bundled import NAMES, bundled
 from partitioner.verify.verify import verify_plan
 from passes.graph.graph import OpGraph
+from runtime.ops.opaque import Opaque
 from runtime.ranks.launch import WorkerPool
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -36,6 +39,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "free": {"strategy": "free", "microbatches": 2, "time_limit_seconds": 10.0},
 }
 """Options of ``partition``; small models would stay on one device where nothing asks for two."""
+BEGIN, END = "<!-- table: made by `make architectures` -->", "<!-- end of table -->"
+"""The marks in a page, between which the table stands."""
 BATCH_SIZE = 8
 RANKS = 2
 
@@ -48,7 +53,7 @@ class Row:
     operations: int = 0
     trace_seconds: float = 0.0
     needs: tuple[str, ...] = ()
-    """The plan's notes about parts that are run whole."""
+    """The parts that are run whole, with the lines where they are defined."""
     cells: dict[str, str] = field(default_factory=dict)
     """Way -> error as a share of what is allowed, or the kind of failure."""
     reasons: list[str] = field(default_factory=list)
@@ -73,7 +78,8 @@ def outcome(name: str, make: Callable[[], Workload], ways: list[str], pool: Work
         graph = as_graph(workload, name=name)
         row.trace_seconds = round(time.monotonic() - started, 1)
         row.operations = len(graph)
-        row.needs = tuple(note for note in graph.notes if "opaque" in note)
+        parts = [op.target for op in graph.ops if isinstance(op.target, Opaque)]
+        row.needs = tuple(dict.fromkeys(f"{part.name} ({part.source})" for part in parts))
     except PartitionerError as error:
         row.cells = dict.fromkeys(ways, error.kind)
         row.reasons.append(f"{name}: {error.render()}")
@@ -106,6 +112,23 @@ def _cell(row: Row, way: str, workload: Workload, graph: OpGraph, pool: WorkerPo
     return f"{report.worst.severity if report.worst is not None else math.inf:.1e}"
 
 
+def write_page(path: Path, rows: list[Row]) -> None:
+    """Write the table, and the reasons of what failed, between the marks of a page."""
+    lines = [
+        "| architecture | ops | trace s | run whole | layer | feature | free |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        needs = ", ".join(f"`{part}`" for part in row.needs)
+        cells = " | ".join(row.cells[way] for way in WAYS)
+        lines.append(f"| {row.name} | {row.operations} | {row.trace_seconds:.1f} | {needs} | {cells} |")
+    for reason in (reason for row in rows for reason in row.reasons):
+        lines += ["", f"- {' '.join(reason.split())}"]
+    before, _, rest = path.read_text().partition(f"{BEGIN}\n")
+    _, _, after = rest.partition(END)
+    path.write_text("\n".join([f"{before}{BEGIN}", "", *lines, "", f"{END}{after}"]))
+
+
 def main() -> int:
     """Print the table; 1 if something differs or is no error of ours."""
     options = argparse.ArgumentParser(
@@ -115,8 +138,31 @@ def main() -> int:
     options.add_argument("--slice", default="1/1", help="k/n: the k-th of n parts of the table")
     options.add_argument("--ways", default=",".join(WAYS))
     options.add_argument("--json", type=Path)
+    options.add_argument("--rows", default="", help="files of earlier runs, separated by commas")
+    options.add_argument("--page", type=Path, help="a page of the docs that shows the table")
     chosen = options.parse_args()
     logging.getLogger("partitioner").setLevel(logging.ERROR)
+    if chosen.rows:
+        files = map(Path, chosen.rows.split(","))
+        rows = [Row(**fields) for file in files for fields in json.loads(file.read_text())]
+    else:
+        rows = _run(chosen)
+    for row in rows:
+        for reason in row.reasons:
+            print(f"\n{reason}")
+    verified = [cell for row in rows for cell in row.cells.values() if cell[0].isdigit()]
+    cells = sum(len(row.cells) for row in rows)
+    print(f"\n{len(rows)} architectures, {len(verified)} of {cells} plans verified")
+    if chosen.page is not None:
+        order = list(every_architecture())
+        write_page(chosen.page, sorted(rows, key=lambda row: order.index(row.name)))
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    return int(any(cell in ("DIFFERS", "TRACEBACK") for row in rows for cell in row.cells.values()))
+
+
+def _run(chosen: argparse.Namespace) -> list[Row]:
+    """Run the rows that were asked for, and print each."""
     table = every_architecture()
     part, parts = map(int, chosen.slice.split("/"))
     names = chosen.only.split(",") if chosen.only else list(table)[part - 1 :: parts]
@@ -135,15 +181,7 @@ def main() -> int:
                 f"{name:14} {row.operations:5} {row.trace_seconds:7.1f}  {cells}  {'; '.join(row.needs)}",
                 flush=True,
             )
-    for row in rows:
-        for reason in row.reasons:
-            print(f"\n{reason}")
-    verified = [cell for row in rows for cell in row.cells.values() if cell[0].isdigit()]
-    cells = sum(len(row.cells) for row in rows)
-    print(f"\n{len(rows)} architectures, {len(verified)} of {cells} plans verified")
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
-    return int(any(cell in ("DIFFERS", "TRACEBACK") for row in rows for cell in row.cells.values()))
+    return rows
 
 
 if __name__ == "__main__":
