@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from passes.evaluate.dropout import DropoutOff
 from passes.fidelity.agree import Numbers
 from passes.graph.graph import OpGraph
+from passes.graph.user_code import caller
 from passes.trace.export import LossFunction, ModelWithLoss
 from passes.trace.loss.reduction import step_batch, step_weights
-from passes.trace.user_code import caller
 from passes.trace.watch import caching_off, training_mode
 
 SEED = 20_240_229

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeGuard
@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 from torch.fx.passes.shape_prop import TensorMetadata
 
+from passes.graph.user_code import line_in
 from runtime.segment.code import Dim
 
 _ORIGIN = ("nn_module_stack", "stack_trace", "module_path", "source")
-_TRACE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 WRITES_UNDECLARED = frozenset({"aten::batch_norm", "aten::instance_norm"})
 """Ops that update a buffer (running statistics) without saying so in their schema."""
 
@@ -108,17 +108,16 @@ def origin(node: fx.Node) -> dict[str, Any]:
 
 
 def where(node: fx.Node) -> str:
-    """Describe a node's place as far as it is known: 'op in module "encoder.layer.0" (file.py:12)'."""
+    """Describe a node's place as far as it is known: "aten.add.Tensor in module 'encoder.layer.0' (file.py:12)"."""
     module, source = node.meta.get("module_path"), node.meta.get("source")
     if module is None:
         stack = [
             entry[0] for entry in node.meta.get("nn_module_stack", {}).values() if isinstance(entry, tuple)
         ]
-        module = stack[-1] if stack else ""
-    if not source:
-        lines = _TRACE_LINE.findall(node.meta.get("stack_trace") or "")
-        source = ":".join(lines[-1]) if lines else "line unknown"
-    return f"{node.target} in module {str(module) or 'the root'!r} ({source})"
+        module = str(stack[-1]).removeprefix("model").removeprefix(".") if stack else ""
+    source = source or line_in(node.meta.get("stack_trace") or "")
+    place = f"module {str(module)!r}" if module else "the root module"
+    return f"{node.target} in {place}" + (f" ({source})" if source else "")
 
 
 def op_name(node: fx.Node) -> str:
@@ -143,6 +142,19 @@ def tensors_in(value: Any) -> tuple[torch.Tensor, ...]:
 def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
     """Return the tensors that ``node`` produces, in order."""
     return tensors_in(node.meta.get("val"))
+
+
+def are_read(node: fx.Node) -> tuple[bool, ...]:
+    """Tell of each tensor that ``node`` produces whether an op reads it, or might: those of a tuple are projected first.
+
+    The sizes of what nobody reads may mean nothing: ``embedding_bag`` makes ``bag_size`` with as many elements as there
+    are bags if its weight requires a gradient, and as there are offsets if not.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, list | tuple):
+        return (True,) * len(tensors_of(node))
+    taken = {user.args[1] for user in node.users if user.target is operator.getitem}
+    return tuple(place in taken for place, item in enumerate(value) if isinstance(item, torch.Tensor))
 
 
 def is_floating(node: fx.Node) -> bool:

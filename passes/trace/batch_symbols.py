@@ -11,7 +11,7 @@ import contextlib
 import os
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -23,9 +23,9 @@ from torch._subclasses import FakeTensorMode
 from cost_models.errors import ModelError
 from passes.graph.graph import tensor_specs
 from passes.graph.nodes import is_size, symbolic
+from passes.graph.user_code import caller, innermost_module, is_users, users_frame
 from passes.trace.batch import BatchDims
 from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed
-from passes.trace.user_code import OURS, TORCH, caller, innermost_module
 from runtime.segment.code import BatchSpec
 
 
@@ -109,17 +109,20 @@ NOT_ONE_SIZES = 4
 def line_of(place: Any) -> str:
     """Return ", in file.py:12" of where torch says that an assumption was made; "" if it does not."""
     frame = getattr(place, "framework_loc", None)
-    if not isinstance(frame, traceback.FrameSummary) or frame.filename.startswith((TORCH, OURS)):
+    if not isinstance(frame, traceback.FrameSummary) or not is_users(frame.filename):
         return ""
     return f", in {os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 @contextlib.contextmanager
 def watch_fixed(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[str, str | None]]:
-    """Collect the lines of the user's code in which sizes become numbers for good, and the modules that run there."""
+    """Collect the lines of the user's code in which sizes become numbers for good, and the modules that run there.
+
+    Assumptions about sizes that are made meanwhile name a line of the user's code, too, and not one of torch's.
+    """
     shape_env = mode.shape_env
     assert shape_env is not None
-    original = shape_env._set_replacement
+    original, locate = shape_env._set_replacement, shape_env._get_sloc
     lines: dict[str, str | None] = {}
 
     def replaced(symbol: sympy.Symbol, found: sympy.Expr, reason: str) -> None:
@@ -127,7 +130,14 @@ def watch_fixed(model: nn.Module, mode: FakeTensorMode) -> Iterator[dict[str, st
             lines.setdefault(caller(), innermost_module(model))
         original(symbol, found, reason)
 
-    with mock.patch.object(shape_env, "_set_replacement", replaced):
+    def located(framework_loc: str | None = None) -> Any:
+        place, frame = locate(framework_loc), users_frame()
+        return place if frame is None else replace(place, framework_loc=frame)
+
+    with (
+        mock.patch.object(shape_env, "_set_replacement", replaced),
+        mock.patch.object(shape_env, "_get_sloc", located),
+    ):
         yield lines
 
 

@@ -9,11 +9,8 @@ Before                                                    After
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,6 +23,7 @@ from cost_models.errors import InternalError, ModelError
 from passes.graph.graph import GraphInput, GraphOutput
 from passes.graph.nodes import where
 from passes.graph.sizes import are_canonical, canonical_sizes
+from passes.graph.user_code import line_in
 from passes.trace.export import OutputRecord
 from passes.trace.names import StateNames
 from passes.trace.normal.functional import functionalize
@@ -33,12 +31,10 @@ from passes.trace.normal.simplify import simplify
 from passes.trace.opaque.cross import restore
 from passes.trace.opaque.refused import OPAQUE_ADVICE, PartError, blamed, without_slices
 from passes.trace.remake_views import remake_views
-from passes.trace.user_code import OURS, TORCH
 from runtime.ops.opaque import Opaque
 from runtime.state.state_view import StateView
 
 _PREFIX = "model."
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _EXPORT_META = (
     "nn_module_stack",
     "stack_trace",
@@ -99,7 +95,7 @@ def convert(
     constants = {name: _constant(name, value) for name, value in held.items() if name in left}
     _check_constants(constants)
     buffers = {i.node: i.name for i in stands_for.values() if i.kind == "buffer"}
-    module, written = functionalize(module, buffers)
+    module, written = functionalize(module, buffers, {i.node: i.name for i in stands_for.values()})
     _annotate(module.graph, fake_mode, model)
     outputs = _outputs(module, record, written)
     batch = [node for node, entry in stands_for.items() if entry.kind == "batch"]
@@ -132,12 +128,22 @@ def _placeholders(
             constants[target] = _held(program, spec.target or "")
             result[node] = GraphInput(node, "constant", target)
         else:
-            raise ModelError(
-                "the model uses an object that a plan cannot hold",
-                [f"{target or node} is a {spec.kind.name.lower()}"],
-                ["keep custom TorchScript objects out of forward"],
-            )
+            raise _unheld(program, node, target or node)
     return result
+
+
+def _unheld(program: ExportedProgram, placeholder: str, target: str) -> ModelError:
+    """Make the error for an object that is neither a tensor nor a number: a generator, an object of TorchScript."""
+    value = program.constants.get(_PREFIX + target)
+    readers = list(next(node for node in program.graph.nodes if node.name == placeholder).users)
+    advice = "keep objects of TorchScript out of forward"
+    if isinstance(value, torch.Generator):
+        advice = "draw from torch's default generator (generator=None), which torch.manual_seed seeds"
+    return ModelError(
+        "the model uses an object that a plan cannot hold",
+        [f"a {type(value).__name__} is read by {where(node)}" for node in readers] or [target],
+        [advice],
+    )
 
 
 def _held(program: ExportedProgram, target: str) -> Tensor:
@@ -256,7 +262,7 @@ def _annotate(graph: fx.Graph, fake_mode: FakeTensorMode, model: nn.Module) -> N
             node.meta["module_path"] = _module_path(next(reversed(stack.values()))[0], model)
             node.meta["part"] = blamed(node)
         node.meta.setdefault("module_path", "")
-        node.meta["source"] = node.meta.get("source") or _source(node.meta.get("stack_trace") or "")
+        node.meta["source"] = node.meta.get("source") or line_in(node.meta.get("stack_trace") or "")
         for key in _EXPORT_META:
             node.meta.pop(key, None)
         if "val" in node.meta:
@@ -268,15 +274,6 @@ def _module_path(path: str, model: nn.Module) -> str:
     if not path.startswith(_PREFIX):
         return ""
     return without_slices(path.removeprefix(_PREFIX), model)
-
-
-@lru_cache(maxsize=4096)
-def _source(stack_trace: str) -> str:
-    """Return "file.py:line" of the innermost frame that is neither torch's nor ours; "" if there is none."""
-    for file, line in reversed(_FRAME.findall(stack_trace)):
-        if not file.startswith((TORCH, OURS, "torch/")):  # export writes some of its own relative
-            return f"{os.path.basename(file)}:{line}"
-    return ""
 
 
 def _on_cpu(value: Any, fake_mode: FakeTensorMode) -> Any:

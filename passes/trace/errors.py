@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from cost_models.errors import ModelError
+from passes.graph.user_code import is_users
 from passes.trace.opaque.refused import LOSS, OPAQUE_ADVICE, PartError
-from passes.trace.user_code import OURS, TORCH
 
 _MESSAGE_CHARACTERS = 300
 _SYMBOL = re.compile(r"\bs\d+\b")
@@ -73,8 +73,11 @@ _OTHER = _Advice(
 
 
 def model_error(error: Exception, model: nn.Module, model_name: str) -> ModelError:
-    """Make the ModelError for an exception that came out of ``torch.export``."""
+    """Make the ModelError for an exception that came out of ``torch.export``; or find it, if it is in there."""
     chain = list(_causes(error))
+    ours = next((cause for cause in chain if isinstance(cause, PartError)), None)
+    if ours is not None:
+        return ours  # raised where torch wraps what is raised
     messages = " ".join(map(str, chain))
     advice = next((known for known in _KNOWN if any(m in messages for m in known.markers)), _OTHER)
     where = next(filter(None, (_location(e, model) for e in chain)), "")
@@ -128,7 +131,7 @@ def _location(error: BaseException, model: nn.Module) -> str:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in paths:
             module = paths[id(owner)]
-        if not code.co_filename.startswith((TORCH, OURS, "<")):
+        if is_users(code.co_filename):
             line = traceback.FrameSummary(code.co_filename, number, code.co_name)
     parts = []
     if module is not None:

@@ -16,7 +16,7 @@ from torch import fx
 from cost_models.errors import ModelError, UsageError
 from cost_models.precision import NAMES, Precision
 from passes.graph.graph import OpGraph
-from passes.graph.nodes import op_name, tensors_of
+from passes.graph.nodes import op_name, tensors_of, where
 
 __all__ = ["check_precision", "dominant_dtype", "precision_notes", "refuse_mixed_types"]
 
@@ -37,10 +37,14 @@ MOST_SHOWN = 3
 def check_precision(graph: OpGraph, precision: Precision, optimizer: str) -> None:
     """Raise UsageError where ``graph`` cannot be trained in ``precision``."""
     refuse_other_trace(graph, precision)
-    if precision.loss_scale is None and computes_gradients_in_float16(graph):
+    halves = _float16_gradients(graph) if precision.loss_scale is None else []
+    if halves:
         raise UsageError(
             f"cannot train {graph.model_name} in float16 without a loss scale",
-            because=["its gradients pass through float16, where what is below 6e-8 becomes 0"],
+            because=[
+                "gradients pass through float16, where what is below 6e-8 becomes 0, in "
+                + where(min(halves, key=lambda node: node.op == "placeholder"))
+            ],
             suggestions=[
                 'Precision(..., loss_scale="dynamic")',
                 "compute in bfloat16, which has the range of float32",
@@ -73,10 +77,13 @@ def refuse_other_trace(graph: OpGraph, precision: Precision) -> None:
         )
 
 
-def computes_gradients_in_float16(graph: OpGraph) -> bool:
-    """Tell whether any gradient of the backward is a float16 tensor, be it through autocast's casts."""
-    tensors = (tensor for name in graph.needs_grad for tensor in tensors_of(graph.nodes[name]))
-    return any(tensor.dtype == torch.float16 for tensor in tensors)
+def _float16_gradients(graph: OpGraph) -> list[fx.Node]:
+    """List the parameters and ops whose gradients are float16 tensors, be it through autocast's casts; in graph order."""
+    return [
+        node
+        for name, node in graph.nodes.items()
+        if name in graph.needs_grad and any(t.dtype == torch.float16 for t in tensors_of(node))
+    ]
 
 
 def dominant_dtype(graph: OpGraph) -> torch.dtype | None:

@@ -51,13 +51,14 @@ aten = torch.ops.aten
 
 
 def functionalize(
-    gm: fx.GraphModule, mutable_buffers: Mapping[str, str]
+    gm: fx.GraphModule, mutable_buffers: Mapping[str, str], names: Mapping[str, str] | None = None
 ) -> tuple[fx.GraphModule, dict[str, str]]:
     """Remove the writes of a module; for each written buffer (by name) return the node with its new contents too.
 
     A graph without writes is returned as it is.
 
     ``mutable_buffers``: placeholder node name → fully qualified name of every buffer that the model may write.
+    ``names``: the user's names of all placeholders, for errors.
     """
     if not any(written_arguments(node) for node in gm.graph.nodes):
         nodes = len(gm.graph.nodes)
@@ -66,7 +67,7 @@ def functionalize(
             gm.recompile()
         return gm, {}
     graph = copy_graph(gm.graph)
-    rewriter = _Rewriter(graph, mutable_buffers)
+    rewriter = _Rewriter(graph, mutable_buffers, names or {})
     rewriter.run()
     contents = rewriter.buffer_contents()
     output = graph.output_node()
@@ -108,6 +109,7 @@ class _Member:
 class _Rewriter:
     graph: fx.Graph
     mutable_buffers: Mapping[str, str]
+    names: Mapping[str, str]
     members: dict[fx.Node, _Member] = field(default_factory=dict)
     """Every tensor of a written family. An in-place op returns the tensor that it writes: the same member."""
     written: set[fx.Node] = field(default_factory=set)
@@ -275,13 +277,12 @@ class _Rewriter:
         root = family.root
         without_gradient = recorded_requires_grad(node) is False or node.meta.get("grad_enabled") is False
         if root.op == "placeholder" and root.name not in self.mutable_buffers:
+            name = self.names.get(root.name, root.name)
             if isinstance(root.meta["val"], torch.nn.Parameter) or root.meta["val"].requires_grad:
-                self._refuse(node, f"write parameter {root.name} outside of forward (an optimizer or a hook)")
+                self._refuse(node, f"write parameter {name} outside of forward (an optimizer or a hook)")
                 return
             if "tensor_meta" not in root.meta:
-                self._refuse(
-                    node, f"register the tensor {root.name} as a buffer, so that its contents are kept"
-                )
+                self._refuse(node, f"register the tensor {name} as a buffer, so that its contents are kept")
                 return
         if family.differentiable and without_gradient:
             self._refuse(

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from passes.graph.nodes import is_size
+from passes.graph.user_code import innermost_module
 from passes.trace.opaque.code import (
     Part,
     checked_argument,
@@ -30,7 +31,6 @@ from passes.trace.opaque.mark import ACTIVE
 from passes.trace.opaque.open_sizes import OpenSizes, described, open_sizes
 from passes.trace.opaque.refused import LOSS, PartError, refuse_inner_gradients
 from passes.trace.opaque.sizes import APPLY, Observed, Point, UnfitError, apart, observe_fake, points
-from passes.trace.user_code import innermost_module
 from runtime.ops.opaque import Baked, Opaque, Result, Size, Slot, Tree
 
 _CALLS: dict[str, Opaque] = {}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,13 +14,16 @@ import torch
 from torch import fx, nn
 
 from cost_models.errors import ModelError
+from passes.graph.user_code import caller, innermost_module
 from passes.trace.opaque.mark import ACTIVE
-from passes.trace.user_code import caller, innermost_module
 
 LOSS = "the loss function"
 """The name of the part that is the loss function, where modules have paths."""
 
 _SLICE = re.compile(r"(?P<container>[\w.]+)\.slice\((?P<limits>[^)]*)\)\.(?P<index>\d+)(?P<rest>.*)")
+
+_AOT = str(Path(torch.__file__).parent / "_functorch" / "_aot_autograd")
+"""The folder in which torch makes the backward of a higher-order op: gradients that nobody asked for in forward."""
 
 OPAQUE_ADVICE = "move it into a module of its own: that runs whole, as one opaque op"
 
@@ -75,6 +80,9 @@ def refuse_inner_gradients(model: nn.Module) -> Iterator[None]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if ACTIVE.cross is None:
                 return original(*args, **kwargs)
+            if sys._getframe(1).f_code.co_filename.startswith(_AOT):
+                with mock.patch.object(ACTIVE, "cross", None):  # it comes here a second time
+                    return original(*args, **kwargs)
             path = innermost_module(model)
             raise PartError(
                 "forward asks for gradients itself, which the traced graph cannot hold",

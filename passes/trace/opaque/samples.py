@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from cost_models.errors import ModelError
 from passes.costs.opaque import measure
+from passes.graph.user_code import innermost_module
 from passes.trace.batch import BatchDims, forward_arguments, map_tensors
 from passes.trace.export import cast_floating
 from passes.trace.opaque.code import Part, of_function, state_of
@@ -28,7 +29,6 @@ from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import LOSS
 from passes.trace.opaque.sizes import APPLY, Observed, apart, observe_real
 from passes.trace.python_state import unchanged
-from passes.trace.user_code import innermost_module
 from runtime.ops.opaque import Baked, Opaque, Slot, Tree
 
 logger = logging.getLogger("partitioner")

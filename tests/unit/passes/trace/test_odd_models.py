@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.scan import scan
 from torch.utils.checkpoint import checkpoint
 
 from cost_models.cluster import ClusterSpec
@@ -69,6 +70,19 @@ class Energy(nn.Module):
         return forces
 
 
+def scanned(x: Tensor) -> Tensor:
+    """Sum up along the features, by an op that torch differentiates while it traces it."""
+    summed: Tensor = scan(lambda h, y: (h + y, h + y), torch.zeros_like(x[:, 0]), x, dim=1)[1]
+    return summed
+
+
+def shrinking(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.a.weight.mul_(0.5)
+    result: Tensor = m.a(x)
+    return result
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -77,8 +91,18 @@ class Energy(nn.Module):
         (Odd(lambda m, x: torch.vmap(lambda row: m.a(row).sum())(x)), ["torch.vmap", "test_odd_models.py:"]),
         (Odd(lambda m, x: m.a(x) / x.abs().max().item()), ["no .item()", "test_odd_models.py:"]),
         (Odd(lambda m, x: m.a.weight), ["depends on the batch"]),
+        (
+            Odd(lambda m, x: m.a(x).mean(1).topk(max(1, x.shape[0] // 2)).values.mean()),
+            ["batch//2", "in test_odd_models.py:"],
+        ),
+        (Odd(lambda m, x: scanned(m.a(x))), ["scan in the root module (test_odd_models.py:"]),
+        (
+            Odd(lambda m, x: m.a(x) * torch.rand(6, generator=torch.Generator())),
+            ["a Generator is read by", "test_odd_models.py:"],
+        ),
+        (Odd(shrinking), ["write parameter a.weight outside of forward", "(test_odd_models.py:"]),
     ],
-    ids=["grad", "func-grad", "vmap", "item", "no-batch"],
+    ids=["grad", "func-grad", "vmap", "item", "no-batch", "half-batch", "scan", "generator", "write"],
 )
 def test_what_a_traced_graph_cannot_hold_is_refused_by_line(model: nn.Module, said: list[str]) -> None:
     with pytest.raises(ModelError) as caught:
