@@ -1,6 +1,6 @@
 """Train every odd model in every way on real processes, and compare with the plain loop.
 
-    python -m tests.odd_models.run [--only PART,…] [--slice k/n] [--ways layer2,…] [--json FILE] [--plain]
+    python -m tests.odd_models.run [--only PART|…] [--slice k/n] [--ways layer2,…] [--seconds 600] [--json FILE]
 
 Outcomes: equal; refused with a line or name of the user's; refused without; wrong; traceback; timeout; no plain loop.
 """
@@ -54,7 +54,7 @@ CLASSES = (
     "no plain loop",
 )
 SECONDS = 60.0
-"""The longest that one training may take."""
+"""The longest that one training may take; ranks wait for each other a quarter of it."""
 SMALL = 1e-12
 """Absolute difference allowed beside the relative one, as a share of the largest number."""
 
@@ -85,7 +85,7 @@ def trace_of(case: Case) -> OpGraph:
     )
 
 
-def run_case(name: str, ways: Sequence[str], pool: WorkerPool) -> Iterator[Result]:
+def run_case(name: str, ways: Sequence[str], pool: WorkerPool, seconds: float = SECONDS) -> Iterator[Result]:
     """Train one case in several ways; traced and trained plainly once."""
     case = CASES[name]
     try:
@@ -106,29 +106,39 @@ def run_case(name: str, ways: Sequence[str], pool: WorkerPool) -> Iterator[Resul
         started = time.monotonic()
         if graph is None:
             assert failure is not None
-            yield Result(name, way, *_of_error(failure))
+            yield Result(name, way, *_of_error(failure, case))
             continue
-        outcome, text = _trained(name, WAYS[way], graph, plain, pool)
+        outcome, text = _trained(name, WAYS[way], graph, plain, pool, seconds)
         yield Result(name, way, outcome, text, round(time.monotonic() - started, 2))
 
 
 def _trained(
-    name: str, way: Way, graph: OpGraph, plain: dict[tuple[int, str], Trained], pool: WorkerPool
+    name: str,
+    way: Way,
+    graph: OpGraph,
+    plain: dict[tuple[int, str], Trained],
+    pool: WorkerPool,
+    seconds: float,
 ) -> tuple[str, str]:
     case = CASES[name]
     try:
         plan = way.plan(graph, case.samples)
     except Exception as error:  # noqa: BLE001 what is raised is the result
-        return _of_error(error)
+        return _of_error(error, case)
     answers = pool.run_each(
-        train_rank, name, plan.model_dump_json(), world_size=plan.world_size, timeout_seconds=SECONDS
+        train_rank,
+        name,
+        plan.model_dump_json(),
+        seconds / 4,
+        world_size=plan.world_size,
+        timeout_seconds=seconds,
     )
     if not all(ok for ok, _ in answers):
         texts = [text for ok, text in answers if not ok]
         own = [text for text in texts if "Traceback (most recent call last)" in text]
         if any("no result in time" in text for text in texts) and not own:
             return "TIMEOUT", _short(texts[0])
-        return ("TRACEBACK", _short(own[0])) if own else _of_text(texts[0])
+        return ("TRACEBACK", _short(own[0])) if own else _of_text(texts[0], case)
     wanted = plain[way.microbatches, graph.loss_reduction]
     wrong = differences(wanted, [Trained(*answer) for _, answer in answers], case)
     return ("WRONG", wrong) if wrong else ("equal", "")
@@ -137,7 +147,7 @@ def _trained(
 _graphs: dict[str, OpGraph] = {}
 
 
-def train_rank(name: str, plan_json: str) -> tuple[list[float], dict[str, Tensor]]:
+def train_rank(name: str, plan_json: str, timeout_seconds: float) -> tuple[list[float], dict[str, Tensor]]:
     """In a worker: three steps with momentum through the public face; losses, and rank 0's whole state."""
     warnings.simplefilter("ignore")
     logging.getLogger("partitioner").setLevel(logging.ERROR)
@@ -154,7 +164,7 @@ def train_rank(name: str, plan_json: str) -> tuple[list[float], dict[str, Tensor
         graph=_graphs[name],
         optimizer=torch.optim.SGD,
         optimizer_kwargs={"lr": LEARNING_RATE, "momentum": MOMENTUM},
-        timeout_seconds=15.0,
+        timeout_seconds=timeout_seconds,
     ) as engine:
         for step in range(STEPS):
             losses.append(float(engine.train_step(batch_of(ready, step))))
@@ -201,20 +211,31 @@ def _distance(found: Tensor, wanted: Tensor) -> float:
     return float((found.to(wide) - wanted.to(wide)).abs().max()) if wanted.numel() else 0.0
 
 
-def _of_error(error: Exception) -> tuple[str, str]:
+def _of_error(error: Exception, case: Case) -> tuple[str, str]:
     if isinstance(error, PartitionerError):
-        return _of_text(str(error))
+        return _of_text(str(error), case)
     return "TRACEBACK", _short("".join(traceback.format_exception(error)))
 
 
-def _of_text(text: str) -> tuple[str, str]:
+def _of_text(text: str, case: Case) -> tuple[str, str]:
     if "error[internal]" in text:
         return "TRACEBACK", text
-    if re.search(r"\w+\.py:\d+", text):
+    if any(re.search(rf"\b{re.escape(file.name)}:\d+", text) for file in Path(__file__).parent.glob("*.py")):
         return "refused, line", text
-    if re.search(r"'[\w.]+'|module |parameter |buffer |leaf |op |batch", text):
+    if any(re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text) for name in _names(case)):
         return "refused, name", text
     return "refused, unclear", text
+
+
+def _names(case: Case) -> set[str]:
+    """Collect what a refusal may call by name: state by its dotted path, a module or leaf in quotes or by its kind."""
+    model = made(case).model
+    paths = {name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())}
+    short = {*(path for path in paths if path), *(case.batch_dims or {})}
+    kinds = ("module", "parameter", "buffer", "leaf")
+    return {path for path in paths if "." in path} | {
+        text for name in short for text in (f"'{name}'", *(f"{kind} {name}" for kind in kinds))
+    }
 
 
 def _short(text: str) -> str:
@@ -253,12 +274,16 @@ def chosen(only: str, part: str) -> list[str]:
 
 
 def run(
-    names: Sequence[str], ways: Sequence[str], pool: WorkerPool, progress: Path | None = None
+    names: Sequence[str],
+    ways: Sequence[str],
+    pool: WorkerPool,
+    progress: Path | None = None,
+    seconds: float = SECONDS,
 ) -> list[Result]:
     """Run cases one after another."""
     results: list[Result] = []
     for index, name in enumerate(names):
-        found = list(run_case(name, ways, pool))
+        found = list(run_case(name, ways, pool, seconds))
         results += found
         if progress is not None:
             progress.write_text(json.dumps([asdict(r) for r in results], indent=1))
@@ -277,14 +302,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="texts of names, separated by |")
     parser.add_argument("--slice", default="", help="k/n: every n-th case from the k-th")
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="the longest that one training may take"
+    )
     parser.add_argument("--json", type=Path)
     given: Any = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("partitioner").setLevel(logging.ERROR)
     ways = given.ways.split(",")
-    with WorkerPool(max(WAYS[way].ranks for way in ways), group_timeout_seconds=20.0) as pool:
-        results = run(chosen(given.only, given.slice), ways, pool, given.json)
+    ranks = max(WAYS[way].ranks for way in ways)
+    with WorkerPool(ranks, group_timeout_seconds=given.seconds / 3) as pool:
+        results = run(chosen(given.only, given.slice), ways, pool, given.json, given.seconds)
     print(table(results))  # noqa: T201
     return int(any(r.outcome in ("WRONG", "TRACEBACK", "TIMEOUT") for r in results))
 
