@@ -1,14 +1,15 @@
 """``check_fidelity``: does the traced graph compute what the model computes? Two steps of it tell.
 
     model, one batch ─┬─► eager step                                     A
-                      ├─► the same step, Python state as A left it       B   ≠ A: depends on Python state     refused
+                      ├─► the same step, Python state as a step left it  B   ≠ A: depends on Python state     refused
                       └─► the traced graph                               G   ≠ A: something is lost           refused
                             └─► A again, no hooks on gradients           C   ≠ A: hooks change gradients
 
 All run the user's own module; afterwards every tensor, attribute, list and generator is what it was. B runs only with other
-values of ``random`` and ``numpy.random``, and with attributes that A has changed: parameters, buffers and torch's own
-generator start alike; several times where Python's random numbers are drawn. C tells why G differs: hooks in an opaque part
-are in the graph as well.
+values of ``random`` and ``numpy.random``, and with attributes as they are after a step: parameters, buffers and torch's own
+generator start alike; several times where Python's random numbers are drawn. Where A has changed attributes, the step
+before B is on other samples: an attribute made of the first batch would fit that batch. C tells why G differs: hooks in an
+opaque part are in the graph as well.
 
 Numbers are compared in the model's own types first. A and B are the same kernels on the same numbers, so they agree bit for
 bit; G may round otherwise in 32 bits. What differs there is compared again in float64, which decides. In 16 bits a counter
@@ -32,7 +33,7 @@ from cost_models.units import listed
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import Float64, float64_by_default, in_float64, wide, widen_module
 from passes.fidelity.agree import TOLERANCES, Numbers, difference, tolerance
-from passes.fidelity.example import subject_of
+from passes.fidelity.example import another_batch, subject_of
 from passes.fidelity.lines import line_of, with_line
 from passes.fidelity.parts import whole_leaves, why_parts_differ
 from passes.fidelity.steps import (
@@ -183,7 +184,7 @@ def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
             [f"{', '.join(written[:3])}: other values after forward and backward", *_hook_lines(model)],
             ["step the optimizer after backward: a plan runs it on every rank", OFF],
         )
-    if why := _repeat_differs(subject, state, seen, first):
+    if why := _repeat_differs(graph, subject, state, seen, first):
         raise _depends_on_state(graph, seen, why)
     notes = [f"{n}; others change nothing here" if n.startswith(DRAWN) else n for n in graph.notes]
     state.restore()
@@ -210,26 +211,35 @@ def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
     return replace(graph, notes=tuple(notes))
 
 
-def _repeat_differs(subject: Subject, state: PythonState, seen: _Seen, first: Numbers) -> str:
+def _repeat_differs(graph: OpGraph, subject: Subject, state: PythonState, seen: _Seen, first: Numbers) -> str:
     """Say what a later step computes otherwise than the first, whose state is still there; "" if nothing."""
     own, fits = _tolerance(subject), _fits_in_float64(subject.model)
-    why = _later_step_differs(subject, state, seen, first, 0.0 if fits else own)
+    why = _later_step_differs(graph, subject, state, seen, first, 0.0 if fits else own)
     if not fits or not (why or (seen.changes and own in NARROW)):
         return why
     log.debug("fidelity: %s; comparing in float64", why or "16 bits hide what an attribute does")
     state.restore()
     try:
         with _float64(subject) as (widened, widened_state):
-            return _later_step_differs(widened, widened_state, seen, _run(widened), tolerance(set()))
+            return _later_step_differs(graph, widened, widened_state, seen, _run(widened), tolerance(set()))
     except _CannotRunError as error:
         log.debug("fidelity: no step in float64: %s", error)
     state.restore()
-    return _later_step_differs(subject, state, seen, _run(subject), own)
+    return _later_step_differs(graph, subject, state, seen, _run(subject), own)
 
 
 def _later_step_differs(
-    subject: Subject, state: PythonState, seen: _Seen, first: Numbers, allowed: float
+    graph: OpGraph, subject: Subject, state: PythonState, seen: _Seen, first: Numbers, allowed: float
 ) -> str:
+    """Say what a step computes otherwise after one that left its Python state; ``first`` is what it computes before."""
+    if seen.changes and (other := another_batch(graph, subject)):
+        state.restore()
+        try:
+            _run(other)
+        except _CannotRunError as error:
+            log.debug("fidelity: no step on other samples: %s", error)
+            state.restore()
+            _run(subject)
     manners: list[contextlib.AbstractContextManager[None]] = [contextlib.nullcontext()]
     if seen.draws:
         manners = [extreme_draws(high=True), extreme_draws(high=False), *manners * (DRAWS - 3)]
@@ -310,12 +320,13 @@ def _depends_on_state(graph: OpGraph, seen: _Seen, why: str) -> ModelError:
     lines = [*seen.draws.lines()[:3], *map(with_line, seen.changes[:5])]
     if not lines:
         lines = ["nothing of the model's attributes, of random or of numpy.random changed between the calls"]
+    before = ", after a step on other samples," if seen.changes else ""
     ways = ["compute it from tensors: a buffer that forward updates is part of the plan"]
     if seen.draws:
         ways = ["draw with torch (torch.rand, F.dropout), whose numbers a plan draws anew in every step"]
     return ModelError(
         f"{graph.model_name} computes something else at every call, of which a plan would keep the first",
-        [f"called again with the same batch, parameters and torch seed: {why}", *lines],
+        [f"called again{before} with the same batch, parameters and torch seed: {why}", *lines],
         [*ways, "switch it off for training (layer drop of 0, a fixed step)", OFF],
     )
 

@@ -5,6 +5,7 @@ The values of an example batch do not matter for a plan, so it may hold zeros, o
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,6 +61,25 @@ def subject_of(
     batch = map_tensors(example_inputs, made)
     leaves = flatten_batch(batch, names)
     return Subject(model, rebuild(batch, list(leaves.values())), leaves, loss_fn)
+
+
+def another_batch(graph: OpGraph, subject: Subject) -> Subject | None:
+    """Return the last half of the samples twice over, in reverse; None where no leaf has a batch dimension.
+
+    Every sample is one of the batch, so values that the model takes stay so, and what belongs together does.
+    """
+    leaves = {}
+    for name, leaf in subject.leaves.items():
+        dim = graph.batch.batch_dims.get(name)
+        if dim is None:
+            leaves[name] = leaf
+        else:
+            size = leaf.shape[dim]
+            chosen = size - 1 - torch.arange(size, device=leaf.device) // 2
+            leaves[name] = leaf.index_select(dim, chosen)
+    if all(leaf is subject.leaves[name] for name, leaf in leaves.items()):
+        return None
+    return replace(subject, batch=rebuild(subject.batch, list(leaves.values())), leaves=leaves)
 
 
 def _values(leaf: Tensor, generator: torch.Generator, drawn: bool) -> Tensor:

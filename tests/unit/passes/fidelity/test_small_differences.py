@@ -70,3 +70,15 @@ def test_a_model_that_writes_to_its_batch_is_let_through() -> None:
     before = x.clone()
     assert as_graph(InPlace(lambda m, h: h), example_inputs=x, loss_fn=squared).notes == ()
     assert torch.equal(x, before)
+
+
+def test_an_attribute_made_of_the_first_batch_is_refused() -> None:
+    def masked(m: Any, h: Tensor) -> Tensor:
+        if m.kept is None:
+            m.kept = h.detach().abs().mean()
+        return h * m.kept
+
+    model = Model(masked)
+    with pytest.raises(ModelError, match="kept: None -> tensor"):
+        as_graph(model, example_inputs=torch.randn(8, 6), loss_fn=squared)
+    assert model.kept is None
