@@ -3,6 +3,7 @@
     for pieces in steps:
         for piece in pieces:                  the whole batch, or the plan's micro-batches where samples are coupled
             (loss_of(module, piece) * weight).backward()
+        hooks on parameters, once, on the sum
         clip_grad_norm_(parameters, max_norm)
         optimizer.step()
         scheduler.step()
@@ -84,6 +85,7 @@ def plain_loop(
     leaves = dict(module.named_parameters())
     own = {n: PlainTypes(p.dtype, p.dtype, p.dtype) for n, p in leaves.items()} if types is None else types
     owners = {name: _owner(leaf, own[name]) for name, leaf in leaves.items()}
+    hooks = {name: _taken_off(leaf) for name, leaf in leaves.items()}
     optimizer = make_optimizer([(name, owner) for name, owner in owners.items() if owner.requires_grad])
     scheduler = make_scheduler(optimizer)
     bound: float | None = None
@@ -103,6 +105,7 @@ def plain_loop(
             gradient = None if overflowed else sums.get(name)
             owner.grad_dtype = None
             owner.grad = None if gradient is None else gradient / (loss_scale or 1.0)
+            _run_hooks(hooks[name], leaves[name], owner)
         norms = {n: float(p.grad.to_dense().norm()) for n, p in owners.items() if p.grad is not None}
         norm = math.inf if overflowed else math.sqrt(sum(n**2 for n in norms.values()))
         bound = max_norm(norm) if bound is None else bound
@@ -132,6 +135,38 @@ def _owner(leaf: nn.Parameter, types: PlainTypes) -> nn.Parameter:
         return leaf
     leaf.data = leaf.detach().to(types.leaf)
     return owner
+
+
+def _taken_off(leaf: nn.Parameter) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """Take off the hooks of a parameter, which would run for each piece: of the gradient, of the parameter with it."""
+    before, after = leaf._backward_hooks or {}, leaf._post_accumulate_grad_hooks or {}
+    found = list(before.values()), list(after.values())
+    for table in (before, after):
+        table.clear()
+    return found
+
+
+@torch.no_grad()
+def _run_hooks(
+    hooks: tuple[list[Callable[..., Any]], list[Callable[..., Any]]], leaf: nn.Parameter, owner: nn.Parameter
+) -> None:
+    """Run the hooks on the owner's gradient; the module's own parameter holds what is trained meanwhile."""
+    gradient, (before, after) = owner.grad, hooks
+    if gradient is None or not (before or after):
+        return
+    data, owner.grad, leaf.grad = leaf.data, None, None
+    leaf.data, leaf.grad_dtype = owner.data, None
+    for hook in before:
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    leaf.grad = gradient
+    for hook in after:
+        hook(leaf)
+    gradient, leaf.grad = leaf.grad, None
+    leaf.data = data
+    if leaf is not owner:
+        leaf.grad_dtype = data.dtype
+    owner.grad = gradient
 
 
 def _add(

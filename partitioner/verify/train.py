@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -47,6 +47,7 @@ from partitioner.verify.train_course import (
     SAVED,
     Course,
 )
+from partitioner.verify.train_hooks import Hooked
 from partitioner.verify.train_rank import (
     Given,
     RankRun,
@@ -60,6 +61,7 @@ from partitioner.verify.verify import (
     refuse_without_weights,
     workload_to_verify,
 )
+from passes.evaluate.copied_module import copied_with
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.graph.graph import OpGraph
 from runtime.mesh.sharding import Block
@@ -93,8 +95,9 @@ def verify_training(
     workload = workload_to_verify(model, example_inputs, loss_fn)
     refuse_without_weights(workload.model)
     _refuse_too_large(plan, workload.model)
+    left_out: list[str] = []
     if source is None:
-        source = _sent(workload)
+        source, left_out = _sent(workload)
     dims: dict[str, Any] = {"batch_dims": batch_dims, "dynamic_dims": dynamic_dims, "opaque": plan.opaque}
     if graph is None:
         graph = as_graph(
@@ -105,8 +108,8 @@ def verify_training(
             **dims,
         )
     multiple = plan_code(plan, graph, ranks_in_order(plan)).multiple
-    course = Course.of(plan, workload, graph, multiple)
-    notes = _notes(plan, graph)
+    course = Course.of(plan, workload, graph, multiple, hooks=not left_out)
+    notes = [*_notes(plan, graph), *left_out]
     other = _other_plan(plan, graph, None if pool is None else pool.world_size)
     if other is None:
         notes.append("no other plan of this model was found to resume under")
@@ -258,8 +261,25 @@ def _notes(plan: PlanData, graph: OpGraph) -> list[str]:
     return notes
 
 
-def _sent(workload: Workload) -> Given:
-    """Return a copy of the workload that can be sent to other processes, or refuse one that cannot."""
+def _sent(workload: Workload) -> tuple[Given, list[str]]:
+    """Return a copy of the workload that can be sent to other processes, with a note on what stays behind, or refuse it.
+
+    Hooks on parameters go along if they can.
+    """
+    left_out: list[str] = []
+    if Hooked(workload.model).has_hooks:
+        try:
+            both, loss_fn = copied_with(Hooked(workload.model), workload.loss_fn)
+            hooked = cast("Hooked", both.cpu())
+            source = Given(replace(workload, model=hooked.model, loss_fn=loss_fn), hooked)
+            ForkingPickler.dumps(source)
+            return source, []
+        except Exception as error:  # noqa: BLE001 a user's hook may raise anything
+            lines = str(error).splitlines() or ["no message"]
+            left_out = [
+                "hooks on parameters are left out of this comparison, on both sides: they cannot be sent to other "
+                f"processes ({type(error).__name__}: {lines[0]}); functions that a module defines can"
+            ]
     copied = workload.copied()
     source = Given(replace(copied, model=copied.model.cpu()))
     try:
@@ -273,7 +293,7 @@ def _sent(workload: Workload) -> Given:
                 "partitioner verify PLAN file.py:factory --train makes the model in every process",
             ],
         ) from error
-    return source
+    return source, left_out
 
 
 def _refuse_too_large(plan: PlanData, model: nn.Module) -> None:

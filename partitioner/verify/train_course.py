@@ -21,6 +21,7 @@ from partitioner.verify.grow_batch import grow_batch, ignore_unevenly, rebuilt, 
 from partitioner.verify.plain_loop import Piece, PlainStep, PlainTypes, plain_loop
 from partitioner.verify.reference import counted_means, weights_by_definition, why_in_pieces
 from partitioner.verify.train_compare import Expected
+from partitioner.verify.train_hooks import with_hooks_of
 from partitioner.verify.train_report import TrainComparison
 from partitioner.verify.train_setup import SampleSet, annealing, sample_digests, two_groups
 from partitioner.verify.verify import double_copy, small_sizes
@@ -46,22 +47,27 @@ CLIPPED = 0.5
 
 @dataclass(frozen=True)
 class Course:
-    """The data of a training run, and the plain loop over it. ``sizes``: the samples of each micro-batch."""
+    """The data of a training run, and the plain loop over it. ``sizes``: the samples of each micro-batch.
+
+    ``hooks``: whether hooks on parameters run.
+    """
 
     plan: PlanData
     workload: Workload
     graph: OpGraph
     sizes: tuple[int, ...]
     samples: SampleSet
+    hooks: bool
 
     @classmethod
-    def of(cls, plan: PlanData, workload: Workload, graph: OpGraph, multiple: int) -> Course:
+    def of(cls, plan: PlanData, workload: Workload, graph: OpGraph, multiple: int, *, hooks: bool) -> Course:
         sizes = small_sizes(plan, multiple, 2 * least_samples(graph)[0])
         dims = user_leaves(graph.batch, graph.token_counts).batch_dims
         batch = grow_batch(workload.example_inputs, dims, workload.model, BATCHES * sum(sizes))
         batch = to_double(ignore_unevenly(batch, workload.model, graph))
         leaves = flatten_batch(batch, forward_names(workload.model))
-        return cls(plan, workload, graph, sizes, SampleSet(leaves, {name: dims.get(name) for name in leaves}))
+        samples = SampleSet(leaves, {name: dims.get(name) for name in leaves})
+        return cls(plan, workload, graph, sizes, samples, hooks)
 
     @property
     def has_own_types(self) -> bool:
@@ -111,6 +117,8 @@ class Course:
     def plain(self, *, double: bool, later: tuple[int, ...] = (), turned: bool = False) -> list[PlainStep]:
         """Run the plain loop. ``later``: micro-batches of resumed steps, if others; ``turned``: each in reverse order."""
         workload = double_copy(self.workload) if double else self._in_own_types()
+        if self.hooks:
+            with_hooks_of(self.workload.model, workload.model)
         steps = [
             self._pieces(workload, indices, later if later and number > SAVED else self.sizes, double, turned)
             for number, indices in enumerate(self.order(), 1)

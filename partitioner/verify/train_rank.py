@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from cost_models.errors import PartitionerError
 from cost_models.precision import Precision
@@ -31,6 +31,7 @@ from partitioner.models.as_graph import as_graph
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
 from partitioner.verify.grow_batch import rebuilt
+from partitioner.verify.train_hooks import Hooked, with_hooks_of
 from partitioner.verify.train_setup import SampleSet, annealing, sample_digests, two_groups
 from partitioner.verify.verify import double_copy
 from passes.evaluate.dropout import without_dropout
@@ -57,11 +58,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Given:
-    """The source of a workload that can be sent to other processes."""
+    """The source of a workload that can be sent to other processes. ``hooked``: its model with hooks, if these go along."""
 
     workload: Workload
+    hooked: Hooked | None = None
 
     def __call__(self) -> Workload:
+        if self.hooked is not None:
+            self.hooked.registered()
         return self.workload
 
 
@@ -169,9 +173,13 @@ class _Ready:
         own_plan = _drawing_nothing(self.plan, self._graphs[run.double])
         if run.double:
             plan = own_plan.model_copy(update={"precision": Precision()})
+            workload = double_copy(self.workload)
+            with_hooks_of(self.workload.model, workload.model)
             with float64_by_default():
-                return self._run(run, plan, _made_other(double_copy(self.workload), run))
-        return self._run(run, own_plan, _made_other(self.workload.copied(), run))
+                return self._run(run, plan, _made_other(workload, run))
+        workload = self.workload.copied()
+        with_hooks_of(self.workload.model, workload.model)
+        return self._run(run, own_plan, _made_other(workload, run))
 
     def _run(self, run: Run, plan: PlanData, workload: Workload) -> RankRun:
         task = self.task
@@ -219,7 +227,7 @@ class _Ready:
                 if engine.step == 0:  # in parts, so that gradients are seen before they are clipped
                     engine.zero_grad()
                     loss = engine.forward_backward(batch)
-                    narrow = tuple(_narrow_sums(engine, plan))
+                    narrow = tuple(_narrow_sums(engine, plan, workload.model))
                     engine.clip_grad_norm_(task.max_norm)
                     engine.optimizer.step()
                 else:
@@ -318,14 +326,19 @@ def _joined(place: tuple[str, Block | None], value: Tensor) -> tuple[str, str, B
     return place[0], "", place[1], value.detach().clone()
 
 
-def _narrow_sums(engine: Engine, plan: PlanData) -> Iterator[str]:
+def _narrow_sums(engine: Engine, plan: PlanData, model: nn.Module) -> Iterator[str]:
     """Yield parameters whose gradients, summed over micro-batches, are not in the type that the plan sums them in.
 
     A 16-bit sum that was widened afterwards has 16-bit numbers only; a true sum of 32 bits has others among so many.
+    A hook may return any numbers, so the gradients of parameters with hooks are not looked at.
     """
     if plan.microbatches < 2:
         return
+    hooked = {n for n, p in model.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks}
     for name, parameter in engine.parameters.items():
+        part = engine.state.parts.get(name)
+        if (name if part is None else part.whole) in hooked:
+            continue
         leaf, gradient = engine.state.leaves.get(name, parameter), parameter.grad
         if gradient is None or gradient.is_sparse or not gradient.is_floating_point():
             continue

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -115,6 +115,44 @@ def test_a_plan_trains_as_a_plain_loop_does(
         report.compared["placement"] == ranks or workload.name == "gpt"
     )  # a free plan may leave devices idle
     assert report.compared["samples"] > report.steps
+
+
+# ----------------------------------------------------------------------------------- hooks on parameters
+
+
+def decayed(weight: Tensor, gradient: Tensor) -> Tensor:
+    """Clip the gradient by its norm, and add some of the weight: neither linear nor without what is trained."""
+    return gradient * (0.01 / gradient.norm()).clamp(max=1.0) + 0.1 * weight.detach()
+
+
+def hooked() -> Workload:
+    workload = dropping()
+    weight = workload.model.get_parameter("down.weight")
+    weight.register_hook(partial(decayed, weight))  # type: ignore[no-untyped-call]
+    return workload
+
+
+def no_hooks() -> Any:
+    """The engine runs no hooks."""
+    from partitioner.engine.gradient_hooks import GradientHooks
+
+    return mock.patch.object(GradientHooks, "run", return_value=None)
+
+
+def test_hooks_run_on_both_sides_or_a_note_says_that_they_do_not(mended: WorkerPool) -> None:
+    plan = planned(hooked(), 2, min_stages=2)
+    report = plan.verify(hooked(), train=True, pool=mended)
+    report.raise_if_different()
+    assert not any("left out" in note for note in report.notes)
+    mended.run(plant, no_hooks)
+    report = plan.verify(hooked(), train=True, pool=mended)
+    assert report.first_difference is not None
+    assert "gradient norm on rank 0" in report.first_difference
+    unnamed = hooked()
+    unnamed.model.get_parameter("up.weight").register_hook(lambda gradient: 2 * gradient)  # type: ignore[no-untyped-call]
+    report = plan.verify(unnamed, train=True, pool=mended)
+    report.raise_if_different()
+    assert any("hooks on parameters are left out of this comparison" in note for note in report.notes)
 
 
 # ----------------------------------------------------------------------------------- planted faults
