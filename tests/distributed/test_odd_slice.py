@@ -14,6 +14,7 @@ SLICE = {
     "embedding: EmbeddingBag, sum, offsets": ("data2",),
     "embedding: EmbeddingBag, sum, last offset": ("zero3",),
     "complex and sparse: complex parameters": ("layer2",),
+    "parametrizations: an empty parameter": ("zero3",),
 }
 """Cases that were wrong or refused once, each in the way in which it was."""
 
