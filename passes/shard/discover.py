@@ -13,6 +13,7 @@ read back is tried again on a fresh draw, since the code behind a custom op's na
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -56,8 +57,9 @@ TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 
 """Differences allowed in ops that do not take float64, relative to the largest number."""
 LAPACK = ("linalg_", "cholesky", "geqrf", "lu_", "ormqr", "triangular_solve")
 """Beginnings of the names of ops that call LAPACK, which is given numbers only: it writes of others to the terminal."""
-FORMAT = 2
-"""The version of the file that keeps results between runs. Version 1 knew neither hard values nor pairs of axes."""
+FORMAT = 3
+"""The version of the file that keeps results between runs. Version 1 knew neither hard values nor pairs of axes, version 2
+took choices for proved where no draw used an operand."""
 PROVED_ON = [*(f"{m.floats} {m.integers}" for m in (*MANNERS, *HARD_MANNERS)), *map(str, (*AXES, PAIR))]
 """The values and meshes that kept choices were proved on, in words: others are not read."""
 
@@ -134,7 +136,7 @@ def all_valid_choices(node: fx.Node, seconds: float = SECONDS) -> tuple[Choice, 
     whole = replicated(node)
     with _quietly():
         trials = _trials(node)
-        if len(trials) < 2 or _vague(trials[1]):
+        if len(trials) < 2 or _vague(trials[1]) or not _all_used(trials):
             return whole
         found = choices_that_hold(trials[0], seconds)
         proved = [choice for choice in found if choice not in whole and _proved(trials, choice)]
@@ -146,12 +148,40 @@ def tried_again(node: fx.Node, choices: Sequence[Choice]) -> tuple[Choice, ...] 
     with _quietly():
         trials = _trials(node)
         whole = replicated(node)
-        sound = all(len(c.inputs) == len(whole[0].inputs) and _proved(trials, c) for c in choices)
+        sound = not trials or _all_used(trials)
+        sound &= all(len(c.inputs) == len(whole[0].inputs) and _proved(trials, c) for c in choices)
     return (*whole, *(c for c in choices if c not in whole)) if sound and (trials or not choices) else None
 
 
 def _proved(trials: Sequence[Trial], choice: Choice) -> bool:
     return all(_holds(tried, [choice], [ranks]) for tried in trials for ranks in AXES)
+
+
+def _all_used(trials: Sequence[Trial]) -> bool:
+    """Tell whether each operand makes a difference in some trial.
+
+    One that makes none (a table of rare words, say, that no small index looks up) may be in parts, or whole, with gradients
+    that are summed or not: everything holds, and nothing is proved.
+    """
+    return all(
+        any(_is_used(index, tried, other) for tried, other in itertools.pairwise(trials))
+        for index in range(len(trials[0].values))
+    )
+
+
+def _is_used(index: int, tried: Trial, other: Trial) -> bool:
+    """Tell whether the operand has a gradient, or other results with the values of another trial."""
+    gradient = tried.gradients[index]
+    if gradient is not None and bool(gradient.any()):
+        return True
+    values = [*tried.values[:index], other.values[index], *tried.values[index + 1 :]]
+    floats = [i for i, value in enumerate(values) if is_float(value)]
+    try:
+        changed = trial(tried.node, values, tried.tolerance, frozen=floats)
+    except Exception:  # noqa: BLE001 an unknown op may raise anything: it looked at them
+        return True
+    pairs = zip(tried.outputs, changed.outputs, strict=True)
+    return any(difference(before, after, tried.tolerance) is not None for before, after in pairs)
 
 
 def _together(trials: Sequence[Trial], choices: Sequence[Choice], ends: float) -> list[Choice]:

@@ -133,9 +133,19 @@ def sums_of_runs(x: Tensor, starts: Tensor) -> Tensor:
     return x.new_zeros(starts.shape[0] + 1, x.shape[1]).index_add(0, run, x)
 
 
+@torch.library.custom_op(f"{SPACE}::rare_rows", mutates_args=())
+def rare_rows(x: Tensor, ids: Tensor, table: Tensor) -> Tensor:
+    """Looks ids from 100,000 on up in the table; small draws have none."""
+    return torch.where((ids >= 100_000)[:, None], table[(ids - 100_000).clamp(min=0) % table.shape[0]], x * 2)
+
+
 @pytest.mark.parametrize(
     ("node", "found"),
     [
+        (
+            custom("rare_rows", torch.randn(4, 8), torch.tensor([1, 2, 0, 3]), torch.randn(6, 8)),
+            {"R R R -> R"},
+        ),
         (custom("capped", torch.randn(4, 8)), {"R -> R", "S0 -> S0"}),
         (custom("mean_of_numbers", torch.randn(4, 8)), {"R -> R", "S0 -> S0"}),
         (
@@ -145,7 +155,7 @@ def sums_of_runs(x: Tensor, starts: Tensor) -> Tensor:
         (node_of(aten.renorm.default, torch.randn(4, 8), 2, 0, 50.0), {"R -> R", "S0 -> S0"}),
         (node_of(aten.nanmean.default, torch.randn(4, 8), [1]), {"R -> R", "S0 -> S0"}),
     ],
-    ids=["capped", "mean_of_numbers", "sums_of_runs", "renorm", "nanmean"],
+    ids=["rare_rows", "capped", "mean_of_numbers", "sums_of_runs", "renorm", "nanmean"],
 )
 def test_values_that_are_rarely_drawn_are_tried(node: fx.Node, found: set[str]) -> None:
     assert texts(all_valid_choices(node)) == found
@@ -230,9 +240,9 @@ def test_results_are_kept_and_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "[]", '{"format": 2}', '{"format": 1, "torch": 3, "choices": {}}'),
-        '{"format": 2, "torch": 3, "choices": {"x": ["S -> R"]}}',
-        '{"format": 2, "torch": 3, "proved_on": ["something else"], "choices": {}}',
+        *("", "[]", '{"format": 3}', '{"format": 1, "torch": 3, "choices": {}}'),
+        '{"format": 3, "torch": 3, "choices": {"x": ["S -> R"]}}',
+        '{"format": 3, "torch": 3, "proved_on": ["something else"], "choices": {}}',
     ],
 )
 def test_bad_cache_files_are_left_aside(tmp_path: Path, text: str) -> None:
