@@ -45,6 +45,7 @@ from passes.fidelity.steps import (
     watch_tensor_hooks,
     without_gradient_hooks,
 )
+from passes.fidelity.without_values import RefuseWithoutValues
 from passes.graph.graph import OpGraph
 from passes.trace.attempts import WHOLE
 from passes.trace.batch import flatten_batch, forward_names, map_tensors
@@ -168,7 +169,12 @@ def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
     model = subject.model
     tensor_hooks: dict[str, None] = {}
     drawing: list[Callable[[Any], Any]] = []
-    with watch_draws() as draws, watch_tensor_hooks(model, tensor_hooks), drawing_hooks(model, drawing):
+    with (
+        watch_draws() as draws,
+        watch_tensor_hooks(model, tensor_hooks),
+        drawing_hooks(model, drawing),
+        RefuseWithoutValues(graph.model_name),
+    ):
         first = _run(subject)
     seen = _Seen(draws, [*module_hooks(model), *tensor_hooks], state.changes())
     if drawing:

@@ -58,9 +58,8 @@ def _codes_of(owner: object) -> Iterator[types.CodeType]:
     for base in cls.__mro__:
         if base in (nn.Module, object):
             continue
-        methods = {
-            n: f for n, f in vars(base).items() if isinstance(f, types.FunctionType) and n != "__init__"
-        }
+        functions = {n: getattr(f, "__func__", f) for n, f in vars(base).items() if n != "__init__"}
+        methods = {n: f for n, f in functions.items() if isinstance(f, types.FunctionType)}
         for name in sorted(methods, key=lambda n: n != "forward"):
             yield from _with_inner(methods[name].__code__)
 

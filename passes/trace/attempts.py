@@ -7,7 +7,8 @@ guess ─► export ─► settled? ─► one batch symbol ─► convert ─�
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -48,6 +49,7 @@ from passes.trace.opaque.growth import watch_growth
 from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import PartError
 from passes.trace.opaque.samples import samples_of
+from passes.trace.python_state import PythonState
 from passes.trace.watch import (
     export_fake_mode,
     state_as_traced,
@@ -181,6 +183,7 @@ def _export(subject: Subject, guess: BatchDims) -> Exported:
     try:
         # Gradients on: inside no_grad the whole model would be traced as frozen.
         with (
+            _put_back(subject),
             torch.enable_grad(),
             torch_quiet(),
             HeldParameters(subject.model),
@@ -199,6 +202,16 @@ def _export(subject: Subject, guess: BatchDims) -> Exported:
     nodes = leaf_nodes(program, tuple(leaves))
     batch_size = 2 if doubled else guess.size
     return Exported(program, module, fake_mode, nodes, settle(guess, nodes), batch_size, attributes, fixing)
+
+
+@contextlib.contextmanager
+def _put_back(subject: Subject) -> Iterator[None]:
+    """Forget what forward remembered: the next attempt, or the user, would find tensors without values."""
+    state = PythonState.of({"": subject.model, "loss_fn": subject.loss_fn}, values=False)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def _open_dims(subject: Subject, guess: BatchDims) -> dict[str, frozenset[int]]:

@@ -8,8 +8,8 @@
     with unchanged({"": model}): …        the same, with all generators of random numbers
 
 Reached are attributes of modules and of whatever they hold, containers, generators of random numbers, hooks, what
-functions close over, and numbers and containers that a class or the module of the user's own code keeps. Only what code
-outside of these (a C extension, another module's globals) remembers stays unseen.
+functions close over, numbers and containers that a class or a module of the user's own code keeps, and cached results of
+functions. Only what code outside of these (a C extension, a library's globals) remembers stays unseen.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from passes.trace.cached_results import Cached, cached_functions
 from passes.trace.draws import draws_restored
 from passes.trace.noted import (
     PLAIN,
@@ -43,6 +44,7 @@ from passes.trace.noted import (
 
 MOST_ELEMENTS = 10_000
 """Containers with more elements are noted as they are, without looking into their elements."""
+_CACHED = functools._lru_cache_wrapper
 _STRUCTURE = ("_parameters", "_buffers", "_modules")
 _TORCH = str(Path(torch.__file__).parent)
 _LIBRARIES = ("site-packages", str(Path(random.__file__).parent))
@@ -56,6 +58,7 @@ class PythonState:
         self._noted: list[Noted] = []
         self._seen: dict[int, object] = {}
         self._globals: set[tuple[int, str]] = set()
+        self._caches: set[int] = set()
 
     @classmethod
     def of(cls, roots: Mapping[str, object], *, values: bool = True, parameters: bool = True) -> PythonState:
@@ -79,6 +82,8 @@ class PythonState:
                 continue
             state._seen[id(found)] = found  # kept alive, or another object might get its id
             pending += reversed(list(state._note(path, found, owner, registered)))
+        for function in cached_functions():
+            state._note_cache(function)
         return state
 
     def restore(self) -> None:
@@ -151,6 +156,9 @@ class PythonState:
                 self._values(
                     path, found.copy, lambda saved: found.__setitem__(..., saved), owner, "other values"
                 )
+        elif isinstance(found, functools._lru_cache_wrapper):
+            self._note_cache(found)
+            yield path, found.__wrapped__, owner
         elif isinstance(found, types.FunctionType):
             yield from self._note_function(path, found)
         elif isinstance(found, types.MethodType):
@@ -164,6 +172,11 @@ class PythonState:
             if isinstance(attributes, dict):
                 self._noted.append(Table(path, attributes, found))
                 yield from ((joined(path, key), value, found) for key, value in attributes.items())
+
+    def _note_cache(self, function: functools._lru_cache_wrapper[Any]) -> None:
+        if id(function) not in self._caches:
+            self._caches.add(id(function))
+            self._noted.append(Cached(function))
 
     def _values(
         self,
@@ -197,24 +210,34 @@ class PythonState:
             yield from self._note_globals(function)
 
     def _note_globals(self, function: types.FunctionType) -> Iterator[tuple[str, object, object]]:
-        for name in names_in(function.__code__):
-            table = function.__globals__
-            if name not in table or (id(table), name) in self._globals:
-                continue
-            self._globals.add((id(table), name))
-            value = table[name]
-            where = f"{name} of {table.get('__name__', 'the code')}"
-            if isinstance(value, (*PLAIN, Tensor)):
-                self._values(
-                    where,
-                    lambda table=table, name=name: table.get(name),  # type: ignore[misc]
-                    lambda saved, table=table, name=name: table.__setitem__(name, saved),  # type: ignore[misc]
-                    function,
-                )
-            if isinstance(value, list | dict | set | deque | Tensor | torch.Generator | random.Random) or (
-                isinstance(value, types.FunctionType) and is_users(value.__code__.co_filename)
-            ):
-                yield where, value, function
+        """Note what code reads of its own module, and of the user's modules that it names."""
+        names = tuple(dict.fromkeys(names_in(function.__code__)))
+        modules = [value for name in names if _is_users_module(value := function.__globals__.get(name))]
+        for table in (function.__globals__, *map(vars, modules)):
+            for name in names:
+                yield from self._note_global(function, table, name)
+
+    def _note_global(
+        self, function: types.FunctionType, table: dict[str, Any], name: str
+    ) -> Iterator[tuple[str, object, object]]:
+        if name not in table or (id(table), name) in self._globals:
+            return
+        self._globals.add((id(table), name))
+        value = table[name]
+        where = f"{name} of {table.get('__name__', 'the code')}"
+        if isinstance(value, (*PLAIN, Tensor)):
+            self._values(
+                where,
+                lambda: table.get(name),
+                lambda saved: table.__setitem__(name, saved),
+                function,
+            )
+        if isinstance(
+            value, list | dict | set | deque | Tensor | torch.Generator | random.Random | _CACHED
+        ) or (isinstance(value, types.FunctionType) and is_users(value.__code__.co_filename)):
+            yield where, value, function
+        elif isinstance(value, type) and _is_users_module(sys.modules.get(value.__module__)):
+            yield from self._note_class(value)
 
     def _note_class(self, cls: type) -> Iterator[tuple[str, object, object]]:
         """Note numbers and containers that the classes of a module keep, and what their methods read."""
@@ -233,7 +256,7 @@ class PythonState:
                         lambda saved, base=base, name=name: setattr(base, name, saved),  # type: ignore[misc]
                         base,
                     )
-                elif isinstance(value, list | dict | set | deque | Tensor | types.FunctionType):
+                elif isinstance(value, list | dict | set | deque | Tensor | types.FunctionType | _CACHED):
                     yield where, value, base
 
 
@@ -264,6 +287,11 @@ def names_in(code: types.CodeType) -> Iterator[str]:
 def is_users(file: str) -> bool:
     """Tell whether a file is the user's own code: no installed library's, no part of Python."""
     return not any(library in file for library in _LIBRARIES) and not file.startswith((_TORCH, "<frozen"))
+
+
+def _is_users_module(value: object) -> bool:
+    file = getattr(value, "__file__", None)
+    return isinstance(value, types.ModuleType) and isinstance(file, str) and is_users(file)
 
 
 def _is_torchs(cls: type) -> bool:
