@@ -14,6 +14,7 @@ trained, whichever way the hook reads it; hooks that read other tensors of the m
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -105,9 +106,13 @@ class GradientHooks:
         mine = self._own_blocks(name, shape)
         gradients = {n: p.grad for n in mine if (p := self._state.parameters[n]).grad is not None}
         whole = self._whole(name, shape, gradients, hooked.gradient_dtype, "gradient")
+        if (
+            whole is None
+        ):  # a part of the model that the batch did not reach: no gradient, no hooks, as in a plain loop
+            return
         own = {n: self._state.parameters[n].detach() for n in mine}
         values = self._whole(name, shape, own, hooked.dtype, "values")
-        if not mine:
+        if not mine or values is None:
             return
         changed = run_hooks(hooked, values, whole)
         for own_name, block in mine.items():
@@ -130,15 +135,18 @@ class GradientHooks:
 
     def _whole(
         self, name: str, shape: tuple[int, ...], own: Mapping[str, Tensor], dtype: torch.dtype, what: str
-    ) -> Tensor:
-        """Put a tensor together from the blocks that ranks speak for. Collective."""
-        whole = torch.zeros(shape, dtype=dtype, device=self._collectives.device)
+    ) -> Tensor | None:
+        """Put a tensor together from the blocks that ranks speak for; None if no rank has one. Collective."""
+        memory = torch.zeros(math.prod(shape) + 1, dtype=dtype, device=self._collectives.device)
+        whole, blocks = memory[:-1].view(shape), memory[-1]
         for piece in pieces_of(self._state, name, shape):
             if piece.rank == self._state.rank and piece.name in own:
                 value = own[piece.name]
                 dense = value.to_dense() if value.is_sparse else value
                 Block(piece.offsets, piece.shape).of(whole).copy_(dense)
-        return self._collectives.all_reduce(whole, f"the whole {what} of {name}").wait()
+                blocks.add_(1)
+        memory = self._collectives.all_reduce(memory, f"the whole {what} of {name}").wait()
+        return memory[:-1].view(shape) if memory[-1] else None
 
 
 def run_hooks(hooked: HookedParameter, values: Tensor, gradient: Tensor) -> Tensor | None:

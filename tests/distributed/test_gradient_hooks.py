@@ -171,6 +171,20 @@ def test_deploy_refuses_on_every_rank_what_a_plan_without_values_could_not_tell(
         assert "a hook on a tensor, registered in test_gradient_hooks.py" in said
 
 
+def without_gradients(plan_json: str) -> list[str]:
+    """In a worker: the parameters that have a gradient after hooks ran on a step that reached none of them."""
+    with Plan.from_json(plan_json).deploy(workload()) as engine:
+        engine.zero_grad()
+        engine._hooks.run()
+        return [name for name, parameter in engine.parameters.items() if parameter.grad is not None]
+
+
+def test_no_gradient_stays_none_where_ranks_hold_blocks(pool: WorkerPool) -> None:
+    """Zeros instead would let the optimizer decay and move what the step did not reach."""
+    plan = partition(workload(), ClusterSpec.local(2), **CASES["zero1"][2])
+    assert pool.run(without_gradients, plan.model_dump_json(), world_size=2) == [[], []]
+
+
 def test_a_hook_that_reads_another_parameter_is_refused() -> None:
     model = Net(tied=False)
     model.second.weight.register_hook(lambda gradient: gradient + model.first.weight.detach())
