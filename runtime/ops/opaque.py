@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from cost_models.compute import OpClass
 from cost_models.errors import ModelError
+from runtime.ops.random import generators_of, seeded
 
 Mode: TypeAlias = Callable[[], AbstractContextManager[Any]]
 """A picklable maker of a context within which the code runs."""
@@ -185,7 +186,7 @@ class Opaque:
     results: tuple[Result, ...]
     written: tuple[int, ...]
     random: bool
-    """True if the code draws random numbers."""
+    """True if the code draws random numbers, forward or backward."""
     autocast: torch.dtype | None
     """The type of the autocast that the code was called under."""
     text: str
@@ -194,6 +195,8 @@ class Opaque:
     """Runs on real tensors, of a part that runs on no others."""
     modes: tuple[Mode, ...] = ()
     """Contexts around the code, in forward and in backward."""
+    draws_backward: bool = False
+    """True if its backward may draw random numbers: from a seed that forward draws, alike on every copy."""
 
     def __post_init__(self) -> None:
         # Graphs name their nodes and functions by these.
@@ -235,7 +238,7 @@ class Opaque:
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the code on whatever the tensors are."""
-        if not self.modes:
+        if not (self.modes or self.draws_backward):
             results = self._run(tensors)
         elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             results = tuple(_Apart.apply(self, *tensors))  # type: ignore[no-untyped-call]
@@ -303,7 +306,7 @@ class Opaque:
 
 
 class _Apart(torch.autograd.Function):
-    """Runs an opaque part in an autograd graph of its own, so that its backward runs inside its modes as well."""
+    """Runs an opaque part in an autograd graph of its own: its backward runs inside its modes, under a seed of its own."""
 
     @staticmethod
     def forward(ctx: Any, opaque: Opaque, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -311,6 +314,7 @@ class _Apart(torch.autograd.Function):
         with torch.enable_grad(), opaque._modes():
             results = opaque._run(leaves)
         ctx.opaque, ctx.leaves, ctx.results = opaque, leaves, results
+        ctx.seed = int(torch.randint(2**62, ())) if opaque.draws_backward else None
         detached = tuple(result.detach() for result in results)
         ctx.mark_non_differentiable(
             *(d for d, r in zip(detached, results, strict=True) if not r.requires_grad)
@@ -323,7 +327,9 @@ class _Apart(torch.autograd.Function):
             (r, g) for r, g in zip(ctx.results, gradients, strict=True) if r.requires_grad and g is not None
         ]
         trained = [leaf for leaf in ctx.leaves if leaf.requires_grad]
-        with ctx.opaque._modes():
+        generators = generators_of(gradients[0].device)
+        drawing = contextlib.nullcontext() if ctx.seed is None else seeded(generators, ctx.seed)
+        with ctx.opaque._modes(), drawing:
             found = torch.autograd.grad(
                 [r for r, _ in given], trained, [g for _, g in given], allow_unused=True
             )

@@ -41,6 +41,24 @@ class Reversed(torch.autograd.Function):
         return -ctx.scale * gradients[0], None
 
 
+class Noisy(torch.autograd.Function):
+    """Adds noise to gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] + 0.1 * torch.randn_like(gradients[0])
+
+
+class NoisyLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        noisy: Tensor = Noisy.apply(super().forward(x))
+        return noisy
+
+
 class FusedCrossEntropy(torch.autograd.Function):
     """Keeps probabilities, not logits; its backward is written out."""
 
@@ -170,6 +188,9 @@ class Case:
             batch["lengths"] = torch.tensor([5, 2, 4, 1, 5, 3, 3, 5])
         return batch
 
+
+NOISY = Case(partial(NoisyLinear, 8, 8))
+"""No plain loop draws the numbers that a plan draws."""
 
 CASES = {
     "quantizer": Case(partial(Quantizer, 8, 8)),

@@ -133,6 +133,36 @@ def test_a_checkpoint_holds_a_parts_parameters_buffers_and_momentum(pool: Worker
     compare("python-if", pool.run(resumed, *arguments, world_size=2, timeout_seconds=120.0))
 
 
+def trained_with_noise(plan_json: str) -> dict[str, Tensor]:
+    """In a worker: three steps of a model whose backward draws, by a rank whose generator is unlike any other's."""
+    case = models.NOISY
+    plan = Plan.from_json(plan_json)
+    options: dict[str, Any] = {"optimizer": torch.optim.SGD, "optimizer_kwargs": {"lr": 0.1}}
+    with plan.deploy(case.model(), example_inputs=case.batch(), loss_fn=case.loss, **options) as engine:
+        torch.manual_seed(1000 + engine.rank)
+        for seed in range(models.STEPS):
+            engine.train_step(case.batch(seed))
+        return {name: parameter.detach().clone() for name, parameter in engine.parameters.items()}
+
+
+def test_copies_stay_equal_where_backward_draws_random_numbers(pool: WorkerPool) -> None:
+    case = models.NOISY
+    plan = partition(
+        case.model(),
+        ClusterSpec.local(2),
+        example_inputs=case.batch(),
+        loss_fn=case.loss,
+        batch_size=models.SAMPLES,
+        strategy="feature",
+        mesh=(2,),
+        pins={"*": "R"},
+    )
+    first, second = pool.run(trained_with_noise, plan.model_dump_json(), world_size=2)
+    assert first.keys() == second.keys()
+    for name, parameter in first.items():
+        assert torch.equal(parameter, second[name])
+
+
 @pytest.mark.parametrize("way", thinned(WAYS, ["layer", "feature"]))
 def test_verify_runs_the_users_own_code_in_float64(way: str, pool: WorkerPool) -> None:
     case = models.CASES["fused"]

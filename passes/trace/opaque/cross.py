@@ -230,7 +230,12 @@ class Crossing:
         ]
         measured = tuple(replace(run.work, numbers=p) for p, run in runs.items() if run.work is not None)
         opaque = replace(
-            opaque, results=tuple(results), written=seen.written, random=seen.random, measured=measured
+            opaque,
+            results=tuple(results),
+            written=seen.written,
+            random=seen.random,
+            draws_backward=seen.draws_backward,
+            measured=measured,
         )
         content = (part.code.target, part.code.state, opaque.arguments, structure, opaque.results, autocast)
         sizes.join(given)

@@ -127,6 +127,14 @@ def described(
             raise UnfitError(f"it returns a {type(other).__name__} that changes with the batch size")
     written = sorted({index for run in runs.values() for index in run.written})
     random = any(run.random for run in runs.values())
+    draws = any(run.draws_backward for run in runs.values())
     grads = tuple(map(any, zip(*(run.differentiable for run in runs.values()), strict=True)))
-    seen = replace(first, differentiable=grads, others=tuple(changed), written=tuple(written), random=random)
+    seen = replace(
+        first,
+        differentiable=grads,
+        others=tuple(changed),
+        written=tuple(written),
+        random=random,
+        draws_backward=draws,
+    )
     return results, seen

@@ -60,6 +60,7 @@ class Observed:
     structure: pytree.TreeSpec
     written: tuple[int, ...]
     random: bool
+    draws_backward: bool
     work: Measured | None = None
     """The work of a run on real tensors, counted."""
 
@@ -172,6 +173,7 @@ def _observed(
     written, random = effects()
     leaves, structure = pytree.tree_flatten(output)
     found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    draws_backward = _has_own_backward(found) and (random or _draws_backward(found, own, effects))
     replaced = {i for i, (new, old) in enumerate(zip(after, own, strict=True)) if new is not old}
     return Observed(
         given=tuple(tensor.dtype for tensor in own),
@@ -182,8 +184,37 @@ def _observed(
         others=tuple(leaf for leaf in leaves if not isinstance(leaf, Tensor)),
         structure=structure,
         written=tuple(sorted(written | replaced)),
-        random=random,
+        random=random or draws_backward,
+        draws_backward=draws_backward,
     )
+
+
+def _has_own_backward(outputs: Sequence[Tensor]) -> bool:
+    """Tell whether a backward that is written in Python leads to ``outputs``; those of torch draw nothing."""
+    seen: set[Any] = set()
+    nodes: list[Any] = [tensor.grad_fn for tensor in outputs]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        nodes += [after for after, _ in node.next_functions]
+    return False
+
+
+def _draws_backward(
+    outputs: Sequence[Tensor], own: Sequence[Tensor], effects: Callable[[], tuple[set[int], bool]]
+) -> bool:
+    """Run backward; tell whether it drew random numbers. One that cannot run here may draw them."""
+    results = [tensor for tensor in outputs if tensor.requires_grad]
+    trained = [tensor for tensor in own if tensor.requires_grad]
+    try:
+        torch.autograd.grad(results, trained, list(map(torch.ones_like, results)), allow_unused=True)
+    except Exception:  # noqa: BLE001 - the user's code may raise anything on fake tensors
+        return True
+    return effects()[1]
 
 
 Point = tuple[int, ...]
