@@ -33,8 +33,8 @@ from cost_models.units import listed
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import Float64, float64_by_default, in_float64, wide, widen_module
 from passes.fidelity.agree import TOLERANCES, Numbers, difference, tolerance
-from passes.fidelity.example import another_batch, subject_of
-from passes.fidelity.lines import line_of, with_line
+from passes.fidelity.example import another_batch, has_example, subject_of
+from passes.fidelity.lines import line_of, why_backward_fails, with_line
 from passes.fidelity.parts import whole_leaves, why_parts_differ
 from passes.fidelity.steps import (
     Subject,
@@ -81,8 +81,8 @@ def check_fidelity(
 ) -> OpGraph:
     """Return ``graph`` with what was found out in its notes. Raises ModelError where it is not what the model computes.
 
-    A model without values (on the meta device) is not run, nor is one that cannot be run on its example batch: a note says
-    so. Nothing of the model is changed. ``declared``: leaves whose batch dimension the user has given.
+    A model without values (on the meta device) is not run, nor is one whose forward cannot be run on its example batch: a
+    note says so. Nothing of the model is changed. ``declared``: leaves whose batch dimension the user has given.
     """
     if graph.loss is None or not has_values(model):
         return graph
@@ -92,6 +92,7 @@ def check_fidelity(
             graph, f"not compared with its trace: it has {size_bytes / 2**30:.0f} GiB of parameters"
         )
     failure: Exception | None = None
+    last = Exception()
     given_whole = whole_leaves(graph, declared)
     for drawn, compiler in _MANNERS:
         subject = subject_of(graph, model, example_inputs, loss_fn, drawn=drawn, whole=bool(given_whole))
@@ -104,11 +105,14 @@ def check_fidelity(
                     raise _parts_need_more(graph, given_whole, why)
                 return found
             except _CannotRunError as error:
-                failure = failure or error.reason
+                failure, last = failure or error.reason, error.reason
     try:
         return _checked_in_float64(graph, subject)
     except _CannotRunError as error:
         log.debug("fidelity: no step in float64 either: %s", error)
+        failing = why_backward_fails(graph, last) if has_example(example_inputs) else []
+        if failing and why_backward_fails(graph, error.reason):
+            raise _backward_fails(graph, failing) from last
     lines = str(failure).strip().splitlines() or ["no message"]
     return _noted(
         graph,
@@ -347,6 +351,18 @@ def _hooks_matter(graph: OpGraph, seen: _Seen, why: str) -> ModelError:
             "a gradient times c: c * x + ((1 - c) * x).detach() in forward",
             "parameter.register_hook(…) instead, if it is a parameter's gradient: a plan runs these",
             f'opaque=["{named}"] runs that module as it is, hooks included',
+            OFF,
+        ],
+    )
+
+
+def _backward_fails(graph: OpGraph, because: list[str]) -> ModelError:
+    return ModelError(
+        f"backward of {graph.model_name} fails on the example, as it would in every step",
+        because,
+        [
+            "give the op a backward (torch.library.register_autograd, autograd.Function), or detach what it is given",
+            "call loss.backward() on example_inputs yourself: it fails alike",
             OFF,
         ],
     )

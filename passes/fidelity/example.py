@@ -82,6 +82,18 @@ def another_batch(graph: OpGraph, subject: Subject) -> Subject | None:
     return replace(subject, batch=rebuild(subject.batch, list(leaves.values())), leaves=leaves)
 
 
+def has_example(example_inputs: Any) -> bool:
+    """Tell whether all tensors of the example have values."""
+    found: list[bool] = []
+
+    def look(_: tuple[str, ...], leaf: Tensor) -> Tensor:
+        found.append(not (leaf.is_meta or isinstance(leaf, FakeTensor)))
+        return leaf
+
+    map_tensors(example_inputs, look)
+    return all(found)
+
+
 def _values(leaf: Tensor, generator: torch.Generator, drawn: bool) -> Tensor:
     """Copy a leaf; one without values is drawn (zeros for integers), one that holds a single number if asked to."""
     if leaf.is_meta or isinstance(leaf, FakeTensor):

@@ -1,16 +1,20 @@
-"""The lines of the user's code that a refusal names: where a hook is written, and where an attribute is changed."""
+"""The lines of the user's code that a refusal names: of a hook, of what changes an attribute, of a backward that fails."""
 
 from __future__ import annotations
 
 import dis
 import functools
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from torch import nn
 
+from passes.graph.graph import OpGraph
 from passes.trace.noted import Change
+from passes.trace.user_code import OURS, TORCH
 
 
 def line_of(function: Callable[..., object]) -> str:
@@ -25,6 +29,27 @@ def line_of(function: Callable[..., object]) -> str:
     if not isinstance(code, types.CodeType):
         return str(name)
     return f"{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def why_backward_fails(graph: OpGraph, error: BaseException) -> list[str]:
+    """Name the op and the line of what a step's own ``loss.backward()`` raised; [] for what forward raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    called = [at for at, frame in enumerate(frames) if frame.name == "eager_step"]
+    after = frames[called[0] + 1] if called and called[0] + 1 < len(frames) else None
+    if after is None or after.name != "backward" or not after.filename.startswith(TORCH):
+        return []
+    said = str(error).strip().splitlines() or ["no message"]
+    users = [f for f in frames[called[0] + 1 :] if not f.filename.startswith((TORCH, OURS))]
+    if users:  # a backward of the user's own
+        return [f"{Path(users[-1].filename).name}:{users[-1].lineno}: {type(error).__name__}: {said[0]}"]
+    nodes = [
+        node
+        for node in graph.ops
+        if isinstance(node.target, torch._ops.OpOverload)
+        and any(name in said[0] for name in (str(node.target), node.target._schema.name))
+    ]
+    places = [f"{node.target}, called in {node.meta['source']}" for node in nodes if node.meta.get("source")]
+    return [f"{type(error).__name__}: {said[0]}", *dict.fromkeys(places)]
 
 
 def with_line(change: Change) -> str:

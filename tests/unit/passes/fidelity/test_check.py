@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -431,3 +432,40 @@ def test_the_check_is_a_pass_with_its_seconds_and_runs_once_per_trace() -> None:
 def test_partition_refuses_too() -> None:
     with pytest.raises(ModelError, match="at every call"):
         partition(Model(counting), ClusterSpec.local(2), example_inputs=torch.randn(8, 6), loss_fn=squared)
+
+
+@torch.library.custom_op("partitioner_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    """An op without a backward."""
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ValueError("not today")
+
+
+@pytest.mark.parametrize(
+    ("middle", "said"),
+    [
+        (lambda model, x: doubled(x), r"partitioner_tests.doubled.default, called in test_check.py:\d+"),
+        (lambda model, x: Failing.apply(x), r"test_check.py:\d+: ValueError: not today"),
+    ],
+    ids=["an op without a backward", "a backward that raises"],
+)
+def test_a_backward_that_fails_on_the_example_is_refused(
+    middle: Callable[[Any, Tensor], Tensor], said: str
+) -> None:
+    with pytest.raises(ModelError, match="backward of Model fails on the example") as refused:
+        checked(Model(middle))
+    assert re.search(said, str(refused.value))
