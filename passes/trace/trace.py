@@ -12,7 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cost_models.errors import ModelError, UsageError
 from cost_models.precision import Precision
@@ -96,6 +96,7 @@ def trace(
         raise ModelError(
             f"cannot trace {model_name}", ["example_inputs holds no tensor"], ["pass an example batch"]
         )
+    _refuse_layouts(leaves)
     state = state_names(model)
     parts = Parts.chosen(model, loss_fn, opaque)
     notes, checkpointing = ([] if compiled is None else [compiled]), list[str]()
@@ -163,6 +164,17 @@ def trace(
         refuse_mixed_types(graph)
     logger.info("traced %s: %d operations", model_name, len(graph))
     return graph
+
+
+def _refuse_layouts(leaves: Mapping[str, Tensor]) -> None:
+    """Refuse sparse and nested tensors: micro-batches are slices of a batch, and ranks send each other dense tensors."""
+    others = [f"{name} is {leaf.layout}" for name, leaf in leaves.items() if leaf.layout is not torch.strided]
+    if others:
+        raise ModelError(
+            "the batch holds tensors that are not dense",
+            others,
+            ["pass x.to_dense(), or indices and values as two tensors, and make it sparse in forward"],
+        )
 
 
 def _check_module(model: nn.Module) -> None:

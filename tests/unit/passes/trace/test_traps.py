@@ -362,3 +362,8 @@ def test_a_batch_dependent_constant_is_recomputed_for_every_size() -> None:
     graph = trace(model, torch.randn(3, 4, 3), loss_fn=lambda output, batch: output.sum() / output.shape[0])
     x = torch.randn(3, 9, 3)
     torch.testing.assert_close(run(graph, model, x)[0], model(x).sum() / 9)
+
+
+def test_a_sparse_batch_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"x is torch\.sparse_coo"):
+        trace(nn.Linear(4, 3), {"x": torch.eye(4).to_sparse()}, loss_fn=lambda output, batch: output.sum())
