@@ -34,7 +34,7 @@ from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import Float64, float64_by_default, in_float64, wide, widen_module
 from passes.fidelity.agree import TOLERANCES, Numbers, difference, tolerance
 from passes.fidelity.example import another_batch, has_example, subject_of
-from passes.fidelity.lines import line_of, why_backward_fails, with_line
+from passes.fidelity.lines import clock_lines, line_of, why_backward_fails, with_line
 from passes.fidelity.parts import whole_leaves, why_parts_differ
 from passes.fidelity.steps import (
     Subject,
@@ -195,7 +195,7 @@ def _checked(graph: OpGraph, subject: Subject, state: PythonState) -> OpGraph:
             ["step the optimizer after backward: a plan runs it on every rank", OFF],
         )
     if why := _repeat_differs(graph, subject, state, seen, first):
-        raise _depends_on_state(graph, seen, why)
+        raise _depends_on_state(graph, model, seen, why)
     notes = [f"{n}; others change nothing here" if n.startswith(DRAWN) else n for n in graph.notes]
     state.restore()
     why = _graph_differs(graph, subject, state, first)
@@ -326,12 +326,18 @@ def _hook_lines(model: nn.Module) -> list[str]:
     ][:3]
 
 
-def _depends_on_state(graph: OpGraph, seen: _Seen, why: str) -> ModelError:
+def _depends_on_state(graph: OpGraph, model: nn.Module, seen: _Seen, why: str) -> ModelError:
     lines = [*seen.draws.lines()[:3], *map(with_line, seen.changes[:5])]
+    ways = [
+        "keep it in a buffer that forward updates (and gives a backward of its own): it is part of the plan"
+    ]
     if not lines:
-        lines = ["nothing of the model's attributes, of random or of numpy.random changed between the calls"]
+        nothing = "nothing of the model's attributes, of random or of numpy.random changed between the calls"
+        lines = [nothing, *clock_lines(model)[:3]]
+        ways = [
+            "give forward such a number as a tensor of the batch: a plan sends it to the ranks that need it"
+        ]
     before = ", after a step on other samples," if seen.changes else ""
-    ways = ["compute it from tensors: a buffer that forward updates is part of the plan"]
     if seen.draws:
         ways = ["draw with torch (torch.rand, F.dropout), whose numbers a plan draws anew in every step"]
     return ModelError(

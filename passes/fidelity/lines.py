@@ -13,8 +13,12 @@ import torch
 from torch import nn
 
 from passes.graph.graph import OpGraph
+from passes.graph.user_code import OURS, TORCH
 from passes.trace.noted import Change
-from passes.trace.user_code import OURS, TORCH
+from passes.trace.python_state import is_users
+
+_CLOCKS = ("time", "datetime", "secrets", "uuid")
+"""Modules whose numbers nobody can set."""
 
 
 def line_of(function: Callable[..., object]) -> str:
@@ -56,6 +60,29 @@ def with_line(change: Change) -> str:
     """Return the text of a change, with the line that most likely makes it."""
     place = _place(change)
     return f"{change}, in {place}" if place else str(change)
+
+
+def clock_lines(model: nn.Module) -> list[str]:
+    """Name the lines of the model's own code that read a clock, or other numbers that nobody can set."""
+    found: dict[str, None] = {}
+    for module in model.modules():
+        held = [value for part in (*type(module).__mro__, module) for value in vars(part).values()]
+        for function in held:
+            if not isinstance(function, types.FunctionType) or not is_users(function.__code__.co_filename):
+                continue
+            for instruction in dis.get_instructions(function):
+                if instruction.opname != "LOAD_GLOBAL":
+                    continue
+                value = function.__globals__.get(instruction.argval)
+                source = value.__name__ if isinstance(value, types.ModuleType) else _module_of(value)
+                if source in _CLOCKS and instruction.positions is not None:
+                    line = f"{Path(function.__code__.co_filename).name}:{instruction.positions.lineno}"
+                    found.setdefault(f"{instruction.argval} is read in {line}")
+    return list(found)
+
+
+def _module_of(value: object) -> object:
+    return getattr(value, "__module__", None) if callable(value) else None
 
 
 def _place(change: Change) -> str:

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from cost_models.errors import ModelError
-from passes.trace.user_code import caller
+from passes.graph.user_code import caller
 
 
 class RefuseWithoutValues(TorchFunctionMode):

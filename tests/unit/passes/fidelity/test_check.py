@@ -332,8 +332,31 @@ def test_an_optimizer_inside_backward_is_refused() -> None:
 
 
 def test_a_number_that_no_attribute_explains_is_found() -> None:
-    with pytest.raises(ModelError, match="nothing of the model's attributes"):
-        checked(Model(lambda m, h: h * (time.perf_counter_ns() % 1000)))
+    middle: Callable[[Any, Tensor], Tensor] = lambda m, h: h * (time.perf_counter_ns() % 1000)  # noqa: E731
+    with pytest.raises(ModelError, match="nothing of the model's attributes") as caught:
+        checked(Model(middle))
+    assert f"time is read in {FILE}{middle.__code__.co_firstlineno}" in caught.value.because
+
+
+class CountedBackward(torch.autograd.Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        CountedBackward.calls += 1
+        return gradients[0] / CountedBackward.calls
+
+
+def test_a_counter_in_a_backward_is_named_with_its_line() -> None:
+    with pytest.raises(ModelError) as caught:
+        checked(Model(lambda m, h: CountedBackward.apply(h)))
+    line = CountedBackward.backward.__code__.co_firstlineno + 2
+    assert f"CountedBackward.calls: 0 -> 1, in {FILE}{line}" in caught.value.because
+    assert CountedBackward.calls == 0
 
 
 def test_complex_parameters_and_values_that_are_no_numbers_are_compared() -> None:
