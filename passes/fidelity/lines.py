@@ -15,7 +15,7 @@ from torch import nn
 from passes.graph.graph import OpGraph
 from passes.graph.user_code import OURS, TORCH
 from passes.trace.noted import Change
-from passes.trace.python_state import is_users
+from passes.trace.python_state import outside_libraries
 
 _CLOCKS = ("time", "datetime", "secrets", "uuid")
 """Modules whose numbers nobody can set."""
@@ -68,7 +68,9 @@ def clock_lines(model: nn.Module) -> list[str]:
     for module in model.modules():
         held = [value for part in (*type(module).__mro__, module) for value in vars(part).values()]
         for function in held:
-            if not isinstance(function, types.FunctionType) or not is_users(function.__code__.co_filename):
+            if not isinstance(function, types.FunctionType) or not outside_libraries(
+                function.__code__.co_filename
+            ):
                 continue
             for instruction in dis.get_instructions(function):
                 if instruction.opname != "LOAD_GLOBAL":

@@ -206,7 +206,7 @@ class PythonState:
             yield where, value, function
         yield path, list(function.__defaults__ or ()), function
         yield path, list((function.__kwdefaults__ or {}).values()), function
-        if is_users(function.__code__.co_filename):
+        if outside_libraries(function.__code__.co_filename):
             yield from self._note_globals(function)
 
     def _note_globals(self, function: types.FunctionType) -> Iterator[tuple[str, object, object]]:
@@ -234,7 +234,7 @@ class PythonState:
             )
         if isinstance(
             value, list | dict | set | deque | Tensor | torch.Generator | random.Random | _CACHED
-        ) or (isinstance(value, types.FunctionType) and is_users(value.__code__.co_filename)):
+        ) or (isinstance(value, types.FunctionType) and outside_libraries(value.__code__.co_filename)):
             yield where, value, function
         elif isinstance(value, type) and _is_users_module(sys.modules.get(value.__module__)):
             yield from self._note_class(value)
@@ -284,14 +284,14 @@ def names_in(code: types.CodeType) -> Iterator[str]:
             yield from names_in(constant)
 
 
-def is_users(file: str) -> bool:
+def outside_libraries(file: str) -> bool:
     """Tell whether a file is the user's own code: no installed library's, no part of Python."""
     return not any(library in file for library in _LIBRARIES) and not file.startswith((_TORCH, "<frozen"))
 
 
 def _is_users_module(value: object) -> bool:
     file = getattr(value, "__file__", None)
-    return isinstance(value, types.ModuleType) and isinstance(file, str) and is_users(file)
+    return isinstance(value, types.ModuleType) and isinstance(file, str) and outside_libraries(file)
 
 
 def _is_torchs(cls: type) -> bool:
