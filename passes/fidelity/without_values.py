@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -11,7 +13,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from cost_models.errors import ModelError
-from passes.graph.user_code import caller
+from passes.graph.user_code import TORCH, caller, is_users
+
+_COMPILER = os.path.join(TORCH, "_dynamo") + os.sep
 
 
 class RefuseWithoutValues(TorchFunctionMode):
@@ -29,9 +33,19 @@ class RefuseWithoutValues(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         found = next((value for value in tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)), None)
-        if found is not None:
+        if found is not None and not _in_compiler():
             raise _remembered(self.model_name, found, caller())
         return func(*args, **(kwargs or {}))
+
+
+def _in_compiler() -> bool:
+    """Tell whether torch's compiler called: an op that compiles itself looks at its operands without values."""
+    frame = sys._getframe(2)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_COMPILER):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _remembered(model_name: str, tensor: Tensor, place: str) -> ModelError:
