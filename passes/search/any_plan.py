@@ -21,9 +21,10 @@ and beside any bridges. What all of them share, and the proof:
     chain     One micro-batch runs the longest path of ops into the loss and a longest path of gradients back. Parts of one
               op run at the same time, the ops of a path do not: step ≥ launches along the path.
 
-Micro-batches of ⌈B/m⌉ samples, the last ones shorter in proportion, come to B/⌈B/m⌉ full ones, whatever m is. That is the
-simulator's own assumption (``microbatch_scale`` in ``runtime.simulate``): work that grows faster than the samples takes less
-in a shorter micro-batch than it says, and the bound is one of simulated steps. The bound is the least over all m. Links, memory, the order of work, what is computed twice: nothing of it is counted, all of it adds.
+Micro-batches of ⌈B/m⌉ samples, the last ones shorter in proportion, come to B/⌈B/m⌉ full ones, whatever m is: as the
+simulator charges them (``simulate_step``). Work that grows faster than the samples takes less in a shorter micro-batch than
+that; this is a bound on simulated steps. It is the least over all m. Links, memory, the order of work, what is computed
+twice: nothing of it is counted, all of it adds.
 
 Not counted, because a part may do without it: views and what may become one on a part (``reshape`` of one sample), traffic
 of products (their operands may be copied first, or not), sums of gradients (readers of one bridge share theirs), ops that
