@@ -147,8 +147,8 @@ def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
 def are_read(node: fx.Node) -> tuple[bool, ...]:
     """Tell of each tensor that ``node`` produces whether an op reads it, or might: those of a tuple are projected first.
 
-    The sizes of what nobody reads may mean nothing: ``embedding_bag`` makes ``bag_size`` with as many elements as there
-    are bags if its weight requires a gradient, and as there are offsets if not.
+    The sizes of what nobody reads may mean nothing: ``embedding_bag`` makes a tensor of the bags' sizes with as many
+    elements as there are bags if its weight requires a gradient, and as there are offsets if not.
     """
     value = node.meta.get("val")
     if not isinstance(value, list | tuple):

@@ -10,6 +10,7 @@ One all-reduce of (2, c); a rank's ∂w and ∂b are its own part of the sum. Ev
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ def batch_norm(
     samples = axes["samples"]
     result, mean, variance = _Normalize.apply(x, weight, bias, eps, samples)  # type: ignore[no-untyped-call]
     if running_mean is not None and running_var is not None:
-        count = x.numel() // x.shape[1] * samples.size
+        count = math.prod(size for dim, size in enumerate(x.shape) if dim != 1) * samples.size
         unbiased = variance * (count / (count - 1))
         # The kernel, too, writes behind autograd's back: another norm on the same statistics may have saved them, unread.
         running_mean.data.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)

@@ -177,16 +177,18 @@ class FailureMonitor:
     def _missing(self, peers: Sequence[int], instruction: str, chain: Sequence[int]) -> int:
         """Blame one of ``peers``: one that failed, else one that waits for something else, or for nothing.
 
-        The members of a collective fail within moments of each other, so each is given some time to report.
+        The members of a collective fail within moments of each other, so each is given some time to report. So is a single
+        peer, a second at most: what a third rank did may end the waits of both at once.
         """
         others = [peer for peer in peers if peer not in (*chain, self.rank)]
-        deadline = time.monotonic() + self.timeout_seconds * GATHER_SHARE
+        patience = self.timeout_seconds * GATHER_SHARE
+        deadline = time.monotonic() + (patience if len(others) > 1 else min(patience, REPORT_SECONDS))
         while True:
             records = {peer: self._get(str(peer)) for peer in others}
             failed = [peer for peer, record in records.items() if record and "error" in record]
             elsewhere = [p for p, r in records.items() if r and r.get("instruction") != instruction]
             silent = [peer for peer, record in records.items() if not record]
-            if failed or len(others) < 2 or len(silent) < 2 or time.monotonic() > deadline:
+            if failed or len(silent) < min(2, len(others)) or time.monotonic() > deadline:
                 return [*failed, *elsewhere, *silent, *others][0]
             time.sleep(0.02)
 

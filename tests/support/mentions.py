@@ -17,7 +17,8 @@ from benchmarks.rooms import FLOORS, ROOT, House
 
 FOLDERS = "|".join((*FLOORS, "benchmarks", "examples", "tests", "docs"))
 PATH = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w/.*-]*\w/?)")
-FILE = re.compile(rf"(?<![\w/.\"'\[-])(?!(?:{FOLDERS})/)(\w[\w/]*\.py)\b")
+FILE = re.compile(rf"(?<![\w/.\"'\[-])(?!(?:{FOLDERS})/|modeling_)(\w[\w/]*\.py)\b")
+"""Files of ours, that is: transformers' begin with ``modeling_``."""
 NAME = re.compile(r"``([a-z]\w*_\w*)``")
 SHORT_TEXT = 60
 """Characters of the longest text that is taken for names, such as a key or the target of an op."""

@@ -51,6 +51,17 @@ def test_one_that_failed_comes_before_those_that_are_silent(monitors: list[Failu
     assert "rank 3 failed" in str(monitors[0].explain(1, [1, 2, 3], "the loss", ENDED))
 
 
+def test_a_single_peer_is_given_a_moment_to_say_that_it_waits_itself(monitors: list[FailureMonitor]) -> None:
+    """The third rank's end may break both waits at once."""
+    late = threading.Timer(0.05, monitors[1]._report, [{"peers": [2], "instruction": "<x:0@2"}])
+    late.start()
+    monitors[2].report_own(ValueError("planted"))
+    text = str(monitors[0].explain(1, [1], "<y:0@1", RuntimeError("closed")))
+    late.join()
+    assert "rank 2 failed or hangs" in text
+    assert "planted" in text
+
+
 def test_a_circle_ends(monitors: list[FailureMonitor]) -> None:
     waits(monitors[1], [2], "<a:0@2")
     waits(monitors[2], [0, 1], "+wte@0,1,2")
