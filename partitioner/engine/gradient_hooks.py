@@ -106,9 +106,7 @@ class GradientHooks:
         mine = self._own_blocks(name, shape)
         gradients = {n: p.grad for n in mine if (p := self._state.parameters[n]).grad is not None}
         whole = self._whole(name, shape, gradients, hooked.gradient_dtype, "gradient")
-        if (
-            whole is None
-        ):  # a part of the model that the batch did not reach: no gradient, no hooks, as in a plain loop
+        if whole is None:  # the batch did not reach it: no gradient, no hooks, as in a plain loop
             return
         own = {n: self._state.parameters[n].detach() for n in mine}
         values = self._whole(name, shape, own, hooked.dtype, "values")

@@ -39,6 +39,7 @@ from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import in_float64, widen_module
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
+from passes.lower.placed_graph import PlacedGraph
 from passes.trace.batch import flatten_batch, forward_names
 from passes.trace.loss.reduction import loss_weights, step_batch
 from passes.trace.watch import HOOKS_RUN
@@ -146,9 +147,8 @@ def verify_plan(
             opaque=plan.opaque,
             name=plan.model.name,
         )
-    ranks = ranks_in_order(plan)
     traced, (graph, dropped) = graph, without_dropout(in_float64(graph))
-    code = plan_code(plan, traced, ranks, run=graph)
+    code = plan_code(plan, traced, ranks_in_order(plan), run=graph)
     reference = double_copy(workload)
     notes = _notes(plan, graph, dropped)
     sizes = small_sizes(plan, code.multiple, 2 * least_samples(graph)[0])
@@ -156,23 +156,7 @@ def verify_plan(
     batch = ignore_unevenly(batch, reference.model, graph)
     leaves = flatten_batch(batch, forward_names(reference.model))
     state = model_state(reference.model, graph)
-    task = VerificationTask(
-        programs=plan_programs(plan, ranks),
-        codes=code.lowered(),
-        segments=plan_segments(plan, ranks),
-        batch_specs=tuple(map(code.batch_of, range(plan.world_size))),
-        batch=step_batch(graph, leaves, sizes),
-        state=state,
-        trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
-        microbatches=plan.microbatches,
-        weights=tuple(loss_weights(graph.loss_reduction, sizes)),
-        optimizer=plan.optimizer_memory,
-        learning_rate=LEARNING_RATE,
-        timeout_seconds=timeout_seconds,
-        shardings=code.shardings,
-        parts=code.graph.parts,
-    )
-
+    task = _task(plan, graph, code, sizes, leaves, state, timeout_seconds)
     recorded = RecordedDraws(graph)
 
     def step(batch: Any, leaves: Mapping[str, Tensor]) -> StepResult:
@@ -219,6 +203,35 @@ def verify_plan(
         notes=tuple(notes),
         first_difference=first,
         mesh=_mesh_of_all(plan),
+    )
+
+
+def _task(
+    plan: PlanData,
+    graph: OpGraph,
+    code: PlacedGraph,
+    sizes: tuple[int, ...],
+    leaves: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    timeout_seconds: float,
+) -> VerificationTask:
+    """Say what every rank runs: the plan's own programs, on this batch and from this state."""
+    ranks = ranks_in_order(plan)
+    return VerificationTask(
+        programs=plan_programs(plan, ranks),
+        codes=code.lowered(),
+        segments=plan_segments(plan, ranks),
+        batch_specs=tuple(map(code.batch_of, range(plan.world_size))),
+        batch=step_batch(graph, leaves, sizes),
+        state=state,
+        trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
+        microbatches=plan.microbatches,
+        weights=tuple(loss_weights(graph.loss_reduction, sizes)),
+        optimizer=plan.optimizer_memory,
+        learning_rate=LEARNING_RATE,
+        timeout_seconds=timeout_seconds,
+        shardings=code.shardings,
+        parts=code.graph.parts,
     )
 
 

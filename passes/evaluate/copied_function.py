@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from passes.trace.python_state import names_in
+
 Function = TypeVar("Function")
 
 DEEPEST = 8
@@ -75,7 +77,7 @@ class _Copier:
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         cells = function.__closure__ or ()
         held = [cell.cell_contents for cell in cells if _filled(cell)]
-        names = [name for name in _names(function.__code__) if name in function.__globals__]
+        names = [name for name in dict.fromkeys(names_in(function.__code__)) if name in function.__globals__]
         read = [function.__globals__[name] for name in names]
         if not self._differ([*held, *read, function.__defaults__, function.__kwdefaults__]):
             return function
@@ -113,9 +115,3 @@ def _filled(cell: types.CellType) -> bool:
     except ValueError:  # a variable that is assigned later
         return False
     return True
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Return the names that a function's code, and functions within it, may read as globals."""
-    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return set(code.co_names).union(*map(_names, inner))

@@ -28,10 +28,10 @@ from passes.trace.batch import (
 )
 from passes.trace.batch_symbols import (
     Settled,
+    assumed_in,
     batch_spec,
     check_guards,
     check_known,
-    line_of,
     lines_that_fix,
     merge,
     settle,
@@ -252,7 +252,7 @@ def _finish(
     symbol, by_convention = merge(exported.settled, exported.leaves)
     shape_env = exported.fake_mode.shape_env
     assert shape_env is not None
-    notes = check_guards([(shape_env.replace(g.expr), line_of(g.sloc)) for g in shape_env.guards], symbol)
+    notes = check_guards([(shape_env.replace(g.expr), assumed_in(g.sloc)) for g in shape_env.guards], symbol)
     lines = lines_that_fix(exported.fixing)
     modules = [module for module in dict.fromkeys(exported.fixing.values()) if module]
     otherwise = f", opaque={modules!r} if not" if modules else ""

@@ -106,7 +106,7 @@ NOT_ONE_SIZES = 4
 """The number of sizes that may break an assumption of the kind "this size is not 1" before it counts as a branch."""
 
 
-def line_of(place: Any) -> str:
+def assumed_in(place: Any) -> str:
     """Return ", in file.py:12" of where torch says that an assumption was made; "" if it does not."""
     frame = getattr(place, "framework_loc", None)
     if not isinstance(frame, traceback.FrameSummary) or not is_users(frame.filename):

@@ -117,9 +117,8 @@ class _Search:
             yield from self.callable(function.func, text, place, depth)
             return
         if isinstance(function, types.MethodType) and _is_library(function.__func__):
-            yield from self.value(
-                function.__self__, text, place, depth + 1
-            )  # such as ``parameters`` of a module
+            # such as ``parameters`` of a module
+            yield from self.value(function.__self__, text, place, depth + 1)
         elif isinstance(function, types.MethodType):
             yield from self.code_of(function.__func__, function.__self__, depth)
         elif isinstance(function, types.FunctionType):
