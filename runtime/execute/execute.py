@@ -276,8 +276,10 @@ class Executor:
             )
 
     def close(self) -> None:
-        """Stop watching for failures."""
+        """Stop watching for failures. After one, end what is still under way: a group waits for its works when it is freed."""
         self._monitor.close()
+        if self._broken is not None and self._monitor.hang_up is not None:
+            self._monitor.hang_up()
 
     # ------------------------------------------------------------------------------------------------------
     # Before a run

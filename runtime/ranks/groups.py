@@ -90,15 +90,12 @@ def hang_up(group: Any) -> None:
         member = channel.group
         if member is dist.GroupMember.NON_GROUP_MEMBER or dist.get_backend(member) != "gloo":
             continue
-        size = dist.get_world_size(member)
-        if size < 2:
-            continue
-        nothing = torch.empty(1)
-        try:
-            work = member.recv([nothing], (dist.get_rank(member) + 1) % size, _HANG_UP_TAG)
-            work.wait(timedelta(milliseconds=1))
-        except RuntimeError as error:
-            logger.debug("hung up: %s", error)
+        nothing, here = torch.empty(1), dist.get_rank(member)
+        for peer in set(range(dist.get_world_size(member))) - {here}:
+            try:  # where that connection is closed already, it fails without a wait, and closes no other
+                member.recv([nothing], peer, _HANG_UP_TAG).wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                logger.debug("hung up on rank %d: %s", peer, error)
 
 
 def _wanted_by_any(mine: set[tuple[int, ...]], group: Any) -> list[tuple[int, ...]]:
