@@ -80,13 +80,13 @@ class RecordedDraws:
 
     def add(self, recorder: Recorder) -> None:
         """Match one micro-batch's draws. Draws that the graph does not have were of no use."""
-        left = iter(recorder.drawn)
+        left = recorder.drawn
         for node in self._ops:
-            rank = node.meta["val"].dim()
-            for kind, drawn in left:
-                if kind == kind_of(node.target) and drawn.dim() == rank:
-                    self._found[node.name].append(drawn)
-                    break
+            wanted = (kind_of(node.target), node.meta["val"].dim())
+            place = next((i for i, (kind, drawn) in enumerate(left) if (kind, drawn.dim()) == wanted), None)
+            if place is not None:  # an op that the model did not draw for leaves the others what is theirs
+                self._found[node.name].append(left[place][1])
+                left = left[place + 1 :]
 
 
 def cuts_of(plan: PlanData) -> dict[str, dict[str, str]]:

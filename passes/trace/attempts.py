@@ -42,7 +42,6 @@ from passes.trace.build import Converted, convert, leaf_nodes
 from passes.trace.errors import model_error
 from passes.trace.export import LossFunction, ModelWithLoss, export
 from passes.trace.held_parameters import HeldParameters
-from passes.trace.higher_order import note_lines, watch_higher_order
 from passes.trace.names import StateNames
 from passes.trace.opaque.cross import Crossing, NeedsSamplesError
 from passes.trace.opaque.growth import watch_growth
@@ -50,6 +49,7 @@ from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import PartError
 from passes.trace.opaque.samples import samples_of
 from passes.trace.python_state import PythonState
+from passes.trace.users_lines import keep_lines
 from passes.trace.watch import (
     export_fake_mode,
     state_as_traced,
@@ -191,14 +191,13 @@ def _export(subject: Subject, guess: BatchDims) -> Exported:
             subject.crossing.active(),
             watch_growth(subject.model_name),
             watch_fixed(subject.model, fake_mode) as fixing,
-            watch_higher_order() as called,
+            keep_lines(),
         ):
             program = export(module, leaves, symbolic, fake_mode)
     except (PartitionerError, NeedsSamplesError):
         raise
     except Exception as error:
         raise model_error(error, subject.model, subject.model_name) from error
-    note_lines(program.graph, called)
     nodes = leaf_nodes(program, tuple(leaves))
     batch_size = 2 if doubled else guess.size
     return Exported(program, module, fake_mode, nodes, settle(guess, nodes), batch_size, attributes, fixing)

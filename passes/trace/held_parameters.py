@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -35,6 +35,10 @@ class HeldParameters(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = {name: self._current(value) for name, value in (kwargs or {}).items()}
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            func = (
+                Tensor.detach
+            )  # the same memory without gradients: ``.data`` would be a constant of the graph
         return func(*(self._current(argument) for argument in args), **options)
 
     def _current(self, value: Any) -> Any:

@@ -181,9 +181,12 @@ def _check_module(model: nn.Module) -> None:
     """Refuse wrappers that hide the model's code or its names: they are to be taken off first."""
     if not isinstance(model, nn.Module):
         raise UsageError("the model is no torch.nn.Module", [f"got {type(model).__name__}"])
-    if isinstance(model, torch.jit.ScriptModule):
+    scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
         raise ModelError(
-            "a TorchScript model cannot be traced", suggestions=["pass the module that was scripted"]
+            "code of TorchScript cannot be traced",
+            [f"module {scripted[0]!r} was scripted" if scripted[0] else "the model itself was scripted"],
+            ["pass the module that was scripted"],
         )
     lazy = [
         name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)

@@ -128,6 +128,8 @@ QUANTIZATION = {
     "binarized, straight through": _changed(
         lambda m: None, lambda m, x: m.b(m.a(x) + (m.a(x).sign() - m.a(x)).detach())
     ),
+    ".data of an activation": _changed(lambda m: None, lambda m, x: m.b(x / m.a(x).data.exp()) * m.a(x)),
+    ".data of a parameter": _changed(lambda m: None, lambda m, x: m.b(m.a(x)) / m.a.weight.data.norm()),
 }
 
 

@@ -116,6 +116,9 @@ def test_wrappers_are_to_be_taken_off() -> None:
     inner = nn.Linear(4, 2)
     assert "pass model.module" in failure(nn.DataParallel(inner), loss_fn=mean_loss).suggestions
     assert "TorchScript" in failure(torch.jit.script(inner), loss_fn=mean_loss).what
+    assert "module '1' was scripted" in str(
+        failure(nn.Sequential(inner, torch.jit.script(inner)), loss_fn=mean_loss)
+    )
     with pytest.raises(UsageError, match=r"no torch\.nn\.Module"):
         trace(mean_loss, torch.zeros(2, 4))  # type: ignore[arg-type]
 
