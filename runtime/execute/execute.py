@@ -276,7 +276,7 @@ class Executor:
             )
 
     def close(self) -> None:
-        """Stop watching for failures. After one, end what is still under way: a group waits for its works when it is freed."""
+        """Stop watching for failures. After one, end what is still under way: a freed group waits for its works."""
         self._monitor.close()
         if self._broken is not None and self._monitor.hang_up is not None:
             self._monitor.hang_up()
