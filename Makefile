@@ -40,7 +40,7 @@ verify-all: setup  ## every model x stages x schedule, and x mesh x pattern, in 
 	$(BIN)/python -m benchmarks.verify_matrix
 	$(BIN)/python -m benchmarks.verify_matrix --strategy feature
 
-odd-models: setup  ## 446 unusual models x 8 ways to plan them, trained beside a plain loop; ODD="--slice 1/8 --ways layer2"
+odd-models: setup  ## 447 unusual models x 8 ways to plan them, trained beside a plain loop; ODD="--slice 1/8 --ways layer2"
 	$(BIN)/python -m tests.odd_models.run $(ODD)
 
 architectures: setup  ## the bundled families and further architectures of transformers: traced, planned, verified

@@ -16,6 +16,7 @@ from torch.fx.passes.shape_prop import TensorMetadata
 
 from passes.graph.user_code import line_in
 from runtime.segment.code import Dim
+from runtime.segment.recompute import writes_statistics
 
 _ORIGIN = ("nn_module_stack", "stack_trace", "module_path", "source")
 WRITES_UNDECLARED = frozenset({"aten::batch_norm", "aten::instance_norm"})
@@ -92,13 +93,14 @@ def copy_graph(old: fx.Graph) -> fx.Graph:
 def drop_dead_code(graph: fx.Graph) -> None:
     """Erase ops whose result nobody reads and that write nothing (random ones included)."""
     for node in reversed(list(graph.nodes)):
-        if node.op not in ("placeholder", "output") and not node.users and not _writes(node):
+        if node.op not in ("placeholder", "output") and not node.users and not writes(node):
             graph.erase_node(node)
 
 
-def _writes(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
+    """Tell whether an op writes to a tensor that it is given: it counts even if nobody reads its result."""
     if not isinstance(node.target, torch._ops.OpOverload):
-        return False
+        return writes_statistics(node)
     return node.target._schema.is_mutable or node.target._schema.name in WRITES_UNDECLARED
 
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from cost_models.errors import InternalError
 from passes.graph.graph import GraphOutput, OpGraph
-from passes.graph.nodes import copy_graph, new_module
+from passes.graph.nodes import copy_graph, new_module, writes
 
 
 def part_of(graph: OpGraph, ops: Collection[str], copied: Collection[str] = ()) -> OpGraph:
@@ -37,7 +37,7 @@ def part_of(graph: OpGraph, ops: Collection[str], copied: Collection[str] = ()) 
             [*values[:5], "between meshes a value changes its layout, and there is no bridge for that"],
         )
     new = copy_graph(graph.graph)
-    part = with_outputs(graph, new, tuple(output for output in graph.outputs if output.node in own))
+    part = with_outputs(graph, new, tuple(output for output in graph.outputs if output.node in own), own)
     names = {given.name for given in part.inputs} | {output.name for output in part.outputs}
     return replace(
         part,
@@ -49,13 +49,18 @@ def part_of(graph: OpGraph, ops: Collection[str], copied: Collection[str] = ()) 
     )
 
 
-def with_outputs(graph: OpGraph, new: fx.Graph, outputs: tuple[GraphOutput, ...]) -> OpGraph:
-    """Return ``graph`` as ``new``, a copy of its nodes, with ``outputs`` and without what only others needed."""
+def with_outputs(
+    graph: OpGraph, new: fx.Graph, outputs: tuple[GraphOutput, ...], writers: Collection[str] = ()
+) -> OpGraph:
+    """Return ``graph`` as ``new``, a copy of its nodes, with ``outputs`` and without what only others needed.
+
+    ``writers``: ops that stay where they write to what they are given (running statistics), even if nobody reads them.
+    """
     nodes = {node.name: node for node in new.nodes}
     new.output_node().args = (tuple(nodes[output.node] for output in outputs),)
-    # An op without a reader computes nothing that anybody sees; a placeholder without one is no input.
+    # Any other op without a reader computes nothing that anybody sees; a placeholder without one is no input.
     for node in reversed(list(new.nodes)):
-        if node.op != "output" and not node.users:
+        if node.op != "output" and not node.users and not (node.name in writers and writes(node)):
             new.erase_node(node)
     kept = {node.name for node in new.nodes}
     inputs = tuple(given for given in graph.inputs if given.node in kept)

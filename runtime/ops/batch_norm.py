@@ -37,7 +37,7 @@ def batch_norm(
     samples = axes["samples"]
     result, mean, variance = _Normalize.apply(x, weight, bias, eps, samples)  # type: ignore[no-untyped-call]
     if running_mean is not None and running_var is not None:
-        count = math.prod(size for dim, size in enumerate(x.shape) if dim != 1) * samples.size
+        count = _values_per_channel(x, samples)
         unbiased = variance * (count / (count - 1))
         # The kernel, too, writes behind autograd's back: another norm on the same statistics may have saved them, unread.
         running_mean.data.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
@@ -75,8 +75,7 @@ class _Normalize(torch.autograd.Function):
         gradient = gradients[0].to(mean.dtype)
         normal = (x.to(mean.dtype) - _channels(mean, x)) * _channels(inverse, x)
         own = torch.stack([gradient.sum(ctx.dims), (gradient * normal).sum(ctx.dims)])
-        count = x.numel() // x.shape[1] * ctx.samples.size
-        averages = ctx.samples.all_reduce(own) / count
+        averages = ctx.samples.all_reduce(own) / _values_per_channel(x, ctx.samples)
         scale = inverse if weight is None else inverse * weight.to(mean.dtype)
         of_x = _channels(scale, x) * (
             gradient - _channels(averages[0], x) - normal * _channels(averages[1], x)
@@ -84,6 +83,10 @@ class _Normalize(torch.autograd.Function):
         of_weight = None if weight is None else own[1].to(weight.dtype)
         of_bias = own[0].to(mean.dtype if weight is None else weight.dtype) if ctx.has_bias else None
         return of_x.to(x.dtype), of_weight, of_bias, None, None
+
+
+def _values_per_channel(x: Tensor, samples: Peers) -> int:
+    return math.prod(size for dim, size in enumerate(x.shape) if dim != 1) * samples.size
 
 
 def _channels(vector: Tensor, like: Tensor) -> Tensor:

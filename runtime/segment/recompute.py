@@ -89,10 +89,12 @@ def _emit_region(
     inside = set(nodes)
     inputs = list(dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in inside))
     outputs = [node for node in nodes if any(user not in inside for user in node.users)]
-    if not outputs:
+    writes = any(writes_statistics(node) for node in nodes)
+    if not outputs:  # nobody reads it, so nothing is kept of it either; what it writes counts all the same
+        for node in nodes if writes else ():
+            made[node] = graph.node_copy(node, find)
         return
     body = _body(nodes, inputs, outputs)
-    writes = any(writes_statistics(node) for node in nodes)
     if writes:  # uncompiled: what a compiled function writes into its inputs, checkpointing would refuse to read again
         function = recomputed(body.forward, _without_writes(body).forward, random=random)
     else:

@@ -242,12 +242,19 @@ def _shared_norm() -> Case:
     return model(lambda m, x: m.n(m.b(m.n(m.a(x)).tanh())), parts=lambda: {"n": nn.BatchNorm1d(6)})
 
 
+def _unread(m: Any, x: Tensor) -> Tensor:
+    m.n(m.a(x))
+    y: Tensor = m.b(x)
+    return y
+
+
 def _two(make: Callable[[], nn.Module]) -> Case:
     return model(lambda m, x: m.l(m.a(x), m.b(x)), parts=lambda: {"l": make()})
 
 
 LINEAR_AND_VISION = {
     "BatchNorm1d at two places": _shared_norm(),
+    "BatchNorm1d that nobody reads": model(_unread, parts=lambda: {"n": nn.BatchNorm1d(6)}),
     "Bilinear": _two(lambda: nn.Bilinear(6, 6, 5)),
     "CosineSimilarity": _two(lambda: nn.CosineSimilarity(dim=1)),
     "PairwiseDistance": _two(lambda: nn.PairwiseDistance(p=3.0, keepdim=True)),

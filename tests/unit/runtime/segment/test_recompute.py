@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from cost_models.errors import InternalError
 from runtime.ops.random import Seeded
 from runtime.segment.code import SegmentCode, SegmentInput, SegmentOutput
+from runtime.segment.recompute import checkpointed, marked
 from runtime.segment.runner import SegmentRunner, as_leaf
 from tests.support.alive import AliveBytes
 
@@ -177,3 +178,17 @@ def test_memory_between_forward_and_backward_is_one_tensor_per_block() -> None:
     )  # the blocks' inputs and the result, but the first input, which is given
     assert held[False][0] >= 12 * size
     assert held[True][1] < held[False][1]
+
+
+def test_statistics_are_written_even_if_nobody_reads_the_block() -> None:
+    def unread(w: Tensor, mean: Tensor, var: Tensor, x: Tensor) -> Any:
+        aten.batch_norm.default(aten.tanh.default(x), w, None, mean, var, True, 0.1, 1e-5, False)
+        return (aten.mul.Tensor(x, w),)
+
+    traced = fx.symbolic_trace(unread)
+    names = [node.name for node in traced.graph.nodes if node.op == "call_function"]
+    mean, var = torch.zeros(6), torch.ones(6)
+    module = checkpointed(marked(traced, (tuple(names[:2]),)), random=False)
+    module(torch.ones(6, requires_grad=True), mean, var, torch.randn(8, 6))
+    assert mean.abs().min() > 0
+    assert (var - 1).abs().min() > 0
