@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -159,25 +160,21 @@ class _Contraction:
         return u
 
     def unite(self, groups: Iterable[Sequence[int]]) -> None:
-        """Merge each group with everything on a path between its members."""
+        """Merge each group with everything on a path between its members.
+
+        Edges both ways between the members of a group make such a path a cycle: the strong components are the finest
+        units that keep every group whole and still form a DAG, also where one group lies on a path of another.
+        """
+        edges: nx.DiGraph[int] = nx.DiGraph()
         for group in groups:
-            members = {self.find(u) for u in group}
-            first, *rest = sorted(members)
-            if any(self.above[u] - {first} for u in rest):  # else nothing can lie between
-                down, up = self._reach(members, self.below), self._reach(members, self.above)
-                first, *rest = sorted((down & up) | members)
+            for u, v in itertools.pairwise(group):
+                edges.add_edges_from(((u, v), (v, u)))
+        if edges:
+            edges.add_edges_from((u, v) for u, readers in self.below.items() for v in readers)
+        for component in nx.strongly_connected_components(edges):
+            first, *rest = sorted(component)
             for other in rest:
                 self._merge(first, other)
-
-    def _reach(self, start: set[int], edges: Mapping[int, set[int]]) -> set[int]:
-        seen: set[int] = set()
-        stack = list(start)
-        while stack:
-            for v in edges[stack.pop()]:
-                if v not in seen:
-                    seen.add(v)
-                    stack.append(v)
-        return seen
 
     def merge_chains(self, share: float) -> None:
         """Merge along edges whose ends have no other way, the lightest pairs first, up to ``share`` of work each."""

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from passes.graph.contraction import OpArrays, clusters, intervals, list_downsets
+from passes.graph.contraction import OpArrays, clusters, intervals, list_downsets, united
 from tests.support.matrix import drawn
 
 
@@ -27,7 +27,7 @@ def _random(seed: int) -> OpArrays:
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, 30))
     readers = tuple(tuple(v for v in range(u + 1, n) if rng.random() < 2 / (v - u + 1)) for u in range(n))
-    groups = tuple(tuple(sorted(int(x) for x in rng.integers(0, n, 2))) for _ in range(2))
+    groups = tuple(tuple(sorted(int(x) for x in rng.integers(0, n, 2))) for _ in range(3))
     work = np.where(rng.random(n) < 0.3, 0.0, rng.random(n))
     return OpArrays(readers, work, rng.integers(1, 9, n).astype(float), groups)
 
@@ -75,6 +75,14 @@ def test_two_towers_keep_their_branches() -> None:
 
 def test_a_chain_has_one_downset_per_position() -> None:
     assert list_downsets(4, [(0, 1), (1, 2), (2, 3)], limit=10) == (0, 1, 3, 7, 15)
+
+
+def test_a_group_on_a_path_between_another_s_ops_is_one_unit_with_it() -> None:
+    # 2 -> 4 -> 5: once 0 is together with 5 and with 2, op 4 lies between ops of one unit, though 2 reads nothing
+    readers: tuple[tuple[int, ...], ...] = ((5,), (), (4,), (), (5,), ())
+    assert united(readers, [(0, 5), (0, 2)]) == (0, 1, 0, 2, 0, 0)
+    # 1 -> 2 and 3 -> 4 with 1 beside 4 and 2 beside 3: neither group has a path of its own, both together have
+    assert united(((), (2,), (), (4,), ()), [(1, 4), (2, 3)]) == (0, 1, 1, 1, 1)
 
 
 @drawn(150)
