@@ -20,7 +20,7 @@ from passes.evaluate.dropout import DropoutOff
 from passes.fidelity.agree import Numbers
 from passes.graph.graph import OpGraph
 from passes.graph.user_code import caller
-from passes.trace.export import LossFunction, ModelWithLoss
+from passes.trace.export import LossFunction, ModelWithLoss, writes_for_assignments
 from passes.trace.loss.reduction import step_batch, step_weights
 from passes.trace.watch import caching_off, training_mode
 
@@ -49,10 +49,13 @@ def eager_step(subject: Subject) -> Numbers:
     It gets a copy of the batch, which it may write to.
     """
     model = subject.model
-    module = ModelWithLoss(model, subject.batch, subject.loss_fn, training=True)
+    module = ModelWithLoss(model, subject.batch, subject.loss_fn, training=True, assignments_as_writes=False)
     for parameter in model.parameters():
         parameter.grad = None
-    with _as_in_training(model, subject.compiler):
+    with (
+        _as_in_training(model, subject.compiler),
+        writes_for_assignments(model),
+    ):  # after backward reads the old
         loss = module(*(leaf.detach().clone() for leaf in subject.leaves.values()))[0]
         if loss.requires_grad:
             loss.backward()

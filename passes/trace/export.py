@@ -49,7 +49,10 @@ class ModelWithLoss(nn.Module):
         loss_fn: LossFunction | None,
         training: bool,
         precision: Precision | None = None,
+        *,
+        assignments_as_writes: bool = True,
     ) -> None:
+        """``assignments_as_writes``: within ``forward``, for a trace; a caller that runs backward writes after it."""
         super().__init__()
         self.model = model
         self.loss_fn = loss_fn
@@ -57,6 +60,7 @@ class ModelWithLoss(nn.Module):
         self._batch = (batch,)
         self._with_outputs = not training
         self._casts_to = None if precision is None else precision.casts_to
+        self._assignments_as_writes = assignments_as_writes
         self.record = OutputRecord()
 
     def forward(self, *leaves: Tensor) -> tuple[Tensor, ...]:
@@ -66,7 +70,7 @@ class ModelWithLoss(nn.Module):
         if self._casts_to is not None:
             args, kwargs = cast_floating((args, kwargs), self._casts_to)
         before = _python_numbers(self.model)
-        with writes_for_assignments(self.model):
+        with writes_for_assignments(self.model) if self._assignments_as_writes else contextlib.nullcontext():
             output = self.model(*args, **kwargs)
         after = _python_numbers(self.model)
         self.record.changed = tuple(

@@ -197,6 +197,20 @@ def test_python_state_that_changes_nothing_is_let_through() -> None:
     assert drawn.endswith("others change nothing here")
 
 
+def test_a_buffer_that_forward_replaces_is_still_there_in_backward() -> None:
+    def queue(m: Any, h: Tensor) -> Tensor:
+        similar = h @ m.bank.T
+        m.bank = torch.cat([h.detach(), m.bank])[: len(m.bank)]
+        return similar @ m.bank
+
+    model = Model(queue)
+    model.register_buffer("bank", torch.randn(12, 6))
+    bank, values = model.bank, model.bank.clone()
+    assert not any("compared" in note for note in checked(model).notes)
+    assert model.bank is bank
+    assert torch.equal(bank, values)
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_what_export_keeps_is_let_through(reentrant: bool) -> None:
     def middle(m: Any, h: Tensor) -> Tensor:
