@@ -43,7 +43,7 @@ def why_backward_fails(graph: OpGraph, error: BaseException) -> list[str]:
     if after is None or after.name != "backward" or not after.filename.startswith(TORCH):
         return []
     said = str(error).strip().splitlines() or ["no message"]
-    users = [f for f in frames[called[0] + 1 :] if not f.filename.startswith((TORCH, OURS))]
+    users = [f for f in frames[called[0] + 1 :] if not f.filename.startswith((TORCH, *OURS))]
     if users:  # a backward of the user's own
         return [f"{Path(users[-1].filename).name}:{users[-1].lineno}: {type(error).__name__}: {said[0]}"]
     nodes = [

@@ -4,8 +4,10 @@
     pixel_values (4, 3, 8, 8)    none: the code fixed its size at 4     two samples of text meet four images
     mask (4, 4)                  none: 4 tokens, by coincidence         the same for all samples: right
 
-A leaf without a batch dimension that has the batch's size somewhere is one or the other, and a trial tells: two parts of
-the batch, run by the model itself, then by the graph in float64, beside the whole.
+    edges (2, 20)                none: 20 edges between the batch's 4   the edges of four nodes meet two of them
+
+A leaf without a batch dimension is one or the other, and a trial tells: two parts of the batch, run by the model itself,
+then by the graph in float64, beside the whole.
 """
 
 from __future__ import annotations
@@ -29,13 +31,10 @@ from runtime.segment.microbatch import microbatch_sizes
 
 
 def whole_leaves(graph: OpGraph, declared: Collection[str]) -> tuple[str, ...]:
-    """Name the leaves that the graph reads whole though they have the batch's size. ``declared``: the user has said so."""
+    """Name the leaves that the graph reads whole. ``declared``: the user has said so."""
     dims, shapes = graph.batch.batch_dims, graph.example_shapes
-    sizes = {shapes[name][dim] for name, dim in dims.items() if dim is not None and name in shapes}
     return tuple(
-        name
-        for name, dim in dims.items()
-        if dim is None and name not in declared and any(s > 1 and s in sizes for s in shapes.get(name, ()))
+        name for name, dim in dims.items() if dim is None and name not in declared and shapes.get(name)
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
@@ -14,8 +15,9 @@ import torch
 from torch import nn
 
 TORCH = str(Path(torch.__file__).parent) + os.sep
-OURS = str(Path(__file__).parents[1]) + os.sep
-_NOT_THEIRS = (TORCH, OURS, "torch/", "<")
+_ROOT = Path(__file__).parents[2]
+OURS = tuple(str(_ROOT / room) + os.sep for room in ("passes", "partitioner", "runtime", "cost_models"))
+_NOT_THEIRS = (TORCH, *OURS, contextlib.__file__, "torch/", "<")
 """Beginnings of file names; export writes some of torch's relative, and code that torch makes is in no file."""
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 

@@ -51,6 +51,7 @@ from passes.trace.opaque.samples import samples_of
 from passes.trace.python_state import PythonState
 from passes.trace.users_lines import keep_lines
 from passes.trace.watch import (
+    distributions_unchecked,
     export_fake_mode,
     state_as_traced,
     torch_quiet,
@@ -144,7 +145,15 @@ def _trace_batch_dims(subject: Subject, overrides: Mapping[str, int | None] | No
             failure = failure or error
             continue
         if not exported.settled.fixed or exported.settled.leading in exported.settled.open:
-            return _finish(subject, exported, overrides)
+            chosen, symbol, notes = _finish(subject, exported, overrides)
+            leading = exported.settled.leading
+            if tried:
+                notes = [
+                    f"dimension {guess.dims[leading]} of {leading} is taken for its samples, as {tried[0]} "
+                    f"(batch_dims={{{leading!r}: dim}} says which it is)",
+                    *notes,
+                ]
+            return chosen, symbol, notes
         if exported.settled.open and fallback is None:
             fallback = exported
         fixing = lines_that_fix(exported.fixing)
@@ -186,6 +195,7 @@ def _export(subject: Subject, guess: BatchDims) -> Exported:
             _put_back(subject),
             torch.enable_grad(),
             torch_quiet(),
+            distributions_unchecked(),
             HeldParameters(subject.model),
             state_as_traced(subject.model, fake_mode, subject.precision) as attributes,
             subject.crossing.active(),

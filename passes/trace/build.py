@@ -95,7 +95,9 @@ def convert(
     constants = {name: _constant(name, value) for name, value in held.items() if name in left}
     _check_constants(constants)
     buffers = {i.node: i.name for i in stands_for.values() if i.kind == "buffer"}
-    module, written = functionalize(module, buffers, {i.node: i.name for i in stands_for.values()})
+    parameters = [i.node for i in stands_for.values() if i.kind == "parameter"]
+    names = {i.node: i.name for i in stands_for.values()}
+    module, written = functionalize(module, buffers, names, parameters)
     _annotate(module.graph, fake_mode, model)
     outputs = _outputs(module, record, written)
     batch = [node for node, entry in stands_for.items() if entry.kind == "batch"]

@@ -14,6 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from cost_models.errors import ModelError
+from passes.graph.user_code import caller
+
 
 class HeldParameters(TorchFunctionMode):
     """A mode in which every parameter of ``model`` is what its module has at the time."""
@@ -35,6 +38,8 @@ class HeldParameters(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = {name: self._current(value) for name, value in (kwargs or {}).items()}
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            return _written(*(self._current(argument) for argument in args))
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             func = (
                 Tensor.detach
@@ -48,3 +53,14 @@ class HeldParameters(TorchFunctionMode):
             return value
         _, table, name = self._places[id(value)]
         return table.get(name, value)
+
+
+def _written(tensor: Tensor, new: Tensor) -> None:
+    """Write for ``tensor.data = new``, which export would forget."""
+    if tensor.shape != new.shape or tensor.dtype != new.dtype:
+        raise ModelError(
+            f"forward gives the data of a tensor another shape or type, in {caller()}",
+            [f"{tuple(tensor.shape)} of {tensor.dtype} becomes {tuple(new.shape)} of {new.dtype}"],
+            ["make another tensor in forward, and leave this one as it is"],
+        )
+    tensor.detach().copy_(new)

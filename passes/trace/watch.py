@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.distributions import Distribution
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from cost_models.precision import Precision
@@ -139,6 +140,17 @@ def torch_quiet() -> Iterator[None]:
             log.disabled = False
         if said.getvalue():
             logging.getLogger("partitioner").debug("while tracing: %s", said.getvalue())
+
+
+@contextlib.contextmanager
+def distributions_unchecked() -> Iterator[None]:
+    """Let ``torch.distributions`` not look at the values they are given, a branch on numbers; torch.compile does too."""
+    checked = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        Distribution.set_default_validate_args(checked)
 
 
 @contextlib.contextmanager

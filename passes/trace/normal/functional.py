@@ -15,7 +15,7 @@ Only batch and instance norms may still write (their running statistics, which t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -51,14 +51,17 @@ aten = torch.ops.aten
 
 
 def functionalize(
-    gm: fx.GraphModule, mutable_buffers: Mapping[str, str], names: Mapping[str, str] | None = None
+    gm: fx.GraphModule,
+    mutable_buffers: Mapping[str, str],
+    names: Mapping[str, str] | None = None,
+    parameters: Collection[str] = (),
 ) -> tuple[fx.GraphModule, dict[str, str]]:
     """Remove the writes of a module; for each written buffer (by name) return the node with its new contents too.
 
     A graph without writes is returned as it is.
 
     ``mutable_buffers``: placeholder node name → fully qualified name of every buffer that the model may write.
-    ``names``: the user's names of all placeholders, for errors.
+    ``names``: the user's names of all placeholders, for errors; ``parameters``: those that nothing may write.
     """
     if not any(written_arguments(node) for node in gm.graph.nodes):
         nodes = len(gm.graph.nodes)
@@ -67,7 +70,7 @@ def functionalize(
             gm.recompile()
         return gm, {}
     graph = copy_graph(gm.graph)
-    rewriter = _Rewriter(graph, mutable_buffers, names or {})
+    rewriter = _Rewriter(graph, mutable_buffers, names or {}, parameters)
     rewriter.run()
     contents = rewriter.buffer_contents()
     output = graph.output_node()
@@ -110,6 +113,7 @@ class _Rewriter:
     graph: fx.Graph
     mutable_buffers: Mapping[str, str]
     names: Mapping[str, str]
+    parameters: Collection[str]
     members: dict[fx.Node, _Member] = field(default_factory=dict)
     """Every tensor of a written family. An in-place op returns the tensor that it writes: the same member."""
     written: set[fx.Node] = field(default_factory=set)
@@ -278,8 +282,15 @@ class _Rewriter:
         without_gradient = recorded_requires_grad(node) is False or node.meta.get("grad_enabled") is False
         if root.op == "placeholder" and root.name not in self.mutable_buffers:
             name = self.names.get(root.name, root.name)
-            if isinstance(root.meta["val"], torch.nn.Parameter) or root.meta["val"].requires_grad:
-                self._refuse(node, f"write parameter {name} outside of forward (an optimizer or a hook)")
+            if root.name in self.parameters or root.meta["val"].requires_grad:
+                frozen = (
+                    ""
+                    if root.meta["val"].requires_grad
+                    else "keep it in a buffer, which forward may write, or "
+                )
+                self._refuse(
+                    node, f"{frozen}write parameter {name} outside of forward (an optimizer or a hook)"
+                )
                 return
             if "tensor_meta" not in root.meta:
                 self._refuse(node, f"register the tensor {name} as a buffer, so that its contents are kept")
@@ -297,7 +308,7 @@ class _Rewriter:
         if self.problems:
             raise PartError(
                 "the model writes tensors in place in a way that has no out-of-place form",
-                [place for place, _ in self.problems],
-                list(dict.fromkeys(advice for _, advice in self.problems)),
+                list(dict.fromkeys(place for place, _ in self.problems)),
+                list(dict.fromkeys(advice for _, advice in self.problems))[:3],
                 list(dict.fromkeys(self.blamed)),
             )

@@ -60,6 +60,7 @@ class Observed:
     structure: pytree.TreeSpec
     written: tuple[int, ...]
     random: bool
+    own_backward: bool
     draws_backward: bool
     work: Measured | None = None
     """The work of a run on real tensors, counted."""
@@ -129,8 +130,14 @@ def observe_fake(opaque: Opaque, shapes: Sequence[Sequence[int]], given: Sequenc
                 for shape, like in zip(shapes, given, strict=True)
             ]
             own = _own(opaque, tensors)
+            places = [storage_of(tensor) for tensor in own]
             with no_compile(), _Watch(own) as watch:
-                return _observed(opaque, own, lambda: (watch.written, watch.random))
+
+                def effects() -> tuple[set[int], bool]:
+                    moved = {i for i, t in enumerate(own) if storage_of(t) != places[i]}  # ``t.data = new``
+                    return watch.written | moved, watch.random
+
+                return _observed(opaque, own, effects)
 
     return apart(run)
 
@@ -173,7 +180,9 @@ def _observed(
     written, random = effects()
     leaves, structure = pytree.tree_flatten(output)
     found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    draws_backward = _has_own_backward(found) and (random or _draws_backward(found, own, effects))
+    own_backward = _has_own_backward(found)
+    with opaque.code.holding(own[len(own) - len(opaque.code.state) :]):
+        draws_backward = own_backward and (random or _draws_backward(found, own, effects))
     replaced = {i for i, (new, old) in enumerate(zip(after, own, strict=True)) if new is not old}
     return Observed(
         given=tuple(tensor.dtype for tensor in own),
@@ -185,6 +194,7 @@ def _observed(
         structure=structure,
         written=tuple(sorted(written | replaced)),
         random=random or draws_backward,
+        own_backward=own_backward,
         draws_backward=draws_backward,
     )
 

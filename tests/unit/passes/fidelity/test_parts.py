@@ -1,4 +1,4 @@
-"""Leaves without a batch dimension that have the batch's size: right where all samples share them, refused elsewhere."""
+"""Leaves without a batch dimension: right where all samples share them, refused elsewhere."""
 
 from __future__ import annotations
 
@@ -58,6 +58,18 @@ def test_a_part_that_fails_is_refused_with_the_leaf_and_the_line() -> None:
     assert "opaque=[the module that fixes the size of other]" in text
 
 
+def test_edges_between_the_nodes_of_a_batch_do_not_fit_its_parts() -> None:
+    def neighbours(m: Two, x: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges
+        return torch.zeros_like(x).index_add(0, target, m.linear(x)[source])
+
+    edges = torch.tensor([[0, 1, 2, 3, 3], [1, 2, 3, 0, 1]])
+    with pytest.raises(ModelError, match="would get other whole") as caught:
+        checked(neighbours, torch.randn(SAMPLES, 6), edges)
+    assert "a part of the batch fails with IndexError" in str(caught.value)
+    assert "other, (2, 5), has no batch dimension" in str(caught.value)
+
+
 def rows_in_order(m: Two, x: Tensor, other: Tensor) -> Tensor:
     """Run with any number of samples, and pair the wrong ones: the first of ``other`` with whatever comes."""
     rows = torch.stack(list(m.second(other)))
@@ -82,7 +94,7 @@ def test_the_users_word_is_taken() -> None:
 def test_a_mask_of_the_batchs_size_by_coincidence_is_fine(samples: int) -> None:
     graph = checked(shared_mask, torch.randn(samples, SAMPLES, 6), torch.ones(SAMPLES, SAMPLES).tril())
     assert graph.batch.batch_dims == {"x": 0, "other": None}
-    assert whole_leaves(graph, ()) == (("other",) if samples == SAMPLES else ())
+    assert whole_leaves(graph, ()) == ("other",)
     assert whole_leaves(graph, ("other",)) == ()
 
 

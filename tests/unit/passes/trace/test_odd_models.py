@@ -83,6 +83,69 @@ def shrinking(m: Any, x: Tensor) -> Tensor:
     return result
 
 
+def averaging(m: Any, x: Tensor) -> Tensor:
+    """Move a frozen teacher towards the trained weights, in one of the two ways that are usual."""
+    with torch.no_grad():
+        m.b.weight.lerp_(m.a.weight, 0.1)
+        m.b.bias.data = 0.9 * m.b.bias + 0.1 * m.a.bias
+    result: Tensor = m.a(x) - m.b(x)
+    return result
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_frozen_parameter_that_forward_writes_is_refused(device: str, inside: bool) -> None:
+    with torch.device(device):
+        model: nn.Module = Odd(averaging)
+        model.b.requires_grad_(False)
+        model = nn.Sequential(nn.Linear(6, 6), model) if inside else model
+    with pytest.raises(ModelError) as caught:
+        trace(model, torch.randn(8, 6), loss_fn=squared)
+    for text in (
+        "aten.lerp_",
+        "aten.copy_",
+        "(test_odd_models.py:",
+        "keep it in a buffer, which forward may write",
+    ):
+        assert text in str(caught.value)
+
+
+def test_distributions_need_no_look_at_their_values() -> None:
+    def policy(m: Any, x: Tensor) -> Tensor:
+        spread = torch.distributions.Normal(m.a(x), m.b(x).exp())
+        return spread.log_prob(x) + torch.distributions.Categorical(logits=m.a(x)).entropy()[:, None]
+
+    graph = trace(Odd(policy), torch.randn(8, 6), loss_fn=squared)
+    assert not graph.notes
+    assert torch.distributions.Distribution._validate_args
+
+
+def test_a_refusal_names_no_line_of_this_project() -> None:
+    def in_chunks(m: Any, x: Tensor) -> Tensor:
+        return torch.cat([m.a(x[at : at + 4]) for at in range(0, len(x), 4)])
+
+    with pytest.raises(
+        ModelError, match=r"the code fixes x at 8 in dimension 0, in test_odd_models.py:"
+    ) as caught:
+        trace(Odd(in_chunks), torch.randn(8, 6), loss_fn=squared)
+    assert "as_graph.py" not in str(caught.value)
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_data_that_is_replaced_is_written(opaque: bool) -> None:
+    def step(m: Any, x: Tensor) -> Tensor:
+        y: Tensor = m.a(x)
+        m.seen.data = 0.9 * m.seen + y.detach().mean(0)
+        return y - m.seen
+
+    model = Odd(step)
+    model.register_buffer("seen", torch.zeros(6))
+    graph = trace(
+        nn.Sequential(model, nn.Linear(6, 6)), torch.randn(8, 6), loss_fn=squared, opaque=["0"] * opaque
+    )
+    assert [output.name for output in graph.outputs if output.kind == "buffer"] == ["0.seen"]
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [

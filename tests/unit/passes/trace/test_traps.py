@@ -173,6 +173,9 @@ def test_time_major_batches_are_found(shape: tuple[int, int, int]) -> None:
     model = TimeMajor()
     graph = trace(model, torch.randn(shape), loss_fn=mean_loss)
     assert graph.batch.batch_dims == {"x": 1}
+    assert shape[0] == 1 or graph.notes[0].startswith(
+        "dimension 1 of x is taken for its samples, as the code fixes"
+    )
     other = torch.randn(shape[0], 5, 3)
     torch.testing.assert_close(run(graph, model, other)[0], mean_loss(model(other), other))
 
