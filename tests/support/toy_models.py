@@ -153,6 +153,12 @@ class RareWrites(nn.Module):
         a = a @ i
         h = h + F.relu(h, inplace=False).clone().diagonal(0, 0, 1).mul_(2).sum()
         piece = torch.cat([h, h], 1)
+        j = torch.zeros(h.shape[0], 3, 2, dtype=d.dtype)
+        j[:, 1:] = (d * d)[:, None]
+        j[..., -1, 0] = d[:, 1].conj()
+        j.narrow(1, 0, 1).add_(d[:, None] * 1j)
+        j.select(-1, -1).mul_(0.5)
+        d = d + torch.view_as_real(j).sum()
         return (a * c).sum() + (b * e).pow(2).sum() + d.abs().sum() + f.sum() + (h * g).sum() + piece.sum()
 
 

@@ -244,11 +244,22 @@ def _movedim(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.No
     return writer.call(view.target, new, view.argument("destination"), view.argument("source"))
 
 
+def _scattered(op: Any, parent: fx.Node, new: fx.Node, writer: Writer, dim: int, *place: Any) -> fx.Node:
+    """Write ``new`` at a place along ``dim``. Complex numbers are written as pairs: autograd cannot scatter them."""
+    value = parent.meta["val"]
+    if not value.is_complex():
+        return writer.call(op, parent, new, dim, *place)
+    plain = (writer.call(aten.resolve_conj.default, part) for part in (parent, new))
+    both, pair = (writer.call(aten.view_as_real.default, part) for part in plain)
+    written = writer.call(op, both, pair, dim % value.dim(), *place)
+    return writer.call(aten.view_as_complex.default, _dense(written, writer))
+
+
 def _slice(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
     dim, start, end, step = (view.argument(name) for name in ("dim", "start", "end", "step"))
     if start in (None, 0) and end in (None, sys.maxsize) and step == 1:
         return new
-    return writer.call(aten.slice_scatter.default, parent, new, dim, start, end, step)
+    return _scattered(aten.slice_scatter.default, parent, new, writer, dim, start, end, step)
 
 
 def _narrow(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
@@ -257,16 +268,16 @@ def _narrow(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Nod
         start = writer.call(operator.add, writer.call(aten.sym_size.int, parent, dim), start)
     literal = isinstance(start, int) and isinstance(length, int)
     end = start + length if literal else writer.call(operator.add, start, length)
-    return writer.call(aten.slice_scatter.default, parent, new, dim, start, end)
+    return _scattered(aten.slice_scatter.default, parent, new, writer, dim, start, end)
 
 
 def _select(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
     dim, index = view.argument("dim"), view.argument("index")
-    return writer.call(aten.select_scatter.default, parent, new, dim, index)
+    return _scattered(aten.select_scatter.default, parent, new, writer, dim, index)
 
 
 def _unbind(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
-    return writer.call(aten.select_scatter.default, parent, new, view.argument("dim", 0), view.index)
+    return _scattered(aten.select_scatter.default, parent, new, writer, view.argument("dim", 0), view.index)
 
 
 def _pieces(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
@@ -278,7 +289,7 @@ def _pieces(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Nod
     start = sum(pieces[: view.index])
     if not isinstance(start, int) or not isinstance(pieces[view.index], int):
         raise NotImplementedError("a piece of a dimension whose size is dynamic")
-    return writer.call(aten.slice_scatter.default, parent, new, dim, start, start + pieces[view.index])
+    return _scattered(aten.slice_scatter.default, parent, new, writer, dim, start, start + pieces[view.index])
 
 
 def _diagonal(view: View, parent: fx.Node, new: fx.Node, writer: Writer) -> fx.Node:
