@@ -133,9 +133,15 @@ class Code:
             if isinstance(function, type):
                 function = cast("Any", function).apply
             return function(*args, **kwargs), list(state)
-        with _holding(self._running, self.state, state) as tables:
+        with self.holding(state) as tables:
             output = self._running(*args, **kwargs)
             return output, [table[name] for table, name in tables]
+
+    def holding(self, state: Sequence[Tensor]) -> AbstractContextManager[list[tuple[dict[str, Any], str]]]:
+        """Put ``state`` into its places in a module."""
+        if not isinstance(self._running, nn.Module):
+            return contextlib.nullcontext([])
+        return _holding(self._running, self.state, state)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Code, (self.target, self.state)
@@ -195,6 +201,8 @@ class Opaque:
     """Runs on real tensors, of a part that runs on no others."""
     modes: tuple[Mode, ...] = ()
     """Contexts around the code, in forward and in backward."""
+    own_backward: bool = False
+    """True if it has a backward of the user's own and state, which that may read from the module: it is there then."""
     draws_backward: bool = False
     """True if its backward may draw random numbers: from a seed that forward draws, alike on every copy."""
 
@@ -238,7 +246,7 @@ class Opaque:
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the code on whatever the tensors are."""
-        if not (self.modes or self.draws_backward):
+        if not (self.modes or self.own_backward or self.draws_backward):
             results = self._run(tensors)
         elif torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             results = tuple(_Apart.apply(self, *tensors))  # type: ignore[no-untyped-call]
@@ -329,7 +337,8 @@ class _Apart(torch.autograd.Function):
         trained = [leaf for leaf in ctx.leaves if leaf.requires_grad]
         generators = generators_of(gradients[0].device)
         drawing = contextlib.nullcontext() if ctx.seed is None else seeded(generators, ctx.seed)
-        with ctx.opaque._modes(), drawing:
+        state = ctx.leaves[len(ctx.leaves) - len(ctx.opaque.code.state) :]
+        with ctx.opaque._modes(), drawing, ctx.opaque.code.holding(state):
             found = torch.autograd.grad(
                 [r for r, _ in given], trained, [g for _, g in given], allow_unused=True
             )

@@ -234,6 +234,7 @@ class Crossing:
             results=tuple(results),
             written=seen.written,
             random=seen.random,
+            own_backward=seen.own_backward and bool(part.code.state),
             draws_backward=seen.draws_backward,
             measured=measured,
         )

@@ -128,6 +128,7 @@ def described(
     written = sorted({index for run in runs.values() for index in run.written})
     random = any(run.random for run in runs.values())
     draws = any(run.draws_backward for run in runs.values())
+    own = any(run.own_backward for run in runs.values())
     grads = tuple(map(any, zip(*(run.differentiable for run in runs.values()), strict=True)))
     seen = replace(
         first,
@@ -135,6 +136,7 @@ def described(
         others=tuple(changed),
         written=tuple(written),
         random=random,
+        own_backward=own,
         draws_backward=draws,
     )
     return results, seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -108,6 +109,35 @@ def shifted(x: Tensor) -> Tensor:
     return x + float(len(x)) if len(x) > 3 else x
 
 
+class Adjoint(torch.autograd.Function):
+    """Keeps a module, and asks it again in backward, as solvers of differential equations do."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            made: Tensor = layer(x).tanh()
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.layer(x).tanh(), [x, *parameters], gradients)
+
+
+class Solving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = Adjoint.apply(self.inner, x, *self.inner.parameters())
+        return made
+
+
 def net(part: nn.Module, width: int = 4) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), part, nn.Linear(width, 2))
 
@@ -154,6 +184,21 @@ def test_ops_without_shapes_and_loops_of_torch_are_parts(part: nn.Module) -> Non
         torch.autograd.grad(actual, trained), torch.autograd.grad(expected, trained), strict=True
     ):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_a_backward_that_asks_a_module_again_sees_what_forward_saw() -> None:
+    model = net(Solving(), 6)
+    graph = traced(model)
+    (part,) = parts(graph)
+    assert part.own_backward
+    assert not part.draws_backward
+    weight = torch.randn(6, 4, requires_grad=True)  # not what the module had
+    bias = torch.zeros(6, requires_grad=True)
+    x = torch.randn(2, 4)
+    (found,) = part(x, weight, bias)
+    expected = nn.functional.linear(x, weight, bias).tanh()
+    for a, b in zip(*(torch.autograd.grad(y.sum(), (weight, bias)) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_what_a_part_installs_in_itself_stays_in_its_process() -> None:
