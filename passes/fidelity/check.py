@@ -337,6 +337,10 @@ def _depends_on_state(graph: OpGraph, model: nn.Module, seen: _Seen, why: str) -
         ways = [
             "give forward such a number as a tensor of the batch: a plan sends it to the ranks that need it"
         ]
+    if any(change.path.startswith("loss_fn") for change in seen.changes):
+        ways = [
+            "make the loss function a module of the model, with its state in buffers, and return the loss from forward"
+        ]
     before = ", after a step on other samples," if seen.changes else ""
     if seen.draws:
         ways = ["draw with torch (torch.rand, F.dropout), whose numbers a plan draws anew in every step"]

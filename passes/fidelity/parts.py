@@ -12,8 +12,10 @@ then by the graph in float64, beside the whole.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -23,6 +25,7 @@ from passes.fidelity.agree import close, tolerance
 from passes.fidelity.steps import Subject, eager_step, graph_step
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
+from passes.graph.user_code import is_users
 from passes.shard.couplings import couplings
 from passes.trace.export import rebuild
 from passes.trace.loss.reduction import loss_weights, samples_in, step_batch
@@ -50,7 +53,9 @@ def why_parts_differ(graph: OpGraph, subject: Subject, state: PythonState) -> st
             eager_step(part)
         except Exception as error:  # noqa: BLE001 the user's code may raise anything
             lines = str(error).strip().splitlines() or ["no message"]
-            return f"a part of the batch fails with {type(error).__name__}: {lines[0]}"
+            users = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+            place = f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
+            return f"a part of the batch fails with {type(error).__name__}: {lines[0]}{place}"
     state.restore()
     plain, _ = without_dropout(graph)
     if random_ops(plain) or couplings(graph):

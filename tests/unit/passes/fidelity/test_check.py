@@ -180,6 +180,22 @@ def test_a_counter_in_the_loss_is_found() -> None:
         as_graph(nn.Linear(6, 3), example_inputs=torch.randn(4, 6), loss_fn=loss)
 
 
+def test_state_of_a_loss_belongs_into_the_model() -> None:
+    class Centred(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("center", torch.zeros(3))
+
+        def forward(self, output: Tensor, batch: object) -> Tensor:
+            loss = (output - self.center).square().mean()
+            self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+            return loss
+
+    with pytest.raises(ModelError, match=r"loss_fn\.center: .*, in test_check\.py:\d+") as caught:
+        as_graph(nn.Linear(6, 3), example_inputs=torch.randn(4, 6), loss_fn=Centred())
+    assert caught.value.suggestions[0].startswith("make the loss function a module of the model")
+
+
 def test_python_state_that_changes_nothing_is_let_through() -> None:
     def harmless(m: Any, h: Tensor) -> Tensor:
         m.calls += 1
