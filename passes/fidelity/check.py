@@ -35,7 +35,7 @@ from passes.evaluate.float64 import Float64, float64_by_default, in_float64, wid
 from passes.fidelity.agree import TOLERANCES, Numbers, difference, tolerance
 from passes.fidelity.example import another_batch, has_example, subject_of
 from passes.fidelity.lines import clock_lines, line_of, why_backward_fails, with_line
-from passes.fidelity.parts import whole_leaves, why_parts_differ
+from passes.fidelity.parts import refuse_coupled_guess, whole_leaves, why_parts_differ
 from passes.fidelity.steps import (
     Subject,
     drawing_hooks,
@@ -84,6 +84,7 @@ def check_fidelity(
     A model without values (on the meta device) is not run, nor is one whose forward cannot be run on its example batch: a
     note says so. Nothing of the model is changed. ``declared``: leaves whose batch dimension the user has given.
     """
+    refuse_coupled_guess(graph, declared)
     if graph.loss is None or not has_values(model):
         return graph
     size_bytes = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from cost_models.errors import ModelError
+from cost_models.units import listed
 from passes.evaluate.dropout import random_ops, without_dropout
 from passes.evaluate.float64 import Float64, float64_by_default, in_float64, wide
 from passes.fidelity.agree import close, tolerance
@@ -31,6 +33,33 @@ from passes.trace.export import rebuild
 from passes.trace.loss.reduction import loss_weights, samples_in, step_batch
 from passes.trace.python_state import PythonState
 from runtime.segment.microbatch import microbatch_sizes
+
+
+def refuse_coupled_guess(graph: OpGraph, declared: Collection[str]) -> None:
+    """Refuse samples that were looked for behind another dimension, and depend on each other along it.
+
+    They are as likely positions of a sequence. ``declared``: leaves whose batch dimension the user has given.
+    """
+    dims = {name: dim for name, dim in graph.batch.batch_dims.items() if dim is not None}
+    if not dims or 0 in dims.values() or not dims.keys().isdisjoint(declared):
+        return
+    found = [coupling for coupling in couplings(graph) if coupling.kind == "samples"]
+    if not found:
+        return
+    raise ModelError(
+        f"it is not clear along which dimension {graph.model_name} has its samples",
+        [
+            *(note for note in graph.notes if "is taken for its samples" in note),
+            f"what lies along dimension {next(iter(dims.values()))} depends on each other: {listed(found, 3)}",
+        ],
+        [
+            "take sizes from tensor.shape in the model: no buffer, list or split with an entry for each sample",
+            *(
+                f"batch_dims={{{name!r}: {dim}}} if these are the samples all the same"
+                for name, dim in dims.items()
+            ),
+        ],
+    )
 
 
 def whole_leaves(graph: OpGraph, declared: Collection[str]) -> tuple[str, ...]:

@@ -113,3 +113,30 @@ def test_without_values_a_note_says_what_happens() -> None:
     (note,) = (n for n in as_graph(model, example_inputs=batch).notes if n.startswith("other "))
     assert "has no batch dimension, as the code fixes its size, in test_parts.py:" in note
     assert "every micro-batch gets all of it" in note
+
+
+class Memory(nn.Module):
+    """Attends to what earlier batches left, kept for each sample of three: the code fixes their number."""
+
+    memory: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("memory", torch.zeros(3, 2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = torch.cat([self.memory, self.linear(x)], 1)
+        weights = (self.linear(x) @ seen.transpose(1, 2)).softmax(-1)
+        return (weights @ seen).square().mean()
+
+
+def test_a_sequence_is_not_taken_for_the_samples() -> None:
+    x = torch.randn(3, 8, 6)
+    with pytest.raises(ModelError) as caught:
+        as_graph(Memory(), example_inputs={"x": x})
+    text = str(caught.value)
+    assert "not clear along which dimension Memory has its samples" in text
+    assert "test_parts.py:" in text
+    assert "batch_dims={'x': 1}" in text
+    assert as_graph(Memory(), example_inputs={"x": x}, batch_dims={"x": 1}).batch.batch_dims == {"x": 1}
