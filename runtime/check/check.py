@@ -1,7 +1,8 @@
 """The check that programs run to their end and lose no gradient, before a plan is saved or executed.
 
 ``check`` reads nothing but the programs and the segment graph: it shares no code with what made the programs, but for the
-names of queues and ``refuse_impossible_groups``, by which both refuse graphs that programs cannot serve.
+names of queues, the pieces that a value lists, and ``refuse_impossible_groups``, by which both refuse graphs that programs
+cannot serve.
 Each rule is a function that yields faults; all are reported at once.
 """
 
@@ -9,22 +10,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from cost_models.errors import DeadlockError, InternalError
 from cost_models.units import counted
 from runtime.check.deadlock import Place, find_deadlock
+from runtime.check.facts import Facts, Fault
 from runtime.collector import collector_paused
+from runtime.program.crossings import pieces_between
 from runtime.program.groups import refuse_impossible_groups
 from runtime.program.program import (
     Message,
-    OptimizerStep,
+    PieceBytes,
     Program,
-    Recv,
     ReduceGradients,
     SegmentGraph,
-    Send,
     TiedGroup,
     group_queue,
     pair_queue,
@@ -47,68 +47,6 @@ class Proof:
         if self.collectives:
             size += f", {counted(self.collectives, 'collective')}"
         return f"checked {size}:\n" + "\n".join(f"  - {rule}" for rule in self.rules)
-
-
-class Fault(NamedTuple):
-    """One broken rule. ``hangs``: some rank would wait forever."""
-
-    text: str
-    hangs: bool = False
-
-
-@dataclass
-class _Facts:
-    """The places of everything in the programs, gathered in one pass."""
-
-    programs: Sequence[Program]
-    graph: SegmentGraph
-    microbatches: int
-    tied: Sequence[TiedGroup]
-    training: bool
-    optimizer: bool | None
-    blocking: bool
-    computes: dict[tuple[str, int, int], list[Place]] = field(default_factory=dict)
-    """Places by (F, B, I or W; segment; micro-batch)."""
-    sends: dict[Message, list[tuple[Place, str]]] = field(default_factory=dict)
-    """Places and queues of each message's sends."""
-    receives: dict[Message, list[tuple[Place, str]]] = field(default_factory=dict)
-    reductions: list[tuple[Place, ReduceGradients]] = field(default_factory=list)
-    steps: list[Place] = field(default_factory=list)
-    last_backward: dict[int, int] = field(default_factory=dict)
-    """Index of each rank's last backward of any kind."""
-
-    def __post_init__(self) -> None:
-        for rank, program in enumerate(self.programs):
-            for index, instruction in enumerate(program.instructions):
-                place = (rank, index)
-                if isinstance(instruction, Send):
-                    self.sends.setdefault(instruction.message, []).append((place, instruction.queue))
-                elif isinstance(instruction, Recv):
-                    self.receives.setdefault(instruction.message, []).append((place, instruction.queue))
-                elif isinstance(instruction, ReduceGradients):
-                    self.reductions.append((place, instruction))
-                elif isinstance(instruction, OptimizerStep):
-                    self.steps.append(place)
-                else:
-                    key = (instruction.letter, instruction.segment, instruction.microbatch)
-                    self.computes.setdefault(key, []).append(place)
-                    if instruction.letter != "F":
-                        self.last_backward[rank] = index
-
-    def at(self, kind: str, segment: int, microbatch: int, rank: int) -> int | None:
-        """Return the index of a compute on ``rank``; None if it is not there."""
-        for place in self.computes.get((kind, segment, microbatch), ()):
-            if place[0] == rank:
-                return place[1]
-        return None
-
-    def gradients_at(self, segment: int, microbatch: int, rank: int) -> int | None:
-        """Return the index of the compute that takes and makes gradients between segments: B, or I if split."""
-        whole = self.at("B", segment, microbatch, rank)
-        return whole if whole is not None else self.at("I", segment, microbatch, rank)
-
-    def text(self, place: Place) -> str:
-        return f"rank {place[0]}: {self.programs[place[0]].instructions[place[1]]} (instruction {place[1]})"
 
 
 _NAME = {"F": "forward", "B": "backward", "I": "input half of backward", "W": "weight half of backward"}
@@ -140,7 +78,7 @@ def check(
     ]
     if len(programs) != graph.world_size or misplaced:
         raise InternalError(f"check {len(programs)} programs of {graph.world_size} ranks", misplaced)
-    facts = _Facts(programs, graph, microbatches, tied, training, optimizer, blocking)
+    facts = Facts(programs, graph, microbatches, tied, training, optimizer, blocking)
     faults = [fault for _, rule in RULES for fault in rule(facts)]
     if faults:
         error = DeadlockError if any(fault.hangs for fault in faults) else InternalError
@@ -157,7 +95,7 @@ def check(
     )
 
 
-def _computes_owed(facts: _Facts) -> Iterator[Fault]:
+def _computes_owed(facts: Facts) -> Iterator[Fault]:
     """Find computes that break: each forward once on each rank, each owed backward once, whole or halved; in that order."""
     owed: set[tuple[str, int, int]] = set()
     for segment in facts.graph.segments:
@@ -184,7 +122,7 @@ def _computes_owed(facts: _Facts) -> Iterator[Fault]:
             yield Fault(f"{facts.text(place)} runs {len(own)} times, first at {own[0]}")
 
 
-def _owed_by(facts: _Facts, segment: int, microbatch: int, kinds: str, rank: int) -> Iterator[Fault]:
+def _owed_by(facts: Facts, segment: int, microbatch: int, kinds: str, rank: int) -> Iterator[Fault]:
     previous = None
     for kind in kinds:
         here = facts.at(kind, segment, microbatch, rank)
@@ -196,7 +134,7 @@ def _owed_by(facts: _Facts, segment: int, microbatch: int, kinds: str, rank: int
         previous = here if here is not None else previous
 
 
-def _messages_matched(facts: _Facts) -> Iterator[Fault]:
+def _messages_matched(facts: Facts) -> Iterator[Fault]:
     """Find sends without exactly their receive on the right peer and queue, and the converse."""
     queues: dict[tuple[int, int], str] = {}
     for mine, theirs, name, other in (
@@ -227,7 +165,7 @@ def _messages_matched(facts: _Facts) -> Iterator[Fault]:
                 )
 
 
-def _data_flows(facts: _Facts) -> Iterator[Fault]:
+def _data_flows(facts: Facts) -> Iterator[Fault]:
     """Find values and owed gradients that are not sent after they are made or not received before they are used."""
     wanted: set[Message] = set()
     ranks_of = [segment.ranks for segment in facts.graph.segments]
@@ -239,15 +177,18 @@ def _data_flows(facts: _Facts) -> Iterator[Fault]:
         producer, group = value.producer, ranks_of[value.producer]
         for users_group in dict.fromkeys(ranks_of[c] for c in value.consumers):
             users = [c for c in value.consumers if ranks_of[c] == users_group]
-            # One group on every rank of it, or two ranks: ``refuse_impossible_groups`` has refused anything else.
-            for home, away in zip(group, users_group, strict=True):
+            if users_group == group:
+                there = back = tuple(PieceBytes(rank, rank, 0) for rank in group)
+            else:
+                there, back = pieces_between(value, group, users_group)
+            for home, away, _ in there:
                 used = _over(min, [forward[c, away] for c in users])
                 way = Message(value.name, 0, False, home, away)
                 yield from _all_pass(facts, wanted, way, forward[producer, home], used)
-                if facts.training and value.needs_grad:
-                    made = _over(max, [gradients[c, away] for c in users])
-                    way = Message(value.name, 0, True, away, home)
-                    yield from _all_pass(facts, wanted, way, made, gradients[producer, home])
+            for away, home, _ in back if facts.training and value.needs_grad else ():
+                made = _over(max, [gradients[c, away] for c in users])
+                way = Message(value.name, 0, True, away, home)
+                yield from _all_pass(facts, wanted, way, made, gradients[producer, home])
     if not (facts.sends.keys() <= wanted and facts.receives.keys() <= wanted):
         for message, entries in (*facts.sends.items(), *facts.receives.items()):
             if message not in wanted:
@@ -262,7 +203,7 @@ def _over(choose: Callable[..., int], rows: list[list[int | None]]) -> list[int 
 
 
 def _all_pass(
-    facts: _Facts, wanted: set[Message], way: Message, made: list[int | None], used: list[int | None]
+    facts: Facts, wanted: set[Message], way: Message, made: list[int | None], used: list[int | None]
 ) -> Iterator[Fault]:
     """Find faults on the ways of one value (or gradient) between two ranks, per micro-batch."""
     value, _, gradient, source, target = way
@@ -284,7 +225,7 @@ def _all_pass(
 
 
 def _passes(
-    facts: _Facts, wanted: set[Message], message: Message, made: int | None, first_use: int | None
+    facts: Facts, wanted: set[Message], message: Message, made: int | None, first_use: int | None
 ) -> Iterator[Fault]:
     """Find faults on the way of one tensor: made, sent, received, used. Within a rank there is only an order."""
     if message.source == message.target:
@@ -306,7 +247,7 @@ def _passes(
         )
 
 
-def _tied_summed(facts: _Facts) -> Iterator[Fault]:
+def _tied_summed(facts: Facts) -> Iterator[Fault]:
     """Find gradients of tied parameters that are not summed once over their ranks, after their last backward."""
     wanted = {
         (parameter, tuple(sorted(set(group.ranks))), group.scattered)
@@ -344,7 +285,7 @@ def _tied_summed(facts: _Facts) -> Iterator[Fault]:
                 )
 
 
-def _sums_in_order(facts: _Facts) -> Iterator[Fault]:
+def _sums_in_order(facts: Facts) -> Iterator[Fault]:
     """Find sums of one parameter in another order than that of ``tied``: after a scatter, sums are of the parts."""
     numbered = [(n, tuple(sorted(set(g.ranks))), g.parameters) for n, g in enumerate(facts.tied)]
     order = {(name, ranks): number for number, ranks, names in numbered for name in names}
@@ -357,7 +298,7 @@ def _sums_in_order(facts: _Facts) -> Iterator[Fault]:
             latest[place[0], name] = number
 
 
-def _step_last(facts: _Facts) -> Iterator[Fault]:
+def _step_last(facts: Facts) -> Iterator[Fault]:
     """Find ranks with a backward that do not step once, as their last instruction."""
     stepping = {rank for rank, _ in facts.steps}
     wants = facts.optimizer if facts.optimizer is not None else bool(stepping)
@@ -373,7 +314,7 @@ def _step_last(facts: _Facts) -> Iterator[Fault]:
             yield Fault(f"rank {rank}: has a backward but no optimizer step")
 
 
-def _no_deadlock(facts: _Facts) -> Iterator[Fault]:
+def _no_deadlock(facts: Facts) -> Iterator[Fault]:
     """Find a circle of waits."""
     if any(len(entries) > 1 for side in (facts.sends, facts.receives) for entries in side.values()):
         return  # which of the repeated ones matches is undefined; the repetition is reported already
@@ -388,7 +329,7 @@ def _no_deadlock(facts: _Facts) -> Iterator[Fault]:
     yield Fault(f"these wait for each other forever {scope}: " + "; ".join(circle), True)
 
 
-RULES: tuple[tuple[str, Callable[[_Facts], Iterator[Fault]]], ...] = (
+RULES: tuple[tuple[str, Callable[[Facts], Iterator[Fault]]], ...] = (
     ("every forward once, every owed backward once (whole, or input half then weight half)", _computes_owed),
     ("every send has its one receive on the right rank and queue, and the converse", _messages_matched),
     ("every value and every owed gradient is sent after it is made and received before its use", _data_flows),

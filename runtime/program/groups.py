@@ -8,9 +8,9 @@ leader, stands for the group in orders, times and memory:
     segment 2 on rank  (4,)       leader 4     program 4: computes of segment 2, messages to and from rank 5
     segment 3 on rank  (5,)       leader 5     program 5: computes of segment 3, messages to and from rank 4
 
-A message has one source and one target, so values travel between groups of one rank only. Between groups of which one
-has several ranks a value would have to go from mesh to mesh, piece by piece: no instruction says that, and such graphs
-are refused. Groups that overlap are refused, too: their common ranks would follow two leaders.
+A message has one source and one target. Between groups of which one has several ranks a value goes in pieces, one message
+each (``crossings``); a value that does not list them is refused. Groups that overlap are refused, too: their common ranks
+would follow two leaders.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from cost_models.errors import InternalError
+from runtime.program.crossings import crossings
 from runtime.program.program import ComputeOrder, SegmentGraph
 
 
@@ -63,8 +64,8 @@ def on_leaders(graph: SegmentGraph) -> OnLeaders:
 
 
 def refuse_impossible_groups(graph: SegmentGraph) -> None:
-    """Raise ``InternalError`` if groups overlap, or a value goes to or from several ranks."""
-    because = [*_overlaps(graph), *_values_between_meshes(graph)]
+    """Raise ``InternalError`` if groups overlap, or a value goes to or from several ranks in no pieces."""
+    because = [*_overlaps(graph), *_values_without_pieces(graph)]
     if because:
         raise InternalError("run segments on device groups", because)
 
@@ -82,14 +83,18 @@ def _overlaps(graph: SegmentGraph) -> Iterator[str]:
         yield f"ranks {a} and {b} overlap"
 
 
-def _values_between_meshes(graph: SegmentGraph) -> Iterator[str]:
-    """Yield a text for every value between different groups of which one has several ranks."""
+def _values_without_pieces(graph: SegmentGraph) -> Iterator[str]:
+    """Yield a text for every value that goes between groups of several ranks and does not say in which pieces."""
     for value in graph.values:
-        source = graph.segments[value.producer].ranks
-        for consumer in value.consumers:
-            target = graph.segments[consumer].ranks
-            if source != target and max(len(source), len(target)) > 1:
-                yield (
-                    f"value {value.name} goes from segment {value.producer} on ranks {source} to segment {consumer} "
-                    f"on ranks {target}: it would have to change from mesh to mesh, which no message does"
-                )
+        home = graph.segments[value.producer].ranks
+        for ranks, _, there, back in crossings(graph, value):
+            way = f"value {value.name} goes from segment {value.producer} on ranks {home} to ranks {ranks}"
+            ways = [(way, there, home, ranks)]
+            if value.needs_grad:
+                ways.append((f"the gradient of {way}, and back", back, ranks, home))
+            for text, pieces, sources, targets in ways:
+                reached, left = {piece.target for piece in pieces}, {piece.source for piece in pieces}
+                if reached != set(targets):
+                    yield f"{text}, but its pieces reach {sorted(reached)}"
+                if not left <= set(sources):
+                    yield f"{text}, but its pieces come from {sorted(left)}"

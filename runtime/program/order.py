@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 from cost_models.errors import InternalError
 from runtime.collector import collector_paused
+from runtime.program.crossings import crossings
 from runtime.program.groups import OnLeaders, on_leaders
 from runtime.program.program import (
     ComputeOrder,
@@ -45,11 +46,7 @@ from runtime.program.program import (
     group_queue,
     pair_queue,
 )
-from runtime.program.timing import (
-    Timing,
-    consumers_by_rank,
-    time_orders,
-)
+from runtime.program.timing import Timing, time_orders
 
 EARLY_BYTES = 256 * 2**10
 """Bytes that a rank may spend, about, per value, on receives posted more than one compute ahead.
@@ -81,6 +78,7 @@ class _Planned(NamedTuple):
     needed_seconds: float
     """Start of that compute."""
     transfer_seconds: float
+    size_bytes: int
 
 
 @collector_paused()
@@ -108,8 +106,8 @@ def build_programs(
     led = on_leaders(graph)
     timing = time_orders(graph, orders, microbatches, transfer_seconds)
     _refuse_incomplete(graph, timing, microbatches, training)
-    planned = sorted(_messages(led.graph, timing, microbatches, transfer_seconds, training))
-    slots = _place(planned, timing, led.graph)
+    planned = sorted(_messages(graph, timing, microbatches, transfer_seconds, training))
+    slots = _place(planned, timing, graph, led.leader_of)
     tails = _tails(graph, led, timing, tied, optimizer) if training else [[] for _ in range(graph.world_size)]
     programs = []
     for rank, leader in enumerate(led.leader_of):
@@ -132,62 +130,63 @@ def _messages(
     position, start, end, sequence = timing.position, timing.start, timing.end, timing.sequence
     backward = len(graph.segments) * microbatches
     for number, value in enumerate(graph.values):
-        home = graph.segments[value.producer].rank
-        for away, consumers in consumers_by_rank(graph, value).items():
-            if away == home:
-                continue
-            there = transfer_seconds(home, away, value.size_bytes)
-            back = transfer_seconds(away, home, value.size_bytes)
+        for _, consumers, there, back in crossings(graph, value):
             for mb in range(microbatches):
                 sent = value.producer * microbatches + mb
                 used = min((c * microbatches + mb for c in consumers), key=position.__getitem__)
-                yield _Planned(
-                    end[sent], sequence[sent], number, away, mb, home, False,
-                    position[sent] + 1, position[used], start[used], there,
-                )  # fmt: skip
-                if not (training and value.needs_grad):
+                for source, target, size_bytes in there:
+                    yield _Planned(
+                        end[sent], sequence[sent], number, target, mb, source, False, position[sent] + 1,
+                        position[used], start[used], transfer_seconds(source, target, size_bytes), size_bytes,
+                    )  # fmt: skip
+                if not (training and back):
                     continue
                 sent = max((backward + c * microbatches + mb for c in consumers), key=position.__getitem__)
                 used = backward + value.producer * microbatches + mb
-                yield _Planned(
-                    end[sent], sequence[sent], number, home, mb, away, True,
-                    position[sent] + 1, position[used], start[used], back,
-                )  # fmt: skip
+                for source, target, size_bytes in back:
+                    yield _Planned(
+                        end[sent], sequence[sent], number, target, mb, source, True, position[sent] + 1,
+                        position[used], start[used], transfer_seconds(source, target, size_bytes), size_bytes,
+                    )  # fmt: skip
 
 
 def _place(
-    planned: Sequence[_Planned], timing: Timing, graph: SegmentGraph
+    planned: Sequence[_Planned], timing: Timing, graph: SegmentGraph, leader_of: Sequence[int]
 ) -> list[dict[int, list[Instruction]]]:
     """Give every rank its projection of the one order: slot -> communications.
 
-    Slots must not decrease along the order. Going up, a receive wants a late slot but none before an earlier
-    send's; going down, it is moved ahead of whatever must be issued before. Sends never move: along the order
-    their slots on one rank never decrease, and a receive's consumer lies behind every send before it.
+    Slots must not decrease along the order, over all ranks of a group together: their computes wait for each other. Going
+    up, a receive wants a late slot but none before an earlier send's; going down, it is moved ahead of whatever must be
+    issued before. Sends never move: along the order their slots on one group never decrease, and a receive's consumer lies
+    behind every send before it.
     """
     names = [value.name for value in graph.values]
     queues: dict[tuple[int, int], str] = {}
-    projection: list[list[tuple[int, Instruction]]] = [[] for _ in range(graph.world_size)]
+    projection: list[list[tuple[int, int, Instruction]]] = [[] for _ in range(graph.world_size)]
+    """By leader: (slot, rank, communication)."""
     lowest = [0] * graph.world_size
-    for latest, (_, _, number, target, mb, source, gradient, send_slot, consumer, _, _) in zip(
+    for latest, (_, _, number, target, mb, source, gradient, send_slot, consumer, _, _, size_bytes) in zip(
         _latest_posts(planned), planned, strict=True
     ):
         message = Message(names[number], mb, gradient, source, target)
         queue = queues.get((source, target))
         if queue is None:
             queue = queues[source, target] = pair_queue(source, target)
-        lowest[source] = max(lowest[source], send_slot)
-        projection[source].append((lowest[source], Send(message, queue)))
-        in_time = bisect_right(timing.rank_ends[target], latest + _TIME_SLACK * abs(latest), 0, consumer)
-        ahead = 1 + EARLY_BYTES // max(graph.values[number].size_bytes, 1)
-        slot = max(min(in_time, consumer - ahead), lowest[target])
-        projection[target].append((slot, Recv(message, queue)))
+        sender, receiver = leader_of[source], leader_of[target]
+        lowest[sender] = max(lowest[sender], send_slot)
+        projection[sender].append((lowest[sender], source, Send(message, queue)))
+        in_time = bisect_right(timing.rank_ends[receiver], latest + _TIME_SLACK * abs(latest), 0, consumer)
+        ahead = 1 + EARLY_BYTES // max(size_bytes, 1)
+        slot = max(min(in_time, consumer - ahead), lowest[receiver])
+        projection[receiver].append((slot, target, Recv(message, queue)))
     slots: list[dict[int, list[Instruction]]] = [{} for _ in range(graph.world_size)]
-    for rank, issued in enumerate(projection):
-        ahead_of = len(timing.rank_ends[rank]) if rank < len(timing.rank_ends) else 0
-        for slot, instruction in reversed(issued):
+    for leader, issued in enumerate(projection):
+        ahead_of = len(timing.rank_ends[leader]) if leader < len(timing.rank_ends) else 0
+        for slot, rank, instruction in reversed(issued):
             ahead_of = min(ahead_of, slot)
             slots[rank].setdefault(ahead_of, []).append(instruction)
-        for together in slots[rank].values():
+    for own in slots:
+        for together in own.values():
             together.reverse()
     return slots
 

@@ -222,6 +222,14 @@ class Segment:
         return self.ranks[0]
 
 
+class PieceBytes(NamedTuple):
+    """The bytes of a value that one rank sends to another, per (full) micro-batch, where groups of ranks share it."""
+
+    source: int
+    target: int
+    size_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """A tensor that at least one other segment consumes.
@@ -234,7 +242,12 @@ class Value:
     producer: int
     consumers: tuple[int, ...]
     size_bytes: int
+    """Bytes that a rank of the producer's group has: of the whole value, if it is the only one."""
     needs_grad: bool
+    pieces: tuple[PieceBytes, ...] = ()
+    """What ranks send to other groups, where their own or the other one has several ranks."""
+    gradient_pieces: tuple[PieceBytes, ...] = ()
+    """What these send back of its gradient."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from functools import cached_property
 from cost_models.errors import InternalError
 from runtime.program.program import (
     Instruction,
+    PieceBytes,
     Program,
     Recv,
     ReduceGradients,
@@ -86,7 +87,22 @@ def relabelled_segments(graph: SegmentGraph, ranks: RankMap) -> SegmentGraph:
         )
         for segment in graph.segments
     )
-    return SegmentGraph(segments, graph.values, ranks.world_size)
+    values = tuple(
+        replace(
+            value,
+            pieces=_relabelled_pieces(value.pieces, ranks),
+            gradient_pieces=_relabelled_pieces(value.gradient_pieces, ranks),
+        )
+        for value in graph.values
+    )
+    return SegmentGraph(segments, values, ranks.world_size)
+
+
+def _relabelled_pieces(pieces: Sequence[PieceBytes], ranks: RankMap) -> tuple[PieceBytes, ...]:
+    rank_of = ranks.rank_of_device
+    return tuple(
+        PieceBytes(rank_of[piece.source], rank_of[piece.target], piece.size_bytes) for piece in pieces
+    )
 
 
 def _relabelled(instruction: Instruction, ranks: RankMap) -> Instruction:

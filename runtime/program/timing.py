@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from cost_models.errors import DeadlockError, InternalError
+from runtime.program.crossings import consumers_by_group, crossings
 from runtime.program.groups import on_leaders
 from runtime.program.program import (
     Backward,
@@ -36,7 +37,6 @@ from runtime.program.program import (
     Forward,
     SegmentGraph,
     TransferSeconds,
-    Value,
 )
 
 UNSET = -1.0
@@ -80,8 +80,7 @@ def time_orders(
 
     Segments of several ranks are timed on the leader of their group (``groups``).
     """
-    led = on_leaders(graph)
-    graph, orders = led.graph, led.orders(orders)
+    orders = on_leaders(graph).orders(orders)
     dag = _dag(graph, microbatches, transfer_seconds)
     steps = _steps(graph, orders, microbatches, dag)
     nodes = 3 * len(graph.segments) * microbatches
@@ -165,29 +164,20 @@ def _dag(graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSecon
     rows = 3 * count
     dag = _Dag(rows, microbatches, [[] for _ in range(rows)], [[] for _ in range(rows)])
     for value in graph.values:
-        home = graph.segments[value.producer].rank
-        for rank, consumers in consumers_by_rank(graph, value).items():
-            if rank == home:
-                for consumer in consumers:
-                    dag.needs[consumer].append(value.producer * microbatches)
-                    if value.needs_grad:
-                        dag.needs[count + value.producer].append((count + consumer) * microbatches)
-                continue
-            there = transfer_seconds(home, rank, value.size_bytes)
-            dag.carry(value.name, [value.producer], consumers, (home, rank), there)
+        home = graph.segments[value.producer].ranks
+        for consumer in consumers_by_group(graph, value).get(home, ()):
+            dag.needs[consumer].append(value.producer * microbatches)
             if value.needs_grad:
-                back = transfer_seconds(rank, home, value.size_bytes)
-                backwards = [count + consumer for consumer in consumers]
-                dag.carry(f"d({value.name})", backwards, [count + value.producer], (rank, home), back)
+                dag.needs[count + value.producer].append((count + consumer) * microbatches)
+        for crossing in crossings(graph, value):
+            backwards = [count + consumer for consumer in crossing.consumers]
+            for source, target, size_bytes in crossing.there:
+                seconds = transfer_seconds(source, target, size_bytes)
+                dag.carry(value.name, [value.producer], crossing.consumers, (source, target), seconds)
+            for source, target, size_bytes in crossing.back:
+                seconds = transfer_seconds(source, target, size_bytes)
+                dag.carry(f"d({value.name})", backwards, [count + value.producer], (source, target), seconds)
     return dag
-
-
-def consumers_by_rank(graph: SegmentGraph, value: Value) -> dict[int, list[int]]:
-    """Return the segments that use ``value``, by the rank they run on."""
-    grouped: dict[int, list[int]] = {}
-    for segment in value.consumers:
-        grouped.setdefault(graph.segments[segment].rank, []).append(segment)
-    return grouped
 
 
 def _steps(

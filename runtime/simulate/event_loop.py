@@ -4,7 +4,8 @@ Meaning of the instructions (the executor's and the checker's):
     a compute waits for the messages it is the first on its rank to consume, then occupies the rank
     a send or receive is put on its queue and the rank goes on; a transfer starts when the message is at the head of
         the queue on both ranks, and leaves both queues when its last byte has arrived
-    a reduction waits for all of its ranks, then occupies them all; so does a compute that several ranks run together
+    a reduction waits for all of its ranks, then occupies them all; so does a compute that several ranks run together,
+        which waits for the messages of them all too
 
 A transfer takes its path's latency, then moves its bytes at the rate its links give it (``fair_share``). While a
 rank has a transfer under way, its computes run ``contention`` times slower.
@@ -54,6 +55,7 @@ class EventLoop:
         self._queues_of: list[list[int]] = [[] for _ in range(count)]
         self._version = [0] * count
         self._arrived = [0] * len(flat.reduction_ranks)
+        self._shared_seconds = [0.0] * len(flat.reduction_ranks)
         self._share = FairShare(flat.links)
         self._transfers_at = [0 for _ in ranks]
         self._work_left = [0.0 for _ in ranks]
@@ -116,10 +118,8 @@ class EventLoop:
                     self._at(now + seconds, _GO_ON, rank)
                     break
             elif code in (REDUCE, TOGETHER):
-                self._arrived[target] += 1
-                if self._arrived[target] == len(self.flat.reduction_ranks[target]):
-                    self.reduction_start[target] = now
-                    self._at(now + seconds, _REDUCE_END, target)
+                self._shared_seconds[target] = seconds
+                self._comes(target, now)
                 break
             else:
                 index += 1
@@ -199,14 +199,23 @@ class EventLoop:
                 if self._heads[head] == 2:
                     self._start_transfer(head, now)
         consumer = flat.message_consumers[message]
-        if consumer >= 0:
+        if consumer in flat.together:
+            self._comes(flat.together[consumer], now)
+        elif consumer >= 0:
             self._awaited[consumer] -= 1
             target = flat.message_ranks[message][1]
             if self._awaited[consumer] == 0 and self._asleep_at[target] == consumer:
                 self._asleep_at[target] = -1
                 self._advance(target, now)
 
-    # Collectives and the end
+    # Collectives, computes of several ranks, and the end
+
+    def _comes(self, reduction: int, now: float) -> None:
+        """Count a rank, or a message, that a reduction waits for; the last one starts it."""
+        self._arrived[reduction] += 1
+        if self._arrived[reduction] == self.flat.comers[reduction]:
+            self.reduction_start[reduction] = now
+            self._at(now + self._shared_seconds[reduction], _REDUCE_END, reduction)
 
     def _reduction_ends(self, reduction: int, _: int, now: float) -> None:
         self.reduction_end[reduction] = now

@@ -72,11 +72,13 @@ class FlatPrograms:
     receive_places: list[int] = field(default_factory=list)
     """Index of each message's receive in its program."""
     node_places: list[int] = field(default_factory=list)
-    """Index in its program of each node (see ``timing``), which is a compute."""
+    """Index of each node (see ``timing``), which is a compute, in the program of the first of its ranks."""
     reductions: dict[tuple[ReduceGradients, int], int] = field(default_factory=dict)
     together: dict[int, int] = field(default_factory=dict)
     """Number of each node that several ranks run together, among the reductions: it waits for its ranks as they do."""
     reduction_ranks: list[tuple[int, ...]] = field(default_factory=list)
+    comers: list[int] = field(default_factory=list)
+    """How many have to come before each reduction starts: its ranks, and the messages that a shared compute consumes."""
     queues: dict[tuple[int, str], int] = field(default_factory=dict)
     _paths: dict[tuple[int, int], Path] = field(default_factory=dict)
 
@@ -124,15 +126,17 @@ class FlatPrograms:
                 else:
                     kind = type(i)
                     node = plane_size * NODE_PLANE[kind] + i.segment * stride + i.microbatch
-                    self.node_places[node] = index
-                    for number in awaited.get(node, ()):
-                        if self.message_consumers[number] < 0:
-                            self.message_consumers[number] = node
-                    seconds = durations[kind][i.segment] * scale[i.microbatch] + overheads.compute_seconds
                     ranks = graph.segments[i.segment].ranks
+                    if rank == ranks[0]:
+                        self.node_places[node] = index
+                    consumed = [n for n in awaited.get(node, ()) if self.message_consumers[n] < 0]
+                    for number in consumed:
+                        self.message_consumers[number] = node
+                    seconds = durations[kind][i.segment] * scale[i.microbatch] + overheads.compute_seconds
                     if len(ranks) > 1:
-                        number = self._meeting(self.together, node, ranks)
-                        operations.append(Operation(TOGETHER, number, seconds))
+                        meeting = self._meeting(self.together, node, ranks)
+                        self.comers[meeting] += len(consumed)
+                        operations.append(Operation(TOGETHER, meeting, seconds))
                     else:
                         operations.append(Operation(COMPUTE, node, seconds))
             self.operations.append(operations)
@@ -142,6 +146,7 @@ class FlatPrograms:
         if key not in known:
             known[key] = len(self.reduction_ranks)
             self.reduction_ranks.append(ranks)
+            self.comers.append(len(ranks))
         return known[key]
 
     def _message(self, message: Message) -> int:
@@ -150,7 +155,7 @@ class FlatPrograms:
             number = self.messages[message] = len(self.messages)
             self.message_ranks.append((message.source, message.target))
             self.message_paths.append(self.path(self.message_ranks[-1]))
-            self.message_bytes.append(self._sizes[message.value] * self.scale[message.microbatch])
+            self.message_bytes.append(self._size_of(message) * self.scale[message.microbatch])
             self.message_consumers.append(-1)
             self.send_places.append(0)
             self.receive_places.append(0)
@@ -163,5 +168,15 @@ class FlatPrograms:
             path = self._paths[ends] = self.links.path(*ends)
         return path
 
+    def _size_of(self, message: Message) -> int:
+        piece = (message.value, message.gradient, message.source, message.target)
+        return self._pieces[piece] if piece in self._pieces else self._sizes[message.value]
+
     def __post_init__(self) -> None:
         self._sizes = {value.name: value.size_bytes for value in self.graph.values}
+        self._pieces = {
+            (value.name, gradient, piece.source, piece.target): piece.size_bytes
+            for value in self.graph.values
+            for gradient, pieces in ((False, value.pieces), (True, value.gradient_pieces))
+            for piece in pieces
+        }

@@ -29,8 +29,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.program.program import SegmentGraph
-from runtime.program.timing import consumers_by_rank
+from runtime.program.crossings import consumers_by_group, crossings
+from runtime.program.program import SegmentGraph, Value
 
 Floats: TypeAlias = NDArray[np.float64]
 Instant: TypeAlias = tuple[Floats, Floats]
@@ -107,31 +107,44 @@ def memory_curves(
             ledger.hold(rank, cost.transient_bytes, (times.start[1, s], times.place[1, s]), backward[s])
         ledger.hold(rank, deferred, backward[s], done[s])  # after what ends at the same moment
     for value in graph.values:
-        home = graph.segments[value.producer].rank
-        by_rank = consumers_by_rank(graph, value)
-        held_until = backward[value.producer] if value.needs_grad else forward[value.producer]
-        held_until = _latest(forward[value.producer], held_until)
-        for rank, consumers in by_rank.items():
-            finished = _latest(*(done[c] for c in consumers))
-            if rank == home:
-                held_until = _latest(held_until, finished)
-                continue
-            there = times.messages[value.name, False, home, rank]
-            held_until = _latest(held_until, there.sent)
-            ledger.hold(rank, value.size_bytes, there.posted, finished)
-        ledger.hold(home, value.size_bytes, begun[value.producer], held_until)
-        if not (value.needs_grad and (times.end[1, value.producer] >= 0.0).all()):
-            continue
-        returned = backward[value.producer]
-        for rank, consumers in by_rank.items():
-            made = _earliest(*((times.start[1, c], times.place[1, c]) for c in consumers))
-            if rank == home:
-                ledger.hold(home, value.size_bytes, made, returned)
-                continue
-            back = times.messages[value.name, True, rank, home]
-            ledger.hold(rank, value.size_bytes, made, back.sent)
-            ledger.hold(home, value.size_bytes, back.posted, returned)
+        _hold_value(ledger, graph, times, value, done)
     return tuple(ledger.curve(rank, state_bytes[rank]) for rank in range(graph.world_size))
+
+
+def _hold_value(
+    ledger: _Ledger, graph: SegmentGraph, times: StepTimes, value: Value, done: Sequence[Instant]
+) -> None:
+    """Charge a value and its gradient to the first rank of the groups that make and use it; others hold as much."""
+    producer = value.producer
+    ranks = graph.segments[producer].ranks
+    home, begun = ranks[0], (times.start[0, producer], times.place[0, producer])
+    returned = _ends(times, 1, producer)
+    held_until = _latest(_ends(times, 0, producer), *([returned] if value.needs_grad else []))
+    trained = value.needs_grad and bool((times.end[1, producer] >= 0.0).all())
+    local = consumers_by_group(graph, value).get(ranks, ())
+    if local:
+        held_until = _latest(held_until, *(done[c] for c in local))
+    for away, consumers, there, back in crossings(graph, value):
+        finished = _latest(*(done[c] for c in consumers))
+        for source, target, size_bytes in there:
+            way = times.messages[value.name, False, source, target]
+            if source == home:
+                held_until = _latest(held_until, way.sent)
+            if target == away[0]:
+                ledger.hold(target, size_bytes, way.posted, finished)
+        if not trained:
+            continue
+        made = _earliest(*((times.start[1, c], times.place[1, c]) for c in consumers))
+        for source, target, size_bytes in back:
+            way = times.messages[value.name, True, source, target]
+            if source == away[0]:
+                ledger.hold(source, size_bytes, made, way.sent)
+            if target == home:
+                ledger.hold(target, size_bytes, way.posted, returned)
+    ledger.hold(home, value.size_bytes, begun, held_until)
+    if local and trained:
+        made = _earliest(*((times.start[1, c], times.place[1, c]) for c in local))
+        ledger.hold(home, value.size_bytes, made, returned)
 
 
 def _ends(times: StepTimes, plane: int, segment: int) -> Instant:

@@ -16,7 +16,7 @@ import numpy as np
 
 from cost_models.errors import DeadlockError, InternalError
 from runtime.collector import collector_paused
-from runtime.program.groups import OnLeaders, on_leaders
+from runtime.program.groups import on_leaders
 from runtime.program.program import Instruction, Message, Program, ReduceGradients, SegmentGraph
 from runtime.program.timing import NODE_PLANE
 from runtime.simulate.event_loop import NOT_YET, EventLoop
@@ -144,7 +144,7 @@ def simulate(
     _refuse_stuck(programs, run)
     for node, number in flat.together.items():
         run.start[node], run.end[node] = run.reduction_start[number], run.reduction_end[number]
-    return _report(programs, led, flat, run, state_bytes or [0.0] * world, reduce_bytes or _nothing)
+    return _report(programs, led.leader_of, flat, run, state_bytes or [0.0] * world, reduce_bytes or _nothing)
 
 
 def _nothing(_: ReduceGradients) -> float:
@@ -162,7 +162,7 @@ def _refuse_stuck(programs: Sequence[Program], run: EventLoop) -> None:
 
 def _report(
     programs: Sequence[Program],
-    led: OnLeaders,
+    leader_of: Sequence[int],
     flat: FlatPrograms,
     run: EventLoop,
     state_bytes: Sequence[float],
@@ -191,7 +191,7 @@ def _report(
         step_seconds=run.finish_seconds,
         timeline=timeline,
         busy_seconds=busy,
-        memory=_memory(led, _step_times(led.graph, flat, run), state_bytes, flat.scale),
+        memory=_memory(flat, leader_of, _step_times(flat, run), state_bytes),
         transfers=tuple(transfers),
         link_bytes=dict(link_bytes),
         pair_bytes=dict(pair_bytes),
@@ -222,17 +222,17 @@ def _reduction_bytes(
 
 
 def _memory(
-    led: OnLeaders, times: StepTimes, state_bytes: Sequence[float], scale: Sequence[float]
+    flat: FlatPrograms, leader_of: Sequence[int], times: StepTimes, state_bytes: Sequence[float]
 ) -> tuple[MemoryCurve, ...]:
     """Return every rank's memory; ranks of one group hold alike, beside their state."""
-    curves = memory_curves(led.graph, times, state_bytes, scale)
+    curves = memory_curves(flat.graph, times, state_bytes, flat.scale)
     return tuple(
         curves[rank]
         if leader == rank
         else MemoryCurve(
             curves[leader].seconds, curves[leader].bytes_held - state_bytes[leader] + state_bytes[rank]
         )
-        for rank, leader in enumerate(led.leader_of)
+        for rank, leader in enumerate(leader_of)
     )
 
 
@@ -251,10 +251,10 @@ def _spans(program: Program, flat: FlatPrograms, run: EventLoop) -> tuple[Span, 
     return tuple(spans)
 
 
-def _step_times(graph: SegmentGraph, flat: FlatPrograms, run: EventLoop) -> StepTimes:
+def _step_times(flat: FlatPrograms, run: EventLoop) -> StepTimes:
     """Return the run's flat lists as arrays over micro-batches."""
     count = len(flat.scale)
-    by_node = (3, len(graph.segments), count)
+    by_node = (3, len(flat.graph.segments), count)
     messages: dict[tuple[str, bool, int, int], list[int]] = {}
     for message, number in flat.messages.items():
         key = (message.value, message.gradient, message.source, message.target)
