@@ -8,12 +8,14 @@ Meaning of the instructions (the executor's and the checker's):
         which waits for the messages of them all too
 
 A transfer takes its path's latency, then moves its bytes at the rate its links give it (``fair_share``). While a
-rank has a transfer under way, its computes run ``contention`` times slower.
+rank has a transfer under way, its computes, and those that others run together with it, take ``contention`` times longer.
+The first rank of a group (``leader_of``) keeps the time of what its ranks run together.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from runtime.simulate.fair_share import FairShare
@@ -27,8 +29,8 @@ _COMPUTE_END, _BYTES_START, _BYTES_END, _REDUCE_END, _GO_ON = range(5)
 class EventLoop:
     """The times of everything that happened, in seconds; ``NOT_YET`` where something never ran."""
 
-    def __init__(self, flat: FlatPrograms) -> None:
-        self.flat = flat
+    def __init__(self, flat: FlatPrograms, leader_of: Sequence[int]) -> None:
+        self.flat, self._leader_of = flat, leader_of
         count, nodes = len(flat.message_bytes), len(flat.node_places)
         ranks = range(len(flat.operations))
         self.start = [NOT_YET] * nodes
@@ -144,13 +146,17 @@ class EventLoop:
     def _compute_ends(self, rank: int, version: int, now: float) -> None:
         if version != self._compute_version[rank]:
             return  # the compute was slowed down or sped up since: another event ends it
-        self.end[self._running[rank]] = now
-        self._running[rank] = -1
+        node, self._running[rank] = self._running[rank], -1
+        self.end[node] = now
+        if node in self.flat.together:
+            self._reduction_ends(self.flat.together[node], version, now)
+            return
         self.finish_seconds = max(self.finish_seconds, now)
         self._advance(rank, now)
 
     def _transfers_change(self, rank: int, change: int, now: float) -> None:
-        """Time the rank's running compute again when its first transfer starts or its last one ends."""
+        """Time the running compute of the rank's group again when its first transfer starts or its last one ends."""
+        rank = self._leader_of[rank]
         before = self._transfers_at[rank]
         self._transfers_at[rank] = after = before + change
         if (before > 0) == (after > 0) or self._running[rank] < 0:
@@ -213,9 +219,16 @@ class EventLoop:
     def _comes(self, reduction: int, now: float) -> None:
         """Count a rank, or a message, that a reduction waits for; the last one starts it."""
         self._arrived[reduction] += 1
-        if self._arrived[reduction] == self.flat.comers[reduction]:
-            self.reduction_start[reduction] = now
+        if self._arrived[reduction] < self.flat.comers[reduction]:
+            return
+        self.reduction_start[reduction] = now
+        node = self.flat.together_nodes.get(reduction)
+        if node is None:
             self._at(now + self._shared_seconds[reduction], _REDUCE_END, reduction)
+            return
+        leader = self._leader_of[self.flat.reduction_ranks[reduction][0]]
+        self.start[node], self._running[leader] = now, node
+        self._begin_compute(leader, self._shared_seconds[reduction], now)
 
     def _reduction_ends(self, reduction: int, _: int, now: float) -> None:
         self.reduction_end[reduction] = now

@@ -76,6 +76,8 @@ class FlatPrograms:
     reductions: dict[tuple[ReduceGradients, int], int] = field(default_factory=dict)
     together: dict[int, int] = field(default_factory=dict)
     """Number of each node that several ranks run together, among the reductions: it waits for its ranks as they do."""
+    together_nodes: dict[int, int] = field(default_factory=dict)
+    """The node of each of these numbers."""
     reduction_ranks: list[tuple[int, ...]] = field(default_factory=list)
     comers: list[int] = field(default_factory=list)
     """How many have to come before each reduction starts: its ranks, and the messages that a shared compute consumes."""
@@ -136,6 +138,7 @@ class FlatPrograms:
                     if len(ranks) > 1:
                         meeting = self._meeting(self.together, node, ranks)
                         self.comers[meeting] += len(consumed)
+                        self.together_nodes[meeting] = node
                         operations.append(Operation(TOGETHER, meeting, seconds))
                     else:
                         operations.append(Operation(COMPUTE, node, seconds))

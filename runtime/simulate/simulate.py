@@ -140,10 +140,8 @@ def simulate(
         raise InternalError("simulate a step", problems)
     flat = FlatPrograms(programs, graph, links, scale, contention)
     flat.flatten(overheads, optimizer_seconds or [0.0] * world, reduce_seconds or _nothing, device_queues)
-    run = EventLoop(flat).run()
+    run = EventLoop(flat, led.leader_of).run()
     _refuse_stuck(programs, run)
-    for node, number in flat.together.items():
-        run.start[node], run.end[node] = run.reduction_start[number], run.reduction_end[number]
     return _report(programs, led.leader_of, flat, run, state_bytes or [0.0] * world, reduce_bytes or _nothing)
 
 

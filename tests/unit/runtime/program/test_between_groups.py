@@ -14,6 +14,8 @@ from runtime.check.check import check
 from runtime.mesh.cross_mesh import pieces
 from runtime.program.order import build_programs
 from runtime.program.program import (
+    Backward,
+    Forward,
     PieceBytes,
     Program,
     Recv,
@@ -143,6 +145,22 @@ def test_a_group_waits_for_the_slowest_of_its_ranks() -> None:
     simulation = simulate(programs_of(graph, "gpipe", 1), graph, links=UniformLinks(1.0))
     starts = [spans[0].start_seconds for spans in simulation.timeline]
     assert starts[1] == starts[2] > 24.0
+
+
+def test_a_transfer_of_one_rank_slows_its_group() -> None:
+    """Two micro-batches come one after the other, 24 s each at a byte a second: the second beside the first compute."""
+    cost = SegmentCost(100.0, 0.0, 0.0)
+    piece = PieceBytes(0, 2, ELEMENTS)
+    graph = SegmentGraph(
+        (Segment(0, (0,), SegmentCost(0.0, 0.0, 0.0)), Segment(1, (1, 2), cost, has_backward=False)),
+        (Value("h", 0, (1,), ELEMENTS, False, (piece._replace(target=1, size_bytes=0), piece)),),
+        3,
+    )
+    orders = ((Forward(0, 0), Forward(0, 1), Backward(0, 0), Backward(0, 1)), (Forward(1, 0), Forward(1, 1)))
+    programs = build_programs(graph, orders, 2, transfer_seconds=no_time)
+    simulation = simulate(programs, graph, links=UniformLinks(1.0), contention=2.0)
+    first = [spans[0] for spans in simulation.timeline[1:]]
+    assert [(span.start_seconds, span.end_seconds) for span in first] == [(24.0, 24.0 + 100.0 + 12.0)] * 2
 
 
 def test_a_group_holds_what_it_receives_in_pieces() -> None:
