@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 Answer = TypeVar("Answer")
 Further = TypeVarTuple("Further")
-PlaceholderKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch"]
+PlaceholderKind: TypeAlias = Literal["parameter", "buffer", "constant", "batch", "value"]
 
 NOT_DIFFERENTIABLE = frozenset(
     {
@@ -60,12 +60,15 @@ NOT_DIFFERENTIABLE = frozenset(
 class GraphInput:
     """A placeholder, and the tensor of the model or the batch that it stands for.
 
-    ``name``: the model's own fully qualified name (canonical, see ``aliases``) or the batch leaf's name.
+    ``name``: the model's own fully qualified name (canonical, see ``aliases``) or the batch leaf's name; in a part of a
+    model (``passes.graph.part``) the name of a value that another part makes.
     """
 
     node: str
     kind: PlaceholderKind
     name: str
+    needs_grad: bool = False
+    """True for a value that this part owes a gradient."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,14 @@ class GraphOutput:
     """One element of the graph's output tuple.
 
     ``metric``: a number that the loss function returned beside the loss, without a gradient. ``buffer``: the new
-    contents of buffer ``name``.
+    contents of buffer ``name``. ``value``: what another part of the model reads (``passes.graph.part``).
     """
 
     node: str
-    kind: Literal["loss", "metric", "output", "buffer"]
+    kind: Literal["loss", "metric", "output", "buffer", "value"]
     name: str
+    needs_grad: bool = False
+    """True for a value of which other parts send a gradient back."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +189,7 @@ class OpGraph:
         counts as differentiable unless it is known not to be.
         """
         candidates = _differentiable(self)
-        if self.loss is None or self.loss not in candidates:
-            return frozenset()
-        found = {self.loss}
+        found = {o.node for o in self.outputs if o.kind == "loss" or o.needs_grad} & candidates
         for node in reversed(list(self.graph.nodes)):
             if node.name in candidates and any(
                 user.name in found for user in node.users if user.op != "output"
@@ -260,7 +263,9 @@ def once_per_graph(
 def _differentiable(graph: OpGraph) -> frozenset[str]:
     """Name the nodes that depend on a trainable parameter through differentiable ops."""
     trainable = {
-        i.node for i in graph.inputs if i.kind == "parameter" and graph.parameters[i.name].requires_grad
+        i.node
+        for i in graph.inputs
+        if i.needs_grad or (i.kind == "parameter" and graph.parameters[i.name].requires_grad)
     }
     found: set[str] = set()
     for node in graph.graph.nodes:

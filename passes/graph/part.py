@@ -1,7 +1,8 @@
 """Parts of a graph: the ops that one group of devices runs by itself, as a graph of their own.
 
-x ─ linear ─ loss               part {mul}:   x ─ mul ─ extra
-x ─ mul ─ extra
+x ─ linear ─ relu ─ loss        part {relu, loss}:     linear ─ relu ─ loss        takes the value linear
+x ─ mul ─ extra                 part {linear, mul}:    x ─ linear                  makes the value linear
+                                                       x ─ mul ─ extra
 """
 
 from __future__ import annotations
@@ -9,35 +10,33 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+import torch
 from torch import fx
 
 from cost_models.errors import InternalError
-from passes.graph.graph import GraphOutput, OpGraph
+from passes.graph.graph import GraphInput, GraphOutput, OpGraph
 from passes.graph.nodes import copy_graph, new_module, writes
 
 
 def part_of(graph: OpGraph, ops: Collection[str], copied: Collection[str] = ()) -> OpGraph:
     """Return ``ops`` with what they read and the outputs that they make; ``graph`` itself where these are all its ops.
 
-    ``copied``: those of which other parts have copies of their own. Raises ``InternalError`` if a value goes into the part
-    or out of it: it would have to change from one group's layouts to another's, and there is no bridge between meshes.
+    What they read of other ops are inputs called "value", what other ops read of them outputs. ``copied``: those of which
+    every part has copies of its own. Raises ``InternalError`` for what goes between parts and is no tensor.
     """
     own = set(ops)
     if own.issuperset(node.name for node in graph.ops):
         return graph
-    values = [
-        f"{node.name} goes {'out of' if node.name in own else 'into'} the part, to {user.name}"
-        for node in graph.ops
-        for user in node.users
-        if user.op != "output" and (node.name in own) != (user.name in own) and node.name not in copied
-    ]
-    if values:
-        raise InternalError(
-            f"run {len(own)} of the {len(graph)} ops of {graph.model_name} on a mesh of their own",
-            [*values[:5], "between meshes a value changes its layout, and there is no bridge for that"],
-        )
     new = copy_graph(graph.graph)
-    part = with_outputs(graph, new, tuple(output for output in graph.outputs if output.node in own), own)
+    entering = _take_values(graph, new, own, copied)
+    leaving = tuple(
+        GraphOutput(node.name, "value", node.name, node.name in graph.needs_grad)
+        for node in graph.ops
+        if node.name in own and node.name not in copied
+        if any(user.op != "output" and user.name not in own and user.name not in copied for user in node.users)
+    )
+    outputs = (*leaving, *(output for output in graph.outputs if output.node in own))
+    part = with_outputs(replace(graph, inputs=(*graph.inputs, *entering)), new, outputs, own)
     names = {given.name for given in part.inputs} | {output.name for output in part.outputs}
     return replace(
         part,
@@ -47,6 +46,32 @@ def part_of(graph: OpGraph, ops: Collection[str], copied: Collection[str] = ()) 
         parts={name: part for name, part in graph.parts.items() if name in names},
         views={name: view for name, view in graph.views.items() if view.owner in names},
     )
+
+
+def _take_values(
+    graph: OpGraph, new: fx.Graph, own: Collection[str], copied: Collection[str]
+) -> tuple[GraphInput, ...]:
+    """Put a placeholder into ``new``, a copy of ``graph``, for each value that ``own`` read of other ops."""
+    nodes = {node.name: node for node in new.nodes}
+    first = next(node for node in new.nodes if node.op != "placeholder")
+    taken = []
+    for old in graph.ops:
+        if old.name in own or old.name in copied or not any(user.name in own for user in old.users):
+            continue
+        if not isinstance(old.meta["val"], torch.Tensor):
+            raise InternalError(
+                f"run {len(own)} of the {len(graph)} ops of {graph.model_name} on a mesh of their own",
+                [f"{old.name} goes into the part and is no tensor"],
+            )
+        node = nodes[old.name]
+        with new.inserting_before(first):
+            placeholder = new.placeholder(old.name)
+        placeholder.meta = dict(node.meta)
+        node.replace_all_uses_with(placeholder)
+        new.erase_node(node)
+        placeholder.name = placeholder.target = old.name
+        taken.append(GraphInput(old.name, "value", old.name, old.name in graph.needs_grad))
+    return tuple(taken)
 
 
 def with_outputs(

@@ -215,7 +215,7 @@ def _buffers_known(graph: OpGraph) -> Iterator[str]:
 
 
 def _sizes_from_batch(graph: OpGraph) -> Iterator[str]:
-    batch = {entry.node for entry in graph.inputs if entry.kind == "batch"}
+    batch = {entry.node for entry in graph.inputs if entry.kind in ("batch", "value")}
     for node in _ops(graph):
         if not is_size(node.meta.get("val")):
             continue
@@ -224,12 +224,17 @@ def _sizes_from_batch(graph: OpGraph) -> Iterator[str]:
                 yield f"{node.name} reads {source.name}"
 
 
+def _takes_values(graph: OpGraph) -> bool:
+    return any(entry.kind == "value" for entry in graph.inputs)
+
+
 def _batch_known(graph: OpGraph) -> Iterator[str]:
     leaves = {entry.name for entry in graph.inputs if entry.kind == "batch"}
     for name in leaves - graph.batch.batch_dims.keys():
         yield f"batch input {name} has no batch dimension on record (None would do)"
     for symbol, (name, _) in graph.batch.symbols.items():
-        if name not in leaves:
+        # A part of a model that takes values of other parts may not read the leaf itself.
+        if name not in leaves and not (name in graph.batch.batch_dims and _takes_values(graph)):
             yield f"symbol {symbol} is read from {name}, which is no batch input"
 
 

@@ -80,25 +80,28 @@ def _lower_segment(
 
     outputs: list[SegmentOutput] = []
     returned: list[fx.Node] = []
+    produced: dict[str, TensorSpec] = {}
     for node in body:
         if node.name in crossing and segmentation.segment_of.get(node.name) == index:
             outputs.append(SegmentOutput("value", node.name, node.name in graph.needs_grad))
             returned.append(environment[node.name])
+            produced[node.name] = value_spec(graph, node.name)
     for output in graph.outputs:
         if segmentation.segment_of.get(output.node) == index:
             outputs.append(SegmentOutput(output.kind, output.name, output.node in graph.needs_grad))
             returned.append(environment[output.node])
+            if output.kind == "value":
+                produced[output.name] = value_spec(graph, output.node)
     new.output(tuple(returned))
     module = fx.GraphModule(torch.nn.Module(), new, class_name=f"Segment{index}")
 
-    received = [i.name for i in inputs if i.kind == "value"]
-    produced = [o.name for o in outputs if o.kind == "value"]
+    received = {i.name: value_spec(graph, i.name) for i in inputs if i.kind == "value"}
     return SegmentCode(
         index=index,
         module=module,
         inputs=tuple(inputs),
         outputs=tuple(outputs),
-        values={name: value_spec(graph, name) for name in (*received, *produced)},
+        values=received | produced,
         random=any(map(draws_random_numbers, body)),
         mesh=segmentation.mesh_of(index),
         recomputed=segmentation.regions_of(index),
@@ -129,4 +132,4 @@ def _input(graph: OpGraph, name: str) -> SegmentInput:
     placeholder = graph.input_of.get(name)
     if placeholder is None:
         return SegmentInput("value", name, name in graph.needs_grad)
-    return SegmentInput(placeholder.kind, placeholder.name)
+    return SegmentInput(placeholder.kind, placeholder.name, placeholder.needs_grad)

@@ -149,9 +149,8 @@ class _Sharder:
             given = self.old.input_of[node.name]
             if given.kind in ("parameter", "buffer"):
                 return (self.stored(given.name),)
-            return (
-                self.placement.batch.get(given.name, self.whole) if given.kind == "batch" else self.whole,
-            )
+            arriving = {"batch": self.placement.batch, "value": self.placement.values}.get(given.kind, {})
+            return (arriving.get(given.name, self.whole),)
         if not tensors_of(node):
             return ()
         if _is_projection(node):
@@ -203,14 +202,14 @@ class _Sharder:
         self.made[node.name] = copy
 
     def _prepare_sizes(self) -> None:
-        """Compute every number that depends on the batch from a leaf's size, as before (``passes.graph.sizes``)."""
+        """Compute every number that depends on the batch from an input's size, as before (``passes.graph.sizes``)."""
         self.anchor = self.new.call_function(torch.sym_not, (False,))
         origins: dict[Any, tuple[fx.Node, int]] = {}
         symbol, like = self.old.batch.batch_symbol, None
         multiples: tuple[fx.Node, int, int] | None = None
         for given in self.old.inputs:
             node = self.made[given.node]
-            if given.kind != "batch" or not isinstance(node.meta.get("val"), torch.Tensor):
+            if given.kind not in ("batch", "value") or not isinstance(node.meta.get("val"), torch.Tensor):
                 continue
             for dim, size in enumerate(node.meta["val"].shape):
                 if not isinstance(size, torch.SymInt):
@@ -373,7 +372,7 @@ class _Sharder:
         return made
 
     def _outputs(self) -> tuple[GraphOutput, ...]:
-        """Return loss and metrics as parts of sums (the engine adds them up), outputs whole, buffers as they are stored."""
+        """Return loss and metrics as parts of sums (the engine adds them up), outputs whole, state and values as placed."""
         outputs = []
         returned: dict[str, fx.Node] = {}
         for output in self.old.outputs:
@@ -382,6 +381,8 @@ class _Sharder:
                 needs: Needs = (Need(Partial()),) * len(self.whole)
             elif output.kind == "buffer":
                 needs = tuple(Need(p) for p in self.stored(output.name))
+            elif output.kind == "value":
+                needs = tuple(Need(p) for p in self.placement.values.get(output.name, self.whole))
             else:
                 needs = tuple(Need(p) for p in self.whole)
             made = self._bridge(node, needs)

@@ -78,6 +78,7 @@ class FeaturePlacement:
     ``stored``          placements of parameters and buffers between steps
     ``sharded_state``   placements of gradients and optimizer state where they differ from ``stored`` (ZeRO-1 and 2)
     ``batch``           placements in which batch leaves arrive
+    ``values``          placements in which values of other stages arrive and own ones leave; their gradients likewise
     """
 
     mesh: Mesh
@@ -86,6 +87,7 @@ class FeaturePlacement:
     batch: Mapping[str, Placements]
     microbatches: int
     sharded_state: Mapping[str, Placements] = field(default_factory=dict)
+    values: Mapping[str, Placements] = field(default_factory=dict)
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
