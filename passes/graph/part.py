@@ -33,7 +33,9 @@ def part_of(graph: OpGraph, ops: Collection[str], copied: Collection[str] = ()) 
         GraphOutput(node.name, "value", node.name, node.name in graph.needs_grad)
         for node in graph.ops
         if node.name in own and node.name not in copied
-        if any(user.op != "output" and user.name not in own and user.name not in copied for user in node.users)
+        if any(
+            user.op != "output" and user.name not in own and user.name not in copied for user in node.users
+        )
     )
     outputs = (*leaving, *(output for output in graph.outputs if output.node in own))
     part = with_outputs(replace(graph, inputs=(*graph.inputs, *entering)), new, outputs, own)

@@ -22,6 +22,7 @@ from passes.costs.costs import GraphCosts, cost_graph
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.lower.candidate import Candidate
+from passes.lower.crossing import Crossings
 from passes.lower.job import Job
 from passes.lower.placed_graph import on_meshes
 from passes.lower.segment import Segmentation, on_mesh
@@ -82,7 +83,7 @@ class Costed:
     stage_of: Mapping[str, int]
     """Op of the model -> the segment that runs it; an op that every segment recomputes for itself is not in it."""
     meshes: Mapping[int, OnMesh] = field(default_factory=dict)
-    """Segment -> what the ranks of its mesh do; none for a segment that has a single rank."""
+    """Segment -> what the ranks of its mesh do; empty where every segment has a single rank."""
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -112,13 +113,13 @@ def costed_segments(
     size = job.batch_size // candidate.microbatches
     meshes = {i: _on_mesh(graph, own, cluster, job, i, size) for i, own in placed.sharded.items()}
     state = [StateBytes()] * cluster.world_size
-    if len(meshes) == len(segmentation):
-        segments = SegmentGraph(tuple(own.segment for own in meshes.values()), (), cluster.world_size)
+    if meshes:
+        crossings = Crossings(graph, segmentation, candidate.shardings)
+        values = tuple(crossings.value(name, size, cluster) for name in crossings.consumers)
+        segments = SegmentGraph(tuple(own.segment for own in meshes.values()), values, cluster.world_size)
     else:
         state = list(state_of_ranks(graph, segmentation, cluster.world_size, job.optimizer, job.precision))
-        plain = segments_of(graph, costs, cluster, job, candidate, segmentation)
-        on_ranks = [meshes[s.index].segment if s.index in meshes else s for s in plain.segments]
-        segments = replace(plain, segments=tuple(on_ranks))
+        segments = segments_of(graph, costs, cluster, job, candidate, segmentation)
     tied = list(tied_groups(graph, segmentation))
     gradients = {n: gradient_bytes(graph, n, job.precision) for group in tied for n in group.parameters}
     tensors = trained_tensors(graph, segmentation, cluster.world_size)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from cost_models.errors import InternalError
+from cost_models.layout import Mesh
 from passes.graph.graph import OpGraph
 from passes.graph.part import part_of
 from passes.lower.lower import lower
@@ -32,7 +33,7 @@ class PlacedGraph:
     """The model's own shapes, with the ops in blocks that run in blocks."""
     segmentation: Segmentation
     sharded: Mapping[int, ShardedGraph] = field(default_factory=dict)
-    """Segment -> what each of its ranks runs, where several share it."""
+    """Segment -> what each of its ranks runs; empty where no segment has several."""
 
     def graph_of(self, segment: int) -> OpGraph:
         """Return the graph that a segment's ops are of, as each of its ranks runs them."""
@@ -78,27 +79,27 @@ def on_meshes(
 ) -> PlacedGraph:
     """Shard the segments in ``placements``, each on its mesh, for micro-batches of multiples of ``unit`` samples.
 
-    All of them count samples in one unit, the least that serves every one. Raises ``InternalError`` for what programs
-    cannot do: values into or out of such a segment (``passes.graph.part``), a parameter that another one reads too.
+    All of them count samples in one unit, the least that serves every one; so a rank alone beside meshes is a mesh of its
+    own. Raises ``InternalError`` for what programs cannot do: a parameter that another segment reads too.
     """
     if not placements:
         return PlacedGraph(graph, segmentation)
     _refuse_shared_state(graph, segmentation)
     members = ops_by_segment(graph, segmentation)
     sharded = {}
-    for index, placement in sorted(placements.items()):
+    for index, ranks in enumerate(segmentation.ranks):
+        placement = placements.get(index) or _alone(*ranks)
         ops = [graph.ops[number].name for number in members[index]]
         sharded[index] = shard_graph(part_of(graph, ops, segmentation.recomputed), placement, unit)
     placed = PlacedGraph(graph, segmentation, sharded)
     if any(own.graph.batch.multiple != placed.multiple for own in sharded.values()):
         return on_meshes(graph, segmentation, placements, placed.multiple)
-    alone = [index for index in range(len(segmentation)) if segmentation.mesh_of(index) is None]
-    if alone and placed.multiple > 1:
-        raise InternalError(
-            "cut one batch for ranks alone and ranks on meshes",
-            [f"segments {alone} count single samples, the others {placed.multiple} at once"],
-        )
     return placed
+
+
+def _alone(rank: int) -> FeaturePlacement:
+    """Place ops on a mesh of one rank, whole."""
+    return FeaturePlacement(Mesh((rank,), (1,), ("alone",)), {}, {}, {}, 1)
 
 
 def _refuse_shared_state(graph: OpGraph, segmentation: Segmentation) -> None:

@@ -1,0 +1,88 @@
+"""Values that cross from segment to segment: on which layouts they leave and arrive, and what their ranks send.
+
+segment 0 on ranks (0, 1), leaves S0        0 -> 2 rows 0-3     1 -> 2 rows 4-7
+segment 1 on rank 2, arrives whole          and the gradient's rows back
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InternalError
+from cost_models.layout import Layout, Replicate
+from passes.graph.graph import OpGraph
+from passes.lower.lower import crossing_values, value_spec
+from passes.lower.segment import Segmentation
+from passes.shard.words import FeaturePlacement
+from runtime.mesh.cross_mesh import pieces
+from runtime.mesh.sharding import block_of
+from runtime.program.program import PieceBytes, Value
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """The values of a graph between its segments."""
+
+    graph: OpGraph
+    segmentation: Segmentation
+    placements: Mapping[int, FeaturePlacement]
+    """Segment -> how the ranks of its mesh share it; a segment without one runs on a single rank."""
+
+    @cached_property
+    def consumers(self) -> dict[str, tuple[int, ...]]:
+        """The segments that use each value that leaves its own, in the order of production."""
+        return crossing_values(self.graph, self.segmentation)
+
+    def layout(self, value: str, segment: int) -> Layout:
+        """Return the layout in which ``value`` leaves a segment, or arrives there."""
+        placement = self.placements.get(segment)
+        if placement is None:
+            return Layout.on(*self.segmentation.ranks[segment])
+        whole = (Replicate(),) * len(placement.mesh.shape)
+        return Layout(placement.mesh, placement.values.get(value, whole))
+
+    def value(self, name: str, samples: int, cluster: ClusterSpec) -> Value:
+        """Describe a value for micro-batches of ``samples``, with the pieces between groups of several ranks."""
+        producer, consumers = self.segmentation.segment_of[name], self.consumers[name]
+        spec = value_spec(self.graph, name)
+        shape = spec.concrete({**self.graph.example_sizes, self.graph.batch.batch_symbol: samples})
+        leaving = self.layout(name, producer)
+        there: list[PieceBytes] = []
+        back: list[PieceBytes] = []
+
+        def seconds(source: int, target: int) -> float:
+            return cluster.path(source, target).transfer_seconds(1)
+
+        for group in dict.fromkeys(self.segmentation.ranks[consumer] for consumer in consumers):
+            if group == leaving.ranks or len(group) == len(leaving.ranks) == 1:
+                continue
+            arriving = self.arriving(name, group)
+            size = spec.dtype.itemsize
+            there += [
+                PieceBytes(p.source, p.target, p.elements * size)
+                for p in pieces(shape, leaving, arriving, seconds)
+            ]
+            back += [
+                PieceBytes(p.source, p.target, p.elements * size)
+                for p in pieces(shape, arriving, leaving, seconds)
+            ]
+        own = block_of(shape, leaving.placements, leaving.mesh, leaving.ranks[0])
+        needs_grad = name in self.graph.needs_grad
+        return Value(
+            name, producer, consumers, math.prod(own.shape) * spec.dtype.itemsize, needs_grad, tuple(there),
+            tuple(back) if needs_grad else (),
+        )  # fmt: skip
+
+    def arriving(self, value: str, group: tuple[int, ...]) -> Layout:
+        """Return the layout in which ``value`` arrives on a group: one for all its segments."""
+        users = [s for s in self.consumers[value] if self.segmentation.ranks[s] == group]
+        layouts = {self.layout(value, segment) for segment in users}
+        if len(layouts) > 1:
+            raise InternalError(
+                f"send {value} to ranks {group}", [f"it arrives as {layout}" for layout in layouts]
+            )
+        return layouts.pop()
