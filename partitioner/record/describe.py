@@ -82,7 +82,16 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         views=tuple(
             ViewRecord(name=name, owner=v.owner, view=str(v)) for name, v in sorted(graph.views.items())
         ),
-        values=tuple(StageValue(**asdict(value)) for value in realized.segments.values),
+        values=tuple(
+            StageValue(
+                name=value.name,
+                producer=value.producer,
+                consumers=value.consumers,
+                size_bytes=value.size_bytes,
+                needs_grad=value.needs_grad,
+            )
+            for value in realized.segments.values
+        ),
         transfers=_transfers(compiled),
         state_bytes={str(r): size for r, size in enumerate(realized.step.state_bytes)},
         optimizer_seconds={str(r): s for r, s in enumerate(realized.step.optimizer_seconds)},

@@ -21,6 +21,7 @@ from passes.shard.words import FeaturePlacement
 from runtime.mesh.cross_mesh import pieces
 from runtime.mesh.sharding import block_of
 from runtime.program.program import PieceBytes, Value
+from runtime.segment.code import Interface
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,22 @@ class Crossings:
             name, producer, consumers, math.prod(own.shape) * spec.dtype.itemsize, needs_grad, tuple(there),
             tuple(back) if needs_grad else (),
         )  # fmt: skip
+
+    def interfaces(self, segment: int) -> dict[str, Interface]:
+        """Return how a segment's values leave and arrive, those that go in pieces."""
+        found, own = {}, self.segmentation.ranks[segment]
+        for name, consumers in self.consumers.items():
+            producer = self.segmentation.segment_of[name]
+            if producer == segment:
+                groups = dict.fromkeys(self.segmentation.ranks[consumer] for consumer in consumers)
+                others = tuple(self.arriving(name, group) for group in groups if group != own)
+            elif segment in consumers and self.segmentation.ranks[producer] != own:
+                others = (self.layout(name, producer),)
+            else:
+                continue
+            if others and (len(own) > 1 or any(len(layout.ranks) > 1 for layout in others)):
+                found[name] = Interface(self.layout(name, segment), others)
+        return found
 
     def arriving(self, value: str, group: tuple[int, ...]) -> Layout:
         """Return the layout in which ``value`` arrives on a group: one for all its segments."""

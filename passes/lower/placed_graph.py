@@ -15,6 +15,7 @@ from cost_models.errors import InternalError
 from cost_models.layout import Mesh
 from passes.graph.graph import OpGraph
 from passes.graph.part import part_of
+from passes.lower.crossing import Crossings
 from passes.lower.lower import lower
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import ops_by_segment, state_names_of_segments
@@ -50,8 +51,14 @@ class PlacedGraph:
                 segment_of=dict.fromkeys((node.name for node in local.ops), index),
                 recomputed=frozenset(),
             )
-            codes |= lower(local, own, device=device, only=frozenset({index}))
+            (code,) = lower(local, own, device=device, only=frozenset({index})).values()
+            codes[index] = replace(code, interfaces=self._crossings.interfaces(index))
         return dict(sorted(codes.items()))
+
+    @cached_property
+    def _crossings(self) -> Crossings:
+        placements = {index: own.placement for index, own in self.sharded.items()}
+        return Crossings(self.graph, self.segmentation, placements)
 
     @cached_property
     def shardings(self) -> dict[str, Sharding]:

@@ -373,8 +373,7 @@ class _Sharder:
 
     def _outputs(self) -> tuple[GraphOutput, ...]:
         """Return loss and metrics as parts of sums (the engine adds them up), outputs whole, state and values as placed."""
-        outputs = []
-        returned: dict[str, fx.Node] = {}
+        outputs, returned = [], dict[str, fx.Node]()
         for output in self.old.outputs:
             node = self.old.nodes[output.node]
             if output.kind in ("loss", "metric"):

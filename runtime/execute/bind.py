@@ -23,7 +23,9 @@ from torch import Tensor
 
 from runtime.execute.context import ProgramContext, Shared
 from runtime.execute.early_sends import EarlySends, PostTensor, following_sends
+from runtime.execute.outputs import sorted_outputs
 from runtime.execute.overlap import overlap
+from runtime.execute.pieces import Pieces
 from runtime.execute.reduce import GradientReduction, ScatteredReduction
 from runtime.execute.shared_segment import shape_check, shared_compute
 from runtime.program.program import (
@@ -40,7 +42,6 @@ from runtime.program.program import (
     Send,
 )
 from runtime.ranks.groups import TAG_BASE, Channel
-from runtime.segment.code import SegmentCode
 from runtime.segment.runner import as_leaf, gradient_of
 
 Handler = Callable[[], None]
@@ -64,6 +65,9 @@ class Binder:
         self._gradients_of: dict[tuple[str, int], list[int]] = {}
         self._last_send: dict[int, int] = {}
         self._last_forward: dict[int, int] = {}
+        self._last_return: dict[int, int] = {}
+        """Position of the last send of each value's gradient."""
+        self._pieces = Pieces(context, shared)
         self._index(instructions)
         self._posts: dict[int, PostTensor] = {
             p: self._post(p, i.message, context.channels[i.queue])
@@ -93,6 +97,7 @@ class Binder:
         else:
             work.wait(self._timeout)
         monitor.waiting = -1
+        self._pieces.put(position)
 
     def finish(self) -> None:
         """Wait for whatever is still under way."""
@@ -109,6 +114,7 @@ class Binder:
         """Drop every tensor of a failed step."""
         for held in (self.leaves, self.outgoing, self.works, self.arrived):
             held[:] = [None] * len(held)
+        self._pieces.clear()
         for reduction in self.reductions:
             reduction.discard()
 
@@ -122,12 +128,13 @@ class Binder:
                 use = self.context.first_uses.get(message)
                 if use is not None:
                     self._waits_at.setdefault(use, []).append(position)
-                if message.gradient:
+                if message.gradient and position == self._pieces.keeper(position, message):
                     key = (message.value, message.microbatch)
                     self._gradients_of.setdefault(key, []).append(position)
-            elif isinstance(instruction, Send) and not instruction.message.gradient:
+            elif isinstance(instruction, Send):
                 message = instruction.message
-                self._last_send[self.slot(message.value, message.microbatch)] = position
+                last = self._last_return if message.gradient else self._last_send
+                last[self.slot(message.value, message.microbatch)] = position
             elif isinstance(instruction, Forward):
                 for name in readers[instruction.segment]:
                     self._last_forward[self.slot(name, instruction.microbatch)] = position
@@ -177,7 +184,13 @@ class Binder:
             if i.kind == "value"
         ]
         drops = [s for s, grad in reads if not grad and self._last_forward[s] == position]
-        sent, local, loss_position, metrics, results = self._outputs_of(code, microbatch)
+        sent, local, loss_position, metrics, results = sorted_outputs(
+            code,
+            lambda value: self.slot(value, microbatch),
+            sent=self._last_send,
+            read=self._last_forward,
+            training=training,
+        )
         check = shape_check(code, shared.shapes[microbatch])
         seeded = context.seeded.run if code.random else None
         early, early_queue = self._early_sends(position, segment)
@@ -222,32 +235,6 @@ class Binder:
                 leaves[slot] = None
 
         return run
-
-    def _outputs_of(
-        self, code: SegmentCode, microbatch: int
-    ) -> tuple[
-        list[tuple[int, int]], list[tuple[int, int, bool]], int, list[tuple[int, str]], list[tuple[int, str]]
-    ]:
-        """Sort outputs into those sent, those read on this rank, the loss, metrics, and results of an evaluation."""
-        sent: list[tuple[int, int]] = []
-        local: list[tuple[int, int, bool]] = []
-        metrics: list[tuple[int, str]] = []
-        results: list[tuple[int, str]] = []
-        loss = -1
-        for at, output in enumerate(code.outputs):
-            if output.kind == "loss":
-                loss = at
-            elif output.kind == "metric":
-                metrics.append((at, output.name))
-            elif output.kind == "output" and not self.context.training:
-                results.append((at, output.name))
-            elif output.kind == "value":
-                slot = self.slot(output.name, microbatch)
-                if slot in self._last_send:
-                    sent.append((at, slot))
-                if slot in self._last_forward:
-                    local.append((at, slot, output.needs_grad and self.context.training))
-        return sent, local, loss, metrics, results
 
     def _backward(
         self,
@@ -306,10 +293,13 @@ class Binder:
     def _post(self, position: int, message: Message, channel: Channel) -> PostTensor:
         """Return the function that puts the tensor of one message on its way."""
         tag, peer, post = self._tag(message), channel.rank_in_group[message.target], channel.group.send
+        piece = self._pieces.of(message, message.target)
         is_complex = self.shared.shapes[message.microbatch][message.value][1].is_complex
         works, monitor, shared = self.works, self.context.monitor, self.shared
 
         def run(tensor: Tensor) -> None:
+            if piece is not None:
+                tensor = piece.of(tensor)
             if not tensor.is_contiguous():  # Gloo would refuse here and leave the peer waiting
                 tensor = tensor.contiguous()
             if is_complex:
@@ -325,11 +315,12 @@ class Binder:
     def _send(self, position: int, message: Message) -> Handler:
         slot, post, works = self.slot(message.value, message.microbatch), self._posts[position], self.works
         leaves, outgoing = self.leaves, self.outgoing
-        last = self._last_send.get(slot) == position
+        last = position in (self._last_send.get(slot), self._last_return.get(slot))
 
         def send_gradient() -> None:
             post(gradient_of(leaves[slot]))  # type: ignore[arg-type]
-            leaves[slot] = None
+            if last:
+                leaves[slot] = None
 
         def send_value() -> None:
             if works[position] is None:  # else the segment sent it early
@@ -343,13 +334,19 @@ class Binder:
         slot, tag = self.slot(message.value, message.microbatch), self._tag(message)
         peer, post, works = channel.rank_in_group[message.source], channel.group.recv, self.works
         shape, dtype = self.shared.shapes[message.microbatch][message.value]
-        held, at = (self.arrived, position) if message.gradient else (self.leaves, slot)
+        held, at = (self.leaves, slot)
+        if message.gradient:
+            held, at = self.arrived, self._pieces.keeper(position, message)
         device, is_complex = self.context.device, dtype.is_complex
-        monitor, shared = self.context.monitor, self.shared
+        monitor, shared, pieces = self.context.monitor, self.shared, self._pieces
+        piece = pieces.of(message, message.source)
 
         def run() -> None:
-            buffer = torch.empty(shape, dtype=dtype, device=device)
-            held[at] = buffer
+            buffer = held[at]
+            if piece is None or buffer is None:
+                buffer = held[at] = torch.empty(shape, dtype=dtype, device=device)
+            if piece is not None:
+                buffer = pieces.receiver(position, piece, buffer)
             if is_complex:
                 buffer = torch.view_as_real(buffer)
             monitor.waiting = shared.first_wait + position

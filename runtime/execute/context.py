@@ -21,7 +21,7 @@ from runtime.program.program import Message, Program, ReduceGradients, SegmentGr
 from runtime.ranks.collective import Waited
 from runtime.ranks.failure import FailureMonitor
 from runtime.ranks.groups import Channel
-from runtime.segment.code import SegmentCode
+from runtime.segment.code import Interface, SegmentCode
 from runtime.segment.runner import SegmentRunner
 
 
@@ -65,6 +65,11 @@ class ProgramContext:
             for name in code.held:
                 found[name] = found.get(name, True) and name in fresh
         return frozenset(name for name, own in found.items() if own)
+
+    @cached_property
+    def interfaces(self) -> Mapping[str, Interface]:
+        """The layouts on both sides of the values that go in pieces."""
+        return {name: way for index in self.runners for name, way in self.codes[index].interfaces.items()}
 
     @cached_property
     def value_numbers(self) -> Mapping[str, int]:

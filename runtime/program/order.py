@@ -163,7 +163,7 @@ def _place(
     names = [value.name for value in graph.values]
     queues: dict[tuple[int, int], str] = {}
     projection: list[list[tuple[int, int, Instruction]]] = [[] for _ in range(graph.world_size)]
-    """By leader: (slot, rank, communication)."""
+    """The (slot, rank, communication) of each group, by its leader."""
     lowest = [0] * graph.world_size
     for latest, (_, _, number, target, mb, source, gradient, send_slot, consumer, _, _, size_bytes) in zip(
         _latest_posts(planned), planned, strict=True

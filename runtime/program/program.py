@@ -245,9 +245,9 @@ class Value:
     """Bytes that a rank of the producer's group has: of the whole value, if it is the only one."""
     needs_grad: bool
     pieces: tuple[PieceBytes, ...] = ()
-    """What ranks send to other groups, where their own or the other one has several ranks."""
+    """Parts that ranks send to other groups, where their own or the other one has several ranks."""
     gradient_pieces: tuple[PieceBytes, ...] = ()
-    """What these send back of its gradient."""
+    """Parts of its gradient that these send back."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -11,7 +11,9 @@ import sympy
 import torch
 from torch import fx
 
-from cost_models.layout import Mesh, Placement
+from cost_models.errors import InternalError
+from cost_models.layout import Layout, Mesh, Placement, Shard
+from runtime.mesh.sharding import Block, block_of
 from runtime.ops.products import PRODUCTS, is_factor
 from runtime.segment.portable import PackedNode, pack, unpack
 
@@ -78,6 +80,30 @@ class SegmentOutput:
 
 
 @dataclass(frozen=True)
+class Interface:
+    """The layouts of a value where it leaves a segment, or arrives there, and on the other side of that way."""
+
+    own: Layout
+    others: tuple[Layout, ...]
+    """One per group that makes or uses it."""
+
+    def piece(self, local_shape: Sequence[int], rank: int, peer: int) -> Block:
+        """Return what ``rank`` sends to or receives from ``peer``, within its own block, which has ``local_shape``."""
+        whole = list(local_shape)
+        for placement, size in zip(self.own.placements, self.own.mesh.shape, strict=True):
+            if isinstance(placement, Shard):
+                whole[placement.dim] *= size
+        other = next(layout for layout in self.others if peer in layout.ranks)
+        mine = block_of(whole, self.own.placements, self.own.mesh, rank)
+        common = mine.shared_with(block_of(whole, other.placements, other.mesh, peer))
+        if common is None:
+            raise InternalError(
+                f"send a value from rank {rank} to rank {peer}", ["they have nothing in common"]
+            )
+        return common.within(mine.offsets)
+
+
+@dataclass(frozen=True)
 class SegmentCode:
     """One segment, ready to run: ``module(*inputs)`` returns a tuple that matches ``outputs``."""
 
@@ -93,6 +119,8 @@ class SegmentCode:
     """Ranks that run it together, each on its shards; None where one rank runs it."""
     recomputed: tuple[tuple[str, ...], ...] = ()
     """Names of the ops of each block whose activations are computed again in backward (``runtime.segment.recompute``)."""
+    interfaces: Mapping[str, Interface] = field(default_factory=dict)
+    """The layouts on both sides of the values that go in pieces; others go whole."""
 
     @property
     def held(self) -> dict[str, InputKind]:
@@ -118,7 +146,7 @@ class SegmentCode:
     def __reduce__(self) -> tuple[Any, ...]:
         """Give plain data that can travel to another process (``runtime.segment.portable``)."""
         rest = (self.inputs, self.outputs, dict(self.values), self.random, self.mesh, self.recomputed)
-        return _unpacked, (self.index, pack(self.module), *rest)
+        return _unpacked, (self.index, pack(self.module), *rest, dict(self.interfaces))
 
 
 def _unpacked(index: int, nodes: tuple[PackedNode, ...], *rest: Any) -> SegmentCode:

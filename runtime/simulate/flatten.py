@@ -80,7 +80,7 @@ class FlatPrograms:
     """The node of each of these numbers."""
     reduction_ranks: list[tuple[int, ...]] = field(default_factory=list)
     comers: list[int] = field(default_factory=list)
-    """How many have to come before each reduction starts: its ranks, and the messages that a shared compute consumes."""
+    """Number of comers that start each reduction: its ranks, and the messages that a shared compute consumes."""
     queues: dict[tuple[int, str], int] = field(default_factory=dict)
     _paths: dict[tuple[int, int], Path] = field(default_factory=dict)
 

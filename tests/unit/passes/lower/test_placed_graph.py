@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cost_models.errors import InternalError
-from cost_models.layout import Mesh
+from cost_models.layout import Mesh, Replicate, Shard
 from passes.graph.graph import OpGraph
 from passes.graph.part import part_of
 from passes.graph.verify import verify_graph
-from passes.lower.lower import lower
+from passes.lower.lower import crossing_values, lower
 from passes.lower.placed_graph import PlacedGraph, on_meshes
 from passes.lower.segment import Segmentation, by_stage
 from passes.shard.words import FeaturePlacement
@@ -87,31 +85,45 @@ def test_all_count_samples_in_the_unit_that_serves_every_one() -> None:
     assert placed(four, TWO, unit=3).multiple == 12
 
 
-def test_a_rank_alone_runs_its_ops_as_they_are() -> None:
-    whole = {1: replace(placements(GRAPH, None, TWO)[1], choices={}, batch={})}
-    made = on_meshes(GRAPH, segmentation(GRAPH, None, TWO), whole)
-    assert made.sharded.keys() == {1}
-    assert made.graph_of(0) is GRAPH
-    assert made.batch_of(6) is GRAPH.batch
+def test_a_rank_alone_beside_meshes_counts_samples_as_they_do() -> None:
+    made = placed(None, TWO)
+    assert made.batch_of(6).multiple == made.batch_of(4).multiple == 2
     code = made.lowered()[0]
     assert code.mesh is None
-    assert str(code.module.graph) == str(lower(GRAPH, made.segmentation, only=frozenset({0}))[0].module.graph)
-    with pytest.raises(InternalError, match="ranks alone and ranks on meshes"):
-        placed(None, TWO)
+    assert not code.interfaces
+    alone = lower(GRAPH, made.segmentation, only=frozenset({0}))[0]
+    assert [node.name for node in code.module.graph.nodes] == [node.name for node in alone.module.graph.nodes]
 
 
-def test_a_value_between_meshes_is_refused() -> None:
+@pytest.mark.parametrize("meshes", [(FOUR, TWO), (None, TWO), (FOUR, None)], ids=["4-2", "1-2", "4-1"])
+def test_values_between_meshes_leave_and_arrive_in_their_layouts(
+    meshes: tuple[Mesh | None, Mesh | None],
+) -> None:
     graph = trace(Mlp(), {name: torch.randn(4, 8) for name in ("x", "y")})
     half = len(graph) // 2
     stage_of = {node.name: int(number >= half) for number, node in enumerate(graph.ops)}
-    both = by_stage(graph, stage_of, (FOUR.ranks, TWO.ranks), frozenset(), (), (FOUR, TWO))
-    whole = {i: FeaturePlacement(mesh, {}, {}, {}, 1) for i, mesh in enumerate((FOUR, TWO))}
-    with pytest.raises(InternalError, match="there is no bridge for that") as caught:
-        on_meshes(graph, both, whole)
-    assert "goes out of the part, to" in caught.value.because[0]
-    alone = by_stage(graph, stage_of, ((6,), TWO.ranks), frozenset(), (), (None, TWO))
-    with pytest.raises(InternalError, match="there is no bridge for that"):
-        on_meshes(graph, alone, {1: whole[1]})
+    groups = [(6,) if mesh is None else mesh.ranks for mesh in meshes]
+    cut = by_stage(graph, stage_of, groups, frozenset(), (), meshes)
+    (value, *others) = crossing_values(graph, cut)
+    assert not others
+    whole = {
+        i: FeaturePlacement(
+            mesh, {}, {}, {}, 1, values={value: (Shard(0), *[Replicate()] * (len(mesh.shape) - 1))}
+        )
+        for i, mesh in enumerate(meshes)
+        if mesh is not None
+    }
+    made = on_meshes(graph, cut, whole)
+    first, second = made.lowered().values()
+    for code, other in ((first, second), (second, first)):
+        interface = code.interfaces[value]
+        assert interface.own.ranks == groups[code.index]
+        assert interface.others == (other.interfaces[value].own,)
+        mesh = meshes[code.index]
+        parts = 1 if mesh is None else mesh.shape[0]
+        assert code.values[value].shape[0] * parts == graph.batch.batch_symbol * made.multiple
+    for own in made.sharded.values():
+        verify_graph(own.graph, after="on_meshes")
 
 
 class Tied(nn.Module):
