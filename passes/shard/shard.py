@@ -182,6 +182,9 @@ class _Sharder:
                 for i, source in enumerate(operands(node)):
                     needs = self.choices[node.name]
                     sharded.append((source.meta["val"], tuple(c.inputs[i].placement for c in needs)))
+        for output in self.old.outputs:
+            leaving = tuple(need.placement for need in self._output_needs(output))
+            sharded.append((self.old.nodes[output.node].meta["val"], leaving))
         return local_sizes(self.placement, self.old.batch.batch_symbol, sharded, known, self.multiple)
 
     def _stored_shape(self, name: str) -> tuple[int, ...]:
@@ -371,24 +374,19 @@ class _Sharder:
             made.meta[key] = source.meta.get(key, "")
         return made
 
+    def _output_needs(self, output: GraphOutput) -> Needs:
+        """Loss and metrics are parts of sums (the engine adds them up), outputs whole, state and values as placed."""
+        if output.kind in ("loss", "metric"):
+            return (Need(Partial()),) * len(self.whole)
+        kept = self.stored(output.name) if output.kind == "buffer" else self.whole
+        return tuple(
+            map(Need, self.placement.values.get(output.name, kept) if output.kind == "value" else kept)
+        )
+
     def _outputs(self) -> tuple[GraphOutput, ...]:
-        """Return loss and metrics as parts of sums (the engine adds them up), outputs whole, state and values as placed."""
-        outputs, returned = [], dict[str, fx.Node]()
-        for output in self.old.outputs:
-            node = self.old.nodes[output.node]
-            if output.kind in ("loss", "metric"):
-                needs: Needs = (Need(Partial()),) * len(self.whole)
-            elif output.kind == "buffer":
-                needs = tuple(Need(p) for p in self.stored(output.name))
-            elif output.kind == "value":
-                needs = tuple(Need(p) for p in self.placement.values.get(output.name, self.whole))
-            else:
-                needs = tuple(Need(p) for p in self.whole)
-            made = self._bridge(node, needs)
-            returned[made.name] = made
-            outputs.append(replace(output, node=made.name))
-        self.new.output(tuple(returned[output.node] for output in outputs))
-        return tuple(outputs)
+        made = [self._bridge(self.old.nodes[o.node], self._output_needs(o)) for o in self.old.outputs]
+        self.new.output(tuple(made))
+        return tuple(replace(o, node=node.name) for o, node in zip(self.old.outputs, made, strict=True))
 
 
 def _is_projection(node: fx.Node) -> bool:
