@@ -254,6 +254,11 @@ def export(
     """Export with the dimensions in ``symbolic`` left open if the model's code leaves them open."""
     shapes = tuple(dict.fromkeys(sorted(symbolic[name]), Dim.AUTO) for name in leaves)
     with tracing(TracingContext(fake_mode)):
-        return torch.export.export(
+        program = torch.export.export(
             module, tuple(leaves.values()), dynamic_shapes=(shapes,) if shapes else None, strict=False
         )
+    # torch's pass over no_grad regions forgets a reader of a value whose other readers are in the region.
+    for node in program.graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
+    return program

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from cost_models.errors import ModelError
@@ -370,3 +371,29 @@ def test_a_batch_dependent_constant_is_recomputed_for_every_size() -> None:
 def test_a_sparse_batch_is_refused() -> None:
     with pytest.raises(ModelError, match=r"x is torch\.sparse_coo"):
         trace(nn.Linear(4, 3), {"x": torch.eye(4).to_sparse()}, loss_fn=lambda output, batch: output.sum())
+
+
+class TwiceBesideNoGrad(nn.Module):
+    """A parametrized layer at two places whose result nobody reads, and a buffer that is written without gradients."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.twice = parametrizations.weight_norm(nn.Linear(4, 4))
+        self.again = self.twice
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.first(x)
+        self.again(self.twice(y))
+        with torch.no_grad():
+            self.mean.lerp_(y.mean(0), 0.25)
+        return y - self.mean
+
+
+def test_readers_that_torch_forgets_are_there() -> None:
+    graph = trace(TwiceBesideNoGrad(), torch.randn(8, 4), loss_fn=mean_loss)
+    unknown = [n for n in graph.graph.nodes for source in n.all_input_nodes if n not in source.users]
+    assert not unknown
