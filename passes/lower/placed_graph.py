@@ -95,7 +95,9 @@ def on_meshes(
     members = ops_by_segment(graph, segmentation)
     sharded = {}
     for index, ranks in enumerate(segmentation.ranks):
-        placement = placements.get(index) or _alone(*ranks)
+        if index not in placements and len(ranks) > 1:
+            continue  # others run it, and know how
+        placement = placements.get(index) or _alone(ranks[0])
         ops = [graph.ops[number].name for number in members[index]]
         sharded[index] = shard_graph(part_of(graph, ops, segmentation.recomputed), placement, unit)
     placed = PlacedGraph(graph, segmentation, sharded)

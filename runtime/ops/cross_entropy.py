@@ -71,7 +71,7 @@ def _valid_weight(
     if weight is None:
         total = valid.sum().to(dtype)
     else:
-        total = (weight[target.masked_fill(~valid, 0)] * valid).sum().to(dtype)
+        total = weight[target.masked_fill(~valid, 0)].masked_fill(~valid, 0).sum().to(dtype)
     return axes["samples"].all_reduce(total) if "samples" in axes else total
 
 
@@ -123,7 +123,7 @@ class _ClassParallel(torch.autograd.Function):
         p = (logits.to(log_z.dtype) - log_z.unsqueeze(dim)).exp()
         scale = ((1 - smoothing) * of_target * gradient).unsqueeze(dim)
         result = scale * p
-        result.scatter_add_(dim, index, -scale * mine.unsqueeze(dim))
+        result.scatter_add_(dim, index, -scale.masked_fill(~mine.unsqueeze(dim), 0))
         if smoothing:
             here = logits.shape[dim]
             own = 1.0 if weight is None else _along(weight[ctx.first : ctx.first + here], p, dim)

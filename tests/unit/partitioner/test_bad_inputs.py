@@ -388,7 +388,7 @@ def test_a_bad_input_gets_its_error(
 ) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.delenv("RANK", raising=False)
-    before = sorted(folder.iterdir())
+    before = [path for path in sorted(folder.iterdir()) if path.name != "__pycache__"]
     given = arguments(command)
     if command.startswith("plan") and "small.yaml" in command:
         given += ["--set", "width=50000"]

@@ -69,11 +69,12 @@ def test_stages_between_which_nothing_goes_are_simulated_beside_each_other() -> 
     assert whole.message_count == 0
 
 
-def test_a_value_between_meshes_is_refused() -> None:
+def test_a_value_between_meshes_in_no_pieces_is_refused() -> None:
     plan = made_hybrid_plan(CLUSTER, ({"outer": 2, "inner": 2}, {"all": 2}, {}), crossing=True)
     assert [value.consumers for value in plan_segments(plan).values] == [(1,), (2,)]
     with pytest.raises(InternalError, match="device groups") as caught:
         plan_programs(plan)
-    assert len(caught.value.because) == 2
+    assert len(caught.value.because) == 4, "two values, and their gradients"
+    assert "its pieces reach []" in caught.value.because[0]
     with pytest.raises(InternalError, match="device groups"):
         simulate_plan(plan)

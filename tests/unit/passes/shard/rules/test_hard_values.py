@@ -67,6 +67,10 @@ def test_nan_and_infinity_stay_where_they_are(family: str, random: Random) -> No
     for choice in choices(node):
         if choice.local.startswith("batch_norm") and any(is_float(v) and v.isinf().any() for v in values):
             continue  # the kernel's mean of an infinite number is NaN or infinite by its place
+        if choice.local == "cross_entropy:classes" and any(
+            is_float(v) and v.dim() == 1 and v.isinf().any() for v in values
+        ):
+            continue  # smoothed losses of an infinite class weight are the difference of two infinite sums here
         if not uses_partial(choice) and fits(node, [choice], [2]):
             wrong = problem(whole, [choice], [2])
             assert wrong is None, f"{node.target} {node.args} {values}: {choice}: {wrong}"
