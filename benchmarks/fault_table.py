@@ -74,7 +74,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("reduction", "ranks subtract their own largest logit", f"{_OPS}/cross_entropy.py",
           'largest = classes.all_reduce(z.amax(dim), "max")', "largest = z.amax(dim)", ("vocabulary",), _LOCAL),
     Fault("rule", "a gradient for targets of other ranks", f"{_OPS}/cross_entropy.py",
-          "-scale * mine.unsqueeze(dim)", "-scale", ("vocabulary",), _LOCAL),
+          "-scale.masked_fill(~mine.unsqueeze(dim), 0)", "-scale", ("vocabulary",), _LOCAL),
     Fault("offset", "every rank has the first rows of a table", f"{_OPS}/local.py",
           'first = axes["vocabulary"].rank * weight.shape[0]', "first = 0 * weight.shape[0]",
           ("vocabulary",), _rules("embedding")),

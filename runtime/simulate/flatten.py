@@ -172,8 +172,10 @@ class FlatPrograms:
         return path
 
     def _size_of(self, message: Message) -> int:
+        if not self._pieces:
+            return self._sizes[message.value]
         piece = (message.value, message.gradient, message.source, message.target)
-        return self._pieces[piece] if piece in self._pieces else self._sizes[message.value]
+        return self._pieces.get(piece, self._sizes[message.value])
 
     def __post_init__(self) -> None:
         self._sizes = {value.name: value.size_bytes for value in self.graph.values}
