@@ -51,32 +51,23 @@ class Crossings:
         producer, consumers = self.segmentation.segment_of[name], self.consumers[name]
         spec = value_spec(self.graph, name)
         shape = spec.concrete({**self.graph.example_sizes, self.graph.batch.batch_symbol: samples})
-        leaving = self.layout(name, producer)
+        leaving, needs_grad = self.layout(name, producer), name in self.graph.needs_grad
         there: list[PieceBytes] = []
         back: list[PieceBytes] = []
 
-        def seconds(source: int, target: int) -> float:
-            return cluster.path(source, target).transfer_seconds(1)
+        def between(source: Layout, target: Layout) -> list[PieceBytes]:
+            found = pieces(shape, source, target, lambda a, b: cluster.path(a, b).transfer_seconds(1))
+            return [PieceBytes(p.source, p.target, p.elements * spec.dtype.itemsize) for p in found]
 
         for group in dict.fromkeys(self.segmentation.ranks[consumer] for consumer in consumers):
             if group == leaving.ranks or len(group) == len(leaving.ranks) == 1:
                 continue
             arriving = self.arriving(name, group)
-            size = spec.dtype.itemsize
-            there += [
-                PieceBytes(p.source, p.target, p.elements * size)
-                for p in pieces(shape, leaving, arriving, seconds)
-            ]
-            back += [
-                PieceBytes(p.source, p.target, p.elements * size)
-                for p in pieces(shape, arriving, leaving, seconds)
-            ]
+            there += between(leaving, arriving)
+            back += between(arriving, leaving) if needs_grad else []
         own = block_of(shape, leaving.placements, leaving.mesh, leaving.ranks[0])
-        needs_grad = name in self.graph.needs_grad
-        return Value(
-            name, producer, consumers, math.prod(own.shape) * spec.dtype.itemsize, needs_grad, tuple(there),
-            tuple(back) if needs_grad else (),
-        )  # fmt: skip
+        size_bytes = math.prod(own.shape) * spec.dtype.itemsize
+        return Value(name, producer, consumers, size_bytes, needs_grad, tuple(there), tuple(back))
 
     def interfaces(self, segment: int) -> dict[str, Interface]:
         """Return how a segment's values leave and arrive, those that go in pieces."""

@@ -41,9 +41,7 @@ class HeldParameters(TorchFunctionMode):
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             return _written(*(self._current(argument) for argument in args))
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-            func = (
-                Tensor.detach
-            )  # the same memory without gradients: ``.data`` would be a constant of the graph
+            func = Tensor.detach  # the same memory; read as it is, it would be a constant of the graph
         return func(*(self._current(argument) for argument in args), **options)
 
     def _current(self, value: Any) -> Any:

@@ -26,6 +26,7 @@ from runtime.execute.early_sends import EarlySends, PostTensor, following_sends
 from runtime.execute.outputs import sorted_outputs
 from runtime.execute.overlap import overlap
 from runtime.execute.pieces import Pieces
+from runtime.execute.positions import positions
 from runtime.execute.reduce import GradientReduction, ScatteredReduction
 from runtime.execute.shared_segment import shape_check, shared_compute
 from runtime.program.program import (
@@ -61,14 +62,8 @@ class Binder:
         self.reductions: list[GradientReduction] = []
         self._on_gpu = context.device.type == "cuda"
         self._timeout = timedelta(seconds=context.monitor.wait_seconds)
-        self._waits_at: dict[int, list[int]] = {}
-        self._gradients_of: dict[tuple[str, int], list[int]] = {}
-        self._last_send: dict[int, int] = {}
-        self._last_forward: dict[int, int] = {}
-        self._last_return: dict[int, int] = {}
-        """Position of the last send of each value's gradient."""
         self._pieces = Pieces(context, shared)
-        self._index(instructions)
+        self._at = positions(context, self._pieces, self.slot)
         self._posts: dict[int, PostTensor] = {
             p: self._post(p, i.message, context.channels[i.queue])
             for p, i in enumerate(instructions)
@@ -118,29 +113,6 @@ class Binder:
         for reduction in self.reductions:
             reduction.discard()
 
-    def _index(self, instructions: tuple[Instruction, ...]) -> None:
-        readers: dict[int, list[str]] = {
-            index: runner.value_names for index, runner in self.context.runners.items()
-        }
-        for position, instruction in enumerate(instructions):
-            if isinstance(instruction, Recv):
-                message = instruction.message
-                use = self.context.first_uses.get(message)
-                if use is not None:
-                    self._waits_at.setdefault(use, []).append(position)
-                if message.gradient and position == self._pieces.keeper(position, message):
-                    key = (message.value, message.microbatch)
-                    self._gradients_of.setdefault(key, []).append(position)
-            elif isinstance(instruction, Send):
-                message = instruction.message
-                last = self._last_return if message.gradient else self._last_send
-                last[self.slot(message.value, message.microbatch)] = position
-            elif isinstance(instruction, Forward):
-                for name in readers[instruction.segment]:
-                    self._last_forward[self.slot(name, instruction.microbatch)] = position
-        for position, sends in self.context.released.items():  # over by then: this frees their buffers
-            self._waits_at.setdefault(position, []).extend(sends)
-
     def _bind(self, position: int, instruction: Instruction) -> Handler:
         match instruction:
             case Forward(segment=segment, microbatch=microbatch):
@@ -176,19 +148,19 @@ class Binder:
         )
         code, runner = context.codes[segment], context.runners[segment]
         training, forward = context.training, runner.forward
-        waits = self._waits_at.get(position, [])
+        waits = self._at.waits_at.get(position, [])
         pieces = [shared.pieces[name] for name in runner.leaf_names]
         reads = [
             (self.slot(i.name, microbatch), i.needs_grad and training)
             for i in code.inputs
             if i.kind == "value"
         ]
-        drops = [s for s, grad in reads if not grad and self._last_forward[s] == position]
+        drops = [s for s, grad in reads if not grad and self._at.last_forward[s] == position]
         sent, local, loss_position, metrics, results = sorted_outputs(
             code,
             lambda value: self.slot(value, microbatch),
-            sent=self._last_send,
-            read=self._last_forward,
+            sent=self._at.last_send,
+            read=self._at.last_forward,
             training=training,
         )
         check = shape_check(code, shared.shapes[microbatch])
@@ -245,7 +217,7 @@ class Binder:
     ) -> Handler:
         shared, leaves, arrived, wait = self.shared, self.leaves, self.arrived, self.wait
         seeds = shared.seeds
-        waits = self._waits_at.get(position, [])
+        waits = self._at.waits_at.get(position, [])
         roots: list[tuple[int, list[int]] | None] = []
         for at in self.context.runners[segment].root_positions:
             output = self.context.codes[segment].outputs[at]
@@ -253,8 +225,11 @@ class Binder:
                 roots.append(None)
                 continue
             slot = self.slot(output.name, microbatch)
-            local = slot if slot in self._last_forward else -1
-            roots.append((local, self._gradients_of.get((output.name, microbatch), [])))
+            local = slot if slot in self._at.last_forward else -1
+            roots.append((local, self._at.gradients_of.get((output.name, microbatch), [])))
+        # Where several ranks have all of a gradient, some of them send none of it.
+        read = [self.slot(name, microbatch) for name in self.context.runners[segment].value_names]
+        unsent = [slot for slot in read if self._at.unsent_after.get(slot) == position]
 
         def run() -> None:
             for p in waits:
@@ -281,6 +256,8 @@ class Binder:
                     total = gradient if total is None else total + gradient  # type: ignore[operator]
                 gradients.append(total)
             run_backward(microbatch, gradients)
+            for slot in unsent:
+                leaves[slot] = None
 
         return run
 
@@ -315,7 +292,7 @@ class Binder:
     def _send(self, position: int, message: Message) -> Handler:
         slot, post, works = self.slot(message.value, message.microbatch), self._posts[position], self.works
         leaves, outgoing = self.leaves, self.outgoing
-        last = position in (self._last_send.get(slot), self._last_return.get(slot))
+        last = position in (self._at.last_send.get(slot), self._at.last_return.get(slot))
 
         def send_gradient() -> None:
             post(gradient_of(leaves[slot]))  # type: ignore[arg-type]

@@ -126,21 +126,20 @@ def _hold_value(
         held_until = _latest(held_until, *(done[c] for c in local))
     for away, consumers, there, back in crossings(graph, value):
         finished = _latest(*(done[c] for c in consumers))
-        for source, target, size_bytes in there:
-            way = times.messages[value.name, False, source, target]
-            if source == home:
-                held_until = _latest(held_until, way.sent)
-            if target == away[0]:
-                ledger.hold(target, size_bytes, way.posted, finished)
+        sent = [times.messages[value.name, False, s, t].sent for s, t, _ in there if s == home]
+        held_until = _latest(held_until, *sent)
+        # Pieces are put together in one tensor, which is made when the first of them is posted.
+        posted = [times.messages[value.name, False, s, t].posted for s, t, _ in there if t == away[0]]
+        received_bytes = sum(size for _, t, size in there if t == away[0])
+        ledger.hold(away[0], received_bytes, _earliest(*posted), finished)
         if not trained:
             continue
         made = _earliest(*((times.start[1, c], times.place[1, c]) for c in consumers))
-        for source, target, size_bytes in back:
-            way = times.messages[value.name, True, source, target]
-            if source == away[0]:
-                ledger.hold(source, size_bytes, made, way.sent)
-            if target == home:
-                ledger.hold(target, size_bytes, way.posted, returned)
+        sent = [times.messages[value.name, True, s, t].sent for s, t, _ in back if s == away[0]]
+        until = _latest(*(sent or [_ends(times, 1, c) for c in consumers]))
+        ledger.hold(away[0], received_bytes, made, until)
+        posted = [times.messages[value.name, True, s, t].posted for s, t, _ in back if t == home]
+        ledger.hold(home, sum(size for _, t, size in back if t == home), _earliest(*posted), returned)
     ledger.hold(home, value.size_bytes, begun, held_until)
     if local and trained:
         made = _earliest(*((times.start[1, c], times.place[1, c]) for c in local))

@@ -34,7 +34,7 @@ from runtime.state.step_precision import StepPrecision
 from tests.distributed.sharded_models import BATCH, COLUMN_ROW, ZERO1, ZERO3, Gpt, gpt_batch
 from tests.distributed.stages import Group, staged
 
-SAMPLES, MICROBATCHES = 12, 2
+SAMPLES, MICROBATCHES, STEPS = 12, 2, 2
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def model() -> Gpt:
 
 
 def run_task(task: Task) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """In a worker: a step; the part of the loss, and the gradients that this rank trains with."""
+    """In a worker: a step, twice; the part of the loss, and the gradients that this rank trains with."""
     rank = dist.get_rank()
     held = {
         name
@@ -91,8 +91,11 @@ def run_task(task: Task) -> tuple[Tensor | None, dict[str, Tensor]]:
     )
     precision = StepPrecision(state, Precision(), executor.collectives, executor.sharded_owners(state))
     with float64_by_default():
-        loss = executor.run_step(task.batch, MICROBATCHES).loss
-        precision.after_backward()
+        for _ in range(STEPS):
+            loss = executor.run_step(task.batch, MICROBATCHES).loss
+            precision.after_backward()
+    left = [tensor for binder, _ in executor._training._bound.values() for tensor in binder.leaves]
+    assert not any(tensor is not None for tensor in left), "values outlive their step"
     executor.close()
     return loss, {name: parameter.grad for name, parameter in state.parameters.items()}  # type: ignore[misc]
 
@@ -111,6 +114,12 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[Group, ...], str]] = {
     "1+3": (H1, (Group(1, BATCH), Group(3, BATCH, Shard(0))), "1f1b"),
     "3+1": (H1, (Group(3, BATCH, Shard(0)), Group(1, BATCH)), "gpipe"),
     "2+1+1": (THREE, (Group(2, COLUMN_ROW, Shard(0)), Group(1, BATCH), Group(1, BATCH)), "1f1b"),
+    "1+2 whole, of which one sends the gradient": (H1, (Group(1, BATCH), Group(2, COLUMN_ROW)), "1f1b"),
+    "2+2 from parts that are no stretch": (
+        H1,
+        (Group(2, COLUMN_ROW, Shard(2)), Group(2, COLUMN_ROW)),
+        "gpipe",
+    ),
     "2+2 interleaved": (FOUR, (Group(2, BATCH, Shard(0)), Group(2, COLUMN_ROW)), "interleaved"),
     "2+2 zero": (H1, (Group(2, ZERO3, Shard(0)), Group(2, ZERO1, Shard(0))), "1f1b"),
 }

@@ -1,0 +1,61 @@
+"""The places in a rank's program where its values are sent, read and received, looked up once per batch shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from runtime.execute.context import ProgramContext
+from runtime.execute.pieces import Pieces
+from runtime.program.program import Backward, BackwardInput, Forward, Recv, Send
+
+
+@dataclass
+class Positions:
+    """Positions in the program, by slot (``bind``) unless said otherwise."""
+
+    waits_at: dict[int, list[int]] = field(default_factory=dict)
+    """Communications that each compute waits for, by the compute's position."""
+    gradients_of: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    """Where gradients arrive, by value and micro-batch: one position per group that sends one."""
+    last_send: dict[int, int] = field(default_factory=dict)
+    last_forward: dict[int, int] = field(default_factory=dict)
+    """Position of the last forward that reads the value."""
+    last_return: dict[int, int] = field(default_factory=dict)
+    """Position of the last send of the value's gradient."""
+    unsent_after: dict[int, int] = field(default_factory=dict)
+    """Position of the last backward that makes a gradient which other ranks have too, and send."""
+
+
+def positions(context: ProgramContext, pieces: Pieces, slot: Callable[[str, int], int]) -> Positions:
+    """Look through the program of ``context``."""
+    found = Positions()
+    received: set[int] = set()
+    last_backward: dict[int, int] = {}
+    readers = {index: runner.value_names for index, runner in context.runners.items()}
+    for position, instruction in enumerate(context.program.instructions):
+        if isinstance(instruction, Recv):
+            message = instruction.message
+            use = context.first_uses.get(message)
+            if use is not None:
+                found.waits_at.setdefault(use, []).append(position)
+            if not message.gradient:
+                received.add(slot(message.value, message.microbatch))
+            elif position == pieces.keeper(position, message):
+                found.gradients_of.setdefault((message.value, message.microbatch), []).append(position)
+        elif isinstance(instruction, Send):
+            message = instruction.message
+            last = found.last_return if message.gradient else found.last_send
+            last[slot(message.value, message.microbatch)] = position
+        elif isinstance(instruction, Forward | Backward | BackwardInput):
+            last = found.last_forward if isinstance(instruction, Forward) else last_backward
+            for name in readers[instruction.segment]:
+                last[slot(name, instruction.microbatch)] = position
+    for position, sends in context.released.items():  # over by then: this frees their buffers
+        found.waits_at.setdefault(position, []).extend(sends)
+    found.unsent_after = {
+        number: position
+        for number, position in last_backward.items()
+        if number in received and number not in found.last_return
+    }
+    return found
