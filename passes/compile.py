@@ -19,6 +19,7 @@ from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.lower.bridge import Bridge, bridges
+from passes.lower.crossing import Crossings
 from passes.lower.realize import Realized
 from passes.search.any_plan import any_plan_bound
 from passes.search.baselines import Baseline, baselines
@@ -41,7 +42,7 @@ class Compiled:
     realized: Realized
     """The best candidate, carried through to programs and their simulation."""
     bridges: tuple[Bridge, ...]
-    """Values that cross between devices; empty where all devices share one stage."""
+    """Values that cross between devices, or groups of them; empty where all devices share one stage."""
     proof: Proof
     baselines: tuple[Baseline, ...]
     """The same step without partitioning."""
@@ -58,7 +59,8 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     outcome = run_pass("place", _label, place, graph, costs, cluster, request, judge)
     outcome = run_pass("bound", _bound, bounded, outcome, judge)
     realized = outcome.carried.realized
-    crossing = run_pass("bridge", _bridges, bridges, outcome.judge.graph, realized.layouts)
+    between = Crossings(outcome.judge.graph, realized.segmentation, realized.placements)
+    crossing = run_pass("bridge", _bridges, bridges, between)
     proof = run_pass("check", _rules, proved, realized, outcome.best.candidate.microbatches)
     plain = run_pass("baselines", _baselines, baselines, graph, costs, cluster, request.job)
     return Compiled(request, costs, outcome, realized, crossing, proof, plain)

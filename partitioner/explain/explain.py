@@ -59,7 +59,7 @@ def _of_shards(
 ) -> Explanation:
     """Explain a plan whose only ``stage`` is shared as ``sharding`` says."""
     placement = sharding.placement(stage.devices, plan.microbatches)
-    refuse_wrong_choices(plan.model.name, graph, placement)
+    refuse_wrong_choices(plan.model.name, graph, stage.ops, placement)
     job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
     setting = Setting(plan.cluster, job)
     found = alternatives(graph, costs_of(graph, plan.cluster), placement, setting, name, Discovery.stored())

@@ -32,8 +32,8 @@ OPTIONS = (
     PlanOption(
         "strategy",
         "layer: every op on one device, every device one contiguous run of the model. feature: every op on all devices, "
-        "tensors sharded. free: any op, or block of its neurons, on any device. auto: all are planned, the fastest plan "
-        "that fits is taken",
+        "tensors sharded. hybrid: a pipeline of device groups that share their stages, as fix says. free: any op, or block "
+        "of its neurons, on any device. auto: layer, feature and free are planned, the fastest plan that fits is taken",
     ),
     PlanOption(
         "microbatches", "auto, or into how many pieces the batch is cut (this is gradient accumulation)"
@@ -62,7 +62,7 @@ OPTIONS = (
         "pins",
         "layer: stages by glob over module paths or op names; free: devices, likewise. feature: layouts by glob over "
         "parameters, inputs, ops or module paths: a placement (R, S0, S1, …, P) per axis of the mesh, or a pattern of "
-        "data zero1 zero3 column_row sequence vocabulary",
+        "data zero1 zero3 column_row sequence vocabulary. hybrid: likewise, for all stages or one (`stage 0:GLOB`)",
         '; as {"layers.0.*": 0}, {"*.up_proj.weight": "S0"} or {"*": "data column_row"}.',
         "; as `layers.0.*=0`, `*.up_proj.weight=S0`, `input_ids=S0,R` or `*=data,column_row`. May be repeated.",
         flag="pin",
@@ -72,6 +72,14 @@ OPTIONS = (
         "feature: the shape of the mesh of devices, outermost axis first; searched if not given",
         ", such as (8, 4).",
         ", such as 8x4.",
+    ),
+    PlanOption(
+        "fix",
+        "hybrid: what is fixed, the rest is filled in: pipeline, interleave, tensor, sequence, data (degrees), zero (0, 1, "
+        "3), microbatch (samples on each replica), recompute, groups (devices of each, where unequal), borders (modules "
+        "that begin a stage)",
+        ', such as "pipeline=8 tensor=4 zero=1 microbatch=1" or {"groups": (1, 3)}.',
+        ", such as 'pipeline=8 tensor=4 zero=1 microbatch=1' or 'groups=1,3'.",
     ),
     PlanOption(
         "objective",

@@ -18,6 +18,8 @@ from passes.search.feature.pins import axes_of_layout
 from passes.search.feature.place import FeatureRequest
 from passes.search.feature.tuning import TUNING
 from passes.search.free.request import FreeRequest, Objective
+from passes.search.hybrid.fix import read_fix
+from passes.search.hybrid.place import HybridRequest
 from passes.search.layer.options import RecomputeMode
 from passes.search.layer.place import LayerRequest
 from passes.search.request import Request
@@ -25,6 +27,8 @@ from passes.search.words import STRATEGY_WORDS
 from runtime.schedules import SCHEDULES
 
 STRATEGIES = (*STRATEGY_WORDS, "auto")
+SEARCHING = tuple(name for name in STRATEGY_WORDS if name != "hybrid")
+"""The strategies that "auto" compares: hybrid plans what is fixed, and searches no degrees."""
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 MOST_SAMPLES = 1 << 30
@@ -41,6 +45,7 @@ NOT_HERE = {
     "min_stages": _ABOUT_STAGES,
     "max_stages": _ABOUT_STAGES,
     "recompute": _ABOUT_STAGES,
+    "fix": _IS_FOR,
 }
 """The problem with an option that the strategy does not know."""
 
@@ -61,6 +66,7 @@ class PlanOptions:
     objective: Objective | None = None
     splits: Mapping[str, Sequence[int]] | None = None
     recompute: RecomputeMode | None = None
+    fix: str | Mapping[str, object] | None = None
     min_stages: int | None = None
     max_stages: int | None = None
     time_limit_seconds: float = 60.0
@@ -95,8 +101,13 @@ class PlanOptions:
         size = graph.example_batch_size if self.batch_size is None else self.batch_size
         self._check_microbatches(size)
         job = Job(size, self.optimizer_memory, precision)
-        make = {"layer": self._layer_request, "feature": self._feature_request, "free": self._free_request}
-        names = STRATEGY_WORDS if self.strategy == "auto" else (self.strategy,)
+        make = {
+            "layer": self._layer_request,
+            "feature": self._feature_request,
+            "hybrid": self._hybrid_request,
+            "free": self._free_request,
+        }
+        names = SEARCHING if self.strategy == "auto" else (self.strategy,)
         return tuple(make[name](job, graph) for name in names)
 
     def _layer_request(self, job: Job, graph: OpGraph) -> LayerRequest:
@@ -118,6 +129,17 @@ class PlanOptions:
             pins={glob: layout for glob, layout in (self.pins or {}).items() if isinstance(layout, str)},
             time_limit_seconds=self.time_limit_seconds,
             mesh=None if self.mesh is None else tuple(self.mesh),
+        )
+
+    def _hybrid_request(self, job: Job, graph: OpGraph) -> HybridRequest:
+        return HybridRequest(
+            job,
+            microbatches=self.microbatches,
+            pins={glob: layout for glob, layout in (self.pins or {}).items() if isinstance(layout, str)},
+            time_limit_seconds=self.time_limit_seconds,
+            schedule=self.schedule,
+            fix=read_fix(self.fix),
+            recompute=self.recompute or ("full" if graph.checkpointing else "auto"),
         )
 
     def _free_request(self, job: Job, graph: OpGraph) -> FreeRequest:
@@ -195,6 +217,7 @@ class PlanOptions:
         """Return the options that not every strategy knows, as far as they were given."""
         given = {
             "mesh": self.mesh,
+            "fix": self.fix,
             "objective": self.objective,
             "splits": self.splits,
             "schedule": None if self.schedule == "auto" else self.schedule,

@@ -47,7 +47,7 @@ def _of_the_strategy(plan: PlanFields) -> Iterator[str]:
     if words.stages == "one mesh":
         if len(plan.stages) != 1 or plan.stages[0].sharding is None:
             yield f"stages: a {words.adverb} plan has one, with a sharding"
-    elif any(stage.sharding is not None for stage in plan.stages):
+    elif words.stages != "groups" and any(stage.sharding is not None for stage in plan.stages):
         yield f"stages: a plan of strategy {plan.strategy!r} has none with a sharding"
     if plan.splits and "splits" not in words.options:
         yield f"splits: a plan of strategy {plan.strategy!r} has none"
@@ -92,7 +92,7 @@ def _stages(plan: PlanFields, world: int) -> Iterator[str]:
         elif stage.sharding is not None:
             yield from _samples(plan, f"stages[{index}].sharding", stage.sharding.samples_multiple)
             yield from contradictions(
-                f"stages[{index}].sharding", stage.sharding, stage.devices, set(stage.ops)
+                f"stages[{index}].sharding", stage.sharding, stage.devices, {*stage.ops, *plan.recomputed}
             )
         missing = [rank for rank in stage.devices if rank >= world]
         if missing:
@@ -122,6 +122,9 @@ def _values(plan: PlanFields, world: int) -> Iterator[str]:
     for index, value in enumerate(plan.values):
         if not all(value.producer < consumer < count for consumer in value.consumers):
             yield f"values[{index}]: goes from stage {value.producer} to {list(value.consumers)} of {count}"
+        ends = [plan.stages[s] for s in (value.producer, *value.consumers) if s < count]
+        if value.element_bytes == 0 and any(stage.sharding is not None for stage in ends):
+            yield f"values[{index}].element_bytes: is 0, and devices share a stage that makes or reads {value.name}"
     for index, transfer in enumerate(plan.transfers):
         if max(transfer.source, transfer.target) >= world or transfer.source == transfer.target:
             yield (

@@ -33,6 +33,7 @@ from passes.compile import Compiled
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
+from passes.lower.lower import value_spec
 from passes.lower.summarize import state_names_of_segments
 from passes.search.baselines import Baseline
 from passes.search.layer.options import RecomputeMode
@@ -42,7 +43,8 @@ from passes.search.strategies import STRATEGIES
 from passes.shard.couplings import couplings, said
 from passes.trace.precision import dominant_dtype, precision_notes
 from runtime.ops.opaque import Opaque
-from runtime.program.program import Backward, BackwardWeight, Forward, Program, SegmentGraph
+from runtime.program.crossings import pieces_between
+from runtime.program.program import Backward, BackwardWeight, Forward, Program, SegmentGraph, Value
 from runtime.segment.microbatch import microbatch_sizes
 
 MOST_RUNNER_UPS = 5
@@ -82,16 +84,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         views=tuple(
             ViewRecord(name=name, owner=v.owner, view=str(v)) for name, v in sorted(graph.views.items())
         ),
-        values=tuple(
-            StageValue(
-                name=value.name,
-                producer=value.producer,
-                consumers=value.consumers,
-                size_bytes=value.size_bytes,
-                needs_grad=value.needs_grad,
-            )
-            for value in realized.segments.values
-        ),
+        values=tuple(_value(compiled, value, sizes[0]) for value in realized.segments.values),
         transfers=_transfers(compiled),
         state_bytes={str(r): size for r, size in enumerate(realized.step.state_bytes)},
         optimizer_seconds={str(r): s for r, s in enumerate(realized.step.optimizer_seconds)},
@@ -161,7 +154,11 @@ def _model(graph: OpGraph) -> ModelInfo:
 
 
 def _stages(compiled: Compiled) -> tuple[Stage, ...]:
-    graph, realized = compiled.outcome.judge.graph, compiled.realized
+    graph, realized, candidate = (
+        compiled.outcome.judge.graph,
+        compiled.realized,
+        compiled.outcome.best.candidate,
+    )
     paths = {node.name: str(node.meta.get("module_path", "")) for node in graph.ops}
     ordered = {
         node.name: realized.stage_of[node.name] for node in graph.ops if node.name in realized.stage_of
@@ -172,7 +169,7 @@ def _stages(compiled: Compiled) -> tuple[Stage, ...]:
     ops: list[list[str]] = [[] for _ in realized.groups]
     for name, stage in ordered.items():
         ops[stage].append(name)
-    blocks = compiled.outcome.best.candidate.recomputed_blocks
+    blocks, shared = candidate.recomputed_blocks, candidate.shardings
     stages = []
     for segment in realized.segments.segments:
         mesh = realized.meshes.get(segment.index)
@@ -188,11 +185,26 @@ def _stages(compiled: Compiled) -> tuple[Stage, ...]:
                 backward_seconds=segment.cost.backward_seconds,
                 recomputed_blocks=blocks[segment.index] if blocks else (),
                 has_backward=segment.has_backward,
-                sharding=None if mesh is None else describe_sharding(compiled, segment.index),
+                sharding=describe_sharding(compiled, segment.index) if segment.index in shared else None,
                 in_flight=flying[segment.index],
             )
         )
     return tuple(stages)
+
+
+def _value(compiled: Compiled, value: Value, samples: int) -> StageValue:
+    """Record a value between stages, for micro-batches of ``samples``."""
+    graph = compiled.outcome.judge.graph
+    spec = value_spec(graph, value.name)
+    return StageValue(
+        name=value.name,
+        producer=value.producer,
+        consumers=value.consumers,
+        size_bytes=value.size_bytes,
+        needs_grad=value.needs_grad,
+        shape=spec.concrete({**graph.example_sizes, graph.batch.batch_symbol: samples}),
+        element_bytes=spec.dtype.itemsize,
+    )
 
 
 def _in_flight(programs: tuple[Program, ...], segments: SegmentGraph) -> list[int]:
@@ -210,18 +222,23 @@ def _in_flight(programs: tuple[Program, ...], segments: SegmentGraph) -> list[in
 
 
 def _transfers(compiled: Compiled) -> tuple[Transfer, ...]:
-    size_of = {value.name: value.size_bytes for value in compiled.realized.segments.values}
-    return tuple(
-        Transfer(
-            value=bridge.value,
-            kind=bridge.kind,
-            source=bridge.source.ranks[0],
-            target=bridge.target.ranks[0],
-            size_bytes=size_of[bridge.value],
-            gradient=bridge.needs_grad,
+    value_of = {value.name: value for value in compiled.realized.segments.values}
+    found = []
+    for bridge in compiled.bridges:
+        value, source, target = value_of[bridge.value], bridge.source.ranks, bridge.target.ranks
+        there, _ = pieces_between(value, source, target)
+        found.append(
+            Transfer(
+                value=bridge.value,
+                kind=bridge.kind,
+                source=source[0],
+                target=target[0],
+                size_bytes=sum(piece.size_bytes for piece in there),
+                gradient=bridge.needs_grad,
+                messages=len(there),
+            )
         )
-        for bridge in compiled.bridges
-    )
+    return tuple(found)
 
 
 def _prediction(graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> Prediction:

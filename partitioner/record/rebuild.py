@@ -10,16 +10,18 @@ Everything is numbered by the plan's devices, for the simulator, or with ``ranks
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import fields
 
 from cost_models.errors import PlanError, UsageError
+from cost_models.layout import Layout, Replicate
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild_checks import refuse_wrong_stages
 from partitioner.record.records import Stage
 from partitioner.record.sharding import GradientSumRecord
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph, once_per_graph
+from passes.lower.crossing import Extent, crossing_value
 from passes.lower.placed_graph import PlacedGraph, on_meshes
 from passes.lower.segment import Segmentation, by_stage
 from passes.lower.step import StepCosts, SumCost, programs_for, simulate_step, sum_bytes
@@ -51,9 +53,29 @@ def plan_segments(plan: PlanData, ranks: RankMap | None = None) -> SegmentGraph:
         )
         for index, stage in enumerate(plan.stages)
     )
-    values = tuple(Value(v.name, v.producer, v.consumers, v.size_bytes, v.needs_grad) for v in plan.values)
+    values = tuple(_values(plan))
     graph = SegmentGraph(segments, values, plan.cluster.world_size)
     return graph if ranks is None else relabelled_segments(graph, ranks)
+
+
+def _values(plan: PlanData) -> Iterator[Value]:
+    """Yield what crosses between stages, with the pieces between groups of several devices."""
+    if all(stage.sharding is None for stage in plan.stages):
+        yield from (Value(v.name, v.producer, v.consumers, v.size_bytes, v.needs_grad) for v in plan.values)
+        return
+    placements = stage_placements(plan)
+    for v in plan.values:
+        layouts = {s: _layout(plan, placements.get(s), s, v.name) for s in (v.producer, *v.consumers)}
+        extent = Extent(v.shape, v.element_bytes)
+        yield crossing_value(v.name, v.producer, v.consumers, v.needs_grad, extent, layouts, plan.cluster)
+
+
+def _layout(plan: PlanData, placement: FeaturePlacement | None, stage: int, value: str) -> Layout:
+    """Return the layout in which a value leaves or arrives at a stage."""
+    if placement is None:
+        return Layout.on(*plan.stages[stage].devices)
+    whole = (Replicate(),) * len(placement.mesh.shape)
+    return Layout(placement.mesh, placement.values.get(value, whole))
 
 
 def _collectives(stage: Stage) -> Iterator[Collective]:
@@ -142,8 +164,8 @@ def plan_code(
     refuse_other_model(plan, graph)
     planned, graph = split_graph(plan, graph), split_graph(plan, run or graph)
     placements = stage_placements(plan, ranks)
-    for placement in placements.values():
-        refuse_wrong_choices(plan.model.name, planned, placement)
+    for index, placement in placements.items():
+        refuse_wrong_choices(plan.model.name, planned, plan.stages[index].ops, placement)
     refuse_wrong_stages(plan, planned)
     return on_meshes(graph, _segmentation(plan, graph, ranks), placements)
 
@@ -182,11 +204,15 @@ def _in_blocks(graph: OpGraph, splits: tuple[Split, ...]) -> OpGraph:
     return split_neurons(graph, splits)
 
 
-def refuse_wrong_choices(model: str, graph: OpGraph, placement: FeaturePlacement) -> None:
-    """Raise PlanError where an op would run in a way that no rule or trial allows: its numbers would be wrong."""
+def refuse_wrong_choices(
+    model: str, graph: OpGraph, ops: Collection[str], placement: FeaturePlacement
+) -> None:
+    """Raise PlanError where one of ``ops`` would run in a way that no rule or trial allows: its numbers would be wrong."""
     discovery = Discovery.stored()
-    wrong = []
+    own, wrong = {*ops, *placement.choices}, []
     for node in graph.ops:
+        if node.name not in own:
+            continue
         given = placement.choices.get(node.name, ())
         if not discovery.allows(node, given):
             wrong.append(f"{node.name} ({node.target}): {'; '.join(map(choice_text, given))}")

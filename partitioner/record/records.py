@@ -97,19 +97,24 @@ class StageValue(Record):
     name: str
     producer: Natural = Field(description="stage")
     consumers: tuple[Natural, ...] = Field(description="stages")
-    size_bytes: Natural = Field(description="per micro-batch")
+    size_bytes: Natural = Field(description="per micro-batch, on a device of its producer")
     needs_grad: bool
+    shape: tuple[Natural, ...] = Field(
+        default=(), description="of all devices' parts together, in a micro-batch"
+    )
+    element_bytes: Natural = Field(default=0, description="of one of its numbers")
 
 
 class Transfer(Record):
-    """A bridge: one value sent from a device to another, once per micro-batch."""
+    """A bridge: one value sent from a device to another, or from group to group, once per micro-batch."""
 
     value: str
     kind: str
-    source: Natural
-    target: Natural
-    size_bytes: Natural = Field(description="per micro-batch, one direction")
+    source: Natural = Field(description="device, the first of its group")
+    target: Natural = Field(description="device, the first of its group")
+    size_bytes: Natural = Field(description="per micro-batch, one direction, all pieces together")
     gradient: bool = Field(description="whether its gradient is sent back")
+    messages: Natural = Field(default=1, description="between groups, in one direction: pieces of the value")
 
 
 class TiedParameter(Record):

@@ -97,6 +97,10 @@ class StageSharding(Record):
         description="gradients and optimizer state, where that differs from stored (ZeRO-1 and 2)"
     )
     batch: dict[str, LayoutText] = Field(description="how inputs arrive; whole if not listed")
+    values: dict[str, LayoutText] = Field(
+        default_factory=dict,
+        description="how values of other stages arrive and own ones leave; whole if not listed",
+    )
     samples_multiple: int = Field(ge=1, description="a micro-batch has a multiple of so many samples")
     collectives: tuple[StageCollective, ...]
     sums: tuple[GradientSumRecord, ...]
@@ -131,6 +135,7 @@ class StageSharding(Record):
             {name: read_placements(text) for name, text in self.batch.items()},
             microbatches,
             {name: read_placements(text) for name, text in self.state.items()},
+            {name: read_placements(text) for name, text in self.values.items()},
         )
 
 
@@ -142,6 +147,7 @@ def texts_of(placement: FeaturePlacement) -> Mapping[str, Mapping[str, object]]:
         "stored": {name: placements_text(p) for name, p in placement.stored.items()},
         "state": {name: placements_text(p) for name, p in placement.sharded_state.items()},
         "batch": {name: placements_text(p) for name, p in placement.batch.items()},
+        "values": {name: placements_text(p) for name, p in placement.values.items()},
     }
 
 
@@ -162,12 +168,14 @@ def contradictions(
             yield f"{where}.choices.{op}: the stage does not run this op"
         elif len(ways) != count:
             yield f"{where}.choices.{op}: {len(ways)} choices for {count} axes"
-    for field in ("stored", "state", "batch"):
+    for field in ("stored", "state", "batch", "values"):
         for name, text in getattr(sharding, field).items():
             if len(text.split()) != count:
                 yield f"{where}.{field}.{name}: {text!r} does not name {count} placements, one per axis"
             elif "P" in text.split():
-                yield f"{where}.{field}.{name}: {text!r}: what is kept or given is whole or split, no part of a sum"
+                yield (
+                    f"{where}.{field}.{name}: {text!r}: what is kept, given or sent is whole or split, no part of a sum"
+                )
     for index, item in enumerate(sharding.collectives):
         if not _are_axes(sharding, item.axis.split(JOINT)):
             yield f"{where}.collectives[{index}].axis: {item.axis!r} is no axis of the mesh"

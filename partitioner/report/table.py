@@ -13,7 +13,7 @@ from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.record.modules import common_parent, compress, shorten
 from partitioner.report.sharding import communication_share, mesh_text, ranks_text, sharding_sections
 from partitioner.report.text import WIDTH, columns, labelled, printable, rate_text
-from passes.search.words import STRATEGY_WORDS
+from passes.search.words import BY_HAND, STRATEGY_WORDS
 from passes.split.values import block_name
 
 if TYPE_CHECKING:
@@ -260,7 +260,9 @@ def _peak(plan: PlanData, index: int, stage: Stage) -> tuple[str, str]:
 def _evidence(plan: PlanData) -> str:
     c, p = plan.certificate, plan.prediction
     seconds = format_seconds(c.search_seconds)
-    if c.gap < PROVED:
+    if c.solver_status == BY_HAND:
+        quality = f"{BY_HAND}, the rest filled in, in {seconds}"
+    elif c.gap < PROVED:
         quality = f"optimal for the surrogate of the step time, in {seconds}"
     elif c.solver_status == "time limit":
         quality = f"stopped after {seconds} within {percent(c.gap)} of what the surrogate allows at best"

@@ -46,6 +46,7 @@ def part_of(graph: OpGraph, ops: Collection[str], copied: Collection[str] = ()) 
         buffers={name: spec for name, spec in graph.buffers.items() if name in names},
         constants={name: value for name, value in graph.constants.items() if name in names},
         parts={name: part for name, part in graph.parts.items() if name in names},
+        aliases={alias: name for alias, name in graph.aliases.items() if name in names},
         views={name: view for name, view in graph.views.items() if view.owner in names},
     )
 

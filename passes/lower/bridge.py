@@ -1,15 +1,15 @@
 """Bridges: wherever a producer's layout differs from what a consumer needs, the value is converted.
 
-With one rank per op the only bridge is a send/recv pair; its conjugate in backward sends the gradient the other way.
+Between device groups that is a send/recv pair for each piece (``runtime.mesh.cross_mesh``); its conjugate in backward sends
+the gradient the other way. Bridges inside a group are ops of its graph (``passes.shard.bridges``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cost_models.layout import Layout
-from passes.graph.graph import OpGraph
+from passes.lower.crossing import Crossings
 
 
 @dataclass(frozen=True)
@@ -32,20 +32,13 @@ class Bridge:
         return f"{self.kind}({self.value}: {self.source} -> {self.target}){back}"
 
 
-def bridges(graph: OpGraph, layouts: Mapping[str, Layout]) -> tuple[Bridge, ...]:
-    """One bridge per value and distinct target layout, in the order in which values are produced.
-
-    ``layouts`` has an entry for every placed op; ops without one are recomputed where they are needed
-    (``passes.graph.recomputed``) and never cross.
-    """
-    found: dict[tuple[str, Layout], Bridge] = {}
-    for node in graph.ops:
-        source = layouts.get(node.name)
-        if source is None:
-            continue
-        for user in node.users:
-            target = layouts.get(user.name)
-            if target is not None and target != source:
-                needs_grad = node.name in graph.needs_grad
-                found.setdefault((node.name, target), Bridge(node.name, source, target, needs_grad))
-    return tuple(found.values())
+def bridges(crossings: Crossings) -> tuple[Bridge, ...]:
+    """One bridge per value and group of ranks that takes it from another, in the order in which values are produced."""
+    found, graph, ranks = [], crossings.graph, crossings.segmentation.ranks
+    for name, consumers in crossings.consumers.items():
+        source = crossings.layout(name, crossings.segmentation.segment_of[name])
+        for group in dict.fromkeys(ranks[consumer] for consumer in consumers):
+            if group != source.ranks:
+                target = crossings.arriving(name, group)
+                found.append(Bridge(name, source, target, name in graph.needs_grad))
+    return tuple(found)

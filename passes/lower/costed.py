@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
 from cost_models.conversion import group_links
-from cost_models.layout import Layout
 from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
 from passes.costs.costs import GraphCosts, cost_graph
 from passes.graph.graph import OpGraph
@@ -44,6 +43,7 @@ from passes.shard.state import (
     update_gathers,
 )
 from passes.shard.traffic import Traffic, collectives, traffic
+from passes.shard.words import FeaturePlacement
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.program.program import Segment, SegmentGraph, TiedGroup
 from runtime.schedules import SCHEDULES
@@ -64,8 +64,8 @@ class OnMesh:
     gathers: tuple[UpdateGather, ...]
     """Parameters that are put together after the update."""
     segment: Segment
-    state: StateBytes
-    """State of any one rank: all hold as much."""
+    state: Mapping[str, StateBytes]
+    """State of each parameter and buffer on any one rank: all hold as much."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,13 +91,9 @@ class Costed:
         return self.segmentation.ranks
 
     @property
-    def layouts(self) -> dict[str, Layout]:
-        """Op -> the device it runs on; ops that several devices share have their bridges inside of the segment."""
-        return {
-            name: Layout.on(self.groups[stage][0])
-            for name, stage in self.stage_of.items()
-            if len(self.groups[stage]) == 1
-        }
+    def placements(self) -> dict[int, FeaturePlacement]:
+        """Segment -> how the ranks of its mesh share it."""
+        return {index: own.sharded.placement for index, own in self.meshes.items()}
 
 
 def costed_segments(
@@ -125,21 +121,24 @@ def costed_segments(
     tensors = trained_tensors(graph, segmentation, cluster.world_size)
     gather_seconds = [0.0] * cluster.world_size
     sums: dict[SumKey, SumCost] = {}
+    held: list[dict[str, StateBytes]] = [{} for _ in state]
     for own in meshes.values():
         for rank in own.segment.ranks:
-            state[rank] = own.state
-            gather_seconds[rank] = math.fsum(gather.seconds for gather in own.gathers)
+            held[rank] |= own.state
+            gather_seconds[rank] += math.fsum(gather.seconds for gather in own.gathers)
         for item in own.sums:
             for ranks in item.groups:
                 tied.append(TiedGroup(item.parameters, ranks, item.sync.scattered))
                 sent_bytes = sum_bytes(sum(item.size_bytes), len(ranks), item.sync.scattered)
                 sums[item.parameters, tuple(sorted(ranks))] = SumCost(item.seconds, sent_bytes)
         gradients |= own.summed_bytes
+    if meshes:
+        state = [sum(own.values(), StateBytes()) for own in held]
     step = StepCosts(
-        state_bytes=tuple(held.total for held in state),
+        state_bytes=tuple(own.total for own in state),
         optimizer_seconds=tuple(
-            optimizer_seconds(held, device, job.optimizer, count) + gathering
-            for held, device, count, gathering in zip(
+            optimizer_seconds(own_state, device, job.optimizer, count) + gathering
+            for own_state, device, count, gathering in zip(
                 state, cluster.devices, tensors, gather_seconds, strict=True
             )
         ),
@@ -205,18 +204,18 @@ def _segment(
     return replace(segment, cost=cost, collectives=collectives(sharded, microbatch_size))
 
 
-def _state(sharded: ShardedGraph, job: Job) -> StateBytes:
-    """Count the state of any one rank: all hold as much."""
-    graph, mesh, spread, total = sharded.graph, sharded.mesh, shardings(sharded), StateBytes()
-    rule = OPTIMIZERS[job.optimizer]
+def _state(sharded: ShardedGraph, job: Job) -> dict[str, StateBytes]:
+    """Count the state of each parameter and buffer on any one rank: all hold as much."""
+    graph, mesh, spread = sharded.graph, sharded.mesh, shardings(sharded)
+    rule, found = OPTIMIZERS[job.optimizer], {}
     for name, spec in (*graph.parameters.items(), *graph.buffers.items()):
         types = graph.types_of(name, job.precision)
         if not spread[name].cuts:
-            total += state_bytes([(spec.elements, types, name in graph.trained)], job.optimizer)
+            found[name] = state_bytes([(spec.elements, types, name in graph.trained)], job.optimizer)
             continue
         owned = spec.elements // math.prod(mesh.shape[axis] for axis, _ in spread[name].cuts)
         leaf, owner = spec.elements * types.leaf.itemsize, owned * types.owner.itemsize
-        total += StateBytes(
+        found[name] = StateBytes(
             parameters=leaf,
             gradients=spec.elements * types.gradient.itemsize + owner,
             optimizer_state=rule.copies * owner + rule.step_bytes,
@@ -224,4 +223,4 @@ def _state(sharded: ShardedGraph, job: Job) -> StateBytes:
             trained=owner,
             cast=leaf + owner,
         )
-    return total
+    return found

@@ -18,7 +18,7 @@ from passes.graph.part import part_of
 from passes.lower.crossing import Crossings
 from passes.lower.lower import lower
 from passes.lower.segment import Segmentation
-from passes.lower.summarize import ops_by_segment, state_names_of_segments
+from passes.lower.summarize import ops_by_segment, shared_state
 from passes.shard.shard import ShardedGraph, shard_graph
 from passes.shard.state import shardings
 from passes.shard.words import FeaturePlacement
@@ -62,8 +62,13 @@ class PlacedGraph:
 
     @cached_property
     def shardings(self) -> dict[str, Sharding]:
-        """The spread of parameters and buffers of which ranks hold blocks; others are whole wherever they are."""
-        return {name: held for own in self.sharded.values() for name, held in shardings(own).items()}
+        """The spread of parameters and buffers over the ranks of a mesh; others are whole wherever they are."""
+        return {
+            name: held
+            for own in self.sharded.values()
+            for name, held in shardings(own).items()
+            if name not in own.shared
+        }
 
     @property
     def multiple(self) -> int:
@@ -87,11 +92,11 @@ def on_meshes(
     """Shard the segments in ``placements``, each on its mesh, for micro-batches of multiples of ``unit`` samples.
 
     All of them count samples in one unit, the least that serves every one; so a rank alone beside meshes is a mesh of its
-    own. Raises ``InternalError`` for what programs cannot do: a parameter that another segment reads too.
+    own. A parameter of several segments is whole on all their ranks, and each of them makes a part of its gradient.
     """
     if not placements:
         return PlacedGraph(graph, segmentation)
-    _refuse_shared_state(graph, segmentation)
+    shared = shared_state(graph, segmentation)
     members = ops_by_segment(graph, segmentation)
     sharded = {}
     for index, ranks in enumerate(segmentation.ranks):
@@ -99,7 +104,7 @@ def on_meshes(
             continue  # others run it, and know how
         placement = placements.get(index) or _alone(ranks[0])
         ops = [graph.ops[number].name for number in members[index]]
-        sharded[index] = shard_graph(part_of(graph, ops, segmentation.recomputed), placement, unit)
+        sharded[index] = shard_graph(part_of(graph, ops, segmentation.recomputed), placement, unit, shared)
     placed = PlacedGraph(graph, segmentation, sharded)
     if any(own.graph.batch.multiple != placed.multiple for own in sharded.values()):
         return on_meshes(graph, segmentation, placements, placed.multiple)
@@ -109,17 +114,3 @@ def on_meshes(
 def _alone(rank: int) -> FeaturePlacement:
     """Place ops on a mesh of one rank, whole."""
     return FeaturePlacement(Mesh((rank,), (1,), ("alone",)), {}, {}, {}, 1)
-
-
-def _refuse_shared_state(graph: OpGraph, segmentation: Segmentation) -> None:
-    """Raise ``InternalError`` where a mesh has a parameter or buffer of another segment too: their blocks are unlike."""
-    names = state_names_of_segments(graph, segmentation)
-    shared = {
-        f"segments {min(i, j)} and {max(i, j)} read {name}"
-        for i in range(len(segmentation))
-        for j in range(len(segmentation))
-        if i != j and segmentation.mesh_of(i) is not None
-        for name in names[i] & names[j]
-    }
-    if shared:
-        raise InternalError("store one tensor on several meshes", sorted(shared)[:5])

@@ -5,7 +5,7 @@ This is the only place where per-op costs become per-segment costs, so the searc
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -134,6 +134,12 @@ def state_names_of_segments(graph: OpGraph, segmentation: Segmentation) -> tuple
     return tuple(frozenset(found) for found in names)
 
 
+def shared_state(graph: OpGraph, segmentation: Segmentation) -> frozenset[str]:
+    """Name the parameters and buffers that several segments read."""
+    count = Counter(name for names in state_names_of_segments(graph, segmentation) for name in names)
+    return frozenset(name for name, segments in count.items() if segments > 1)
+
+
 def state_names_of_ranks(graph: OpGraph, segmentation: Segmentation, world_size: int) -> list[set[str]]:
     """Name the parameters and buffers that each rank holds. What no segment reads is with the lowest that runs one."""
     names: list[set[str]] = [set() for _ in range(world_size)]
@@ -152,18 +158,19 @@ def trained_tensors(graph: OpGraph, segmentation: Segmentation, world_size: int)
 
 
 def tied_groups(graph: OpGraph, segmentation: Segmentation) -> tuple[TiedGroup, ...]:
-    """List which gradients must be summed across device groups, one entry per distinct set of ranks.
+    """List which gradients of several segments must be summed over ranks, one entry per distinct set of ranks.
 
-    What ranks of one group sum among themselves is not in it (``passes.shard.state.gradient_sums``).
+    What ranks of one group sum among themselves for one segment is not in it (``passes.shard.state.gradient_sums``).
     """
-    groups_of: dict[str, set[tuple[int, ...]]] = defaultdict(set)
+    holders: dict[str, set[int]] = defaultdict(set)
     for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
         for name in names:
-            groups_of[name].add(segmentation.ranks[segment])
+            holders[name].update(segmentation.ranks[segment])
+    shared = shared_state(graph, segmentation)
     groups: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for name in graph.parameters:
-        if len(groups_of[name]) > 1 and name in graph.trained:
-            groups[tuple(sorted({rank for ranks in groups_of[name] for rank in ranks}))].append(name)
+        if name in shared and name in graph.trained and len(holders[name]) > 1:
+            groups[tuple(sorted(holders[name]))].append(name)
     return tuple(TiedGroup(tuple(names), ranks) for ranks, names in groups.items())
 
 

@@ -6,7 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-StrategyName = Literal["layer", "feature", "free"]
+StrategyName = Literal["layer", "feature", "hybrid", "free"]
+
+
+BY_HAND = "fixed by hand"
+"""The status of a search that compared nothing but ways to fill in what was left open."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +27,9 @@ class StrategyWords:
     """Techniques that the strategy does not look at; an expert should hear it from the plan itself."""
     best_of: str
     """The placements that a plan's gap is about, as a sentence goes on: the best … can have."""
-    stages: Literal["devices", "one mesh", "pieces"]
-    """The stages of its plans: a pipeline of single devices; one stage that all devices share; or pieces of single
-    devices, as they follow from the placement."""
+    stages: Literal["devices", "one mesh", "groups", "pieces"]
+    """The stages of its plans: a pipeline of single devices; one stage that all devices share; a pipeline of groups that
+    share their stages; or pieces of single devices, as they follow from the placement."""
 
 
 STRATEGY_WORDS: Mapping[str, StrategyWords] = {
@@ -48,6 +52,17 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
         ),
         best_of="any sharding",
         stages="one mesh",
+    ),
+    "hybrid": StrategyWords(
+        adverb="hybrid",
+        pinned_to="layout",
+        options=frozenset({"fix", "schedule", "recompute"}),
+        not_considered=(
+            "degrees and groups other than the fixed ones",
+            "overlap of collectives with computing",
+        ),
+        best_of="any plan",
+        stages="groups",
     ),
     "free": StrategyWords(
         adverb="free",

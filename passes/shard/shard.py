@@ -42,12 +42,19 @@ from passes.graph.nodes import (
 )
 from passes.graph.sizes import SizeBuilder
 from passes.shard.bridges import BridgeOp, bridge_ops, first_gradient_op
-from passes.shard.rules.local import explicit
+from passes.shard.rules.local import local_form
 from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS, LocalSizes, local_sizes, sizes_of
-from passes.shard.syncs import GradientSync, deferred_axes, gradient_syncs
-from passes.shard.words import Choice, FeaturePlacement, Need, Placements, all_replicated, operands, short
-from runtime.mesh.ranks_along import JOINT
-from runtime.ops.local import run_local
+from passes.shard.syncs import GradientSync, deferred_axes, gradient_syncs, refuse_blocks
+from passes.shard.words import (
+    Choice,
+    FeaturePlacement,
+    Need,
+    Placements,
+    all_replicated,
+    is_projection,
+    operands,
+    short,
+)
 from runtime.segment.recompute import writes_statistics
 
 aten = torch.ops.aten
@@ -61,6 +68,8 @@ class ShardedGraph:
     graph: OpGraph
     placement: FeaturePlacement
     syncs: tuple[GradientSync, ...]
+    shared: frozenset[str] = frozenset()
+    """Parameters and buffers that other parts of the model have too: whole, and their gradients are summed over all."""
 
     @property
     def mesh(self) -> Mesh:
@@ -68,16 +77,24 @@ class ShardedGraph:
         return self.placement.mesh
 
 
-def shard_graph(graph: OpGraph, placement: FeaturePlacement, multiple: int = 1) -> ShardedGraph:
-    """Make ``graph`` as a rank of ``placement.mesh`` runs it, for micro-batches of multiples of ``multiple`` samples."""
-    return _Sharder(graph, placement, multiple).run()
+def shard_graph(
+    graph: OpGraph, placement: FeaturePlacement, multiple: int = 1, shared: frozenset[str] = frozenset()
+) -> ShardedGraph:
+    """Make ``graph`` as a rank of ``placement.mesh`` runs it, for micro-batches of multiples of ``multiple`` samples.
+
+    ``shared``: parameters and buffers that other parts of the model read too. Every rank makes a part of their gradients.
+    """
+    return _Sharder(graph, placement, multiple, shared).run()
 
 
 class _Sharder:
     """One run of the pass."""
 
-    def __init__(self, graph: OpGraph, placement: FeaturePlacement, multiple: int) -> None:
+    def __init__(
+        self, graph: OpGraph, placement: FeaturePlacement, multiple: int, shared: frozenset[str]
+    ) -> None:
         self.multiple = multiple
+        self.shared = shared.intersection((*graph.parameters, *graph.buffers))
         self.old, self.placement, self.mesh = graph, placement, placement.mesh
         self.whole: Placements = (Replicate(),) * len(self.mesh.shape)
         self.choices = {node.name: self._choices_of(node) for node in graph.ops}
@@ -85,7 +102,10 @@ class _Sharder:
         self.layouts = {
             node.name: self._layouts_of(node) for node in graph.graph.nodes if node.op != "output"
         }
-        self.deferred = deferred_axes(graph, self.stored, self._needs_of_operand)
+        refuse_blocks(self.shared, placement)
+        wide = frozenset(axis for axis, size in enumerate(self.mesh.shape) if size > 1)
+        beyond = dict.fromkeys(self.shared, wide)
+        self.deferred = deferred_axes(graph, self.stored, self._needs_of_operand, beyond)
         self.mode = fake_mode_of(graph.graph)
         self.values = FakeValues(self.mode)
         self.new = fx.Graph()
@@ -117,8 +137,13 @@ class _Sharder:
                 placements={n: p for n, p in self.placement.batch.items() if p != self.whole},
             ),
         )
-        syncs = gradient_syncs(self.old, self.deferred, self.stored, self.placement, self.mesh)
-        return ShardedGraph(local, self.placement, syncs)
+        own = {
+            node: axes
+            for node, axes in self.deferred.items()
+            if self.old.input_of[node].name not in self.shared
+        }
+        syncs = gradient_syncs(self.old, own, self.stored, self.placement, self.mesh)
+        return ShardedGraph(local, self.placement, syncs, self.shared)
 
     # ------------------------------------------------------------------------------------------------------
     # Layouts
@@ -153,7 +178,7 @@ class _Sharder:
             return (arriving.get(given.name, self.whole),)
         if not tensors_of(node):
             return ()
-        if _is_projection(node):
+        if is_projection(node):
             source: Any = node.args[0]
             return (self._layouts_of(source)[node.args[1]],)  # type: ignore[index]
         choices = self.choices[node.name]
@@ -178,7 +203,7 @@ class _Sharder:
                     if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
                         known.setdefault(size.node.expr, size)
             sharded += zip(tensors_of(node), self.layouts[node.name], strict=True)
-            if node.op == "call_function" and not _is_projection(node):
+            if node.op == "call_function" and not is_projection(node):
                 for i, source in enumerate(operands(node)):
                     needs = self.choices[node.name]
                     sharded.append((source.meta["val"], tuple(c.inputs[i].placement for c in needs)))
@@ -240,7 +265,7 @@ class _Sharder:
         return size if isinstance(size, int) else self.builder.build(size, like)
 
     def _op(self, node: fx.Node) -> fx.Node:
-        if _is_projection(node):
+        if is_projection(node):
             source: Any = node.args[0]
             args: tuple[Any, ...] = (self.made[source.name], *node.args[1:])
             return self._emit(node.name, node.target, args, {}, node)
@@ -256,7 +281,7 @@ class _Sharder:
 
         args, kwargs = map_aggregate((node.args, dict(node.kwargs)), local)
         args, kwargs = self._resized(node, tuple(args), dict(kwargs))
-        target, args = self._local_form(node, args)
+        target, args = local_form(node, args, self.choices[node.name], self.mesh)
         made = self._emit(node.name, target, args, kwargs, node)
         self._check(node, made)
         return made
@@ -297,24 +322,6 @@ class _Sharder:
 
     def _taken_as(self, node: fx.Node, position: int) -> Placements:
         return tuple(choice.inputs[position].placement for choice in self.choices[node.name])
-
-    def _local_form(self, node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """Return the op, or what stands for it if its shards need more than their own numbers."""
-        roles: dict[str, str] = {}
-        functions: set[str] = set()
-        for axis, choice in enumerate(self.choices[node.name]):
-            if choice.local and self.mesh.shape[axis] > 1:
-                function, _, role = choice.local.partition(":")
-                functions.add(function)
-                name = self.mesh.axes[axis]
-                roles[role] = f"{roles[role]}{JOINT}{name}" if role in roles else name
-        if not functions:
-            return explicit(node, args)
-        if len(functions) > 1:
-            raise InternalError(
-                f"shard {node.name}", [f"it has two local forms: {', '.join(sorted(functions))}"]
-            )
-        return run_local, (functions.pop(), str(node.target), roles, *args)
 
     def _emit(self, name: str, target: Any, args: tuple[Any, ...], kwargs: Any, like: fx.Node) -> fx.Node:
         made = self.new.create_node("call_function", target, args, dict(kwargs), name=name)
@@ -387,12 +394,3 @@ class _Sharder:
         made = [self._bridge(self.old.nodes[o.node], self._output_needs(o)) for o in self.old.outputs]
         self.new.output(tuple(made))
         return tuple(replace(o, node=node.name) for o, node in zip(self.old.outputs, made, strict=True))
-
-
-def _is_projection(node: fx.Node) -> bool:
-    return (
-        node.op == "call_function"
-        and not operands(node)
-        and bool(tensors_of(node))
-        and any(isinstance(a, fx.Node) and isinstance(a.meta.get("val"), list | tuple) for a in node.args)
-    )

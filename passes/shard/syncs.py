@@ -8,11 +8,12 @@ stored S(0) on "data" (ZeRO-3)                           nothing: bridges in the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
+from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Replicate, Shard
 from passes.graph.graph import OpGraph
 from passes.shard.words import FeaturePlacement, Need, Placements, operands
@@ -32,14 +33,18 @@ def deferred_axes(
     graph: OpGraph,
     stored: Callable[[str], Placements],
     needs_of: Callable[[fx.Node, int], tuple[Need, ...]],
+    shared: Mapping[str, frozenset[int]],
 ) -> dict[str, frozenset[int]]:
-    """Find the axes along which each rank makes a part of a parameter's gradient, by the parameter's placeholder."""
+    """Find the axes along which each rank makes a part of a parameter's gradient, by the parameter's placeholder.
+
+    ``shared``: the axes of parameters whose gradients are summed beyond the mesh: each rank makes a part along all.
+    """
     found: dict[str, frozenset[int]] = {}
     for given in graph.inputs:
         if given.kind != "parameter" or given.node not in graph.needs_grad:
             continue
         node = graph.nodes[given.node]
-        axes: set[int] = set()
+        axes = set(shared.get(given.name, ()))
         for user in node.users:
             if user.op == "output":
                 continue
@@ -77,3 +82,11 @@ def gradient_syncs(
         GradientSync(tuple(names), tuple(mesh.axes[axis] for axis in axes), scattered)
         for (scattered, axes), names in sorted(groups.items(), key=lambda item: (not item[0][0], item[0][1]))
     )
+
+
+def refuse_blocks(shared: Collection[str], placement: FeaturePlacement) -> None:
+    """Raise InternalError where ``placement`` cuts what other parts of the model read too: their blocks would be unlike."""
+    placed = (placement.stored, placement.sharded_state)
+    cut = {n for n in shared for layouts in placed if any(isinstance(p, Shard) for p in layouts.get(n, ()))}
+    if cut:
+        raise InternalError("store blocks of what several stages read", sorted(cut)[:5])

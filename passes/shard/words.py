@@ -18,6 +18,7 @@ Placements and choices are written as text, for plan files and people, and read 
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,6 +106,16 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     visit(node.args)
     visit(tuple(node.kwargs.values()))
     return tuple(found)
+
+
+def is_projection(node: fx.Node) -> bool:
+    """Tell whether a node takes one of the tensors that another one made."""
+    source = node.args[0] if node.target is operator.getitem else None
+    return (
+        isinstance(source, fx.Node)
+        and isinstance(source.meta.get("val"), list | tuple)
+        and isinstance(node.meta.get("val"), torch.Tensor)
+    )
 
 
 def short(placement: Placement) -> str:

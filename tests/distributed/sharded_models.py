@@ -58,10 +58,10 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """ids, labels [b, 8]; 24 tokens; the output weight is the embedding's."""
 
-    def __init__(self, tied: bool = True) -> None:
+    def __init__(self, tied: bool = True, blocks: int = 2) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(24, 16), nn.Embedding(8, 16)
-        self.h = nn.ModuleList([Block(), Block()])
+        self.h = nn.ModuleList([Block() for _ in range(blocks)])
         self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 24, bias=False)
         if tied:
             self.head.weight = self.wte.weight

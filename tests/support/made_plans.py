@@ -194,7 +194,10 @@ def made_hybrid_plan(
             stage.model_copy(update={"devices": devices, "ops": _ops(blocks), "sharding": sharding})
         )
         first += count
-    values = tuple(v.model_copy(update={"name": stages[v.producer].ops[-1]}) for v in plan.values)
+    values = tuple(
+        v.model_copy(update={"name": stages[v.producer].ops[-1], "shape": (16, 8), "element_bytes": 4})
+        for v in plan.values
+    )
     fields: dict[str, Any] = {
         "strategy": "hybrid",
         "batch_size": 64,

@@ -317,7 +317,7 @@ def _visiting_order(problem: FeatureProblem) -> list[int]:
         if units[wire.producer].kind != "op":
             first[wire.producer] = min([first.get(wire.producer, len(units)), *(u for u, _ in wire.readers)])
     place = [
-        (u, 1) if unit.kind == "op" else (first.get(u, u), 0 if unit.kind != "output" else 2)
+        (u, 1) if unit.kind == "op" else (first.get(u, u), 2 if unit.kind in ("output", "leaving") else 0)
         for u, unit in enumerate(units)
     ]
     return sorted(range(len(units)), key=lambda u: (*place[u], u))

@@ -42,8 +42,11 @@ from runtime.segment.code import TensorSpec
 
 @dataclass(frozen=True)
 class FeatureCost:
-    """The cost of one step. ``bridge_seconds``: with the collectives inside ops. ``communication_bytes``: bytes that each
-    rank sends, by the collectives' volumes."""
+    """The cost of one step.
+
+    ``bridge_seconds``: with the collectives inside ops, and values from other parts. ``communication_bytes``: bytes that
+    each rank sends, by the collectives' volumes.
+    """
 
     op_seconds: float
     bridge_seconds: float
@@ -62,10 +65,11 @@ def evaluate(graph: OpGraph, costs: GraphCosts, placement: FeaturePlacement, set
     seconds_of, saved = whole.ops()
     bridge_seconds, copies, buffer, sent, deferred = whole.bridges()
     inside_seconds, inside_sent = whole.inside_ops()
+    crossing_seconds = whole.crossing() * setting.crossing_seconds_per_byte
     parameter_seconds, kept, summed = whole.placeholders(deferred)
     return FeatureCost(
         math.fsum(seconds_of.values()) * placement.microbatches,
-        (bridge_seconds + inside_seconds) * placement.microbatches,
+        (bridge_seconds + inside_seconds + crossing_seconds) * placement.microbatches,
         parameter_seconds,
         saved + copies + buffer + kept,
         (sent + inside_sent) * placement.microbatches + summed,
@@ -142,6 +146,16 @@ class WholeGraph:
                 seconds, sent = seconds + own[0], sent + own[1]
         return seconds, sent
 
+    def crossing(self) -> float:
+        """Bytes that other parts send a rank in one micro-batch: values that arrive, gradients of those that left."""
+        shape, total = self.placement.mesh.shape, 0.0
+        coming = [given.node for given in self.graph.inputs if given.kind == "value"]
+        leaving = [output.node for output in self.graph.outputs if output.kind == "value"]
+        for name in (*coming, *(name for name in leaving if name in self.graph.needs_grad)):
+            size = bytes_of(self._spec(self.graph.nodes[name]), self.symbols)
+            total += size * local_share(self.placement.values[name], shape)
+        return total
+
     def _saved(self, shares: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> float:
         exact = self.costs.exact(self.samples)
         sizes = exact.storage_bytes(self.samples)
@@ -162,12 +176,13 @@ class WholeGraph:
         axes = len(self.placement.mesh.shape)
         if given is None:
             return tuple(c.outputs[output] for c in self.placement.choices[name])
-        layouts = self.placement.batch if given.kind == "batch" else self.placement.stored
+        other = {"batch": self.placement.batch, "value": self.placement.values}
+        layouts = other.get(given.kind, self.placement.stored)
         return layouts.get(given.name, (Replicate(),) * axes)
 
     def needs(self) -> dict[ValueName, dict[tuple[Need, ...], bool]]:
         """Per value the distinct needs of it, and whether anything gives it a gradient."""
-        axes = len(self.placement.mesh.shape)
+        whole: Placements = (Replicate(),) * len(self.placement.mesh.shape)
         readers: dict[ValueName, list[tuple[tuple[Need, ...], bool]]] = {}
         for node in self.graph.ops:
             if not makes_values(node):
@@ -179,7 +194,9 @@ class WholeGraph:
         for output in self.graph.outputs:
             if output.kind not in ("loss", "metric"):  # of numbers ranks return their parts
                 value = value_name(self.graph.nodes[output.node])
-                readers.setdefault(value, []).append(((Need(Replicate()),) * axes, False))
+                layout = self.placement.values[output.name] if output.kind == "value" else whole
+                flows = output.kind == "value" and output.node in self.graph.needs_grad
+                readers.setdefault(value, []).append((tuple(map(Need, layout)), flows))
         return {
             value: dict.fromkeys((need for need, _ in found), any(flows for _, flows in found))
             for value, found in readers.items()

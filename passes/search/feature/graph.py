@@ -28,7 +28,8 @@ from passes.shard.words import Choice, operands
 from runtime.segment.code import TensorSpec
 from runtime.segment.recompute import writes_statistics
 
-UnitKind: TypeAlias = Literal["op", "parameter", "batch", "state", "output"]
+UnitKind: TypeAlias = Literal["op", "parameter", "batch", "state", "value", "output", "leaving"]
+"""``value``, ``leaving``: of a part of a model, what other parts make for it, and what it makes for them."""
 Chooser: TypeAlias = Callable[[fx.Node], tuple[Choice, ...]]
 ValueName: TypeAlias = tuple[str, int]
 """(name of the node that makes it, which of its tensors)."""
@@ -78,6 +79,10 @@ class FeatureGraph:
     units: tuple[Unit, ...]
     wires: tuple[Wire, ...]
     unit_of: Mapping[str, int]
+
+    def gradient_comes_back(self, unit: Unit) -> bool:
+        """Tell whether a gradient flows along the wires that end in ``unit``."""
+        return any(wire.gradient for wire in self.wires if (unit.index, 0) in wire.readers)
 
     @cached_property
     def op_index(self) -> Mapping[str, int]:
@@ -191,7 +196,7 @@ def _add_placeholders(
             continue
         spec = _spec(node)
         kind: UnitKind = "state"
-        if given.kind in ("parameter", "batch"):
+        if given.kind in ("parameter", "batch", "value"):
             kind = given.kind
         places = frozenset((unit_of[reader], position) for reader, position, _ in used)
         trained = node.name in graph.needs_grad
@@ -199,7 +204,7 @@ def _add_placeholders(
         if kind == "parameter":
             dtypes = (graph.types_of(given.name, graph.precision), trained)
         key: object = (kind, spec.shape, spec.dtype, places or node.name, dtypes, marks.get(node.name))
-        if kind == "batch":
+        if kind in ("batch", "value"):
             key = (kind, node.name)
         groups.setdefault(key, []).append(node.name)
         kinds[key] = kind
@@ -213,15 +218,21 @@ def _add_outputs(
     graph: OpGraph, readers: Readers, order: Sequence[ValueName], unit_of: dict[str, int], units: list[Unit]
 ) -> None:
     """Add the graph's results, which are needed whole: a unit with one operand and one way. Of numbers ranks return their
-    parts."""
+    parts. A value for other parts leaves in any layout, and its gradient comes back."""
     for number, (value, output) in enumerate(zip(order, graph.outputs, strict=True)):
         if output.kind in ("loss", "metric"):
             continue
-        name = f"output {number}"
+        leaving = output.kind == "value"
+        name = leaving_name(output.name) if leaving else f"output {number}"
         spec = _spec(graph.nodes[output.node])
-        units.append(Unit(len(units), "output", (name,), (spec,), ()))
+        units.append(Unit(len(units), "leaving" if leaving else "output", (name,), (spec,), ()))
         unit_of[name] = len(units) - 1
-        readers.setdefault(value, []).append((name, 0, False))
+        readers.setdefault(value, []).append((name, 0, leaving and output.node in graph.needs_grad))
+
+
+def leaving_name(value: str) -> str:
+    """Name the unit that takes ``value`` for other parts."""
+    return f"leaving {value}"
 
 
 def _wires(

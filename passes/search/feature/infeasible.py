@@ -13,7 +13,7 @@ from passes.search.feature.setting import Setting
 
 def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> InfeasibleError:
     """``least_bytes``: what every sharding needs of one device at least; infinite where it is only known to be too much."""
-    devices = setting.cluster.devices
+    devices = setting.sharing
     smallest = min(devices, key=lambda device: device.memory_bytes)
     capacity, world = smallest.memory_bytes, len(devices)
     held = [

@@ -15,26 +15,33 @@ from collections.abc import Iterator, Sequence
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.layout import Mesh
+from passes.search.feature.setting import PartPlace
 from passes.search.feature.tuning import TUNING
 
 NAMES = ("outer", "middle", "inner")
 
 
-def meshes(cluster: ClusterSpec, max_axes: int, fixed: Sequence[int] | None = None) -> list[Mesh]:
-    """Fewer axes first, larger inner axes first; ``fixed`` alone if given."""
-    world = len(cluster.devices)
+def meshes(
+    cluster: ClusterSpec,
+    max_axes: int,
+    fixed: Sequence[int] | None = None,
+    part: PartPlace | None = None,
+) -> list[Mesh]:
+    """Fewer axes first, larger inner axes first; ``fixed`` alone if given. ``part``: of its devices only."""
+    ranks = tuple(range(len(cluster.devices))) if part is None else part.ranks
+    names, world = () if part is None else part.axes, len(ranks)
     if fixed is not None:
-        return [_mesh(tuple(fixed), world)]
+        return [_mesh(tuple(fixed), ranks, names)]
     if world == 1:
-        return [_mesh((1,), 1)]
-    per_node = Counter(device.node for device in cluster.devices).values()
+        return [_mesh((1,), ranks)]
+    per_node = Counter(cluster.devices[rank].node for rank in ranks).values()
     width = min(per_node)
     even = len(set(per_node)) == 1
     shapes: list[tuple[int, ...]] = [(world,)]
     for axes in range(2, max_axes + 1):
         found = [s for s in _factorizations(world, axes) if even and _follows(s, width, len(per_node))]
         shapes += sorted(found, key=lambda s: s[::-1], reverse=True)
-    return [_mesh(shape, world) for shape in shapes]
+    return [_mesh(shape, ranks) for shape in shapes]
 
 
 def _follows(shape: Sequence[int], width: int, nodes: int) -> bool:
@@ -71,12 +78,13 @@ def _examples(world: int) -> list[str]:
     return ["x".join(map(str, shape)) for shape in ((world,), *near)]
 
 
-def _mesh(shape: tuple[int, ...], world: int) -> Mesh:
+def _mesh(shape: tuple[int, ...], ranks: tuple[int, ...], names: tuple[str, ...] = ()) -> Mesh:
+    world = len(ranks)
     if problems := list(mesh_problems(shape, world)):
         raise UsageError(
             f"cannot use the mesh {'×'.join(map(str, shape)) or 'without axes'}",
             problems,
             [f"{', '.join(_examples(world))}; without a mesh, all of them are searched"],
         )
-    names = ("all",) if len(shape) == 1 else (NAMES[0], *NAMES[1:-1][: len(shape) - 2], NAMES[-1])
-    return Mesh(tuple(range(world)), shape, names)
+    searched = ("all",) if len(shape) == 1 else (NAMES[0], *NAMES[1:-1][: len(shape) - 2], NAMES[-1])
+    return Mesh(ranks, shape, names or searched)

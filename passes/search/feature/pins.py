@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -28,7 +28,7 @@ from passes.search.feature.graph import Unit, makes_values
 from passes.search.feature.options import Options, StoredChoice
 from passes.search.feature.presets import PRESETS, AxisRule, refused_word, rules_of
 from passes.search.feature.problem import UnitNumbers
-from passes.shard.words import read_placement
+from passes.shard.words import Placements, placements_text, read_placement
 
 Rules = tuple[AxisRule | None, ...]
 """One per mesh axis; None: anything."""
@@ -80,6 +80,31 @@ def resolve(graph: OpGraph, pins: Mapping[str, str]) -> dict[str, Pin]:
                 found[node] = pin
     if problems:
         raise UsageError("cannot use these pins", list(dict.fromkeys(problems)))
+    return found
+
+
+def pins_of_part(
+    part: OpGraph, pins: Mapping[str, Pin], arriving: Mapping[str, Placements]
+) -> dict[str, Pin]:
+    """Choose the pins of a part's nodes from those of the whole model: what a pattern is about depends on all of it.
+
+    A value that another part makes arrives as its op was to make it, or as ``arriving`` fixes it.
+    """
+    found = {}
+    for node in part.graph.nodes:
+        given, pin = part.input_of.get(node.name), pins.get(node.name)
+        if given is not None and given.kind == "value":
+            if (layout := arriving.get(given.name)) is not None:
+                rules = tuple(AxisRule(frozenset({placement})) for placement in layout)
+                pin = Pin(given.name, given.name, placements_text(layout), rules, firm=True)
+            elif pin is not None:
+                made = tuple(
+                    None if rule is None or rule.outputs is None else AxisRule(rule.outputs, essential=False)
+                    for rule in pin.rules
+                )
+                pin = replace(pin, rules=made, firm=False)
+        if pin is not None:
+            found[node.name] = pin
     return found
 
 
@@ -184,7 +209,7 @@ def axes_of_layout(text: str) -> int | None:
 
 def restricted(unit: Unit, numbers: UnitNumbers, pin: Pin, axes: int) -> UnitNumbers:
     """The unit's options that the pin allows: none where a firm one cannot be had on this mesh."""
-    if unit.kind == "output":
+    if unit.kind in ("output", "leaving"):
         return numbers
     for rules in _relaxed(pin, axes):
         allowed = _allowed(numbers, rules)
@@ -239,7 +264,7 @@ def broken(units: Sequence[tuple[Unit, UnitNumbers]], pins: Mapping[str, Pin], a
     kept: set[tuple[str, str]] = set()
     for unit, numbers in units:
         pin = pins.get(unit.name)
-        if pin is None or unit.kind == "output":
+        if pin is None or unit.kind in ("output", "leaving"):
             continue
         if not len(numbers.seconds):
             problems.append(f"{pin.name} cannot be {pin.text} ({pin.glob!r}){_why_not(unit, pin, axes)}")

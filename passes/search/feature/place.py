@@ -42,7 +42,7 @@ from passes.search.feature.problem import (
     least_saved_bytes,
 )
 from passes.search.feature.result import assemble, replicated_share
-from passes.search.feature.setting import Setting
+from passes.search.feature.setting import PartPlace, Setting
 from passes.search.feature.solve import ProblemSearch, Solved
 from passes.search.feature.ties import with_split_batch
 from passes.search.feature.tuning import TUNING
@@ -70,6 +70,8 @@ class FeatureRequest(Request):
     max_axes: int = 2
     reserved_bytes: float = 0.0
     """Memory of every device that is not to be planned with."""
+    part: PartPlace | None = None
+    """The place of the part of a model that is searched; None: a whole model, on the whole cluster."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,22 +93,24 @@ def place_features(
     cluster: ClusterSpec,
     request: FeatureRequest,
     discovery: Discovery | None = None,
+    pins: Mapping[str, Pin] | None = None,
 ) -> FeatureResult:
     """Search all meshes and micro-batch counts.
 
-    ``discovery``: where the choices of ops without a rule come from. Raises ``UsageError`` for what cannot hold,
-    ``InfeasibleError`` where nothing fits, ``TimeLimitError`` if nothing that fits was found in time.
+    ``discovery``: where the choices of ops without a rule come from. ``pins``: the request's, where they are resolved.
+    Raises ``UsageError`` for what cannot hold, ``InfeasibleError`` where nothing fits, ``TimeLimitError`` if nothing that
+    fits was found in time.
     """
     started = time.perf_counter()
     limit = request.time_limit_seconds
     deadline = started + limit if limit is not None else math.inf
-    pins = resolve(graph, request.pins)
+    pins = resolve(graph, request.pins) if pins is None else pins
     discovery = discovery or Discovery()
     space = feature_graph(graph, costs, discovery.choices, {node: pin.mark for node, pin in pins.items()})
-    setting = Setting(cluster, request.job, request.reserved_bytes)
+    setting = Setting(cluster, request.job, request.reserved_bytes, request.part)
     search = _MeshSearch(space, setting, pins, deadline)
     counts = _counts(graph, request)
-    best = search.run(meshes(cluster, request.max_axes, request.mesh), counts)
+    best = search.run(meshes(cluster, request.max_axes, request.mesh, request.part), counts)
     if best is None:
         raise search.failure(request)
     problem, solved = best

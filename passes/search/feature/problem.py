@@ -19,7 +19,7 @@ import sympy
 from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray, IntArray
-from cost_models.layout import Mesh, Replicate, Shard
+from cost_models.layout import Mesh, Placement, Replicate, Shard
 from passes.search.feature.bridges import Bridges, BridgeTable
 from passes.search.feature.codes import DEFERRED, WHOLE, combine, digits, needs_of
 from passes.search.feature.graph import FeatureGraph, Unit
@@ -35,7 +35,7 @@ from passes.search.feature.options import (
 from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds, trained_operands
 from passes.search.feature.setting import Setting
-from passes.shard.words import Choice
+from passes.shard.words import Choice, Need
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,6 +231,8 @@ class _Builder:
         whole = np.zeros(1, dtype=np.int64)
         if unit.kind == "output":
             return UnitNumbers(np.zeros(1), np.zeros(1), (whole,), (), (), whole)
+        if unit.kind in ("value", "leaving"):
+            return self._crossing(unit)
         spec = unit.outputs[0]
         size = float(bytes_of(spec, self.problem.symbols)) * len(unit.members)
         dim = None
@@ -245,11 +247,30 @@ class _Builder:
             np.zeros(o.count), o.output_share[:, 0] * size, (), o.outputs, o, np.arange(o.count)
         )
 
+    def _crossing(self, unit: Unit) -> UnitNumbers:
+        """A value between parts arrives and leaves whole or split; a rank is charged the bytes that come to it: the value's
+        where it arrives, its gradient's where it left."""
+        arrives = unit.kind == "value"
+        (spec,) = unit.outputs if arrives else unit.operands
+        size = float(bytes_of(spec, self.problem.symbols))
+        layouts: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(spec.shape)))]
+        ways = [Choice((), (p,)) if arrives else Choice((Need(p),), ()) for p in layouts]
+        o = options_of(unit, ways, self.problem.mesh.shape, self.problem.symbols)
+        share = (o.output_share if arrives else o.operand_share)[:, 0] * size
+        comes = arrives or self.problem.space.gradient_comes_back(unit)
+        seconds = share * (self.setting.crossing_seconds_per_byte * self.problem.microbatches * comes)
+        held = share * arrives
+        return UnitNumbers(seconds, held, o.inputs, o.outputs, o, np.arange(o.count))
+
     def _parameter(self, unit: Unit) -> UnitNumbers:
         graph, mesh, setting = self.problem.space.graph, self.problem.mesh, self.setting
         dims = sizes_of(unit.outputs[0], self.problem.symbols)
         trained = unit.name in graph.needs_grad
         ways = stored_options(dims, trained, mesh.shape)
+        shared = setting.part.shared if setting.part is not None else ()
+        if any(graph.input_of[node].name in shared for node in unit.members):
+            whole = Replicate()
+            ways = tuple(way for way in ways if all(c.stored == c.state == whole for c in way))
         kept = [
             ShardedParameter(
                 elements=math.prod(dims),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from cost_models.layout import Replicate
+from passes.search.feature.graph import leaving_name
 from passes.search.feature.options import Options
 from passes.search.feature.problem import FeatureProblem
 from passes.shard.words import Choice, FeaturePlacement, Placements
@@ -18,6 +19,7 @@ def assemble(problem: FeatureProblem, options: Sequence[int]) -> FeaturePlacemen
     stored: dict[str, Placements] = {}
     state: dict[str, Placements] = {}
     batch: dict[str, Placements] = {}
+    values: dict[str, Placements] = {}
     for unit, numbers, option in zip(problem.space.units, problem.units, options, strict=True):
         detail = numbers.detail
         if unit.kind == "output":
@@ -27,7 +29,14 @@ def assemble(problem: FeatureProblem, options: Sequence[int]) -> FeaturePlacemen
             if unit.kind == "op":
                 ops |= dict.fromkeys(unit.members, per_axis)
                 continue
+            if unit.kind == "leaving":
+                leaving = tuple(choice.inputs[0].placement for choice in per_axis)
+                values |= {name.removeprefix(leaving_name("")): leaving for name in unit.members}
+                continue
             layout = tuple(choice.outputs[0] for choice in per_axis)
+            if unit.kind == "value":
+                values |= dict.fromkeys(unit.members, layout)
+                continue
             target = batch if unit.kind == "batch" else stored
             target |= {graph.input_of[node].name: layout for node in unit.members}
             continue
@@ -46,7 +55,7 @@ def assemble(problem: FeatureProblem, options: Sequence[int]) -> FeaturePlacemen
             batch.setdefault(given.name, whole)
         elif given.kind in ("parameter", "buffer"):
             stored.setdefault(given.name, whole)
-    return FeaturePlacement(problem.mesh, ops, stored, batch, problem.microbatches, state)
+    return FeaturePlacement(problem.mesh, ops, stored, batch, problem.microbatches, state, values)
 
 
 def replicated_share(problem: FeatureProblem, options: Sequence[int]) -> float:

@@ -12,6 +12,19 @@ from cost_models.layout import Mesh
 from passes.lower.job import Job
 
 
+@dataclass(frozen=True)
+class PartPlace:
+    """The devices that share a part of a model, and the way of values to it."""
+
+    ranks: tuple[int, ...]
+    axes: tuple[str, ...] = ()
+    """Names of the mesh's axes, where the mesh is fixed; empty: the search's own."""
+    crossing_seconds_per_byte: float = 0.0
+    """Seconds that each byte takes to a rank from the ranks of another part."""
+    shared: frozenset[str] = frozenset()
+    """Parameters and buffers that other parts read too: they are whole on every rank."""
+
+
 @dataclass(frozen=True, eq=False)
 class Setting:
     """Everything that is the same for every mesh and micro-batch count of a search."""
@@ -20,16 +33,29 @@ class Setting:
     job: Job
     reserved_bytes: float = 0.0
     """Memory of every device that is not to be planned with."""
+    part: PartPlace | None = None
+    """The place of the part that is searched; None: a whole model, on all devices of the cluster."""
+
+    @property
+    def crossing_seconds_per_byte(self) -> float:
+        """Seconds that each byte takes to a rank from the ranks of another part."""
+        return 0.0 if self.part is None else self.part.crossing_seconds_per_byte
+
+    @cached_property
+    def sharing(self) -> tuple[Device, ...]:
+        """The devices that share the ops."""
+        devices = self.cluster.devices
+        return devices if self.part is None else tuple(devices[rank] for rank in self.part.ranks)
 
     @property
     def capacity_bytes(self) -> float:
         """Memory of the smallest device: all have equal parts."""
-        return min(device.memory_bytes for device in self.cluster.devices) - self.reserved_bytes
+        return min(device.memory_bytes for device in self.sharing) - self.reserved_bytes
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
         """One of each kind of device: ops take what they take on the slowest."""
-        return tuple({device.speed_alone: device for device in self.cluster.devices}.values())
+        return tuple({device.speed_alone: device for device in self.sharing}.values())
 
     def links(self, mesh: Mesh) -> tuple[AxisLinks, ...]:
         """The links along each axis of a mesh of the cluster."""

@@ -17,12 +17,15 @@ import sympy
 import torch
 from torch import fx
 
-from cost_models.layout import Placement, Shard
+from cost_models.errors import InternalError
+from cost_models.layout import Mesh, Placement, Shard
 from passes.graph.graph import tensor_specs
 from passes.graph.nodes import argument, replaced, tensors_of
 from passes.shard.rules.shapes import operands_shapes, plain, shape
 from passes.shard.sizes import COUNTS, SIZE_ARGUMENTS, ways
 from passes.shard.words import Choice, Placements, operands
+from runtime.mesh.ranks_along import JOINT
+from runtime.ops.local import run_local
 from runtime.segment.code import Dim, TensorSpec
 
 aten = torch.ops.aten
@@ -113,3 +116,22 @@ def _divisible(size: Dim, parts: int, symbols: Mapping[sympy.Symbol, int] | None
         return int(size.subs(symbols)) % parts == 0
     # 16·s0 is a multiple of 4 for some s0, and so is s0; 2·s0 + 1 is of no even number.
     return any(int(size.subs(dict.fromkeys(size.free_symbols, n))) % parts == 0 for n in range(1, parts + 1))
+
+
+def local_form(
+    node: fx.Node, args: tuple[Any, ...], choices: Sequence[Choice], mesh: Mesh
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the op and its arguments, or what stands for it if its shards need more than their own numbers."""
+    roles: dict[str, str] = {}
+    functions: set[str] = set()
+    for axis, choice in enumerate(choices):
+        if choice.local and mesh.shape[axis] > 1:
+            function, _, role = choice.local.partition(":")
+            functions.add(function)
+            name = mesh.axes[axis]
+            roles[role] = f"{roles[role]}{JOINT}{name}" if role in roles else name
+    if not functions:
+        return explicit(node, args)
+    if len(functions) > 1:
+        raise InternalError(f"shard {node.name}", [f"it has two local forms: {', '.join(sorted(functions))}"])
+    return run_local, (functions.pop(), str(node.target), roles, *args)

@@ -205,9 +205,17 @@ SHARDING = "stages.0.sharding"
         (f"{SHARDING}.choices.ghost", ["R -> R", "R -> R"], "choices.ghost: the stage does not run this op"),
         (f"{SHARDING}.stored", {"w": "S0"}, "stored.w: 'S0' does not name 2 placements, one per axis"),
         (f"{SHARDING}.stored", {"w": "S0 S99"}, "stored.w: 'S99' is not R, P, or S and a dimension"),
-        (f"{SHARDING}.stored", {"w": "P R"}, "stored.w: 'P R': what is kept or given is whole or split"),
+        (
+            f"{SHARDING}.stored",
+            {"w": "P R"},
+            "stored.w: 'P R': what is kept, given or sent is whole or split",
+        ),
         (f"{SHARDING}.state", {"w": "R R R"}, "state.w: 'R R R' does not name 2 placements"),
-        (f"{SHARDING}.batch", {"ids": "P P"}, "batch.ids: 'P P': what is kept or given is whole or split"),
+        (
+            f"{SHARDING}.batch",
+            {"ids": "P P"},
+            "batch.ids: 'P P': what is kept, given or sent is whole or split",
+        ),
         (
             f"{SHARDING}.collectives.0.axis",
             "sideways",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import InternalError
+from partitioner.record.checks import inconsistencies
 from partitioner.record.rebuild import (
     plan_programs,
     plan_segments,
@@ -69,12 +69,37 @@ def test_stages_between_which_nothing_goes_are_simulated_beside_each_other() -> 
     assert whole.message_count == 0
 
 
-def test_a_value_between_meshes_in_no_pieces_is_refused() -> None:
+def test_values_between_meshes_go_in_pieces() -> None:
+    """From four ranks that all have it to two that need it, and from two to one: each target takes it from one source."""
     plan = made_hybrid_plan(CLUSTER, ({"outer": 2, "inner": 2}, {"all": 2}, {}), crossing=True)
-    assert [value.consumers for value in plan_segments(plan).values] == [(1,), (2,)]
-    with pytest.raises(InternalError, match="device groups") as caught:
-        plan_programs(plan)
-    assert len(caught.value.because) == 4, "two values, and their gradients"
-    assert "its pieces reach []" in caught.value.because[0]
-    with pytest.raises(InternalError, match="device groups"):
-        simulate_plan(plan)
+    first, second = plan_segments(plan).values
+    assert [piece.target for piece in first.pieces] == [4, 5]
+    assert {piece.source for piece in first.gradient_pieces} <= {4, 5}
+    assert [(piece.target, piece.size_bytes) for piece in second.pieces] == [(6, 16 * 8 * 4)]
+    assert simulate_plan(plan).message_count == plan.microbatches * sum(
+        len(value.pieces) + len(value.gradient_pieces) for value in (first, second)
+    )
+
+
+def test_values_leave_and_arrive_in_their_layouts() -> None:
+    plan = made_hybrid_plan(CLUSTER, ({"outer": 2, "inner": 2}, {"all": 2}, {}), crossing=True)
+    name, stages = plan.values[0].name, list(plan.stages)
+    for index, text in enumerate(("S0 S1", "S0")):
+        sharding = stages[index].sharding
+        assert sharding is not None
+        own = sharding.model_copy(update={"values": {name: text}})
+        stages[index] = stages[index].model_copy(update={"sharding": own})
+    (value, _) = plan_segments(plan.model_copy(update={"stages": tuple(stages)})).values
+    assert sorted((piece.source, piece.target, piece.size_bytes) for piece in value.pieces) == [
+        (0, 4, 128), (1, 4, 128), (2, 5, 128), (3, 5, 128)
+    ]  # fmt: skip
+
+
+def test_a_value_of_a_shared_stage_without_its_extent_is_refused() -> None:
+    plan = made_hybrid_plan(CLUSTER, ({"outer": 2, "inner": 2}, {"all": 2}, {}), crossing=True)
+    values = tuple(value.model_copy(update={"element_bytes": 0}) for value in plan.values)
+    problems = list(inconsistencies(plan.model_copy(update={"values": values})))
+    assert [problem.partition(":")[0] for problem in problems] == [
+        "values[0].element_bytes",
+        "values[1].element_bytes",
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from passes.graph.verify import verify_graph
 from passes.lower.lower import crossing_values, lower
 from passes.lower.placed_graph import PlacedGraph, on_meshes
 from passes.lower.segment import Segmentation, by_stage
+from passes.lower.summarize import tied_groups
 from passes.shard.words import FeaturePlacement
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import BATCH, Mlp, place
@@ -137,7 +140,23 @@ class Tied(nn.Module):
         return {"left": self.tower(x), "right": self.tower(2 * x)}
 
 
-def test_a_tensor_on_two_meshes_is_refused() -> None:
+def test_a_parameter_of_two_meshes_is_whole_and_summed_over_the_ranks_of_both() -> None:
     graph = traced(Tied().double())
-    with pytest.raises(InternalError, match=r"segments 0 and 1 read tower.up.weight"):
-        on_meshes(graph, segmentation(graph, FOUR, TWO), placements(graph, FOUR, TWO))
+    cut = segmentation(graph, FOUR, TWO)
+    made = on_meshes(graph, cut, placements(graph, FOUR, TWO))
+    tied = {name for name in graph.parameters if name.startswith("tower.")}
+    for own in made.sharded.values():
+        assert own.shared == tied
+        assert not tied.intersection(name for sync in own.syncs for name in sync.parameters)
+    assert not tied & made.shardings.keys()
+    (group,) = tied_groups(graph, cut)
+    assert set(group.parameters) == tied
+    assert group.ranks == (0, 1, 2, 3, 4, 5)
+
+
+def test_blocks_of_what_two_meshes_read_are_refused() -> None:
+    graph = traced(Tied().double())
+    own = placements(graph, FOUR, TWO)
+    own[1] = replace(own[1], stored={**own[1].stored, "tower.up.weight": (Shard(0),)})
+    with pytest.raises(InternalError, match=r"tower.up.weight"):
+        on_meshes(graph, segmentation(graph, FOUR, TWO), own)

@@ -77,7 +77,7 @@ def test_a_sharded_candidate(graph: OpGraph) -> None:
     placement = compiled.outcome.best.candidate.shardings[0]
     assert again.groups == (placement.mesh.ranks,) == ((0, 1),)
     assert again.meshes[0].traffic
-    assert again.layouts == {}, "what the devices share crosses between no two stages"
+    assert compiled.bridges == (), "what the devices share crosses between no two stages"
     one = realize(graph, costs_of(graph, TWO), TWO, JOB, sharded_candidate(graph, placement))
     is_the_same(compiled, one)
 
@@ -132,7 +132,7 @@ def test_a_free_candidate(graph: OpGraph) -> None:
     is_the_same(compiled, again)
     assert not compiled.outcome.best.candidate.contiguous
     assert len(again.groups) > 2
-    assert {layout.ranks for layout in again.layouts.values()} == {(0,), (1,)}
+    assert {bridge.source.ranks for bridge in compiled.bridges} == {(0,), (1,)}
 
 
 def test_segments_of_a_free_candidate_follow_from_what_crosses(graph: OpGraph) -> None:

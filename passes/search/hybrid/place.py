@@ -1,0 +1,294 @@
+"""The hybrid search: stages on device groups as the user fixed them, what is open filled in by the other searches.
+
+degrees ─► groups ─► stage borders ─► each stage sharded on its group ─► simulated ─► the fastest that fits
+
+open             filled in by
+stage borders    the layer-wise program over groups
+a group's mesh, layouts of ops and parameters      the feature-wise search, per stage
+micro-batches, ZeRO, recomputation                 a few candidates in order of cost, simulated
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, UsageError
+from cost_models.units import counted
+from passes.costs.costs import GraphCosts
+from passes.graph.blocks import block_of
+from passes.graph.graph import OpGraph
+from passes.lower.candidate import Candidate
+from passes.lower.segment import Segmentation
+from passes.lower.summarize import shared_state
+from passes.search.any_plan import any_plan_bound
+from passes.search.certificate import Certificate, relative_gap
+from passes.search.feature.pins import Pin, resolve
+from passes.search.hybrid.cuts import balanced_stages, stages_at_borders
+from passes.search.hybrid.degrees import Degrees, degrees_of, microbatch_counts
+from passes.search.hybrid.fix import Fix
+from passes.search.hybrid.stages import Axes, StageSearch, StageSharded, StageWish
+from passes.search.infeasible import shortfalls
+from passes.search.judge import Judge, Simulated
+from passes.search.microbatches import accepted_counts
+from passes.search.outcome import Label, Outcome, RunnerUp, ShardingDetails
+from passes.search.request import Request
+from passes.search.words import BY_HAND, StrategyName
+from runtime.schedules import SCHEDULES
+
+log = logging.getLogger("partitioner")
+
+OBJECTIVE = "seconds of the simulated step"
+
+
+@dataclass(frozen=True)
+class HybridRequest(Request):
+    """A pipeline of sharded stages is wanted. ``pins``: layouts, for all stages or as ``stage 2:GLOB`` for one."""
+
+    strategy: ClassVar[StrategyName] = "hybrid"
+
+    pins: Mapping[str, str] = field(default_factory=dict)
+    schedule: str = "auto"
+    fix: Fix = field(default_factory=Fix)
+    recompute: str = "auto"
+    """Used where ``fix`` says nothing of it."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way to fill in what is open."""
+
+    microbatches: int
+    zero: int
+    again: bool
+    """Stages that do not fit compute their blocks again in backward."""
+
+
+def place_stages(
+    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: HybridRequest, judge: Judge
+) -> Outcome:
+    """Plan what ``request`` fixes, filled in. Raises UsageError for what cannot hold, InfeasibleError if nothing fits."""
+    started = time.perf_counter()
+    search = _Hybrid(graph, costs, cluster, request, judge)
+    tried = search.run()
+    fitting = [t for t in tried if t[0].fits]
+    if not fitting:
+        raise search.infeasible([simulated for simulated, _ in tried])
+    best, sharded = min(fitting, key=lambda t: t[0].step_seconds)
+    seconds = sum(s.seconds for s in sharded.values())
+    details = ShardingDetails(seconds, (), {number: s.origins for number, s in sharded.items()})
+    runner_ups = tuple(
+        RunnerUp.of(Label.of_stages(simulated.candidate), simulated) for simulated, _ in tried if simulated is not best
+    )  # fmt: skip
+    certificate = search.certificate(best, time.perf_counter() - started)
+    return Outcome(best, judge, certificate, runner_ups, details=details)
+
+
+class _Hybrid:
+    """One search."""
+
+    def __init__(
+        self, graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: HybridRequest, judge: Judge
+    ) -> None:
+        self.graph, self.costs, self.cluster, self.request, self.judge = graph, costs, cluster, request, judge
+        self.fix = request.fix
+        self.recompute = self.fix.recompute or request.recompute
+        self.degrees = degrees_of(self.fix, cluster.world_size)
+        if self.fix.borders is not None and self.fix.interleave is None and self.fix.pipeline is None:
+            self.degrees = self._as_many_as_borders()
+        self.schedule = self._schedule()
+        self.pins = _pins_of_stages(request.pins, self.degrees.stages)
+        counts = microbatch_counts(self.fix, self.degrees, request.job.batch_size, request.microbatches)
+        self.counts = accepted_counts(graph, request.job.batch_size, counts)
+        self.refused: list[InfeasibleError] = []
+        """The reasons of ways in which a stage cannot be sharded at all."""
+        self._pins: dict[tuple[tuple[str, str], ...], Mapping[str, Pin]] = {}
+
+    def run(self) -> list[tuple[Simulated, dict[int, StageSharded]]]:
+        """Simulate the ways; of one number of micro-batches none after the first that fits."""
+        tried: list[tuple[Simulated, dict[int, StageSharded]]] = []
+        for count in self.counts:
+            stage_of = self._stages(count)
+            stages = StageSearch(
+                self.graph, self.cluster, self.request.job, count, self.judge.recomputed,
+                self._shared(stage_of), self.request.time_limit_seconds,
+            )  # fmt: skip
+            for way in self._ways(count):
+                try:
+                    found = self._tried(way, stage_of, stages)
+                except InfeasibleError as error:  # a stage does not fit, however it is shared
+                    self.refused.append(error)
+                    continue
+                tried.append(found)
+                if found[0].fits:
+                    break
+            if tried and tried[-1][0].fits and self.degrees.stages == 1:
+                break  # more micro-batches cost no less where nothing is pipelined
+        return tried
+
+    def _shared(self, stage_of: Mapping[str, int]) -> frozenset[str]:
+        """Name the parameters and buffers that several stages read."""
+        return shared_state(self.graph, Segmentation(stage_of, self._groups(), self.judge.recomputed))
+
+    def _ways(self, count: int) -> Iterator[_Way]:
+        """Yield the ways of one number of micro-batches, the cheapest in seconds first."""
+        replicated = any((self.degrees.replicas(g) or 1) > 1 for g in range(len(self.degrees.groups)))
+        zeros = (0, 1, 3) if self.fix.zero is None and replicated else (self.fix.zero or 0,)
+        again = {"none": (False,), "full": (True,), "auto": (False, True)}[self.recompute]
+        yield from (_Way(count, zero, more) for more, zero in itertools.product(again, zeros))
+
+    def _tried(
+        self, way: _Way, stage_of: Mapping[str, int], stages: StageSearch
+    ) -> tuple[Simulated, dict[int, StageSharded]]:
+        groups = self._groups()
+        ops: list[list[str]] = [[] for _ in groups]
+        for name, stage in stage_of.items():
+            ops[stage].append(name)
+        place = {ranks: number for number, ranks in enumerate(self.degrees.groups)}
+        wishes = [
+            self._wish(number, tuple(own), group, self.degrees.axes(place[group], way.zero))
+            for number, (own, group) in enumerate(zip(ops, groups, strict=True))
+        ]
+        sharded = stages.shard(wishes)
+        blocks = block_of(self.graph)
+        every = tuple(tuple(dict.fromkeys(blocks[op] for op in own if op in blocks)) for own in ops)
+        everywhere = self.recompute == "full"
+        candidate = Candidate(
+            stage_of=stage_of,
+            groups=groups,
+            microbatches=way.microbatches,
+            schedule=self.schedule,
+            recomputed_blocks=every if everywhere else (),
+            shardings={number: s.placement for number, s in sharded.items()},
+        )
+        simulated = self.judge.simulate(candidate)
+        if way.again and not everywhere:
+            again: set[int] = set()
+            while not simulated.fits and (more := self._overflowing(simulated) - again):
+                again |= more
+                chosen = tuple(own if number in again else () for number, own in enumerate(every))
+                simulated = self.judge.simulate(replace(candidate, recomputed_blocks=chosen))
+        return simulated, sharded
+
+    def _wish(
+        self, number: int, ops: tuple[str, ...], group: tuple[int, ...], axes: Axes | None
+    ) -> StageWish:
+        """Say what is fixed of a stage, its degrees as a pattern of everything."""
+        pattern = {"*": " ".join(pattern for _, _, pattern in axes)} if axes else {}
+        return StageWish(ops, group, axes, self._resolved(tuple({**pattern, **self.pins[number]}.items())))
+
+    def _resolved(self, pins: tuple[tuple[str, str], ...]) -> Mapping[str, Pin]:
+        if pins not in self._pins:
+            self._pins[pins] = resolve(self.graph, dict(pins))
+        return self._pins[pins]
+
+    def _overflowing(self, simulated: Simulated) -> set[int]:
+        """Return the stages on devices whose memory does not suffice."""
+        devices = zip(self.cluster.devices, simulated.peak_bytes, strict=True)
+        short = {device.rank for device, peak in devices if peak > device.memory_bytes}
+        return {number for number, group in enumerate(self._groups()) if short & set(group)}
+
+    def _groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each stage."""
+        places = SCHEDULES[self.schedule].positions(self.degrees.stages, len(self.degrees.groups))
+        return tuple(self.degrees.groups[place] for place in places)
+
+    def _stages(self, count: int) -> Mapping[str, int]:
+        if self.fix.borders is not None:
+            return stages_at_borders(self.graph, self.fix.borders, self.degrees.stages)
+        return balanced_stages(
+            self.graph, self.costs, self.cluster, self.request.job, self.degrees, self.schedule, count,
+            "full" if self.recompute == "full" else "auto" if self.recompute == "auto" else "none",
+        )  # fmt: skip
+
+    def _as_many_as_borders(self) -> Degrees:
+        """Interleave as the borders say: as many stages as they make, if groups can have equally many."""
+        stages = len(self.fix.borders or ()) + 1
+        groups = len(self.degrees.groups)
+        if self.fix.groups is None and stages > 1 and groups == 1:
+            return degrees_of(replace(self.fix, pipeline=stages), self.cluster.world_size)
+        return replace(self.degrees, chunks=max(1, stages // groups))
+
+    def _schedule(self) -> str:
+        """Choose the schedule, and refuse one that the stages cannot have."""
+        chunks = self.degrees.chunks
+        name = self.request.schedule
+        if name == "auto":
+            name = "interleaved" if chunks > 1 else "1f1b"
+        if SCHEDULES[name].chunks == 2 and self.fix.interleave is None:
+            self.degrees = replace(self.degrees, chunks=2)
+        if why := SCHEDULES[name].check(self.degrees.stages, len(self.degrees.groups), 1):
+            raise UsageError(
+                f"cannot run {counted(self.degrees.stages, 'stage')} under schedule {name}",
+                [why.replace("ranks", "groups")],
+                ["interleave= is the number of stages of each group"],
+            )
+        return name
+
+    def certificate(self, best: Simulated, seconds: float) -> Certificate:
+        """About the one plan that was fixed: nothing is proved but the bound on every plan."""
+        bound = any_plan_bound(self.graph, self.costs, self.cluster, self.request.job)
+        return Certificate(
+            objective=OBJECTIVE,
+            objective_seconds=best.step_seconds,
+            bound_seconds=bound,
+            gap=relative_gap(best.step_seconds, bound),
+            space=f"any plan of the step; fixed: {self.fix or 'nothing'}",
+            method="stages and layouts filled in by the layer-wise and feature-wise searches, simulated",
+            solver_status=BY_HAND,
+            search_seconds=seconds,
+        )
+
+    def infeasible(self, tried: list[Simulated]) -> InfeasibleError:
+        """Say what is short in the plan that overflows least."""
+        if tried:
+            least = min(tried, key=lambda s: s.overflow_bytes)
+            because = [f"{Label.of_stages(least.candidate)}, simulated:"]
+            because += shortfalls(enumerate(map(int, least.peak_bytes)), self.cluster.devices)
+        else:
+            because = list(self.refused[-1].because)
+        ways = []
+        if self.recompute == "none":
+            ways.append("recompute=auto or full")
+        if self.fix.zero in (0, 1) and any(
+            (self.degrees.replicas(g) or 1) > 1 for g in range(len(self.degrees.groups))
+        ):
+            ways.append("zero=3: replicas keep parts of the parameters")
+        ways += ["a larger tensor= or pipeline=", "a smaller microbatch="]
+        return InfeasibleError(
+            f"{self.graph.model_name} does not fit {self.cluster.name} with {self.fix or 'nothing fixed'}",
+            because,
+            ways,
+        )
+
+
+_STAGE = re.compile(r"stage (\d{1,6}):(.*)", re.DOTALL)
+
+
+def _pins_of_stages(pins: Mapping[str, str], stages: int) -> list[dict[str, str]]:
+    """Per stage its pins: those of all stages, and its own before them. Raises UsageError."""
+    found: list[dict[str, str]] = [{} for _ in range(stages)]
+    problems = []
+    for own in (False, True):
+        for glob, text in pins.items():
+            read = _STAGE.fullmatch(glob)
+            if bool(read) != own:
+                continue
+            if read is None:
+                for each in found:
+                    each[glob] = text
+            elif int(read[1]) >= stages or not read[2]:
+                problems.append(
+                    f"{glob!r}: the plan has stages 0 to {stages - 1}" if read[2] else f"{glob!r}: no glob"
+                )
+            else:
+                found[int(read[1])][read[2]] = text
+    if problems:
+        raise UsageError("cannot use these pins", problems, ["write them as 'stage 0:*.mlp.*': layout"])
+    return found

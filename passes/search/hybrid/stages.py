@@ -1,0 +1,200 @@
+"""The sharding of each stage on its group: the feature-wise search on the stage's own graph, equal stages once.
+
+stage's ops ─► a graph of its own, values of other stages as inputs ─► place_features on the group's mesh
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, UsageError
+from cost_models.layout import Mesh
+from cost_models.units import counted
+from passes.costs.costs import costs_of
+from passes.graph.graph import OpGraph, tensor_specs
+from passes.graph.part import part_of
+from passes.lower.job import Job
+from passes.search.feature.pins import Pin, pins_of_part
+from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
+from passes.search.feature.setting import PartPlace
+from passes.search.outcome import ChoiceOrigins
+from passes.shard.discover import Discovery
+from passes.shard.words import FeaturePlacement, Placements
+
+MAX_AXES = 2
+"""Axes of a group's mesh where it is searched: replicas, and what shares an op."""
+
+Axes = tuple[tuple[str, int, str], ...]
+"""(name, size, pattern) of each axis of a group's mesh."""
+
+
+@dataclass(frozen=True)
+class StageWish:
+    """One stage to shard, and what is fixed of it."""
+
+    ops: tuple[str, ...]
+    group: tuple[int, ...]
+    axes: Axes | None
+    """None: searched."""
+    pins: Mapping[str, Pin]
+    """The pins of the whole model's nodes."""
+    reserved_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageSharded:
+    """A stage's placement, where its choices come from, and its seconds by the search's own count."""
+
+    placement: FeaturePlacement
+    origins: ChoiceOrigins
+    seconds: float
+
+
+@dataclass
+class StageSearch:
+    """Shards the stages of one number of micro-batches, in their order."""
+
+    graph: OpGraph
+    cluster: ClusterSpec
+    job: Job
+    microbatches: int
+    copied: frozenset[str]
+    """Ops of which every stage has copies of its own."""
+    shared: frozenset[str]
+    """Parameters and buffers that several stages read."""
+    time_limit_seconds: float | None
+    _known: dict[object, tuple[OpGraph, StageSharded]] = field(default_factory=dict)
+    _parts: dict[tuple[str, ...], OpGraph] = field(default_factory=dict)
+
+    def shard(self, stages: Sequence[StageWish]) -> dict[int, StageSharded]:
+        """Shard every stage that several devices share. A value arrives on a group in one layout for all its stages."""
+        found: dict[int, StageSharded] = {}
+        settled: dict[tuple[str, tuple[int, ...]], Placements] = {}
+        for number, stage in enumerate(stages):
+            if len(stage.group) == 1:
+                continue
+            part = self._part(stage.ops)
+            arriving = {
+                given.name: settled[given.name, stage.group]
+                for given in part.inputs
+                if given.kind == "value" and (given.name, stage.group) in settled
+            }
+            pins = pins_of_part(part, stage.pins, arriving)
+            try:
+                own = self._sharded(part, replace(stage, pins=pins))
+            except (UsageError, InfeasibleError) as error:
+                because = [f"on {counted(len(stage.group), 'device')}: {error.what}", *error.because]
+                raise type(error)(f"cannot shard stage {number}", because, error.suggestions) from error
+            found[number] = own
+            for name, layout in own.placement.values.items():
+                settled.setdefault((name, stage.group), layout)
+        return found
+
+    def _part(self, ops: tuple[str, ...]) -> OpGraph:
+        if ops not in self._parts:
+            self._parts[ops] = part_of(self.graph, ops, self.copied)
+        return self._parts[ops]
+
+    def _sharded(self, part: OpGraph, stage: StageWish) -> StageSharded:
+        """Search a stage, or read what an equal one was found to be."""
+        place = PartPlace(
+            stage.group,
+            tuple(name for name, _, _ in stage.axes or ()),
+            self._crossing_seconds_per_byte(stage.group),
+            self.shared.intersection((*part.parameters, *part.buffers)),
+        )
+        marks = {node: pin.mark for node, pin in stage.pins.items()}
+        devices = tuple(self.cluster.devices[rank] for rank in stage.group)
+        key = (
+            structure_of(part, {**marks, **dict.fromkeys(_nodes_of(part, place.shared), "shared")}),
+            stage.axes,
+            stage.reserved_bytes,
+            place.crossing_seconds_per_byte,
+            tuple((d.speed_alone, d.memory_bytes, d.node - devices[0].node) for d in devices),
+        )
+        if key not in self._known:
+            request = FeatureRequest(
+                self.job,
+                microbatches=self.microbatches,
+                time_limit_seconds=self.time_limit_seconds,
+                mesh=None if stage.axes is None else tuple(size for _, size, _ in stage.axes),
+                max_axes=MAX_AXES,
+                reserved_bytes=stage.reserved_bytes,
+                part=place,
+            )
+            costs = costs_of(part, self.cluster)
+            result = place_features(part, costs, self.cluster, request, Discovery.stored(), stage.pins)
+            self._known[key] = part, _stage_sharded(result)
+        first, known = self._known[key]
+        return replace(known, placement=renamed(known.placement, first, part, stage.group))
+
+    def _crossing_seconds_per_byte(self, group: tuple[int, ...]) -> float:
+        """Seconds of a byte from the nearest device outside of the group."""
+        outside = {group[0] - 1, group[-1] + 1} & set(range(self.cluster.world_size))
+        paths = [self.cluster.path(min(group, key=lambda r, o=other: abs(r - o)), other) for other in outside]  # type: ignore[misc]
+        return max((1.0 / path.bandwidth_bytes_per_second for path in paths), default=0.0)
+
+
+def _nodes_of(part: OpGraph, names: frozenset[str]) -> list[str]:
+    return [given.node for given in part.inputs if given.name in names]
+
+
+def _stage_sharded(result: FeatureResult) -> StageSharded:
+    return StageSharded(result.placement, result.origins, result.cost.seconds)
+
+
+def structure_of(part: OpGraph, marks: Mapping[str, str]) -> object:
+    """Return everything about a part that its sharding follows from, names aside: equal parts have equal structures."""
+    number = {node.name: i for i, node in enumerate(part.graph.nodes)}
+
+    def plain(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            return ("node", number[argument.name])
+        if isinstance(argument, list | tuple):
+            return tuple(map(plain, argument))
+        if isinstance(argument, dict):
+            return tuple((name, plain(value)) for name, value in sorted(argument.items()))
+        return str(argument)
+
+    def of(node: fx.Node) -> object:
+        role = str(node.target) if node.op == "call_function" else ""
+        return (
+            part.input_of[node.name].kind if node.op == "placeholder" else role,
+            plain(node.args),
+            plain(dict(node.kwargs)),
+            tuple((spec.shape, spec.dtype) for spec in tensor_specs(node)) if node.op != "output" else (),
+            node.name in part.needs_grad,
+            marks.get(node.name, ""),
+        )
+
+    return tuple(map(of, part.graph.nodes))
+
+
+def renamed(
+    placement: FeaturePlacement, source: OpGraph, target: OpGraph, group: tuple[int, ...]
+) -> FeaturePlacement:
+    """Return the placement of ``source`` as one of ``target``, a part of equal structure, on the ranks of ``group``."""
+    mesh = Mesh(group, placement.mesh.shape, placement.mesh.axes)
+    pairs = list(zip(source.graph.nodes, target.graph.nodes, strict=True))
+    nodes = {old.name: new.name for old, new in pairs}
+    given = {
+        source.input_of[old.name].name: target.input_of[new.name].name
+        for old, new in pairs
+        if old.op == "placeholder"
+    }
+    outputs = zip(source.outputs, target.outputs, strict=True)
+    names = {**given, **{old.name: new.name for old, new in outputs}}
+    return replace(
+        placement,
+        mesh=mesh,
+        choices={nodes[name]: choice for name, choice in placement.choices.items()},
+        stored={names[name]: layout for name, layout in placement.stored.items()},
+        batch={names[name]: layout for name, layout in placement.batch.items() if name in names},
+        values={names[name]: layout for name, layout in placement.values.items()},
+        sharded_state={names[name]: layout for name, layout in placement.sharded_state.items()},
+    )

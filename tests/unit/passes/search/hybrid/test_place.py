@@ -1,0 +1,127 @@
+"""The hybrid search: stages on the groups that were fixed, in the patterns that were fixed, the rest filled in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError, UsageError
+from cost_models.layout import Partial, Replicate, Shard
+from passes.compile import Compiled, compile_graph
+from passes.graph.blocks import block_of
+from passes.graph.graph import OpGraph
+from passes.lower.job import Job
+from passes.search.hybrid.fix import read_fix
+from passes.search.hybrid.place import HybridRequest
+from passes.trace.trace import trace
+from tests.distributed.sharded_models import Gpt, gpt_batch
+
+SAMPLES = 8
+
+
+@pytest.fixture(scope="module")
+def graph() -> OpGraph:
+    torch.manual_seed(0)
+    return trace(Gpt(tied=False, blocks=4), gpt_batch(SAMPLES))
+
+
+def planned(graph: OpGraph, fix: str, world: int = 8, **further: object) -> Compiled:
+    cluster = ClusterSpec.one_node("H100-80GB", world)
+    return compile_graph(graph, cluster, HybridRequest(Job(SAMPLES), fix=read_fix(fix), **further))  # type: ignore[arg-type]
+
+
+def test_stages_are_runs_of_blocks_on_groups_in_the_cluster_s_order(graph: OpGraph) -> None:
+    found = planned(graph, "pipeline=2 tensor=2 microbatch=1")
+    candidate = found.outcome.best.candidate
+    assert candidate.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert (candidate.microbatches, candidate.schedule) == (4, "1f1b")
+    stages: dict[str, set[int]] = {}
+    for op, block in block_of(graph).items():
+        stages.setdefault(block, set()).add(candidate.stage_of[op])
+    assert [stages[f"h.{number}"] for number in range(4)] == [{0}, {0}, {1}, {1}]
+    for sharding in candidate.shardings.values():
+        assert (sharding.mesh.axes, sharding.mesh.shape) == (("data", "tensor"), (2, 2))
+        assert all(isinstance(layout[0], Shard) and layout[0].dim == 0 for layout in sharding.values.values())
+
+
+def test_products_go_by_columns_then_by_rows_in_every_stage(graph: OpGraph) -> None:
+    candidate = planned(graph, "pipeline=2 tensor=4").outcome.best.candidate
+    for sharding in candidate.shardings.values():
+        made = [ways[0].outputs[0] for op, ways in sharding.choices.items() if op.startswith("linear")]
+        assert Partial() in made
+        assert any(isinstance(layout, Shard) for layout in made)
+
+
+def test_patterns_are_those_of_the_whole_model_in_a_stage_without_embeddings(graph: OpGraph) -> None:
+    """The second stage alone does not know which dimension counts positions."""
+    candidate = planned(graph, "pipeline=2 sequence=4").outcome.best.candidate
+    for sharding in candidate.shardings.values():
+        norms = {ways[0].outputs[0] for op, ways in sharding.choices.items() if op.startswith("layer_norm")}
+        assert norms == {Shard(1)}
+        assert {layout[0] for layout in sharding.values.values()} == {Shard(1)}
+
+
+def test_interleaved_stages_go_round_the_groups(graph: OpGraph) -> None:
+    candidate = planned(graph, "pipeline=2 interleave=2 tensor=4").outcome.best.candidate
+    first, second = (0, 1, 2, 3), (4, 5, 6, 7)
+    assert (candidate.groups, candidate.schedule) == ((first, second, first, second), "interleaved")
+
+
+def test_unequal_groups_get_work_by_their_devices(graph: OpGraph) -> None:
+    candidate = planned(graph, "groups=1,3", 4).outcome.best.candidate
+    assert candidate.groups == ((0,), (1, 2, 3))
+    ops = list(candidate.stage_of.values())
+    assert ops.count(0) < ops.count(1)
+    assert candidate.shardings.keys() == {1}
+
+
+def test_borders_are_where_the_user_puts_them(graph: OpGraph) -> None:
+    candidate = planned(graph, "borders=h.3", 2).outcome.best.candidate
+    first = {op for op, stage in candidate.stage_of.items() if stage == 0}
+    paths = {str(graph.nodes[op].meta["module_path"]) for op in first}
+    paths = {path.split(".")[1] for path in paths if path.startswith("h.")}
+    assert paths == {"0", "1", "2"}
+    with pytest.raises(UsageError, match=r"no op of 'h\.9'"):
+        planned(graph, "borders=h.9", 2)
+
+
+def test_pins_of_one_stage_are_of_that_stage_only(graph: OpGraph) -> None:
+    pins = {"stage 0:h.0.up.weight": "R"}
+    fix = "pipeline=2 tensor=2 microbatch=4"
+    stored = planned(graph, fix, 4, pins=pins).outcome.best.candidate.shardings[0].stored
+    assert stored["h.0.up.weight"] == (Replicate(),)
+    assert stored["h.1.up.weight"] != (Replicate(),)
+    with pytest.raises(UsageError, match="the plan has stages 0 to 1"):
+        planned(graph, fix, 4, pins={"stage 2:*": "column_row"})
+    with pytest.raises(UsageError, match="matches no parameter"):
+        planned(graph, fix, 4, pins={"nothing.*": "R"})
+
+
+def test_zero_and_recompute_are_tried_where_they_are_open_and_memory_is_short(graph: OpGraph) -> None:
+    fix, many = "data=2 microbatch=256", Job(512)
+
+    def on(memory_bytes: int, fix: str) -> Compiled:
+        device = {"preset": "H100-80GB", "memory": memory_bytes, "memory_reserved": 0}
+        node = {"name": "n", "count": 2, "device": device, "links": "NVLink4"}
+        return compile_graph(
+            graph, ClusterSpec.from_dict({"nodes": [node]}), HybridRequest(many, fix=read_fix(fix))
+        )
+
+    easy = on(2**30, fix)
+    best = easy.outcome.best.candidate
+    assert not best.recomputed_blocks
+    assert not best.shardings[0].sharded_state
+    needed = int(max(easy.realized.simulation.peak_bytes))
+    slightly = on(needed - 2**10, fix).outcome.best.candidate
+    own = slightly.shardings[0]
+    kept = [*own.stored.values(), *own.sharded_state.values()]
+    assert any(isinstance(placement, Shard) for layout in kept for placement in layout), "ZeRO-1 or 3"
+    assert not slightly.recomputed_blocks
+    with pytest.raises(InfeasibleError, match="every sharding needs at least"):
+        on(needed // 2, f"{fix} zero=0 recompute=none")
+
+
+def test_a_schedule_that_the_groups_cannot_have_is_refused(graph: OpGraph) -> None:
+    with pytest.raises(UsageError, match="interleaved on 2 groups needs"):
+        planned(graph, "pipeline=2", 4, schedule="interleaved")
