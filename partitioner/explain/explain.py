@@ -61,7 +61,7 @@ def _of_shards(
     placement = sharding.placement(stage.devices, plan.microbatches)
     refuse_wrong_choices(plan.model.name, graph, placement)
     job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
-    setting = Setting(plan.cluster, job)
+    setting = Setting(plan.cluster, job, recomputed_blocks=stage.recomputed_blocks)
     found = alternatives(graph, costs_of(graph, plan.cluster), placement, setting, name, Discovery.stored())
     equals = [other for other in found.equals if other != name]
     facts = {"explained": f"{name}, {found.what}"}

@@ -18,10 +18,9 @@ from passes.search.feature.pins import axes_of_layout
 from passes.search.feature.place import FeatureRequest
 from passes.search.feature.tuning import TUNING
 from passes.search.free.request import FreeRequest, Objective
-from passes.search.layer.options import RecomputeMode
 from passes.search.layer.place import LayerRequest
 from passes.search.request import Request
-from passes.search.words import STRATEGY_WORDS
+from passes.search.words import STRATEGY_WORDS, RecomputeMode
 from runtime.schedules import SCHEDULES
 
 STRATEGIES = (*STRATEGY_WORDS, "auto")
@@ -118,6 +117,7 @@ class PlanOptions:
             pins={glob: layout for glob, layout in (self.pins or {}).items() if isinstance(layout, str)},
             time_limit_seconds=self.time_limit_seconds,
             mesh=None if self.mesh is None else tuple(self.mesh),
+            recompute=self.recompute or ("full" if graph.checkpointing else None),
         )
 
     def _free_request(self, job: Job, graph: OpGraph) -> FreeRequest:

@@ -73,9 +73,7 @@ def traffic(sharded: ShardedGraph, microbatch_size: int) -> tuple[Traffic, ...]:
 
 def repeated(found: Iterable[Traffic], again: Collection[str]) -> tuple[Traffic, ...]:
     """List the collectives of forward that backward makes a second time, because it computes the nodes ``again``."""
-    return tuple(
-        replace(item, backward=True) for item in found if item.node in again and not item.backward
-    )
+    return tuple(replace(item, backward=True) for item in found if item.node in again and not item.backward)
 
 
 def collectives(found: Iterable[Traffic], mesh: Mesh) -> tuple[Collective, ...]:

@@ -48,7 +48,7 @@ from passes.search.feature.ties import with_split_batch
 from passes.search.feature.tuning import TUNING
 from passes.search.outcome import ChoiceOrigins, MeshTried
 from passes.search.request import Request
-from passes.search.words import StrategyName
+from passes.search.words import RecomputeMode, StrategyName
 from passes.shard.discover import Discovery
 from passes.shard.words import FeaturePlacement
 
@@ -70,6 +70,8 @@ class FeatureRequest(Request):
     max_axes: int = 2
     reserved_bytes: float = 0.0
     """Memory of every device that is not to be planned with."""
+    recompute: RecomputeMode | None = None
+    """Whether backward computes all blocks again; None as "auto": where nothing fits otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +93,9 @@ def place_features(
     cluster: ClusterSpec,
     request: FeatureRequest,
     discovery: Discovery | None = None,
+    recomputed_blocks: tuple[str, ...] = (),
 ) -> FeatureResult:
-    """Search all meshes and micro-batch counts.
+    """Search all meshes and micro-batch counts, with these blocks computed again in backward.
 
     ``discovery``: where the choices of ops without a rule come from. Raises ``UsageError`` for what cannot hold,
     ``InfeasibleError`` where nothing fits, ``TimeLimitError`` if nothing that fits was found in time.
@@ -102,8 +105,9 @@ def place_features(
     deadline = started + limit if limit is not None else math.inf
     pins = resolve(graph, request.pins)
     discovery = discovery or Discovery()
-    space = feature_graph(graph, costs, discovery.choices, {node: pin.mark for node, pin in pins.items()})
-    setting = Setting(cluster, request.job, request.reserved_bytes)
+    marks = {node: pin.mark for node, pin in pins.items()}
+    space = feature_graph(graph, costs, discovery.choices, marks, recomputed_blocks)
+    setting = Setting(cluster, request.job, request.reserved_bytes, recomputed_blocks)
     search = _MeshSearch(space, setting, pins, deadline)
     counts = _counts(graph, request)
     best = search.run(meshes(cluster, request.max_axes, request.mesh), counts)
@@ -340,6 +344,7 @@ def _certificate(
     optimal = gap < TUNING.proved or all(t.status != "time limit" for t in search.tried)
     shapes = dict.fromkeys(t.shape for t in search.tried)
     text = ", ".join("×".join(map(str, shape)) for shape in shapes)
+    again = "; all blocks computed again in backward" if search.setting.recomputed_blocks else ""
     return Certificate(
         objective=OBJECTIVE,
         objective_seconds=cost.seconds,
@@ -347,7 +352,7 @@ def _certificate(
         gap=gap,
         space=(
             f"every choice of the rules for every op and parameter, equal blocks alike; meshes {text}; "
-            f"micro-batches that divide {request.job.batch_size}; memory counted per device"
+            f"micro-batches that divide {request.job.batch_size}; memory counted per device{again}"
         ),
         method="dual ascent, then integer program over what it leaves",
         solver_status="optimal" if optimal else "time limit",

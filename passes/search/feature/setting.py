@@ -20,6 +20,8 @@ class Setting:
     job: Job
     reserved_bytes: float = 0.0
     """Memory of every device that is not to be planned with."""
+    recomputed_blocks: tuple[str, ...] = ()
+    """Blocks that backward computes again."""
 
     @property
     def capacity_bytes(self) -> float:
