@@ -135,7 +135,11 @@ AGAIN = {**PLACED, "zero 3": ((4,), "zero3"), "sequence": ((4,), "sequence")}
 @pytest.mark.parametrize(
     ("name", "how"),
     thinned(
-        itertools.product(["gpt2", "bert", "vit"], AGAIN),
+        [
+            pair
+            for pair in itertools.product(["gpt2", "bert", "vit"], AGAIN)
+            if pair != ("vit", "sequence")  # its 197 positions are not divided
+        ],
         [
             ("gpt2", "zero 3"),
             ("gpt2", "sequence"),
