@@ -34,9 +34,9 @@ from passes.search.feature.local import local_cost
 from passes.search.feature.options import bytes_of
 from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.problem import storage_share
-from passes.search.feature.recompute import BridgeUse, Reader, Recomputed
 from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds, trained_operands
 from passes.search.feature.setting import Setting
+from passes.search.recomputed import BridgeUse, Reader, Recomputed
 from passes.shard.words import FeaturePlacement, Need, Placements, operands
 from runtime.segment.code import TensorSpec
 
@@ -84,7 +84,7 @@ class WholeGraph:
 
     @cached_property
     def again(self) -> Recomputed:
-        """What backward computes again."""
+        """The blocks that backward computes again."""
         return Recomputed(self.graph, self.costs, self.setting.recomputed_blocks)
 
     @property
@@ -194,7 +194,7 @@ class WholeGraph:
         }
 
     def uses(self) -> dict[ValueName, BridgeUse]:
-        """Per value, what backward has of its bridges' copies."""
+        """Tell per value how backward has the copies that its bridges make."""
         readers: dict[ValueName, list[Reader]] = {}
         for node in self.graph.ops:
             if makes_values(node):

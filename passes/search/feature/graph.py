@@ -23,8 +23,8 @@ from cost_models.layout import Replicate
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, once_per_graph, tensor_specs
 from passes.graph.signatures import op_classes
-from passes.search.feature.recompute import BridgeUse, Recomputed
 from passes.search.feature.twins import with_twins
+from passes.search.recomputed import BridgeUse, Recomputed
 from passes.shard.words import Choice, operands
 from runtime.segment.code import TensorSpec
 from runtime.segment.recompute import writes_statistics

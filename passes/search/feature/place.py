@@ -71,7 +71,7 @@ class FeatureRequest(Request):
     reserved_bytes: float = 0.0
     """Memory of every device that is not to be planned with."""
     recompute: RecomputeMode | None = None
-    """Whether backward computes all blocks again; None as "auto": where nothing fits otherwise."""
+    """All blocks are computed again in backward, or none; None as "auto": all where nothing fits otherwise."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Blocks that backward computes again, as the feature-wise search counts them.
+"""Blocks of a sharded model that backward computes again, as a search of shardings counts them.
 
 seconds   of an op up to the block's last that saves something: its forward twice
           of a bridge that the block repeats (``passes.shard.regions``) and such an op needs: its way there twice
