@@ -23,7 +23,7 @@ from partitioner.verify.rank import VerificationTask
 from partitioner.verify.verify import model_state
 from passes.graph.graph import OpGraph
 from passes.lower.lower import lower
-from passes.search.layer.options import RecomputeMode
+from passes.search.words import RecomputeMode
 from passes.trace.batch import flatten_batch, forward_names
 from passes.trace.loss.reduction import step_batch, step_weights
 

@@ -27,7 +27,7 @@ from partitioner.models.as_graph import as_graph
 from partitioner.models.load import load_workload
 from partitioner.verify.verify import VerifyReport, verify_plan
 from passes.graph.graph import OpGraph
-from passes.search.layer.options import RecomputeMode
+from passes.search.words import RecomputeMode
 from runtime.ranks.launch import WorkerPool
 from runtime.schedules import SCHEDULES
 

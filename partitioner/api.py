@@ -14,7 +14,7 @@ from partitioner.plan import Plan
 from partitioner.planning.option_table import with_python_help
 from partitioner.planning.options import PlanOptions
 from passes.search.free.request import Objective
-from passes.search.layer.options import RecomputeMode
+from passes.search.words import RecomputeMode
 from passes.trace.loss.reduction import LossReduction
 from passes.trace.precision import check_precision
 from runtime.collector import collector_paused

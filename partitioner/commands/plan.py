@@ -34,8 +34,7 @@ from partitioner.planning.option_table import with_command_help
 from partitioner.planning.options import PlanOptions
 from partitioner.report.timings import pass_table
 from passes.search.free.request import Objective
-from passes.search.layer.options import RecomputeMode
-from passes.search.words import STRATEGY_WORDS
+from passes.search.words import STRATEGY_WORDS, RecomputeMode
 from passes.timings import pass_times
 from passes.trace.loss.reduction import checked_reduction
 

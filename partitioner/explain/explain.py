@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from partitioner.record.data import PlanData
     from partitioner.record.records import Stage
     from partitioner.record.sharding import StageSharding
-    from passes.graph.graph import OpGraph
+    from passes.graph.blocks import regions_of
+from passes.graph.graph import OpGraph
 
 
 def explain_plan(
@@ -61,7 +62,7 @@ def _of_shards(
     placement = sharding.placement(stage.devices, plan.microbatches)
     refuse_wrong_choices(plan.model.name, graph, stage.ops, placement)
     job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
-    setting = Setting(plan.cluster, job)
+    setting = Setting(plan.cluster, job, again=regions_of(graph, stage.recomputed_blocks))
     found = alternatives(graph, costs_of(graph, plan.cluster), placement, setting, name, Discovery.stored())
     equals = [other for other in found.equals if other != name]
     facts = {"explained": f"{name}, {found.what}"}

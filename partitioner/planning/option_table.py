@@ -55,8 +55,9 @@ OPTIONS = (
     PlanOption("max_stages", "Use at most this many stages"),
     PlanOption(
         "recompute",
-        "none, full or auto: whether backward computes the activations of blocks again; auto: where memory asks for it. By "
-        "default auto, but full for a model with gradient checkpointing enabled",
+        "none, full or auto: whether backward computes the activations of blocks again; auto: where memory asks for it "
+        "(feature: of all blocks, where nothing fits otherwise). By default auto, but full for a model with gradient "
+        "checkpointing enabled",
     ),
     PlanOption(
         "pins",

@@ -20,10 +20,9 @@ from passes.search.feature.tuning import TUNING
 from passes.search.free.request import FreeRequest, Objective
 from passes.search.hybrid.fix import read_fix
 from passes.search.hybrid.place import HybridRequest
-from passes.search.layer.options import RecomputeMode
 from passes.search.layer.place import LayerRequest
 from passes.search.request import Request
-from passes.search.words import STRATEGY_WORDS
+from passes.search.words import STRATEGY_WORDS, RecomputeMode
 from runtime.schedules import SCHEDULES
 
 STRATEGIES = (*STRATEGY_WORDS, "auto")
@@ -129,6 +128,7 @@ class PlanOptions:
             pins={glob: layout for glob, layout in (self.pins or {}).items() if isinstance(layout, str)},
             time_limit_seconds=self.time_limit_seconds,
             mesh=None if self.mesh is None else tuple(self.mesh),
+            recompute=self.recompute or ("full" if graph.checkpointing else None),
         )
 
     def _hybrid_request(self, job: Job, graph: OpGraph) -> HybridRequest:

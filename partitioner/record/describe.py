@@ -36,10 +36,10 @@ from passes.lower.candidate import Candidate
 from passes.lower.lower import value_spec
 from passes.lower.summarize import state_names_of_segments
 from passes.search.baselines import Baseline
-from passes.search.layer.options import RecomputeMode
 from passes.search.outcome import Label, MeshTried, Outcome, RunnerUp
 from passes.search.request import Request
 from passes.search.strategies import STRATEGIES
+from passes.search.words import RecomputeMode
 from passes.shard.couplings import couplings, said
 from passes.trace.precision import dominant_dtype, precision_notes
 from runtime.ops.opaque import Opaque
@@ -267,7 +267,7 @@ def _collectives(compiled: Compiled) -> int:
 
 
 def _recompute(request: Request, candidate: Candidate) -> RecomputeMode:
-    """Return the recomputation that was asked for; a free plan that is the layer-wise one recomputes where it must."""
+    """Return the recomputation that was asked for; plans of which nothing was asked recompute where they must."""
     asked: RecomputeMode | None = getattr(request, "recompute", None)
     return asked or ("auto" if any(candidate.recomputed_blocks) else "none")
 

@@ -115,6 +115,12 @@ def _runs(ops: Iterable[fx.Node], prefixes: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def regions_of(graph: OpGraph, blocks: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """List the ops of each of ``blocks``, in the model's order, wherever they run."""
+    found = regions_of_stages(graph, dict.fromkeys(block_of(graph), 0), [blocks])
+    return found[0] if found else ()
+
+
 def regions_of_stages(
     graph: OpGraph, stage_of: Mapping[str, int], blocks: Sequence[Collection[str]]
 ) -> tuple[tuple[tuple[str, ...], ...], ...]:

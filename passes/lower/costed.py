@@ -10,7 +10,7 @@ assumed beside what the simulator knows of host and device.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cost_models.cluster import ClusterSpec
@@ -18,6 +18,7 @@ from cost_models.compute import optimizer_seconds
 from cost_models.conversion import group_links
 from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
 from passes.costs.costs import GraphCosts, cost_graph
+from passes.costs.recompute import computed_again
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.lower.candidate import Candidate
@@ -33,6 +34,7 @@ from passes.lower.summarize import (
     tied_groups,
     trained_tensors,
 )
+from passes.shard.regions import regions_on_shards
 from passes.shard.shard import ShardedGraph
 from passes.shard.state import (
     GradientSum,
@@ -42,7 +44,7 @@ from passes.shard.state import (
     shardings,
     update_gathers,
 )
-from passes.shard.traffic import Traffic, collectives, traffic
+from passes.shard.traffic import Traffic, collectives, repeated, traffic
 from passes.shard.words import FeaturePlacement
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
 from runtime.program.program import Segment, SegmentGraph, TiedGroup
@@ -107,7 +109,11 @@ def costed_segments(
     """Cost the segments of a candidate, on single ranks and on meshes."""
     placed = on_meshes(graph, segmentation, candidate.shardings)
     size = job.batch_size // candidate.microbatches
-    meshes = {i: _on_mesh(graph, own, cluster, job, i, size) for i, own in placed.sharded.items()}
+    deferring = SCHEDULES[candidate.schedule].splits_backward
+    meshes = {
+        i: _on_mesh(graph, own, cluster, job, i, size, segmentation.regions_of(i), deferring)
+        for i, own in placed.sharded.items()
+    }
     state = [StateBytes()] * cluster.world_size
     if meshes:
         crossings = Crossings(graph, segmentation, candidate.shardings)
@@ -164,11 +170,21 @@ def segments_of(
 
 
 def _on_mesh(
-    graph: OpGraph, sharded: ShardedGraph, cluster: ClusterSpec, job: Job, index: int, size: int
+    graph: OpGraph,
+    sharded: ShardedGraph,
+    cluster: ClusterSpec,
+    job: Job,
+    index: int,
+    size: int,
+    regions: Sequence[Sequence[str]],
+    deferring: bool,
 ) -> OnMesh:
-    """Cost the segment ``index`` as its ranks share it, in micro-batches of ``size`` samples."""
+    """Cost the segment ``index`` as its ranks share it, in micro-batches of ``size`` samples.
+
+    ``regions``: the ops of the model that it computes again in backward, by block.
+    """
     verify_graph(sharded.graph, after="shard")
-    sent = traffic(sharded, size)
+    segment, sent = _segment(sharded, cluster, size, regions, deferring)
     summed_bytes = {
         name: gradient_bytes(sharded.graph, name, job.precision)
         for group in gradient_sums(sharded)
@@ -176,19 +192,32 @@ def _on_mesh(
     }
     sums = gradient_sum_costs(sharded, summed_bytes, cluster)
     gathers = update_gathers(graph, sharded, job.precision, cluster)
-    segment = replace(_segment(sharded, sent, cluster, size), index=index)
-    return OnMesh(sharded, sent, sums, summed_bytes, gathers, segment, _state(sharded, job))
+    return OnMesh(
+        sharded, sent, sums, summed_bytes, gathers, replace(segment, index=index), _state(sharded, job)
+    )
 
 
 def _segment(
-    sharded: ShardedGraph, found: tuple[Traffic, ...], cluster: ClusterSpec, microbatch_size: int
-) -> Segment:
-    """Make the segment of a mesh: its ops on shards, and its collectives one after the other."""
+    sharded: ShardedGraph,
+    cluster: ClusterSpec,
+    microbatch_size: int,
+    regions: Sequence[Sequence[str]],
+    deferring: bool,
+) -> tuple[Segment, tuple[Traffic, ...]]:
+    """Make the segment of a mesh, its ops on shards and its collectives one after the other; and list these.
+
+    A block that is computed again repeats its collectives: they are backward's too.
+    """
     graph = sharded.graph
     units = microbatch_size // graph.batch.multiple
     kind = cluster.devices[sharded.mesh.ranks[0]].kind
     costs = cost_graph(graph, device_kind=kind, only_size=units)
-    (segment,) = segment_graph(graph, costs, on_mesh(graph, sharded.mesh), cluster, units).segments
+    own = regions_on_shards(graph, regions)
+    alone = replace(on_mesh(graph, sharded.mesh), regions=(own,) if own else ())
+    (segment,) = segment_graph(graph, costs, alone, cluster, units, deferring=deferring).segments
+    found = traffic(sharded, microbatch_size)
+    if segment.has_backward:
+        found += repeated(found, _computed_again(costs, own, deferring))
     links = {
         axis: group_links(all_ranks_along(sharded.mesh, axis.split(JOINT)), cluster)
         for axis in {item.axis for item in found}
@@ -198,10 +227,17 @@ def _segment(
         segment.cost,
         forward_seconds=segment.cost.forward_seconds + seconds[0],
         backward_input_seconds=segment.cost.backward_input_seconds + seconds[1],
-        # The largest collective's result, while what it is made of is still there.
-        transient_bytes=max((item.whole_bytes for item in found), default=0),
+        # The largest collective's result, while what it is made of is still there, beside what is computed again.
+        transient_bytes=segment.cost.transient_bytes + max((item.whole_bytes for item in found), default=0),
     )
-    return replace(segment, cost=cost, collectives=collectives(sharded, microbatch_size))
+    return replace(segment, cost=cost, collectives=collectives(found, sharded.mesh)), found
+
+
+def _computed_again(costs: GraphCosts, regions: Sequence[Sequence[str]], deferring: bool) -> set[str]:
+    """Name the ops of ``regions`` that run a second time."""
+    index_of = {name: index for index, name in enumerate(costs.ops)}
+    each = ([index_of[name] for name in names] for names in regions)
+    return {costs.ops[op] for region in each for op in computed_again(costs, region, deferring)}
 
 
 def _state(sharded: ShardedGraph, job: Job) -> dict[str, StateBytes]:

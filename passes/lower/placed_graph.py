@@ -19,6 +19,7 @@ from passes.lower.crossing import Crossings
 from passes.lower.lower import lower
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import ops_by_segment, shared_state
+from passes.shard.regions import regions_on_shards
 from passes.shard.shard import ShardedGraph, shard_graph
 from passes.shard.state import shardings
 from passes.shard.words import FeaturePlacement
@@ -46,10 +47,12 @@ class PlacedGraph:
         codes = lower(self.graph, self.segmentation, device=device, only=wanted - self.sharded.keys())
         for index in wanted & self.sharded.keys():
             local = self.sharded[index].graph
+            again = regions_on_shards(local, self.segmentation.regions_of(index))
             own = replace(
                 self.segmentation,
                 segment_of=dict.fromkeys((node.name for node in local.ops), index),
                 recomputed=frozenset(),
+                regions=tuple(again if i == index else () for i in range(len(self.segmentation))),
             )
             (code,) = lower(local, own, device=device, only=frozenset({index})).values()
             codes[index] = replace(code, interfaces=self._crossings.interfaces(index))

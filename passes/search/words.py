@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 StrategyName = Literal["layer", "feature", "hybrid", "free"]
-
+RecomputeMode: TypeAlias = Literal["none", "full", "auto"]
+"""The blocks whose activations backward computes again: none, all of them, or where memory asks for it."""
 
 BY_HAND = "fixed by hand"
 """The status of a search that compared nothing but ways to fill in what was left open."""
@@ -44,10 +45,10 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
     "feature": StrategyWords(
         adverb="feature-wise",
         pinned_to="layout",
-        options=frozenset({"mesh"}),
+        options=frozenset({"mesh", "recompute"}),
         not_considered=(
             "pipeline stages",
-            "recomputing activations",
+            "recomputing some blocks only, or where all fit without",
             "overlap of communication with computing",
         ),
         best_of="any sharding",
@@ -78,5 +79,5 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
     ),
 }
 
-AUTO_NOT_CONSIDERED = ("pipeline stages that are sharded inside", "recomputing activations of shards")
+AUTO_NOT_CONSIDERED = ("pipeline stages that are sharded inside", "recomputing some blocks of shards only")
 """Techniques that none of the strategies looks at."""

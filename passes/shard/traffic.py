@@ -11,8 +11,8 @@ Messages from everybody to everybody (``runtime.mesh.gloo``) send as much.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import sympy
 from torch import fx
@@ -71,12 +71,17 @@ def traffic(sharded: ShardedGraph, microbatch_size: int) -> tuple[Traffic, ...]:
     )
 
 
-def collectives(sharded: ShardedGraph, microbatch_size: int) -> tuple[Collective, ...]:
+def repeated(found: Iterable[Traffic], again: Collection[str]) -> tuple[Traffic, ...]:
+    """List the collectives of forward that backward makes a second time, because it computes the nodes ``again``."""
+    return tuple(replace(item, backward=True) for item in found if item.node in again and not item.backward)
+
+
+def collectives(found: Iterable[Traffic], mesh: Mesh) -> tuple[Collective, ...]:
     """List the same for every group of ranks of the mesh, as a segment has them."""
     return tuple(
         Collective(item.kind, ranks, item.sent_bytes(len(ranks)), item.backward)
-        for item in traffic(sharded, microbatch_size)
-        for ranks in all_ranks_along(sharded.mesh, item.axis.split(JOINT))
+        for item in found
+        for ranks in all_ranks_along(mesh, item.axis.split(JOINT))
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -17,7 +17,9 @@ from cost_models.layout import Shard
 from cost_models.precision import ParameterPrecision, Precision
 from passes.costs.costs import costs_of
 from passes.evaluate.float64 import float64_by_default
+from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
+from passes.lower.candidate import Candidate
 from passes.lower.job import Job
 from passes.lower.placed_graph import on_meshes
 from passes.lower.realize import realize
@@ -31,7 +33,7 @@ from runtime.segment.code import BatchSpec, SegmentCode
 from runtime.state.rank_state import RankState
 from runtime.state.sharded_owners import sharded_leaf_and_owner
 from runtime.state.step_precision import StepPrecision
-from tests.distributed.sharded_models import BATCH, COLUMN_ROW, ZERO1, ZERO3, Gpt, gpt_batch
+from tests.distributed.sharded_models import BATCH, COLUMN_ROW, SEQUENCE, ZERO1, ZERO3, Gpt, gpt_batch
 from tests.distributed.stages import Group, staged
 
 SAMPLES, MICROBATCHES, STEPS = 12, 2, 2
@@ -128,17 +130,45 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[Group, ...], str]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_equals_one_process(pool: WorkerPool, case: str) -> None:
     borders, groups, schedule = CASES[case]
-    world = sum(group.ranks for group in groups)
+    equals_one_process(pool, staged(graph(), borders, groups, schedule, MICROBATCHES))
+
+
+AGAIN: dict[str, tuple[tuple[str, ...], tuple[Group, ...], str]] = {
+    "columns and rows": (H1, (Group(2, COLUMN_ROW), Group(2, COLUMN_ROW)), "1f1b"),
+    "zero 3, and its halves apart": (H1, (Group(2, ZERO3, Shard(0)), Group(2, ZERO3, Shard(0))), "zb-h1"),
+    "sequences, 3 ranks beside 1": (H1, (Group(3, BATCH, Shard(0)), Group(1, BATCH)), "1f1b"),
+    "blocks of two stages": (FOUR, (Group(2, BATCH, Shard(0)), Group(2, SEQUENCE)), "interleaved"),
+}
+
+
+@pytest.mark.parametrize("case", AGAIN)
+def test_blocks_computed_again_on_meshes(pool: WorkerPool, case: str) -> None:
+    """Each stage computes its blocks a second time, all ranks of its mesh together."""
+    borders, groups, schedule = AGAIN[case]
+    kept = staged(graph(), borders, groups, schedule, MICROBATCHES)
+    blocks = [
+        tuple(sorted({block for op, block in block_of(graph()).items() if kept.stage_of.get(op) == stage}))
+        for stage in range(len(kept.groups))
+    ]
+    assert {block for own in blocks for block in own} == {"h.0", "h.1"}
+    equals_one_process(pool, replace(kept, recomputed_blocks=tuple(blocks)))
+
+
+def equals_one_process(pool: WorkerPool, candidate: Candidate) -> None:
+    """Run a candidate, and compare with one process."""
+    world = len({rank for group in candidate.groups for rank in group})
     cluster = ClusterSpec.local(world)
-    candidate = staged(graph(), borders, groups, schedule, MICROBATCHES)
     realized = realize(graph(), costs_of(graph(), cluster), cluster, Job(SAMPLES), candidate)
     proof = check(realized.programs, realized.segments, MICROBATCHES, tied=realized.tied)
     assert proof.messages == realized.simulation.message_count > 0
     placed = on_meshes(graph(), realized.segmentation, candidate.shardings)
+    codes = placed.lowered()
+    for stage, blocks in enumerate(candidate.recomputed_blocks):
+        assert len(codes[stage].recomputed) == len(blocks)
     reference, batch = model(), gpt_batch(SAMPLES)
     task = Task(
         realized.programs,
-        placed.lowered(),
+        codes,
         realized.segments,
         tuple(placed.batch_of(rank) for rank in range(world)),
         placed.shardings,

@@ -38,6 +38,10 @@ CASES: dict[str, tuple[str, tuple[int, ...], dict[str, str]]] = {
     "gpt data and column row": ("gpt", (2, 2), {"*": "data column_row"}),
     "mlp zero 1 and column row": ("mlp", (2, 2), {"*": "zero1 column_row"}),
     "gpt as searched": ("gpt", (2, 2), {}),
+    "gpt zero 3, blocks again": ("gpt", (2,), {"*": "zero3"}),
+    "gpt sequence, blocks again": ("gpt", (2,), {"*": "sequence"}),
+    "gpt data and column row, blocks again": ("gpt", (2, 2), {"*": "data column_row"}),
+    "gpt as searched, blocks again": ("gpt", (2, 2), {}),
 }
 
 
@@ -119,7 +123,15 @@ def task_of(plan: Plan, graph: OpGraph, model: nn.Module, batch: dict[str, Tenso
     )
 
 
-SHOWN = ["gpt zero 3", "gpt vocabulary", "mlp zero 1 and column row", "gpt as searched"]
+SHOWN = [
+    "gpt zero 3",
+    "gpt vocabulary",
+    "mlp zero 1 and column row",
+    "gpt as searched",
+    "gpt zero 3, blocks again",
+    "gpt sequence, blocks again",
+    "gpt data and column row, blocks again",
+]
 
 
 @pytest.mark.parametrize("case", thinned(CASES, SHOWN))
@@ -141,7 +153,9 @@ def test_workers_send_what_the_plan_counts(pool: WorkerPool, case: str) -> None:
         strategy="feature",
         pins=pins,
         mesh=mesh,
+        recompute="full" if "again" in case else None,
     )
+    assert len(plan.stages[0].recomputed_blocks) == (2 if "again" in case else 0)
     results = pool.run(count_sent, task_of(plan, graph, model, batch), world_size=ranks, timeout_seconds=60)
     sent = {pair: size / STEPS for result in results for pair, size in result.items()}
     simulation = plan.simulate()
@@ -166,7 +180,8 @@ def searched_bytes(plan: Plan, graph: OpGraph) -> float:
     (stage,) = plan.stages
     assert stage.sharding is not None
     placement = stage.sharding.placement(stage.devices, plan.microbatches)
-    setting = Setting(plan.cluster, Job(plan.batch_size, plan.optimizer_memory, plan.precision))
+    job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
+    setting = Setting(plan.cluster, job, recomputed_blocks=stage.recomputed_blocks)
     return evaluate(graph, costs_of(graph, plan.cluster), placement, setting).communication_bytes
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -87,6 +88,14 @@ class Bridges:
             (buffers * size_bytes).reshape(grid),
             (shape.allowed | (not gradient)).reshape(grid),
         )
+
+    def growing(self, sources: Sequence[int], needs: Sequence[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Tell per (source, need) whether a rank has more of a value once it is bridged."""
+        axes = len(self.shape)
+        had = np.array([local_share(source_placements(code, axes), self.shape) for code in sources])
+        wanted = [[need.placement for need in needs_of(code, axes)] for code in needs]
+        has = np.array([local_share(placements, self.shape) for placements in wanted])
+        return np.asarray(has[None, :] > had[:, None])
 
     def _shape(self, sources: tuple[int, ...], needs: tuple[int, ...]) -> _Shape:
         pairs = [self._pair(source, need) for source in sources for need in needs]

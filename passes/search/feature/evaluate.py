@@ -36,6 +36,7 @@ from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.problem import storage_share
 from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds, trained_operands
 from passes.search.feature.setting import Setting
+from passes.search.recomputed import BridgeUse, Reader, Recomputed
 from passes.shard.words import FeaturePlacement, Need, Placements, operands
 from runtime.segment.code import TensorSpec
 
@@ -85,6 +86,11 @@ class WholeGraph:
     placement: FeaturePlacement
     setting: Setting
 
+    @cached_property
+    def again(self) -> Recomputed:
+        """The blocks that backward computes again."""
+        return Recomputed(self.graph, self.costs, self.setting.again)
+
     @property
     def samples(self) -> int:
         """Samples of a micro-batch."""
@@ -124,7 +130,8 @@ class WholeGraph:
                 np.array([made]),
                 trained_operands(self.graph, node),
             )
-            rows.append(LocalRows(np.array([index]), np.array([busy]), traffic))
+            forwards = 2 if node.name in self.again.twice else 1
+            rows.append(LocalRows(np.array([index]), np.array([busy]), traffic, forwards))
             shares[node.name] = np.array([made]), np.array([busy])
         seconds = local_seconds(self.costs, rows, self.samples, self.setting.devices)
         return dict(zip(shares, seconds.tolist(), strict=True)), self._saved(shares)
@@ -134,16 +141,17 @@ class WholeGraph:
         seconds = sent = 0.0
         for name, choice in self.placement.choices.items():
             if any(c.local for c in choice):
-                flows = name in self.graph.needs_grad
-                own = local_cost(
-                    self.graph.nodes[name],
-                    choice,
-                    self.placement.mesh,
-                    self.symbols,
-                    self.setting.cluster,
-                    differentiable=flows,
-                )
-                seconds, sent = seconds + own[0], sent + own[1]
+                ways = [name in self.graph.needs_grad, *([False] if name in self.again.twice else [])]
+                for flows in ways:
+                    own = local_cost(
+                        self.graph.nodes[name],
+                        choice,
+                        self.placement.mesh,
+                        self.symbols,
+                        self.setting.cluster,
+                        differentiable=flows,
+                    )
+                    seconds, sent = seconds + own[0], sent + own[1]
         return seconds, sent
 
     def crossing(self) -> float:
@@ -160,7 +168,7 @@ class WholeGraph:
         exact = self.costs.exact(self.samples)
         sizes = exact.storage_bytes(self.samples)
         total = 0.0
-        for storage in sorted({name for names in exact.saved for name in names}):
+        for storage in sorted(self.again.storages(self.samples)):
             maker = exact.ops[exact.maker[storage]]
             if maker in shares:
                 total += sizes[storage] * float(storage_share(storage, *shares[maker])[0])
@@ -202,13 +210,27 @@ class WholeGraph:
             for value, found in readers.items()
         }
 
+    def uses(self) -> dict[ValueName, BridgeUse]:
+        """Tell per value how backward has the copies that its bridges make."""
+        readers: dict[ValueName, list[Reader]] = {}
+        for node in self.graph.ops:
+            if makes_values(node):
+                for i, source in enumerate(operands(node)):
+                    readers.setdefault(value_name(source), []).append((node.name, i))
+        for number, output in enumerate(self.graph.outputs):
+            if output.kind not in ("loss", "metric"):
+                value = value_name(self.graph.nodes[output.node])
+                readers.setdefault(value, []).append((f"output {number}", 0))
+        saved = kept_operands(self.graph, self.costs)
+        return {value: self.again.use(value[0], found, saved) for value, found in readers.items()}
+
     def bridges(self) -> tuple[float, float, float, float, dict[str, tuple[bool, ...]]]:
         """(seconds and sent bytes of one micro-batch, bytes of kept copies, the largest buffer, axes on which each
         parameter's gradient is summed once per step)."""
         shape = self.placement.mesh.shape
         seconds = copies = largest = sent = 0.0
         deferred: dict[str, tuple[bool, ...]] = {}
-        kept = {self._value(name, i) for name, i in kept_operands(self.graph, self.costs)}
+        uses = self.uses()
         for value, needs in self.needs().items():
             produced = self.produced(value)
             given = self.graph.input_of.get(value[0])
@@ -225,17 +247,17 @@ class WholeGraph:
             for need, flows in needs.items():
                 there = path(produced, tuple(n.placement for n in need), shape)
                 back = path(given_gradient(need), expected, shape) if flows else ()
-                for steps in (there, back):
+                had, has = (local_share(p, shape) for p in (produced, [n.placement for n in need]))
+                use = uses[value]
+                twice = use.repeated == "all" or (use.repeated == "growing" and has > had)
+                for steps in (there, back, there if twice else ()):
                     seconds += steps_seconds(steps, size, self.links)
                     sent += steps_bytes_per_rank(steps, size, shape)
-                if there and value in kept:
-                    copies += size * local_share([n.placement for n in need], shape)
+                if there and (use.beside if twice else use.kept):
+                    copies += size * has
                 buffer += size * max((buffer_share(s, shape[s.axis]) for s in (*there, *back)), default=0.0)
             largest = max(largest, buffer)
         return seconds, copies, largest, sent, deferred
-
-    def _value(self, name: str, operand: int) -> ValueName:
-        return value_name(operands(self.graph.nodes[name])[operand])
 
     def placeholders(self, deferred: Mapping[str, tuple[bool, ...]]) -> tuple[float, float, float]:
         """(seconds per step, bytes, bytes sent to sum gradients and to gather what was updated)."""

@@ -72,7 +72,8 @@ def alternatives(
 ) -> Alternatives:
     """List the ways of the op, parameter or leaf ``name``. Raises UsageError if there is none, or nothing to choose."""
     discovery = discovery or Discovery()
-    space = feature_graph(graph, costs, discovery.choices, _marks(graph, placement))
+    marks = _marks(graph, placement)
+    space = feature_graph(graph, costs, discovery.choices, marks, setting.again)
     unit = _unit(space, name)
     near = _parameters_beside(space, unit)
 

@@ -24,6 +24,7 @@ from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, once_per_graph, tensor_specs
 from passes.graph.signatures import op_classes
 from passes.search.feature.twins import with_twins
+from passes.search.recomputed import BridgeUse, Recomputed, Regions
 from passes.shard.words import Choice, operands
 from runtime.segment.code import TensorSpec
 from runtime.segment.recompute import writes_statistics
@@ -58,27 +59,28 @@ class Unit:
 class Wire:
     """Equal values: made by ``producer`` as its tensor ``output``, read by ``readers`` as (unit, operand).
 
-    ``gradient``: whether a gradient comes back. ``kept``: whether autograd keeps what a reader takes, so that a copy made
-    by a bridge stays until backward.
+    ``gradient``: whether a gradient comes back. ``use``: which copies made by bridges stay until backward, and which it
+    makes again.
     """
 
     producer: int
     output: int
     readers: tuple[tuple[int, int], ...]
     gradient: bool
-    kept: bool
+    use: BridgeUse
     count: int
 
 
 @dataclass(frozen=True, eq=False)
 class FeatureGraph:
-    """``unit_of``: the unit of each node that has one, by name."""
+    """``unit_of``: the unit of each node that has one, by name. ``again``: the blocks that backward computes again."""
 
     graph: OpGraph
     costs: GraphCosts
     units: tuple[Unit, ...]
     wires: tuple[Wire, ...]
     unit_of: Mapping[str, int]
+    again: Recomputed
 
     def gradient_comes_back(self, unit: Unit) -> bool:
         """Tell whether a gradient flows along the wires that end in ``unit``."""
@@ -90,9 +92,14 @@ class FeatureGraph:
 
 
 def feature_graph(
-    graph: OpGraph, costs: GraphCosts, choices: Chooser, marks: Mapping[str, str] | None = None
+    graph: OpGraph,
+    costs: GraphCosts,
+    choices: Chooser,
+    marks: Mapping[str, str] | None = None,
+    recomputed: Regions = (),
 ) -> FeatureGraph:
     """Group ops, placeholders and values; O(ops · operands). ``marks``: nodes with unlike marks are in unlike units."""
+    again = Recomputed(graph, costs, recomputed)
     marks = marks or {}
     choices = _taking_shared_buffers_whole(graph, choices)
     unit_of: dict[str, int] = {}
@@ -113,7 +120,7 @@ def feature_graph(
     readers, order = _readers(graph, unit_of)
     _add_placeholders(graph, readers, unit_of, units, marks)
     _add_outputs(graph, readers, order, unit_of, units)
-    return FeatureGraph(graph, costs, tuple(units), _wires(graph, costs, readers, unit_of), unit_of)
+    return FeatureGraph(graph, costs, tuple(units), _wires(again, readers, unit_of), unit_of, again)
 
 
 def _taking_shared_buffers_whole(graph: OpGraph, choices: Chooser) -> Chooser:
@@ -235,18 +242,16 @@ def leaving_name(value: str) -> str:
     return f"leaving {value}"
 
 
-def _wires(
-    graph: OpGraph, costs: GraphCosts, readers: Readers, unit_of: Mapping[str, int]
-) -> tuple[Wire, ...]:
-    keeps = kept_operands(graph, costs)
-    found: Counter[tuple[int, int, tuple[tuple[int, int], ...], bool, bool]] = Counter()
+def _wires(again: Recomputed, readers: Readers, unit_of: Mapping[str, int]) -> tuple[Wire, ...]:
+    saved = kept_operands(again.graph, again.costs)
+    found: Counter[tuple[int, int, tuple[tuple[int, int], ...], bool, BridgeUse]] = Counter()
     for (name, output), used in readers.items():
         if name not in unit_of:
             continue
         ends = tuple(sorted({(unit_of[reader], position) for reader, position, _ in used}))
         gradient = any(flows for _, _, flows in used)
-        kept = any((reader, position) in keeps for reader, position, _ in used)
-        found[unit_of[name], output, ends, gradient, kept] += 1
+        use = again.use(name, [(reader, position) for reader, position, _ in used], saved)
+        found[unit_of[name], output, ends, gradient, use] += 1
     return tuple(Wire(*key, count) for key, count in found.items())
 
 

@@ -6,7 +6,8 @@ import math
 
 from cost_models.errors import InfeasibleError, UsageError
 from cost_models.memory import state_bytes
-from cost_models.units import format_bytes
+from cost_models.units import counted, format_bytes
+from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
 from passes.search.feature.setting import Setting
 
@@ -35,6 +36,9 @@ def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> Infeas
         because.append(
             f"{format_bytes(int(setting.reserved_bytes))} of each device are left for what only simulating a step shows"
         )
+    if setting.again:
+        again = counted(len(setting.again), "block")
+        because.append(f"that is with the activations of {again} computed again in backward")
     unequal = {device.memory_bytes for device in devices}
     if len(unequal) > 1:
         because.append(
@@ -52,8 +56,15 @@ def does_not_fit(graph: OpGraph, setting: Setting, least_bytes: float) -> Infeas
     return InfeasibleError(
         f"{graph.model_name} does not fit feature-wise on {setting.cluster.name}",
         because,
-        [*ways, 'strategy "layer", which can compute activations again in backward'],
+        [*ways, *_recompute(graph, setting), 'strategy "layer", whose stages need not be alike'],
     )
+
+
+def _recompute(graph: OpGraph, setting: Setting) -> list[str]:
+    """Advise to compute blocks again where there are some, and that was not done."""
+    if setting.again or not block_of(graph):
+        return []
+    return ['recompute the activations of blocks in backward (recompute "auto")']
 
 
 def no_such_microbatches(

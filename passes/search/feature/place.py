@@ -47,8 +47,9 @@ from passes.search.feature.solve import ProblemSearch, Solved
 from passes.search.feature.ties import with_split_batch
 from passes.search.feature.tuning import TUNING
 from passes.search.outcome import ChoiceOrigins, MeshTried
+from passes.search.recomputed import Regions
 from passes.search.request import Request
-from passes.search.words import StrategyName
+from passes.search.words import RecomputeMode, StrategyName
 from passes.shard.discover import Discovery
 from passes.shard.words import FeaturePlacement
 
@@ -72,6 +73,8 @@ class FeatureRequest(Request):
     """Memory of every device that is not to be planned with."""
     part: PartPlace | None = None
     """The place of the part of a model that is searched; None: a whole model, on the whole cluster."""
+    recompute: RecomputeMode | None = None
+    """All blocks are computed again in backward, or none; None as "auto": all where nothing fits otherwise."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,9 +96,10 @@ def place_features(
     cluster: ClusterSpec,
     request: FeatureRequest,
     discovery: Discovery | None = None,
+    again: Regions = (),
     pins: Mapping[str, Pin] | None = None,
 ) -> FeatureResult:
-    """Search all meshes and micro-batch counts.
+    """Search all meshes and micro-batch counts, with the blocks of ``again`` computed again in backward.
 
     ``discovery``: where the choices of ops without a rule come from. ``pins``: the request's, where they are resolved.
     Raises ``UsageError`` for what cannot hold, ``InfeasibleError`` where nothing fits, ``TimeLimitError`` if nothing that
@@ -106,8 +110,9 @@ def place_features(
     deadline = started + limit if limit is not None else math.inf
     pins = resolve(graph, request.pins) if pins is None else pins
     discovery = discovery or Discovery()
-    space = feature_graph(graph, costs, discovery.choices, {node: pin.mark for node, pin in pins.items()})
-    setting = Setting(cluster, request.job, request.reserved_bytes, request.part)
+    marks = {node: pin.mark for node, pin in pins.items()}
+    space = feature_graph(graph, costs, discovery.choices, marks, again)
+    setting = Setting(cluster, request.job, request.reserved_bytes, again, request.part)
     search = _MeshSearch(space, setting, pins, deadline)
     counts = _counts(graph, request)
     best = search.run(meshes(cluster, request.max_axes, request.mesh, request.part), counts)
@@ -344,6 +349,7 @@ def _certificate(
     optimal = gap < TUNING.proved or all(t.status != "time limit" for t in search.tried)
     shapes = dict.fromkeys(t.shape for t in search.tried)
     text = ", ".join("×".join(map(str, shape)) for shape in shapes)
+    again = "; all blocks computed again in backward" if search.setting.again else ""
     return Certificate(
         objective=OBJECTIVE,
         objective_seconds=cost.seconds,
@@ -351,7 +357,7 @@ def _certificate(
         gap=gap,
         space=(
             f"every choice of the rules for every op and parameter, equal blocks alike; meshes {text}; "
-            f"micro-batches that divide {request.job.batch_size}; memory counted per device"
+            f"micro-batches that divide {request.job.batch_size}; memory counted per device{again}"
         ),
         method="dual ascent, then integer program over what it leaves",
         solver_status="optimal" if optimal else "time limit",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -89,10 +90,16 @@ class FeatureProblem:
         """Seconds per step and bytes of ``wire``'s bridges, over all the values that it stands for."""
         w = self.space.wires[wire]
         unit = self.space.units[w.producer]
-        found = self.bridges.table(sources, needs, bytes_of(unit.outputs[w.output], self.symbols), w.gradient)
-        copies = found.copies * w.count if w.kept else np.zeros_like(found.copies)
+        size = bytes_of(unit.outputs[w.output], self.symbols)
+        found = self.bridges.table(sources, needs, size, w.gradient)
+        seconds, copies = found.seconds, found.copies * (w.count if w.use.kept else 0)
+        if w.use.repeated != "none":
+            again = w.use.repeated == "all" or self.bridges.growing(sources, needs)
+            there = self.bridges.table(sources, needs, size, gradient=False).seconds
+            seconds = seconds + np.where(again, there, 0.0)
+            copies = np.where(again, found.copies * (w.count if w.use.beside else 0), copies)
         allowed = found.allowed & (found.buffers <= self.largest_buffer_bytes)
-        return BridgeTable(found.seconds * (w.count * self.microbatches), copies, found.buffers, allowed)
+        return BridgeTable(seconds * (w.count * self.microbatches), copies, found.buffers, allowed)
 
 
 def build_problem(
@@ -118,7 +125,7 @@ def least_saved_bytes(space: FeatureGraph, ranks: int, samples: int) -> float:
     """Bytes that autograd saves of a micro-batch on one rank at least: nothing is split into more than all ranks."""
     costs = space.costs.exact(samples)
     sizes = costs.storage_bytes(samples)
-    stored = {name for names in costs.saved for name in names}
+    stored = space.again.storages(samples)
     return sum(sizes[name] for name in stored if costs.ops[costs.maker[name]] in space.unit_of) / ranks
 
 
@@ -170,7 +177,8 @@ class _Builder:
                 trained_operands(graph, node),
             )
             for member, count in self._unlike_members(unit).items():
-                rows.append(LocalRows(np.full(o.count, member), o.work_share, traffic))
+                twice = self.problem.space.graph.ops[member].name in self.problem.space.again.twice
+                rows.append(LocalRows(np.full(o.count, member), o.work_share, traffic, 2 if twice else 1))
                 pieces.append((unit.index, count))
         flat = local_seconds(self.problem.space.costs, rows, self.problem.samples, self.setting.devices)
         found = {unit.index: np.zeros(options[unit.index].count) for unit in ops}
@@ -184,31 +192,35 @@ class _Builder:
 
     def _local_seconds(self, unit: Unit, o: Options) -> FloatArray:
         """Per step, of the collectives inside the unit's ops."""
-        seconds = np.zeros(o.count)
+        seconds, again = np.zeros(o.count), np.zeros(o.count)
         if not any(choice.local for choice in unit.choices):
             return seconds
-        graph = self.problem.space.graph
+        space, count = self.problem.space, self.problem.microbatches
+        twice = len(space.again.twice.intersection(unit.members))
         for k in range(o.count):
             per_axis = o.per_axis(k)
             if any(choice.local for choice in per_axis):
-                seconds[k], _ = local_cost(
-                    graph.nodes[unit.name],
+                cost = partial(
+                    local_cost,
+                    space.graph.nodes[unit.name],
                     per_axis,
                     self.problem.mesh,
                     self.problem.symbols,
                     self.setting.cluster,
-                    differentiable=unit.name in graph.needs_grad,
                 )
-        return seconds * (len(unit.members) * self.problem.microbatches)
+                seconds[k], _ = cost(differentiable=unit.name in space.graph.needs_grad)
+                again[k], _ = cost(differentiable=False) if twice else (0.0, 0.0)
+        return seconds * (len(unit.members) * count) + again * (twice * count)
 
     def _unlike_members(self, unit: Unit) -> dict[int, int]:
         """Op index -> how many of the unit's members cost the same: equal ops may have unlike numbers of readers, whose
-        gradients are summed on the op's account."""
+        gradients are summed on the op's account, and not all may run twice."""
         extra = self.problem.space.costs.exact(self.problem.samples).rates.extra
         found: dict[object, list[int]] = {}
         for name in unit.members:
             i = self.problem.space.op_index[name]
-            found.setdefault(extra.of(i), []).append(i)
+            key = extra.of(i), name in self.problem.space.again.twice
+            found.setdefault(key, []).append(i)
         return {members[0]: len(members) for members in found.values()}
 
     def _saved_bytes(self, ops: Sequence[Unit], options: dict[int, Options]) -> dict[int, FloatArray]:
@@ -216,7 +228,7 @@ class _Builder:
         costs = self.problem.space.costs.exact(self.problem.samples)
         sizes = costs.storage_bytes(self.problem.samples)
         found = {unit.index: np.zeros(options[unit.index].count) for unit in ops}
-        for storage in {name for names in costs.saved for name in names}:
+        for storage in self.problem.space.again.storages(self.problem.samples):
             maker = costs.ops[costs.maker[storage]]
             unit = self.problem.space.unit_of.get(maker)
             if unit is None:

@@ -52,6 +52,8 @@ class LocalRows(NamedTuple):
     ops: IndexArray
     work: FloatArray
     traffic: ByteShares
+    forwards: int = 1
+    """The times that they run forward: 2 where backward computes them again."""
 
 
 def local_seconds(
@@ -74,12 +76,15 @@ def local_seconds(
         + sums * traffic.sum_bytes,
         output_bytes=work.output_bytes * traffic.bytes,
     )
+    once = np.ones(len(ops))
+    forwards = np.repeat([float(row.forwards) for row in rows], [len(row.ops) for row in rows])
     slowest = np.zeros(len(ops))
     for device in devices:
         total = np.zeros(len(ops))
-        for seconds in rates.phases(local, device):
+        for phase, times in zip(rates.phases(local, device), (forwards, once, once), strict=True):
             on_gpu = device.kind == "cuda"
-            total += np.maximum(seconds.kernel, seconds.launch) if on_gpu else seconds.kernel + seconds.launch
+            each = np.maximum(phase.kernel, phase.launch) if on_gpu else phase.kernel + phase.launch
+            total += times * each
         slowest = np.maximum(slowest, total)
     return slowest
 

@@ -10,6 +10,7 @@ from cost_models.conversion import AxisLinks, axis_links
 from cost_models.devices import Device
 from cost_models.layout import Mesh
 from passes.lower.job import Job
+from passes.search.recomputed import Regions
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class Setting:
     job: Job
     reserved_bytes: float = 0.0
     """Memory of every device that is not to be planned with."""
+    again: Regions = ()
+    """The ops of each block that backward computes again."""
     part: PartPlace | None = None
     """The place of the part that is searched; None: a whole model, on all devices of the cluster."""
 

@@ -23,13 +23,14 @@ from passes.graph.state import colocated
 from passes.lower.job import Job
 from passes.search.hybrid.degrees import Degrees
 from passes.search.layer.dp import solve_dp
-from passes.search.layer.options import DevicePlan, DeviceTable, RecomputeMode, ScheduleOption
+from passes.search.layer.options import DevicePlan, DeviceTable, ScheduleOption
 from passes.search.layer.place import LayerRequest, prepare
 from passes.search.layer.problem import DevicePool
 from passes.search.layer.search import LayerSearch
 from passes.search.layer.spaces import Space, make_space
 from passes.search.layer.tuning import TUNING
 from passes.search.pins import matches
+from passes.search.words import RecomputeMode
 from runtime.schedules import SCHEDULES
 
 

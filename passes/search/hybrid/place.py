@@ -22,7 +22,7 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
 from cost_models.units import counted
 from passes.costs.costs import GraphCosts
-from passes.graph.blocks import block_of
+from passes.graph.blocks import block_of, regions_of_stages
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
 from passes.lower.segment import Segmentation
@@ -146,35 +146,55 @@ class _Hybrid:
     def _tried(
         self, way: _Way, stage_of: Mapping[str, int], stages: StageSearch
     ) -> tuple[Simulated, dict[int, StageSharded]]:
+        blocks = block_of(self.graph)
+        every: list[tuple[str, ...]] = [
+            tuple(
+                dict.fromkeys(
+                    blocks[op] for op, stage in stage_of.items() if stage == number and op in blocks
+                )
+            )
+            for number in range(self.degrees.stages)
+        ]
+        again = set(range(self.degrees.stages)) if self.recompute == "full" else set[int]()
+        while True:
+            chosen = tuple(own if number in again else () for number, own in enumerate(every))
+            try:
+                simulated, sharded = self._simulated(way, stage_of, stages, chosen)
+                more = set() if simulated.fits or not way.again else self._overflowing(simulated) - again
+            except InfeasibleError:  # a stage does not fit, however it is shared
+                more = set(range(self.degrees.stages)) - again if way.again else set()
+                if not more:
+                    raise
+            if not more:
+                return simulated, sharded
+            again |= more
+
+    def _simulated(
+        self, way: _Way, stage_of: Mapping[str, int], stages: StageSearch, blocks: tuple[tuple[str, ...], ...]
+    ) -> tuple[Simulated, dict[int, StageSharded]]:
+        """Shard the stages, those with ``blocks`` computing them again, and simulate the step."""
         groups = self._groups()
         ops: list[list[str]] = [[] for _ in groups]
         for name, stage in stage_of.items():
             ops[stage].append(name)
         place = {ranks: number for number, ranks in enumerate(self.degrees.groups)}
+        regions = regions_of_stages(self.graph, stage_of, blocks) or ((),) * len(groups)
         wishes = [
-            self._wish(number, tuple(own), group, self.degrees.axes(place[group], way.zero))
-            for number, (own, group) in enumerate(zip(ops, groups, strict=True))
+            replace(
+                self._wish(number, tuple(own), group, self.degrees.axes(place[group], way.zero)), again=again
+            )
+            for number, (own, group, again) in enumerate(zip(ops, groups, regions, strict=True))
         ]
         sharded = stages.shard(wishes)
-        blocks = block_of(self.graph)
-        every = tuple(tuple(dict.fromkeys(blocks[op] for op in own if op in blocks)) for own in ops)
-        everywhere = self.recompute == "full"
         candidate = Candidate(
             stage_of=stage_of,
             groups=groups,
             microbatches=way.microbatches,
             schedule=self.schedule,
-            recomputed_blocks=every if everywhere else (),
+            recomputed_blocks=blocks if any(blocks) else (),
             shardings={number: s.placement for number, s in sharded.items()},
         )
-        simulated = self.judge.simulate(candidate)
-        if way.again and not everywhere:
-            again: set[int] = set()
-            while not simulated.fits and (more := self._overflowing(simulated) - again):
-                again |= more
-                chosen = tuple(own if number in again else () for number, own in enumerate(every))
-                simulated = self.judge.simulate(replace(candidate, recomputed_blocks=chosen))
-        return simulated, sharded
+        return self.judge.simulate(candidate), sharded
 
     def _wish(
         self, number: int, ops: tuple[str, ...], group: tuple[int, ...], axes: Axes | None

@@ -23,6 +23,7 @@ from passes.search.feature.pins import Pin, pins_of_part
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
 from passes.search.feature.setting import PartPlace
 from passes.search.outcome import ChoiceOrigins
+from passes.search.recomputed import Regions
 from passes.shard.discover import Discovery
 from passes.shard.words import FeaturePlacement, Placements
 
@@ -44,6 +45,8 @@ class StageWish:
     pins: Mapping[str, Pin]
     """The pins of the whole model's nodes."""
     reserved_bytes: float = 0.0
+    again: Regions = ()
+    """The ops of each block that backward computes again."""
 
 
 @dataclass(frozen=True)
@@ -108,12 +111,14 @@ class StageSearch:
             self._crossing_seconds_per_byte(stage.group),
             self.shared.intersection((*part.parameters, *part.buffers)),
         )
+        position = {node.name: number for number, node in enumerate(part.graph.nodes)}
         marks = {node: pin.mark for node, pin in stage.pins.items()}
         devices = tuple(self.cluster.devices[rank] for rank in stage.group)
         key = (
             structure_of(part, {**marks, **dict.fromkeys(_nodes_of(part, place.shared), "shared")}),
             stage.axes,
             stage.reserved_bytes,
+            tuple(tuple(position[op] for op in names) for names in stage.again),
             place.crossing_seconds_per_byte,
             tuple((d.speed_alone, d.memory_bytes, d.node - devices[0].node) for d in devices),
         )
@@ -128,7 +133,9 @@ class StageSearch:
                 part=place,
             )
             costs = costs_of(part, self.cluster)
-            result = place_features(part, costs, self.cluster, request, Discovery.stored(), stage.pins)
+            result = place_features(
+                part, costs, self.cluster, request, Discovery.stored(), stage.again, stage.pins
+            )
             self._known[key] = part, _stage_sharded(result)
         first, known = self._known[key]
         return replace(known, placement=renamed(known.placement, first, part, stage.group))

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from passes.search.model import LayerModel
 from runtime.schedules import SCHEDULES
 
 T = TypeVar("T")
-RecomputeMode: TypeAlias = Literal["none", "full", "auto"]
-"""Activation recomputation: no block, every block, or those of stages that do not fit otherwise."""
-
 
 AUTO_SCHEDULES: tuple[tuple[str, int], ...] = (
     ("1f1b", 1),

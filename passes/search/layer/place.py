@@ -32,7 +32,6 @@ from passes.search.layer.judge import (
     fastest_seconds,
 )
 from passes.search.layer.options import (
-    RecomputeMode,
     ScheduleOption,
     device_table,
     microbatch_counts,
@@ -46,7 +45,7 @@ from passes.search.model import read_model
 from passes.search.outcome import Label, Outcome, RunnerUp
 from passes.search.pins import resolve_pins
 from passes.search.request import Request
-from passes.search.words import StrategyName
+from passes.search.words import RecomputeMode, StrategyName
 
 log = logging.getLogger("partitioner")
 

@@ -16,7 +16,6 @@ from passes.search.layer.dp import DpResult, solve_dp
 from passes.search.layer.options import (
     DevicePlan,
     DeviceTable,
-    RecomputeMode,
     ScheduleOption,
     UnitCosts,
     device_plan,
@@ -28,6 +27,7 @@ from passes.search.layer.problem import LayerProblem, Recompute, StageSplit, eva
 from passes.search.layer.spaces import Space
 from passes.search.layer.tuning import TUNING
 from passes.search.model import LayerModel, smallest_share
+from passes.search.words import RecomputeMode
 from runtime.schedules import SCHEDULES
 
 

@@ -154,3 +154,62 @@ def test_a_plan_with_blocks_that_the_model_does_not_have_is_refused(graph: OpGra
     data["stages"][0]["recomputed_blocks"] = ["layers.77"]
     with pytest.raises(PlanError, match="blocks that"):
         plan_code(Plan.from_json(json.dumps(data)), replace(graph))
+
+
+# --------------------------------------------------------------------------------------------------
+# Feature-wise: all blocks or none
+
+
+def sharded(graph: OpGraph, memory: str | None = None, **options: Any) -> Plan:
+    wanted = {"batch_size": 8192, "microbatches": 4, "strategy": "feature", "mesh": (2,), **options}
+    return partition(graph, ClusterSpec.local(2, memory=memory), **wanted)
+
+
+def test_a_sharding_that_fits_is_planned_as_without(graph: OpGraph) -> None:
+    default, auto, none = sharded(graph), sharded(graph, recompute="auto"), sharded(graph, recompute="none")
+    assert (default.recompute, auto.recompute, none.recompute) == ("none", "auto", "none")
+    assert recomputed(auto) == []
+    assert [s.model_dump() for s in auto.stages] == [s.model_dump() for s in none.stages]
+    assert [s.model_dump() for s in default.stages] == [s.model_dump() for s in none.stages]
+    assert "computed again" not in auto.certificate.space
+    assert any(said.startswith("recomputing some blocks only") for said in auto.not_considered)
+
+
+def test_a_sharding_with_all_blocks_again(graph: OpGraph) -> None:
+    none, full = sharded(graph, recompute="none"), sharded(graph, recompute="full")
+    assert recomputed(full) == [f"layers.{i}" for i in range(LAYERS)]
+    peaks = [max(plan.prediction.peak_memory_bytes.values()) for plan in (none, full)]
+    assert peaks[1] < 0.6 * peaks[0]
+    assert full.prediction.step_seconds > 1.1 * none.prediction.step_seconds
+    assert "all blocks computed again in backward" in full.certificate.space
+    assert "6 blocks in 1 of 1 stage run forward again in backward: layers.0-5" in " ".join(str(full).split())
+    assert full.explain("layers.0.up.weight").ways  # the search's own count of what is recomputed
+    loaded = Plan.from_json(full.model_dump_json())
+    assert loaded == full
+    assert loaded.simulate().step_seconds == full.simulate().step_seconds == full.prediction.step_seconds
+    (code,) = plan_code(loaded, graph).lowered().values()
+    assert len(code.recomputed) == LAYERS
+
+
+def test_a_sharding_computes_blocks_again_only_where_nothing_fits_otherwise(graph: OpGraph) -> None:
+    none, full = sharded(graph, recompute="none"), sharded(graph, recompute="full")
+    most, least = (max(plan.prediction.peak_memory_bytes.values()) for plan in (none, full))
+    plan = sharded(graph, str((most + least) // 2))
+    assert plan.recompute == "auto"
+    assert recomputed(plan) == recomputed(full)
+    assert plan.prediction.step_seconds == full.prediction.step_seconds
+    with pytest.raises(InfeasibleError) as caught:
+        sharded(graph, str((most + least) // 2), recompute="none")
+    assert any(way.startswith("recompute ") for way in caught.value.suggestions)
+    with pytest.raises(InfeasibleError) as caught:
+        sharded(graph, "1MiB")
+    assert any("activations of 6 blocks" in reason for reason in caught.value.because)
+    assert not any(way.startswith("recompute ") for way in caught.value.suggestions)
+
+
+def test_a_sharded_model_that_checkpoints_means_full_too() -> None:
+    model = Net()
+    model.gradient_checkpointing = True
+    plan = sharded(trace(model, torch.randn(2, 32), loss_fn=squares))
+    assert plan.recompute == "full"
+    assert len(recomputed(plan)) == LAYERS

@@ -16,6 +16,7 @@ from cost_models.rates import MeasuredRates
 from partitioner.models.as_graph import as_graph
 from partitioner.models.bundled import bundled
 from passes.costs.costs import cost_graph, costs_of
+from passes.graph.blocks import block_of, regions_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.lower.realize import realize
@@ -69,10 +70,14 @@ def calibrated() -> ClusterSpec:
 
 
 def planned(
-    graph: OpGraph, machine: ClusterSpec, pins: dict[str, str], mesh: tuple[int, ...]
+    graph: OpGraph,
+    machine: ClusterSpec,
+    pins: dict[str, str],
+    mesh: tuple[int, ...],
+    blocks: tuple[str, ...] = (),
 ) -> FeatureResult:
     request = FeatureRequest(JOB, microbatches=1, pins=pins, mesh=mesh)
-    return place_features(graph, costs_of(graph, machine), machine, request)
+    return place_features(graph, costs_of(graph, machine), machine, request, again=regions_of(graph, blocks))
 
 
 MACHINES = {"roofline": roofline, "calibrated": calibrated}
@@ -122,3 +127,45 @@ def test_ops_cost_what_the_local_graph_says(name: str, how: str, machine: str) -
     assert realized.simulation.step_seconds == pytest.approx(found.cost.seconds, rel=0.03)
     peak = max(realized.simulation.peak_bytes)
     assert 0.98 * peak <= found.cost.memory_bytes <= 1.5 * peak
+
+
+AGAIN = {**PLACED, "zero 3": ((4,), "zero3"), "sequence": ((4,), "sequence")}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    thinned(
+        [
+            pair
+            for pair in itertools.product(["gpt2", "bert", "vit"], AGAIN)
+            if pair != ("vit", "sequence")  # its 197 positions are not divided
+        ],
+        [
+            ("gpt2", "zero 3"),
+            ("gpt2", "sequence"),
+            ("gpt2", "searched"),
+            ("bert", "data"),
+            ("vit", "searched"),
+        ],
+    ),
+)
+def test_blocks_computed_again_cost_what_the_local_graph_says(name: str, how: str) -> None:
+    """The objective is added up by the search itself (``check_agreement``); here against the step's simulation."""
+    mesh, pins = AGAIN[how]
+    graph, devices = graph_of(name), roofline()
+    blocks = tuple(dict.fromkeys(block_of(graph).values()))
+    kept = planned(graph, devices, {"*": pins} if pins else {}, mesh)
+    found = planned(graph, devices, {"*": pins} if pins else {}, mesh, blocks)
+    assert found.cost.seconds > 1.1 * kept.cost.seconds
+    assert found.cost.memory_bytes < kept.cost.memory_bytes
+    assert "computed again" in found.certificate.space
+    step, peak = [], []
+    for placement, own in ((kept.placement, ()), (found.placement, blocks)):
+        candidate = sharded_candidate(graph, placement, own)
+        simulation = realize(graph, costs_of(graph, devices), devices, JOB, candidate).simulation
+        step.append(simulation.step_seconds)
+        peak.append(max(simulation.peak_bytes))
+    assert found.cost.seconds == pytest.approx(step[1], rel=0.03)
+    assert peak[1] < peak[0]
+    # The simulation takes an exchange's buffer to be as large as what all ranks have of it together.
+    assert 0.95 * peak[1] <= found.cost.memory_bytes <= 1.6 * peak[1]

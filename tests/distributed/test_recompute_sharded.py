@@ -1,0 +1,83 @@
+"""Blocks of sharded models computed again in backward, on real processes: the step is that of one process."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.feature_matrix import Mesh, load
+from cost_models.cluster import ClusterSpec
+from partitioner import Plan, partition
+from partitioner.models.as_graph import as_graph
+from partitioner.verify.verify import verify_plan
+from passes.graph.graph import OpGraph
+from runtime.ranks.launch import WorkerPool
+from tests.distributed.test_recompute import made
+from tests.support.matrix import thinned
+
+loaded = cache(load)
+
+CASES: tuple[tuple[str, Mesh, str], ...] = (
+    ("gpt2", (2,), "data"),
+    ("gpt2", (2,), "zero3"),
+    ("gpt2", (2,), "column_row"),
+    ("gpt2", (2, 2), "zero3 sequence"),
+    ("bert", (2,), "vocabulary"),
+    ("resnet50", (2,), "data"),
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "pattern"), thinned(CASES, [case for case in CASES if case[0] == "gpt2"])
+)
+def test_a_real_model_computes_what_it_computed(
+    model: str, mesh: Mesh, pattern: str, pool: WorkerPool
+) -> None:
+    workload, graph = loaded(model)
+    plan = sharded(graph, mesh, pattern, "full")
+    assert plan.stages[0].recomputed_blocks
+    saved = Plan.from_json(plan.model_dump_json())
+    report = verify_plan(saved, workload, pool=pool, graph=graph)
+    report.raise_if_different()
+    assert report.compared["gradient"] > 10
+
+
+def sharded(graph: OpGraph, mesh: Mesh, pattern: str, recompute: Any) -> Plan:
+    return partition(
+        graph,
+        ClusterSpec.local(4 if len(mesh) > 1 else 2),
+        batch_size=8,
+        microbatches=2,
+        strategy="feature",
+        mesh=mesh,
+        pins={"*": pattern},
+        recompute=recompute,
+    )
+
+
+def train(plan_json: str) -> tuple[list[float], dict[str, Tensor]]:
+    """In a worker: three steps; their losses, and the whole state on rank 0."""
+    workload, plan = made(), Plan.from_json(plan_json)
+    with plan.deploy(workload, optimizer=torch.optim.SGD, optimizer_kwargs={"lr": 0.1}) as engine:
+        losses = [float(engine.train_step(workload.example_inputs)) for _ in range(3)]
+        return losses, {name: tensor.clone() for name, tensor in engine.state_dict().items()}
+
+
+@pytest.mark.parametrize("pattern", ["data", "zero3"])
+def test_masks_and_statistics_are_those_of_a_plan_without(pattern: str, pool: WorkerPool) -> None:
+    """Dropout on shards and whole, batch norm over the samples of both ranks, a parameter that two layers share."""
+    graph = as_graph(made())
+    plans = [sharded(graph, (2,), pattern, recompute) for recompute in ("none", "full")]
+    assert [len(plan.stages[0].recomputed_blocks) for plan in plans] == [0, 4]
+    (kept, *_), (again, *_) = (pool.run(train, p.model_dump_json(), world_size=2) for p in plans)
+    assert again[0] == pytest.approx(kept[0], rel=1e-12)
+    assert len(set(kept[0])) == 3
+    assert again[1].keys() == kept[1].keys()
+    for name, tensor in kept[1].items():
+        torch.testing.assert_close(again[1][name], tensor, rtol=1e-12, atol=1e-15, msg=name)
+    tracked = [int(t) for name, t in again[1].items() if name.endswith("num_batches_tracked")]
+    assert tracked == [6] * 4, "once per micro-batch"

@@ -1,0 +1,102 @@
+"""Blocks that a mesh computes again: their forward is charged twice, collectives included, and holds less meanwhile."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from cost_models.cluster import ClusterSpec
+from cost_models.layout import Mesh
+from passes.costs.costs import costs_of
+from passes.graph.blocks import block_of
+from passes.graph.graph import OpGraph
+from passes.lower.candidate import Candidate
+from passes.lower.costed import OnMesh
+from passes.lower.job import Job
+from passes.lower.realize import realize
+from passes.trace.trace import trace
+from tests.distributed.sharded_models import COLUMN_ROW, ZERO3, Forced, Gpt, gpt_batch, place
+
+MACHINE, SAMPLES = ClusterSpec.local(2), 8
+BLOCKS = ("h.0", "h.1")
+
+
+@cache
+def graph() -> OpGraph:
+    return trace(Gpt(tied=False), gpt_batch(SAMPLES), loss_reduction="mean")
+
+
+def on_mesh(forced: Forced, blocks: tuple[str, ...], schedule: str = "1f1b") -> OnMesh:
+    """The one stage of a model on two ranks."""
+    placement = place(graph(), Mesh((0, 1), (2,), ("all",)), (forced,), 2)
+    candidate = Candidate(
+        {node.name: 0 for node in graph().ops},
+        ((0, 1),),
+        2,
+        schedule,
+        recomputed_blocks=(blocks,),
+        shardings={0: placement},
+    )
+    return realize(graph(), costs_of(graph(), MACHINE), MACHINE, Job(SAMPLES), candidate).meshes[0]
+
+
+def sent(own: OnMesh, *, backward: bool) -> Counter[tuple[str, str, float]]:
+    """Count the collectives of one way."""
+    return Counter(
+        (item.node, item.kind, item.whole_bytes) for item in own.traffic if item.backward == backward
+    )
+
+
+@pytest.mark.parametrize("forced", [ZERO3, COLUMN_ROW], ids=["zero3", "column_row"])
+def test_forward_counts_twice_with_its_collectives(forced: Forced) -> None:
+    kept, again = on_mesh(forced, ()), on_mesh(forced, BLOCKS)
+    assert sent(again, backward=False) == sent(kept, backward=False)
+    extra = sent(again, backward=True) - sent(kept, backward=True)
+    assert extra
+    assert extra <= sent(kept, backward=False)
+    mine, theirs = again.segment.cost, kept.segment.cost
+    assert mine.forward_seconds == theirs.forward_seconds
+    slower = mine.backward_input_seconds - theirs.backward_input_seconds
+    assert 0.4 * mine.forward_seconds < slower < mine.forward_seconds
+    assert mine.saved_bytes < 0.6 * theirs.saved_bytes
+    assert mine.transient_bytes > theirs.transient_bytes
+    bytes_sent = [sum(c.sent_bytes for c in own.segment.collectives) for own in (again, kept)]
+    volume = {"all_reduce": 1.0, "all_gather": 0.5}
+    more = sum(volume[kind] * size for _, kind, size in extra.elements())
+    assert bytes_sent[0] - bytes_sent[1] == more > 0
+
+
+def test_every_gather_of_a_block_is_made_again_but_what_follows_the_last_product_is_not() -> None:
+    """Checkpointing stops when all that backward needs is there: a block's last sum is not made twice."""
+    gathers, sums = (
+        sent(on_mesh(f, BLOCKS), backward=True) - sent(on_mesh(f, ()), backward=True)
+        for f in (ZERO3, COLUMN_ROW)
+    )
+    forward = sent(on_mesh(ZERO3, ()), backward=False)
+    of_blocks = {name for name, _, _ in forward if name.startswith("p_model_h_")}
+    assert len(of_blocks) == 2 * 16
+    left = of_blocks.difference(name for name, _, _ in gathers)
+    assert left <= {f"p_model_h_{i}_down_{p}__all_gather_all" for i in (0, 1) for p in ("weight", "bias")}
+    summed = [name for name, kind, _ in sums if kind == "all_reduce"]
+    made = [name for name, kind, _ in sent(on_mesh(COLUMN_ROW, ()), backward=False) if kind == "all_reduce"]
+    assert (len(made), len(summed)) == (5, 2), "after attention, not after the MLP"
+
+
+def test_one_block_is_less_than_two() -> None:
+    none, one, two = (on_mesh(ZERO3, blocks).segment.cost for blocks in ((), BLOCKS[:1], BLOCKS))
+    assert none.backward_input_seconds < one.backward_input_seconds < two.backward_input_seconds
+    assert none.saved_bytes > one.saved_bytes > two.saved_bytes
+    assert one.transient_bytes == two.transient_bytes
+
+
+def test_halves_apart_run_the_last_product_again_too() -> None:
+    """There it is a function of ours, which saves after it ran; and what weight halves need stays for them."""
+    together, apart = (on_mesh(COLUMN_ROW, BLOCKS, schedule) for schedule in ("1f1b", "zb-h1"))
+    assert apart.segment.cost.transient_bytes > together.segment.cost.transient_bytes
+    assert replace(apart.segment.cost, transient_bytes=0, backward_input_seconds=0.0) == replace(
+        together.segment.cost, transient_bytes=0, backward_input_seconds=0.0
+    )
+    assert set(block_of(graph()).values()) == set(BLOCKS)
