@@ -62,8 +62,10 @@ class Timing:
     """Index of the node within its rank's order; -1 if absent."""
     sequence: list[int]
     """A topological number of the node: causes before effects, even at equal times."""
+    rank_starts: list[list[float]]
+    """Start times of each rank's computes, in its order (never decreasing); none for ranks that follow a leader."""
     rank_ends: list[list[float]]
-    """End times of each rank's computes, in its order (never decreasing); none for ranks that follow a leader."""
+    """End times of the same."""
 
 
 def quick_makespan(
@@ -125,8 +127,9 @@ def time_orders(
         clock[rank], next_step[rank] = now, index
     if done < sum(map(len, orders)):
         raise _stuck(orders, next_step, waiters, dag, microbatches)
+    rank_starts = [[start[step[0]] for step in todo] for todo in steps]
     rank_ends = [[end[step[0]] for step in todo] for todo in steps]
-    return Timing(max(clock, default=0.0), start, end[:nodes], position, sequence, rank_ends)
+    return Timing(max(clock, default=0.0), start, end[:nodes], position, sequence, rank_starts, rank_ends)
 
 
 @dataclass
