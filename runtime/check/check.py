@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from cost_models.errors import DeadlockError, InternalError
 from cost_models.units import counted
-from runtime.check.deadlock import Place, find_deadlock
+from runtime.check.deadlock import Place, QueueRule, find_deadlock
 from runtime.check.facts import Facts, Fault
 from runtime.collector import collector_paused
 from runtime.program.crossings import pieces_between
@@ -62,11 +62,13 @@ def check(
     training: bool = True,
     optimizer: bool | None = None,
     blocking: bool = False,
+    one_queue: bool = False,
 ) -> Proof:
     """Prove the rules of ``RULES`` for ``programs``, or raise with every fault found.
 
     optimizer   True: ranks with a backward must step; False: none may; None: all of them or none
     blocking    judge programs whose sends and receives block their rank until they complete
+    one_queue   judge them for devices that have one queue for everything, collectives included, as well
 
     Raises ``DeadlockError`` if some rank would wait forever, ``InternalError`` for every other fault.
     """
@@ -78,7 +80,7 @@ def check(
     ]
     if len(programs) != graph.world_size or misplaced:
         raise InternalError(f"check {len(programs)} programs of {graph.world_size} ranks", misplaced)
-    facts = Facts(programs, graph, microbatches, tied, training, optimizer, blocking)
+    facts = Facts(programs, graph, microbatches, tied, training, optimizer, blocking, one_queue)
     faults = [fault for _, rule in RULES for fault in rule(facts)]
     if faults:
         error = DeadlockError if any(fault.hangs for fault in faults) else InternalError
@@ -91,8 +93,14 @@ def check(
         instructions=sum(len(program.instructions) for program in programs),
         messages=len(facts.sends),
         collectives=len({reduction for _, reduction in facts.reductions}),
-        rules=tuple(text for text, _ in RULES),
+        rules=rule_texts(one_queue),
     )
+
+
+def rule_texts(one_queue: bool) -> tuple[str, ...]:
+    """Return what was proved when no rule found a fault."""
+    *texts, no_deadlock = (text for text, _ in RULES)
+    return (*texts, f"{no_deadlock}, for messages or for everything" if one_queue else no_deadlock)
 
 
 def _computes_owed(facts: Facts) -> Iterator[Fault]:
@@ -318,15 +326,24 @@ def _no_deadlock(facts: Facts) -> Iterator[Fault]:
     """Find a circle of waits."""
     if any(len(entries) > 1 for side in (facts.sends, facts.receives) for entries in side.values()):
         return  # which of the repeated ones matches is undefined; the repetition is reported already
-    circle = find_deadlock(facts.programs, facts.graph, blocking=facts.blocking)
+    strictest: QueueRule = "everything" if facts.one_queue else "device"
+    circle = find_deadlock(facts.programs, facts.graph, rule=strictest, blocking=facts.blocking)
     if not circle:
         return
-    scope, pair = "when sends and receives block", None
+    scope = "when sends and receives block"
     if not facts.blocking:
-        pair = find_deadlock(facts.programs, facts.graph, rule="pair")
-        scope = "with one queue per pair of ranks" if pair else "with one point-to-point queue per device"
-    circle = pair or circle
+        found = ((find_deadlock(facts.programs, facts.graph, rule=rule), rule) for rule in _SCOPE)
+        circle, rule = next((circle, rule) for circle, rule in found if circle)
+        scope = _SCOPE[rule]
     yield Fault(f"these wait for each other forever {scope}: " + "; ".join(circle), True)
+
+
+_SCOPE: dict[QueueRule, str] = {
+    "pair": "with one queue per pair of ranks",
+    "device": "with one point-to-point queue per device",
+    "everything": "with one queue per device for messages and collectives",
+}
+"""The rules of queues, each stricter than the one before."""
 
 
 RULES: tuple[tuple[str, Callable[[Facts], Iterator[Fault]]], ...] = (
