@@ -8,14 +8,14 @@ Each rule is a function that yields faults; all are reported at once.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_models.errors import DeadlockError, InternalError
 from cost_models.units import counted
-from runtime.check.deadlock import Place, QueueRule, find_deadlock
+from runtime.check.deadlock import QueueRule, find_deadlock
 from runtime.check.facts import Facts, Fault
+from runtime.check.sums import tied_summed
 from runtime.collector import collector_paused
 from runtime.program.crossings import pieces_between
 from runtime.program.groups import refuse_impossible_groups
@@ -23,10 +23,8 @@ from runtime.program.program import (
     Message,
     PieceBytes,
     Program,
-    ReduceGradients,
     SegmentGraph,
     TiedGroup,
-    group_queue,
     pair_queue,
 )
 
@@ -255,57 +253,6 @@ def _passes(
         )
 
 
-def _tied_summed(facts: Facts) -> Iterator[Fault]:
-    """Find gradients of tied parameters that are not summed once over their ranks, after their last backward."""
-    wanted = {
-        (parameter, tuple(sorted(set(group.ranks))), group.scattered)
-        for group in facts.tied
-        for parameter in group.parameters
-        if facts.training and len(set(group.ranks)) > 1
-    }
-    seen: dict[tuple[int, str, tuple[int, ...]], Place] = {}
-    taking_part: dict[ReduceGradients, set[int]] = defaultdict(set)
-    for (rank, _), reduction in facts.reductions:
-        taking_part[reduction].add(rank)
-    for place, reduction in facts.reductions:
-        rank, index = place
-        if rank not in reduction.ranks:
-            yield Fault(f"{facts.text(place)} sums over ranks that this one is not among", True)
-        over = tuple(sorted(reduction.ranks))
-        for parameter in reduction.parameters:
-            if (parameter, over, reduction.scattered) not in wanted:
-                yield Fault(f"{facts.text(place)} sums {parameter}, which is not tied over these ranks")
-            if (rank, parameter, over) in seen:
-                yield Fault(f"{facts.text(place)} sums {parameter} again")
-            seen[rank, parameter, over] = place
-        if reduction.ranks != over or reduction.queue != group_queue(over):
-            yield Fault(f"{facts.text(place)} uses queue {reduction.queue} and ranks in another order", True)
-        if index < facts.last_backward.get(rank, -1):
-            yield Fault(f"{facts.text(place)} sums before {facts.text((rank, facts.last_backward[rank]))}")
-        for other in (r for r in reduction.ranks if r not in taking_part[reduction]):
-            yield Fault(f"{facts.text(place)} waits for rank {other}, which does not take part", True)
-    yield from _sums_in_order(facts)
-    for parameter, ranks, _ in sorted(wanted):
-        for rank in ranks:
-            if (rank, parameter, ranks) not in seen:
-                yield Fault(
-                    f"rank {rank}: the gradient of tied parameter {parameter} is never summed over {ranks}"
-                )
-
-
-def _sums_in_order(facts: Facts) -> Iterator[Fault]:
-    """Find sums of one parameter in another order than that of ``tied``: after a scatter, sums are of the parts."""
-    numbered = [(n, tuple(sorted(set(g.ranks))), g.parameters) for n, g in enumerate(facts.tied)]
-    order = {(name, ranks): number for number, ranks, names in numbered for name in names}
-    latest: dict[tuple[int, str], int] = {}
-    for place, reduction in facts.reductions:
-        for name in reduction.parameters:
-            number = order.get((name, tuple(sorted(reduction.ranks))), -1)
-            if number < latest.get((place[0], name), number):
-                yield Fault(f"{facts.text(place)} sums {name} after a sum that is of its result", True)
-            latest[place[0], name] = number
-
-
 def _step_last(facts: Facts) -> Iterator[Fault]:
     """Find ranks with a backward that do not step once, as their last instruction."""
     stepping = {rank for rank, _ in facts.steps}
@@ -350,7 +297,7 @@ RULES: tuple[tuple[str, Callable[[Facts], Iterator[Fault]]], ...] = (
     ("every forward once, every owed backward once (whole, or input half then weight half)", _computes_owed),
     ("every send has its one receive on the right rank and queue, and the converse", _messages_matched),
     ("every value and every owed gradient is sent after it is made and received before its use", _data_flows),
-    ("every tied parameter's gradient is summed once, after the last backward", _tied_summed),
+    ("every tied parameter's gradient is summed once, after the last backward", tied_summed),
     ("the optimizer steps last, on every rank that has a backward", _step_last),
     ("no deadlock, with one queue per pair of ranks and with one per device", _no_deadlock),
 )
