@@ -33,7 +33,7 @@ before the collectives in it, so it is not issued before a shared compute that s
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -311,11 +311,15 @@ def _refuse_impossible(graph: SegmentGraph, orders: ComputeOrder, training: bool
     problems = []
     if len(orders) > graph.world_size:
         problems.append(f"{len(orders)} orders for a world of {graph.world_size} ranks")
+    own: defaultdict[int, set[int]] = defaultdict(set)
+    for segment in graph.segments:
+        for rank in segment.ranks:
+            own[rank].add(segment.index)
     for rank, order in enumerate(orders):
-        for compute in order:
+        for compute in () if {compute.segment for compute in order} <= own[rank] else order:
             if not 0 <= compute.segment < len(graph.segments):
                 problems.append(f"rank {rank}: {compute} names a segment that does not exist")
-            elif rank not in graph.segments[compute.segment].ranks:
+            elif compute.segment not in own[rank]:
                 problems.append(
                     f"rank {rank}: {compute} belongs on ranks {graph.segments[compute.segment].ranks}"
                 )
