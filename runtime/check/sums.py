@@ -10,7 +10,7 @@ from runtime.program.program import ReduceGradients, group_queue
 
 
 class _Sum(NamedTuple):
-    """What several places ask of one sum: made once, since the ranks of a sum can be thousands."""
+    """A sum, described once for all places that ask: its ranks can be thousands."""
 
     ranks: tuple[int, ...]
     over: int

@@ -39,7 +39,7 @@ class GroupPrograms:
     graph: SegmentGraph
     leader_of: tuple[int, ...]
     programs: tuple[Program, ...]
-    """That of each leader, at its own number; ranks that follow one have empty programs."""
+    """The programs of the leaders, each at its rank's number; ranks that follow one have empty programs."""
 
     def member(self, rank: int) -> Program:
         """Return the program of one rank."""

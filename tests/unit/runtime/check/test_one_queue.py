@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from graphlib import TopologicalSorter
+
 import pytest
 
 from cost_models.errors import DeadlockError
 from runtime.check.check import check
+from runtime.check.deadlock import QueueRule, _wait_graph
 from runtime.program.order import build_group_programs, build_programs
 from runtime.program.program import (
     Backward,
@@ -61,6 +64,44 @@ def test_programs_are_proved_and_their_late_receives_charged(
     assert (early == late) is (max(sizes) == 1), (
         "only what ranks compute together has collectives to wait for"
     )
+
+
+def longest_path(programs: tuple[Program, ...], graph: SegmentGraph, rule: QueueRule) -> float:
+    """Return the seconds of the longest chain of waits where transfers take no time themselves, F = 1, B = 2, I = W = 1."""
+    waits = _wait_graph(programs, graph, rule, False)
+    before: list[list[int]] = [[] for _ in waits.after]
+    for node, targets in enumerate(waits.after):
+        for target in targets:
+            before[target].append(node)
+    ends: dict[int, float] = {}
+    for node in TopologicalSorter(dict(enumerate(before))).static_order():
+        letter = getattr(waits.instruction(waits.places[node][0]), "letter", "")
+        ends[node] = max((ends[n] for n in before[node]), default=0.0) + {"": 0.0, "B": 2.0}.get(letter, 1.0)
+    return max(ends.values())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rounds", "free", "early", "late"),
+    [
+        ("gpipe", 1, 27, 48, 27),
+        ("1f1b", 1, 27, 48, 27),
+        ("zb-h1", 1, 25, 46, 30),
+        ("interleaved", 2, 51, 96, 71),
+    ],
+)
+def test_late_receives_shorten_the_step_of_devices_with_one_queue(
+    schedule: str, rounds: int, free: float, early: float, late: float
+) -> None:
+    """The figures of the docs: without queues; with one for everything and early receives; with late ones."""
+    graph = pipeline((2, 2), rounds)
+    orders = SCHEDULES[schedule].order(graph, 8)
+    programs = {
+        one_queue: build_programs(graph, orders, 8, transfer_seconds=lambda *_: 1e-7, one_queue=one_queue)
+        for one_queue in (False, True)
+    }
+    assert longest_path(programs[False], graph, "pair") == free
+    assert longest_path(programs[False], graph, "everything") == early
+    assert longest_path(programs[True], graph, "everything") == late
 
 
 @pytest.mark.parametrize("one_queue", [False, True])
