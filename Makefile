@@ -58,6 +58,7 @@ house: setup  ## files, rooms, layers, circles, homonyms, constants and lines of
 faults: setup  ## planted one-line faults and mutated programs: the checker, verify and tests must find them
 	$(BIN)/python -m benchmarks.faults --tests
 	$(BIN)/python -m benchmarks.mutants
+	$(BIN)/python -m benchmarks.quotient_mutants
 
 bounds: setup  ## 1,000 random instances: no plan simulates below any bound
 	$(BIN)/python -m benchmarks.bound_check

@@ -58,11 +58,13 @@ def programs_for(
     tied: Sequence[TiedGroup],
     *,
     state_bytes: Sequence[int] | None = None,
+    one_queue: bool = False,
 ) -> tuple[Program, ...]:
     """One program per rank: the schedule's order of computes, then the one global order of communications.
 
     ``state_bytes``: what each rank holds throughout. Schedules that can hold fewer micro-batches in flight then keep
     within the rest of the memory, as far as they know it.
+    ``one_queue``: receives come late enough for devices that have one queue for everything (``order``).
     """
     seconds = transfer_seconds(cluster)
     room: list[int] | None = None
@@ -70,7 +72,9 @@ def programs_for(
         devices = zip(cluster.devices, state_bytes, strict=True)
         room = [max(0, device.memory_bytes - held) for device, held in devices]
     orders = SCHEDULES[schedule].order(segments, microbatches, room, transfer_seconds=seconds)
-    return build_programs(segments, orders, microbatches, transfer_seconds=seconds, tied=tied)
+    return build_programs(
+        segments, orders, microbatches, transfer_seconds=seconds, tied=tied, one_queue=one_queue
+    )
 
 
 def simulate_step(

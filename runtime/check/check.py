@@ -8,14 +8,14 @@ Each rule is a function that yields faults; all are reported at once.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_models.errors import DeadlockError, InternalError
 from cost_models.units import counted
-from runtime.check.deadlock import Place, find_deadlock
+from runtime.check.deadlock import QueueRule, find_deadlock
 from runtime.check.facts import Facts, Fault
+from runtime.check.sums import tied_summed
 from runtime.collector import collector_paused
 from runtime.program.crossings import pieces_between
 from runtime.program.groups import refuse_impossible_groups
@@ -23,10 +23,8 @@ from runtime.program.program import (
     Message,
     PieceBytes,
     Program,
-    ReduceGradients,
     SegmentGraph,
     TiedGroup,
-    group_queue,
     pair_queue,
 )
 
@@ -62,11 +60,13 @@ def check(
     training: bool = True,
     optimizer: bool | None = None,
     blocking: bool = False,
+    one_queue: bool = False,
 ) -> Proof:
     """Prove the rules of ``RULES`` for ``programs``, or raise with every fault found.
 
     optimizer   True: ranks with a backward must step; False: none may; None: all of them or none
     blocking    judge programs whose sends and receives block their rank until they complete
+    one_queue   judge them for devices that have one queue for everything, collectives included, as well
 
     Raises ``DeadlockError`` if some rank would wait forever, ``InternalError`` for every other fault.
     """
@@ -78,7 +78,7 @@ def check(
     ]
     if len(programs) != graph.world_size or misplaced:
         raise InternalError(f"check {len(programs)} programs of {graph.world_size} ranks", misplaced)
-    facts = Facts(programs, graph, microbatches, tied, training, optimizer, blocking)
+    facts = Facts(programs, graph, microbatches, tied, training, optimizer, blocking, one_queue)
     faults = [fault for _, rule in RULES for fault in rule(facts)]
     if faults:
         error = DeadlockError if any(fault.hangs for fault in faults) else InternalError
@@ -91,8 +91,14 @@ def check(
         instructions=sum(len(program.instructions) for program in programs),
         messages=len(facts.sends),
         collectives=len({reduction for _, reduction in facts.reductions}),
-        rules=tuple(text for text, _ in RULES),
+        rules=rule_texts(one_queue),
     )
+
+
+def rule_texts(one_queue: bool) -> tuple[str, ...]:
+    """Return what was proved when no rule found a fault."""
+    *texts, no_deadlock = (text for text, _ in RULES)
+    return (*texts, f"{no_deadlock}, for messages or for everything" if one_queue else no_deadlock)
 
 
 def _computes_owed(facts: Facts) -> Iterator[Fault]:
@@ -247,57 +253,6 @@ def _passes(
         )
 
 
-def _tied_summed(facts: Facts) -> Iterator[Fault]:
-    """Find gradients of tied parameters that are not summed once over their ranks, after their last backward."""
-    wanted = {
-        (parameter, tuple(sorted(set(group.ranks))), group.scattered)
-        for group in facts.tied
-        for parameter in group.parameters
-        if facts.training and len(set(group.ranks)) > 1
-    }
-    seen: dict[tuple[int, str, tuple[int, ...]], Place] = {}
-    taking_part: dict[ReduceGradients, set[int]] = defaultdict(set)
-    for (rank, _), reduction in facts.reductions:
-        taking_part[reduction].add(rank)
-    for place, reduction in facts.reductions:
-        rank, index = place
-        if rank not in reduction.ranks:
-            yield Fault(f"{facts.text(place)} sums over ranks that this one is not among", True)
-        over = tuple(sorted(reduction.ranks))
-        for parameter in reduction.parameters:
-            if (parameter, over, reduction.scattered) not in wanted:
-                yield Fault(f"{facts.text(place)} sums {parameter}, which is not tied over these ranks")
-            if (rank, parameter, over) in seen:
-                yield Fault(f"{facts.text(place)} sums {parameter} again")
-            seen[rank, parameter, over] = place
-        if reduction.ranks != over or reduction.queue != group_queue(over):
-            yield Fault(f"{facts.text(place)} uses queue {reduction.queue} and ranks in another order", True)
-        if index < facts.last_backward.get(rank, -1):
-            yield Fault(f"{facts.text(place)} sums before {facts.text((rank, facts.last_backward[rank]))}")
-        for other in (r for r in reduction.ranks if r not in taking_part[reduction]):
-            yield Fault(f"{facts.text(place)} waits for rank {other}, which does not take part", True)
-    yield from _sums_in_order(facts)
-    for parameter, ranks, _ in sorted(wanted):
-        for rank in ranks:
-            if (rank, parameter, ranks) not in seen:
-                yield Fault(
-                    f"rank {rank}: the gradient of tied parameter {parameter} is never summed over {ranks}"
-                )
-
-
-def _sums_in_order(facts: Facts) -> Iterator[Fault]:
-    """Find sums of one parameter in another order than that of ``tied``: after a scatter, sums are of the parts."""
-    numbered = [(n, tuple(sorted(set(g.ranks))), g.parameters) for n, g in enumerate(facts.tied)]
-    order = {(name, ranks): number for number, ranks, names in numbered for name in names}
-    latest: dict[tuple[int, str], int] = {}
-    for place, reduction in facts.reductions:
-        for name in reduction.parameters:
-            number = order.get((name, tuple(sorted(reduction.ranks))), -1)
-            if number < latest.get((place[0], name), number):
-                yield Fault(f"{facts.text(place)} sums {name} after a sum that is of its result", True)
-            latest[place[0], name] = number
-
-
 def _step_last(facts: Facts) -> Iterator[Fault]:
     """Find ranks with a backward that do not step once, as their last instruction."""
     stepping = {rank for rank, _ in facts.steps}
@@ -318,22 +273,31 @@ def _no_deadlock(facts: Facts) -> Iterator[Fault]:
     """Find a circle of waits."""
     if any(len(entries) > 1 for side in (facts.sends, facts.receives) for entries in side.values()):
         return  # which of the repeated ones matches is undefined; the repetition is reported already
-    circle = find_deadlock(facts.programs, facts.graph, blocking=facts.blocking)
+    strictest: QueueRule = "everything" if facts.one_queue else "device"
+    circle = find_deadlock(facts.programs, facts.graph, rule=strictest, blocking=facts.blocking)
     if not circle:
         return
-    scope, pair = "when sends and receives block", None
+    scope = "when sends and receives block"
     if not facts.blocking:
-        pair = find_deadlock(facts.programs, facts.graph, rule="pair")
-        scope = "with one queue per pair of ranks" if pair else "with one point-to-point queue per device"
-    circle = pair or circle
+        found = ((find_deadlock(facts.programs, facts.graph, rule=rule), rule) for rule in _SCOPE)
+        circle, rule = next((circle, rule) for circle, rule in found if circle)
+        scope = _SCOPE[rule]
     yield Fault(f"these wait for each other forever {scope}: " + "; ".join(circle), True)
+
+
+_SCOPE: dict[QueueRule, str] = {
+    "pair": "with one queue per pair of ranks",
+    "device": "with one point-to-point queue per device",
+    "everything": "with one queue per device for messages and collectives",
+}
+"""The rules of queues, each stricter than the one before."""
 
 
 RULES: tuple[tuple[str, Callable[[Facts], Iterator[Fault]]], ...] = (
     ("every forward once, every owed backward once (whole, or input half then weight half)", _computes_owed),
     ("every send has its one receive on the right rank and queue, and the converse", _messages_matched),
     ("every value and every owed gradient is sent after it is made and received before its use", _data_flows),
-    ("every tied parameter's gradient is summed once, after the last backward", _tied_summed),
+    ("every tied parameter's gradient is summed once, after the last backward", tied_summed),
     ("the optimizer steps last, on every rank that has a backward", _step_last),
     ("no deadlock, with one queue per pair of ranks and with one per device", _no_deadlock),
 )

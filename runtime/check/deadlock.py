@@ -11,9 +11,15 @@ start before the left one is done:
 
 ``blocking=True`` also makes every send and receive a link of the program's chain.
 
-Queues follow one of two rules: ``pair``, one queue per unordered pair of ranks, or ``device``, one per rank
-for all of its point-to-point operations. The edges of ``device`` imply those of ``pair`` (a pair's operations
-are a subsequence of the device's): programs without a circle under ``device`` have none under ``pair``.
+Queues follow one of three rules:
+
+    pair         one per unordered pair of ranks, for their point-to-point operations
+    device       one per rank, for all of its point-to-point operations
+    everything   one per rank, for the collectives inside of shared computes and the sums of gradients as well: these
+                 wait for whatever the rank issued before
+
+The edges of each imply those of the rules above it (a pair's operations are a subsequence of the device's): programs
+without a circle under ``everything`` have none under ``device``, and those have none under ``pair``.
 """
 
 from __future__ import annotations
@@ -36,11 +42,13 @@ from runtime.program.program import (
     Send,
 )
 
-QueueRule: TypeAlias = Literal["device", "pair"]
+QueueRule: TypeAlias = Literal["pair", "device", "everything"]
 Place: TypeAlias = tuple[int, int]
 """The (rank, index of the instruction in its program)."""
 
 _TRANSFER = (Send, Recv)
+_DEVICE = -1
+"""The number of a rank's own queue, among those of its peers."""
 _SEARCHES = 64
 """Number of starting points when looking for a short circle; each costs one sweep over what is stuck."""
 
@@ -96,6 +104,7 @@ def _wait_graph(
     producers = {value.name: (value.producer,) for value in graph.values}
     after, places, shared = waits.after, waits.places, waits.shared
     together = {segment.index for segment in graph.segments if len(segment.ranks) > 1}
+    queued = {segment.index for segment in graph.segments if segment.shared and rule == "everything"}
     for rank, program in enumerate(programs):
         before = -1
         last_on: dict[int, int] = {}
@@ -115,7 +124,7 @@ def _wait_graph(
                     places[node].append((rank, index))
                 if before >= 0:
                     after[before].append(node)
-                queue = -1 if rule == "device" else message.source + message.target - rank
+                queue = message.source + message.target - rank if rule == "pair" else _DEVICE
                 if queue in last_on:
                     after[last_on[queue]].append(node)
                 last_on[queue] = node
@@ -129,7 +138,9 @@ def _wait_graph(
             if isinstance(instruction, ReduceGradients):
                 nth = reductions[instruction] = reductions.get(instruction, 0) + 1
                 node = waits.shared_node((instruction, nth), (rank, index))
+                on_queue = rule == "everything"
             else:
+                on_queue = getattr(instruction, "segment", -1) in queued
                 if getattr(instruction, "segment", -1) in together:
                     node = waits.shared_node(instruction, (rank, index))
                 else:
@@ -142,6 +153,8 @@ def _wait_graph(
                         after[message_node].append(node)
             if before >= 0:
                 after[before].append(node)
+            if on_queue and _DEVICE in last_on:
+                after[last_on.pop(_DEVICE)].append(node)  # what is issued later waits for this node anyway
             before = node
     return waits
 

@@ -37,6 +37,7 @@ class Facts:
     training: bool
     optimizer: bool | None
     blocking: bool
+    one_queue: bool = False
     computes: dict[tuple[str, int, int], list[Place]] = field(default_factory=dict)
     """Places by (F, B, I or W; segment; micro-batch)."""
     sends: dict[Message, list[tuple[Place, str]]] = field(default_factory=dict)

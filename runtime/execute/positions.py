@@ -17,7 +17,7 @@ class Positions:
     waits_at: dict[int, list[int]] = field(default_factory=dict)
     """Communications that each compute waits for, by the compute's position."""
     gradients_of: dict[tuple[str, int], list[int]] = field(default_factory=dict)
-    """Arrivals of gradients, by value and micro-batch: one position per group that sends one."""
+    """Positions at which gradients arrive, by value and micro-batch: one position per group that sends one."""
     last_send: dict[int, int] = field(default_factory=dict)
     last_forward: dict[int, int] = field(default_factory=dict)
     """Position of the last forward that reads the value."""

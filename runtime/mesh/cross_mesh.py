@@ -14,6 +14,7 @@ gradient of a value goes the other way, by the same function with the two layout
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,9 +59,13 @@ def pieces(
         holders[_block(shape, source, rank)].append(rank)
     sent: dict[int, int] = dict.fromkeys(source.ranks, 0)
     found: list[Piece] = []
+    blocks = sorted(holders.items(), key=lambda item: item[0].offsets)
+    rows = [block.offsets[0] if shape else 0 for block, _ in blocks]
+    most = max((block.shape[0] if shape else 1 for block, _ in blocks), default=0)
     for rank in target.ranks:
         wanted = _block(shape, target, rank)
-        for block, ranks in sorted(holders.items(), key=lambda item: item[0].offsets):
+        begin, length = (wanted.offsets[0], wanted.shape[0]) if shape else (0, 1)
+        for block, ranks in blocks[bisect_left(rows, begin - most + 1) : bisect_left(rows, begin + length)]:
             common = wanted.shared_with(block)
             if common is None:
                 continue

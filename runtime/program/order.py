@@ -18,11 +18,22 @@ Where a message is issued (slot k = just before the rank's k-th compute):
     a receive  one compute ahead of its consumer, and so early that its transfer and those behind it in the queue
                fit before their consumers start; earlier where a later message of the order must be issued earlier.
                Small ones as early as the order allows (``EARLY_BYTES``)
+
+Between device groups a message is a bundle: all pieces of the value, one place in the order. The groups' programs come
+first, those of their ranks from them (``members``).
+
+``one_queue``: NCCL promises no progress between communicators, so a device may run all that it communicates one after the
+other: messages, the collectives inside of shared computes, sums. Nothing hangs there either, since computes and sums
+have their places between the messages of the one order. But a receive that is posted before a shared compute must end
+before the collectives in it, so it is not issued before a shared compute that starts earlier than its send:
+
+    sent while 1F0 runs      one queue per pair:  <x:0@0 <x:1@0 1F0 1F1        one queue:  <x:0@0 1F0 <x:1@0 1F1
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -30,11 +41,13 @@ from cost_models.errors import InternalError
 from runtime.collector import collector_paused
 from runtime.program.crossings import crossings
 from runtime.program.groups import OnLeaders, on_leaders
+from runtime.program.members import GroupPrograms
 from runtime.program.program import (
     ComputeOrder,
     Instruction,
     Message,
     OptimizerStep,
+    PieceBytes,
     Program,
     Recv,
     ReduceGradients,
@@ -61,7 +74,10 @@ _TIME_SLACK = 1e-9
 
 
 class _Planned(NamedTuple):
-    """A message with its place in the global order (the first four fields, compared in turn)."""
+    """A message with its place in the global order (the first four fields, compared in turn).
+
+    Between groups it is a bundle of pieces, and its ranks are their leaders.
+    """
 
     send_seconds: float
     cause: int
@@ -78,10 +94,11 @@ class _Planned(NamedTuple):
     needed_seconds: float
     """Start of that compute."""
     transfer_seconds: float
+    """Seconds of its slowest piece."""
     size_bytes: int
+    """Bytes of it that one rank receives, at most."""
 
 
-@collector_paused()
 def build_programs(
     graph: SegmentGraph,
     orders: ComputeOrder,
@@ -91,100 +108,156 @@ def build_programs(
     tied: Sequence[TiedGroup] = (),
     optimizer: bool = True,
     training: bool = True,
+    one_queue: bool = False,
 ) -> tuple[Program, ...]:
-    """Return one program per rank of the world; ranks without segments get an empty one.
+    """Return one program per rank of the world, made from those of the groups; ranks without segments get an empty one."""
+    return build_group_programs(
+        graph,
+        orders,
+        microbatches,
+        transfer_seconds=transfer_seconds,
+        tied=tied,
+        optimizer=optimizer,
+        training=training,
+        one_queue=one_queue,
+    ).all()
 
-    A value is sent once per rank that consumes it, and its gradient (summed over that rank's consumers) comes
-    back once, if ``needs_grad``. Tied gradients are summed after the rank's last backward; then the optimizer
+
+@collector_paused()
+def build_group_programs(
+    graph: SegmentGraph,
+    orders: ComputeOrder,
+    microbatches: int,
+    *,
+    transfer_seconds: TransferSeconds,
+    tied: Sequence[TiedGroup] = (),
+    optimizer: bool = True,
+    training: bool = True,
+    one_queue: bool = False,
+) -> GroupPrograms:
+    """Return one program per group of ranks that run segments together, from which each rank's follows.
+
+    A value is sent once per group that consumes it, and its gradient (summed over that group's consumers) comes
+    back once, if ``needs_grad``. Tied gradients are summed after the group's last backward; then the optimizer
     steps. ``training=False`` makes forward programs: no gradients, no reduction, no step.
 
-    Ranks that share a segment run one order, that of the first of them (``groups``): its computes and the collectives
-    of the group. Messages belong to the rank that they name. Raises ``InternalError`` where groups overlap or a value
-    goes to or from several ranks.
+    ``one_queue``: receives come late enough for devices that have one queue for everything (see above).
+
+    Ranks that share a segment run one order, that of the first of them (``groups``). Raises ``InternalError`` where
+    groups overlap or a value does not say in which pieces it goes to or from several ranks.
     """
     _refuse_impossible(graph, orders, training)
     led = on_leaders(graph)
     timing = time_orders(graph, orders, microbatches, transfer_seconds)
     _refuse_incomplete(graph, timing, microbatches, training)
     planned = sorted(_messages(graph, timing, microbatches, transfer_seconds, training))
-    slots = _place(planned, timing, graph, led.leader_of)
+    slots = _place(planned, timing, graph, one_queue)
     tails = _tails(graph, led, timing, tied, optimizer) if training else [[] for _ in range(graph.world_size)]
     programs = []
     for rank, leader in enumerate(led.leader_of):
-        order = orders[leader] if leader < len(orders) else ()
         instructions: list[Instruction] = []
-        issued = slots[rank]
-        for slot, compute in enumerate(order):
-            if slot in issued:
-                instructions += issued[slot]
-            instructions.append(compute)
-        instructions += issued.get(len(order), ())
-        programs.append(Program(rank, (*instructions, *tails[rank])))
-    return tuple(programs)
+        if rank == leader:
+            order, issued = orders[rank] if rank < len(orders) else (), slots[rank]
+            for slot, compute in enumerate(order):
+                if slot in issued:
+                    instructions += issued[slot]
+                instructions.append(compute)
+            instructions += issued.get(len(order), ())
+            instructions += tails[rank]
+        programs.append(Program(rank, tuple(instructions)))
+    return GroupPrograms(graph, led.leader_of, tuple(programs))
 
 
 def _messages(
     graph: SegmentGraph, timing: Timing, microbatches: int, transfer_seconds: TransferSeconds, training: bool
 ) -> Iterator[_Planned]:
-    """Yield every message that the values of ``graph`` cause, with its time and its window on both ranks."""
+    """Yield every message that the values of ``graph`` cause, with its time and its window on both sides."""
     position, start, end, sequence = timing.position, timing.start, timing.end, timing.sequence
     backward = len(graph.segments) * microbatches
     for number, value in enumerate(graph.values):
-        for _, consumers, there, back in crossings(graph, value):
+        home = graph.segments[value.producer].rank
+        for (away, *_), consumers, there, back in crossings(graph, value):
+            source, target = home, away
+            seconds, size_bytes = _bundle(there, transfer_seconds)
             for mb in range(microbatches):
                 sent = value.producer * microbatches + mb
                 used = min((c * microbatches + mb for c in consumers), key=position.__getitem__)
-                for source, target, size_bytes in there:
-                    yield _Planned(
-                        end[sent], sequence[sent], number, target, mb, source, False, position[sent] + 1,
-                        position[used], start[used], transfer_seconds(source, target, size_bytes), size_bytes,
-                    )  # fmt: skip
-                if not (training and back):
-                    continue
+                yield _Planned(
+                    end[sent], sequence[sent], number, target, mb, source, False, position[sent] + 1,
+                    position[used], start[used], seconds, size_bytes,
+                )  # fmt: skip
+            if not (training and back):
+                continue
+            source, target = away, home
+            seconds, size_bytes = _bundle(back, transfer_seconds)
+            for mb in range(microbatches):
                 sent = max((backward + c * microbatches + mb for c in consumers), key=position.__getitem__)
                 used = backward + value.producer * microbatches + mb
-                for source, target, size_bytes in back:
-                    yield _Planned(
-                        end[sent], sequence[sent], number, target, mb, source, True, position[sent] + 1,
-                        position[used], start[used], transfer_seconds(source, target, size_bytes), size_bytes,
-                    )  # fmt: skip
+                yield _Planned(
+                    end[sent], sequence[sent], number, target, mb, source, True, position[sent] + 1,
+                    position[used], start[used], seconds, size_bytes,
+                )  # fmt: skip
+
+
+def _bundle(pieces: Sequence[PieceBytes], transfer_seconds: TransferSeconds) -> tuple[float, int]:
+    """Return the seconds of the slowest piece, and the bytes of the rank that receives most."""
+    if len(pieces) == 1:
+        return transfer_seconds(*pieces[0]), pieces[0].size_bytes
+    received: Counter[int] = Counter()
+    for piece in pieces:
+        received[piece.target] += piece.size_bytes
+    return max(transfer_seconds(*piece) for piece in pieces), max(received.values())
 
 
 def _place(
-    planned: Sequence[_Planned], timing: Timing, graph: SegmentGraph, leader_of: Sequence[int]
+    planned: Sequence[_Planned], timing: Timing, graph: SegmentGraph, one_queue: bool
 ) -> list[dict[int, list[Instruction]]]:
-    """Give every rank its projection of the one order: slot -> communications.
+    """Give every leader its projection of the one order: slot -> communications.
 
-    Slots must not decrease along the order, over all ranks of a group together: their computes wait for each other. Going
-    up, a receive wants a late slot but none before an earlier send's; going down, it is moved ahead of whatever must be
-    issued before. Sends never move: along the order their slots on one group never decrease, and a receive's consumer lies
-    behind every send before it.
+    Slots must not decrease along the order. Going up, a receive wants a late slot but none before an earlier send's, nor,
+    with ``one_queue``, before a shared compute that starts before it is sent; going down, it is moved ahead of whatever
+    must be issued before. Sends never move: along the order their slots on one group never decrease, and a receive's
+    consumer lies behind every send before it. Neither does a receive move ahead of a compute that it has to be behind:
+    that compute starts before whatever comes later in the order is sent.
     """
     names = [value.name for value in graph.values]
     queues: dict[tuple[int, int], str] = {}
-    projection: list[list[tuple[int, int, Instruction]]] = [[] for _ in range(graph.world_size)]
-    """The (slot, rank, communication) of each group, by its leader."""
+    projection: list[list[tuple[int, Instruction]]] = [[] for _ in range(graph.world_size)]
     lowest = [0] * graph.world_size
-    for latest, (_, _, number, target, mb, source, gradient, send_slot, consumer, _, _, size_bytes) in zip(
-        _latest_posts(planned), planned, strict=True
-    ):
+    late = {segment.rank for segment in graph.segments if segment.shared} if one_queue else set()
+    for latest, (
+        send_seconds,
+        _,
+        number,
+        target,
+        mb,
+        source,
+        gradient,
+        send_slot,
+        consumer,
+        _,
+        _,
+        size_bytes,
+    ) in zip(_latest_posts(planned), planned, strict=True):
         message = Message(names[number], mb, gradient, source, target)
         queue = queues.get((source, target))
         if queue is None:
             queue = queues[source, target] = pair_queue(source, target)
-        sender, receiver = leader_of[source], leader_of[target]
-        lowest[sender] = max(lowest[sender], send_slot)
-        projection[sender].append((lowest[sender], source, Send(message, queue)))
-        in_time = bisect_right(timing.rank_ends[receiver], latest + _TIME_SLACK * abs(latest), 0, consumer)
+        lowest[source] = max(lowest[source], send_slot)
+        projection[source].append((lowest[source], Send(message, queue)))
+        in_time = bisect_right(timing.rank_ends[target], latest + _TIME_SLACK * abs(latest), 0, consumer)
         ahead = 1 + EARLY_BYTES // max(size_bytes, 1)
-        slot = max(min(in_time, consumer - ahead), lowest[receiver])
-        projection[receiver].append((slot, target, Recv(message, queue)))
+        slot = max(min(in_time, consumer - ahead), lowest[target])
+        if target in late:
+            sent = send_seconds - _TIME_SLACK * abs(send_seconds)
+            slot = max(slot, bisect_left(timing.rank_starts[target], sent, 0, consumer))
+        projection[target].append((slot, Recv(message, queue)))
     slots: list[dict[int, list[Instruction]]] = [{} for _ in range(graph.world_size)]
     for leader, issued in enumerate(projection):
         ahead_of = len(timing.rank_ends[leader]) if leader < len(timing.rank_ends) else 0
-        for slot, rank, instruction in reversed(issued):
+        for slot, instruction in reversed(issued):
             ahead_of = min(ahead_of, slot)
-            slots[rank].setdefault(ahead_of, []).append(instruction)
+            slots[leader].setdefault(ahead_of, []).append(instruction)
     for own in slots:
         for together in own.values():
             together.reverse()
@@ -212,7 +285,7 @@ def _latest_posts(planned: Sequence[_Planned]) -> list[float]:
 def _tails(
     graph: SegmentGraph, led: OnLeaders, timing: Timing, tied: Sequence[TiedGroup], optimizer: bool
 ) -> list[list[Instruction]]:
-    """List what each rank does after its last compute: sums of tied gradients, then the optimizer step.
+    """List what each group does after its last compute: sums of tied gradients, then the optimizer step.
 
     A sum's time is the last end of any compute on its ranks, so every message of these ranks comes before it in the
     one order, without merging; sums among themselves go by (time, place in ``tied``).
@@ -225,11 +298,11 @@ def _tails(
     for parameters, ranks, scattered in sorted(
         shared, key=lambda group: max(last_end[led.leader_of[rank]] for rank in group.ranks)
     ):
-        for rank in ranks:
-            tails[rank].append(ReduceGradients(parameters, ranks, group_queue(ranks), scattered))
+        for leader in dict.fromkeys(led.leader_of[rank] for rank in ranks):
+            tails[leader].append(ReduceGradients(parameters, ranks, group_queue(ranks), scattered))
     if optimizer:
-        for rank in {rank for s in graph.segments if s.has_backward for rank in s.ranks}:
-            tails[rank].append(OptimizerStep())
+        for leader in {s.rank for s in graph.segments if s.has_backward}:
+            tails[leader].append(OptimizerStep())
     return tails
 
 
@@ -238,11 +311,15 @@ def _refuse_impossible(graph: SegmentGraph, orders: ComputeOrder, training: bool
     problems = []
     if len(orders) > graph.world_size:
         problems.append(f"{len(orders)} orders for a world of {graph.world_size} ranks")
+    own: defaultdict[int, set[int]] = defaultdict(set)
+    for segment in graph.segments:
+        for rank in segment.ranks:
+            own[rank].add(segment.index)
     for rank, order in enumerate(orders):
-        for compute in order:
+        for compute in () if {compute.segment for compute in order} <= own[rank] else order:
             if not 0 <= compute.segment < len(graph.segments):
                 problems.append(f"rank {rank}: {compute} names a segment that does not exist")
-            elif rank not in graph.segments[compute.segment].ranks:
+            elif compute.segment not in own[rank]:
                 problems.append(
                     f"rank {rank}: {compute} belongs on ranks {graph.segments[compute.segment].ranks}"
                 )

@@ -221,6 +221,11 @@ class Segment:
     def rank(self) -> int:
         return self.ranks[0]
 
+    @property
+    def shared(self) -> bool:
+        """True if ranks compute it together, with collectives inside as far as anybody knows."""
+        return len(self.ranks) > 1 or bool(self.collectives)
+
 
 class PieceBytes(NamedTuple):
     """The bytes of a value that one rank sends to another, per (full) micro-batch, where groups of ranks share it."""

@@ -21,7 +21,8 @@ Behind them, m numbers per tensor that goes from one rank to another: its arriva
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -62,8 +63,10 @@ class Timing:
     """Index of the node within its rank's order; -1 if absent."""
     sequence: list[int]
     """A topological number of the node: causes before effects, even at equal times."""
+    rank_starts: list[list[float]]
+    """Start times of each rank's computes, in its order (never decreasing); none for ranks that follow a leader."""
     rank_ends: list[list[float]]
-    """End times of each rank's computes, in its order (never decreasing); none for ranks that follow a leader."""
+    """End times of the same."""
 
 
 def quick_makespan(
@@ -125,8 +128,9 @@ def time_orders(
         clock[rank], next_step[rank] = now, index
     if done < sum(map(len, orders)):
         raise _stuck(orders, next_step, waiters, dag, microbatches)
+    rank_starts = [[start[step[0]] for step in todo] for todo in steps]
     rank_ends = [[end[step[0]] for step in todo] for todo in steps]
-    return Timing(max(clock, default=0.0), start, end[:nodes], position, sequence, rank_ends)
+    return Timing(max(clock, default=0.0), start, end[:nodes], position, sequence, rank_starts, rank_ends)
 
 
 @dataclass
@@ -163,21 +167,36 @@ def _dag(graph: SegmentGraph, microbatches: int, transfer_seconds: TransferSecon
     count = len(graph.segments)
     rows = 3 * count
     dag = _Dag(rows, microbatches, [[] for _ in range(rows)], [[] for _ in range(rows)])
+    bundles: list[tuple[str, list[int], list[int], dict[tuple[int, int], float]]] = []
+    """(text, rows that make it, rows that need it, seconds of each of its pieces)."""
     for value in graph.values:
         home = graph.segments[value.producer].ranks
         for consumer in consumers_by_group(graph, value).get(home, ()):
             dag.needs[consumer].append(value.producer * microbatches)
             if value.needs_grad:
                 dag.needs[count + value.producer].append((count + consumer) * microbatches)
-        for crossing in crossings(graph, value):
-            backwards = [count + consumer for consumer in crossing.consumers]
-            for source, target, size_bytes in crossing.there:
-                seconds = transfer_seconds(source, target, size_bytes)
-                dag.carry(value.name, [value.producer], crossing.consumers, (source, target), seconds)
-            for source, target, size_bytes in crossing.back:
-                seconds = transfer_seconds(source, target, size_bytes)
-                dag.carry(f"d({value.name})", backwards, [count + value.producer], (source, target), seconds)
+        for _, consumers, there, back in crossings(graph, value):
+            backwards = [count + consumer for consumer in consumers]
+            for text, made, used, pieces in (
+                (value.name, [value.producer], consumers, there),
+                (f"d({value.name})", backwards, [count + value.producer], back),
+            ):
+                bundles.append((text, made, used, {p[:2]: transfer_seconds(*p) for p in pieces}))
+    timed = _unlike_pairs([seconds for *_, seconds in bundles])
+    for text, made, used, seconds in bundles:
+        for ends in seconds:
+            if ends in timed:
+                dag.carry(text, made, used, ends, seconds[ends])
     return dag
+
+
+def _unlike_pairs(bundles: Sequence[Mapping[tuple[int, int], float]]) -> set[tuple[int, int]]:
+    """Return the pairs of ranks to time: of those whose pieces, bundle by bundle, take the same seconds, one."""
+    carried: defaultdict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
+    for number, seconds_of in enumerate(bundles):
+        for ends, seconds in seconds_of.items():
+            carried[ends].append((number, seconds))
+    return set({tuple(pieces): ends for ends, pieces in carried.items()}.values())
 
 
 def _steps(

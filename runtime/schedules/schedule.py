@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -158,8 +159,8 @@ class PipelineSchedule(Schedule):
         reason = self.check(len(graph.segments), len(groups), microbatches)
         if reason:
             problems.append(reason)
-        members = [rank for group in groups for rank in group]
-        shared = sorted({rank for rank in members if members.count(rank) > 1})
+        members = Counter(rank for group in groups for rank in group)
+        shared = sorted(rank for rank, count in members.items() if count > 1)
         if shared:
             problems.append(f"ranks {shared} belong to more than one device group")
         if not problems:

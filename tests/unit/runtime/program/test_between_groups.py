@@ -12,6 +12,7 @@ from cost_models.errors import DeadlockError, InternalError
 from cost_models.layout import Layout, Mesh, Replicate, Shard
 from runtime.check.check import check
 from runtime.mesh.cross_mesh import pieces
+from runtime.program import timing
 from runtime.program.order import build_programs
 from runtime.program.program import (
     Backward,
@@ -131,6 +132,28 @@ def test_nothing_is_faster_than_the_timing_pass_says(sizes: tuple[int, ...]) -> 
     check(programs, graph, 4)
     simulation = simulate(programs, graph, links=links)
     assert simulation.step_seconds >= quick_makespan(graph, orders, 4, seconds) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("sizes", GROUPS)
+def test_pairs_of_ranks_that_take_equal_seconds_are_timed_once(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = pipeline(sizes, split=False)
+    orders = SCHEDULES["1f1b"].order(graph, 6)
+    unlike_pairs, timed = timing._unlike_pairs, list[set[tuple[int, int]]]()
+
+    def unlike(bundles):  # type: ignore[no-untyped-def]
+        timed.append(unlike_pairs(bundles))
+        return timed[-1]
+
+    makespans = []
+    for seconds in (lambda a, b, n: 0.3, lambda a, b, n: 0.1 * (1 + (a + b) % 2) * n):
+        monkeypatch.setattr(timing, "_unlike_pairs", unlike)
+        makespans.append(quick_makespan(graph, orders, 6, seconds))
+        assert len(timed[-1]) <= 2 * 2 * (len(sizes) - 1), "of two kinds of pairs, one each way"
+        monkeypatch.setattr(timing, "_unlike_pairs", lambda bundles: {ends for b in bundles for ends in b})
+        assert quick_makespan(graph, orders, 6, seconds) == makespans[-1]
+    assert makespans[0] != makespans[1]
 
 
 def test_a_group_waits_for_the_slowest_of_its_ranks() -> None:

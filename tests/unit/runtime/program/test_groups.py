@@ -11,7 +11,7 @@ import pytest
 from cost_models.errors import DeadlockError, InternalError
 from runtime.check.check import check
 from runtime.program.groups import on_leaders
-from runtime.program.order import build_programs
+from runtime.program.order import build_group_programs, build_programs
 from runtime.program.program import (
     Backward,
     Compute,
@@ -76,6 +76,27 @@ def test_each_group_gets_its_own_computes_and_collectives_and_single_ranks_their
         "rank 5: 1F0 1B0 +b@2,5 +d@0,1,2,5 step",
     ]
     assert check(programs, INDEPENDENT, 1, tied=TIED).messages == 2
+
+
+def test_the_first_of_a_group_has_the_program_from_which_its_ranks_get_theirs() -> None:
+    groups = build_group_programs(INDEPENDENT, ORDERS, 1, transfer_seconds=no_time, tied=TIED)
+    assert [str(program) for program in groups.programs] == [
+        "rank 0: 0F0 4F0 4B0 0B0 +/a@0,1 +d@0,1,2,5 step",
+        "rank 1: ",
+        "rank 2: ",
+        "rank 3: 2F0 >x:0@4 <d(x):0@4 2B0 +c@3,4 step",
+        "rank 4: <x:0@3 3F0 3B0 >d(x):0@3 +c@3,4 step",
+        "rank 5: 1F0 1B0 +b@2,5 +d@0,1,2,5 step",
+    ]
+    assert groups.all() == independent()
+
+
+def test_a_rank_takes_part_in_its_own_sums_only() -> None:
+    tied = (TiedGroup(("a",), (0, 3)), TiedGroup(("b",), (1, 4)))
+    groups = build_group_programs(INDEPENDENT, ORDERS, 1, transfer_seconds=no_time, tied=tied)
+    assert str(groups.programs[0]).endswith("0B0 +a@0,3 +b@1,4 step")
+    assert str(groups.member(0)).endswith("0B0 +a@0,3 step")
+    assert str(groups.member(1)).endswith("0B0 +b@1,4 step")
 
 
 def test_groups_run_side_by_side_when_simulated() -> None:
