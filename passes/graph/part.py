@@ -7,7 +7,7 @@ x ─ mul ─ extra                 part {linear, mul}:    x ─ linear         
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 
 from cost_models.errors import InternalError
 from passes.graph.graph import GraphInput, GraphOutput, OpGraph
-from passes.graph.nodes import copy_graph, new_module, writes
+from passes.graph.nodes import new_module, writes
 
 
 def part_of(graph: OpGraph, ops: Collection[str], copied: Collection[str] = ()) -> OpGraph:
@@ -27,8 +27,9 @@ def part_of(graph: OpGraph, ops: Collection[str], copied: Collection[str] = ()) 
     own = set(ops)
     if own.issuperset(node.name for node in graph.ops):
         return graph
-    new = copy_graph(graph.graph)
-    entering = _take_values(graph, new, own, copied)
+    names = own | _needed(graph, own, copied)
+    kept = [node for node in graph.ops if node.name in names]
+    new, entering = _copied(graph, kept, own)
     leaving = tuple(
         GraphOutput(node.name, "value", node.name, node.name in graph.needs_grad)
         for node in graph.ops
@@ -51,30 +52,43 @@ def part_of(graph: OpGraph, ops: Collection[str], copied: Collection[str] = ()) 
     )
 
 
-def _take_values(
-    graph: OpGraph, new: fx.Graph, own: Collection[str], copied: Collection[str]
-) -> tuple[GraphInput, ...]:
-    """Put a placeholder into ``new``, a copy of ``graph``, for each value that ``own`` read of other ops."""
-    nodes = {node.name: node for node in new.nodes}
-    first = next(node for node in new.nodes if node.op != "placeholder")
+def _needed(graph: OpGraph, own: Collection[str], copied: Collection[str]) -> frozenset[str]:
+    """Name the ops of ``copied`` that ``own`` are computed from."""
+    found: set[str] = set()
+    waiting = [source for name in own for source in graph.nodes[name].all_input_nodes]
+    while waiting:
+        node = waiting.pop()
+        if node.name in copied and node.name not in found and node.name not in own:
+            found.add(node.name)
+            waiting += node.all_input_nodes
+    return frozenset(found)
+
+
+def _copied(
+    graph: OpGraph, kept: Sequence[fx.Node], own: Collection[str]
+) -> tuple[fx.Graph, tuple[GraphInput, ...]]:
+    """Copy the ops ``kept`` and what they read: the model's own inputs, and a placeholder for each value of other ops."""
+    names = {node.name for node in kept}
+    read = {source.name for node in kept for source in node.all_input_nodes} - names
+    new = fx.Graph()
+    made: dict[str, fx.Node] = {}
     taken = []
-    for old in graph.ops:
-        if old.name in own or old.name in copied or not any(user.name in own for user in old.users):
+    for old in graph.graph.nodes:
+        if old.name not in read:
             continue
-        if not isinstance(old.meta["val"], torch.Tensor):
-            raise InternalError(
-                f"run {len(own)} of the {len(graph)} ops of {graph.model_name} on a mesh of their own",
-                [f"{old.name} goes into the part and is no tensor"],
-            )
-        node = nodes[old.name]
-        with new.inserting_before(first):
-            placeholder = new.placeholder(old.name)
-        placeholder.meta = dict(node.meta)
-        node.replace_all_uses_with(placeholder)
-        new.erase_node(node)
-        placeholder.name = placeholder.target = old.name
-        taken.append(GraphInput(old.name, "value", old.name, old.name in graph.needs_grad))
-    return tuple(taken)
+        if old.op != "placeholder":
+            if not isinstance(old.meta["val"], torch.Tensor):
+                raise InternalError(
+                    f"run {len(own)} of the {len(graph)} ops of {graph.model_name} on a mesh of their own",
+                    [f"{old.name} goes into the part and is no tensor"],
+                )
+            taken.append(GraphInput(old.name, "value", old.name, old.name in graph.needs_grad))
+        made[old.name] = new.placeholder(old.name)
+        made[old.name].meta = dict(old.meta)
+    for node in kept:
+        made[node.name] = new.node_copy(node, lambda source: made[source.name])
+    new.output(()).meta.update(graph.graph.output_node().meta)
+    return new, tuple(taken)
 
 
 def with_outputs(

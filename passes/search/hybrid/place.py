@@ -10,11 +10,10 @@ micro-batches, ZeRO, recomputation                 a few candidates in order of 
 
 from __future__ import annotations
 
-import itertools
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -119,16 +118,14 @@ class _Hybrid:
                 self.graph, self.cluster, self.request.job, count, self.judge.recomputed,
                 self._shared(stage_of), self.request.time_limit_seconds,
             )  # fmt: skip
-            for way in self._ways(count):
-                try:
-                    found = self._tried(way, stage_of, stages)
-                except InfeasibleError as error:  # a stage does not fit, however it is shared
-                    self.refused.append(error)
-                    continue
-                tried.append(found)
-                if found[0].fits:
+            for ways in self._ways(count):
+                found = [
+                    f for way in ways if (f := self._tried_if_possible(way, stage_of, stages)) is not None
+                ]
+                tried += found
+                if any(simulated.fits for simulated, _ in found):
                     break
-            if tried and tried[-1][0].fits and self.degrees.stages == 1:
+            if self.degrees.stages == 1 and any(simulated.fits for simulated, _ in tried):
                 break  # more micro-batches cost no less where nothing is pipelined
         return tried
 
@@ -136,12 +133,31 @@ class _Hybrid:
         """Name the parameters and buffers that several stages read."""
         return shared_state(self.graph, Segmentation(stage_of, self._groups(), self.judge.recomputed))
 
-    def _ways(self, count: int) -> Iterator[_Way]:
-        """Yield the ways of one number of micro-batches, the cheapest in seconds first."""
+    def _ways(self, count: int) -> list[list[_Way]]:
+        """List the ways of one number of micro-batches: those of the next list are tried where none of a list fits.
+
+        ZeRO-3 gathers parameters in every micro-batch, recomputation runs blocks twice: which costs less, only simulating
+        both tells.
+        """
         replicated = any((self.degrees.replicas(g) or 1) > 1 for g in range(len(self.degrees.groups)))
-        zeros = (0, 1, 3) if self.fix.zero is None and replicated else (self.fix.zero or 0,)
-        again = {"none": (False,), "full": (True,), "auto": (False, True)}[self.recompute]
-        yield from (_Way(count, zero, more) for more, zero in itertools.product(again, zeros))
+        zeros = [0, 1, 3] if self.fix.zero is None and replicated else [self.fix.zero or 0]
+        again = {"none": [False], "full": [True], "auto": [False, True]}[self.recompute]
+        order = [[(0, False)], [(1, False)], [(0, True)], [(1, True), (3, False)], [(3, True)]]
+        listed = (
+            [_Way(count, zero, more) for zero, more in ways if zero in zeros and more in again]
+            for ways in order
+        )
+        return [ways for ways in listed if ways]
+
+    def _tried_if_possible(
+        self, way: _Way, stage_of: Mapping[str, int], stages: StageSearch
+    ) -> tuple[Simulated, dict[int, StageSharded]] | None:
+        """Simulate a way; None, and the reason kept, where a stage does not fit however it is shared."""
+        try:
+            return self._tried(way, stage_of, stages)
+        except InfeasibleError as error:
+            self.refused.append(error)
+            return None
 
     def _tried(
         self, way: _Way, stage_of: Mapping[str, int], stages: StageSearch

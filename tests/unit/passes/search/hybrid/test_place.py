@@ -113,7 +113,8 @@ def test_zero_and_recompute_are_tried_where_they_are_open_and_memory_is_short(gr
     assert not best.recomputed_blocks
     assert not best.shardings[0].sharded_state
     needed = int(max(easy.realized.simulation.peak_bytes))
-    slightly = on(needed - 2**10, fix).outcome.best.candidate
+    assert on(needed - 2**10, fix).outcome.best.candidate.recomputed_blocks
+    slightly = on(needed - 2**10, f"{fix} recompute=none").outcome.best.candidate
     own = slightly.shardings[0]
     kept = [*own.stored.values(), *own.sharded_state.values()]
     assert any(isinstance(placement, Shard) for layout in kept for placement in layout), "ZeRO-1 or 3"
