@@ -83,6 +83,7 @@ class GraphPlan(PlanFile):
 
     _called: ClassVar[str] = "plan of a graph"
     _anew: ClassVar[str] = ANEW
+    schema_version: Literal[1] = 1
     kind: Literal["graph"] = "graph"
     partitioner_version: str
     graph: GraphInfo

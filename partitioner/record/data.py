@@ -26,6 +26,11 @@ class PlanData(PlanFields):
         return self
 
     @property
+    def placements(self) -> dict[str, tuple[int, ...]]:
+        """Return the devices of every placed op; made anew each time."""
+        return {op: stage.devices for stage in self.stages for op in stage.ops}
+
+    @property
     def used_devices(self) -> tuple[int, ...]:
         """The devices that run something, in the cluster's order. Idle ones get no process."""
         return tuple(sorted({device for stage in self.stages for device in stage.devices}))

@@ -72,7 +72,6 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         recompute=recompute,
         splits=tuple(SplitRecord(op=s.op, dim=s.dim, sizes=s.sizes) for s in outcome.splits),
         stages=_stages(compiled),
-        placements={name: realized.groups[stage] for name, stage in realized.stage_of.items()},
         # On shards, what every rank computes for itself is not told apart.
         recomputed=tuple(sorted(realized.segmentation.recomputed)),
         tied=tuple(

@@ -11,9 +11,9 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import ValidationError
 
@@ -21,8 +21,8 @@ from cost_models.cluster_file import key_path
 from cost_models.errors import PlanError
 from cost_models.units import show
 from partitioner.record.base import Record
+from partitioner.record.upgrade import Upgrade
 
-SCHEMA_VERSION: Final = 1
 MOST_BYTES = 1 << 28
 """The largest file: a plan of 100,000 ops has some 20 MB."""
 MOST_DEPTH = 40
@@ -41,7 +41,11 @@ class PlanFile(Record):
     _anew: ClassVar[str] = f"{ANEW}; plans are not meant to be edited"
     """The words of errors: what the file should be, and where to get one."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    _version: ClassVar[int] = 1
+    _upgrades: ClassVar[Mapping[int, Upgrade]] = {}
+    """Earlier versions that are read, and what makes them the next one."""
+
+    schema_version: int
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON. Atomic: a crash leaves the previous file, never half of a new one."""
@@ -55,7 +59,11 @@ class PlanFile(Record):
     @classmethod
     def from_json(cls, text: str, *, source: str = "<text>") -> Self:
         """Parse a plan; ``source`` names it in errors."""
-        read_json(text, source, SCHEMA_VERSION)
+        data = read_json(text, source, (*cls._upgrades, cls._version))
+        if data["schema_version"] != cls._version:
+            while data["schema_version"] != cls._version:
+                data = cls._upgrades[data["schema_version"]](data)
+            text = json.dumps(data)
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
@@ -106,8 +114,8 @@ def read_text(path: str | os.PathLike[str]) -> str:
         ) from error
 
 
-def read_json(text: str, source: str, version: int) -> None:
-    """Raise PlanError unless ``text`` is a JSON object of this schema version, with sane numbers and depth."""
+def read_json(text: str, source: str, versions: Sequence[int]) -> dict[str, Any]:
+    """Read a JSON object of one of these schema versions; raise PlanError for others, and for insane numbers and depth."""
     try:
         data = json.loads(text, parse_int=_integer)
     except json.JSONDecodeError as error:
@@ -124,16 +132,19 @@ def read_json(text: str, source: str, version: int) -> None:
             [f"it has no schema_version; its keys are {', '.join(map(show, list(data)[:6])) or 'none'}"],
             [GIVE_PLAN],
         )
-    if type(found) is not int or found != version:
-        newer = isinstance(found, int) and found > version
+    if type(found) is not int or found not in versions:
+        newer = isinstance(found, int) and found > max(versions)
         raise PlanError(
             f"{source} is a plan of another version",
-            [f"its schema_version is {show(found)}, this partitioner reads {version}"],
+            [
+                f"its schema_version is {show(found)}, this partitioner reads {' and '.join(map(str, versions))}"
+            ],
             ["update partitioner, or " + ANEW if newer else ANEW],
         )
     problems = [problem for problem, _ in zip(_insane(data, "", 0), range(MOST_PROBLEMS), strict=False)]
     if problems:
         raise PlanError(f"{source} is not a valid plan", problems, [ANEW])
+    return data
 
 
 def validation_problems(error: ValidationError) -> list[str]:

@@ -14,9 +14,10 @@ from cost_models.units import listed
 from passes.graph.graph import OpGraph
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import colocated
-from passes.lower.lower import crossing_values
+from passes.lower.lower import crossing_values, value_spec
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import tied_groups
+from runtime.segment.microbatch import microbatch_sizes
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
@@ -35,6 +36,7 @@ def refuse_wrong_stages(plan: PlanData, graph: OpGraph) -> None:
         ranks = tuple(stage.devices for stage in plan.stages)
         segmentation = Segmentation(stage_of, ranks, frozenset(plan.recomputed))
         problems = [*_values(plan, graph, segmentation), *_tied(plan, graph, segmentation)]
+        problems += [] if problems else [*_extents(plan, graph)]
     if problems:
         more = [f"… and {len(problems) - MOST_REPORTED} more"] if len(problems) > MOST_REPORTED else []
         raise PlanError(
@@ -80,6 +82,18 @@ def _values(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Itera
                 f"{' and its gradient back' if gradient else ', without a gradient'}; the plan says {s}, {listed(t)}"
                 f"{' and back' if g else ', without a gradient'}"
             )
+
+
+def _extents(plan: PlanData, graph: OpGraph) -> Iterator[str]:
+    """Compare the extents of values between groups of devices: from them follows who sends which piece."""
+    samples = microbatch_sizes(plan.batch_size, plan.microbatches)[0]
+    sizes = {**graph.example_sizes, graph.batch.batch_symbol: samples}
+    for value in plan.values if any(stage.sharding is not None for stage in plan.stages) else ():
+        spec = value_spec(graph, value.name)
+        needed, given = (spec.concrete(sizes), spec.dtype.itemsize), (value.shape, value.element_bytes)
+        if needed != given:
+            said = f"{needed[0]} of {needed[1]} bytes each; the plan says {given[0]} of {given[1]}"
+            yield f"values: {value.name} has shape {said}"
 
 
 def _tied(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PlainSerializer, PlainValidator, WithJsonSchema
 
@@ -10,8 +11,10 @@ from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from cost_models.precision import DTYPE_FIELDS, NAMES, Precision
 from partitioner.record.base import Amount, CertificateRecord, Natural, Record
+from partitioner.record.compact import BytesByDevice, Devices, SecondsByDevice
 from partitioner.record.file import PlanFile
 from partitioner.record.sharding import StageSharding
+from partitioner.record.upgrade import UPGRADES, Upgrade
 
 
 def _read_precision(value: object) -> Precision:
@@ -56,9 +59,9 @@ class ModelInfo(Record):
 
 
 class Stage(Record):
-    """One segment of the model. Seconds are per micro-batch on the stage's device."""
+    """One segment of the model. Seconds are per micro-batch, bytes those of each of the stage's devices."""
 
-    devices: tuple[Natural, ...]
+    devices: Devices
     ops: tuple[str, ...]
     modules: tuple[str, ...] = Field(
         description="outermost module paths that lie wholly inside, or 'path (part)'"
@@ -121,7 +124,7 @@ class TiedParameter(Record):
     """A trainable parameter that several ranks hold; its gradients are summed before the optimizer."""
 
     name: str
-    ranks: tuple[Natural, ...]
+    ranks: Devices
     size_bytes: Natural
 
 
@@ -143,7 +146,7 @@ class Prediction(Record):
         ge=0, description="model FLOPs utilisation: useful FLOP/s over the devices' peak"
     )
     bubble_fraction: float = Field(ge=0, le=1)
-    peak_memory_bytes: dict[str, Natural] = Field(description="per device, keyed by rank")
+    peak_memory_bytes: BytesByDevice = Field(description="per device, keyed by rank")
     communication_bytes: Natural = Field(
         description="sent by all devices in one step: messages, and collectives by the volume of their algorithms"
     )
@@ -185,6 +188,10 @@ class ProofRecord(Record):
 class PlanFields(PlanFile):
     """Everything that a plan file holds. What must hold between the fields: ``partitioner.record.checks``."""
 
+    _version: ClassVar[int] = 2
+    _upgrades: ClassVar[Mapping[int, Upgrade]] = UPGRADES
+
+    schema_version: Literal[2] = 2
     partitioner_version: str
     model: ModelInfo
     cluster: ClusterSpec
@@ -207,7 +214,6 @@ class PlanFields(PlanFile):
         default=(), description="ops that are run in blocks of neurons; the rest of the plan names the blocks"
     )
     stages: tuple[Stage, ...]
-    placements: dict[str, tuple[Natural, ...]] = Field(description="ranks of every placed op")
     recomputed: tuple[str, ...] = Field(description="cheap ops that every stage recomputes for itself")
     tied: tuple[TiedParameter, ...] = Field(description="trainable parameters held by several ranks")
     views: tuple[ViewRecord, ...] = Field(
@@ -216,8 +222,8 @@ class PlanFields(PlanFile):
     )
     values: tuple[StageValue, ...] = Field(description="what crosses between stages")
     transfers: tuple[Transfer, ...] = Field(description="what crosses between devices: the bridges")
-    state_bytes: dict[str, Natural] = Field(description="parameters, gradients and optimizer state, by rank")
-    optimizer_seconds: dict[str, Amount] = Field(description="time of the optimizer step, by rank")
+    state_bytes: BytesByDevice = Field(description="parameters, gradients and optimizer state, by rank")
+    optimizer_seconds: SecondsByDevice = Field(description="time of the optimizer step, by rank")
     attention_backend: str | None = Field(description="which attention the memory prediction assumes")
     prediction: Prediction
     certificate: CertificateRecord

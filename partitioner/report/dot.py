@@ -23,8 +23,9 @@ def op_graph(graph: OpGraph, plan: PlanData | None = None) -> nx.DiGraph[str]:
     Ops that stages recompute for themselves have no device.
     """
     dag: nx.DiGraph[str] = nx.DiGraph(name=graph.model_name)
+    placements = {} if plan is None else plan.placements
     for node in graph.ops:
-        ranks = plan.placements.get(node.name) if plan is not None else None
+        ranks = placements.get(node.name)
         dag.add_node(
             node.name,
             label=f"{node.name}\n{node.target}",

@@ -148,8 +148,9 @@ def recompute_line(plan: PlanData) -> list[str]:
 def blocks_line(plan: PlanData) -> list[str]:
     """Say which ops run in blocks of which sizes, alike ones together, and on which ranks the blocks lie."""
     alike: dict[str, list[str]] = {}
+    placements = plan.placements
     for split in plan.splits:
-        ranks = [plan.placements.get(block_name(split.op, number), ()) for number in range(len(split.sizes))]
+        ranks = [placements.get(block_name(split.op, number), ()) for number in range(len(split.sizes))]
         where = ", ".join(ranks_text(group) or "-" for group in ranks)
         sizes = " + ".join(map(str, split.sizes))
         alike.setdefault(f"{sizes} on {'rank' if len(ranks) == 1 else 'ranks'} {where}", []).append(split.op)

@@ -40,13 +40,12 @@ HOSTS = ClusterSpec.from_dict(
 def moved(plan: Plan, devices: Mapping[int, int]) -> Plan:
     """The same plan with device ``d`` played by ``devices[d]``."""
     data = plan.model_dump(mode="json")
-    for stage in data["stages"]:
-        stage["devices"] = [devices[d] for d in stage["devices"]]
-    data["placements"] = {op: [devices[d] for d in ds] for op, ds in data["placements"].items()}
+    for stage, old in zip(data["stages"], plan.stages, strict=True):
+        stage["devices"] = [devices[d] for d in old.devices]
     for transfer in data["transfers"]:
         transfer["source"], transfer["target"] = devices[transfer["source"]], devices[transfer["target"]]
-    for tied in data["tied"]:
-        tied["ranks"] = sorted(devices[d] for d in tied["ranks"])
+    for tied, before in zip(data["tied"], plan.tied, strict=True):
+        tied["ranks"] = sorted(devices[d] for d in before.ranks)
     return Plan.from_json(json.dumps(data))
 
 

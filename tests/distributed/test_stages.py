@@ -48,7 +48,6 @@ def side_by_side(graph: OpGraph, patterns: str) -> Plan:
             "strategy": "hybrid",
             "cluster": ClusterSpec.local(4),
             "stages": tuple(stages),
-            "placements": {op: stage.devices for stage in stages for op in stage.ops},
             "state_bytes": four,
             "optimizer_seconds": four,
             "prediction": plan.prediction.model_copy(update={"peak_memory_bytes": four}),

@@ -63,7 +63,6 @@ def made_plan(
         "precision": Precision(),
         "loss_reduction": "mean",
         "stages": tuple(_stage(s, rank, count, blocks_per_stage) for s, rank in enumerate(stage_ranks)),
-        "placements": {f"op{s}": (rank,) for s, rank in enumerate(stage_ranks)},
         "recomputed": ("arange",),
         "tied": (),
         "values": tuple(
@@ -167,7 +166,6 @@ def made_sharded_plan(cluster: ClusterSpec, axes: dict[str, int], *, layers: int
         "microbatches": 2,
         "recompute": "none",
         "stages": (stage,),
-        "placements": dict.fromkeys(ops, ranks),
         "recomputed": (),
         "transfers": (),
         "prediction": plan.prediction.model_copy(update={"messages": 0, "collectives": 321}),
@@ -203,7 +201,6 @@ def made_hybrid_plan(
         "batch_size": 64,
         "microbatches": 4,
         "stages": tuple(stages),
-        "placements": {op: stage.devices for stage in stages for op in stage.ops},
         "values": values if crossing else (),
         "transfers": (),
     }

@@ -71,7 +71,7 @@ def test_a_real_plan_fits_the_schema() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"batch_size": 0}, {"colour": "red"}, {"stages": "none"}, {"schema_version": 2}]
+    "change", [{"batch_size": 0}, {"colour": "red"}, {"stages": "none"}, {"schema_version": 3}]
 )
 def test_the_schema_refuses_what_the_loader_refuses(change: dict[str, object]) -> None:
     data = {**json.loads(made_plan(ClusterSpec.preset("dgx-h100")).model_dump_json()), **change}

@@ -356,7 +356,7 @@ def files(folder: Path) -> None:
     sharded["stages"][0]["sharding"]["choices"]["linear"] = ["S0 S0 R -> S0"]
     (folder / "wrongway.json").write_text(json.dumps(sharded))
     (folder / "cluster.json").write_text(json.dumps(plan["cluster"]))
-    (folder / "future.json").write_text(json.dumps({**plan, "schema_version": 2}))
+    (folder / "future.json").write_text(json.dumps({**plan, "schema_version": 3}))
     (folder / "edited.json").write_text(json.dumps({**plan, "batch_size": 0}))
 
 

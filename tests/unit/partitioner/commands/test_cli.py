@@ -208,7 +208,7 @@ def test_streams_that_take_nothing(plan_file: Path, redirection: str, code: int,
     assert done.returncode == code
     assert message in done.stderr
     assert "internal" not in done.stderr
-    assert redirection != "2>&-" or json.loads(done.stdout)["schema_version"] == 1
+    assert redirection != "2>&-" or json.loads(done.stdout)["schema_version"] == 2
 
 
 def test_a_process_of_its_own_ends_with_the_code(plan_file: Path) -> None:

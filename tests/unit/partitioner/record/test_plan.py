@@ -57,7 +57,7 @@ def test_a_saved_plan_loads_as_the_same_plan(tmp_path: Path) -> None:
 def test_the_file_has_every_documented_field() -> None:
     assert {
         "schema_version", "model", "cluster", "strategy", "batch_size", "microbatches", "schedule", "stages",
-        "placements", "transfers", "prediction", "certificate", "alternatives",
+        "transfers", "prediction", "certificate", "alternatives",
     } <= set(DATA)  # fmt: skip
     assert {"name", "fingerprint", "parameters"} <= set(DATA["model"])
     assert {"devices", "ops", "modules", "parameter_bytes", "forward_seconds", "backward_seconds"} <= set(
@@ -137,8 +137,6 @@ def test_saving_replaces_the_file_whole_or_not_at_all(tmp_path: Path) -> None:
         ("stages.0.devices", [-1], "stages[0].devices[0]: input should be greater than or equal to 0"),
         ("stages.0.ops", ["op1"], "stages[1].ops: 'op1' stands in stage 0 as well"),
         ("stages.0.ops", "op0", 'stages[0].ops: input should be a valid array, got "op0"'),
-        ("placements.op0", [1], "placements.op0: [1], but stages[0].devices is [0]"),
-        ("placements.ghost", [1], "placements.ghost: no stage holds this op"),
         ("values.0.producer", 1, "values[0]: goes from stage 1 to [1] of 2"),
         ("values.0.consumers", [5], "values[0]: goes from stage 0 to [5] of 2"),
         ("transfers.0.target", 9, "transfers[0]: goes from rank 0 to 9 in a cluster of 2"),
@@ -155,10 +153,10 @@ def test_saving_replaces_the_file_whole_or_not_at_all(tmp_path: Path) -> None:
             "cluster.nodes[0].count: input should be less than or equal to 65536",
         ),
         ("notes", [["a"]], "notes[0]: input should be a valid string"),
-        ("schema_version", 2, "its schema_version is 2, this partitioner reads 1"),
+        ("schema_version", 3, "its schema_version is 3, this partitioner reads 1 and 2"),
         ("schema_version", "1", 'its schema_version is "1", this partitioner reads 1'),
-        ("schema_version", True, "its schema_version is true, this partitioner reads 1"),
-        ("schema_version", 1.0, "its schema_version is 1.0, this partitioner reads 1"),
+        ("schema_version", True, "its schema_version is true, this partitioner reads 1 and 2"),
+        ("schema_version", 1.0, "its schema_version is 1.0, this partitioner reads 1 and 2"),
     ],
 )
 def test_a_damaged_plan_is_refused_with_the_key(path: str, value: Any, message: str) -> None:
@@ -249,13 +247,10 @@ def test_groups_of_devices_that_overlap_are_refused() -> None:
     plan = made_hybrid_plan(ClusterSpec.parse("A100-40GB:4"), ({"all": 2}, {"all": 2}), crossing=True)
     data = json.loads(plan.model_dump_json())
     Plan.from_json(changed("stages.1.devices", [2, 3], data))
-    ops = plan.stages[1].ops
     for devices, message in (([1, 2], "and [0, 1] of stages[0], overlap"), ([1, 0], "overlap")):
-        moved = {**data, "placements": {**data["placements"], **dict.fromkeys(ops, devices)}}
         with pytest.raises(PlanError, match=re.escape(message)):
-            Plan.from_json(changed("stages.1.devices", devices, moved))
-    chunks = {**data, "placements": {**data["placements"], **{op: [0, 1] for op in ops}}}
-    Plan.from_json(changed("stages.1.devices", [0, 1], chunks))
+            Plan.from_json(changed("stages.1.devices", devices, data))
+    Plan.from_json(changed("stages.1.devices", [0, 1], data))
 
 
 OPTIONAL = ("schema_version", "splits", "views", "opaque")

@@ -1,0 +1,161 @@
+"""Hand-tuned configurations of public recipes, each planned with one ``fix`` line: what they take by our own prediction.
+
+    python -m benchmarks.hand_configurations [--only 70b] [--json rows.json]
+
+A row is a model, a cluster, a batch and a fix; what is short is said where it does not fit. Recipes that used FP8 are
+planned in bfloat16: only the structure is compared. Sources: torchtitan's and Megatron-LM's published configurations,
+Narayanan et al. 2021 (arXiv 2104.04473, table 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import PartitionerError
+from partitioner import Plan, partition
+from partitioner.models.as_graph import as_graph
+from partitioner.models.load import load_workload
+from passes.graph.graph import OpGraph
+
+VOCABULARY = 51_200
+"""Tokens of Megatron's GPT models, padded."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration. ``model``: a bundled name, or (layers, width, heads) of a GPT."""
+
+    model: str | tuple[int, int, int]
+    seq: int
+    cluster: str
+    batch: int
+    fix: str
+
+    @property
+    def name(self) -> str:
+        """The model in a word or two."""
+        if isinstance(self.model, str):
+            return self.model
+        layers, width, _ = self.model
+        return f"gpt {layers}x{width}"
+
+
+def _gpt(layers: int, width: int, heads: int, devices: int, batch: int, tensor: int, pipeline: int) -> Row:
+    data = devices // (tensor * pipeline)
+    fix = f"pipeline={pipeline} tensor={tensor} data={data} microbatch=1 recompute=full"
+    return Row((layers, width, heads), 2048, f"dgx-a100:{devices // 8}", batch, fix)
+
+
+WIDE = "data=8 tensor=8 zero=1 microbatch=1 recompute=full"
+ROWS = (
+    Row("llama-70b", 8192, "dgx-h100:8", 128, "pipeline=8 interleave=5 tensor=4 microbatch=1"),
+    Row("llama-8b", 8192, "dgx-h100:1", 16, "data=8 zero=3 microbatch=2 recompute=full"),
+    Row("llama-8b", 8192, "dgx-h100:16", 256, "data=128 zero=3 microbatch=2 recompute=full"),
+    Row("llama-70b", 8192, "dgx-h100:32", 512, "data=32 tensor=8 zero=3 microbatch=16 recompute=full"),
+    Row("llama-405b", 8192, "dgx-h100:64", 256, f"pipeline=8 {WIDE}"),
+    Row("llama-405b", 8192, "dgx-h100:64", 256, f"pipeline=8 interleave=2 {WIDE}"),
+    Row((96, 12_288, 96), 2048, "dgx-h100:64", 2048, "pipeline=8 interleave=6 sequence=4 data=16 microbatch=2"),
+    _gpt(24, 2304, 24, 32, 512, 1, 1),
+    _gpt(30, 3072, 32, 64, 512, 2, 1),
+    _gpt(36, 4096, 32, 128, 512, 4, 1),
+    _gpt(40, 6144, 48, 256, 1024, 8, 1),
+    _gpt(48, 8192, 64, 512, 1536, 8, 2),
+    _gpt(60, 10_240, 80, 1024, 1792, 8, 4),
+    _gpt(80, 12_288, 96, 1536, 2304, 8, 8),
+    _gpt(96, 16_384, 128, 1920, 2160, 8, 16),
+    _gpt(105, 20_480, 128, 2520, 2520, 8, 35),
+    _gpt(128, 25_600, 160, 3072, 3072, 8, 64),
+)  # fmt: skip
+
+
+def traced(row: Row) -> OpGraph:
+    """Trace a row's model in bfloat16, without values."""
+    if isinstance(row.model, str):
+        return as_graph(load_workload(row.model, settings={}, seq=row.seq, dtype="bfloat16"))
+    layers, width, heads = row.model
+    config = {
+        "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": layers, "n_embd": width, "n_head": heads,
+        "n_positions": row.seq, "vocab_size": VOCABULARY, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        return as_graph(load_workload(f"hf:{path}", settings={}, seq=row.seq, dtype="bfloat16"))
+
+
+def measured(rows: list[Row]) -> Iterator[dict[str, object]]:
+    """Plan the rows, and yield what each came to."""
+    for row in rows:
+        graph = traced(row)
+        started = time.perf_counter()
+        found: dict[str, object] = {
+            "model": row.name,
+            "devices": row.cluster,
+            "batch": row.batch,
+            "fix": row.fix,
+        }
+        try:
+            plan = partition(
+                graph, ClusterSpec.parse(row.cluster), strategy="hybrid", fix=row.fix, batch_size=row.batch
+            )
+            found |= _figures(plan)
+        except PartitionerError as error:
+            found["refused"] = [error.what, *error.because]
+        found["planning_seconds"] = round(time.perf_counter() - started, 1)
+        found["resident_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+        yield found
+
+
+def _figures(plan: Plan) -> dict[str, object]:
+    p = plan.prediction
+    return {
+        "world": plan.world_size,
+        "step_seconds": p.step_seconds,
+        "mfu": p.mfu,
+        "peak_gib": max(p.peak_memory_bytes.values()) / 2**30,
+        "bubble": p.bubble_fraction,
+        "file_mb": len(plan.model_dump_json()) / 1e6,
+    }
+
+
+def line(row: dict[str, object]) -> str:
+    """Write a row of the table in ``docs/06g-hybrid.md``."""
+    head = f"| {row['model']} | {row['devices']} | {row['batch']} | `{row['fix']}` |"
+    if "refused" in row:
+        refused = row["refused"]
+        assert isinstance(refused, list)
+        return f"{head} {'; '.join(refused[:3])} | | | | {row['planning_seconds']} |"
+    return (
+        f"{head} {row['step_seconds']:.2f} s | {row['mfu']:.1%} | {row['peak_gib']:.1f} GiB | {row['bubble']:.1%} | "
+        f"{row['planning_seconds']} |"
+    )
+
+
+def main() -> None:
+    """Print the table, row by row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="rows whose model, devices or fix contain this")
+    parser.add_argument("--json", type=Path, help="append a line of JSON per row")
+    given = parser.parse_args()
+    rows = [row for row in ROWS if given.only in f"{row.name} {row.cluster} {row.fix}"]
+    print(
+        "| model | devices | batch | fix | step | MFU | fullest device | bubble | planning, s |\n|"
+        + "---|" * 9
+    )
+    for found in measured(rows):
+        print(line(found), flush=True)
+        if given.json is not None:
+            with given.json.open("a") as file:
+                file.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
