@@ -5,6 +5,7 @@ One sharded stage: every layout, with everything else as it is. Plans of several
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cost_models.units import counted, format_bytes, format_seconds, percent
@@ -13,13 +14,15 @@ from partitioner.explain.graph_of_plan import graph_of
 from partitioner.explain.stages import of_free, of_layers
 from partitioner.record.modules import range_of, shorten
 from partitioner.record.rebuild import refuse_wrong_choices
-from partitioner.report.sharding import mesh_text
+from partitioner.report.sharding import devices_text, mesh_text
 from passes.costs.costs import costs_of
-from passes.graph.blocks import regions_of
+from passes.graph.blocks import regions_of_stages
+from passes.graph.part import part_of
 from passes.lower.job import Job
 from passes.search.explain import Way
 from passes.search.feature.explain import Alternatives, alternatives
-from passes.search.feature.setting import Setting
+from passes.search.feature.setting import PartPlace, Setting
+from passes.search.recomputed import Regions
 from passes.search.words import STRATEGY_WORDS
 from passes.shard.discover import Discovery
 
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from partitioner.record.data import PlanData
     from partitioner.record.records import Stage
     from partitioner.record.sharding import StageSharding
-from passes.graph.graph import OpGraph
+    from passes.graph.graph import OpGraph
 
 
 def explain_plan(
@@ -38,31 +41,54 @@ def explain_plan(
 
     The cost of other layouts is known if the plan is one sharded stage.
     """
-    only = plan.stages[0] if len(plan.stages) == 1 else None
-    if only is None or only.sharding is None:
-        graph = None
-        if model is not None or plan._made_with.graph is not None:
-            graph = graph_of(plan, model, f"explain {name}", options)
-        words = STRATEGY_WORDS.get(plan.strategy)
-        pieces = words is not None and words.stages == "pieces"
-        return of_free(plan, name, graph) if pieces else of_layers(plan, name, graph)
-    graph = graph_of(plan, model, f"explain {name}", options)
-    # A tied parameter goes by any of its names.
-    return _of_shards(plan, only, only.sharding, graph.aliases.get(name, name), graph)
+    words = STRATEGY_WORDS.get(plan.strategy)
+    one = len(plan.stages) == 1 and plan.stages[0].sharding is not None
+    graph = None
+    if one or model is not None or plan._made_with.graph is not None:
+        graph = graph_of(plan, model, f"explain {name}", options)
+    if words is not None and words.stages == "pieces":
+        return of_free(plan, name, graph)
+    if graph is None:
+        return of_layers(plan, name, graph)
+    name = graph.aliases.get(name, name)  # a tied parameter goes by any of its names
+    stage = plan.stages[0] if one else _sharded_stage(plan, name, graph)
+    if stage is None or stage.sharding is None:
+        return of_layers(plan, name, graph)
+    again = regions_of_stages(graph, dict.fromkeys(stage.ops, 0), [stage.recomputed_blocks])
+    own = graph if one else part_of(graph, stage.ops, plan.recomputed)
+    part = None if one else PartPlace(stage.devices, shared=frozenset(tied.name for tied in plan.tied))
+    explained = _of_shards(plan, stage, stage.sharding, name, own, again[0] if again else (), part)
+    if one:
+        return explained
+    where = f"stage {plan.stages.index(stage)} on {devices_text(stage.devices)}; the others as they are"
+    return replace(explained, facts={**explained.facts, "stage": where})
+
+
+def _sharded_stage(plan: PlanData, name: str, graph: OpGraph) -> Stage | None:
+    """Return the first sharded stage that runs the op, or reads the parameter or input; None if there is none."""
+    given = next((given.node for given in graph.inputs if given.name == name), name)
+    readers = {user.name for user in graph.nodes[given].users} if given in graph.input_of else {name}
+    return next((s for s in plan.stages if s.sharding is not None and readers & set(s.ops)), None)
 
 
 # --------------------------------------------------------------------------------------------------
-# One sharded stage
+# A sharded stage
 
 
 def _of_shards(
-    plan: PlanData, stage: Stage, sharding: StageSharding, name: str, graph: OpGraph
+    plan: PlanData,
+    stage: Stage,
+    sharding: StageSharding,
+    name: str,
+    graph: OpGraph,
+    again: Regions,
+    part: PartPlace | None,
 ) -> Explanation:
-    """Explain a plan whose only ``stage`` is shared as ``sharding`` says."""
+    """Explain what devices share as ``sharding`` says. ``graph``: the stage's own, or the model's if it is the only one."""
     placement = sharding.placement(stage.devices, plan.microbatches)
     refuse_wrong_choices(plan.model.name, graph, stage.ops, placement)
     job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
-    setting = Setting(plan.cluster, job, again=regions_of(graph, stage.recomputed_blocks))
+    setting = Setting(plan.cluster, job, again=again, part=part)
     found = alternatives(graph, costs_of(graph, plan.cluster), placement, setting, name, Discovery.stored())
     equals = [other for other in found.equals if other != name]
     facts = {"explained": f"{name}, {found.what}"}

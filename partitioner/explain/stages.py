@@ -21,6 +21,7 @@ from passes.lower.job import Job
 from passes.search.explain import Way
 from passes.search.free.explain import moved_together, ways_elsewhere
 from passes.search.free.list_judge import ListJudge
+from passes.search.words import BY_HAND
 
 if TYPE_CHECKING:
     from partitioner.record.data import PlanData
@@ -35,7 +36,7 @@ def of_layers(plan: PlanData, name: str, graph: OpGraph | None) -> Explanation:
         return Explanation(name, facts, ())
     facts["why"] = _why_cut(plan)
     other = where[0] + 1 if where[0] + 1 < len(plan.stages) else max(where[0] - 1, 0)
-    if other != where[0]:
+    if other != where[0] and plan.strategy == "layer":
         facts["try"] = (
             f"plan again with pins={{{name!r}: {other}}} to see what stage {other} would cost"
             if graph is None or name not in graph.parameters
@@ -126,6 +127,8 @@ def _layouts(plan: PlanData, index: int, name: str, ops: set[str]) -> list[str]:
 
 def _why_cut(plan: PlanData) -> str:
     certificate = plan.certificate
+    if certificate.solver_status == BY_HAND:
+        return "groups and degrees were fixed by hand; what was not is cut between blocks, so that groups are equally busy"
     text = "each device has one contiguous run of the program; where runs are cut was decided for all ops together: "
     if certificate.gap < 5e-5:
         return f"{text}no other cuts of the space searched cost less by the surrogate"

@@ -24,7 +24,7 @@ from passes.graph.graph import OpGraph
 from passes.search.explain import Way
 from passes.search.feature.bound import WireTable, bridges_used, price, wire_tables
 from passes.search.feature.codes import DEFERRED, WHOLE
-from passes.search.feature.graph import FeatureGraph, Unit, UnitKind, feature_graph
+from passes.search.feature.graph import FeatureGraph, Unit, UnitKind, feature_graph, leaving_name
 from passes.search.feature.options import Options, StoredChoice
 from passes.search.feature.problem import FeatureProblem, UnitNumbers, axes_of_parts, build_problem
 from passes.search.feature.setting import Setting
@@ -130,7 +130,7 @@ def _unit(space: FeatureGraph, name: str) -> Unit:
     node_of = {given.name: given.node for given in graph.inputs}
     found = space.unit_of.get(name, space.unit_of.get(node_of.get(name, "")))
     unit = None if found is None else space.units[found]
-    if unit is not None and unit.kind in ("op", "parameter", "batch"):
+    if unit is not None and unit.kind in ("op", "parameter", "batch", "value"):
         return unit
     if unit is not None or name in graph.nodes or name in node_of:
         why = "buffers, constants and sizes are whole on every device, and a part of a result is as the result is"
@@ -162,7 +162,7 @@ def _what(graph: OpGraph, unit: Unit) -> str:
     """ "linear in transformer.h.0.mlp.c_fc", "parameter"."""
     node = graph.nodes[unit.name]
     if unit.kind != "op":
-        return "input" if unit.kind == "batch" else unit.kind
+        return {"batch": "input", "value": "value of another stage"}.get(unit.kind, unit.kind)
     path = str(node.meta.get("module_path", ""))
     op = str(node.target).removeprefix("aten.").partition(".")[0]
     return f"{op} in {path}" if path else op
@@ -199,6 +199,9 @@ def _is_held(graph: OpGraph, placement: FeaturePlacement, unit: Unit, numbers: U
         ways = detail.per_axis(option)
         if unit.kind == "op":
             return ways == placement.choices.get(unit.name, ways)
+        if unit.kind in ("value", "leaving"):
+            made = tuple(w.inputs[0].placement if unit.kind == "leaving" else w.outputs[0] for w in ways)
+            return made == placement.values.get(unit.name.removeprefix(leaving_name("")), whole)
         layouts: Mapping[str, Placements] = placement.batch if unit.kind == "batch" else placement.stored
         if unit.kind == "state":
             return True

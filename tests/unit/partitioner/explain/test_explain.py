@@ -12,7 +12,7 @@ from torch import nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import PlanError, UsageError
-from partitioner import Plan, partition
+from partitioner import Plan, partition, trace
 from partitioner.explain.explain import _why
 from partitioner.report.dot import to_dot, to_json
 from passes.costs.costs import costs_of
@@ -21,7 +21,7 @@ from passes.search.feature.evaluate import evaluate
 from passes.search.feature.explain import alternatives
 from passes.search.feature.setting import Setting
 from passes.shard.words import FeaturePlacement, read_choice, read_placements
-from tests.distributed.sharded_models import Mlp
+from tests.distributed.sharded_models import Gpt, Mlp, gpt_batch
 from tests.support.made_plans import made_hybrid_plan
 
 
@@ -60,6 +60,26 @@ def test_a_stage_of_several_says_how_it_runs() -> None:
     assert found.facts["layout"] == "stage 1: op5 R~ S0 -> S2"
     assert not found.ways
     assert "layout" not in planned.explain("op1").facts
+
+
+def test_a_stage_on_a_group_says_what_else_it_could_be() -> None:
+    """With the model: its layouts on the stage's own devices, everything else as it is."""
+    graph = trace(Gpt(tied=False), gpt_batch(4))
+    planned = partition(
+        graph,
+        ClusterSpec.parse("A100-40GB:4"),
+        strategy="hybrid",
+        fix="pipeline=2 tensor=2 microbatch=2",
+        batch_size=8,
+    )
+    value = next(value for value in planned.values if value.consumers == (1,))
+    found = planned.explain("h.1.up.weight")
+    assert (found.facts["stage"], found.facts["chosen"]) == (
+        "stage 1 on ranks 2-3; the others as they are",
+        "stored S0",
+    )
+    assert {way.layout for way in found.ways} > {"stored S0", "stored S1"}
+    assert planned.explain(value.name).facts["stage"].startswith("stage 0")
 
 
 def changed(placement: FeaturePlacement, name: str, equals: tuple[str, ...], layout: str) -> FeaturePlacement:
