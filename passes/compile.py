@@ -19,6 +19,7 @@ from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
 from passes.lower.bridge import Bridge, bridges
+from passes.lower.candidate import Candidate
 from passes.lower.crossing import Crossings
 from passes.lower.realize import Realized
 from passes.search.any_plan import any_plan_bound
@@ -61,7 +62,7 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     realized = outcome.carried.realized
     between = Crossings(outcome.judge.graph, realized.segmentation, realized.placements)
     crossing = run_pass("bridge", _bridges, bridges, between)
-    proof = run_pass("check", _rules, proved, realized, outcome.best.candidate.microbatches)
+    proof = run_pass("check", _rules, proved, realized, outcome.best.candidate)
     plain = run_pass("baselines", _baselines, baselines, graph, costs, cluster, request.job)
     return Compiled(request, costs, outcome, realized, crossing, proof, plain)
 
@@ -78,9 +79,15 @@ def bounded(outcome: Outcome, judge: Judge) -> Outcome:
     return replace(outcome, certificate=certificate)
 
 
-def proved(realized: Realized, microbatches: int) -> Proof:
+def proved(realized: Realized, candidate: Candidate) -> Proof:
     """Prove the programs free of deadlock, everything in them matched."""
-    return check(realized.programs, realized.segments, microbatches, tied=realized.tied)
+    return check(
+        realized.programs,
+        realized.segments,
+        candidate.microbatches,
+        tied=realized.tied,
+        one_queue=candidate.one_queue,
+    )
 
 
 def _ops(costs: GraphCosts) -> str:

@@ -78,7 +78,7 @@ OPTIONS = (
         "fix",
         "hybrid: what is fixed, the rest is filled in: pipeline, interleave, tensor, sequence, data (degrees), zero (0, 1, "
         "3), microbatch (samples on each replica), recompute, groups (devices of each, where unequal), borders (modules "
-        "that begin a stage)",
+        "that begin a stage), queues (one or several for what a device sends; one on GPUs)",
         ', such as "pipeline=8 tensor=4 zero=1 microbatch=1" or {"groups": (1, 3)}.',
         ", such as 'pipeline=8 tensor=4 zero=1 microbatch=1' or 'groups=1,3'.",
     ),

@@ -65,6 +65,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         batch_size=job.batch_size,
         microbatches=candidate.microbatches,
         schedule=candidate.schedule,
+        one_queue=candidate.one_queue,
         optimizer_memory=job.optimizer,
         precision=job.precision,
         loss_reduction=graph.loss_reduction,

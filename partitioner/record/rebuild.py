@@ -111,12 +111,18 @@ def plan_programs(plan: PlanData, ranks: RankMap | None = None) -> tuple[Program
     """Make one program per rank, proved free of deadlock before anybody runs or simulates it."""
     segments, tied = plan_segments(plan), plan_tied(plan)
     programs = programs_for(
-        segments, plan.cluster, plan.schedule, plan.microbatches, tied, state_bytes=_state_bytes(plan)
+        segments,
+        plan.cluster,
+        plan.schedule,
+        plan.microbatches,
+        tied,
+        state_bytes=_state_bytes(plan),
+        one_queue=plan.one_queue,
     )
     if ranks is not None:
         programs = relabelled_programs(programs, ranks)
         segments, tied = plan_segments(plan, ranks), plan_tied(plan, ranks)
-    check(programs, segments, plan.microbatches, tied=tied)
+    check(programs, segments, plan.microbatches, tied=tied, one_queue=plan.one_queue)
     return programs
 
 

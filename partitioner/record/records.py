@@ -199,6 +199,10 @@ class PlanFields(PlanFile):
     batch_size: int = Field(ge=1, description="samples per optimizer step")
     microbatches: int = Field(ge=1)
     schedule: str
+    one_queue: bool = Field(
+        default=False,
+        description="whether devices may have one queue for all messages and collectives, as NCCL may",
+    )
     optimizer_memory: str
     precision: PrecisionField
     loss_reduction: Literal["mean", "sum", "token_mean"] = Field(

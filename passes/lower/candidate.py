@@ -65,6 +65,8 @@ class Candidate:
     """Stage -> the way in which its group shares it; a stage without one runs on a single rank."""
     contiguous: bool = True
     """True where each stage is one segment; False where segments follow from which values cross between devices."""
+    one_queue: bool = False
+    """True where every device may have one queue for all that it communicates (``runtime.program.order``)."""
     trail: Trail = field(default=Trail())
 
     @property

@@ -54,6 +54,7 @@ def realize(
         candidate.microbatches,
         costed.tied,
         state_bytes=costed.step.state_bytes,
+        one_queue=candidate.one_queue,
     )
     sizes = microbatch_sizes(job.batch_size, candidate.microbatches)
     simulation = simulate_step(programs, costed.segments, cluster, costed.step, sizes)

@@ -108,7 +108,10 @@ class Loaded:
         )
         """Part of the batch's loss that this rank's loss is: ranks of one segment have parts of a sum."""
         split = {i.segment for i in program.instructions if isinstance(i, BackwardInput)}
-        early = {index: early_outputs(codes[index], program) if send_early else () for index in mine}
+        # On a GPU, a send from inside a shared segment could overtake a receive that another of its ranks posts.
+        on_gpu = surroundings.device.type == "cuda"
+        may = {i for i in mine if send_early and (codes[i].mesh is None or not on_gpu)}
+        early = {i: early_outputs(codes[i], program) if i in may else () for i in mine}
         early_sends = {index: EarlySends() for index in mine if early[index]}
         self.runners = {
             index: SegmentRunner(

@@ -18,6 +18,7 @@ MOST = 1 << 20
 """The largest degree: a larger number is a typing error."""
 RECOMPUTE = ("none", "full", "auto")
 ZERO = (0, 1, 3)
+QUEUES = ("one", "several")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class Fix:
     """Devices of each group, where they are unequal."""
     borders: tuple[str, ...] | None = None
     """Modules whose first ops begin the second stage, the third, and so on."""
+    queues: str | None = None
+    """one: a device may have one queue for messages and collectives, more is not promised by NCCL; several: each makes
+    progress. None: one on GPUs."""
 
     def __str__(self) -> str:
         given = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -114,6 +118,12 @@ def _recompute(value: object) -> str:
     return str(value)
 
 
+def _queues(value: object) -> str:
+    if value not in QUEUES:
+        raise ValueError(f"expected one of {', '.join(QUEUES)}")
+    return str(value)
+
+
 def _list(value: object) -> list[object]:
     items = value.split(",") if isinstance(value, str) else value
     if not isinstance(items, list | tuple) or not items:
@@ -132,4 +142,4 @@ def _borders(value: object) -> tuple[str, ...]:
     return tuple(map(str, found))
 
 
-_READERS = {"zero": _zero, "recompute": _recompute, "groups": _groups, "borders": _borders}
+_READERS = {"zero": _zero, "recompute": _recompute, "groups": _groups, "borders": _borders, "queues": _queues}

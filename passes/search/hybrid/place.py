@@ -105,6 +105,8 @@ class _Hybrid:
         self.pins = _pins_of_stages(request.pins, self.degrees.stages)
         counts = microbatch_counts(self.fix, self.degrees, request.job.batch_size, request.microbatches)
         self.counts = accepted_counts(graph, request.job.batch_size, counts)
+        on_gpus = any(device.kind == "cuda" for device in cluster.devices)
+        self.one_queue = on_gpus if self.fix.queues is None else self.fix.queues == "one"
         self.refused: list[InfeasibleError] = []
         """The reasons of ways in which a stage cannot be sharded at all."""
         self._pins: dict[tuple[tuple[str, str], ...], Mapping[str, Pin]] = {}
@@ -209,6 +211,7 @@ class _Hybrid:
             schedule=self.schedule,
             recomputed_blocks=blocks if any(blocks) else (),
             shardings={number: s.placement for number, s in sharded.items()},
+            one_queue=self.one_queue,
         )
         return self.judge.simulate(candidate), sharded
 

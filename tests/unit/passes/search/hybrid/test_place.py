@@ -126,3 +126,13 @@ def test_zero_and_recompute_are_tried_where_they_are_open_and_memory_is_short(gr
 def test_a_schedule_that_the_groups_cannot_have_is_refused(graph: OpGraph) -> None:
     with pytest.raises(UsageError, match="interleaved on 2 groups needs"):
         planned(graph, "pipeline=2", 4, schedule="interleaved")
+
+
+def test_gpus_may_have_one_queue_for_everything(graph: OpGraph) -> None:
+    """Receives then come late enough, and the proof says so; the user may say that there are several queues."""
+    fix = "pipeline=2 tensor=2 microbatch=2"
+    one, several = planned(graph, fix, 4), planned(graph, f"{fix} queues=several", 4)
+    assert one.outcome.best.candidate.one_queue
+    assert not several.outcome.best.candidate.one_queue
+    assert any("for everything" in rule for rule in one.proof.rules)
+    assert not any("for everything" in rule for rule in several.proof.rules)
