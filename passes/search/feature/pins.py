@@ -84,25 +84,25 @@ def resolve(graph: OpGraph, pins: Mapping[str, str]) -> dict[str, Pin]:
 
 
 def pins_of_part(
-    part: OpGraph, pins: Mapping[str, Pin], arriving: Mapping[str, Placements]
+    part: OpGraph, pins: Mapping[str, Pin], arriving: Mapping[tuple[str, str], Placements]
 ) -> dict[str, Pin]:
     """Choose the pins of a part's nodes from those of the whole model: what a pattern is about depends on all of it.
 
-    A value that another part makes arrives as its op was to make it, or as ``arriving`` fixes it.
+    ``arriving``: (kind, name) of inputs whose layouts other parts on the same ranks have settled. Another value arrives as
+    its op was to make it.
     """
     found = {}
     for node in part.graph.nodes:
         given, pin = part.input_of.get(node.name), pins.get(node.name)
-        if given is not None and given.kind == "value":
-            if (layout := arriving.get(given.name)) is not None:
-                rules = tuple(AxisRule(frozenset({placement})) for placement in layout)
-                pin = Pin(given.name, given.name, placements_text(layout), rules, firm=True)
-            elif pin is not None:
-                made = tuple(
-                    None if rule is None or rule.outputs is None else AxisRule(rule.outputs, essential=False)
-                    for rule in pin.rules
-                )
-                pin = replace(pin, rules=made, firm=False)
+        if given is not None and (layout := arriving.get((given.kind, given.name))) is not None:
+            rules = tuple(AxisRule(frozenset({placement})) for placement in layout)
+            pin = Pin(given.name, given.name, placements_text(layout), rules, firm=True)
+        elif given is not None and given.kind == "value" and pin is not None:
+            made = tuple(
+                None if rule is None or rule.outputs is None else AxisRule(rule.outputs, essential=False)
+                for rule in pin.rules
+            )
+            pin = replace(pin, rules=made, firm=False)
         if pin is not None:
             found[node.name] = pin
     return found
