@@ -71,9 +71,10 @@ def _take_values(
             placeholder = new.placeholder(old.name)
         placeholder.meta = dict(node.meta)
         node.replace_all_uses_with(placeholder)
-        new.erase_node(node)
         placeholder.name = placeholder.target = old.name
         taken.append(GraphInput(old.name, "value", old.name, old.name in graph.needs_grad))
+    for given in taken:  # last, since ``first`` may be among them
+        new.erase_node(nodes[given.node])
     return tuple(taken)
 
 

@@ -89,7 +89,7 @@ class StageSearch:
                 for given in part.inputs
                 if (given.kind, given.name, stage.group) in settled
             }
-            pins = pins_of_part(part, stage.pins, arriving)
+            pins = pins_of_part(part, stage.pins, arriving, self.shared)
             try:
                 own = self._sharded(part, replace(stage, pins=pins), meshes.get(stage.group))
             except (UsageError, InfeasibleError) as error:
