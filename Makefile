@@ -36,9 +36,10 @@ lint: setup  ## ruff, strict mypy, floors, rooms and texts
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/unit/test_rooms.py tests/unit/test_texts.py
 
-verify-all: setup  ## every model x stages x schedule, and x mesh x pattern, in float64 on real processes
+verify-all: setup  ## every model x stages x schedule, x mesh x pattern, x groups x pattern, in float64 on real processes
 	$(BIN)/python -m benchmarks.verify_matrix
 	$(BIN)/python -m benchmarks.verify_matrix --strategy feature
+	$(BIN)/python -m benchmarks.verify_matrix --strategy hybrid
 
 odd-models: setup  ## 447 unusual models x 8 ways to plan them, trained beside a plain loop; ODD="--slice 1/8 --ways layer2"
 	$(BIN)/python -m tests.odd_models.run $(ODD)

@@ -2,13 +2,14 @@
 
     python -m benchmarks.fuzz [--models 0:500] [--plans 20] [--json FILE]        10,000 partitions
     python -m benchmarks.fuzz --only 17:3                                        the fourth plan of model 17, in words
+    python -m benchmarks.fuzz --strategies hybrid                   pipelines of sharded stages, layouts drawn at random
 
 Each model (``benchmarks.fuzz_models``) is planned ``--plans`` times, with random strategy, devices, schedule, numbers of
 micro-batches, pins, mesh, splits, recomputation, optimizer and precision; each plan is verified in float64 (``verify``):
 the loss, every gradient, buffer and parameter. Outcomes:
 
     verified    agrees
-    refused     an error in the user's words (PartitionerError), counted by what it says
+    refused     an error in the user's words (PartitionerError, not InternalError), counted by what it says
     DIFFERS     the plan computes something else
     RAISED      anything else was raised, or a rank hung
 
@@ -26,15 +27,17 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.fuzz_hybrid import random_layouts, random_pipeline
 from benchmarks.fuzz_models import random_workload
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import PartitionerError
+from cost_models.errors import InternalError, PartitionerError
 from cost_models.precision import Precision
 from partitioner import Workload, partition
 from partitioner.models.as_graph import as_graph
@@ -45,6 +48,8 @@ from runtime.ranks.launch import WorkerError, WorkerPool
 from runtime.schedules import SCHEDULES
 
 RANKS = 4
+STRATEGIES = ("layer", "feature", "free")
+"""Drawn from; a seed gives the same plan as long as they stay as they are."""
 TIME_LIMIT_SECONDS = 180.0
 """Longest wait for a plan, and for the ranks that verify it: a hang must end, and a busy machine is no fault."""
 SEARCH_SECONDS = 0.3
@@ -64,9 +69,13 @@ class Outcome:
     """Wall time of planning and verifying; the first plan of a model also traces it."""
 
 
-def random_options(draw: random.Random, graph: OpGraph) -> tuple[ClusterSpec, dict[str, Any]]:
+def random_options(
+    draw: random.Random, graph: OpGraph, strategies: Sequence[str] = STRATEGIES
+) -> tuple[ClusterSpec, dict[str, Any]]:
     """Draw a cluster and options of ``partition``."""
-    strategy = draw.choice(["layer", "feature", "free"])
+    strategy = draw.choice(strategies)
+    if strategy == "hybrid":
+        return random_pipeline(draw, graph)
     options: dict[str, Any] = {
         "strategy": strategy,
         "batch_size": draw.choice([4, 6, 8, 9, 12]),
@@ -150,7 +159,12 @@ def _splits(draw: random.Random, graph: OpGraph) -> dict[str, tuple[int, ...]] |
 
 
 def run_one(
-    model: int, number: int, workload: Workload, graphs: dict[Precision | None, OpGraph], pool: WorkerPool
+    model: int,
+    number: int,
+    workload: Workload,
+    graphs: dict[Precision | None, OpGraph],
+    pool: WorkerPool,
+    strategies: Sequence[str] = STRATEGIES,
 ) -> Outcome:
     """Plan and verify one partition of a model. ``graphs``: its traces so far, by precision."""
     draw = random.Random(1_000_003 * model + number)
@@ -160,14 +174,15 @@ def run_one(
         if precision not in graphs:
             graphs[precision] = as_graph(workload, precision=precision)
         graph = graphs[precision]
-        cluster, options = random_options(draw, graph)
+        cluster, options = random_options(draw, graph, strategies)
         words = f"{len(cluster.devices)} devices, precision {precision or 'own'}, " + ", ".join(
             f"{name}={value}" for name, value in options.items() if not name.startswith("time")
         )
-        plan = partition(graph, cluster, **options)
+        with random_layouts(draw):
+            plan = partition(graph, cluster, **options)
         report = verify_plan(plan, workload, graph=graph, pool=pool, timeout_seconds=TIME_LIMIT_SECONDS)
-    except WorkerError as error:
-        return Outcome(model, number, words, "RAISED", str(error))
+    except (WorkerError, InternalError):
+        return Outcome(model, number, words, "RAISED", traceback.format_exc())
     except PartitionerError as error:
         return Outcome(model, number, words, f"refused: {error.what}", str(error))
     except Exception:  # noqa: BLE001 the fuzz is there to find these
@@ -185,6 +200,7 @@ def main() -> int:
     options.add_argument("--models", default="0:500", help="first:end")
     options.add_argument("--plans", type=int, default=20)
     options.add_argument("--only", default="", help="model:plan")
+    options.add_argument("--strategies", default=",".join(STRATEGIES))
     options.add_argument("--json", type=Path, help="a line per plan")
     chosen = options.parse_args()
     logging.getLogger("partitioner").setLevel(logging.ERROR)
@@ -200,7 +216,7 @@ def main() -> int:
             graphs: dict[Precision | None, OpGraph] = {}
             for number in numbers:
                 begun = time.monotonic()
-                found = run_one(model, number, workload, graphs, pool)
+                found = run_one(model, number, workload, graphs, pool, chosen.strategies.split(","))
                 found = replace(found, seconds=round(time.monotonic() - begun, 2))
                 counts[found.outcome] += 1
                 if found.outcome in ("DIFFERS", "RAISED") or chosen.only:

@@ -21,8 +21,9 @@ from runtime.state.state_view import StateView
 
 
 def put_together(results: Sequence[StepResult], task: VerificationTask) -> list[StepResult]:
-    """Return one result per copy of the model, if ranks hold blocks; else the ranks' own. Losses of shards are summed."""
-    if not task.shardings and not task.parts:
+    """Return one result per copy of the model, if ranks share work; else the ranks' own. Losses of shards are summed."""
+    alone = all(len(segment.ranks) == 1 for segment in task.segments.segments)
+    if alone and not task.parts:
         return list(results)
     blocks: dict[tuple[str, str], list[tuple[Block, Tensor]]] = {}
     for rank, result in enumerate(results):

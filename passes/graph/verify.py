@@ -224,8 +224,10 @@ def _sizes_from_batch(graph: OpGraph) -> Iterator[str]:
                 yield f"{node.name} reads {source.name}"
 
 
-def _takes_values(graph: OpGraph) -> bool:
-    return any(entry.kind == "value" for entry in graph.inputs)
+def _is_part(graph: OpGraph) -> bool:
+    """Tell whether a graph takes values of other parts of a model, or computes of parameters alone."""
+    kinds = {entry.kind for entry in graph.inputs}
+    return "value" in kinds or "batch" not in kinds
 
 
 def _batch_known(graph: OpGraph) -> Iterator[str]:
@@ -233,8 +235,8 @@ def _batch_known(graph: OpGraph) -> Iterator[str]:
     for name in leaves - graph.batch.batch_dims.keys():
         yield f"batch input {name} has no batch dimension on record (None would do)"
     for symbol, (name, _) in graph.batch.symbols.items():
-        # A part of a model that takes values of other parts may not read the leaf itself.
-        if name not in leaves and not (name in graph.batch.batch_dims and _takes_values(graph)):
+        # A part of a model may not read the leaf itself.
+        if name not in leaves and not (name in graph.batch.batch_dims and _is_part(graph)):
             yield f"symbol {symbol} is read from {name}, which is no batch input"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from cost_models.errors import InternalError
-from cost_models.layout import Mesh
+from cost_models.layout import Mesh, Placement
 from passes.graph.graph import OpGraph
 from passes.graph.part import part_of
 from passes.lower.crossing import Crossings
@@ -81,12 +81,19 @@ class PlacedGraph:
         )
 
     def batch_of(self, rank: int) -> BatchSpec:
-        """Return how ``rank`` reads batches: as its segments do. Ranks of a mesh may read parts of them."""
+        """Return how ``rank`` reads batches: as its segments do, each its own leaves. Ranks of a mesh may read parts."""
         own = [index for index, ranks in enumerate(self.segmentation.ranks) if rank in ranks]
-        first, *others = [self.graph_of(index).batch for index in own] or [self.graph.batch]
-        if any(other != first for other in others):
-            raise InternalError(f"cut batches for rank {rank}", [f"segments {own} read them in unlike ways"])
-        return first
+        graphs = [self.graph_of(index) for index in own] or [self.graph]
+        spec = graphs[0].batch
+        found: dict[str, tuple[Placement, ...]] = {}
+        for graph in graphs:
+            read = {i.name: graph.batch.placements.get(i.name, ()) for i in graph.inputs if i.kind == "batch"}
+            unlike = any(found.setdefault(name, layout) != layout for name, layout in read.items())
+            if unlike or graph.batch.mesh != spec.mesh:
+                raise InternalError(
+                    f"cut batches for rank {rank}", [f"segments {own} read them in unlike ways"]
+                )
+        return replace(spec, placements={name: layout for name, layout in found.items() if layout})
 
 
 def on_meshes(

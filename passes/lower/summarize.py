@@ -119,6 +119,10 @@ def _segments_with_backward(
     for name, consumers in crossing.items():
         if name in graph.needs_grad:
             found.update(consumers)
+    for given in graph.inputs:
+        if given.kind == "value" and given.needs_grad:  # the graph is a part of another, whose ops made it
+            users = (user.name for user in graph.nodes[given.node].users)
+            found.update(segmentation.segment_of[name] for name in users if name in segmentation.segment_of)
     return frozenset(found)
 
 

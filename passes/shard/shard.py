@@ -200,8 +200,10 @@ class _Sharder:
             if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor):
                 sizes: tuple[Any, ...] = tuple(node.meta["val"].shape)
                 for size in sizes:
-                    if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                        known.setdefault(size.node.expr, size)
+                    if isinstance(size, torch.SymInt):
+                        count, symbol = size.node.expr.as_coeff_Mul()
+                        if symbol.is_Symbol:
+                            known.setdefault(symbol, size // int(count))  # flattened with another dimension
             sharded += zip(tensors_of(node), self.layouts[node.name], strict=True)
             if node.op == "call_function" and not is_projection(node):
                 for i, source in enumerate(operands(node)):

@@ -13,7 +13,7 @@ An exact layout goes before one with "?", and that before a pattern.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -84,25 +84,33 @@ def resolve(graph: OpGraph, pins: Mapping[str, str]) -> dict[str, Pin]:
 
 
 def pins_of_part(
-    part: OpGraph, pins: Mapping[str, Pin], arriving: Mapping[str, Placements]
+    part: OpGraph,
+    pins: Mapping[str, Pin],
+    arriving: Mapping[tuple[str, str], Placements],
+    shared: Collection[str] = (),
 ) -> dict[str, Pin]:
     """Choose the pins of a part's nodes from those of the whole model: what a pattern is about depends on all of it.
 
-    A value that another part makes arrives as its op was to make it, or as ``arriving`` fixes it.
+    ``arriving``: (kind, name) of inputs whose layouts other parts on the same ranks have settled. Another value arrives as
+    its op was to make it. ``shared``: parameters that other parts read too, which are whole whatever a pattern says.
     """
     found = {}
     for node in part.graph.nodes:
         given, pin = part.input_of.get(node.name), pins.get(node.name)
-        if given is not None and given.kind == "value":
-            if (layout := arriving.get(given.name)) is not None:
-                rules = tuple(AxisRule(frozenset({placement})) for placement in layout)
-                pin = Pin(given.name, given.name, placements_text(layout), rules, firm=True)
-            elif pin is not None:
-                made = tuple(
-                    None if rule is None or rule.outputs is None else AxisRule(rule.outputs, essential=False)
-                    for rule in pin.rules
-                )
-                pin = replace(pin, rules=made, firm=False)
+        if given is not None and (layout := arriving.get((given.kind, given.name))) is not None:
+            rules = tuple(AxisRule(frozenset({placement})) for placement in layout)
+            pin = Pin(given.name, given.name, placements_text(layout), rules, firm=True)
+        elif given is not None and given.kind == "value" and pin is not None:
+            made = tuple(
+                None if rule is None or rule.outputs is None else AxisRule(rule.outputs, essential=False)
+                for rule in pin.rules
+            )
+            pin = replace(pin, rules=made, firm=False)
+        elif given is not None and given.name in shared and pin is not None and pin.pattern:
+            pin = replace(
+                pin,
+                rules=tuple(None if rule is None else replace(rule, essential=False) for rule in pin.rules),
+            )
         if pin is not None:
             found[node.name] = pin
     return found
@@ -270,7 +278,8 @@ def broken(units: Sequence[tuple[Unit, UnitNumbers]], pins: Mapping[str, Pin], a
             problems.append(f"{pin.name} cannot be {pin.text} ({pin.glob!r}){_why_not(unit, pin, axes)}")
             continue
         for what, rules in _to_hold(pin, axes):
-            wanted.setdefault((pin.glob, what), pin.name)
+            sizes = ", ".join(map(str, unit.outputs[0].shape)) if unit.kind == "parameter" else ""
+            wanted.setdefault((pin.glob, what), f"{pin.name} of {sizes}" if sizes else pin.name)
             if _allowed(numbers, rules).all():
                 kept.add((pin.glob, what))
     return problems or [

@@ -13,7 +13,7 @@ from torch import fx
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
-from cost_models.layout import Mesh
+from cost_models.layout import Mesh, Replicate
 from cost_models.units import counted
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph, tensor_specs
@@ -75,27 +75,33 @@ class StageSearch:
     _parts: dict[tuple[str, ...], OpGraph] = field(default_factory=dict)
 
     def shard(self, stages: Sequence[StageWish]) -> dict[int, StageSharded]:
-        """Shard every stage that several devices share. A value arrives on a group in one layout for all its stages."""
+        """Shard every stage that several devices share. All stages of a group are on one mesh, on which a value or a part
+        of the batch arrives in one layout."""
         found: dict[int, StageSharded] = {}
-        settled: dict[tuple[str, tuple[int, ...]], Placements] = {}
+        meshes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        settled: dict[tuple[str, str, tuple[int, ...]], Placements] = {}
         for number, stage in enumerate(stages):
             if len(stage.group) == 1:
                 continue
             part = self._part(stage.ops)
-            arriving = {
-                given.name: settled[given.name, stage.group]
+            arriving: dict[tuple[str, str], Placements] = {
+                (given.kind, given.name): settled[given.kind, given.name, stage.group]
                 for given in part.inputs
-                if given.kind == "value" and (given.name, stage.group) in settled
+                if (given.kind, given.name, stage.group) in settled
             }
-            pins = pins_of_part(part, stage.pins, arriving)
+            pins = pins_of_part(part, stage.pins, arriving, self.shared)
             try:
-                own = self._sharded(part, replace(stage, pins=pins))
+                own = self._sharded(part, replace(stage, pins=pins), meshes.get(stage.group))
             except (UsageError, InfeasibleError) as error:
                 because = [f"on {counted(len(stage.group), 'device')}: {error.what}", *error.because]
                 raise type(error)(f"cannot shard stage {number}", because, error.suggestions) from error
-            found[number] = own
+            found[number], whole = own, (Replicate(),) * len(own.placement.mesh.shape)
+            meshes[stage.group] = own.placement.mesh.shape
+            read = {given.name for given in part.inputs if given.kind == "batch"}
+            for name in read:
+                settled["batch", name, stage.group] = own.placement.batch.get(name, whole)
             for name, layout in own.placement.values.items():
-                settled.setdefault((name, stage.group), layout)
+                settled.setdefault(("value", name, stage.group), layout)
         return found
 
     def _part(self, ops: tuple[str, ...]) -> OpGraph:
@@ -103,8 +109,10 @@ class StageSearch:
             self._parts[ops] = part_of(self.graph, ops, self.copied)
         return self._parts[ops]
 
-    def _sharded(self, part: OpGraph, stage: StageWish) -> StageSharded:
-        """Search a stage, or read what an equal one was found to be."""
+    def _sharded(self, part: OpGraph, stage: StageWish, mesh: tuple[int, ...] | None) -> StageSharded:
+        """Search a stage, or read what an equal one was found to be. ``mesh``: that of its group, where it is known."""
+        if stage.axes is not None:
+            mesh = tuple(size for _, size, _ in stage.axes)
         place = PartPlace(
             stage.group,
             tuple(name for name, _, _ in stage.axes or ()),
@@ -117,6 +125,7 @@ class StageSearch:
         key = (
             structure_of(part, {**marks, **dict.fromkeys(_nodes_of(part, place.shared), "shared")}),
             stage.axes,
+            mesh,
             stage.reserved_bytes,
             tuple(tuple(position[op] for op in names) for names in stage.again),
             place.crossing_seconds_per_byte,
@@ -127,7 +136,7 @@ class StageSearch:
                 self.job,
                 microbatches=self.microbatches,
                 time_limit_seconds=self.time_limit_seconds,
-                mesh=None if stage.axes is None else tuple(size for _, size, _ in stage.axes),
+                mesh=mesh,
                 max_axes=MAX_AXES,
                 reserved_bytes=stage.reserved_bytes,
                 part=place,

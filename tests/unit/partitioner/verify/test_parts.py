@@ -168,3 +168,13 @@ def test_a_rank_starts_with_copies_of_its_blocks() -> None:
     with torch.no_grad():
         state.leaves["fc1.weight#0"].zero_()
     assert torch.equal(made.model.fc1.weight, weight), "the model's own is never written"  # type: ignore[union-attr]
+
+
+def test_losses_of_ranks_that_share_a_stage_are_parts_of_one() -> None:
+    """Where stages have all parameters in common, ranks hold every tensor whole, and still share the work."""
+    shared = Segment(0, (0, 1), SegmentCost(1.0, 1.0, 1.0))
+    task = replace(TASK, segments=SegmentGraph((shared,), (), 2), parts={}, state={"v": STATE["v"]})
+    first, second = put_together([found(0, ("v",), 1.0), found(1, ("v",), 2.0)], task)
+    assert (first.loss, second.loss) == (3.0, None)
+    for each in (first, second):
+        assert torch.equal(each.parameters["v"], STATE["v"])

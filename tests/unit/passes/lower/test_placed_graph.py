@@ -8,15 +8,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError
 from cost_models.layout import Mesh, Replicate, Shard
+from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.graph.part import part_of
 from passes.graph.verify import verify_graph
+from passes.lower.candidate import Candidate
+from passes.lower.job import Job
 from passes.lower.lower import crossing_values, lower
 from passes.lower.placed_graph import PlacedGraph, on_meshes
+from passes.lower.realize import realize
 from passes.lower.segment import Segmentation, by_stage
 from passes.lower.summarize import tied_groups
+from passes.shard.shard import shard_graph
 from passes.shard.words import FeaturePlacement
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import BATCH, Mlp, place
@@ -160,3 +166,80 @@ def test_blocks_of_what_two_meshes_read_are_refused() -> None:
     own[1] = replace(own[1], stored={**own[1].stored, "tower.up.weight": (Shard(0),)})
     with pytest.raises(InternalError, match=r"tower.up.weight"):
         on_meshes(graph, segmentation(graph, FOUR, TWO), own)
+
+
+class Averaged(nn.Module):
+    """x [b, 3, 8] -> a number; a running average of what the first op makes, which it is also taken from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        self.mean.lerp_(y.flatten(0, 1).mean(0).detach(), 0.25)
+        return self.down(y - self.mean)  # type: ignore[no-any-return]
+
+
+AVERAGED = trace(Averaged(), torch.randn(4, 3, 8), loss_fn=lambda y, x: y.square().mean())
+
+
+def averaged_parts() -> list[list[str]]:
+    """The linear layer; the view of its output; the average of that; the rest."""
+    names = [node.name for node in AVERAGED.ops]
+    flat, detached = names.index("flatten"), next(k for k, name in enumerate(names) if "detach" in name)
+    return [names[:flat], [names[flat]], names[flat + 1 : detached + 1], names[detached + 1 :]]
+
+
+def test_a_part_takes_the_first_op_s_value_and_others_beside_it() -> None:
+    part = part_of(AVERAGED, averaged_parts()[3])
+    verify_graph(part, after="part_of")
+    known = {node.name for node in part.graph.nodes}
+    assert known.issuperset(source.name for node in part.graph.nodes for source in node.all_input_nodes)
+    assert len([given for given in part.inputs if given.kind == "value"]) == 2
+
+
+def test_a_part_that_is_given_samples_and_positions_as_one_dimension() -> None:
+    """Nothing that it is given counts samples alone."""
+    part = part_of(AVERAGED, averaged_parts()[2])
+    (given,) = (given for given in part.inputs if given.kind == "value")
+    mesh = Mesh((0, 1), (2,), ("all",))
+    placement = FeaturePlacement(mesh, {}, {}, {}, 1, values={given.name: (Shard(0),)})
+    own = shard_graph(part, placement)
+    verify_graph(own.graph, after="shard")
+    assert own.graph.batch.multiple == 2
+    assert own.graph.nodes[given.node].meta["val"].shape[0].node.expr == 3 * part.batch.batch_symbol
+
+
+def test_a_stage_that_owes_a_gradient_has_a_backward() -> None:
+    """The view of a value that needs a gradient: what is made of it needs none, and still it gives one back."""
+    parts = averaged_parts()
+    stage_of = {name: stage for stage, names in enumerate(parts) for name in names}
+    placed = {1: FeaturePlacement(Mesh((1, 2), (2,), ("all",)), {}, {}, {}, 1)}
+    candidate = Candidate(stage_of, ((0,), (1, 2), (3,), (0,)), 2, "list", shardings=placed)
+    cluster = ClusterSpec.local(4)
+    realized = realize(AVERAGED, costs_of(AVERAGED, cluster), cluster, Job(8), candidate)
+    assert [segment.has_backward for segment in realized.segments.segments] == [True, True, False, True]
+
+
+class Scaled(nn.Module):
+    """x [b, 8] -> [b, 8] by twice the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (2 * self.weight).t()  # type: ignore[no-any-return]
+
+
+def test_a_part_of_parameters_alone_reads_nothing_of_the_batch() -> None:
+    graph = trace(Scaled(), torch.ones(4, 8), loss_fn=lambda y, x: y.mean())
+    part = part_of(graph, ["mul"])
+    verify_graph(part, after="part_of")
+    assert [given.kind for given in part.inputs] == ["parameter"]
+    mesh = Mesh((0, 1), (2,), ("all",))
+    own = shard_graph(part, FeaturePlacement(mesh, {}, {}, {}, 1, values={"mul": (Shard(0),)}))
+    verify_graph(own.graph, after="shard")

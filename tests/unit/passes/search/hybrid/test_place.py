@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, UsageError
@@ -12,12 +13,27 @@ from passes.compile import Compiled, compile_graph
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
+from passes.lower.placed_graph import on_meshes
 from passes.search.hybrid.fix import read_fix
 from passes.search.hybrid.place import HybridRequest
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import Gpt, gpt_batch
 
 SAMPLES = 8
+
+
+class ReadsAgain(nn.Module):
+    """The third stage reads the batch's first leaf a second time, and another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        self.second = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+
+    def forward(self, x: Tensor, noise: Tensor) -> Tensor:
+        y = self.first(x).tanh()
+        y = self.second[1](self.second[0](y) + x * noise)
+        return self.second[3](self.second[2](y))  # type: ignore[no-any-return]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +82,24 @@ def test_interleaved_stages_go_round_the_groups(graph: OpGraph) -> None:
     candidate = planned(graph, "pipeline=2 interleave=2 tensor=4").outcome.best.candidate
     first, second = (0, 1, 2, 3), (4, 5, 6, 7)
     assert (candidate.groups, candidate.schedule) == ((first, second, first, second), "interleaved")
+
+
+@pytest.mark.parametrize("fix", ["pipeline=2 interleave=2 data=4", "pipeline=2 interleave=2"])
+def test_stages_of_a_group_read_batches_on_one_mesh_in_one_layout(fix: str) -> None:
+    """The stages of a group read unlike leaves of a batch, or the same ones: a rank cuts a batch once."""
+    own = trace(ReadsAgain(), (torch.ones(SAMPLES, 8), torch.ones(SAMPLES, 8)), loss_fn=lambda y, b: y.mean())
+    found = planned(own, f"{fix} borders=first.2,second.0,second.2")
+    candidate = found.outcome.best.candidate
+    assert len({s.mesh for number, s in candidate.shardings.items() if number % 2 == 0}) == 1
+    placed = on_meshes(own, found.realized.segmentation, candidate.shardings)
+    (again, noise) = (given.name for given in own.inputs if given.kind == "batch")
+    for rank in range(8):
+        spec = placed.batch_of(rank)
+        stages = [k for k, group in enumerate(candidate.groups) if rank in group]
+        read = {i.name for k in stages for i in placed.graph_of(k).inputs if i.kind == "batch"}
+        assert read == ({again, noise} if rank < 4 else set())
+        if "data" in fix:
+            assert spec.placements == dict.fromkeys(read, (Shard(0),))
 
 
 def test_unequal_groups_get_work_by_their_devices(graph: OpGraph) -> None:
