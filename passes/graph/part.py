@@ -56,8 +56,8 @@ def _take_values(
 ) -> tuple[GraphInput, ...]:
     """Put a placeholder into ``new``, a copy of ``graph``, for each value that ``own`` read of other ops."""
     nodes = {node.name: node for node in new.nodes}
-    first = next(node for node in new.nodes if node.op != "placeholder")
-    taken = []
+    first = next(node for node in new.nodes if node.op != "placeholder")  # which may be taken itself
+    taken, taken_nodes = [], []
     for old in graph.ops:
         if old.name in own or old.name in copied or not any(user.name in own for user in old.users):
             continue
@@ -71,9 +71,11 @@ def _take_values(
             placeholder = new.placeholder(old.name)
         placeholder.meta = dict(node.meta)
         node.replace_all_uses_with(placeholder)
-        new.erase_node(node)
-        placeholder.name = placeholder.target = old.name
+        taken_nodes.append((node, placeholder))
         taken.append(GraphInput(old.name, "value", old.name, old.name in graph.needs_grad))
+    for node, placeholder in taken_nodes:
+        new.erase_node(node)
+        placeholder.name = placeholder.target = node.name
     return tuple(taken)
 
 

@@ -90,6 +90,12 @@ PLACED = {
     "by samples twice": ((2, 2), "zero1 data"),
     "columns and rows": ((2,), "column_row"),
 }
+FIXED = {
+    "stages of replicas": "pipeline=2 data=2 borders=up",
+    "one, then two replicas": "groups=1,2 data=2 borders=up",
+    "stages of columns": "pipeline=2 tensor=2 borders=up",
+    "one, then three": "groups=1,3 borders=up",
+}
 
 
 @functools.cache
@@ -99,6 +105,15 @@ def graph() -> OpGraph:
 
 
 def made_plan(name: str) -> str:
+    if name in FIXED:
+        return partition(
+            graph(),
+            ClusterSpec.local(3 if name == "one, then two replicas" else 4),
+            strategy="hybrid",
+            fix=FIXED[name],
+            batch_size=SAMPLES,
+            microbatches=MICROBATCHES,
+        ).model_dump_json()
     mesh, patterns = PLACED[name]
     return partition(
         graph(),
