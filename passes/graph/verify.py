@@ -233,8 +233,9 @@ def _batch_known(graph: OpGraph) -> Iterator[str]:
     for name in leaves - graph.batch.batch_dims.keys():
         yield f"batch input {name} has no batch dimension on record (None would do)"
     for symbol, (name, _) in graph.batch.symbols.items():
-        # A part of a model that takes values of other parts may not read the leaf itself.
-        if name not in leaves and not (name in graph.batch.batch_dims and _takes_values(graph)):
+        # A part of a model may not read the leaf itself: it takes values of other parts, or nothing that has samples.
+        part = name in graph.batch.batch_dims and (_takes_values(graph) or not leaves)
+        if name not in leaves and not part:
             yield f"symbol {symbol} is read from {name}, which is no batch input"
 
 
