@@ -181,7 +181,7 @@ def evaluated(model: str, cluster: str, **options: Any) -> Texts:
                 rank = code.segmentation.ranks[code.segmentation.segment_of[node.name]][0]
                 holders.setdefault(given.name, set()).add(plan.used_devices[rank])
     placed = reuse_placement(code.graph, stage_of, evaluation, groups, holders)
-    segments = inference_segments(placed.graph, placed.segmentation, plan.cluster.world_size, 2, 1e-6)
+    segments = inference_segments(placed.graph, placed.segmentation, {}, plan.cluster, 2, 1e-6)
     programs = inference_programs(segments, plan.cluster, plan.microbatches)
     return {
         "graph": printed(placed.graph),

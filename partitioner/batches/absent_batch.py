@@ -21,8 +21,9 @@ from runtime.segment.code import BatchSpec
 class AbsentBatch:
     """A stand-in for a batch of ``samples`` samples, without contents. ``train_step`` and ``eval_step`` take it."""
 
-    def __init__(self, samples: int, graph: OpGraph) -> None:
-        self.samples = samples
+    def __init__(self, samples: int, graph: OpGraph, *, in_parts: bool = False) -> None:
+        self.samples, self.in_parts = samples, in_parts
+        """``in_parts``: the ranks that read it loaded parts of it."""
         self._graph = graph
 
     @property

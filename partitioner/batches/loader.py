@@ -139,8 +139,8 @@ def make_loader(
     if plan.iterable:
         stream = Stream(consumer.executor, dataset, plan, {**given, "collate_fn": collate})
         return EngineDataLoader(plan, reported(stream, consumer.executor))
-    order = order_of(plan, sampler)
+    order, place = order_of(plan, sampler), consumer.place if plan.parts else DataPlace()
     if not plan.reads:
-        return EngineDataLoader(plan, Counted(order, consumer.graph))
-    indexed = Indexed(dataset, order, consumer.place if plan.parts else DataPlace(), collate, given)
+        return EngineDataLoader(plan, Counted(order, place, consumer.graph))
+    indexed = Indexed(dataset, order, place, collate, given)
     return EngineDataLoader(plan, reported(indexed, consumer.executor))

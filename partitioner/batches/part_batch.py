@@ -5,14 +5,16 @@
     batch [s0 s1 s2 s3 | s4 s5 s6 s7]       ranks 0 1, part 0 of 2    [s0 s1 | s4 s5]
                                             ranks 2 3, part 1 of 2    [s2 s3 | s6 s7]
 
-This is so if all inputs arrive split by samples along the same axes. If one arrives whole, has no batch dimension (a
-count of the whole batch, perhaps) or an open length (that a batch is padded to), every rank loads the whole batch.
+This is so if all inputs arrive split by samples, along the same axes of a stage's mesh, and in as many parts at every
+stage that reads any: what is drawn at random in part 0 is then the same for its tokens on one stage and its labels on
+another. If one arrives whole, has no batch dimension (a count of the whole batch, perhaps) or an open length (that a
+batch is padded to), every rank loads the whole batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from cost_models.errors import UsageError
 from cost_models.layout import Mesh, Shard
+from partitioner.batches.absent_batch import AbsentBatch
 from partitioner.batches.step import shared_and_rest
 from partitioner.record.data import PlanData
 from passes.graph.graph import OpGraph
@@ -29,6 +32,7 @@ from passes.trace.loss.reduction import with_normalizers
 from runtime.execute.execute import Executor
 from runtime.mesh.sharding import coordinates
 from runtime.ranks.collective import Collectives
+from runtime.ranks.meeting import Meeting
 from runtime.segment.code import BatchSpec
 from runtime.segment.microbatch import GivenPart
 
@@ -68,7 +72,7 @@ class DataPlace:
 
 
 def data_place(plan: PlanData, graph: OpGraph, executor: Executor) -> DataPlace:
-    """Find this rank's part, of the samples that it reads. The same axes on every rank. ``graph``: the training graph."""
+    """Find this rank's part, of the samples that it reads, as far as it alone can tell. ``graph``: the training graph."""
     planned, least = (plan.batch_size, plan.microbatches), least_samples(graph)[0]
     spec = executor.batch_spec
     axes = _axes_of_samples(graph, spec, executor.leaf_names)
@@ -80,6 +84,22 @@ def data_place(plan: PlanData, graph: OpGraph, executor: Executor) -> DataPlace:
         world *= spec.mesh.shape[axis]
     speaks = all(at == 0 for axis, at in enumerate(place) if axis not in axes)
     return DataPlace(index, world, planned, least, spec.multiple, axes, speaks)
+
+
+def agreed_place(place: DataPlace, reads: bool, meeting: Meeting) -> DataPlace:
+    """Return ``place`` where all ranks that read inputs take as many parts; elsewhere all of the batch. Collective.
+
+    A rank that reads none takes none, and knows how many there are.
+    """
+
+    def judge(said: list[Any]) -> int:
+        worlds = {world for reading, world in said if reading}
+        return worlds.pop() if len(worlds) == 1 else 1
+
+    world = meeting.decide("parts of batches", [reads, place.world], judge)
+    if world == place.world:
+        return place
+    return replace(place, rank=0, world=world, axes=(), speaks=False)
 
 
 def _axes_of_samples(graph: OpGraph, spec: BatchSpec, read: frozenset[str]) -> tuple[int, ...]:
@@ -183,17 +203,26 @@ def normalized(
     leaves: Mapping[str, Tensor],
     sizes: Sequence[int],
     needed: Collection[str],
-    part: PartBatch | None,
+    batch: Any,
     collectives: Collectives,
 ) -> Mapping[str, Tensor]:
-    """Complete ``leaves`` by those that a token mean reads. For a part of a batch its divisor is summed over all parts.
+    """Complete ``leaves``, those of ``batch``, by what a token mean reads. Its divisor is summed over the parts of a batch.
 
-    Collective where ``part`` is given.
+    Collective where the batch was loaded in parts: then every rank takes part, also one that reads no divisor.
     """
     counts = graph.token_counts
-    if part is None or counts is None or not counts.made & set(needed):
+    if counts is None or not loaded_in_parts(batch):
         return with_normalizers(graph, leaves, sizes, needed)
-    own = counted(counts, graph.batch, leaves, [size // part.place.world for size in sizes])
-    own = (own if part.place.speaks else torch.zeros_like(own)).to(collectives.device)
-    numbers = collectives.all_reduce(own, "the valid tokens of the batch").wait()
+    length = sum(normalizer.numbers for normalizer in counts.normalizers)
+    own = torch.zeros(length + (len(sizes) if counts.metric_share else 0) + 1, dtype=torch.float64)
+    if isinstance(batch, PartBatch) and batch.place.speaks and counts.made & set(needed):
+        found = counted(counts, graph.batch, leaves, [size // batch.place.world for size in sizes])
+        own = torch.cat([found, found.new_full((1,), float(batch.place.rank == 0))])
+    summed = collectives.all_reduce(own.to(collectives.device), "the valid tokens of the batch").wait()
+    numbers = summed[:-1] / summed[-1]  # by the stages that counted: whole numbers
     return with_normalizers(graph, leaves, sizes, needed, numbers)
+
+
+def loaded_in_parts(batch: Any) -> bool:
+    """Tell whether ranks loaded parts of a batch, by what this one has of it."""
+    return isinstance(batch, PartBatch) or (isinstance(batch, AbsentBatch) and batch.in_parts)

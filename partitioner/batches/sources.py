@@ -42,14 +42,15 @@ def reported(source: BatchSource, executor: Executor) -> BatchSource:
 class Counted:
     """Stand-ins of the right sizes, for a rank that reads nothing."""
 
-    def __init__(self, order: BatchOrder, graph: OpGraph) -> None:
+    def __init__(self, order: BatchOrder, place: DataPlace, graph: OpGraph) -> None:
         # The real order is left out: it costs memory, and a sampler of the user's may look at the data.
         self._order = BatchOrder(order.length, order.batch_size, drop_last=order.drop_last)
-        self._graph = graph
+        self._place, self._graph = place, graph
 
     def __call__(self, epoch: int, first: int) -> Iterator[AbsentBatch]:
         for draw in self._order.draws(epoch, first):
-            yield AbsentBatch(len(draw.indices), self._graph)
+            samples = len(draw.indices)
+            yield AbsentBatch(samples, self._graph, in_parts=bool(self._place.sizes(samples)))
 
 
 class Indexed:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cost_models.errors import UsageError
+from partitioner.batches.part_batch import agreed_place, data_place
 from partitioner.deployment.agree import agree_on_ranks
 from partitioner.deployment.copies import refuse_unlike_copies
 from partitioner.deployment.share import Recipe, build_share
@@ -139,7 +140,10 @@ def deploy_plan(
         with meeting.all_or_none("compile", COMPILE_SECONDS):
             sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
             executor.warm_up(share.graph.example_shapes, sizes)
-    deployed = Deployed(plan, workload, dynamic_dims, share.graph, share.run, ranks, executor, share.state)
+    place = agreed_place(data_place(plan, share.graph, executor), bool(executor.leaf_names), meeting)
+    deployed = Deployed(
+        plan, workload, dynamic_dims, share.graph, share.run, ranks, executor, share.state, place
+    )
     return Engine(deployed, share.optimizer, share.keys, check_batches=check_batches, callbacks=callbacks)
 
 

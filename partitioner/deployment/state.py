@@ -22,7 +22,7 @@ def holders_of(
 ) -> dict[str, tuple[int, ...]]:
     """Return the ranks that hold each parameter and buffer of the model, or blocks of it.
 
-    A tensor that no segment reads stays with the first rank; one with a sharding is on every rank of its mesh.
+    A tensor that no segment reads stays with the first group; one with a sharding is on every rank of its mesh.
     """
     ranks_of: dict[str, set[int]] = {name: set() for name in (*graph.parameters, *graph.buffers)}
     for segment, names in enumerate(state_names_of_segments(graph, segmentation)):
@@ -30,8 +30,8 @@ def holders_of(
             ranks_of[name].update(segmentation.ranks[segment])
     for name, sharding in shardings.items():
         ranks_of[name].update(sharding.mesh.ranks)
-    first = min(rank for ranks in segmentation.ranks for rank in ranks)
-    return {name: tuple(sorted(ranks)) or (first,) for name, ranks in ranks_of.items()}
+    first = tuple(sorted(min(segmentation.ranks, key=min)))
+    return {name: tuple(sorted(ranks)) or first for name, ranks in ranks_of.items()}
 
 
 def rank_state(

@@ -202,7 +202,7 @@ class Engine:
             spec, place = self._graph.batch, self._place
             given = None if part is None else given_part(part, leaves, spec, sizes, place)
             sums = self.executor.run_step(
-                normalized(self._graph, leaves, sizes, needed, part, self.executor.collectives),
+                normalized(self._graph, leaves, sizes, needed, batch, self.executor.collectives),
                 len(sizes),
                 weights=weights,
                 gradient_scale=self.precision.gradient_scale * scale,

@@ -102,7 +102,7 @@ class Evaluator:
         if keep_outputs:
             refuse_unjoinable(made.runs.places, len(sizes))
         weights = loss_weights(graph.loss_reduction, sizes)
-        filled = normalized(graph, leaves, sizes, needed, part, executor.collectives)
+        filled = normalized(graph, leaves, sizes, needed, batch, executor.collectives)
         rounds = [
             *_rounds(range(len(shared)), plan.microbatches),
             *_rounds(range(len(shared), len(sizes)), plan.microbatches),

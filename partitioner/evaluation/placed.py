@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from cost_models.layout import Replicate, Shard
-from partitioner.batches.part_batch import DataPlace, data_place
+from cost_models.layout import Mesh, Replicate, Shard
+from partitioner.batches.part_batch import DataPlace
 from partitioner.models.workload import Workload
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild import stage_placements
@@ -23,14 +23,16 @@ from passes.evaluate.outputs import evaluation_outputs
 from passes.evaluate.parts import reuse_splits
 from passes.evaluate.placement import reuse_placement
 from passes.evaluate.programs import inference_programs, inference_segments
-from passes.evaluate.sharding import reuse_sharding
+from passes.evaluate.sharding import reuse_interfaces, reuse_sharding
 from passes.graph.graph import OpGraph
 from passes.graph.part import part_of
 from passes.graph.token_counts import user_leaves
 from passes.graph.verify import verify_graph
-from passes.lower.placed_graph import PlacedGraph, on_meshes
+from passes.lower.lower import crossing_values
+from passes.lower.placed_graph import PlacedGraph, alone
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import ops_by_segment
+from passes.shard.shard import shard_graph
 from passes.shard.words import FeaturePlacement, Placements
 from passes.split.split import Split
 from runtime.check.check import check
@@ -57,16 +59,14 @@ class Deployed:
     ranks: RankMap
     executor: Executor
     state: RankState
+    place: DataPlace
+    """The part of a batch that this rank may have loaded."""
 
     @cached_property
     def placements(self) -> dict[int, FeaturePlacement]:
-        """Stage -> how training runs it on its mesh, in ranks of the launch; without stages of one rank."""
-        return stage_placements(self.plan, self.ranks)
-
-    @cached_property
-    def place(self) -> DataPlace:
-        """The part of a batch that this rank may have loaded."""
-        return data_place(self.plan, self.training, self.executor)
+        """Stage -> how training runs it, one alone as on a mesh of its own; empty where every stage has one rank."""
+        found = stage_placements(self.plan)
+        return {i: found.get(i, alone(s.devices[0])) for i, s in enumerate(self.plan.stages)} if found else {}
 
     @property
     def multiple(self) -> int:
@@ -146,7 +146,8 @@ class PlacedEvaluation:
             graph, segmentation = placed.graph, placed.segmentation
         sizes = microbatch_sizes(plan.batch_size, plan.microbatches, deployed.multiple)
         op_seconds = sum(stage.forward_seconds for stage in plan.stages) / max(1, plan.model.ops)
-        planned = inference_segments(graph, segmentation, plan.cluster.world_size, sizes[0], op_seconds)
+        on_stages = self._on_stages(graph, segmentation, deployed.multiple if shared else 1)
+        planned = inference_segments(graph, segmentation, on_stages, plan.cluster, sizes[0], op_seconds)
         segments = relabelled_segments(planned, ranks)
 
         def programs_of(microbatches: int) -> Sequence[Program]:
@@ -155,7 +156,7 @@ class PlacedEvaluation:
             return programs
 
         programs = programs_of(plan.microbatches)
-        launched = self._sharded(graph, _launched(deployed, segmentation), shared)
+        launched = self._sharded(graph, _launched(deployed, segmentation), on_stages, shared)
         names = (*graph.parameters, *graph.buffers)
         constants = {name: constant.to(executor.device) for name, constant in graph.constants.items()}
         return executor.load(
@@ -173,27 +174,46 @@ class PlacedEvaluation:
         rank = self.deployed.state.rank
         return frozenset(index for index, ranks in enumerate(launched.ranks) if rank in ranks)
 
-    def _sharded(self, graph: OpGraph, launched: Segmentation, shared: bool) -> PlacedGraph:
+    def _on_stages(
+        self, graph: OpGraph, segmentation: Segmentation, unit: int
+    ) -> dict[int, FeaturePlacement]:
+        """Return, by segment, how training runs its group, with the values of ``graph``; nothing without any mesh."""
+        known, found = self.deployed.placements.values(), {}
+        crossing = crossing_values(graph, segmentation)
+        for index in range(len(segmentation) if known else 0):
+            own = [placement for placement in known if placement.mesh == segmentation.mesh_of(index)]
+            together = replace(
+                own[0],
+                choices={op: ways for placement in own for op, ways in placement.choices.items()},
+                values={name: layout for placement in own for name, layout in placement.values.items()},
+            )
+            values = reuse_interfaces(self.deployed.training, graph, crossing, together, unit)
+            found[index] = replace(together, values=values)
+        return found
+
+    def _sharded(
+        self,
+        graph: OpGraph,
+        launched: Segmentation,
+        on_stages: Mapping[int, FeaturePlacement],
+        shared: bool,
+    ) -> PlacedGraph:
         """Shard this rank's segments on meshes as training has them."""
         deployed, members = self.deployed, ops_by_segment(graph, launched)
         unit = deployed.multiple if shared else 1
         stored = {name: sharding.leaf for name, sharding in deployed.state.shardings.items()}
         arrivals = self._arrivals(graph) if shared else {}
-        placements = {}
-        for index in sorted(self._mine(launched)):
-            mesh = launched.mesh_of(index)
-            if mesh is None:
-                continue
-            own = [placement for placement in deployed.placements.values() if placement.mesh == mesh]
-            choices = {op: ways for placement in own for op, ways in placement.choices.items()}
+        to_ranks = {i: replace(p, mesh=_on_ranks(p.mesh, deployed.ranks)) for i, p in on_stages.items()}
+        sharded = {}
+        for index in sorted(self._mine(launched) & to_ranks.keys()):
             part = part_of(graph, [graph.ops[n].name for n in members[index]], launched.recomputed)
-            placements[index] = reuse_sharding(
-                deployed.training, replace(own[0], choices=choices), part, stored, arrivals, unit, graph
+            own = to_ranks[index]
+            placement = reuse_sharding(
+                deployed.training, own, part, stored, arrivals, unit, graph, own.values
             )
-        placed = on_meshes(graph, launched, placements, unit)
-        for sharded in placed.sharded.values():
-            verify_graph(sharded.graph, after="reuse_sharding")
-        return placed
+            sharded[index] = shard_graph(part, placement, unit)
+            verify_graph(sharded[index].graph, after="reuse_sharding")
+        return PlacedGraph(graph, launched, sharded, to_ranks)
 
     def _arrivals(self, graph: OpGraph) -> Mapping[str, Placements]:
         """Return how leaves arrive: in parts as in training, also those that training does not read, if all of them do."""
@@ -221,7 +241,7 @@ def _placed(deployed: Deployed, graph: OpGraph) -> PlacedGraph:
     devices = deployed.ranks.device_of_rank
     holders = {name: {devices[rank] for rank in ranks} for name, ranks in deployed.state.holders.items()}
     groups = [stage.devices for stage in plan.stages]
-    meshes = [None if s.sharding is None else s.sharding.mesh(s.devices) for s in plan.stages]
+    meshes = [deployed.placements[i].mesh if deployed.placements else None for i in range(len(groups))]
     placed = reuse_placement(deployed.run, stage_of, graph, groups, holders, meshes)
     verify_graph(placed.graph, after="reuse_placement")
     return placed
@@ -233,8 +253,9 @@ def _launched(deployed: Deployed, segmentation: Segmentation) -> Segmentation:
     return replace(
         segmentation,
         ranks=tuple(map(ranks.ranks, segmentation.ranks)),
-        meshes=tuple(
-            None if mesh is None else replace(mesh, ranks=ranks.ranks(mesh.ranks))
-            for mesh in segmentation.meshes
-        ),
+        meshes=tuple(None if mesh is None else _on_ranks(mesh, ranks) for mesh in segmentation.meshes),
     )
+
+
+def _on_ranks(mesh: Mesh, ranks: RankMap) -> Mesh:
+    return replace(mesh, ranks=ranks.ranks(mesh.ranks))

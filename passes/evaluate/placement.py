@@ -14,7 +14,7 @@ A parameter or buffer stays where training holds it. Three attempts, each for wh
     stages        every edge leads to the same or a later stage, one segment per stage
     fewer copies  the same, and cheap ops that read a buffer run once, where it is held, and send their result
     anywhere      every op runs where its parameters are, values travel back too; a parameter travels as a value where
-                  one op reads several that no rank holds together
+                  one op reads several that no group holds together
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from cost_models.errors import InternalError
+from cost_models.errors import UsageError
 from cost_models.layout import Mesh
 from passes.graph.graph import OpGraph
 from passes.graph.nodes import copy_graph, new_module
@@ -54,8 +54,8 @@ def reuse_placement(
     ``stage_of``: stage of each placed op of ``training``. ``groups``: the ranks that run each stage; ``meshes``: how they
     are arranged where several share it. ``holders``: the ranks that hold each parameter and buffer, or blocks of it.
 
-    The graph has an op more for every parameter that travels as a value. Raises ``InternalError`` where ops would have to
-    leave the stages, and a stage is on a mesh.
+    The graph has an op more for every parameter that travels as a value. Raises UsageError where only one rank of a
+    stage's group holds what an op reads, and the stage is on a mesh.
     """
     known = {key: stage_of[node.name] for key, node in keyed_ops(training) if node.name in stage_of}
     attempts = _Attempts(evaluation, known, groups, {name: frozenset(at) for name, at in holders.items()})
@@ -67,16 +67,11 @@ def reuse_placement(
         if placed is not None:
             segmentation = _one_segment_per_stage(evaluation, placed, groups, recomputed, meshes)
             return PlacedGraph(evaluation, segmentation)
-    if any(len(group) > 1 for group in groups):
-        raise InternalError(
-            "place an evaluation graph on meshes",
-            [
-                "ops read what no one stage holds, or what a later stage makes: values would go from mesh to mesh"
-            ],
-        )
-    graph, rank_of = attempts.anywhere(without_state)
-    group_of = {name: (rank,) for name, rank in rank_of.items()}
-    return PlacedGraph(graph, by_reach(graph, group_of, without_state))
+    graph, group_of = attempts.anywhere(without_state)
+    segmentation = by_reach(graph, group_of, without_state)
+    mesh_of = dict(zip(groups, meshes, strict=True)) if any(meshes) else {}
+    own_meshes = tuple(mesh_of[group] for group in segmentation.ranks) if mesh_of else ()
+    return PlacedGraph(graph, dataclasses.replace(segmentation, meshes=own_meshes))
 
 
 @dataclass(frozen=True)
@@ -114,37 +109,54 @@ class _Attempts:
         """Tell whether every rank of a stage holds ``names``, or blocks of them."""
         return all(self.holders[name].issuperset(self.groups[stage]) for name in names)
 
-    def anywhere(self, recomputed: frozenset[str]) -> tuple[OpGraph, dict[str, int]]:
-        """Find a rank for every placed op; in the new graph, parameters travel that their readers' ranks do not hold."""
+    def anywhere(self, recomputed: frozenset[str]) -> tuple[OpGraph, dict[str, tuple[int, ...]]]:
+        """Find a group for every placed op; in the new graph, parameters travel that their readers' groups do not hold."""
         needed = needed_state(self.graph, recomputed)
-        stage_ranks = [group[0] for group in self.groups]
-        rank_of: dict[str, int] = {}
+        group_of: dict[str, tuple[int, ...]] = {}
         travels: dict[tuple[str, str], str] = {}
         for key, node in keyed_ops(self.graph):
             if node.name in recomputed:
                 continue
-            sources = [rank_of[source.name] for source in node.all_input_nodes if source.name in rank_of]
+            sources = [group_of[source.name] for source in node.all_input_nodes if source.name in group_of]
             stage = self.known.get(key)
-            wanted = stage_ranks[stage] if stage is not None else (sources or stage_ranks)[-1]
+            wanted = self.groups[stage] if stage is not None else (sources or self.groups)[-1]
             if node.target is operator.getitem and sources:
                 wanted = sources[0]
-            rank_of[node.name] = rank = self._near(wanted, sources, needed[node.name])
+            group_of[node.name] = group = self._near(wanted, sources, needed[node.name])
             for source in node.all_input_nodes:
                 placeholder = self.graph.input_of.get(source.name)
-                if placeholder is not None and rank not in self.holders.get(placeholder.name, {rank}):
+                if placeholder is not None and not self.holders.get(placeholder.name, {*group}).issuperset(
+                    group
+                ):
                     travels[node.name, source.name] = placeholder.name
         graph, copies = _with_copies(self.graph, travels)
-        homes = {copy: min(self.holders[name]) for copy, name in copies.items()}
-        return graph, {**rank_of, **homes}
+        return graph, {**group_of, **{copy: self._home(name) for copy, name in copies.items()}}
 
-    def _near(self, wanted: int, sources: Sequence[int], names: Collection[str]) -> int:
-        """Choose the rank that holds most bytes of ``names``: ``wanted`` among equals, else one that an input is on."""
-        held: Counter[int] = Counter({wanted: 0})
+    def _near(
+        self, wanted: tuple[int, ...], sources: Sequence[tuple[int, ...]], names: Collection[str]
+    ) -> tuple[int, ...]:
+        """Choose the group that holds most bytes of ``names``: ``wanted`` among equals, else one that an input is on."""
+        held: Counter[tuple[int, ...]] = Counter({wanted: 0})
         for name in names:
             spec = self.graph.parameters.get(name) or self.graph.buffers[name]
-            for rank in self.holders[name]:
-                held[rank] += max(1, spec.size_bytes)
-        return max(held, key=lambda rank: (held[rank], rank == wanted, rank in sources, -rank))
+            for group in self._groups_with(name):
+                held[group] += max(1, spec.size_bytes)
+        return max(held, key=lambda group: (held[group], group == wanted, group in sources, -group[0]))
+
+    def _groups_with(self, name: str) -> list[tuple[int, ...]]:
+        """List the groups of which every rank holds the tensor called ``name``, or a block of it."""
+        return sorted(group for group in {*self.groups} if self.holders[name].issuperset(group))
+
+    def _home(self, name: str) -> tuple[int, ...]:
+        """Return the group that a parameter travels from."""
+        homes = self._groups_with(name)
+        if not homes:
+            raise UsageError(
+                f"cannot evaluate {self.graph.model_name} on these stages",
+                [f"{name} is read in evaluation only, and held by rank {min(self.holders[name])} alone"],
+                ["plan with strategy='layer', or use the parameter in training too"],
+            )
+        return homes[0]
 
 
 def _one_segment_per_stage(

@@ -6,35 +6,42 @@ evaluation graph, segmentation ─► segments (no backward) ─► inference or
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
 from cost_models.cluster import ClusterSpec
 from passes.graph.graph import OpGraph
-from passes.lower.lower import crossing_values, value_spec
+from passes.lower.crossing import Crossings
 from passes.lower.segment import Segmentation
 from passes.lower.step import transfer_seconds
+from passes.shard.words import FeaturePlacement
 from runtime.program.order import build_programs
-from runtime.program.program import Program, Segment, SegmentCost, SegmentGraph, Value
+from runtime.program.program import Program, Segment, SegmentCost, SegmentGraph
 from runtime.schedules import inference_order
 
 
 def inference_segments(
-    graph: OpGraph, segmentation: Segmentation, world_size: int, microbatch_size: int, op_seconds: float
+    graph: OpGraph,
+    segmentation: Segmentation,
+    placements: Mapping[int, FeaturePlacement],
+    cluster: ClusterSpec,
+    microbatch_size: int,
+    op_seconds: float,
 ) -> SegmentGraph:
     """Make the DAG of segments for micro-batches of ``microbatch_size`` samples.
 
-    An op counts as ``op_seconds``: that decides in which order a rank with several segments runs them, nothing else.
+    ``placements``: segment -> its mesh, and the layouts in which values leave and arrive there. An op counts as
+    ``op_seconds``: that decides in which order a rank with several segments runs them, nothing else.
     """
     ops = Counter(segmentation.segment_of.values())
     segments = tuple(
         Segment(index, ranks, SegmentCost(ops[index] * op_seconds, 0.0, 0.0), has_backward=False)
         for index, ranks in enumerate(segmentation.ranks)
     )
-    sizes = {**graph.example_sizes, graph.batch.batch_symbol: microbatch_size}
-    values = []
-    for name, consumers in crossing_values(graph, segmentation).items():
-        size_bytes = value_spec(graph, name).size_bytes(sizes)
-        values.append(Value(name, segmentation.segment_of[name], consumers, size_bytes, needs_grad=False))
-    return SegmentGraph(segments, tuple(values), world_size)
+    crossings = Crossings(graph, segmentation, placements)
+    values = (crossings.value(name, microbatch_size, cluster) for name in crossings.consumers)
+    forward = tuple(replace(value, needs_grad=False, gradient_pieces=()) for value in values)
+    return SegmentGraph(segments, forward, cluster.world_size)
 
 
 def inference_programs(

@@ -17,7 +17,7 @@ import itertools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import sympy
@@ -47,18 +47,23 @@ def reuse_sharding(
     batch: Mapping[str, Placements],
     unit: int,
     whole: OpGraph | None = None,
+    values: Mapping[str, Placements] | None = None,
 ) -> FeaturePlacement:
     """Place ``evaluation`` on the mesh of ``placement``, the one of ``training``.
 
     ``stored``: placements of parameters and buffers (whole if not listed). ``batch``: those of leaves that arrive,
     likewise. ``unit``: number that samples come in multiples of (1: any number): nothing is sharded that needs more.
-    ``whole``: the graph that ``evaluation`` is a part of, if it is one: ops are counted in it.
+    ``whole``: the graph that ``evaluation`` is a part of, if it is one: ops are counted in it. ``values``: those of
+    ``reuse_interfaces``.
     """
+    values = values or {}
     known = {key: node for key, node in keyed_ops(training) if node.name in placement.choices}
     walk = _MeshWalk(evaluation, placement.mesh, unit, _sizes(evaluation))
     for given in evaluation.inputs:
-        layouts = stored if given.kind in ("parameter", "buffer") else batch if given.kind == "batch" else {}
-        walk.layouts[given.node] = (layouts.get(given.name, walk.whole),)
+        arriving = {"parameter": stored, "buffer": stored, "batch": batch, "value": values}.get(
+            given.kind, {}
+        )
+        walk.layouts[given.node] = (arriving.get(given.name, walk.whole),)
     for key, counted in keyed_ops(whole or evaluation):
         node = evaluation.nodes.get(counted.name)
         if node is None:
@@ -70,7 +75,25 @@ def reuse_sharding(
             walk.place(node, twin, () if twin is None else placement.choices[twin.name])
     state = {name: stored[name] for name in (*evaluation.parameters, *evaluation.buffers) if name in stored}
     leaves = {name: batch[name] for name in evaluation.batch.batch_dims if name in batch}
-    return FeaturePlacement(placement.mesh, walk.chosen, state, leaves, placement.microbatches)
+    return FeaturePlacement(placement.mesh, walk.chosen, state, leaves, placement.microbatches, values=values)
+
+
+def reuse_interfaces(
+    training: OpGraph, evaluation: OpGraph, crossing: Collection[str], placement: FeaturePlacement, unit: int
+) -> dict[str, Placements]:
+    """Return the layouts of ``crossing``, values between segments, on the mesh of ``placement``, which is training's.
+
+    A value that crosses in training too has its layout there, if that divides; any other is whole. Both sides of a way
+    find the same, as nothing of it depends on what else a segment runs.
+    """
+    walk = _MeshWalk(evaluation, placement.mesh, unit, {})
+    planned = {key: node.name for key, node in keyed_ops(training) if node.name in placement.values}
+    found = {}
+    for key, node in keyed_ops(evaluation):
+        layout = placement.values.get(planned.get(key, ""), walk.whole)
+        if node.name in crossing:
+            found[node.name] = layout if walk.divides(tensor_specs(node)[0], layout) else walk.whole
+    return found
 
 
 @dataclass(frozen=True)
@@ -150,7 +173,7 @@ class _MeshWalk:
         taken = [tuple(c.inputs[i].placement for c in tried) for i in range(len(operands(node)))]
         made = [tuple(c.outputs[o] for c in tried) for o in range(len(tensor_specs(node)))]
         specs = [tensor_specs(source)[0] for source in operands(node)]
-        if not all(map(self._divides, (*specs, *tensor_specs(node)), (*taken, *made))):
+        if not all(map(self.divides, (*specs, *tensor_specs(node)), (*taken, *made))):
             return False
         ranks = math.prod(n for c, n in zip(tried, self.mesh.shape, strict=True) if c.divides)
         if any(count % ranks for c in tried for count in c.divides):
@@ -168,7 +191,8 @@ class _MeshWalk:
             if source in written
         )
 
-    def _divides(self, spec: TensorSpec, placements: Placements) -> bool:
+    def divides(self, spec: TensorSpec, placements: Placements) -> bool:
+        """Tell whether a tensor can lie so, for every number of samples that may come."""
         parts: dict[int, int] = defaultdict(lambda: 1)
         for placement, size in zip(placements, self.mesh.shape, strict=True):
             if isinstance(placement, Shard):

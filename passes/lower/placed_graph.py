@@ -36,6 +36,8 @@ class PlacedGraph:
     segmentation: Segmentation
     sharded: Mapping[int, ShardedGraph] = field(default_factory=dict)
     """Segment -> what each of its ranks runs; empty where no segment has several."""
+    placements: Mapping[int, FeaturePlacement] = field(default_factory=dict)
+    """Segment -> its mesh and the layouts of values there, also of segments that only others run: they send to these."""
 
     def graph_of(self, segment: int) -> OpGraph:
         """Return the graph that a segment's ops are of, as each of its ranks runs them."""
@@ -60,8 +62,7 @@ class PlacedGraph:
 
     @cached_property
     def _crossings(self) -> Crossings:
-        placements = {index: own.placement for index, own in self.sharded.items()}
-        return Crossings(self.graph, self.segmentation, placements)
+        return Crossings(self.graph, self.segmentation, self.placements)
 
     @cached_property
     def shardings(self) -> dict[str, Sharding]:
@@ -112,15 +113,16 @@ def on_meshes(
     for index, ranks in enumerate(segmentation.ranks):
         if index not in placements and len(ranks) > 1:
             continue  # others run it, and know how
-        placement = placements.get(index) or _alone(ranks[0])
+        placement = placements.get(index) or alone(ranks[0])
         ops = [graph.ops[number].name for number in members[index]]
         sharded[index] = shard_graph(part_of(graph, ops, segmentation.recomputed), placement, unit, shared)
-    placed = PlacedGraph(graph, segmentation, sharded)
+    known = {index: own.placement for index, own in sharded.items()}
+    placed = PlacedGraph(graph, segmentation, sharded, {**placements, **known})
     if any(own.graph.batch.multiple != placed.multiple for own in sharded.values()):
         return on_meshes(graph, segmentation, placements, placed.multiple)
     return placed
 
 
-def _alone(rank: int) -> FeaturePlacement:
+def alone(rank: int) -> FeaturePlacement:
     """Place ops on a mesh of one rank, whole."""
     return FeaturePlacement(Mesh((rank,), (1,), ("alone",)), {}, {}, {}, 1)

@@ -90,6 +90,8 @@ PLACED = {
     "by samples twice": ((2, 2), "zero1 data"),
     "columns and rows": ((2,), "column_row"),
 }
+FIXED = {"stages of replicas": ("pipeline=2 data=2", None), "one, then replicas": ("groups=1,2", "data")}
+"""Two stages: what is fixed of them, and the layout of the last one's inputs."""
 
 
 @functools.cache
@@ -99,6 +101,13 @@ def graph() -> OpGraph:
 
 
 def made_plan(name: str) -> str:
+    size: dict[str, Any] = {"batch_size": SAMPLES, "microbatches": MICROBATCHES}
+    if name in FIXED:
+        fix, pattern = FIXED[name]
+        pins = {} if pattern is None else {"stage 1:*": pattern}
+        cluster = ClusterSpec.local(4 if pattern is None else 3)
+        given = {"fix": f"{fix} borders=up", "pins": pins, **size}
+        return partition(graph(), cluster, strategy="hybrid", **given).model_dump_json()
     mesh, patterns = PLACED[name]
     return partition(
         graph(),
@@ -106,8 +115,7 @@ def made_plan(name: str) -> str:
         strategy="feature",
         mesh=mesh,
         pins={"*": patterns},
-        batch_size=SAMPLES,
-        microbatches=MICROBATCHES,
+        **size,
     ).model_dump_json()
 
 
@@ -161,10 +169,13 @@ def _sizes(samples: int) -> list[int]:
     return {8: [4, 4], 6: [4, 2]}[samples]
 
 
-@pytest.mark.parametrize("name", ["by samples", "by samples and columns", "by samples twice"])
+@pytest.mark.parametrize(
+    "name", ["by samples", "by samples and columns", "by samples twice", "stages of replicas"]
+)
 def test_parts_train_as_whole_batches(pool: WorkerPool, name: str) -> None:
-    mesh, _ = PLACED[name]
-    text, world = made_plan(name), math.prod(mesh)
+    """Also the inputs of a first stage and the labels of a last one."""
+    text = made_plan(name)
+    world = Plan.from_json(text).world_size
     four = name == "by samples twice"
     batches = [range(8), range(8, 16)] if four else [range(8), range(8, 16), range(16, 22)]
     steps, made = reference(batches)
@@ -275,3 +286,18 @@ def test_ranks_that_read_all_samples_load_them(pool: WorkerPool) -> None:
     for kinds, world in pool.run(whole, text, world_size=2, timeout_seconds=90.0):
         assert kinds == ["dict"] * 3
         assert world == 1
+
+
+def test_stages_with_unlike_parts_load_whole_batches(pool: WorkerPool) -> None:
+    """Parts draw by themselves: a first stage that has all inputs would mask others than the last one's labels."""
+    text = made_plan("one, then replicas")
+    (stage,) = (stage.sharding for stage in Plan.from_json(text).stages[1:])
+    assert stage is not None
+    assert "labels" in stage.batch
+    results = pool.run(run, text, False, world_size=3, timeout_seconds=90.0)
+    steps, made = reference([range(8), range(8, 16), range(16, 22)])
+    for trained, evaluated, kinds, loaded, place, _ in results:
+        assert (kinds, place, loaded) == ({"dict"}, (0, 1), list(range(ROWS)))
+        for found, expected in zip(trained, steps, strict=True):
+            assert found == pytest.approx(expected, rel=1e-12)
+        check_evaluations(evaluated, made.eval())

@@ -359,12 +359,18 @@ def run_reversed(plan_json: str) -> Any:
         return engine.eval_step(batch(5), gather="all")
 
 
-def test_modules_in_another_order(pool: WorkerPool) -> None:
+@pytest.mark.parametrize("fix", [None, "pipeline=2 tensor=2 borders=last"])
+def test_modules_in_another_order(pool: WorkerPool, fix: str | None) -> None:
+    """Values go back from the last stage to the first: from rank to rank, and from group to group."""
     made = Workload(model(Reversed), batch(), lambda output, data: (output - data["y"]).square().mean())
-    text = made_plan(made, 2, "1f1b", {"first": 0, "last": 1})
+    if fix is None:
+        text = made_plan(made, 2, "1f1b", {"first": 0, "last": 1})
+    else:
+        given: dict[str, Any] = {"fix": fix, "batch_size": SAMPLES, "microbatches": MICROBATCHES}
+        text = partition(made, ClusterSpec.local(4), strategy="hybrid", **given).model_dump_json()
     data = batch(5)
     expected = made.model.eval()(data["x"])
-    for found in pool.run(run_reversed, text, world_size=2, timeout_seconds=90.0):
+    for found in pool.run(run_reversed, text, world_size=2 if fix is None else 4, timeout_seconds=90.0):
         torch.testing.assert_close(found.outputs["output"], expected.detach(), rtol=1e-12, atol=1e-12)
         loss = (expected - data["y"]).square().mean().detach()
         torch.testing.assert_close(found.loss, loss, rtol=1e-12, atol=1e-12)

@@ -27,7 +27,17 @@ PLACED = {
     "stored in parts": ((2,), "zero3"),
     "columns and rows": ((2,), "column_row"),
 }
+FIXED = {"stages of zero 3": "pipeline=2 data=2 zero=3", "one, then three": "groups=1,3"}
+"""Pipelines on four ranks: what is fixed of them."""
 SIZES = (8, 1, 21)
+
+
+def plan_called(name: str) -> Plan:
+    """One of ``PLACED`` or ``FIXED``, for ``graph``."""
+    if name in PLACED:
+        return Plan.from_json(made_plan(graph(), *PLACED[name]))
+    given: dict[str, Any] = {"fix": FIXED[name], "batch_size": SAMPLES, "microbatches": MICROBATCHES // 2}
+    return partition(graph(), ClusterSpec.local(4), strategy="hybrid", **given)
 
 
 def made_plan(made: Workload | OpGraph, mesh: tuple[int, ...], patterns: str) -> str:
@@ -94,12 +104,10 @@ def statistics(microbatches: int) -> torch.nn.Module:
     return made.model.eval()
 
 
-@pytest.mark.parametrize("name", ["by samples", "stored in parts", "columns and rows"])
+@pytest.mark.parametrize("name", [*PLACED, *FIXED])
 def test_equals_the_model_in_evaluation_mode(pool: WorkerPool, name: str) -> None:
-    mesh, patterns = PLACED[name]
-    text = made_plan(graph(), mesh, patterns)
-    results = pool.run(run, text, world_size=math.prod(mesh), timeout_seconds=120.0)
-    plan = Plan.from_json(text)
+    plan = plan_called(name)
+    results = pool.run(run, plan.model_dump_json(), world_size=plan.world_size, timeout_seconds=120.0)
     reference = statistics(plan.microbatches)
     for number, samples in enumerate(SIZES):
         data = batch(samples, seed=samples)

@@ -79,7 +79,7 @@ def agrees(model: nn.Module, held: Mapping[str, set[int]] | None = None) -> Plac
     """Placed, proved free of deadlock, and computes what the model computes."""
     made = reused(model.double(), held)
     verify_graph(made.graph, "reuse_placement")
-    segments = inference_segments(made.graph, made.segmentation, 2, 2, 1e-6)
+    segments = inference_segments(made.graph, made.segmentation, {}, ClusterSpec.local(2), 2, 1e-6)
     check(inference_programs(segments, ClusterSpec.local(2), 3), segments, 3, training=False)
     expected = model.eval()(BATCH)
     found = run(made, model, held or holders(made.graph))
