@@ -67,8 +67,13 @@ def balanced_stages(
     schedule: str,
     microbatches: int,
     recompute: RecomputeMode,
+    *,
+    limited: bool,
 ) -> dict[str, int]:
-    """Op -> stage, by the layer-wise program over groups; without a limit of memory where nothing fits with it."""
+    """Op -> stage, by the layer-wise program over groups.
+
+    ``limited``: as the program counts memory, where it finds any cuts that fit; else only seconds count.
+    """
     request = LayerRequest(job, microbatches=microbatches, recompute=recompute)
     prepared = prepare(graph, costs, cluster, request)
     if degrees.stages == 1:
@@ -86,7 +91,7 @@ def balanced_stages(
     )
     plan = _groups_as_devices(cluster, degrees, schedule, representatives)
     for number, space in enumerate(search.spaces):
-        for scale in (1.0, math.inf):
+        for scale in (1.0, math.inf) if limited else (math.inf,):
             problem = search.problem(number, option, scale, plan)
             if problem is None:
                 break

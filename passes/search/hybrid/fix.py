@@ -11,12 +11,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from typing import get_args
 
 from cost_models.errors import UsageError
+from passes.search.words import RecomputeMode
 
 MOST = 1 << 20
 """The largest degree: a larger number is a typing error."""
-RECOMPUTE = ("none", "full", "auto")
+RECOMPUTE: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 ZERO = (0, 1, 3)
 QUEUES = ("one", "several")
 
@@ -39,7 +41,7 @@ class Fix:
     """0: replicas keep everything; 1: each a part of the optimizer's state; 3: of the parameters too."""
     microbatch: int | None = None
     """Samples of a micro-batch on each replica."""
-    recompute: str | None = None
+    recompute: RecomputeMode | None = None
     """none, full or auto: blocks whose activations backward computes again."""
     groups: tuple[int, ...] | None = None
     """Devices of each group, where they are unequal."""
@@ -112,10 +114,11 @@ def _zero(value: object) -> int:
     return int(str(value))
 
 
-def _recompute(value: object) -> str:
-    if value not in RECOMPUTE:
-        raise ValueError(f"expected one of {', '.join(RECOMPUTE)}")
-    return str(value)
+def _recompute(value: object) -> RecomputeMode:
+    for mode in RECOMPUTE:
+        if value == mode:
+            return mode
+    raise ValueError(f"expected one of {', '.join(RECOMPUTE)}")
 
 
 def _queues(value: object) -> str:

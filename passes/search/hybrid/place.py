@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -38,7 +38,7 @@ from passes.search.judge import Judge, Simulated
 from passes.search.microbatches import accepted_counts
 from passes.search.outcome import Label, Outcome, RunnerUp, ShardingDetails
 from passes.search.request import Request
-from passes.search.words import BY_HAND, StrategyName
+from passes.search.words import BY_HAND, RecomputeMode, StrategyName
 from runtime.schedules import SCHEDULES
 
 log = logging.getLogger("partitioner")
@@ -55,7 +55,7 @@ class HybridRequest(Request):
     pins: Mapping[str, str] = field(default_factory=dict)
     schedule: str = "auto"
     fix: Fix = field(default_factory=Fix)
-    recompute: str = "auto"
+    recompute: RecomputeMode = "auto"
     """Used where ``fix`` says nothing of it."""
 
 
@@ -97,7 +97,7 @@ class _Hybrid:
     ) -> None:
         self.graph, self.costs, self.cluster, self.request, self.judge = graph, costs, cluster, request, judge
         self.fix = request.fix
-        self.recompute = self.fix.recompute or request.recompute
+        self.recompute: RecomputeMode = self.fix.recompute or request.recompute
         self.degrees = degrees_of(self.fix, cluster.world_size)
         if self.fix.borders is not None and self.fix.interleave is None and self.fix.pipeline is None:
             self.degrees = self._as_many_as_borders()
@@ -115,20 +115,29 @@ class _Hybrid:
         """Simulate the ways; of one number of micro-batches none after the first that fits."""
         tried: list[tuple[Simulated, dict[int, StageSharded]]] = []
         for count in self.counts:
-            stage_of = self._stages(count)
-            stages = StageSearch(
-                self.graph, self.cluster, self.request.job, count, self.judge.recomputed,
-                self._shared(stage_of), self.request.time_limit_seconds,
-            )  # fmt: skip
-            for ways in self._ways(count):
-                found = [
-                    f for way in ways if (f := self._tried_if_possible(way, stage_of, stages)) is not None
-                ]
+            for stage_of in self._stages(count):
+                found = self._filled_in(count, stage_of)
                 tried += found
                 if any(simulated.fits for simulated, _ in found):
                     break
             if self.degrees.stages == 1 and any(simulated.fits for simulated, _ in tried):
                 break  # more micro-batches cost no less where nothing is pipelined
+        return tried
+
+    def _filled_in(
+        self, count: int, stage_of: Mapping[str, int]
+    ) -> list[tuple[Simulated, dict[int, StageSharded]]]:
+        """Simulate the ways of these stages, none after the list with the first that fits."""
+        stages = StageSearch(
+            self.graph, self.cluster, self.request.job, count, self.judge.recomputed,
+            self._shared(stage_of), self.request.time_limit_seconds,
+        )  # fmt: skip
+        tried: list[tuple[Simulated, dict[int, StageSharded]]] = []
+        for ways in self._ways(count):
+            found = [f for way in ways if (f := self._tried_if_possible(way, stage_of, stages)) is not None]
+            tried += found
+            if any(simulated.fits for simulated, _ in found):
+                break
         return tried
 
     def _shared(self, stage_of: Mapping[str, int]) -> frozenset[str]:
@@ -238,13 +247,20 @@ class _Hybrid:
         places = SCHEDULES[self.schedule].positions(self.degrees.stages, len(self.degrees.groups))
         return tuple(self.degrees.groups[place] for place in places)
 
-    def _stages(self, count: int) -> Mapping[str, int]:
+    def _stages(self, count: int) -> Iterator[Mapping[str, int]]:
+        """Yield the cuts: those that were fixed, or those that balance seconds, then those that balance memory too."""
         if self.fix.borders is not None:
-            return stages_at_borders(self.graph, self.fix.borders, self.degrees.stages)
-        return balanced_stages(
-            self.graph, self.costs, self.cluster, self.request.job, self.degrees, self.schedule, count,
-            "full" if self.recompute == "full" else "auto" if self.recompute == "auto" else "none",
-        )  # fmt: skip
+            yield stages_at_borders(self.graph, self.fix.borders, self.degrees.stages)
+            return
+        seen: list[Mapping[str, int]] = []
+        for limited in (False, True):
+            found = balanced_stages(
+                self.graph, self.costs, self.cluster, self.request.job, self.degrees, self.schedule, count,
+                self.recompute, limited=limited,
+            )  # fmt: skip
+            if found not in seen:
+                seen.append(found)
+                yield found
 
     def _as_many_as_borders(self) -> Degrees:
         """Interleave as the borders say: as many stages as they make, if groups can have equally many."""
