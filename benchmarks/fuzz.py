@@ -2,7 +2,7 @@
 
     python -m benchmarks.fuzz [--models 0:500] [--plans 20] [--json FILE]        10,000 partitions
     python -m benchmarks.fuzz --only 17:3                                        the fourth plan of model 17, in words
-    python -m benchmarks.fuzz --strategies hybrid                   pipelines of sharded stages, every layout drawn at random
+    python -m benchmarks.fuzz --strategies hybrid                  pipelines of sharded stages, every layout drawn at random
 
 Each model (``benchmarks.fuzz_models``) is planned ``--plans`` times, with random strategy, devices, schedule, numbers of
 micro-batches, pins, mesh, splits, recomputation, optimizer and precision; each plan is verified in float64 (``verify``):

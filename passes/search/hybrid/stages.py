@@ -84,7 +84,7 @@ class StageSearch:
             if len(stage.group) == 1:
                 continue
             part = self._part(stage.ops)
-            arriving = {
+            arriving: dict[tuple[str, str], Placements] = {
                 (given.kind, given.name): settled[given.kind, given.name, stage.group]
                 for given in part.inputs
                 if (given.kind, given.name, stage.group) in settled
