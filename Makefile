@@ -40,6 +40,7 @@ verify-all: setup  ## every model x stages x schedule, x mesh x pattern, x group
 	$(BIN)/python -m benchmarks.verify_matrix
 	$(BIN)/python -m benchmarks.verify_matrix --strategy feature
 	$(BIN)/python -m benchmarks.verify_matrix --strategy hybrid
+	$(BIN)/python -m benchmarks.fuzz --strategies hybrid --models 0:50 --plans 8
 
 odd-models: setup  ## 447 unusual models x 8 ways to plan them, trained beside a plain loop; ODD="--slice 1/8 --ways layer2"
 	$(BIN)/python -m tests.odd_models.run $(ODD)

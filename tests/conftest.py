@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("one case per idea" if config.option.markexpr == "not matrix" else "all cases")
 
 
-OWN_PROCESSES = ("failures", "launch", "weights_memory")
+OWN_PROCESSES = ("failures", "failures_between_groups", "launch", "weights_memory")
 """Files of tests/distributed that do without the pool of workers: they start processes of their own."""
 
 

@@ -64,8 +64,8 @@ def model() -> Gpt:
     return Gpt(tied=False).double()
 
 
-def run_task(task: Task) -> tuple[Tensor | None, dict[str, Tensor]]:
-    """In a worker: a step, twice; the part of the loss, and the gradients that this rank trains with."""
+def executor_of(task: Task, timeout_seconds: float) -> tuple[Executor, RankState]:
+    """In a worker: this rank's executor, and what it holds."""
     rank = dist.get_rank()
     held = {
         name
@@ -88,9 +88,15 @@ def run_task(task: Task) -> tuple[Tensor | None, dict[str, Tensor]]:
         task.segments,
         state.leaves,
         task.specs[rank],
-        timeout_seconds=20,
+        timeout_seconds=timeout_seconds,
         shardings=shardings,
     )
+    return executor, state
+
+
+def run_task(task: Task) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """In a worker: a step, twice; the part of the loss, and the gradients that this rank trains with."""
+    executor, state = executor_of(task, timeout_seconds=20)
     precision = StepPrecision(state, Precision(), executor.collectives, executor.sharded_owners(state))
     with float64_by_default():
         for _ in range(STEPS):
@@ -146,16 +152,21 @@ def test_blocks_computed_again_on_meshes(pool: WorkerPool, case: str) -> None:
     """Each stage computes its blocks a second time, all ranks of its mesh together."""
     borders, groups, schedule = AGAIN[case]
     kept = staged(graph(), borders, groups, schedule, MICROBATCHES)
+    equals_one_process(pool, again_everywhere(kept))
+
+
+def again_everywhere(kept: Candidate) -> Candidate:
+    """Return a candidate whose stages compute their blocks a second time."""
     blocks = [
         tuple(sorted({block for op, block in block_of(graph()).items() if kept.stage_of.get(op) == stage}))
         for stage in range(len(kept.groups))
     ]
     assert {block for own in blocks for block in own} == {"h.0", "h.1"}
-    equals_one_process(pool, replace(kept, recomputed_blocks=tuple(blocks)))
+    return replace(kept, recomputed_blocks=tuple(blocks))
 
 
-def equals_one_process(pool: WorkerPool, candidate: Candidate) -> None:
-    """Run a candidate, and compare with one process."""
+def task_of(candidate: Candidate) -> Task:
+    """Make the work of a candidate's ranks, its programs proved."""
     world = len({rank for group in candidate.groups for rank in group})
     cluster = ClusterSpec.local(world)
     realized = realize(graph(), costs_of(graph(), cluster), cluster, Job(SAMPLES), candidate)
@@ -165,21 +176,25 @@ def equals_one_process(pool: WorkerPool, candidate: Candidate) -> None:
     codes = placed.lowered()
     for stage, blocks in enumerate(candidate.recomputed_blocks):
         assert len(codes[stage].recomputed) == len(blocks)
-    reference, batch = model(), gpt_batch(SAMPLES)
-    task = Task(
+    return Task(
         realized.programs,
         codes,
         realized.segments,
         tuple(placed.batch_of(rank) for rank in range(world)),
         placed.shardings,
-        {name: tensor.clone() for name, tensor in reference.state_dict().items()},
+        {name: tensor.clone() for name, tensor in model().state_dict().items()},
         graph().trained,
-        batch,
+        gpt_batch(SAMPLES),
     )
-    results: list[Any] = pool.run(run_task, task, world_size=world, timeout_seconds=90)
+
+
+def equals_one_process(pool: WorkerPool, candidate: Candidate) -> None:
+    """Run a candidate, and compare with one process."""
+    task, reference = task_of(candidate), model()
+    results: list[Any] = pool.run(run_task, task, world_size=len(task.programs), timeout_seconds=90)
     expected = torch.zeros((), dtype=torch.float64)
-    for parts in zip(*(leaf.chunk(MICROBATCHES) for leaf in batch.values()), strict=True):
-        loss = reference(**dict(zip(batch, parts, strict=True))) / MICROBATCHES
+    for parts in zip(*(leaf.chunk(MICROBATCHES) for leaf in task.batch.values()), strict=True):
+        loss = reference(**dict(zip(task.batch, parts, strict=True))) / MICROBATCHES
         loss.backward()
         expected += loss.detach()
     torch.testing.assert_close(
@@ -190,7 +205,7 @@ def equals_one_process(pool: WorkerPool, candidate: Candidate) -> None:
     for rank, (_, gradients) in enumerate(results):
         for name, gradient in gradients.items():
             found.add(name)
-            part = placed.shardings[name].owner_block(whole[name].shape, rank).of(whole[name])  # type: ignore[union-attr]
+            part = task.shardings[name].owner_block(whole[name].shape, rank).of(whole[name])  # type: ignore[union-attr]
             torch.testing.assert_close(
                 gradient, part, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
             )
