@@ -499,6 +499,30 @@ def test_masters_are_sharded_as_their_leaves_are(pool: WorkerPool) -> None:
             assert losses[step] == pytest.approx(loss.item(), rel=5e-3), name
 
 
+def overflown(text: str) -> tuple[bool, bool, float]:
+    """In a worker: a step whose loss scale is too large. Was it dropped, are parameters as before, the scale after it."""
+    plan, made = Plan.from_json(text), workload(dtype=torch.float32)
+    with plan.deploy(made, optimizer=groups_by_name, timeout_seconds=20.0) as engine:
+        scale = engine.precision.loss_scale
+        assert scale is not None
+        engine.train_step(batch())
+        scale.scale = 2.0**40
+        before = {name: own.detach().clone() for name, own in engine.parameters.items()}
+        engine.train_step(batch(seed=1), max_grad_norm=1.0)
+        info = engine.last_step
+        assert info is not None
+        same = all(torch.equal(own, before[name]) for name, own in engine.parameters.items())
+        return info.skipped, same, scale.scale
+
+
+def test_all_stages_drop_a_step_that_overflows(pool: WorkerPool) -> None:
+    half = Precision(compute=torch.float16, loss_scale="dynamic")
+    graph = as_graph(workload(dtype=torch.float32), precision=half)
+    text = planned(graph, "one, then three", precision=half).model_dump_json()
+    for result in pool.run(overflown, text, world_size=4, timeout_seconds=200.0):
+        assert result == (True, True, 2.0**39)
+
+
 # ----------------------------------------------------------------------------------- around training
 
 
@@ -512,8 +536,8 @@ class Recorder(Callback):
         self.losses.append(float(info.loss))
 
 
-def around(plans: Mapping[str, str], whole: str) -> dict[str, Any]:
-    """In a worker: losses of plain, compiled and profiled steps; what is refused; a plan made on the spot."""
+def watched_and_compiled(plans: Mapping[str, str]) -> dict[str, Any]:
+    """In a worker: losses of profiled and of compiled steps."""
     found: dict[str, Any] = {}
     for name, text in plans.items():
         with deployed(text, optimizer=groups_by_name, compile={"backend": "eager"}) as engine:
@@ -523,6 +547,12 @@ def around(plans: Mapping[str, str], whole: str) -> dict[str, Any]:
             profile = engine.profile([batch(SAMPLES, step) for step in range(3)], max_grad_norm=0.5)
             assert "rank" in str(profile)
         found[name] = recorder.losses, compiled
+    return found
+
+
+def around(plans: Mapping[str, str], whole: str) -> dict[str, Any]:
+    """In a worker: steps that are watched and compiled; what is refused; a plan made on the spot."""
+    found = watched_and_compiled(plans)
     refused = {
         "adafactor": lambda: deployed(plans["zero 3"], optimizer=torch.optim.Adafactor),
         "seeds": lambda: deployed(plans["zero 3"], seed=dist.get_rank()),
@@ -549,8 +579,8 @@ def unlike(text: str) -> Engine:
     return Plan.from_json(text).deploy(other, graph=graph_of(0.0), timeout_seconds=20.0)
 
 
-def test_what_is_around_training(plans: dict[str, str], pool: WorkerPool) -> None:
-    chosen = {name: plans[name] for name in ("zero 1", "zero 3", "column row")}
+def plain_losses() -> list[float]:
+    """Of the whole model, clipped."""
     net = model()
     optimizer = groups_by_name([(n, p) for n, p in net.named_parameters() if p.requires_grad])
     expected = []
@@ -561,6 +591,18 @@ def test_what_is_around_training(plans: dict[str, str], pool: WorkerPool) -> Non
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
         expected.append(loss.item())
+    return expected
+
+
+def test_pipelines_are_watched_and_compiled(plans: dict[str, str], pool: WorkerPool) -> None:
+    chosen = {name: plans[name] for name in ("stages of zero 3", "one, then three")}
+    for result in pool.run(watched_and_compiled, chosen, world_size=4, timeout_seconds=200.0):
+        for name in chosen:
+            assert result[name] == (pytest.approx(plain_losses(), rel=1e-10),) * 2, name
+
+
+def test_what_is_around_training(plans: dict[str, str], pool: WorkerPool) -> None:
+    chosen, expected = {name: plans[name] for name in ("zero 1", "zero 3", "column row")}, plain_losses()
     for result in pool.run(around, chosen, plans["batch"], world_size=2, timeout_seconds=200.0):
         for name in chosen:
             plain, compiled = result[name]
