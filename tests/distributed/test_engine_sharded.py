@@ -23,6 +23,7 @@ from partitioner.engine.engine import Engine
 from partitioner.models.as_graph import as_graph
 from partitioner.models.bundled import bundled
 from passes.graph.graph import OpGraph
+from runtime.mesh.sharding import Block
 from runtime.ranks.launch import WorkerPool
 
 WORDS, WIDTH, LENGTH, SAMPLES, MICROBATCHES = 12, 8, 4, 8, 2
@@ -108,6 +109,8 @@ def planned(graph: OpGraph, name: str, **options: Any) -> Plan:
         return partition(graph, ClusterSpec.local(4), strategy="hybrid", fix=FIXED[name], **size)
     if name in SEARCHED:
         return partition(graph, ClusterSpec.local(SEARCHED[name]), strategy="feature", **size)
+    if name == "free":
+        return partition(graph, ClusterSpec.local(2), strategy="free", **size)
     if name == "layers":
         pins = {"wte": 0, "up": 0, "down": 1, "head": 1}
         return partition(graph, ClusterSpec.local(2), pins=pins, **size)
@@ -120,7 +123,10 @@ def planned(graph: OpGraph, name: str, **options: Any) -> Plan:
 def plans() -> dict[str, str]:
     """As JSON, by name; of one trace."""
     graph = as_graph(workload())
-    return {name: planned(graph, name).model_dump_json() for name in (*PLACED, *SEARCHED, *FIXED, "layers")}
+    return {
+        name: planned(graph, name).model_dump_json()
+        for name in (*PLACED, *SEARCHED, *FIXED, "layers", "free")
+    }
 
 
 _graphs: dict[float, OpGraph] = {}
@@ -142,7 +148,7 @@ def deployed(plan_json: str, dropout: float = 0.0, **options: Any) -> Engine:
 def on(plans: Mapping[str, str], ranks: int) -> dict[str, str]:
     """The plans that shard, for so many ranks."""
     found = {name: text for name, text in plans.items() if Plan.from_json(text).world_size == ranks}
-    return {name: text for name, text in found.items() if name != "layers"}
+    return {name: text for name, text in found.items() if name not in ("layers", "free")}
 
 
 # ----------------------------------------------------------------------------------- training
@@ -275,16 +281,47 @@ def test_training_equals_the_whole_model(plans: dict[str, str], ranks: int, pool
 
 
 STEPS, SAVED_AFTER = 4, 2
-SAVED = {2: ("zero 3", "layers"), 4: ("zero 1, column row",)}
+SAVED = {2: ("zero 3", "layers"), 4: ("zero 1, column row", "stages of zero 1")}
 LOADED = {
-    2: ("zero 1", "zero 3", "column row", "layers"),
-    4: ("zero 1, column row", "zero 3, vocabulary", "zero 1, zero 1"),
+    2: ("zero 1", "zero 3", "column row", "layers", "free"),
+    4: ("zero 1, column row", "zero 3, vocabulary", "zero 1, zero 1", "stages of zero 1", "one, then three"),
 }
+Blocks = dict[tuple[str, str], list[tuple[Block | None, Tensor]]]
 
 
 def go_on(engine: Engine, steps: range) -> tuple[list[float], dict[str, Tensor]]:
     losses = [float(engine.train_step(batch(SAMPLES, step), max_grad_norm=0.5)) for step in steps]
     return losses, engine.state_dict()
+
+
+def held(engine: Engine) -> Blocks:
+    """In a worker: its blocks of all parameters, and of the state that the optimizer keeps for each."""
+    found: Blocks = {}
+    for name, parameter in engine.parameters.items():
+        sharding, part = engine.state.shardings.get(name), engine.state.parts.get(name)
+        whole, block = name if part is None else part.whole, None if part is None else part.block
+        if sharding is not None:
+            block = sharding.owner_block(graph_of(0.0).parameters[name].shape, engine.rank)
+        state = engine.optimizer.state.get(parameter, {})
+        for key, value in {"": parameter, **state}.items():
+            own = block if value.shape == parameter.shape else None
+            found.setdefault((whole, key), []).append((own, value.detach().clone()))
+    return found
+
+
+def put_together(ranks: list[Blocks]) -> dict[tuple[str, str], Tensor]:
+    """The whole tensors; copies are equal bit for bit."""
+    shapes, wholes = {n: p.shape for n, p in model().named_parameters()}, {}
+    for of_rank in ranks:
+        for (name, key), blocks in of_rank.items():
+            for block, value in blocks:
+                shape = value.shape if block is None else shapes[name]
+                whole = wholes.setdefault((name, key), torch.full(shape, math.nan, dtype=value.dtype))
+                place = whole if block is None else block.of(whole)
+                assert bool((place.isnan() | (place == value)).all()), (name, key)
+                place.copy_(value)
+    assert not any(bool(whole.isnan().any()) for whole in wholes.values())
+    return wholes
 
 
 def save_all(plans: Mapping[str, str], folder: Path, dropout: float = 0.0) -> dict[str, Any]:
@@ -294,7 +331,8 @@ def save_all(plans: Mapping[str, str], folder: Path, dropout: float = 0.0) -> di
         with deployed(text, dropout, optimizer=groups_by_name) as engine:
             go_on(engine, range(SAVED_AFTER))
             engine.save(folder / name, {"from": name}, asynchronous=True)
-            found[name] = go_on(engine, range(SAVED_AFTER, STEPS))
+            saved = held(engine)
+            found[name] = (*go_on(engine, range(SAVED_AFTER, STEPS)), saved)
     return found
 
 
@@ -311,21 +349,29 @@ def load_all(
             for source in saved:
                 assert engine.load(folder / source) == {"from": source}
                 assert engine.step == SAVED_AFTER
-                found[source, name] = go_on(engine, range(SAVED_AFTER, STEPS))
+                loaded = held(engine)
+                found[source, name] = (*go_on(engine, range(SAVED_AFTER, STEPS)), loaded)
     return found
 
 
 def test_checkpoints_go_on_under_other_plans(plans: dict[str, str], pool: WorkerPool, tmp_path: Path) -> None:
+    """Parameters and the optimizer's state bit for bit, whoever saved and whoever loads them."""
     runs: dict[str, Any] = {}
+    saved: dict[str, dict[tuple[str, str], Tensor]] = {}
     for ranks, names in SAVED.items():
         chosen = {name: plans[name] for name in names}
-        runs |= pool.run(save_all, chosen, tmp_path, world_size=ranks, timeout_seconds=200.0)[0]
+        results = pool.run(save_all, chosen, tmp_path, world_size=ranks, timeout_seconds=200.0)
+        runs |= results[0]
+        saved |= {name: put_together([found[name][2] for found in results]) for name in names}
     sources = tuple(runs)
     for ranks, names in LOADED.items():
         chosen = {name: plans[name] for name in names}
         results = pool.run(load_all, chosen, tmp_path, sources, world_size=ranks, timeout_seconds=200.0)
-        for (source, name), (losses, state) in results[0].items():
-            expected, whole = runs[source]
+        for (source, name), (losses, state, _) in results[0].items():
+            expected, whole, _ = runs[source]
+            loaded = put_together([found[source, name][2] for found in results])
+            assert loaded.keys() == saved[source].keys(), (source, name)
+            assert all(torch.equal(loaded[key], saved[source][key]) for key in loaded), (source, name)
             assert losses == pytest.approx(expected, rel=1e-9), (source, name)
             assert all(close(state[key], whole[key]) for key in whole), (source, name)
             if source == name:
@@ -453,6 +499,30 @@ def test_masters_are_sharded_as_their_leaves_are(pool: WorkerPool) -> None:
             assert losses[step] == pytest.approx(loss.item(), rel=5e-3), name
 
 
+def overflown(text: str) -> tuple[bool, bool, float]:
+    """In a worker: a step whose loss scale is too large. Was it dropped, are parameters as before, the scale after it."""
+    plan, made = Plan.from_json(text), workload(dtype=torch.float32)
+    with plan.deploy(made, optimizer=groups_by_name, timeout_seconds=20.0) as engine:
+        scale = engine.precision.loss_scale
+        assert scale is not None
+        engine.train_step(batch())
+        scale.scale = 2.0**40
+        before = {name: own.detach().clone() for name, own in engine.parameters.items()}
+        engine.train_step(batch(seed=1), max_grad_norm=1.0)
+        info = engine.last_step
+        assert info is not None
+        same = all(torch.equal(own, before[name]) for name, own in engine.parameters.items())
+        return info.skipped, same, scale.scale
+
+
+def test_all_stages_drop_a_step_that_overflows(pool: WorkerPool) -> None:
+    half = Precision(compute=torch.float16, loss_scale="dynamic")
+    graph = as_graph(workload(dtype=torch.float32), precision=half)
+    text = planned(graph, "one, then three", precision=half).model_dump_json()
+    for result in pool.run(overflown, text, world_size=4, timeout_seconds=200.0):
+        assert result == (True, True, 2.0**39)
+
+
 # ----------------------------------------------------------------------------------- around training
 
 
@@ -466,8 +536,8 @@ class Recorder(Callback):
         self.losses.append(float(info.loss))
 
 
-def around(plans: Mapping[str, str], whole: str) -> dict[str, Any]:
-    """In a worker: losses of plain, compiled and profiled steps; what is refused; a plan made on the spot."""
+def watched_and_compiled(plans: Mapping[str, str]) -> dict[str, Any]:
+    """In a worker: losses of profiled and of compiled steps."""
     found: dict[str, Any] = {}
     for name, text in plans.items():
         with deployed(text, optimizer=groups_by_name, compile={"backend": "eager"}) as engine:
@@ -477,6 +547,12 @@ def around(plans: Mapping[str, str], whole: str) -> dict[str, Any]:
             profile = engine.profile([batch(SAMPLES, step) for step in range(3)], max_grad_norm=0.5)
             assert "rank" in str(profile)
         found[name] = recorder.losses, compiled
+    return found
+
+
+def around(plans: Mapping[str, str], whole: str) -> dict[str, Any]:
+    """In a worker: steps that are watched and compiled; what is refused; a plan made on the spot."""
+    found = watched_and_compiled(plans)
     refused = {
         "adafactor": lambda: deployed(plans["zero 3"], optimizer=torch.optim.Adafactor),
         "seeds": lambda: deployed(plans["zero 3"], seed=dist.get_rank()),
@@ -503,8 +579,8 @@ def unlike(text: str) -> Engine:
     return Plan.from_json(text).deploy(other, graph=graph_of(0.0), timeout_seconds=20.0)
 
 
-def test_what_is_around_training(plans: dict[str, str], pool: WorkerPool) -> None:
-    chosen = {name: plans[name] for name in ("zero 1", "zero 3", "column row")}
+def plain_losses() -> list[float]:
+    """Of the whole model, clipped."""
     net = model()
     optimizer = groups_by_name([(n, p) for n, p in net.named_parameters() if p.requires_grad])
     expected = []
@@ -515,6 +591,18 @@ def test_what_is_around_training(plans: dict[str, str], pool: WorkerPool) -> Non
         nn.utils.clip_grad_norm_(net.parameters(), 0.5)
         optimizer.step()
         expected.append(loss.item())
+    return expected
+
+
+def test_pipelines_are_watched_and_compiled(plans: dict[str, str], pool: WorkerPool) -> None:
+    chosen = {name: plans[name] for name in ("stages of zero 3", "one, then three")}
+    for result in pool.run(watched_and_compiled, chosen, world_size=4, timeout_seconds=200.0):
+        for name in chosen:
+            assert result[name] == (pytest.approx(plain_losses(), rel=1e-10),) * 2, name
+
+
+def test_what_is_around_training(plans: dict[str, str], pool: WorkerPool) -> None:
+    chosen, expected = {name: plans[name] for name in ("zero 1", "zero 3", "column row")}, plain_losses()
     for result in pool.run(around, chosen, plans["batch"], world_size=2, timeout_seconds=200.0):
         for name in chosen:
             plain, compiled = result[name]

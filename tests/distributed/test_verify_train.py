@@ -62,6 +62,10 @@ def planned(workload: Workload | OpGraph, ranks: int, **options: Any) -> Plan:
     return partition(workload, ClusterSpec.local(ranks), batch_size=8, microbatches=2, **options)
 
 
+def hybrid(fix: str, **options: Any) -> dict[str, Any]:
+    return {"strategy": "hybrid", "fix": fix, **options}
+
+
 def feature(pattern: str, **options: Any) -> dict[str, Any]:
     return {"strategy": "feature", "mesh": (2,), "pins": {"*": pattern}, **options}
 
@@ -86,6 +90,8 @@ MASTER = Precision(parameters=torch.bfloat16, master=torch.float32)
         (gpt, 2, feature("zero3")),
         (conv, 2, feature("data", optimizer_memory="momentum")),
         (dropping, 2, feature("column_row")),
+        (gpt, 4, hybrid("groups=1,3", precision=MIXED)),
+        pytest.param(gpt, 4, hybrid("pipeline=2 data=2 zero=3"), marks=pytest.mark.matrix),
         (gpt, 3, {"strategy": "free"}),
         (gpt, 1, {}),
     ],
@@ -97,6 +103,8 @@ MASTER = Precision(parameters=torch.bfloat16, master=torch.float32)
         "zero3",
         "batch-norm",
         "dropout",
+        "hybrid-bf16",
+        "hybrid-zero3",
         "free",
         "one-device",
     ],
