@@ -200,10 +200,10 @@ class _Sharder:
             if node.op == "placeholder" and isinstance(node.meta["val"], torch.Tensor):
                 sizes: tuple[Any, ...] = tuple(node.meta["val"].shape)
                 for size in sizes:
-                    count, symbol = (
-                        size.node.expr.as_coeff_Mul() if isinstance(size, torch.SymInt) else (0, 0)
-                    )
-                    if count and symbol.is_Symbol:
+                    if not isinstance(size, torch.SymInt):
+                        continue
+                    count, symbol = size.node.expr.as_coeff_Mul()
+                    if symbol.is_Symbol:
                         known.setdefault(symbol, size // int(count))  # flattened with another dimension
             sharded += zip(tensors_of(node), self.layouts[node.name], strict=True)
             if node.op == "call_function" and not is_projection(node):
