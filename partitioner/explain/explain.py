@@ -15,6 +15,7 @@ from partitioner.record.modules import range_of, shorten
 from partitioner.record.rebuild import refuse_wrong_choices
 from partitioner.report.sharding import mesh_text
 from passes.costs.costs import costs_of
+from passes.graph.blocks import regions_of
 from passes.lower.job import Job
 from passes.search.explain import Way
 from passes.search.feature.explain import Alternatives, alternatives
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from partitioner.record.data import PlanData
     from partitioner.record.records import Stage
     from partitioner.record.sharding import StageSharding
-    from passes.graph.blocks import regions_of
-from passes.graph.graph import OpGraph
+    from passes.graph.graph import OpGraph
 
 
 def explain_plan(
