@@ -16,6 +16,7 @@ from partitioner import Plan, partition
 from partitioner.record.rebuild import plan_code, plan_programs, plan_segments
 from passes.costs.costs import costs_of
 from passes.evaluate.float64 import float64_by_default
+from passes.graph.blocks import regions_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.feature.evaluate import evaluate
@@ -181,7 +182,7 @@ def searched_bytes(plan: Plan, graph: OpGraph) -> float:
     assert stage.sharding is not None
     placement = stage.sharding.placement(stage.devices, plan.microbatches)
     job = Job(plan.batch_size, plan.optimizer_memory, plan.precision)
-    setting = Setting(plan.cluster, job, recomputed_blocks=stage.recomputed_blocks)
+    setting = Setting(plan.cluster, job, again=regions_of(graph, stage.recomputed_blocks))
     return evaluate(graph, costs_of(graph, plan.cluster), placement, setting).communication_bytes
 
 

@@ -17,6 +17,7 @@ from cost_models.layout import Mesh, Replicate
 from cost_models.units import counted
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph, tensor_specs
+from passes.graph.nodes import is_size
 from passes.graph.part import part_of
 from passes.lower.job import Job
 from passes.search.feature.pins import Pin, pins_of_part
@@ -97,12 +98,12 @@ class StageSearch:
                 raise type(error)(f"cannot shard stage {number}", because, error.suggestions) from error
             found[number], whole = own, (Replicate(),) * len(own.placement.mesh.shape)
             meshes[stage.group] = own.placement.mesh.shape
-            read = {given.name for given in part.inputs if given.kind == "batch"}
-            for name in read:
-                settled["batch", name, stage.group] = own.placement.batch.get(name, whole)
+            for given in part.inputs:
+                if given.kind == "batch" and not _only_its_sizes(part, given.node):
+                    settled["batch", given.name, stage.group] = own.placement.batch.get(given.name, whole)
             for name, layout in own.placement.values.items():
                 settled.setdefault(("value", name, stage.group), layout)
-        return found
+        return {k: _with_batch(own, stages[k].group, settled) for k, own in found.items()}
 
     def _part(self, ops: tuple[str, ...]) -> OpGraph:
         if ops not in self._parts:
@@ -154,6 +155,21 @@ class StageSearch:
         outside = {group[0] - 1, group[-1] + 1} & set(range(self.cluster.world_size))
         paths = [self.cluster.path(min(group, key=lambda r, o=other: abs(r - o)), other) for other in outside]  # type: ignore[misc]
         return max((1.0 / path.bandwidth_bytes_per_second for path in paths), default=0.0)
+
+
+def _only_its_sizes(part: OpGraph, node: str) -> bool:
+    """Tell whether a part reads nothing of a leaf but how large it is: any layout will do."""
+    return all(is_size(user.meta.get("val")) for user in part.nodes[node].users)
+
+
+def _with_batch(
+    own: StageSharded, group: tuple[int, ...], settled: Mapping[tuple[str, str, tuple[int, ...]], Placements]
+) -> StageSharded:
+    """Return a stage that takes the leaves of which it reads only sizes as other stages of its group take them."""
+    batch = {
+        name: settled.get(("batch", name, group), layout) for name, layout in own.placement.batch.items()
+    }
+    return replace(own, placement=replace(own.placement, batch=batch))
 
 
 def _nodes_of(part: OpGraph, names: frozenset[str]) -> list[str]:

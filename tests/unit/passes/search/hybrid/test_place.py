@@ -23,7 +23,7 @@ SAMPLES = 8
 
 
 class ReadsAgain(nn.Module):
-    """The third stage reads the batch's first leaf a second time, and another one."""
+    """The third stage reads the batch's first leaf a second time, and another one, of which the first knows the size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class ReadsAgain(nn.Module):
         self.second = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
 
     def forward(self, x: Tensor, noise: Tensor) -> Tensor:
-        y = self.first(x).tanh()
+        y = self.first(x / noise.shape[0]).tanh()
         y = self.second[1](self.second[0](y) + x * noise)
         return self.second[3](self.second[2](y))  # type: ignore[no-any-return]
 
