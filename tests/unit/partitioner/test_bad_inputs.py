@@ -184,14 +184,27 @@ SHARDINGS: list[Case] = [
         ),
     ),
     (
-        f"{SHARD} --schedule gpipe --min-stages 2 --max-stages 2 --recompute full",
+        "plan NET --cluster local:2 --batch-size 8 --strategy hybrid --fix 'pipelin=2 zero=2'",
+        2,
+        (
+            "error[usage]: cannot read what is fixed",
+            "'pipelin' cannot be fixed (did you mean pipeline?)",
+            "zero=1 splits what is summed",
+        ),
+    ),
+    (
+        "plan NET --cluster local:2 --batch-size 8 --strategy hybrid --fix groups=1,5",
+        2,
+        ("error[usage]: cannot arrange 2 devices so", "1 + 5 = 6 devices, there are 2"),
+    ),
+    (
+        f"{SHARD} --schedule gpipe --min-stages 2 --max-stages 2",
         2,
         (
             "error[usage]: cannot plan with these options",
             "because: schedule='gpipe' is about stages",
             "because: min_stages=2 is about stages",
             "because: max_stages=2 is about stages",
-            "because: recompute='full' is about stages",
         ),
     ),
     (f"plan NET {GOOD} --mesh 2", 2, ('mesh= arranges the devices of strategy "feature"',)),
