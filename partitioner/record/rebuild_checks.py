@@ -85,15 +85,13 @@ def _values(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Itera
 
 
 def _extents(plan: PlanData, graph: OpGraph) -> Iterator[str]:
-    """Compare the extents of values between groups of devices: from them follows who sends which piece."""
+    """Compare the shapes of values between groups of devices: from them follows who sends which piece."""
     samples = microbatch_sizes(plan.batch_size, plan.microbatches)[0]
     sizes = {**graph.example_sizes, graph.batch.batch_symbol: samples}
     for value in plan.values if any(stage.sharding is not None for stage in plan.stages) else ():
-        spec = value_spec(graph, value.name)
-        needed, given = (spec.concrete(sizes), spec.dtype.itemsize), (value.shape, value.element_bytes)
-        if needed != given:
-            said = f"{needed[0]} of {needed[1]} bytes each; the plan says {given[0]} of {given[1]}"
-            yield f"values: {value.name} has shape {said}"
+        needed = value_spec(graph, value.name).concrete(sizes)
+        if needed != value.shape:
+            yield f"values: {value.name} has shape {needed}; the plan says {value.shape}"
 
 
 def _tied(plan: PlanData, graph: OpGraph, segmentation: Segmentation) -> Iterator[str]:
