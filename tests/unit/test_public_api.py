@@ -15,12 +15,9 @@ import partitioner
 ROOT = Path(__file__).parents[2]
 
 AFTER_IMPORT = """
-import sys, time
-before = time.process_time()
+import sys
 import partitioner
-seconds = time.process_time() - before
-heavy = [name for name in ("torch", "numpy", "networkx", "pydantic", "transformers", "pulp") if name in sys.modules]
-print(heavy, seconds)
+print([name for name in ("torch", "numpy", "networkx", "pydantic", "transformers", "pulp") if name in sys.modules])
 """
 
 
@@ -28,9 +25,7 @@ def test_importing_it_imports_nothing_heavy() -> None:
     done = subprocess.run(
         [sys.executable, "-c", AFTER_IMPORT], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
-    heavy, seconds = done.stdout.rsplit(maxsplit=1)
-    assert heavy == "[]"
-    assert float(seconds) < 0.25  # of this process; torch alone takes more than one
+    assert done.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize("name", partitioner.__all__)
