@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -69,6 +69,14 @@ class _Way:
     """Stages that do not fit compute their blocks again in backward."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """A model cut into stages, and the search that shards them."""
+
+    stage_of: Mapping[str, int]
+    stages: StageSearch
+
+
 def place_stages(
     graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: HybridRequest, judge: Judge
 ) -> Outcome:
@@ -110,35 +118,75 @@ class _Hybrid:
         self.refused: list[InfeasibleError] = []
         """The reasons of ways in which a stage cannot be sharded at all."""
         self._pins: dict[tuple[tuple[str, str], ...], Mapping[str, Pin]] = {}
+        self._balanced_cuts: dict[tuple[int, RecomputeMode, bool], Mapping[str, int]] = {}
 
     def run(self) -> list[tuple[Simulated, dict[int, StageSharded]]]:
-        """Simulate the ways; of one number of micro-batches none after the first that fits."""
+        """Simulate the ways of each number of micro-batches."""
         tried: list[tuple[Simulated, dict[int, StageSharded]]] = []
         for count in self.counts:
-            for stage_of in self._stages(count):
-                found = self._filled_in(count, stage_of)
-                tried += found
-                if any(simulated.fits for simulated, _ in found):
-                    break
+            tried += self._filled_in(count)
             if self.degrees.stages == 1 and any(simulated.fits for simulated, _ in tried):
                 break  # more micro-batches cost no less where nothing is pipelined
         return tried
 
-    def _filled_in(
-        self, count: int, stage_of: Mapping[str, int]
-    ) -> list[tuple[Simulated, dict[int, StageSharded]]]:
-        """Simulate the ways of these stages, none after the list with the first that fits."""
-        stages = StageSearch(
-            self.graph, self.cluster, self.request.job, count, self.judge.recomputed,
-            self._shared(stage_of), self.request.time_limit_seconds,
-        )  # fmt: skip
+    def _filled_in(self, count: int) -> list[tuple[Simulated, dict[int, StageSharded]]]:
+        """Simulate the ways of one number of micro-batches, none after the list with the first that fits."""
         tried: list[tuple[Simulated, dict[int, StageSharded]]] = []
-        for ways in self._ways(count):
-            found = [f for way in ways if (f := self._tried_if_possible(way, stage_of, stages)) is not None]
-            tried += found
-            if any(simulated.fits for simulated, _ in found):
-                break
+        cuts: list[_Cut] = []
+        for last_resort in (False, True):
+            for ways in self._ways(count):
+                found = [
+                    f
+                    for way in ways
+                    for cut in self._cuts(way, cuts, last_resort)
+                    for f in self._tried_if_possible(way, cut)
+                ]
+                tried += found
+                if any(simulated.fits for simulated, _ in found):
+                    return tried
         return tried
+
+    def _cuts(self, way: _Way, known: list[_Cut], last_resort: bool) -> list[_Cut]:
+        """Return the cuts to try a way with; ``known`` collects them.
+
+        They balance seconds, those of a way that computes blocks again with all of them computed again; beside these, the
+        cuts of the layer-wise program that chooses where to, within memory. That is the last resort of the other ways too.
+        """
+        wanted: list[Mapping[str, int]]
+        if self.fix.borders is not None:
+            if last_resort:
+                return []
+            wanted = [stages_at_borders(self.graph, self.fix.borders, self.degrees.stages)]
+        else:
+            kinds: list[tuple[RecomputeMode, bool]] = [("full" if way.again else "none", False)]
+            if last_resort:
+                kinds = [(self.recompute, True)]
+            elif way.again and self.recompute == "auto":
+                kinds.append(("auto", True))
+            wanted = [self._balanced(way.microbatches, recompute, limited) for recompute, limited in kinds]
+        cuts = []
+        for stage_of in wanted:
+            found = [cut for cut in known if cut.stage_of == stage_of]
+            if found and last_resort:
+                continue  # tried already
+            if not found:
+                search = StageSearch(
+                    self.graph, self.cluster, self.request.job, way.microbatches, self.judge.recomputed,
+                    self._shared(stage_of), self.request.time_limit_seconds,
+                )  # fmt: skip
+                found = [_Cut(stage_of, search)]
+                known += found
+            cuts += [cut for cut in found if cut not in cuts]
+        return cuts
+
+    def _balanced(self, count: int, recompute: RecomputeMode, limited: bool) -> Mapping[str, int]:
+        key = (count, recompute, limited)
+        if key not in self._balanced_cuts:
+            self._balanced_cuts[key] = balanced_stages(
+                self.graph, self.costs, self.cluster, self.request.job, self.degrees, self.schedule, count,
+                recompute, limited=limited,
+            )  # fmt: skip
+        return self._balanced_cuts[key]
 
     def _shared(self, stage_of: Mapping[str, int]) -> frozenset[str]:
         """Name the parameters and buffers that several stages read."""
@@ -160,61 +208,66 @@ class _Hybrid:
         )
         return [ways for ways in listed if ways]
 
-    def _tried_if_possible(
-        self, way: _Way, stage_of: Mapping[str, int], stages: StageSearch
-    ) -> tuple[Simulated, dict[int, StageSharded]] | None:
-        """Simulate a way; None, and the reason kept, where a stage does not fit however it is shared."""
+    def _tried_if_possible(self, way: _Way, cut: _Cut) -> list[tuple[Simulated, dict[int, StageSharded]]]:
+        """Simulate a way; nothing, and the reason kept, where a stage does not fit however it is shared."""
         try:
-            return self._tried(way, stage_of, stages)
+            return self._tried(way, cut)
         except InfeasibleError as error:
             self.refused.append(error)
-            return None
+            return []
 
-    def _tried(
-        self, way: _Way, stage_of: Mapping[str, int], stages: StageSearch
-    ) -> tuple[Simulated, dict[int, StageSharded]]:
+    def _tried(self, way: _Way, cut: _Cut) -> list[tuple[Simulated, dict[int, StageSharded]]]:
+        """Simulate a way, more stages computing again until it fits.
+
+        Where only some have to, all are tried too: stages of unlike seconds wait for each other, which in interleaved
+        pipelines costs more than computing every block twice.
+        """
+        everywhere = set(range(self.degrees.stages))
         blocks = block_of(self.graph)
         every: list[tuple[str, ...]] = [
             tuple(
                 dict.fromkeys(
-                    blocks[op] for op, stage in stage_of.items() if stage == number and op in blocks
+                    blocks[op] for op, stage in cut.stage_of.items() if stage == number and op in blocks
                 )
             )
             for number in range(self.degrees.stages)
         ]
-        again = set(range(self.degrees.stages)) if self.recompute == "full" else set[int]()
+        again = everywhere if self.recompute == "full" else set[int]()
         while True:
             chosen = tuple(own if number in again else () for number, own in enumerate(every))
             try:
-                simulated, sharded = self._simulated(way, stage_of, stages, chosen)
+                simulated, sharded = self._simulated(way, cut, chosen)
                 more = set() if simulated.fits or not way.again else self._overflowing(simulated) - again
             except InfeasibleError:  # a stage does not fit, however it is shared
-                more = set(range(self.degrees.stages)) - again if way.again else set()
+                more = everywhere - again if way.again else set()
                 if not more:
                     raise
             if not more:
-                return simulated, sharded
-            again |= more
+                found = [(simulated, sharded)]
+                if set() < again < everywhere:
+                    found.append(self._simulated(way, cut, tuple(every)))
+                return found
+            again = again | more
 
     def _simulated(
-        self, way: _Way, stage_of: Mapping[str, int], stages: StageSearch, blocks: tuple[tuple[str, ...], ...]
+        self, way: _Way, cut: _Cut, blocks: tuple[tuple[str, ...], ...]
     ) -> tuple[Simulated, dict[int, StageSharded]]:
         """Shard the stages, those with ``blocks`` computing them again, and simulate the step."""
         groups = self._groups()
         ops: list[list[str]] = [[] for _ in groups]
-        for name, stage in stage_of.items():
+        for name, stage in cut.stage_of.items():
             ops[stage].append(name)
         place = {ranks: number for number, ranks in enumerate(self.degrees.groups)}
-        regions = regions_of_stages(self.graph, stage_of, blocks) or ((),) * len(groups)
+        regions = regions_of_stages(self.graph, cut.stage_of, blocks) or ((),) * len(groups)
         wishes = [
             replace(
                 self._wish(number, tuple(own), group, self.degrees.axes(place[group], way.zero)), again=again
             )
             for number, (own, group, again) in enumerate(zip(ops, groups, regions, strict=True))
         ]
-        sharded = stages.shard(wishes)
+        sharded = cut.stages.shard(wishes)
         candidate = Candidate(
-            stage_of=stage_of,
+            stage_of=cut.stage_of,
             groups=groups,
             microbatches=way.microbatches,
             schedule=self.schedule,
@@ -246,21 +299,6 @@ class _Hybrid:
         """Return the ranks of each stage."""
         places = SCHEDULES[self.schedule].positions(self.degrees.stages, len(self.degrees.groups))
         return tuple(self.degrees.groups[place] for place in places)
-
-    def _stages(self, count: int) -> Iterator[Mapping[str, int]]:
-        """Yield the cuts: those that were fixed, or those that balance seconds, then those that balance memory too."""
-        if self.fix.borders is not None:
-            yield stages_at_borders(self.graph, self.fix.borders, self.degrees.stages)
-            return
-        seen: list[Mapping[str, int]] = []
-        for limited in (False, True):
-            found = balanced_stages(
-                self.graph, self.costs, self.cluster, self.request.job, self.degrees, self.schedule, count,
-                self.recompute, limited=limited,
-            )  # fmt: skip
-            if found not in seen:
-                seen.append(found)
-                yield found
 
     def _as_many_as_borders(self) -> Degrees:
         """Interleave as the borders say: as many stages as they make, if groups can have equally many."""

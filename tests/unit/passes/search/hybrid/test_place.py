@@ -157,6 +157,24 @@ def test_zero_and_recompute_are_tried_where_they_are_open_and_memory_is_short(gr
         on(needed // 2, f"{fix} zero=0 recompute=none")
 
 
+def test_choosing_where_to_recompute_is_never_slower_than_recomputing_everywhere(graph: OpGraph) -> None:
+    fix = "pipeline=2 interleave=2 tensor=1 microbatch=256"
+
+    def on(memory_bytes: int, fix: str) -> Compiled:
+        device = {"preset": "H100-80GB", "memory": memory_bytes, "memory_reserved": 0}
+        node = {"name": "n", "count": 2, "device": device, "links": "NVLink4"}
+        request = HybridRequest(Job(2048), fix=read_fix(fix))
+        return compile_graph(graph, ClusterSpec.from_dict({"nodes": [node]}), request)
+
+    none, full = (on(2**30, f"{fix} recompute={kind}").realized.simulation for kind in ("none", "full"))
+    most, least = max(none.peak_bytes), max(full.peak_bytes)
+    assert least < most
+    for memory_bytes in (int(least), int(least + most) // 2):
+        found = on(memory_bytes, fix)
+        assert any(found.outcome.best.candidate.recomputed_blocks)
+        assert found.realized.simulation.step_seconds <= full.step_seconds
+
+
 def test_a_schedule_that_the_groups_cannot_have_is_refused(graph: OpGraph) -> None:
     with pytest.raises(UsageError, match="interleaved on 2 groups needs"):
         planned(graph, "pipeline=2", 4, schedule="interleaved")
