@@ -69,7 +69,7 @@ def test_numbers_without_dimensions_and_empty_tensors() -> None:
 
 def test_refused() -> None:
     with pytest.raises(InternalError, match="part of a sum"):
-        pieces((4,), spread(0, (2, Partial())), Layout.on(2))
+        pieces((4,), Layout.on(2), spread(0, (2, Partial())))
     with pytest.raises(InternalError, match="not divided"):
         pieces((5,), Layout.on(2), spread(0, (2, Shard(0))))
 
