@@ -278,8 +278,8 @@ class _Builder:
         )
 
     def _arriving(self, unit: Unit) -> UnitNumbers:
-        """Of a gradient that goes back in parts of a sum the first part is charged to those whom it comes to, as any
-        gradient is; the others are charged here."""
+        """A value of another part arrives. If its gradient goes back in parts of a sum, the first is charged to those whom
+        it comes to, as any gradient is, the others here."""
         shape, (spec,) = self.problem.mesh.shape, unit.outputs
         size = float(bytes_of(spec, self.problem.symbols))
         gradient = any(wire.gradient for wire in self.problem.space.wires if wire.producer == unit.index)
