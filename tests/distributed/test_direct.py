@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ from runtime.ranks.launch import WorkerPool
 from tests.distributed.free_tasks import count_sent
 from tests.distributed.planted import nothing, plant
 
-WIDTH = 8
+WIDTH = 24
 CASES = [
     ("1f1b", (2, 2), 1, "none"),
     ("gpipe", (1, 3), 1, "none"),
@@ -35,11 +36,11 @@ CASES = [
 
 
 class Layers(nn.Module):
-    """x [b, 3, 24] -> a number; each layer after the first reads all that the one before makes, and beside it a part."""
+    """x [b, 3, 24] -> [b, 3, 24]; each part of a layer reads all that the one before makes."""
 
     def __init__(self, stages: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(stages))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(stages))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -50,7 +51,7 @@ class Layers(nn.Module):
 def workload(stages: int) -> Workload:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        x = torch.randn(4, 3, 24)
+        x = torch.randn(4, 3, WIDTH)
         return Workload(Layers(stages), x, lambda y, x: (y - x).square().mean(), "layers")
 
 
@@ -63,7 +64,7 @@ def plan_of(graph: OpGraph, schedule: str, groups: tuple[int, ...], rounds: int,
         ClusterSpec.local(4),
         strategy="hybrid",
         fix=fix,
-        pins={"layers.*.weight": "S0"},
+        pins={"layers.*.weight": "S0"} if max(groups) > 1 else {},
         schedule=schedule,
         microbatches=4,
         batch_size=24,
@@ -91,19 +92,24 @@ def test_gradients_in_parts_are_those_of_the_model(
     assert report.compared["gradient"] == 2 * len(plan.stages)
 
 
-def test_process_groups_are_given_what_was_simulated(pool: WorkerPool) -> None:
-    """The plan's whole batch: each of two ranks gives each of two others half of the value, and gets as much back."""
-    work = workload(2)
-    batch = {name: tensor.repeat(6, 1, 1) for name, tensor in {"x": work.example_inputs}.items()}["x"]
+@pytest.mark.parametrize("groups", [(2, 2), (1, 3), (1, 1, 1, 1)])
+def test_process_groups_are_given_what_was_simulated(groups: tuple[int, ...], pool: WorkerPool) -> None:
+    """Of the plan's whole batch: each rank gives each of the next group what it makes, and gets as much of a gradient."""
+    work = workload(len(groups))
+    batch = work.example_inputs.repeat(6, 1, 1)
     full = Workload(work.model, batch, work.loss_fn, work.name)
-    plan = plan_of(as_graph(work), "1f1b", (2, 2), 1, "none")
+    plan = plan_of(as_graph(work), "1f1b", groups, 1, "none")
     sent = Counter[tuple[int, int]]()
     task = plan_task(plan, full, as_graph(work))
     for part in pool.run(count_sent, task, world_size=plan.world_size, timeout_seconds=60):
         sent.update(part)
-    half = plan.batch_size * 3 * 24 // 2 * batch.element_size()
-    assert sent == {ends: half for a in (0, 1) for b in (2, 3) for ends in ((a, b), (b, a))}
-    assert simulate_plan(plan).message_bytes == sent
+    wanted = {
+        ends: batch.numel() * batch.element_size() // len(before)
+        for before, after in itertools.pairwise(stage.devices for stage in plan.stages)
+        for a, b in itertools.product(before, after)
+        for ends in ((a, b), (b, a))
+    }
+    assert sent == simulate_plan(plan).message_bytes == wanted
 
 
 def the_first_part_alone() -> Any:
