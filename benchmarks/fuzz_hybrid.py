@@ -17,6 +17,7 @@ from unittest import mock
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
+from cost_models.layout import Partial
 from passes.graph.graph import OpGraph
 from passes.search.feature.options import Options
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
@@ -101,6 +102,12 @@ def random_layouts(draw: random.Random) -> Iterator[None]:
             ways = list(range(detail.count if isinstance(detail, Options) else len(detail)))
             if (pin := pins.get(unit.name)) is not None and pin.firm:
                 ways = numbers.index.tolist()
+            if (
+                unit.kind == "value" and draw.random() < 0.5
+            ):  # of many ways, the few whose gradient goes back in parts
+                assert not isinstance(detail, Options)
+                summed = [k for k in ways if any(isinstance(way.state, Partial) for way in detail[k])]
+                ways = summed or ways
             options.append(draw.choice(ways) if ways else 0)
         return replace(found, placement=assemble(found.problem, options))
 

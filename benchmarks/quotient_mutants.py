@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from benchmarks.mutants import EDITS, Edit
 from cost_models.errors import InternalError
-from cost_models.layout import Layout, Mesh, Replicate, Shard
+from cost_models.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from runtime.check.check import check
 from runtime.check.quotient import check_groups
 from runtime.mesh.cross_mesh import pieces
@@ -94,16 +94,17 @@ def subject(draw: random.Random) -> Subject:
 
 def _value(name: str, producer: int, consumer: int, groups: Sequence[tuple[int, ...]], split: bool) -> Value:
     home, away = groups[producer], groups[consumer]
-    leaving, arriving = _layout(home, True), _layout(away, split)
+    leaving, arriving = _layout(home, Shard(0)), _layout(away, Shard(0) if split else Replicate())
+    in_parts = _layout(away, Partial()) if not split and producer % 2 else arriving
     crosses = home != away
     return Value(
-        name, producer, (consumer,), ELEMENTS, True,
-        _sent(leaving, arriving) if crosses else (), _sent(arriving, leaving) if crosses else (),
+        name, producer, (consumer,), ELEMENTS // len(home), True,
+        _sent(leaving, arriving) if crosses else (), _sent(in_parts, leaving) if crosses else (),
     )  # fmt: skip
 
 
-def _layout(ranks: tuple[int, ...], split: bool) -> Layout:
-    return Layout(Mesh(ranks, (len(ranks),), ("group",)), (Shard(0) if split else Replicate(),))
+def _layout(ranks: tuple[int, ...], placement: Placement) -> Layout:
+    return Layout(Mesh(ranks, (len(ranks),), ("group",)), (placement,))
 
 
 def _sent(source: Layout, target: Layout) -> tuple[PieceBytes, ...]:
@@ -290,14 +291,19 @@ def _changed(
 
 
 def _with_a_piece_twice(draw: random.Random, graph: SegmentGraph) -> SegmentGraph:
+    """Cut a piece in two, between the same ranks."""
     values = list(graph.values)
     at = draw.choice([n for n, value in enumerate(values) if value.pieces])
     value = values[at]
     if draw.random() < 0.5:
-        values[at] = replace(value, pieces=(*value.pieces, *value.pieces[:1]))
+        values[at] = replace(value, pieces=_cut(*value.pieces))
     else:
-        values[at] = replace(value, gradient_pieces=(*value.gradient_pieces, *value.gradient_pieces[:1]))
+        values[at] = replace(value, gradient_pieces=_cut(*value.gradient_pieces))
     return replace(graph, values=tuple(values))
+
+
+def _cut(first: PieceBytes, *others: PieceBytes) -> tuple[PieceBytes, ...]:
+    return first._replace(size_bytes=1), first._replace(size_bytes=first.size_bytes - 1), *others
 
 
 BOTH_ACCEPT, BOTH_REFUSE, GROUPS_REFUSE, ESCAPE = "both accept", "both refuse", "groups' refuses", "escape"

@@ -120,6 +120,15 @@ def _values(plan: PlanFields, world: int) -> Iterator[str]:
         ends = [plan.stages[s] for s in (value.producer, *value.consumers) if s < count]
         if value.element_bytes == 0 and any(stage.sharding is not None for stage in ends):
             yield f"values[{index}].element_bytes: is 0, and devices share a stage that makes or reads {value.name}"
+        for number in sorted({value.producer, *value.consumers}):
+            sharding = plan.stages[number].sharding if number < count else None
+            if sharding is None or "~" not in sharding.values.get(value.name, ""):
+                continue
+            if not value.needs_grad or plan.stages[number].devices == ends[0].devices:
+                yield (
+                    f"stages[{number}].sharding.values.{value.name}: {sharding.values[value.name]!r}: "
+                    "no other stage is sent a gradient of it"
+                )
     for index, transfer in enumerate(plan.transfers):
         if max(transfer.source, transfer.target) >= world or transfer.source == transfer.target:
             yield (

@@ -14,14 +14,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import fields
 
 from cost_models.errors import PlanError, UsageError
-from cost_models.layout import Layout, Replicate
 from partitioner.record.data import PlanData
 from partitioner.record.rebuild_checks import refuse_wrong_stages
 from partitioner.record.records import Stage
 from partitioner.record.sharding import GradientSumRecord
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph, once_per_graph
-from passes.lower.crossing import Extent, crossing_value
+from passes.lower.crossing import Extent, Side, crossing_value
 from passes.lower.placed_graph import PlacedGraph, on_meshes
 from passes.lower.segment import Segmentation, by_stage
 from passes.lower.step import StepCosts, SumCost, programs_for, simulate_step, sum_bytes
@@ -65,17 +64,10 @@ def _values(plan: PlanData) -> Iterator[Value]:
         return
     placements = stage_placements(plan)
     for v in plan.values:
-        layouts = {s: _layout(plan, placements.get(s), s, v.name) for s in (v.producer, *v.consumers)}
+        ends = (v.producer, *v.consumers)
+        sides = {s: Side.of(placements.get(s), plan.stages[s].devices, v.name) for s in ends}
         extent = Extent(v.shape, v.element_bytes)
-        yield crossing_value(v.name, v.producer, v.consumers, v.needs_grad, extent, layouts, plan.cluster)
-
-
-def _layout(plan: PlanData, placement: FeaturePlacement | None, stage: int, value: str) -> Layout:
-    """Return the layout in which a value leaves or arrives at a stage."""
-    if placement is None:
-        return Layout.on(*plan.stages[stage].devices)
-    whole = (Replicate(),) * len(placement.mesh.shape)
-    return Layout(placement.mesh, placement.values.get(value, whole))
+        yield crossing_value(v.name, v.producer, v.consumers, v.needs_grad, extent, sides, plan.cluster)
 
 
 def _collectives(stage: Stage) -> Iterator[Collective]:

@@ -16,8 +16,10 @@ from passes.shard.words import (
     Choice,
     FeaturePlacement,
     choice_text,
+    crossing_text,
     placements_text,
     read_choice,
+    read_crossing,
     read_placements,
 )
 from runtime.mesh.ranks_along import JOINT
@@ -34,6 +36,7 @@ def _readable(read: Callable[[str], object]) -> Callable[[str], str]:
 
 
 LayoutText = Annotated[str, AfterValidator(_readable(read_placements))]
+CrossingText = Annotated[str, AfterValidator(_readable(read_crossing))]
 ChoiceText = Annotated[str, AfterValidator(_readable(read_choice))]
 
 
@@ -97,9 +100,10 @@ class StageSharding(Record):
         description="gradients and optimizer state, where that differs from stored (ZeRO-1 and 2)"
     )
     batch: dict[str, LayoutText] = Field(description="how inputs arrive; whole if not listed")
-    values: dict[str, LayoutText] = Field(
+    values: dict[str, CrossingText] = Field(
         default_factory=dict,
-        description="how values of other stages arrive and own ones leave; whole if not listed",
+        description="how values of other stages arrive and own ones leave, whole if not listed; ~ of one that arrives: "
+        "each device sends its part of the gradient's sum back",
     )
     samples_multiple: int = Field(ge=1, description="a micro-batch has a multiple of so many samples")
     collectives: tuple[StageCollective, ...]
@@ -128,6 +132,7 @@ class StageSharding(Record):
         def choice(text: str) -> Choice:
             return known.setdefault(text, read_choice(text))
 
+        crossing = {name: read_crossing(text) for name, text in self.values.items()}
         return FeaturePlacement(
             self.mesh(devices),
             {op: tuple(map(choice, texts)) for op, texts in self.choices.items()},
@@ -135,7 +140,8 @@ class StageSharding(Record):
             {name: read_placements(text) for name, text in self.batch.items()},
             microbatches,
             {name: read_placements(text) for name, text in self.state.items()},
-            {name: read_placements(text) for name, text in self.values.items()},
+            {name: layout for name, (layout, _) in crossing.items()},
+            {name: returned for name, (layout, returned) in crossing.items() if returned != layout},
         )
 
 
@@ -147,7 +153,7 @@ def texts_of(placement: FeaturePlacement) -> Mapping[str, Mapping[str, object]]:
         "stored": {name: placements_text(p) for name, p in placement.stored.items()},
         "state": {name: placements_text(p) for name, p in placement.sharded_state.items()},
         "batch": {name: placements_text(p) for name, p in placement.batch.items()},
-        "values": {name: placements_text(p) for name, p in placement.values.items()},
+        "values": {n: crossing_text(p, placement.returned.get(n, p)) for n, p in placement.values.items()},
     }
 
 

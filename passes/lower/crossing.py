@@ -2,6 +2,9 @@
 
 segment 0 on ranks (0, 1), leaves S0        0 -> 2 rows 0-3     1 -> 2 rows 4-7
 segment 1 on rank 2, arrives whole          and the gradient's rows back
+
+segment 0 on ranks (0, 1), leaves S0        0 -> 2, 0 -> 3 rows 0-3     1 -> 2, 1 -> 3 rows 4-7
+segment 1 on ranks (2, 3), arrives whole    and the gradient's rows back once; from both ranks, where each has a part of it
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError
@@ -41,21 +44,20 @@ class Crossings:
 
     def layout(self, value: str, segment: int) -> Layout:
         """Return the layout in which ``value`` leaves a segment, or arrives there."""
-        placement = self.placements.get(segment)
-        if placement is None:
-            return Layout.on(*self.segmentation.ranks[segment])
-        whole = (Replicate(),) * len(placement.mesh.shape)
-        return Layout(placement.mesh, placement.values.get(value, whole))
+        return self._side(value, segment).layout
+
+    def _side(self, value: str, segment: int) -> Side:
+        return Side.of(self.placements.get(segment), self.segmentation.ranks[segment], value)
 
     def value(self, name: str, samples: int, cluster: ClusterSpec) -> Value:
         """Describe a value for micro-batches of ``samples``, with the pieces between groups of several ranks."""
         spec = value_spec(self.graph, name)
         shape = spec.concrete({**self.graph.example_sizes, self.graph.batch.batch_symbol: samples})
         producer, consumers = self.segmentation.segment_of[name], self.consumers[name]
-        layouts = {s: self.layout(name, s) for s in (producer, *consumers)}
+        sides = {s: self._side(name, s) for s in (producer, *consumers)}
         needs_grad = name in self.graph.needs_grad
         return crossing_value(
-            name, producer, consumers, needs_grad, Extent(tuple(shape), spec.dtype.itemsize), layouts, cluster
+            name, producer, consumers, needs_grad, Extent(tuple(shape), spec.dtype.itemsize), sides, cluster
         )
 
     def interfaces(self, segment: int) -> dict[str, Interface]:
@@ -77,7 +79,7 @@ class Crossings:
     def arriving(self, value: str, group: tuple[int, ...]) -> Layout:
         """Return the layout in which ``value`` arrives on a group: one for all its segments."""
         users = [s for s in self.consumers[value] if self.segmentation.ranks[s] == group]
-        return arriving_layout(value, [self.layout(value, segment) for segment in users])
+        return arriving_side(value, [self._side(value, segment) for segment in users]).layout
 
 
 class Extent(NamedTuple):
@@ -87,20 +89,37 @@ class Extent(NamedTuple):
     element_bytes: int
 
 
+class Side(NamedTuple):
+    """One side of a value's way: its layout there, and its gradient's, which may be parts of a sum where it goes back."""
+
+    layout: Layout
+    gradient: Layout
+
+    @classmethod
+    def of(cls, placement: FeaturePlacement | None, ranks: Sequence[int], value: str) -> Self:
+        """Return the side of a segment on ``ranks``, that of a single rank where it has no placement."""
+        if placement is None:
+            alone = Layout.on(*ranks)
+            return cls(alone, alone)
+        layout = placement.values.get(value, (Replicate(),) * len(placement.mesh.shape))
+        gradient = placement.returned.get(value, layout)
+        return cls(Layout(placement.mesh, layout), Layout(placement.mesh, gradient))
+
+
 def crossing_value(
     name: str,
     producer: int,
     consumers: Sequence[int],
     needs_grad: bool,
     extent: Extent,
-    layouts: Mapping[int, Layout],
+    sides: Mapping[int, Side],
     cluster: ClusterSpec,
 ) -> Value:
     """Describe a value of ``extent``, with the pieces between groups of several ranks.
 
-    ``layouts``: by segment, in which it leaves its producer or arrives.
+    ``sides``: by segment, in which layouts it leaves its producer or arrives.
     """
-    leaving = layouts[producer]
+    leaving = sides[producer].layout
     there: list[PieceBytes] = []
     back: list[PieceBytes] = []
 
@@ -108,22 +127,27 @@ def crossing_value(
         found = pieces(extent.shape, source, target, lambda a, b: cluster.path(a, b).transfer_seconds(1))
         return [PieceBytes(p.source, p.target, p.elements * extent.element_bytes) for p in found]
 
-    for group in dict.fromkeys(layouts[consumer].ranks for consumer in consumers):
+    for group in dict.fromkeys(sides[consumer].layout.ranks for consumer in consumers):
         if group == leaving.ranks or len(group) == len(leaving.ranks) == 1:
             continue
-        arriving = arriving_layout(name, [layouts[c] for c in consumers if layouts[c].ranks == group])
-        there += between(leaving, arriving)
-        back += between(arriving, leaving) if needs_grad else []
-    own = block_of(extent.shape, leaving.placements, leaving.mesh, leaving.ranks[0])
-    size_bytes = math.prod(own.shape) * extent.element_bytes
+        own = [sides[consumer] for consumer in consumers if sides[consumer].layout.ranks == group]
+        arriving = arriving_side(name, own)
+        there += between(leaving, arriving.layout)
+        back += between(arriving.gradient, leaving) if needs_grad else []
+    made = block_of(extent.shape, leaving.placements, leaving.mesh, leaving.ranks[0])
+    size_bytes = math.prod(made.shape) * extent.element_bytes
     return Value(name, producer, tuple(consumers), size_bytes, needs_grad, tuple(there), tuple(back))
 
 
-def arriving_layout(value: str, layouts: Sequence[Layout]) -> Layout:
-    """Return the one layout in which ``value`` arrives on a group, given those of its segments there."""
-    first, *others = dict.fromkeys(layouts)
+def arriving_side(value: str, sides: Sequence[Side]) -> Side:
+    """Return the one way in which ``value`` arrives on a group, given those of its segments there."""
+    first, *others = dict.fromkeys(sides)
     if others:
         raise InternalError(
-            f"send {value} to ranks {first.ranks}", [f"it arrives as {layout}" for layout in (first, *others)]
+            f"send {value} to ranks {first.layout.ranks}",
+            [
+                f"it arrives as {side.layout}, its gradient leaves as {side.gradient}"
+                for side in (first, *others)
+            ],
         )
     return first

@@ -105,7 +105,7 @@ class _Sharder:
         refuse_blocks(self.shared, placement)
         wide = frozenset(axis for axis, size in enumerate(self.mesh.shape) if size > 1)
         beyond = dict.fromkeys(self.shared, wide)
-        self.deferred = deferred_axes(graph, self.stored, self._needs_of_operand, beyond)
+        self.deferred = deferred_axes(graph, self.stored, self._needs_of_operand, beyond, placement.returned)
         self.mode = fake_mode_of(graph.graph)
         self.values = FakeValues(self.mode)
         self.new = fx.Graph()
@@ -365,7 +365,7 @@ class _Sharder:
         return known
 
     def _ops_between(self, source: fx.Node, layout: Placements, needs: Needs) -> list[BridgeOp]:
-        """List the ops between. A parameter's gradient stays a partial sum on axes summed after the last backward."""
+        """List the ops between. A gradient stays a partial sum on axes summed later, or by another stage."""
         first: list[BridgeOp] = []
         settled = list(needs)
         for axis in sorted(self.deferred.get(source.name, ())):

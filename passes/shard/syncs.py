@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from cost_models.errors import InternalError
-from cost_models.layout import Mesh, Replicate, Shard
+from cost_models.layout import Mesh, Partial, Replicate, Shard
 from passes.graph.graph import OpGraph
 from passes.shard.words import FeaturePlacement, Need, Placements, operands
 
@@ -34,13 +34,19 @@ def deferred_axes(
     stored: Callable[[str], Placements],
     needs_of: Callable[[fx.Node, int], tuple[Need, ...]],
     shared: Mapping[str, frozenset[int]],
+    returned: Mapping[str, Placements],
 ) -> dict[str, frozenset[int]]:
-    """Find the axes along which each rank makes a part of a parameter's gradient, by the parameter's placeholder.
+    """Find the axes along which each rank makes a part of the gradient of a parameter, or of another stage's value, by the
+    placeholder.
 
     ``shared``: the axes of parameters whose gradients are summed beyond the mesh: each rank makes a part along all.
+    ``returned``: the placements of values' gradients, where parts of them leave the mesh.
     """
     found: dict[str, frozenset[int]] = {}
     for given in graph.inputs:
+        if given.kind == "value" and given.name in returned and given.node in graph.needs_grad:
+            parts = enumerate(returned[given.name])
+            found[given.node] = frozenset(axis for axis, p in parts if isinstance(p, Partial))
         if given.kind != "parameter" or given.node not in graph.needs_grad:
             continue
         node = graph.nodes[given.node]
@@ -70,6 +76,8 @@ def gradient_syncs(
     """List sums in the order in which they are made: those that scatter first, so that what follows is smaller."""
     groups: dict[tuple[bool, tuple[int, ...]], list[str]] = defaultdict(list)
     for given in graph.inputs:
+        if given.kind != "parameter":
+            continue
         axes = {axis for axis in deferred.get(given.node, ()) if mesh.shape[axis] > 1}
         state = placement.sharded_state.get(given.name, stored(given.name))
         for axis in sorted(axes):

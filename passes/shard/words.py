@@ -11,6 +11,7 @@ a part (P); over several axes a tuple of these, the first axis outermost. Gradie
 Placements and choices are written as text, for plan files and people, and read back:
 
     placements    "S0 R"                      one word per mesh axis: R, P, or S and a dimension
+    crossing      "R~ S0"                     how a value arrives from another stage; ~: its gradient goes back in parts
     choice        "S0 R~ R~ -> S0"            needs of the operands -> placements of the outputs; ~: ``partial_gradient``
                   "S0 R -> P by cross_entropy:samples"       by a local form
                   "S1 S0 S0 -> S1 in 4,4"     counts among the arguments that the axis must divide
@@ -80,6 +81,8 @@ class FeaturePlacement:
     ``sharded_state``   placements of gradients and optimizer state where they differ from ``stored`` (ZeRO-1 and 2)
     ``batch``           placements in which batch leaves arrive
     ``values``          placements in which values of other stages arrive and own ones leave; their gradients likewise
+    ``returned``        placements in which gradients of values of other stages go back where they differ from ``values``:
+                        each rank sends its part of a sum (P), and the stage that made the value adds them up
     """
 
     mesh: Mesh
@@ -89,6 +92,7 @@ class FeaturePlacement:
     microbatches: int
     sharded_state: Mapping[str, Placements] = field(default_factory=dict)
     values: Mapping[str, Placements] = field(default_factory=dict)
+    returned: Mapping[str, Placements] = field(default_factory=dict)
 
 
 def operands(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -138,6 +142,19 @@ def placements_text(placements: Placements) -> str:
 def read_placements(text: str) -> Placements:
     """Read what ``placements_text`` wrote. Raises ValueError."""
     return tuple(map(read_placement, text.split()))
+
+
+def crossing_text(layout: Placements, returned: Placements) -> str:
+    """Write how a value arrives and its gradient goes back: "R~ S0", ~ where ranks send parts of a sum."""
+    pairs = zip(layout, returned, strict=True)
+    return " ".join(str(Need(here, isinstance(back, Partial))) for here, back in pairs)
+
+
+def read_crossing(text: str) -> tuple[Placements, Placements]:
+    """Read what ``crossing_text`` wrote. Raises ValueError."""
+    layout = read_placements(text.replace("R~", "R"))
+    parts = [word.endswith("~") for word in text.split()]
+    return layout, tuple(Partial() if part else p for p, part in zip(layout, parts, strict=True))
 
 
 def choice_text(choice: Choice) -> str:

@@ -216,7 +216,7 @@ class Binder:
         run_backward: Callable[[int, list[Tensor | None]], None],
     ) -> Handler:
         shared, leaves, arrived, wait = self.shared, self.leaves, self.arrived, self.wait
-        seeds = shared.seeds
+        seeds, add_parts = shared.seeds, self._pieces.add
         waits = self._at.waits_at.get(position, [])
         roots: list[tuple[int, list[int]] | None] = []
         for at in self.context.runners[segment].root_positions:
@@ -251,6 +251,7 @@ class Binder:
                     total = leaves[slot].grad  # type: ignore[union-attr]
                     leaves[slot] = None
                 for p in remote:
+                    add_parts(p)
                     gradient = arrived[p]
                     arrived[p] = None
                     total = gradient if total is None else total + gradient  # type: ignore[operator]
@@ -323,7 +324,7 @@ class Binder:
             if piece is None or buffer is None:
                 buffer = held[at] = torch.empty(shape, dtype=dtype, device=device)
             if piece is not None:
-                buffer = pieces.receiver(position, piece, buffer)
+                buffer = pieces.receiver(position, message, piece, buffer)
             if is_complex:
                 buffer = torch.view_as_real(buffer)
             monitor.waiting = shared.first_wait + position

@@ -9,6 +9,15 @@ A target rank receives each element of its block once: where several source rank
 of equally near ones from that which sends the least so far. Two blocks have one block in common, so a pair of ranks has at
 most one piece of a tensor; two groups of a and b ranks that split one dimension have ``a + b - gcd(a, b)`` pieces. The
 gradient of a value goes the other way, by the same function with the two layouts exchanged.
+
+A source may be a sum of which each of its ranks has a part. Then a target rank receives each element once from every part,
+and adds up what arrives. A fully connected layer of F parts takes the whole value from F others, and gives each of them a
+part of its gradient: F² pieces there and F² back.
+
+    a tensor of 4 rows      source P on ranks 2, 3       2: all rows     3: all rows, to be added
+    (a gradient)            target S0 on ranks 0, 1      0: rows 0-1     1: rows 2-3
+
+    pieces                  2 -> 0 rows 0-1    3 -> 0 rows 0-1    2 -> 1 rows 2-3    3 -> 1 rows 2-3
 """
 
 from __future__ import annotations
@@ -18,10 +27,11 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cost_models.errors import InternalError
 from cost_models.layout import Layout, Partial
-from runtime.mesh.sharding import Block, block_of
+from runtime.mesh.sharding import Block, block_of, coordinates
 
 
 @dataclass(frozen=True)
@@ -50,38 +60,71 @@ def pieces(
     """Cut a tensor of ``shape`` into the pieces that change its layout from ``source`` to ``target``.
 
     ``seconds(source rank, target rank)`` says how near two ranks are: the time of a message between them. Pieces come in
-    the order of their targets, then of their blocks; the same arguments give the same pieces on every rank. Raises
-    ``InternalError`` for parts of sums, which have to be summed before they leave, and for dimensions that ranks do not
-    divide.
+    the order of their targets, then of the parts of a sum, then of their blocks; the same arguments give the same pieces
+    on every rank. Of one part of a sum, pieces of a target have nothing in common; of two parts, their blocks are equal or
+    have nothing in common. Raises ``InternalError`` for targets that are parts of sums, and for dimensions that ranks do
+    not divide.
     """
-    holders: dict[Block, list[int]] = defaultdict(list)
-    for rank in source.ranks:
-        holders[_block(shape, source, rank)].append(rank)
+    if any(isinstance(placement, Partial) for placement in target.placements):
+        raise InternalError("send a tensor to another mesh", [f"it would be a part of a sum on {target}"])
+    parts = [_Holders.of(shape, source, ranks) for ranks in _ranks_by_part(source)]
     sent: dict[int, int] = dict.fromkeys(source.ranks, 0)
     found: list[Piece] = []
-    blocks = sorted(holders.items(), key=lambda item: item[0].offsets)
-    rows = [block.offsets[0] if shape else 0 for block, _ in blocks]
-    most = max((block.shape[0] if shape else 1 for block, _ in blocks), default=0)
     for rank in target.ranks:
         wanted = _block(shape, target, rank)
-        begin, length = (wanted.offsets[0], wanted.shape[0]) if shape else (0, 1)
-        for block, ranks in blocks[bisect_left(rows, begin - most + 1) : bisect_left(rows, begin + length)]:
-            common = wanted.shared_with(block)
-            if common is None:
-                continue
-            if rank in ranks:
-                found.append(Piece(rank, rank, common))
-                continue
-            nearest = min(ranks, key=lambda other: (seconds(other, rank), sent[other], other))
-            found.append(Piece(nearest, rank, common))
-            sent[nearest] += found[-1].elements
+        for part in parts:
+            for block, ranks in part.near(wanted):
+                common = wanted.shared_with(block)
+                if common is None:
+                    continue
+                if rank in ranks:
+                    found.append(Piece(rank, rank, common))
+                    continue
+                nearest = min(ranks, key=lambda other: (seconds(other, rank), sent[other], other))
+                found.append(Piece(nearest, rank, common))
+                sent[nearest] += found[-1].elements
     return tuple(found)
+
+
+class _Holders(NamedTuple):
+    """The ranks that have each block of a tensor, or of one part of a sum, in the order of the blocks."""
+
+    blocks: list[tuple[Block, list[int]]]
+    rows: list[int]
+    """The first row of each block."""
+    most: int
+    """Rows of the largest block."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int], source: Layout, ranks: Sequence[int]) -> _Holders:
+        holders: dict[Block, list[int]] = defaultdict(list)
+        for rank in ranks:
+            holders[_block(shape, source, rank)].append(rank)
+        blocks = sorted(holders.items(), key=lambda item: item[0].offsets)
+        rows = [block.offsets[0] if shape else 0 for block, _ in blocks]
+        return cls(blocks, rows, max((block.shape[0] if shape else 1 for block, _ in blocks), default=0))
+
+    def near(self, wanted: Block) -> list[tuple[Block, list[int]]]:
+        """Return the blocks that may have rows in common with ``wanted``."""
+        begin, length = (wanted.offsets[0], wanted.shape[0]) if wanted.shape else (0, 1)
+        first = bisect_left(self.rows, begin - self.most + 1)
+        return self.blocks[first : bisect_left(self.rows, begin + length)]
+
+
+def _ranks_by_part(layout: Layout) -> list[list[int]]:
+    """Return the ranks that have each part of a sum; all of them together where the layout has no sums."""
+    summed = [axis for axis, placement in enumerate(layout.placements) if isinstance(placement, Partial)]
+    if not summed:
+        return [list(layout.ranks)]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in layout.ranks:
+        place = coordinates(layout.mesh, rank)
+        found.setdefault(tuple(place[axis] for axis in summed), []).append(rank)
+    return list(found.values())
 
 
 def _block(shape: Sequence[int], layout: Layout, rank: int) -> Block:
     """Return the block of ``rank``; refuse layouts in which it has none."""
-    if any(isinstance(placement, Partial) for placement in layout.placements):
-        raise InternalError("send a tensor to another mesh", [f"it is a part of a sum on {layout}"])
     sizes = list(shape)
     for placement, size in zip(layout.placements, layout.mesh.shape, strict=True):
         dim = getattr(placement, "dim", None)

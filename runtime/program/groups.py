@@ -15,12 +15,13 @@ would follow two leaders.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cost_models.errors import InternalError
 from runtime.program.crossings import crossings
-from runtime.program.program import ComputeOrder, SegmentGraph
+from runtime.program.program import ComputeOrder, PieceBytes, SegmentGraph
 
 
 @dataclass(frozen=True)
@@ -98,3 +99,15 @@ def _values_without_pieces(graph: SegmentGraph) -> Iterator[str]:
                     yield f"{text}, but its pieces reach {sorted(reached)}"
                 if not left <= set(sources):
                     yield f"{text}, but its pieces come from {sorted(left)}"
+            if value.needs_grad and value.size_bytes:
+                yield from _uneven(f"the gradient of {way}, and back", back, value.size_bytes)
+
+
+def _uneven(text: str, pieces: Sequence[PieceBytes], size_bytes: int) -> Iterator[str]:
+    """Yield a text if pieces do not bring every rank all of a gradient once, or all parts of its sum once."""
+    came: Counter[int] = Counter()
+    for piece in pieces:
+        came[piece.target] += piece.size_bytes
+    if len(set(came.values())) > 1 or any(size % size_bytes for size in came.values()):
+        sizes = ", ".join(f"{size} B to rank {rank}" for rank, size in sorted(came.items()))
+        yield f"{text}, but its pieces bring {sizes}: not as many parts of {size_bytes} B to each"

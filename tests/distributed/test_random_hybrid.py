@@ -42,6 +42,7 @@ SEEN = (
     "two axes",
     "tied",
     "buffer",
+    "sent back in parts of a sum",
 )
 """What must cross, or be there, in some of the plans of one model."""
 
@@ -150,6 +151,8 @@ def kinds(plan: Plan, graph: OpGraph) -> Iterator[str]:
     for own in code.sharded.values():
         if len(own.mesh.shape) > 1:
             yield "two axes"
+        if own.placement.returned:
+            yield "sent back in parts of a sum"
         if own.graph.buffers:
             yield "buffer"
         if own.shared:

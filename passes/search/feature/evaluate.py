@@ -31,7 +31,7 @@ from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, tensor_specs
 from passes.search.feature.graph import ValueName, kept_operands, makes_values, value_name
 from passes.search.feature.local import local_cost
-from passes.search.feature.options import bytes_of
+from passes.search.feature.options import bytes_of, parts_of
 from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.problem import storage_share
 from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds, trained_operands
@@ -155,13 +155,16 @@ class WholeGraph:
         return seconds, sent
 
     def crossing(self) -> float:
-        """Bytes that other parts send a rank in one micro-batch: values that arrive, gradients of those that left."""
+        """Bytes that other parts send a rank in one micro-batch: values that arrive, gradients of those that left; and what
+        it sends them of gradients in parts, beyond the first."""
         shape, total = self.placement.mesh.shape, 0.0
         coming = [given.node for given in self.graph.inputs if given.kind == "value"]
         leaving = [output.node for output in self.graph.outputs if output.kind == "value"]
         for name in (*coming, *(name for name in leaving if name in self.graph.needs_grad)):
             size = bytes_of(self._spec(self.graph.nodes[name]), self.symbols)
-            total += size * local_share(self.placement.values[name], shape)
+            layout = self.placement.values[name]
+            parts = parts_of(self.placement.returned.get(name, layout), shape)
+            total += size * (local_share(layout, shape) + (parts - 1) * self.setting.returned_share(name))
         return total
 
     def _saved(self, shares: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> float:
@@ -243,6 +246,8 @@ class WholeGraph:
                 )
                 deferred[given.name] = later
                 expected = tuple(Partial() if d else e for d, e in zip(later, expected, strict=True))
+            if given is not None and given.kind == "value":
+                expected = self.placement.returned.get(given.name, expected)
             buffer = 0.0
             for need, flows in needs.items():
                 there = path(produced, tuple(n.placement for n in need), shape)

@@ -30,7 +30,7 @@ from passes.search.feature.problem import FeatureProblem, UnitNumbers, axes_of_p
 from passes.search.feature.setting import Setting
 from passes.search.feature.tuning import TUNING
 from passes.shard.discover import Discovery
-from passes.shard.words import FeaturePlacement, Placements, choice_text, placements_text
+from passes.shard.words import FeaturePlacement, Placements, choice_text, crossing_text, placements_text
 
 
 @dataclass(frozen=True)
@@ -199,19 +199,21 @@ def _is_held(graph: OpGraph, placement: FeaturePlacement, unit: Unit, numbers: U
         ways = detail.per_axis(option)
         if unit.kind == "op":
             return ways == placement.choices.get(unit.name, ways)
-        if unit.kind in ("value", "leaving"):
-            made = tuple(w.inputs[0].placement if unit.kind == "leaving" else w.outputs[0] for w in ways)
-            return made == placement.values.get(unit.name.removeprefix(leaving_name("")), whole)
+        if unit.kind == "leaving":
+            left = tuple(way.inputs[0].placement for way in ways)
+            return left == placement.values.get(unit.name.removeprefix(leaving_name("")), whole)
         layouts: Mapping[str, Placements] = placement.batch if unit.kind == "batch" else placement.stored
         if unit.kind == "state":
             return True
         return tuple(way.outputs[0] for way in ways) == layouts.get(graph.input_of[unit.name].name, whole)
     name = graph.input_of[unit.name].name
-    stored = placement.stored.get(name, whole)
-    kept = detail[option]
-    return tuple(way.stored for way in kept) == stored and tuple(
-        way.state for way in kept
-    ) == placement.sharded_state.get(name, stored)
+    layouts, others = (placement.stored, placement.sharded_state)
+    if unit.kind == "value":
+        layouts, others = (placement.values, placement.returned)
+    kept, stored = detail[option], layouts.get(name, whole)
+    return tuple(way.stored for way in kept) == stored and tuple(way.state for way in kept) == others.get(
+        name, stored
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -229,14 +231,14 @@ def _ways(
     best: dict[str, Way] = {}
     parts = axes_of_parts(problem, base).get(unit.index, frozenset())
     for k in range(len(numbers.seconds)):
-        if not _is_summed_once(numbers, k, parts):
+        if unit.kind == "parameter" and not _is_summed_once(numbers, k, parts):
             continue
         chosen = [*base[: unit.index], k, *base[unit.index + 1 :]]
         chosen = _settled(problem, tables, chosen, near)
         cost = price(problem, tables, chosen)
         computes, sends = _shares(problem, tables, unit, near, chosen)
         way = Way(
-            layout=_layout(numbers.detail, int(numbers.index[k])),
+            layout=_layout(unit, numbers.detail, int(numbers.index[k])),
             step_seconds=cost.seconds,
             computes_seconds=computes,
             sends_seconds=sends,
@@ -300,7 +302,7 @@ def _shares(
     return (own, bridges + sums) if unit.kind == "op" else (0.0, own + bridges)
 
 
-def _layout(detail: object, option: int) -> str:
+def _layout(unit: Unit, detail: object, option: int) -> str:
     """One part per mesh axis."""
     if isinstance(detail, Options):
         ways = detail.per_axis(option)
@@ -308,6 +310,9 @@ def _layout(detail: object, option: int) -> str:
             return placements_text(tuple(way.outputs[0] for way in ways))
         return " | ".join(choice_text(way) for way in ways)
     assert isinstance(detail, tuple)
+    if unit.kind == "value":
+        ways = detail[option]
+        return crossing_text(tuple(way.stored for way in ways), tuple(way.state for way in ways))
     return _stored_text(detail[option])
 
 

@@ -16,12 +16,15 @@ import sympy
 from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray, IntArray
-from cost_models.layout import Placement, Replicate, Shard
+from cost_models.layout import Partial, Placement, Replicate, Shard
 from passes.graph.signatures import concrete
 from passes.search.feature.codes import BITS, DEFERRED, WHOLE, need_code, source_code
 from passes.search.feature.graph import Unit
 from passes.shard.words import Choice, short
 from runtime.segment.code import Dim, TensorSpec
+
+MOST_PARTS = 8
+"""Parts of a sum that a rank may be sent, each by another one: more are summed before they leave."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +132,10 @@ def _combined(code: NDArray[np.int64], axes: IntArray) -> IntArray:
 
 @dataclass(frozen=True)
 class StoredChoice:
-    """One way to keep a parameter on one axis: stored, where its gradient and optimizer state are, and its code."""
+    """One way to keep a parameter on one axis: stored, where its gradient and optimizer state are, and its code.
+
+    Of a value from another part of the model: how it arrives, and how its gradient goes back.
+    """
 
     stored: Placement
     state: Placement
@@ -165,6 +171,28 @@ def stored_options(
         if _divides(dims, [c.stored for c in option], shape)
         and _divides(dims, [c.state for c in option], shape)
     )
+
+
+def arriving_options(
+    dims: tuple[int, ...], gradient: bool, shape: tuple[int, ...]
+) -> tuple[tuple[StoredChoice, ...], ...]:
+    """Per option, one choice per axis, of how a value arrives: whole or split. Of the gradient of a whole one each rank may
+    send its part back, to at most ``MOST_PARTS`` of them."""
+    whole: Placement = Replicate()
+    ways = [StoredChoice(p, p, source_code(p)) for p in (whole, *(Shard(d) for d in range(len(dims))))]
+    if gradient:
+        ways.append(StoredChoice(whole, Partial(), DEFERRED))
+    return tuple(
+        option
+        for option in itertools.product(ways, repeat=len(shape))
+        if _divides(dims, [c.stored for c in option], shape)
+        and parts_of([c.state for c in option], shape) <= MOST_PARTS
+    )
+
+
+def parts_of(placements: Sequence[Placement], shape: Sequence[int]) -> int:
+    """Count the parts of a sum that ranks have in a layout."""
+    return math.prod(size for p, size in zip(placements, shape, strict=True) if isinstance(p, Partial))
 
 
 def _divides(dims: Sequence[int], placements: Sequence[Placement], shape: Sequence[int]) -> bool:

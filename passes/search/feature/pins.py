@@ -28,7 +28,7 @@ from passes.search.feature.graph import Unit, makes_values
 from passes.search.feature.options import Options, StoredChoice
 from passes.search.feature.presets import PRESETS, AxisRule, refused_word, rules_of
 from passes.search.feature.problem import UnitNumbers
-from passes.shard.words import Placements, placements_text, read_placement
+from passes.shard.words import Placements, crossing_text, read_placement
 
 Rules = tuple[AxisRule | None, ...]
 """One per mesh axis; None: anything."""
@@ -86,20 +86,23 @@ def resolve(graph: OpGraph, pins: Mapping[str, str]) -> dict[str, Pin]:
 def pins_of_part(
     part: OpGraph,
     pins: Mapping[str, Pin],
-    arriving: Mapping[tuple[str, str], Placements],
+    arriving: Mapping[tuple[str, str], tuple[Placements, Placements]],
     shared: Collection[str] = (),
 ) -> dict[str, Pin]:
     """Choose the pins of a part's nodes from those of the whole model: what a pattern is about depends on all of it.
 
-    ``arriving``: (kind, name) of inputs whose layouts other parts on the same ranks have settled. Another value arrives as
-    its op was to make it. ``shared``: parameters that other parts read too, which are whole whatever a pattern says.
+    ``arriving``: (kind, name) of inputs whose layouts, and their gradients', other parts on the same ranks have settled.
+    Another value arrives as its op was to make it. ``shared``: parameters that other parts read too, which are whole
+    whatever a pattern says.
     """
     found = {}
     for node in part.graph.nodes:
         given, pin = part.input_of.get(node.name), pins.get(node.name)
-        if given is not None and (layout := arriving.get((given.kind, given.name))) is not None:
-            rules = tuple(AxisRule(frozenset({placement})) for placement in layout)
-            pin = Pin(given.name, given.name, placements_text(layout), rules, firm=True)
+        if given is not None and (settled := arriving.get((given.kind, given.name))) is not None:
+            rules = tuple(
+                AxisRule(frozenset({p}), state=frozenset({back})) for p, back in zip(*settled, strict=True)
+            )
+            pin = Pin(given.name, given.name, crossing_text(*settled), rules, firm=True)
         elif given is not None and given.kind == "value" and pin is not None:
             made = tuple(
                 None if rule is None or rule.outputs is None else AxisRule(rule.outputs, essential=False)

@@ -20,6 +20,7 @@ import sympy
 from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray, IntArray
+from cost_models.conversion import local_share
 from cost_models.layout import Mesh, Placement, Replicate, Shard
 from passes.search.feature.bridges import Bridges, BridgeTable
 from passes.search.feature.codes import DEFERRED, WHOLE, combine, digits, needs_of
@@ -28,8 +29,10 @@ from passes.search.feature.local import local_cost
 from passes.search.feature.options import (
     Options,
     StoredChoice,
+    arriving_options,
     bytes_of,
     options_of,
+    parts_of,
     sizes_of,
     stored_options,
 )
@@ -262,17 +265,36 @@ class _Builder:
     def _crossing(self, unit: Unit) -> UnitNumbers:
         """A value between parts arrives and leaves whole or split; a rank is charged the bytes that come to it: the value's
         where it arrives, its gradient's where it left."""
-        arrives = unit.kind == "value"
-        (spec,) = unit.outputs if arrives else unit.operands
-        size = float(bytes_of(spec, self.problem.symbols))
+        if unit.kind == "value":
+            return self._arriving(unit)
+        (spec,) = unit.operands
         layouts: list[Placement] = [Replicate(), *(Shard(d) for d in range(len(spec.shape)))]
-        ways = [Choice((), (p,)) if arrives else Choice((Need(p),), ()) for p in layouts]
+        ways = [Choice((Need(p),), ()) for p in layouts]
         o = options_of(unit, ways, self.problem.mesh.shape, self.problem.symbols)
-        share = (o.output_share if arrives else o.operand_share)[:, 0] * size
-        comes = arrives or self.problem.space.gradient_comes_back(unit)
-        seconds = share * (self.setting.crossing_seconds_per_byte * self.problem.microbatches * comes)
-        held = share * arrives
-        return UnitNumbers(seconds, held, o.inputs, o.outputs, o, np.arange(o.count))
+        comes = self.problem.space.gradient_comes_back(unit)
+        received = o.operand_share[:, 0] * (float(bytes_of(spec, self.problem.symbols)) * comes)
+        return UnitNumbers(
+            received * self._seconds_per_byte, np.zeros(o.count), o.inputs, (), o, np.arange(o.count)
+        )
+
+    def _arriving(self, unit: Unit) -> UnitNumbers:
+        """A value of another part arrives. If its gradient goes back in parts of a sum, the first is charged to those whom
+        it comes to, as any gradient is, the others here."""
+        shape, (spec,) = self.problem.mesh.shape, unit.outputs
+        size = float(bytes_of(spec, self.problem.symbols))
+        gradient = any(wire.gradient for wire in self.problem.space.wires if wire.producer == unit.index)
+        ways = arriving_options(sizes_of(spec, self.problem.symbols), gradient, shape)
+        held = np.array([local_share([c.stored for c in way], shape) for way in ways]) * size
+        parts = np.array([parts_of([c.state for c in way], shape) for way in ways])
+        more = (parts - 1) * (size * self.setting.returned_share(unit.name))
+        codes = np.array([combine([c.code for c in way]) for way in ways], dtype=np.int64)
+        seconds = (held + more) * self._seconds_per_byte
+        return UnitNumbers(seconds, held, (), (codes,), ways, np.arange(len(ways)))
+
+    @property
+    def _seconds_per_byte(self) -> float:
+        """Seconds per step of a byte that crosses in every micro-batch."""
+        return self.setting.crossing_seconds_per_byte * self.problem.microbatches
 
     def _parameter(self, unit: Unit) -> UnitNumbers:
         graph, mesh, setting = self.problem.space.graph, self.problem.mesh, self.setting
@@ -310,11 +332,12 @@ class _Builder:
 
 
 def axes_of_parts(problem: FeatureProblem, chosen: Sequence[int]) -> dict[int, frozenset[int]]:
-    """Mesh axes along which readers leave parts of a parameter's gradient, by the parameter's unit; O(wires)."""
+    """Mesh axes along which readers leave parts of the gradient of a parameter, or of a value of another part of the model,
+    by its unit; O(wires)."""
     axes = len(problem.mesh.shape)
     found: dict[int, frozenset[int]] = {}
     for wire in problem.space.wires:
-        if problem.space.units[wire.producer].kind != "parameter":
+        if problem.space.units[wire.producer].kind not in ("parameter", "value"):
             continue
         needs = [needs_of(int(problem.units[u].inputs[i][chosen[u]]), axes) for u, i in wire.readers]
         parts = {axis for need in needs for axis in range(axes) if need[axis].partial_gradient}
@@ -323,7 +346,8 @@ def axes_of_parts(problem: FeatureProblem, chosen: Sequence[int]) -> dict[int, f
 
 
 def without_needless_sums(problem: FeatureProblem, chosen: Sequence[int]) -> list[int]:
-    """``chosen``, where parameters are charged a sum at the step's end along those axes only that have parts to be summed.
+    """``chosen``, where parameters are charged a sum at the step's end along those axes only that have parts to be summed;
+    and values of other parts of the model send no parts of sums back along others.
 
     That a gradient is deferred is a parameter's way, that a reader leaves parts of it is the reader's: no pair of them says
     that no reader does. The cheapest choice defers nothing needlessly, but one that is decoded from messages, or found as
@@ -332,13 +356,14 @@ def without_needless_sums(problem: FeatureProblem, chosen: Sequence[int]) -> lis
     parts = axes_of_parts(problem, chosen)
     found = list(chosen)
     for unit, numbers in zip(problem.space.units, problem.units, strict=True):
-        if unit.kind != "parameter":
+        if unit.kind not in ("parameter", "value"):
             continue
         codes, k = numbers.outputs[0], found[unit.index]
         summed = parts.get(unit.index, frozenset())
         read = digits(int(codes[k]), len(problem.mesh.shape))
+        whole = WHOLE if unit.kind == "parameter" else 0
         wanted = combine(
-            [WHOLE if d == DEFERRED and axis not in summed else d for axis, d in enumerate(read)]
+            [whole if d == DEFERRED and axis not in summed else d for axis, d in enumerate(read)]
         )
         same = np.flatnonzero((codes == wanted) & (numbers.bytes <= numbers.bytes[k]))
         if wanted != codes[k] and len(same):

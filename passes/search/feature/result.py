@@ -20,6 +20,7 @@ def assemble(problem: FeatureProblem, options: Sequence[int]) -> FeaturePlacemen
     state: dict[str, Placements] = {}
     batch: dict[str, Placements] = {}
     values: dict[str, Placements] = {}
+    returned: dict[str, Placements] = {}
     for unit, numbers, option in zip(problem.space.units, problem.units, options, strict=True):
         detail = numbers.detail
         if unit.kind == "output":
@@ -34,19 +35,17 @@ def assemble(problem: FeatureProblem, options: Sequence[int]) -> FeaturePlacemen
                 values |= {name.removeprefix(leaving_name("")): leaving for name in unit.members}
                 continue
             layout = tuple(choice.outputs[0] for choice in per_axis)
-            if unit.kind == "value":
-                values |= dict.fromkeys(unit.members, layout)
-                continue
             target = batch if unit.kind == "batch" else stored
             target |= {graph.input_of[node].name: layout for node in unit.members}
             continue
         kept = tuple(choice.stored for choice in detail[option])
         owned = tuple(choice.state for choice in detail[option])
+        layouts, others = (values, returned) if unit.kind == "value" else (stored, state)
         for node in unit.members:
             name = graph.input_of[node].name
-            stored[name] = kept
+            layouts[name] = kept
             if owned != kept:
-                state[name] = owned
+                others[name] = owned
     order = {node.name: i for i, node in enumerate(graph.ops)}
     ops = dict(sorted(ops.items(), key=lambda item: order[item[0]]))
     whole = (Replicate(),) * len(problem.mesh.shape)
@@ -55,7 +54,7 @@ def assemble(problem: FeatureProblem, options: Sequence[int]) -> FeaturePlacemen
             batch.setdefault(given.name, whole)
         elif given.kind in ("parameter", "buffer"):
             stored.setdefault(given.name, whole)
-    return FeaturePlacement(problem.mesh, ops, stored, batch, problem.microbatches, state, values)
+    return FeaturePlacement(problem.mesh, ops, stored, batch, problem.microbatches, state, values, returned)
 
 
 def replicated_share(problem: FeatureProblem, options: Sequence[int]) -> float:

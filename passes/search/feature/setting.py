@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from cost_models.cluster import ClusterSpec
@@ -24,6 +25,9 @@ class PartPlace:
     """Seconds that each byte takes to a rank from the ranks of another part."""
     shared: frozenset[str] = frozenset()
     """Parameters and buffers that other parts read too: they are whole on every rank."""
+    returned_share: Mapping[str, float] = field(default_factory=dict)
+    """The share of a value's gradient that a rank sends back, or that one is sent, whichever is more, by the node of the
+    value; all of it if not listed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +47,10 @@ class Setting:
     def crossing_seconds_per_byte(self) -> float:
         """Seconds that each byte takes to a rank from the ranks of another part."""
         return 0.0 if self.part is None else self.part.crossing_seconds_per_byte
+
+    def returned_share(self, value: str) -> float:
+        """Return the share of a value's gradient that each part of its sum adds to what crosses, on the busiest rank."""
+        return 1.0 if self.part is None else self.part.returned_share.get(value, 1.0)
 
     @cached_property
     def sharing(self) -> tuple[Device, ...]:

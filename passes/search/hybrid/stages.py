@@ -12,8 +12,9 @@ from typing import Any
 from torch import fx
 
 from cost_models.cluster import ClusterSpec
+from cost_models.conversion import local_share
 from cost_models.errors import InfeasibleError, UsageError
-from cost_models.layout import Mesh, Replicate
+from cost_models.layout import Layout, Mesh, Replicate
 from cost_models.units import counted
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph, tensor_specs
@@ -80,19 +81,21 @@ class StageSearch:
         of the batch arrives in one layout."""
         found: dict[int, StageSharded] = {}
         meshes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        settled: dict[tuple[str, str, tuple[int, ...]], Placements] = {}
+        settled: dict[tuple[str, str, tuple[int, ...]], tuple[Placements, Placements]] = {}
+        leaving: dict[str, Layout] = {}
         for number, stage in enumerate(stages):
             if len(stage.group) == 1:
                 continue
             part = self._part(stage.ops)
-            arriving: dict[tuple[str, str], Placements] = {
+            arriving: dict[tuple[str, str], tuple[Placements, Placements]] = {
                 (given.kind, given.name): settled[given.kind, given.name, stage.group]
                 for given in part.inputs
                 if (given.kind, given.name, stage.group) in settled
             }
             pins = pins_of_part(part, stage.pins, arriving, self.shared)
             try:
-                own = self._sharded(part, replace(stage, pins=pins), meshes.get(stage.group))
+                shares = {n: returned_share(leaving.get(n), len(stage.group)) for n in _values_of(part)}
+                own = self._sharded(part, replace(stage, pins=pins), meshes.get(stage.group), shares)
             except (UsageError, InfeasibleError) as error:
                 because = [f"on {counted(len(stage.group), 'device')}: {error.what}", *error.because]
                 raise type(error)(f"cannot shard stage {number}", because, error.suggestions) from error
@@ -100,9 +103,14 @@ class StageSearch:
             meshes[stage.group] = own.placement.mesh.shape
             for given in part.inputs:
                 if given.kind == "batch" and not _only_its_sizes(part, given.node):
-                    settled["batch", given.name, stage.group] = own.placement.batch.get(given.name, whole)
+                    layout = own.placement.batch.get(given.name, whole)
+                    settled["batch", given.name, stage.group] = layout, layout
             for name, layout in own.placement.values.items():
-                settled.setdefault(("value", name, stage.group), layout)
+                settled.setdefault(
+                    ("value", name, stage.group), (layout, own.placement.returned.get(name, layout))
+                )
+            made = {output.name for output in part.outputs if output.kind == "value"}
+            leaving |= {n: Layout(own.placement.mesh, own.placement.values[n]) for n in made}
         return {k: _with_batch(own, stages[k].group, settled) for k, own in found.items()}
 
     def _part(self, ops: tuple[str, ...]) -> OpGraph:
@@ -110,8 +118,17 @@ class StageSearch:
             self._parts[ops] = part_of(self.graph, ops, self.copied)
         return self._parts[ops]
 
-    def _sharded(self, part: OpGraph, stage: StageWish, mesh: tuple[int, ...] | None) -> StageSharded:
-        """Search a stage, or read what an equal one was found to be. ``mesh``: that of its group, where it is known."""
+    def _sharded(
+        self,
+        part: OpGraph,
+        stage: StageWish,
+        mesh: tuple[int, ...] | None,
+        shares: Mapping[str, float],
+    ) -> StageSharded:
+        """Search a stage, or read what an equal one was found to be. ``mesh``: that of its group, where it is known.
+
+        ``shares``: of the gradients of values that arrive, as ``PartPlace`` has them.
+        """
         if stage.axes is not None:
             mesh = tuple(size for _, size, _ in stage.axes)
         place = PartPlace(
@@ -119,6 +136,7 @@ class StageSearch:
             tuple(name for name, _, _ in stage.axes or ()),
             self._crossing_seconds_per_byte(stage.group),
             self.shared.intersection((*part.parameters, *part.buffers)),
+            shares,
         )
         position = {node.name: number for number, node in enumerate(part.graph.nodes)}
         marks = {node: pin.mark for node, pin in stage.pins.items()}
@@ -130,6 +148,7 @@ class StageSearch:
             stage.reserved_bytes,
             tuple(tuple(position[op] for op in names) for names in stage.again),
             place.crossing_seconds_per_byte,
+            tuple(shares.values()),
             tuple((d.speed_alone, d.memory_bytes, d.node - devices[0].node) for d in devices),
         )
         if key not in self._known:
@@ -157,17 +176,34 @@ class StageSearch:
         return max((1.0 / path.bandwidth_bytes_per_second for path in paths), default=0.0)
 
 
+def returned_share(leaving: Layout | None, ranks: int) -> float:
+    """Return the share of a value's gradient that a part of its sum adds for the busiest rank: of as many ``ranks`` as send
+    it back, or of those that have the value as ``leaving``; None: a single rank has it."""
+    if leaving is None:
+        return 1.0
+    received = local_share(leaving.placements, leaving.mesh.shape)
+    return received * max(1.0, len(leaving.ranks) / ranks)
+
+
+def _values_of(part: OpGraph) -> list[str]:
+    """List the values of other parts, in the order of the graph."""
+    return [given.name for given in part.inputs if given.kind == "value"]
+
+
 def _only_its_sizes(part: OpGraph, node: str) -> bool:
     """Tell whether a part reads nothing of a leaf but how large it is: any layout will do."""
     return all(is_size(user.meta.get("val")) for user in part.nodes[node].users)
 
 
 def _with_batch(
-    own: StageSharded, group: tuple[int, ...], settled: Mapping[tuple[str, str, tuple[int, ...]], Placements]
+    own: StageSharded,
+    group: tuple[int, ...],
+    settled: Mapping[tuple[str, str, tuple[int, ...]], tuple[Placements, Placements]],
 ) -> StageSharded:
     """Return a stage that takes the leaves of which it reads only sizes as other stages of its group take them."""
     batch = {
-        name: settled.get(("batch", name, group), layout) for name, layout in own.placement.batch.items()
+        name: settled.get(("batch", name, group), (layout, layout))[0]
+        for name, layout in own.placement.batch.items()
     }
     return replace(own, placement=replace(own.placement, batch=batch))
 
@@ -228,5 +264,6 @@ def renamed(
         stored={names[name]: layout for name, layout in placement.stored.items()},
         batch={names[name]: layout for name, layout in placement.batch.items() if name in names},
         values={names[name]: layout for name, layout in placement.values.items()},
+        returned={names[name]: layout for name, layout in placement.returned.items()},
         sharded_state={names[name]: layout for name, layout in placement.sharded_state.items()},
     )

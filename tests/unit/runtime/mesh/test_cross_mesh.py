@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cost_models.errors import InternalError
 from cost_models.layout import Layout, Mesh, Partial, Placement, Replicate, Shard
 from runtime.mesh.cross_mesh import Piece, pieces
-from runtime.mesh.sharding import Block, block_of
+from runtime.mesh.sharding import Block, block_of, coordinates
 
 
 def spread(first: int, *axes: tuple[int, Placement]) -> Layout:
@@ -40,6 +40,23 @@ def test_split_along_one_dimension(a: int, b: int) -> None:
     found = pieces((5, 24), spread(0, (a, Shard(1))), spread(a, (b, Shard(1))))
     assert len(found) == a + b - math.gcd(a, b)
     assert sum(piece.elements for piece in found) == 5 * 24
+
+
+@pytest.mark.parametrize(("a", "b"), itertools.product((1, 2, 4), repeat=2))
+def test_parts_of_a_sum_go_to_everybody_who_adds_them_up(a: int, b: int) -> None:
+    """A fully connected layer of a parts before one of b: a b pieces there, and a b back."""
+    makes, takes = spread(0, (a, Shard(1))), spread(a, (b, Replicate()))
+    gives = spread(a, (b, Partial()))
+    there, back = pieces((5, 24), makes, takes), pieces((5, 24), gives, makes)
+    assert len(there) == len(back) == a * b
+    assert {(p.target, p.source, p.block) for p in back} == {(p.source, p.target, p.block) for p in there}
+    assert sum(piece.elements for piece in back) == b * 5 * 24
+
+
+def test_copies_of_a_part_share_the_sending() -> None:
+    """Two parts, each on two ranks; two targets have all of the sum."""
+    found = pieces((8,), spread(0, (2, Partial()), (2, Replicate())), spread(4, (2, Replicate())))
+    assert [(p.source, p.target, p.elements) for p in found] == [(0, 4, 8), (2, 4, 8), (1, 5, 8), (3, 5, 8)]
 
 
 def test_copies_share_the_sending() -> None:
@@ -69,22 +86,23 @@ def test_numbers_without_dimensions_and_empty_tensors() -> None:
 
 def test_refused() -> None:
     with pytest.raises(InternalError, match="part of a sum"):
-        pieces((4,), spread(0, (2, Partial())), Layout.on(2))
+        pieces((4,), Layout.on(2), spread(0, (2, Partial())))
     with pytest.raises(InternalError, match="not divided"):
         pieces((5,), Layout.on(2), spread(0, (2, Shard(0))))
 
 
 @st.composite
-def layouts(draw: st.DrawFn, first: int, shape: tuple[int, ...]) -> Layout:
-    """A layout of one or two axes that divides ``shape``."""
+def layouts(draw: st.DrawFn, first: int, shape: tuple[int, ...], *, summed: bool = False) -> Layout:
+    """A layout of one or two axes that divides ``shape``. ``summed``: it may be of parts of a sum."""
     left, axes = list(shape), []
     for _ in range(draw(st.integers(1, 2))):
         size = draw(st.sampled_from([1, 2, 3, 4]))
-        dims = [dim for dim, length in enumerate(left) if length % size == 0]
-        dim = draw(st.sampled_from([*dims, None]))
-        axes.append((size, Replicate() if dim is None else Shard(dim)))
-        if dim is not None:
-            left[dim] //= size
+        whole: list[Placement] = [Replicate(), *([Partial()] if summed else [])]
+        split = [Shard(dim) for dim, length in enumerate(left) if length % size == 0]
+        placement = draw(st.sampled_from([*split, *whole]))
+        axes.append((size, placement))
+        if isinstance(placement, Shard):
+            left[placement.dim] //= size
     return spread(first, *axes)
 
 
@@ -109,3 +127,27 @@ def test_every_element_arrives_once(data: st.DataObject) -> None:
         assert bool((filled == 1).all())
     pairs = Counter((piece.source, piece.target) for piece in found)
     assert not pairs or max(pairs.values()) == 1 or set(source.ranks) & set(target.ranks)
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_every_part_of_a_sum_arrives_once(data: st.DataObject) -> None:
+    """From some rank that has it; and pieces of two parts lie on each other wholly or not at all."""
+    shape = data.draw(st.sampled_from([(24,), (12, 24)]))
+    source, target = data.draw(layouts(0, shape, summed=True)), data.draw(layouts(16, shape))
+    found = pieces(shape, source, target)
+    places = {rank: coordinates(source.mesh, rank) for rank in source.ranks}
+    summed = [axis for axis, placement in enumerate(source.placements) if isinstance(placement, Partial)]
+    parts = {tuple(places[rank][axis] for axis in summed) for rank in source.ranks}
+    for rank in target.ranks:
+        wanted = block_of(shape, target.placements, target.mesh, rank)
+        came = {part: torch.zeros(wanted.shape, dtype=torch.int64) for part in parts}
+        own = [piece for piece in found if piece.target == rank]
+        for piece in own:
+            has = block_of(shape, source.placements, source.mesh, piece.source)
+            assert has.shared_with(piece.block) == piece.block
+            part = tuple(places[piece.source][axis] for axis in summed)
+            piece.block.within(wanted.offsets).of(came[part]).add_(1)
+        assert all(bool((filled == 1).all()) for filled in came.values())
+        for one, other in itertools.combinations(own, 2):
+            assert one.block == other.block or one.block.shared_with(other.block) is None
