@@ -1,4 +1,4 @@
-"""Programs of groups and their proof where the ranks' own programs are too many: seconds and memory of each step.
+"""Programs of groups, their proof and simulation, where those of ranks are too many: seconds and memory of each step.
 
     python -m benchmarks.quotient_scale                            16 stages of 1,024 ranks, 64 micro-batches, 1F1B
     python -m benchmarks.quotient_scale --stages 8 --width 64 --all-ranks
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from cost_models.cluster import ClusterSpec
 from cost_models.layout import Layout, Mesh, Shard
 from runtime.check.check import check
 from runtime.check.quotient import check_groups, some_of_each
@@ -29,6 +30,8 @@ from runtime.program.program import (
     Value,
 )
 from runtime.schedules import SCHEDULES
+from runtime.simulate.groups import simulate_groups
+from runtime.simulate.simulate import simulate
 
 INNER = 8
 """Ranks of a node, over which a layer is split."""
@@ -113,6 +116,8 @@ def main() -> None:
 
     some = some_of_each(graph)
     print(timed(f"proof by groups, {len(some)} members", lambda: prove(some)))
+    cluster = timed("cluster", lambda: ClusterSpec.preset("dgx-h100", nodes=graph.world_size // INNER))
+    timed("simulation by groups", lambda: simulate_groups(groups, links=cluster))
     timed(f"proof by groups, {graph.world_size} members", lambda: prove(range(graph.world_size)))
     if given.all_ranks:
         programs = timed("programs of all ranks", groups.all)
@@ -120,6 +125,7 @@ def main() -> None:
             "proof by all ranks",
             lambda: check(programs, graph, given.microbatches, tied=tied, one_queue=True),
         )
+        timed("simulation of all ranks", lambda: simulate(programs, graph, links=cluster))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from passes.search.outcome import Outcome
 from passes.search.request import Request
 from passes.search.strategies import STRATEGIES
 from passes.timings import run_pass
-from runtime.check.check import Proof, check
+from runtime.check.check import Proof
+from runtime.check.quotient import check_groups, some_of_each
 from runtime.collector import collector_paused
 
 
@@ -80,11 +81,14 @@ def bounded(outcome: Outcome, judge: Judge) -> Outcome:
 
 
 def proved(realized: Realized, candidate: Candidate) -> Proof:
-    """Prove the programs free of deadlock, everything in them matched."""
-    return check(
-        realized.programs,
+    """Prove the programs of the groups, and so of their members, free of deadlock, everything in them matched."""
+    groups = realized.groups_programs
+    return check_groups(
+        groups.programs,
         realized.segments,
         candidate.microbatches,
+        member=groups.member,
+        members=some_of_each(realized.segments),
         tied=realized.tied,
         one_queue=candidate.one_queue,
     )

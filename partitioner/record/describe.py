@@ -165,7 +165,7 @@ def _stages(compiled: Compiled) -> tuple[Stage, ...]:
     }
     modules = modules_of_stages(paths, ordered, len(realized.groups))
     names = state_names_of_segments(graph, realized.segmentation)
-    flying = _in_flight(realized.programs, realized.segments)
+    flying = _in_flight(realized.groups_programs.programs, realized.segments)
     ops: list[list[str]] = [[] for _ in realized.groups]
     for name, stage in ordered.items():
         ops[stage].append(name)

@@ -28,7 +28,9 @@ from passes.shard.discover import Discovery
 from passes.shard.words import FeaturePlacement, choice_text
 from passes.split.split import Split, split_neurons
 from runtime.check.check import check
+from runtime.check.quotient import check_groups, some_of_each
 from runtime.mesh.ranks_along import JOINT, all_ranks_along
+from runtime.program.members import GroupPrograms
 from runtime.program.program import Collective, Program, Segment, SegmentCost, SegmentGraph, TiedGroup, Value
 from runtime.program.relabel import RankMap, relabelled_programs, relabelled_segments
 from runtime.segment.microbatch import microbatch_sizes
@@ -100,22 +102,25 @@ def _sums(plan: PlanData, ranks: RankMap | None) -> Iterator[tuple[GradientSumRe
 
 
 def plan_programs(plan: PlanData, ranks: RankMap | None = None) -> tuple[Program, ...]:
-    """Make one program per rank, proved free of deadlock before anybody runs or simulates it."""
-    segments, tied = plan_segments(plan), plan_tied(plan)
-    programs = programs_for(
-        segments,
+    """Make one program per rank, proved free of deadlock before anybody runs it."""
+    programs = _group_programs(plan).all()
+    if ranks is not None:
+        programs = relabelled_programs(programs, ranks)
+    segments, tied = plan_segments(plan, ranks), plan_tied(plan, ranks)
+    check(programs, segments, plan.microbatches, tied=tied, one_queue=plan.one_queue)
+    return programs
+
+
+def _group_programs(plan: PlanData) -> GroupPrograms:
+    return programs_for(
+        plan_segments(plan),
         plan.cluster,
         plan.schedule,
         plan.microbatches,
-        tied,
+        plan_tied(plan),
         state_bytes=_state_bytes(plan),
         one_queue=plan.one_queue,
     )
-    if ranks is not None:
-        programs = relabelled_programs(programs, ranks)
-        segments, tied = plan_segments(plan, ranks), plan_tied(plan, ranks)
-    check(programs, segments, plan.microbatches, tied=tied, one_queue=plan.one_queue)
-    return programs
 
 
 def simulate_plan(plan: PlanData) -> Simulation:
@@ -134,7 +139,12 @@ def simulate_plan(plan: PlanData) -> Simulation:
         gathers=tuple(gather for stage in plan.stages for gather in _gathers(stage)),
     )
     sizes = microbatch_sizes(plan.batch_size, plan.microbatches)
-    return simulate_step(plan_programs(plan), plan_segments(plan), plan.cluster, step, sizes)
+    groups = _group_programs(plan)
+    check_groups(
+        groups.programs, groups.graph, plan.microbatches, member=groups.member, members=some_of_each(groups.graph),
+        tied=plan_tied(plan), one_queue=plan.one_queue,
+    )  # fmt: skip
+    return simulate_step(groups, plan.cluster, step, sizes)
 
 
 def _state_bytes(plan: PlanData) -> tuple[int, ...]:

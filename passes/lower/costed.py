@@ -127,10 +127,11 @@ def costed_segments(
     tensors = trained_tensors(graph, segmentation, cluster.world_size)
     gather_seconds = [0.0] * cluster.world_size
     sums: dict[SumKey, SumCost] = {}
-    held: list[dict[str, StateBytes]] = [{} for _ in state]
+    held: list[tuple[int, ...]] = [()] * cluster.world_size
+    """The segments of each rank."""
     for own in meshes.values():
         for rank in own.segment.ranks:
-            held[rank] |= own.state
+            held[rank] += (own.segment.index,)
             gather_seconds[rank] += math.fsum(gather.seconds for gather in own.gathers)
         for item in own.sums:
             for ranks in item.groups:
@@ -139,7 +140,8 @@ def costed_segments(
                 sums[item.parameters, tuple(sorted(ranks))] = SumCost(item.seconds, sent_bytes)
         gradients |= own.summed_bytes
     if meshes:
-        state = [sum(own.values(), StateBytes()) for own in held]
+        by_segments = {indices: _state_of(indices, meshes) for indices in set(held)}
+        state = [by_segments[indices] for indices in held]
     step = StepCosts(
         state_bytes=tuple(own.total for own in state),
         optimizer_seconds=tuple(
@@ -153,6 +155,14 @@ def costed_segments(
         gathers=tuple(c for own in meshes.values() for gather in own.gathers for c in gather.collectives()),
     )
     return Costed(segmentation, segments, tuple(tied), tuple(state), step, segmentation.segment_of, meshes)
+
+
+def _state_of(indices: Sequence[int], meshes: Mapping[int, OnMesh]) -> StateBytes:
+    """Return what a rank holds that runs these segments: what several of them read, once."""
+    together: dict[str, StateBytes] = {}
+    for index in indices:
+        together |= meshes[index].state
+    return sum(together.values(), StateBytes())
 
 
 def segments_of(

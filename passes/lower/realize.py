@@ -1,12 +1,13 @@
 """The one way from a placement to a simulated step, whatever the strategy.
 
-candidate ─► segments ─► their costs, sums of gradients, state ─► one program per rank ─► simulated step
+candidate ─► segments ─► their costs, sums of gradients, state ─► one program per group ─► simulated step
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from cost_models.cluster import ClusterSpec
 from passes.costs.costs import GraphCosts
@@ -18,6 +19,7 @@ from passes.lower.costed import Costed, costed_segments
 from passes.lower.job import Job
 from passes.lower.segment import Segmentation, by_reach, by_stage
 from passes.lower.step import programs_for, simulate_step
+from runtime.program.members import GroupPrograms
 from runtime.program.program import Program
 from runtime.segment.microbatch import microbatch_sizes
 from runtime.simulate.simulate import Simulation
@@ -27,10 +29,15 @@ from runtime.simulate.simulate import Simulation
 class Realized(Costed):
     """A placement carried through to programs and their simulation."""
 
-    programs: tuple[Program, ...] = field(kw_only=True)
-    """One program per rank."""
+    groups_programs: GroupPrograms = field(kw_only=True)
+    """One program per group of ranks that run segments together."""
     simulation: Simulation = field(kw_only=True)
-    """The simulated step of ``programs``."""
+    """The simulated step of these programs."""
+
+    @cached_property
+    def programs(self) -> tuple[Program, ...]:
+        """One program per rank."""
+        return self.groups_programs.all()
 
 
 def realize(
@@ -57,8 +64,8 @@ def realize(
         one_queue=candidate.one_queue,
     )
     sizes = microbatch_sizes(job.batch_size, candidate.microbatches)
-    simulation = simulate_step(programs, costed.segments, cluster, costed.step, sizes)
-    return Realized(**vars(costed), programs=programs, simulation=simulation)
+    simulation = simulate_step(programs, cluster, costed.step, sizes)
+    return Realized(**vars(costed), groups_programs=programs, simulation=simulation)
 
 
 def segmented(

@@ -1,4 +1,4 @@
-"""Segments become a step: one program per rank, and what running them costs. No graph, no search.
+"""Segments become a step: one program per group of ranks, and what running them costs. No graph, no search.
 
 The search's candidates, the plan and the executor all come through here: what was predicted is what runs.
 """
@@ -13,17 +13,18 @@ from typing import NamedTuple, TypeAlias
 
 from cost_models.cluster import ClusterSpec
 from cost_models.communication import ring_all_reduce_seconds, slowest_hop
-from runtime.program.order import build_programs
+from runtime.program.members import GroupPrograms
+from runtime.program.order import build_group_programs
 from runtime.program.program import (
     Collective,
-    Program,
     ReduceGradients,
     SegmentGraph,
     TiedGroup,
     TransferSeconds,
 )
 from runtime.schedules import SCHEDULES
-from runtime.simulate.simulate import Overheads, Simulation, simulate
+from runtime.simulate.groups import simulate_groups
+from runtime.simulate.simulate import Overheads, Simulation
 
 SumKey: TypeAlias = tuple[tuple[str, ...], tuple[int, ...]]
 """The parameters, and the ranks of one of the groups that sum, ascending."""
@@ -59,8 +60,8 @@ def programs_for(
     *,
     state_bytes: Sequence[int] | None = None,
     one_queue: bool = False,
-) -> tuple[Program, ...]:
-    """One program per rank: the schedule's order of computes, then the one global order of communications.
+) -> GroupPrograms:
+    """One program per group of ranks: the schedule's order of computes, then the one global order of communications.
 
     ``state_bytes``: what each rank holds throughout. Schedules that can hold fewer micro-batches in flight then keep
     within the rest of the memory, as far as they know it.
@@ -72,14 +73,13 @@ def programs_for(
         devices = zip(cluster.devices, state_bytes, strict=True)
         room = [max(0, device.memory_bytes - held) for device, held in devices]
     orders = SCHEDULES[schedule].order(segments, microbatches, room, transfer_seconds=seconds)
-    return build_programs(
+    return build_group_programs(
         segments, orders, microbatches, transfer_seconds=seconds, tied=tied, one_queue=one_queue
     )
 
 
 def simulate_step(
-    programs: Sequence[Program],
-    segments: SegmentGraph,
+    programs: GroupPrograms,
     cluster: ClusterSpec,
     step: StepCosts,
     sizes: Sequence[int],
@@ -98,9 +98,8 @@ def simulate_step(
         )
 
     host = cluster.host_costs
-    simulation = simulate(
+    simulation = simulate_groups(
         programs,
-        segments,
         links=cluster,
         contention=host.contention,
         overheads=Overheads(host.compute_overhead, host.send_overhead, host.receive_overhead),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cost_models.links import Path
 from runtime.program.program import Message, OptimizerStep, Program, Recv, ReduceGradients, SegmentGraph, Send
 from runtime.program.timing import NODE_PLANE, compute_seconds
+from runtime.simulate.bundles import Bundle, BundleKey
 from runtime.simulate.fair_share import Links
 
 COMPUTE, SEND, RECV, REDUCE, STEP, TOGETHER = range(6)
@@ -48,6 +49,10 @@ def count_microbatches(programs: Sequence[Program]) -> int:
     )
 
 
+def _key(message: Message) -> BundleKey:
+    return message.value, message.gradient, message.source, message.target
+
+
 @dataclass
 class FlatPrograms:
     """Programs as flat lists: ``flatten`` fills them, the event loop runs them; places lead back from them."""
@@ -59,6 +64,10 @@ class FlatPrograms:
     """Size of each micro-batch relative to a full one."""
     contention: float
     """Factor by which a rank's computes slow down while a transfer of that rank is under way."""
+    bundles: Mapping[BundleKey, Bundle] = field(default_factory=dict)
+    """What messages are, where ranks stand for their groups."""
+    leaders: frozenset[int] | None = None
+    """These ranks, who come to sums for their groups; None where every rank runs its own program."""
     operations: list[list[Operation]] = field(default_factory=list)
     messages: dict[Message, int] = field(default_factory=dict)
     message_bytes: list[float] = field(default_factory=list)
@@ -109,19 +118,25 @@ class FlatPrograms:
                     queue = self.queues.setdefault(
                         (rank, "device" if device_queues else i.queue), len(self.queues)
                     )
+                    bundle = self.bundles.get(_key(i.message))
                     if isinstance(i, Send):
                         self.send_places[number] = index
-                        operations.append(Operation(SEND, number, overheads.send_seconds, queue))
+                        seconds = overheads.send_seconds * (bundle.sends if bundle else 1)
+                        operations.append(Operation(SEND, number, seconds, queue))
                         continue
                     self.receive_places[number] = index
-                    operations.append(Operation(RECV, number, overheads.receive_seconds, queue))
+                    seconds = overheads.receive_seconds * (bundle.receives if bundle else 1)
+                    operations.append(Operation(RECV, number, seconds, queue))
                     producer, consumers = needed_by[i.message.value]
                     first = plane_size * i.message.gradient + i.message.microbatch
                     for segment in producer if i.message.gradient else consumers:
                         awaited.setdefault(first + segment * stride, []).append(number)
                 elif isinstance(i, ReduceGradients):
                     nth = times_reduced[i] = times_reduced.get(i, 0) + 1
-                    number = self._meeting(self.reductions, (i, nth), i.ranks)
+                    present = i.ranks
+                    if self.leaders is not None:
+                        present = tuple(other for other in i.ranks if other in self.leaders)
+                    number = self._meeting(self.reductions, (i, nth), present)
                     operations.append(Operation(REDUCE, number, reduce_seconds(i)))
                 elif isinstance(i, OptimizerStep):
                     operations.append(Operation(STEP, 0, optimizer_seconds[rank]))
@@ -157,8 +172,10 @@ class FlatPrograms:
         if number is None:
             number = self.messages[message] = len(self.messages)
             self.message_ranks.append((message.source, message.target))
-            self.message_paths.append(self.path(self.message_ranks[-1]))
-            self.message_bytes.append(self._size_of(message) * self.scale[message.microbatch])
+            bundle = self.bundles.get(_key(message))
+            self.message_paths.append(bundle.path if bundle else self.path(self.message_ranks[-1]))
+            size_bytes = bundle.size_bytes if bundle else self._size_of(message)
+            self.message_bytes.append(size_bytes * self.scale[message.microbatch])
             self.message_consumers.append(-1)
             self.send_places.append(0)
             self.receive_places.append(0)

@@ -63,11 +63,11 @@ class Simulation:
     """A simulated step. Sequences are per rank."""
 
     step_seconds: float
-    timeline: tuple[tuple[Span, ...], ...]
+    timeline: Sequence[tuple[Span, ...]]
     busy_seconds: tuple[float, ...]
     """Time in forwards and backwards, as slow as contention made them."""
     memory: tuple[MemoryCurve, ...]
-    transfers: tuple[Transfer, ...]
+    transfers: Sequence[Transfer]
     """Messages in the order of their starts."""
     link_bytes: Mapping[str, float]
     pair_bytes: Mapping[tuple[int, int], float]
@@ -126,22 +126,13 @@ def simulate(
     led = on_leaders(graph)
     world, microbatches = graph.world_size, count_microbatches(programs)
     scale = list(microbatch_scale) or [1.0] * microbatches
-    problems = [
-        f"{name} has {len(given)} entries, not {count}"
-        for name, given, count in (
-            ("programs", programs, world),
-            ("state_bytes", state_bytes or [0] * world, world),
-            ("optimizer_seconds", optimizer_seconds or [0] * world, world),
-            ("microbatch_scale", scale, microbatches),
-        )
-        if len(given) != count
-    ]
-    if problems:
-        raise InternalError("simulate a step", problems)
+    refuse_wrong_lengths(
+        programs, world, scale, microbatches, state_bytes or [0] * world, optimizer_seconds or [0] * world
+    )
     flat = FlatPrograms(programs, graph, links, scale, contention)
     flat.flatten(overheads, optimizer_seconds or [0.0] * world, reduce_seconds or _nothing, device_queues)
     run = EventLoop(flat, led.leader_of).run()
-    _refuse_stuck(programs, run)
+    refuse_stuck(programs, run)
     return _report(programs, led.leader_of, flat, run, state_bytes or [0.0] * world, reduce_bytes or _nothing)
 
 
@@ -149,7 +140,30 @@ def _nothing(_: ReduceGradients) -> float:
     return 0.0
 
 
-def _refuse_stuck(programs: Sequence[Program], run: EventLoop) -> None:
+def refuse_wrong_lengths(
+    programs: Sequence[Program],
+    world: int,
+    scale: Sequence[float],
+    microbatches: int,
+    state_bytes: Sequence[float],
+    optimizer_seconds: Sequence[float],
+) -> None:
+    """Raise ``InternalError`` where a sequence does not have one entry per rank, or per micro-batch."""
+    problems = [
+        f"{name} has {len(given)} entries, not {count}"
+        for name, given, count in (
+            ("programs", programs, world),
+            ("state_bytes", state_bytes, world),
+            ("optimizer_seconds", optimizer_seconds, world),
+            ("microbatch_scale", scale, microbatches),
+        )
+        if len(given) != count
+    ]
+    if problems:
+        raise InternalError("simulate a step", problems)
+
+
+def refuse_stuck(programs: Sequence[Program], run: EventLoop) -> None:
     """Raise ``DeadlockError`` if the run never ended; programs that the checker accepts do not come to that."""
     stuck = run.unfinished()
     if stuck or NOT_YET in run.transfer_end:
@@ -166,11 +180,8 @@ def _report(
     state_bytes: Sequence[float],
     reduce_bytes: Callable[[ReduceGradients], float],
 ) -> Simulation:
-    timeline = tuple(_spans(program, flat, run) for program in programs)
-    busy = tuple(
-        sum(span.end_seconds - span.start_seconds for span in spans if type(span.instruction) in NODE_PLANE)
-        for spans in timeline
-    )
+    timeline = tuple(spans_of(program, flat, run) for program in programs)
+    busy = tuple(map(busy_seconds, timeline))
     transfers: list[Transfer] = []
     link_bytes: defaultdict[str, float] = defaultdict(float)
     pair_bytes: defaultdict[tuple[int, int], float] = defaultdict(float)
@@ -189,7 +200,7 @@ def _report(
         step_seconds=run.finish_seconds,
         timeline=timeline,
         busy_seconds=busy,
-        memory=_memory(flat, leader_of, _step_times(flat, run), state_bytes),
+        memory=_memory(flat, leader_of, step_times(flat, run), state_bytes),
         transfers=tuple(transfers),
         link_bytes=dict(link_bytes),
         pair_bytes=dict(pair_bytes),
@@ -234,7 +245,7 @@ def _memory(
     )
 
 
-def _spans(program: Program, flat: FlatPrograms, run: EventLoop) -> tuple[Span, ...]:
+def spans_of(program: Program, flat: FlatPrograms, run: EventLoop) -> tuple[Span, ...]:
     """Return what occupied the rank, in order."""
     spans = []
     for (code, target, _, _), instruction in zip(
@@ -249,7 +260,14 @@ def _spans(program: Program, flat: FlatPrograms, run: EventLoop) -> tuple[Span, 
     return tuple(spans)
 
 
-def _step_times(flat: FlatPrograms, run: EventLoop) -> StepTimes:
+def busy_seconds(spans: Sequence[Span]) -> float:
+    """Return the seconds of the computes."""
+    return sum(
+        span.end_seconds - span.start_seconds for span in spans if type(span.instruction) in NODE_PLANE
+    )
+
+
+def step_times(flat: FlatPrograms, run: EventLoop) -> StepTimes:
     """Return the run's flat lists as arrays over micro-batches."""
     count = len(flat.scale)
     by_node = (3, len(flat.graph.segments), count)
