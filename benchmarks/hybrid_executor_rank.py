@@ -39,7 +39,9 @@ class Ours:
         return {name: p.grad for name, p in self._state.parameters.items() if p.grad is not None}
 
     def loss(self, own: Tensor) -> Tensor:
-        total = own.double()  # as the executor sums it; ranks of the last stage have parts of a sum, others nothing
+        total = (
+            own.double()
+        )  # as the executor sums it; ranks of the last stage have parts of a sum, others nothing
         dist.all_reduce(total)
         return total
 
