@@ -36,6 +36,7 @@ from benchmarks.prediction_rank import (
 )
 from cost_models.calibration import VARIABLE, calibrate
 from cost_models.cluster import ClusterSpec
+from cost_models.host import core_count
 from partitioner.plan import Plan
 from partitioner.record.rebuild import simulate_plan
 from passes.costs.cases import count_case
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names = ", ".join(case.name for case in known)
         parser.error(f"--only {options.only!r} matches none of: {names}")
     torch.set_num_threads(1)
-    os.environ[VARIABLE] = str(options.calibration or _calibrated(workers))
+    os.environ[VARIABLE] = str(options.calibration or _calibrated())
     rows = [Row(case, case.plan(ClusterSpec.local(workers))) for case in cases]
     print(f"predictions rest on: {rows[0].plan.prediction.confidence}")
     load = os.getloadavg()
@@ -117,9 +118,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.json.write_text(json.dumps([_as_data(row) for row in rows], indent=1))
 
 
-def _calibrated(workers: int) -> Path:
-    """A calibration of this moment, next to the user's own but not in its place."""
-    found = calibrate(workers, count_case)
+def _calibrated() -> Path:
+    """A calibration of this moment, next to the user's own but not in its place.
+
+    With two workers, or one where there is one core: rates are those of a worker that has a core.
+    """
+    found = calibrate(min(2, core_count()), count_case)
     print(found)
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"partitioner-prediction-{os.getpid()}.json"
     found.save(path)
