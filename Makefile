@@ -69,6 +69,7 @@ bench: setup  ## the executor beside torch.distributed.pipelining, DTensor and D
 	$(BIN)/python -m benchmarks.executor
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.sharded
+	$(BIN)/python -m benchmarks.hybrid_executor
 
 predict: setup  ## predicted beside measured step time and memory
 	$(BIN)/python -m benchmarks.prediction

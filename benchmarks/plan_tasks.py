@@ -1,6 +1,8 @@
-"""What workers need to run steps of a plan, without an optimizer, on a workload's own batch."""
+"""What workers need to run steps of a plan."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from partitioner.models.workload import Workload
 from partitioner.plan import Plan
@@ -12,11 +14,20 @@ from passes.trace.batch import flatten_batch, forward_names
 from passes.trace.loss.reduction import step_batch, step_weights
 
 
-def plan_task(plan: Plan, workload: Workload, graph: OpGraph) -> VerificationTask:
-    """One step of ``plan`` for ``graph``, the workload's trace."""
+def plan_task(
+    plan: Plan,
+    workload: Workload,
+    graph: OpGraph,
+    *,
+    batch: Any = None,
+    optimizer: str = "none",
+    learning_rate: float = 0.0,
+) -> VerificationTask:
+    """One step of ``plan`` for ``graph``, the workload's trace; of the workload's own batch if no other is given."""
+    batch = workload.example_inputs if batch is None else batch
     ranks = ranks_in_order(plan)
     code = plan_code(plan, graph, ranks)
-    leaves = flatten_batch(workload.example_inputs, forward_names(workload.model))
+    leaves = flatten_batch(batch, forward_names(workload.model))
     return VerificationTask(
         programs=plan_programs(plan, ranks),
         codes=code.lowered(),
@@ -27,9 +38,9 @@ def plan_task(plan: Plan, workload: Workload, graph: OpGraph) -> VerificationTas
         trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
         microbatches=plan.microbatches,
         weights=step_weights(graph, leaves, plan.microbatches),
-        optimizer="none",
-        learning_rate=0.0,
-        timeout_seconds=60.0,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        timeout_seconds=120.0,
         shardings=code.shardings,
         parts=code.graph.parts,
     )

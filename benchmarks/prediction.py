@@ -1,6 +1,7 @@
-"""Predicted beside measured: step time and peak memory of many plans on two local workers.
+"""Predicted beside measured: step time and peak memory of many plans on local workers, two or four.
 
     make predict            = python -m benchmarks.prediction [--steps N] [--only GLOB] [--calibration FILE]
+                              … and the same with --hybrid: pipelines of sharded stages, on four workers
 
 Every plan runs for real: Gloo processes, one thread each, the executor on the plan's own programs. Plans take turns, so
 that a drifting machine drifts for all of them. A step's time is the slowest rank's from a barrier on. Steps are taken in
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.prediction_hybrid import RANKS, hybrid_cases
 from benchmarks.prediction_plans import PlanCase, plan_cases
 from benchmarks.prediction_rank import (
     RankSteps,
@@ -34,6 +36,7 @@ from benchmarks.prediction_rank import (
 )
 from cost_models.calibration import VARIABLE, calibrate
 from cost_models.cluster import ClusterSpec
+from cost_models.host import core_count
 from partitioner.plan import Plan
 from partitioner.record.rebuild import simulate_plan
 from passes.costs.cases import count_case
@@ -91,17 +94,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--nice", type=int, default=0, help="niceness of the workers during a step, such as -15"
     )
     parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--hybrid", action="store_true", help="pipelines of sharded stages, on four workers")
     options = parser.parse_args(arguments)
-    cases = [case for case in plan_cases() if fnmatch.fnmatch(case.name, options.only)]
+    known: Sequence[PlanCase] = hybrid_cases() if options.hybrid else plan_cases()
+    workers = RANKS if options.hybrid else 2
+    cases = [case for case in known if fnmatch.fnmatch(case.name, options.only)]
     if not cases:
-        names = ", ".join(case.name for case in plan_cases())
+        names = ", ".join(case.name for case in known)
         parser.error(f"--only {options.only!r} matches none of: {names}")
     torch.set_num_threads(1)
     os.environ[VARIABLE] = str(options.calibration or _calibrated())
-    rows = [Row(case, case.plan(ClusterSpec.local(2))) for case in cases]
+    rows = [Row(case, case.plan(ClusterSpec.local(workers))) for case in cases]
     print(f"predictions rest on: {rows[0].plan.prediction.confidence}")
     load = os.getloadavg()
-    with WorkerPool(2) as pool:
+    with WorkerPool(workers) as pool:
         for number, row in enumerate(rows):
             pool.run(prepare, number, row.case.task(row.plan))
             row.peak_bytes = tuple(pool.run(measure_memory, number))
@@ -113,8 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _calibrated() -> Path:
-    """A calibration of this moment, next to the user's own but not in its place."""
-    found = calibrate(2, count_case)
+    """A calibration of this moment, next to the user's own but not in its place.
+
+    With two workers, or one where there is one core: rates are those of a worker that has a core.
+    """
+    found = calibrate(min(2, core_count()), count_case)
     print(found)
     path = Path(os.environ.get("TMPDIR", "/tmp")) / f"partitioner-prediction-{os.getpid()}.json"
     found.save(path)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.plan_tasks import plan_task
 from cost_models.cluster import ClusterSpec
 from examples.unet import unet
 from partitioner.api import partition
@@ -17,15 +18,10 @@ from partitioner.models.as_graph import as_graph
 from partitioner.models.hugging_face import example_batch
 from partitioner.models.workload import Workload
 from partitioner.plan import Plan
-from partitioner.record.rebuild import plan_code, plan_programs, plan_segments, ranks_in_order
 from partitioner.verify.grow_batch import grow_batch
 from partitioner.verify.rank import VerificationTask
-from partitioner.verify.verify import model_state
 from passes.graph.graph import OpGraph
-from passes.lower.lower import lower
 from passes.search.words import RecomputeMode
-from passes.trace.batch import flatten_batch, forward_names
-from passes.trace.loss.reduction import step_batch, step_weights
 
 
 @dataclass(frozen=True)
@@ -46,7 +42,7 @@ class PlanCase:
 
     def plan(self, cluster: ClusterSpec) -> Plan:
         return partition(
-            _graph(self.model),
+            graph_of(self.model),
             cluster,
             batch_size=self.batch_size,
             schedule=self.schedule,
@@ -58,23 +54,10 @@ class PlanCase:
 
     def task(self, plan: Plan) -> VerificationTask:
         """What the workers need; in the model's own data type."""
-        workload, graph = _workload(self.model), _graph(self.model)
+        workload, graph = _workload(self.model), graph_of(self.model)
         batch = grow_batch(workload.example_inputs, graph.batch.batch_dims, workload.model, plan.batch_size)
-        leaves = flatten_batch(batch, forward_names(workload.model))
-        ranks = ranks_in_order(plan)
-        return VerificationTask(
-            programs=plan_programs(plan, ranks),
-            codes=lower(graph, plan_code(plan, graph, ranks).segmentation),
-            segments=plan_segments(plan, ranks),
-            batch_specs=(graph.batch,) * plan.world_size,
-            batch=step_batch(graph, leaves, plan.microbatches),
-            state=model_state(workload.model, graph),
-            trainable=frozenset(name for name, spec in graph.parameters.items() if spec.requires_grad),
-            microbatches=plan.microbatches,
-            weights=step_weights(graph, leaves, plan.microbatches),
-            optimizer=plan.optimizer_memory,
-            learning_rate=1e-4,
-            timeout_seconds=120.0,
+        return plan_task(
+            plan, workload, graph, batch=batch, optimizer=plan.optimizer_memory, learning_rate=1e-4
         )
 
 
@@ -194,5 +177,6 @@ def _workload(model: str) -> Workload:
 
 
 @functools.cache
-def _graph(model: str) -> OpGraph:
+def graph_of(model: str) -> OpGraph:
+    """The graph of one of the models, which is traced once."""
     return as_graph(_workload(model), name=model)

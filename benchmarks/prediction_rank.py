@@ -7,7 +7,6 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +15,22 @@ from torch import Tensor
 from partitioner.verify.rank import VerificationTask, build_rank
 from runtime.execute.execute import Executor
 from runtime.state.rank_state import RankState
+from runtime.state.sharded_owners import ShardedOwners
 from tests.support.alive import AliveBytes
 
-_ready: dict[int, tuple[VerificationTask, Executor, RankState, Any]] = {}
+
+@dataclass(frozen=True)
+class _Ready:
+    """One plan on this rank, ready to train."""
+
+    task: VerificationTask
+    executor: Executor
+    state: RankState
+    optimizer: torch.optim.Optimizer
+    sharded: ShardedOwners
+
+
+_ready: dict[int, _Ready] = {}
 """Plans by number, kept between calls of a pool's worker."""
 
 
@@ -34,23 +46,31 @@ class RankSteps:
 def prepare(number: int, task: VerificationTask) -> None:
     """Build the executor and run one step to warm up."""
     executor, state, optimizer = build_rank(task)
-    _ready[number] = (task, executor, state, optimizer)
+    assert optimizer is not None
+    sharded = executor.sharded_owners(state)
+    sharded.attach(optimizer)
+    _ready[number] = _Ready(task, executor, state, optimizer, sharded)
     _step(number)
 
 
 def _step(number: int) -> None:
-    task, executor, _, optimizer = _ready[number]
-    executor.train_step(task.batch, task.microbatches, optimizer, weights=task.weights)
+    """One step as the engine does it: gradients of the last one are dropped first."""
+    ready = _ready[number]
+    for tensor in (*ready.state.leaves.values(), *ready.state.parameters.values()):
+        tensor.grad = None
+    task = ready.task
+    ready.executor.train_step(task.batch, task.microbatches, weights=task.weights)
+    ready.sharded.collect()
+    ready.optimizer.step()
 
 
 def measure_memory(number: int) -> int:
     """Peak bytes of tensors alive during one step; the batch is the caller's and does not count."""
-    task, _, state, optimizer = _ready[number]
-    held = [*state.leaves.values(), *state.parameters.values()]
+    ready = _ready[number]
+    held = [*ready.state.leaves.values(), *ready.state.parameters.values()]
     held += [p.grad for p in held if p.grad is not None]
-    if optimizer is not None:
-        held += [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
-    with AliveBytes(held, ignored=task.batch.values()) as tracker:
+    held += [t for s in ready.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    with AliveBytes(held, ignored=ready.task.batch.values()) as tracker:
         del held
         _step(number)
     return tracker.peak_bytes

@@ -19,7 +19,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if sys.stderr.isatty():
                 print(f"alternation {number + 1} of {options.rounds}", file=sys.stderr, end="\r")
             for case in cases:
-                _alternate(pool, case, options.steps, ours_first=number % 2 == 0)
+                alternate(pool, case, options.steps, ours_first=number % 2 == 0)
         for case in cases:
             pool.run(close, case.name)
     print(_table(spec, cases))
@@ -86,14 +86,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _prepared(pool: WorkerPool, name: str, spec: BlockSpec) -> Case:
     """Build both sides, and refuse to compare two that compute different things."""
-    differences = pool.run(prepare, name, spec, task_of(spec, name))
+    return case_of(name, pool.run(prepare, name, spec, task_of(spec, name)))
+
+
+def case_of(name: str, differences: Sequence[Mapping[str, float]]) -> Case:
+    """The case whose sides differ so on each rank. Raises AssertionError if that is more than rounding."""
     largest = max(value for rank in differences for value in rank.values())
     if not largest <= TOLERANCE:
         raise AssertionError(f"{name}: loss or gradients differ by {largest:.1e} of the largest entry")
     return Case(name, largest)
 
 
-def _alternate(pool: WorkerPool, case: Case, steps: int, *, ours_first: bool) -> None:
+def alternate(pool: WorkerPool, case: Case, steps: int, *, ours_first: bool) -> None:
+    """Let both sides take their turn, and note the median of each side's steps."""
     turns = pool.run(take_turn, case.name, steps, ours_first)
     for side in ("ours", "theirs"):
         by_step = list(zip(*(getattr(turn, side) for turn in turns), strict=True))

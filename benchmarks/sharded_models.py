@@ -89,8 +89,8 @@ class BlockSpec:
         return {name: torch.randn(shape, generator=generator) for name in ("x", "target")}
 
 
-class Block(nn.Module):
-    """x, target [b, s, width] -> loss."""
+class TransformerBlock(nn.Module):
+    """The block's layers, and the way through them, for modules with and without a loss behind it."""
 
     def __init__(self, spec: BlockSpec) -> None:
         super().__init__()
@@ -100,15 +100,23 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, spec.hidden), nn.Linear(spec.hidden, width)
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+    def through(self, x: Tensor) -> Tensor:
+        """x [b, s, width] -> y [b, s, width]."""
         heads = self.qkv(self.norm1(x)).unflatten(
             -1, (-1, 3, self.head_width)
         )  # [b, s, heads, 3, head_width]
         q, k, v = (t.transpose(1, 2) for t in heads.unbind(3))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
-        y = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return F.mse_loss(y, target)
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return y
+
+
+class Block(TransformerBlock):
+    """x, target [b, s, width] -> loss."""
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.through(x), target)
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,13 @@ _pairs: dict[str, tuple[Side, Side]] = {}
 
 
 def prepare(case: str, spec: BlockSpec, task: ShardedTask) -> dict[str, float]:
-    """Build both sides, run both some steps, and compare: {parameter or "loss": difference / largest entry}."""
-    ours, theirs = _pairs[case] = Ours(task), THEIRS[case](spec)
+    """Build both sides, and compare them."""
+    return hold(case, Ours(task), THEIRS[case](spec))
+
+
+def hold(case: str, ours: Side, theirs: Side) -> dict[str, float]:
+    """Keep both sides for turns, run both some steps, and compare: {parameter or "loss": difference / largest entry}."""
+    _pairs[case] = ours, theirs
     differences: dict[str, float] = {}
     for _ in range(3):  # DistributedDataParallel orders its buckets anew after the first
         pairs = [(side.loss(side.step()), side.gradients()) for side in (ours, theirs)]
