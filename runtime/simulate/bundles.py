@@ -1,4 +1,4 @@
-"""What goes from one device group to another at once, as one transfer: a bundle of pieces.
+"""Bundles: the pieces that go from one device group to another at once, as one transfer.
 
     pieces of a value      0 -> 4, 1 -> 5, 2 -> 6, 3 -> 7, all at once, rates shared fairly where they share links
     the bundle             0 -> 4, done with its slowest piece

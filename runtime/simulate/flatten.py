@@ -65,7 +65,7 @@ class FlatPrograms:
     contention: float
     """Factor by which a rank's computes slow down while a transfer of that rank is under way."""
     bundles: Mapping[BundleKey, Bundle] = field(default_factory=dict)
-    """What messages are, where ranks stand for their groups."""
+    """The bundle that a message stands for, where ranks stand for their groups."""
     leaders: frozenset[int] | None = None
     """These ranks, who come to sums for their groups; None where every rank runs its own program."""
     operations: list[list[Operation]] = field(default_factory=list)
