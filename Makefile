@@ -73,6 +73,7 @@ bench: setup  ## the executor beside torch.distributed.pipelining, DTensor and D
 
 predict: setup  ## predicted beside measured step time and memory
 	$(BIN)/python -m benchmarks.prediction
+	$(BIN)/python -m benchmarks.prediction --hybrid
 
 checkpoint: setup  ## seconds and memory of saving and loading 124 M parameters
 	$(BIN)/python -m benchmarks.checkpoint
