@@ -53,12 +53,16 @@ class Path:
 SAME_DEVICE = Path((), math.inf, 0.0)
 
 
-def fair_rates(paths: Sequence[Path], links: Mapping[str, Link]) -> tuple[float, ...]:
-    """Return the bytes per second that each of several simultaneous transfers gets: max–min fairness.
+def fair_rates(
+    paths: Sequence[Path], links: Mapping[str, Link], weights: Sequence[float] = ()
+) -> tuple[float, ...]:
+    """Return the bytes per second that each of several simultaneous transfers gets: weighted max–min fairness.
 
     Progressive filling (Bertsekas & Gallager, Data Networks, 6.5.2): all rates rise together until a link is full;
-    the transfers over it stop there; the others go on. O(links · transfers). A path without links gets infinity.
+    the transfers over it stop there; the others go on. A transfer of weight w counts as w of weight 1 (the default) and
+    gets as much as these together. O(links · transfers). A path without links gets infinity.
     """
+    weight = list(weights) or [1.0] * len(paths)
     users: dict[str, set[int]] = {}
     for index, path in enumerate(paths):
         for link in path.links:
@@ -68,14 +72,14 @@ def fair_rates(paths: Sequence[Path], links: Mapping[str, Link]) -> tuple[float,
     waiting = {index for index, path in enumerate(paths) if path.links}
     while waiting:
         open_links = [link for link, indices in users.items() if indices]
-        share = {link: left[link] / len(users[link]) for link in open_links}
+        share = {link: left[link] / sum(weight[index] for index in users[link]) for link in open_links}
         rate = min(share.values())
         # Every link that fills at this rate, so that equal transfers settle in one round.
         for link in [link for link in open_links if share[link] <= rate * (1 + 1e-12)]:
             for index in tuple(users[link]):
-                rates[index] = rate
+                rates[index] = rate * weight[index]
                 waiting.discard(index)
                 for used in set(paths[index].links):
                     users[used].discard(index)
-                    left[used] = max(0.0, left[used] - rate)
+                    left[used] = max(0.0, left[used] - rates[index])
     return tuple(rates)

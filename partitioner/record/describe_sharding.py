@@ -26,6 +26,7 @@ from partitioner.record.sharding import (
 from passes.compile import Compiled
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
+from passes.lower.costed import OnMesh
 from passes.shard.shard import ShardedGraph
 from passes.shard.traffic import Traffic
 from passes.shard.words import Placements, operands, placements_text
@@ -45,7 +46,7 @@ def describe_sharding(compiled: Compiled, stage: int) -> StageSharding:
     return StageSharding(
         **fields,
         samples_multiple=sharded.graph.batch.multiple,
-        collectives=tuple(_collective(sharded, item) for item in own.traffic),
+        collectives=tuple(_collective(own, item) for item in own.traffic),
         sums=tuple(
             GradientSumRecord(
                 parameters=item.parameters,
@@ -70,8 +71,8 @@ def describe_sharding(compiled: Compiled, stage: int) -> StageSharding:
     )
 
 
-def _collective(sharded: ShardedGraph, item: Traffic) -> StageCollective:
-    ranks = len(all_ranks_along(sharded.mesh, item.axis.split(JOINT))[0])
+def _collective(own: OnMesh, item: Traffic) -> StageCollective:
+    ranks = len(all_ranks_along(own.sharded.mesh, item.axis.split(JOINT))[0])
     return StageCollective(
         value=item.node,
         kind=item.kind,
@@ -79,6 +80,7 @@ def _collective(sharded: ShardedGraph, item: Traffic) -> StageCollective:
         size_bytes=item.whole_bytes,
         sent_bytes=item.sent_bytes(ranks),
         backward=item.backward,
+        seconds=item.seconds(own.links[item.axis]),
     )
 
 

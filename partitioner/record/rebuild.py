@@ -78,7 +78,7 @@ def _collectives(stage: Stage) -> Iterator[Collective]:
         mesh = stage.sharding.mesh(stage.devices)
         for item in stage.sharding.collectives:
             for group in all_ranks_along(mesh, item.axis.split(JOINT)):
-                yield Collective(item.kind, group, item.sent_bytes, item.backward)
+                yield Collective(item.kind, group, item.sent_bytes, item.backward, item.seconds, item.axis)
 
 
 def plan_tied(plan: PlanData, ranks: RankMap | None = None) -> tuple[TiedGroup, ...]:

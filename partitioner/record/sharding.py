@@ -49,6 +49,9 @@ class StageCollective(Record):
     size_bytes: Natural = Field(description="of the tensor, whole along the axis, per micro-batch")
     sent_bytes: float = Field(ge=0, description="by each device, by the volume of the ring algorithm")
     backward: bool
+    seconds: Amount = Field(
+        default=0.0, description="per micro-batch, nothing else on its links; plans of schema 1 do not say"
+    )
 
 
 class GradientSumRecord(Record):

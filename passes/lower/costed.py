@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.compute import optimizer_seconds
-from cost_models.conversion import group_links
+from cost_models.conversion import AxisLinks, group_links
 from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
 from passes.costs.costs import GraphCosts, cost_graph
 from passes.costs.recompute import computed_again
@@ -59,6 +59,8 @@ class OnMesh:
     sharded: ShardedGraph
     traffic: tuple[Traffic, ...]
     """Collectives inside of the segment."""
+    links: Mapping[str, AxisLinks]
+    """The links of each axis that these take."""
     sums: tuple[GradientSum, ...]
     """Sums of gradients after the last backward."""
     summed_bytes: Mapping[str, int]
@@ -194,7 +196,7 @@ def _on_mesh(
     ``regions``: the ops of the model that it computes again in backward, by block.
     """
     verify_graph(sharded.graph, after="shard")
-    segment, sent = _segment(sharded, cluster, size, regions, deferring)
+    segment, sent, links = _segment(sharded, cluster, size, regions, deferring)
     summed_bytes = {
         name: gradient_bytes(sharded.graph, name, job.precision)
         for group in gradient_sums(sharded)
@@ -203,7 +205,7 @@ def _on_mesh(
     sums = gradient_sum_costs(sharded, summed_bytes, cluster)
     gathers = update_gathers(graph, sharded, job.precision, cluster)
     return OnMesh(
-        sharded, sent, sums, summed_bytes, gathers, replace(segment, index=index), _state(sharded, job)
+        sharded, sent, links, sums, summed_bytes, gathers, replace(segment, index=index), _state(sharded, job)
     )
 
 
@@ -213,8 +215,8 @@ def _segment(
     microbatch_size: int,
     regions: Sequence[Sequence[str]],
     deferring: bool,
-) -> tuple[Segment, tuple[Traffic, ...]]:
-    """Make the segment of a mesh, its ops on shards and its collectives one after the other; and list these.
+) -> tuple[Segment, tuple[Traffic, ...], dict[str, AxisLinks]]:
+    """Make the segment of a mesh, its ops on shards and its collectives one after the other; list these, and their links.
 
     A block that is computed again repeats its collectives: they are backward's too.
     """
@@ -240,7 +242,7 @@ def _segment(
         # The largest collective's result, while what it is made of is still there, beside what is computed again.
         transient_bytes=segment.cost.transient_bytes + max((item.whole_bytes for item in found), default=0),
     )
-    return replace(segment, cost=cost, collectives=collectives(found, sharded.mesh)), found
+    return replace(segment, cost=cost, collectives=collectives(found, sharded.mesh, links)), found, links
 
 
 def _computed_again(costs: GraphCosts, regions: Sequence[Sequence[str]], deferring: bool) -> set[str]:

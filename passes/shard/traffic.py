@@ -76,10 +76,19 @@ def repeated(found: Iterable[Traffic], again: Collection[str]) -> tuple[Traffic,
     return tuple(replace(item, backward=True) for item in found if item.node in again and not item.backward)
 
 
-def collectives(found: Iterable[Traffic], mesh: Mesh) -> tuple[Collective, ...]:
-    """List the same for every group of ranks of the mesh, as a segment has them."""
+def collectives(
+    found: Iterable[Traffic], mesh: Mesh, links: Mapping[str, AxisLinks]
+) -> tuple[Collective, ...]:
+    """List the same for every group of ranks of the mesh, as a segment has them. ``links``: those of each axis."""
     return tuple(
-        Collective(item.kind, ranks, item.sent_bytes(len(ranks)), item.backward)
+        Collective(
+            item.kind,
+            ranks,
+            item.sent_bytes(len(ranks)),
+            item.backward,
+            item.seconds(links[item.axis]),
+            item.axis,
+        )
         for item in found
         for ranks in all_ranks_along(mesh, item.axis.split(JOINT))
     )

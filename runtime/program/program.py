@@ -205,6 +205,10 @@ class Collective:
     ranks: tuple[int, ...]
     sent_bytes: float
     backward: bool
+    seconds: float = 0.0
+    """Seconds beside those of the other groups along ``axis``; 0 where nobody knows."""
+    axis: str = ""
+    """The axis of the segment's mesh that its ranks lie along; several taken together are joined by +."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from cost_models.links import Path, fair_rates
 from runtime.program.crossings import crossings
 from runtime.program.program import PieceBytes, SegmentGraph
 from runtime.simulate.fair_share import Links
+from runtime.simulate.flows import crowd
 
 BundleKey: TypeAlias = tuple[str, bool, int, int]
 """(value, gradient or not, first rank of the group that sends, first rank of the one that receives)."""
@@ -33,6 +34,8 @@ class Bundle:
     """The way of the slowest piece."""
     size_bytes: float
     """Bytes that take as long on this way alone as the slowest piece takes beside the others."""
+    weight: int
+    """The pieces that share this way, for which the transfer stands."""
 
     @cached_property
     def sends(self) -> int:
@@ -63,7 +66,7 @@ def bundles_of(graph: SegmentGraph, links: Links) -> dict[BundleKey, Bundle]:
         moving = pieces[slowest].size_bytes / known[ends][slowest]
         alone = path.bandwidth_bytes_per_second
         size_bytes = pieces[slowest].size_bytes if known[ends][slowest] == alone else moving * alone
-        return Bundle(pieces, path, size_bytes)
+        return Bundle(pieces, path, size_bytes, crowd(path, paths))
 
     return {key: bundle(pieces) for key, pieces in _pieces(graph)}
 

@@ -7,13 +7,15 @@ Meaning of the instructions (the executor's and the checker's):
     a reduction waits for all of its ranks, then occupies them all; so does a compute that several ranks run together,
         which waits for the messages of them all too
 
-A transfer takes its path's latency, then moves its bytes at the rate its links give it (``fair_share``). While a
-rank has a transfer under way, its computes, and those that others run together with it, take ``contention`` times longer.
+A transfer takes its path's latency, then moves its bytes at the rate its links give it (``fair_share``); so do sums of
+gradients, and what computes communicate inside (``flows``). While a rank has a transfer under way, its computes, and those
+that others run together with it, take ``contention`` times longer; longer too while their own collectives wait for links.
 The first rank of a group (``leader_of``) keeps the time of what its ranks run together.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
@@ -23,7 +25,7 @@ from runtime.simulate.flatten import COMPUTE, RECV, REDUCE, SEND, TOGETHER, Flat
 
 NOT_YET = -1.0
 
-_COMPUTE_END, _BYTES_START, _BYTES_END, _REDUCE_END, _GO_ON = range(5)
+_COMPUTE_END, _BYTES_START, _BYTES_END, _GO_ON = range(4)
 
 
 class EventLoop:
@@ -55,11 +57,17 @@ class EventLoop:
         self._heads = [0] * count
         self._fifo: list[deque[int]] = [deque() for _ in range(len(flat.queues))]
         self._queues_of: list[list[int]] = [[] for _ in range(count)]
-        self._version = [0] * count
+        self._first_sum = count
+        self._first_load = count + len(flat.reduction_ranks)
+        """Numbers of flows: messages, sums of gradients (by reduction), loads."""
+        self._version = [0] * self._first_load
         self._arrived = [0] * len(flat.reduction_ranks)
         self._shared_seconds = [0.0] * len(flat.reduction_ranks)
+        """Seconds of each compute that several ranks run together."""
         self._share = FairShare(flat.links)
         self._transfers_at = [0 for _ in ranks]
+        self._loads: list[tuple[int, ...]] = [() for _ in ranks]
+        self._slowdown = [1.0 for _ in ranks]
         self._work_left = [0.0 for _ in ranks]
         self._since = [0.0 for _ in ranks]
         self._compute_version = [0 for _ in ranks]
@@ -74,7 +82,6 @@ class EventLoop:
             _COMPUTE_END: self._compute_ends,
             _BYTES_START: self._bytes_start,
             _BYTES_END: self._bytes_end,
-            _REDUCE_END: self._reduction_ends,
             _GO_ON: self._goes_on,
         }
         events = self._events
@@ -100,9 +107,7 @@ class EventLoop:
                 if self._awaited[target]:
                     self._asleep_at[rank] = target
                     break
-                self.start[target] = now
-                self._running[rank] = target
-                self._begin_compute(rank, seconds, now)
+                self._begin_compute(rank, target, seconds, now)
                 index += 1
                 break
             if code in (SEND, RECV):
@@ -136,20 +141,47 @@ class EventLoop:
 
     # Computes
 
-    def _begin_compute(self, rank: int, seconds: float, now: float) -> None:
-        slow = self.flat.contention != 1.0 and self._transfers_at[rank] > 0
+    def _begin_compute(self, rank: int, node: int, seconds: float, now: float) -> None:
+        self.start[node], self._running[rank] = now, node
+        self._loads[rank] = self.flat.loads_of_rows[node // len(self.flat.scale)]
+        self._time_compute(rank, seconds, now)
+        for place in self._loads[rank]:
+            load = self.flat.loads[place]
+            flow = self._first_load + place
+            self._reschedule(self._share.join(flow, load.path, math.inf, now, load.weight), now)
+
+    def _time_compute(self, rank: int, seconds: float, now: float) -> None:
+        """Let the running compute of the rank, which has ``seconds`` left undisturbed, end at the speed it has now."""
         self._work_left[rank], self._since[rank] = seconds, now
+        self._slowdown[rank] = self._slowdown_now(rank)
         self._compute_version[rank] += 1
-        end = now + (seconds * self.flat.contention if slow else seconds)
-        self._at(end, _COMPUTE_END, rank, self._compute_version[rank])
+        self._at(now + seconds * self._slowdown[rank], _COMPUTE_END, rank, self._compute_version[rank])
+
+    def _slowdown_now(self, rank: int) -> float:
+        slowdown = self.flat.contention if self._transfers_at[rank] > 0 else 1.0
+        for place in self._loads[rank]:
+            flow = self._first_load + place
+            if self._share.moves(flow):
+                slowdown += max(0.0, self.flat.loads[place].asked / self._share.rate(flow) - 1.0)
+        return slowdown
+
+    def _retime(self, rank: int, now: float) -> None:
+        """Time the running compute of the rank again, if it runs and its speed has changed."""
+        before = self._slowdown[rank]
+        if self._running[rank] < 0 or before == self._slowdown_now(rank):
+            return
+        left = max(0.0, self._work_left[rank] - (now - self._since[rank]) / before)
+        self._time_compute(rank, left, now)
 
     def _compute_ends(self, rank: int, version: int, now: float) -> None:
         if version != self._compute_version[rank]:
             return  # the compute was slowed down or sped up since: another event ends it
         node, self._running[rank] = self._running[rank], -1
         self.end[node] = now
+        for place in self._loads[rank]:
+            self._reschedule(self._share.leave(self._first_load + place, now), now)
         if node in self.flat.together:
-            self._reduction_ends(self.flat.together[node], version, now)
+            self._reduction_ends(self.flat.together[node], now)
             return
         self.finish_seconds = max(self.finish_seconds, now)
         self._advance(rank, now)
@@ -157,13 +189,8 @@ class EventLoop:
     def _transfers_change(self, rank: int, change: int, now: float) -> None:
         """Time the running compute of the rank's group again when its first transfer starts or its last one ends."""
         rank = self._leader_of[rank]
-        before = self._transfers_at[rank]
-        self._transfers_at[rank] = after = before + change
-        if (before > 0) == (after > 0) or self._running[rank] < 0:
-            return
-        speed = 1.0 / self.flat.contention if before > 0 else 1.0
-        left = max(0.0, self._work_left[rank] - (now - self._since[rank]) * speed)
-        self._begin_compute(rank, left, now)
+        self._transfers_at[rank] += change
+        self._retime(rank, now)
 
     # Transfers
 
@@ -177,22 +204,31 @@ class EventLoop:
 
     def _bytes_start(self, message: int, _: int, now: float) -> None:
         flat = self.flat
-        self._reschedule(
-            self._share.join(message, flat.message_paths[message], flat.message_bytes[message], now)
-        )
+        size_bytes, weight = flat.message_bytes[message], flat.message_weights[message]
+        self._reschedule(self._share.join(message, flat.message_paths[message], size_bytes, now, weight), now)
 
-    def _reschedule(self, ends: list[tuple[int, float]]) -> None:
-        for message, end in ends:
-            self._version[message] += 1
-            self._at(end, _BYTES_END, message, self._version[message])
+    def _reschedule(self, ends: list[tuple[int, float]], now: float) -> None:
+        for flow, end in ends:
+            if flow >= self._first_load:
+                self._retime(self.flat.loads[flow - self._first_load].rank, now)
+                continue
+            self._version[flow] += 1
+            self._at(end, _BYTES_END, flow, self._version[flow])
 
-    def _bytes_end(self, message: int, version: int, now: float) -> None:
-        if version != self._version[message]:
+    def _bytes_end(self, flow: int, version: int, now: float) -> None:
+        if version != self._version[flow]:
             return  # its rate has changed since: another event ends it
+        if flow < self._first_sum:
+            self._transfer_ends(flow, now)
+            return
+        self._reschedule(self._share.leave(flow, now), now)
+        self._reduction_ends(flow - self._first_sum, now)
+
+    def _transfer_ends(self, message: int, now: float) -> None:
         flat = self.flat
         self.transfer_end[message] = now
         self.finish_seconds = max(self.finish_seconds, now)
-        self._reschedule(self._share.leave(message, now))
+        self._reschedule(self._share.leave(message, now), now)
         if flat.contention != 1.0:
             for rank in flat.message_ranks[message]:
                 self._transfers_change(rank, -1, now)
@@ -224,13 +260,15 @@ class EventLoop:
         self.reduction_start[reduction] = now
         node = self.flat.together_nodes.get(reduction)
         if node is None:
-            self._at(now + self._shared_seconds[reduction], _REDUCE_END, reduction)
+            path, size_bytes, weight = self.flat.sum_flows[reduction]
+            self._reschedule(
+                self._share.join(self._first_sum + reduction, path, size_bytes, now, weight), now
+            )
             return
         leader = self._leader_of[self.flat.reduction_ranks[reduction][0]]
-        self.start[node], self._running[leader] = now, node
-        self._begin_compute(leader, self._shared_seconds[reduction], now)
+        self._begin_compute(leader, node, self._shared_seconds[reduction], now)
 
-    def _reduction_ends(self, reduction: int, _: int, now: float) -> None:
+    def _reduction_ends(self, reduction: int, now: float) -> None:
         self.reduction_end[reduction] = now
         self.finish_seconds = max(self.finish_seconds, now)
         for rank in self.flat.reduction_ranks[reduction]:

@@ -31,6 +31,7 @@ class Links(Protocol):
 class _Flow:
     path: Path
     bytes_left: float
+    weight: float
     rate: float
     since_seconds: float
 
@@ -42,12 +43,14 @@ class FairShare:
         self._links = links
         self._flows: dict[int, _Flow] = {}
         self._users: dict[str, dict[int, None]] = {}
-        self._rates: dict[tuple[tuple[str, ...], ...], tuple[float, ...]] = {}
+        self._rates: dict[tuple[tuple[tuple[str, ...], float], ...], tuple[float, ...]] = {}
 
-    def join(self, flow: int, path: Path, size_bytes: float, now: float) -> list[tuple[int, float]]:
-        """Let a transfer start to move bytes at time ``now``, in seconds."""
+    def join(
+        self, flow: int, path: Path, size_bytes: float, now: float, weight: float = 1.0
+    ) -> list[tuple[int, float]]:
+        """Let a transfer start to move bytes at time ``now``, in seconds. One of weight w counts as w of weight 1."""
         rate = path.bandwidth_bytes_per_second
-        self._flows[flow] = _Flow(path, size_bytes, rate, now)
+        self._flows[flow] = _Flow(path, size_bytes, weight, rate, now)
         shares = False
         for link in path.links:
             users = self._users.setdefault(link, {})
@@ -57,6 +60,14 @@ class FairShare:
         if self._flows[flow].rate == rate:
             ends.append((flow, now + size_bytes / rate))
         return ends
+
+    def moves(self, flow: int) -> bool:
+        """Return whether a transfer is under way."""
+        return flow in self._flows
+
+    def rate(self, flow: int) -> float:
+        """Return the bytes per second of a transfer that is under way."""
+        return self._flows[flow].rate
 
     def leave(self, flow: int, now: float) -> list[tuple[int, float]]:
         """Let a transfer go that has moved its last byte."""
@@ -91,8 +102,10 @@ class FairShare:
 
     def _fair_rates(self, flows: list[_Flow]) -> tuple[float, ...]:
         # A pipeline brings the same few paths together over and over.
-        key = tuple(flow.path.links for flow in flows)
+        key = tuple((flow.path.links, flow.weight) for flow in flows)
         rates = self._rates.get(key)
         if rates is None:
-            rates = self._rates[key] = fair_rates([flow.path for flow in flows], self._links.links)
+            rates = self._rates[key] = fair_rates(
+                [flow.path for flow in flows], self._links.links, [flow.weight for flow in flows]
+            )
         return rates

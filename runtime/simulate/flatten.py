@@ -7,10 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cost_models.links import Path
-from runtime.program.program import Message, OptimizerStep, Program, Recv, ReduceGradients, SegmentGraph, Send
+from runtime.program.program import (
+    BackwardWeight,
+    Forward,
+    Message,
+    OptimizerStep,
+    Program,
+    Recv,
+    ReduceGradients,
+    SegmentGraph,
+    Send,
+)
 from runtime.program.timing import NODE_PLANE, compute_seconds
 from runtime.simulate.bundles import Bundle, BundleKey
 from runtime.simulate.fair_share import Links
+from runtime.simulate.flows import Flow, Load, loads_of, ring_path, sum_flow
 
 COMPUTE, SEND, RECV, REDUCE, STEP, TOGETHER = range(6)
 
@@ -22,7 +33,7 @@ class Operation(NamedTuple):
     target: int
     """Node of a compute, number of a message or of a reduction (or of a compute that several ranks run together)."""
     seconds: float
-    """Seconds of a compute, step or reduction; the host's time to issue a send or receive."""
+    """Seconds of a compute or step; the host's time to issue a send or receive. Reductions have a flow."""
     queue: int = -1
     """Queue of a send or receive, private to the rank."""
 
@@ -72,6 +83,7 @@ class FlatPrograms:
     messages: dict[Message, int] = field(default_factory=dict)
     message_bytes: list[float] = field(default_factory=list)
     message_paths: list[Path] = field(default_factory=list)
+    message_weights: list[float] = field(default_factory=list)
     message_ranks: list[tuple[int, int]] = field(default_factory=list)
     """(source, target) of each message."""
     message_consumers: list[int] = field(default_factory=list)
@@ -88,6 +100,11 @@ class FlatPrograms:
     together_nodes: dict[int, int] = field(default_factory=dict)
     """The node of each of these numbers."""
     reduction_ranks: list[tuple[int, ...]] = field(default_factory=list)
+    sum_flows: dict[int, Flow] = field(default_factory=dict)
+    """The flow of each reduction that is a sum of gradients, by its number."""
+    loads: list[Load] = field(default_factory=list)
+    loads_of_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Places among ``loads`` of those that a compute keeps up, by row: its node's number without its micro-batch."""
     comers: list[int] = field(default_factory=list)
     """Number of comers that start each reduction: its ranks, and the messages that a shared compute consumes."""
     queues: dict[tuple[int, str], int] = field(default_factory=dict)
@@ -99,8 +116,9 @@ class FlatPrograms:
         optimizer_seconds: Sequence[float],
         reduce_seconds: Callable[[ReduceGradients], float],
         device_queues: bool,
+        beside: Mapping[ReduceGradients, Sequence[ReduceGradients]] | None = None,
     ) -> None:
-        """Fill the lists."""
+        """Fill the lists. ``beside``: the sums of other members that a leader's stands for."""
         graph, scale = self.graph, self.scale
         durations = compute_seconds(graph)
         stride = len(scale)
@@ -137,12 +155,14 @@ class FlatPrograms:
                     if self.leaders is not None:
                         present = tuple(other for other in i.ranks if other in self.leaders)
                     number = self._meeting(self.reductions, (i, nth), present)
-                    operations.append(Operation(REDUCE, number, reduce_seconds(i)))
+                    operations.append(Operation(REDUCE, number, 0.0))
                 elif isinstance(i, OptimizerStep):
                     operations.append(Operation(STEP, 0, optimizer_seconds[rank]))
                 else:
                     kind = type(i)
                     node = plane_size * NODE_PLANE[kind] + i.segment * stride + i.microbatch
+                    if (row := node // stride) not in self.loads_of_rows:
+                        self.loads_of_rows[row] = self._loads(kind, i.segment, durations[kind][i.segment])
                     ranks = graph.segments[i.segment].ranks
                     if rank == ranks[0]:
                         self.node_places[node] = index
@@ -158,6 +178,36 @@ class FlatPrograms:
                     else:
                         operations.append(Operation(COMPUTE, node, seconds))
             self.operations.append(operations)
+        self._add_sums(reduce_seconds, beside)
+
+    def _add_sums(
+        self,
+        reduce_seconds: Callable[[ReduceGradients], float],
+        beside: Mapping[ReduceGradients, Sequence[ReduceGradients]] | None,
+    ) -> None:
+        rings: dict[ReduceGradients, Path] = {}
+        alike: dict[tuple[str, ...], list[ReduceGradients]] = {}
+        """Sums of the same gradients, which run at once: each on ranks of its own."""
+        for own, _ in self.reductions:
+            alike.setdefault(own.parameters, []).append(own)
+        for (own, _), number in self.reductions.items():
+            together = dict.fromkeys(alike[own.parameters] if beside is None else (own, *beside.get(own, ())))
+            for each in together:
+                if each not in rings:
+                    rings[each] = ring_path(each.ranks, self.links)
+            seconds = reduce_seconds(own) if beside is None else max(map(reduce_seconds, together))
+            self.sum_flows[number] = sum_flow(
+                seconds, rings[own], [rings[each] for each in together], self.links, led=beside is not None
+            )
+
+    def _loads(self, kind: type, segment: int, seconds: float) -> tuple[int, ...]:
+        """Return the places among ``loads`` of those that a compute keeps up; weight halves communicate nothing."""
+        if kind is BackwardWeight or seconds <= 0.0:
+            return ()
+        found = loads_of(self.graph.segments[segment], kind is not Forward, seconds, self.links)
+        first = len(self.loads)
+        self.loads.extend(found)
+        return tuple(range(first, len(self.loads)))
 
     def _meeting(self, known: dict[Any, int], key: Any, ranks: tuple[int, ...]) -> int:
         """Return the number of what ``ranks`` come together for."""
@@ -176,6 +226,7 @@ class FlatPrograms:
             self.message_paths.append(bundle.path if bundle else self.path(self.message_ranks[-1]))
             size_bytes = bundle.size_bytes if bundle else self._size_of(message)
             self.message_bytes.append(size_bytes * self.scale[message.microbatch])
+            self.message_weights.append(float(bundle.weight) if bundle else 1.0)
             self.message_consumers.append(-1)
             self.send_places.append(0)
             self.receive_places.append(0)

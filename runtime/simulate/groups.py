@@ -82,11 +82,10 @@ def simulate_groups(
     slowest = list(steps)
     for rank, leader in enumerate(leader_of):
         slowest[leader] = max(slowest[leader], steps[rank])
-    seconds = reduce_seconds or _nothing
     quotient = on_leaders(graph).graph
     bundles = bundles_of(graph, links)
     flat = FlatPrograms(programs, quotient, links, scale, contention, bundles, frozenset(leader_of))
-    flat.flatten(overheads, slowest, lambda own: max(map(seconds, (own, *beside.get(own, ())))), False)
+    flat.flatten(overheads, slowest, reduce_seconds or _nothing, False, beside)
     run = EventLoop(flat, range(world)).run()
     refuse_stuck(programs, run)
     led_spans = [spans_of(program, flat, run) for program in programs]

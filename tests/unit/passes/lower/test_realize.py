@@ -59,7 +59,8 @@ def is_the_same(compiled: Compiled, again: Realized) -> None:
 def facts(simulation: Simulation) -> dict[str, object]:
     """Return all that a simulation says, in a form that compares."""
     curves = [(curve.seconds.tolist(), curve.bytes_held.tolist()) for curve in simulation.memory]
-    return {**vars(simulation), "memory": curves}
+    timeline, transfers = tuple(simulation.timeline), tuple(simulation.transfers)
+    return {**vars(simulation), "memory": curves, "timeline": timeline, "transfers": transfers}
 
 
 def test_a_layer_wise_candidate(graph: OpGraph) -> None:

@@ -78,6 +78,6 @@ def _simulated(
 ) -> Simulation:
     """One micro-batch, no optimizer."""
     segments = segment_graph(graph, costs, segmentation, cluster, BATCH)
-    programs = programs_for(segments, cluster, schedule, 1, [])
+    programs = programs_for(segments, cluster, schedule, 1, []).all()
     check(programs, segments, 1)
     return simulate(programs, segments, links=cluster)

@@ -135,7 +135,10 @@ def test_a_sum_lasts_as_long_as_the_slowest_beside_it() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_pipelines_on_clusters_with_shared_links(seed: int) -> None:
-    """Up to 32 ranks, groups of one size, on nodes whose ranks share a network card: as the ranks' own programs."""
+    """Up to 32 ranks, groups of one size, on nodes whose ranks share a network card: as the ranks' own programs.
+
+    Collectives inside of stages and sums of their gradients share links with messages.
+    """
     dice = random.Random(seed)
     width, stages = dice.choice([(2, 4), (4, 4), (8, 4), (4, 8), (8, 2), (2, 8)])
     nodes = max(1, width * stages // 8)
@@ -153,9 +156,24 @@ def test_random_pipelines_on_clusters_with_shared_links(seed: int) -> None:
     ]
     graph = replace(graph, values=tuple(bigger), world_size=cluster.world_size)
     costs = SegmentCost(*(dice.uniform(1e-6, 1e-3) for _ in range(3)), saved_bytes=10)
-    graph = replace(graph, segments=tuple(replace(s, cost=costs) for s in graph.segments))
+    talks = dice.uniform(0.0, 0.5) * costs.forward_seconds
+    segments = []
+    for segment in graph.segments:
+        halves = segment.ranks[: width // 2], segment.ranks[width // 2 :]
+        inside = tuple(Collective("all_reduce", half, 5.0, False, talks, "tensor") for half in halves)
+        segments.append(replace(segment, cost=costs, collectives=inside))
+    graph = replace(graph, segments=tuple(segments))
+    tied = tuple(
+        TiedGroup((f"w{segment.index}",), pair)
+        for segment in graph.segments
+        for pair in zip(segment.ranks[: width // 2], segment.ranks[width // 2 :], strict=True)
+    )
+    summing = dice.uniform(1e-6, 1e-2)
     by_group, by_rank = both(
-        programs_of(graph, dice.choice(["gpipe", "1f1b"])), cluster, contention=dice.choice([1.0, 1.3])
+        programs_of(graph, dice.choice(["gpipe", "1f1b"]), tied=tied),
+        cluster,
+        contention=dice.choice([1.0, 1.3]),
+        reduce_seconds=lambda _: summing,
     )
     same_bytes(by_group, by_rank)
     assert by_group.step_seconds == pytest.approx(by_rank.step_seconds, rel=1e-9)

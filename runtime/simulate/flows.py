@@ -1,0 +1,82 @@
+"""Collectives as transfers: a sum of gradients, or what a compute communicates inside, along the links of its ring.
+
+    a sum         takes its seconds alone; beside others, its ring's links give it what is fair
+    a compute     asks for its links for the share φ of its seconds in which it communicates; others keep it waiting in that
+                  share, and it counts as φ of a transfer for them
+
+So a compute with φ = 0.3 and a message on one link each run at 1 / 1.3 of their speed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from cost_models.links import Path, fair_rates
+from runtime.program.program import Collective, Segment
+from runtime.simulate.fair_share import Links
+
+
+class Flow(NamedTuple):
+    """Bytes on their way along a path, as one transfer that stands for ``weight`` equal ones."""
+
+    path: Path
+    size_bytes: float
+    weight: float = 1.0
+
+
+class Load(NamedTuple):
+    """A flow that a compute keeps up, which gives it ``asked`` bytes per second alone."""
+
+    path: Path
+    weight: float
+    asked: float
+    rank: int
+    """The first rank of the group that computes."""
+
+
+def crowd(path: Path, paths: Sequence[Path]) -> int:
+    """Return how many of ``paths`` take the link of ``path`` that most of them take."""
+    users = Counter(link for each in paths for link in set(each.links))
+    return max((users[link] for link in path.links), default=1)
+
+
+def ring_path(ranks: Sequence[int], links: Links) -> Path:
+    """Return all links of a ring as one path: it goes as fast as the narrowest. Latency is its seconds' part."""
+    hops = [links.path(*pair) for pair in itertools.pairwise((*ranks, ranks[0]))]
+    rate = min(hop.bandwidth_bytes_per_second for hop in hops)
+    if not math.isfinite(rate):
+        return Path((), 1.0, 0.0)  # no links that anybody waits for: a "byte" is a second
+    return Path(tuple(dict.fromkeys(link for hop in hops for link in hop.links)), rate, 0.0)
+
+
+def sum_flow(seconds: float, ring: Path, siblings: Sequence[Path], links: Links, *, led: bool) -> Flow:
+    """Return the flow of a sum that takes ``seconds`` beside its ``siblings``, itself among them.
+
+    ``led``: it stands for all of them, which run at once; else they are flows of their own.
+    """
+    if led or len(siblings) == 1:
+        return Flow(ring, seconds * ring.bandwidth_bytes_per_second, crowd(ring, siblings))
+    rate = fair_rates(siblings, links.links)[siblings.index(ring)]
+    return Flow(ring, seconds * rate)
+
+
+def loads_of(own: Segment, backward: bool, compute_seconds: float, links: Links) -> list[Load]:
+    """List what a segment's collectives ask of links while it computes, by axis; its first rank's ring stands for all."""
+    axes: dict[str, list[Collective]] = {}
+    for item in own.collectives:
+        if item.backward == backward and item.seconds > 0.0:
+            axes.setdefault(item.axis, []).append(item)
+    found = []
+    for items in axes.values():
+        seconds = sum(item.seconds for item in items if own.rank in item.ranks)
+        rings = {item.ranks: ring_path(item.ranks, links) for item in items}
+        ring = next(rings[ranks] for ranks in rings if own.rank in ranks)
+        share = min(1.0, seconds / compute_seconds)
+        if ring.links and share > 0.0:
+            weight = share * crowd(ring, tuple(rings.values()))
+            found.append(Load(ring, weight, share * ring.bandwidth_bytes_per_second, own.rank))
+    return found
