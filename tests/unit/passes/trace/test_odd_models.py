@@ -115,9 +115,14 @@ def test_distributions_need_no_look_at_their_values() -> None:
         spread = torch.distributions.Normal(m.a(x), m.b(x).exp())
         return spread.log_prob(x) + torch.distributions.Categorical(logits=m.a(x)).entropy()[:, None]
 
-    graph = trace(Odd(policy), torch.randn(8, 6), loss_fn=squared)
+    checked = torch.distributions.Distribution._validate_args  # torch.compile turns it off for good
+    torch.distributions.Distribution.set_default_validate_args(True)
+    try:
+        graph = trace(Odd(policy), torch.randn(8, 6), loss_fn=squared)
+        assert torch.distributions.Distribution._validate_args
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(checked)
     assert not graph.notes
-    assert torch.distributions.Distribution._validate_args
 
 
 def test_a_refusal_names_no_line_of_this_project() -> None:
