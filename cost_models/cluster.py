@@ -13,6 +13,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal, Self
@@ -220,9 +221,10 @@ class ClusterSpec(Section):
         node_index = 0
         for entry in self.nodes:
             full = entry.resolved()
+            like = _device(full)
             for node_name, host_name in zip(entry.names(), entry.hosts(), strict=True):
                 found += [
-                    _device(full, len(found) + i, node_index, node_name, host_name)
+                    replace(like, rank=len(found) + i, node=node_index, node_name=node_name, host=host_name)
                     for i in range(full.count or 1)
                 ]
                 node_index += 1
@@ -333,7 +335,8 @@ def _model_of(node: NodeSpec) -> str:
     return device.name or device.preset or "custom"
 
 
-def _device(node: NodeSpec, rank: int, node_index: int, node_name: str, host_name: str | None) -> Device:
+def _device(node: NodeSpec) -> Device:
+    """Make a device of ``node``, as rank 0 of a node without a name."""
     assert node.device is not None  # validated
     full = node.device.resolved()
     kind: DeviceKind = full.kind or "cuda"
@@ -341,10 +344,10 @@ def _device(node: NodeSpec, rank: int, node_index: int, node_name: str, host_nam
     assert full.memory_bandwidth is not None
     assert full.flops is not None
     return Device(
-        rank=rank,
-        node=node_index,
-        node_name=node_name,
-        host=host_name,
+        rank=0,
+        node=0,
+        node_name="",
+        host=None,
         model=_model_of(node),
         kind=kind,
         memory_bytes=full.memory - (full.memory_reserved or 0),

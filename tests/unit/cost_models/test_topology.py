@@ -168,3 +168,9 @@ def test_twice_the_devices_take_twice_the_work_for_twice_the_paths() -> None:
         return calls(lambda: [cluster.path(a, b) for a, b in pairs])
 
     assert work(64) <= 2.5 * work(32)
+
+
+def test_equal_devices_are_read_once() -> None:
+    """A device of a thousand alike costs a copy."""
+    cluster = ClusterSpec.preset("dgx-h100", nodes=128)
+    assert calls(lambda: cluster.devices) <= 20 * cluster.world_size
