@@ -62,6 +62,7 @@ ROWS = (
     Row("llama-70b", 8192, "dgx-h100:32", 512, "data=32 tensor=8 zero=3 microbatch=16 recompute=full"),
     Row("llama-405b", 8192, "dgx-h100:64", 256, f"pipeline=8 {WIDE}"),
     Row("llama-405b", 8192, "dgx-h100:64", 256, f"pipeline=8 interleave=2 {WIDE}"),
+    Row("llama-405b", 8192, "dgx-h100:2048", 2048, "pipeline=16 tensor=8 data=128 zero=1 microbatch=1 recompute=full"),
     Row((96, 12_288, 96), 2048, "dgx-h100:64", 2048, "pipeline=8 interleave=6 sequence=4 data=16 microbatch=2"),
     _gpt(24, 2304, 24, 32, 512, 1, 1),
     _gpt(30, 3072, 32, 64, 512, 2, 1),
