@@ -257,11 +257,20 @@ def close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_training_equals_the_whole_model(plans: dict[str, str], ranks: int, pool: WorkerPool) -> None:
-    courses = COURSES[: 4 // ranks]
+@pytest.mark.parametrize(
+    ("ranks", "courses", "pipelines"),
+    [
+        pytest.param(2, COURSES, False, id="2 ranks"),
+        pytest.param(4, COURSES[:1], False, id="4 ranks"),
+        pytest.param(4, COURSES[1:], True, id="pipelines, maximum norm"),
+    ],
+)
+def test_training_equals_the_whole_model(
+    plans: dict[str, str], ranks: int, courses: tuple[Course, ...], pipelines: bool, pool: WorkerPool
+) -> None:
     expected = [eager(course) for course in courses]
-    results = pool.run(follow_all, on(plans, ranks), courses, world_size=ranks, timeout_seconds=200.0)
+    chosen = {name: text for name, text in on(plans, ranks).items() if not pipelines or name in FIXED}
+    results = pool.run(follow_all, chosen, courses, world_size=ranks, timeout_seconds=200.0)
     for rank, found in enumerate(results):
         for name in found:
             for mine, first, whole in zip(found[name], results[0][name], expected, strict=True):
@@ -411,11 +420,10 @@ def dropped(plans: Mapping[str, str]) -> dict[str, list[Any]]:
             with Plan.from_json(text).deploy(made, **options) as engine:
                 parts, state = watched(engine), engine.state
                 losses = [float(engine.train_step(made.example_inputs)) for _ in range(3)]
-                held = {
-                    key: (state.shardings[key].leaf_part(state.rank), digest(state.leaves[key]))
-                    for key in state.parameters
-                }
-                found.setdefault(name, []).append((losses, float(parts[0].loss), held))
+                parted = {key: own.leaf_part(state.rank) for key, own in state.shardings.items()}
+                held = {key: (parted.get(key), digest(state.leaves[key])) for key in state.parameters}
+                loss = parts[0].loss
+                found.setdefault(name, []).append((losses, None if loss is None else float(loss), held))
     return found
 
 
@@ -440,6 +448,30 @@ def test_ranks_drop_alike_what_all_compute_and_shards_by_themselves(pool: Worker
             assert len(copies) < len(held), "some are sharded"
         else:
             assert part != pytest.approx(other[name][0][1], rel=1e-6), "equal samples, other masks"
+
+
+def test_stages_of_shards_and_replicas_drop_as_single_stages_do(pool: WorkerPool) -> None:
+    """Shards of a stage drop what all of them compute alike, its replicas each by themselves; a seed repeats both."""
+    cluster, made = ClusterSpec.local(4), gpt2()
+    graph, options = as_graph(made), {"strategy": "hybrid", "microbatches": 2, "batch_size": SAMPLES}
+    plans = {
+        degree: partition(graph, cluster, fix=f"pipeline=2 {degree}=2", **options).model_dump_json()
+        for degree in ("tensor", "data")
+    }
+    results = pool.run(dropped, plans, world_size=4, timeout_seconds=200.0)
+    for name in plans:
+        (first, _, _), again, unlike_seed = results[0][name]
+        assert len(set(first)) == 3
+        assert all(found[name][0][0] == again[0] == first for found in results)
+        assert not set(first) & set(unlike_seed[0])
+        for mine, peer in ((0, 1), (2, 3)):
+            (_, part, held), (_, other_part, other_held) = results[mine][name][0], results[peer][name][0]
+            copies = [key for key, (block, _) in held.items() if block == other_held[key][0]]
+            assert copies
+            for key in copies:
+                assert held[key] == other_held[key], "copies stay equal, bit for bit"
+            if mine == 2 and name == "data":
+                assert part != pytest.approx(other_part, rel=1e-6), "equal samples, other masks"
 
 
 # ----------------------------------------------------------------------------------- precision
