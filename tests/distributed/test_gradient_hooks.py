@@ -107,6 +107,16 @@ CASES: dict[str, tuple[int, bool, dict[str, Any]]] = {
         False,
         {"strategy": "feature", "mesh": (2,), "pins": {"second.weight": "S0", "last.weight": "S1"}},
     ),
+    "stages of shards, tied ends": (
+        4,
+        True,
+        {"strategy": "hybrid", "fix": "pipeline=2 tensor=2", "microbatches": 2},
+    ),
+    "stages of zero 1": (
+        4,
+        False,
+        {"strategy": "hybrid", "fix": "pipeline=2 data=2 zero=1", "microbatches": 2},
+    ),
     "data and columns": (4, False, {"strategy": "feature", "mesh": (2, 2), "pins": {"*": "data column_row"}}),
     "tied, zero3": (
         2,
@@ -121,7 +131,15 @@ CASES: dict[str, tuple[int, bool, dict[str, Any]]] = {
 }
 
 
-SHOWN = ["layer, tied ends", "zero-bubble", "zero1", "columns", "data and columns", "tied, zero3", "free"]
+SHOWN = [
+    "layer, tied ends",
+    "zero-bubble",
+    "zero1",
+    "columns",
+    "tied, zero3",
+    "free",
+    "stages of shards, tied ends",
+]
 
 
 @pytest.mark.parametrize("name", thinned(CASES, SHOWN))
