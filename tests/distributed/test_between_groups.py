@@ -35,6 +35,7 @@ from runtime.state.sharded_owners import sharded_leaf_and_owner
 from runtime.state.step_precision import StepPrecision
 from tests.distributed.sharded_models import BATCH, COLUMN_ROW, SEQUENCE, ZERO1, ZERO3, Gpt, gpt_batch
 from tests.distributed.stages import Group, staged
+from tests.support.matrix import thinned
 
 SAMPLES, MICROBATCHES, STEPS = 12, 2, 2
 
@@ -133,7 +134,16 @@ CASES: dict[str, tuple[tuple[str, ...], tuple[Group, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SHOWN = [
+    "2+2 split along other dimensions",
+    "1+3",
+    "2+1+1",
+    "2+2 from parts that are no stretch",
+    "2+2 interleaved",
+]
+
+
+@pytest.mark.parametrize("case", thinned(CASES, SHOWN))
 def test_a_step_equals_one_process(pool: WorkerPool, case: str) -> None:
     borders, groups, schedule = CASES[case]
     equals_one_process(pool, staged(graph(), borders, groups, schedule, MICROBATCHES))
@@ -147,7 +157,7 @@ AGAIN: dict[str, tuple[tuple[str, ...], tuple[Group, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", AGAIN)
+@pytest.mark.parametrize("case", thinned(AGAIN, ["zero 3, and its halves apart", "blocks of two stages"]))
 def test_blocks_computed_again_on_meshes(pool: WorkerPool, case: str) -> None:
     """Each stage computes its blocks a second time, all ranks of its mesh together."""
     borders, groups, schedule = AGAIN[case]
