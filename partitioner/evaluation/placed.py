@@ -151,8 +151,9 @@ class PlacedEvaluation:
         segments = relabelled_segments(planned, ranks)
 
         def programs_of(microbatches: int) -> Sequence[Program]:
-            programs = relabelled_programs(inference_programs(planned, plan.cluster, microbatches), ranks)
-            check(programs, segments, microbatches, training=False)
+            own = inference_programs(planned, plan.cluster, microbatches, one_queue=plan.one_queue)
+            programs = relabelled_programs(own, ranks)
+            check(programs, segments, microbatches, training=False, one_queue=plan.one_queue)
             return programs
 
         programs = programs_of(plan.microbatches)

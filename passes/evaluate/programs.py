@@ -45,13 +45,19 @@ def inference_segments(
 
 
 def inference_programs(
-    segments: SegmentGraph, cluster: ClusterSpec, microbatches: int
+    segments: SegmentGraph, cluster: ClusterSpec, microbatches: int, *, one_queue: bool = False
 ) -> tuple[Program, ...]:
-    """Make one program per device of ``cluster``."""
+    """Make one program per device of ``cluster``. ``one_queue``: as devices with one queue for everything need them."""
     if not segments.segments:
         return tuple(Program(rank, ()) for rank in range(segments.world_size))
     seconds = transfer_seconds(cluster)
     orders = inference_order(segments, microbatches, seconds)
     return build_programs(
-        segments, orders, microbatches, transfer_seconds=seconds, training=False, optimizer=False
+        segments,
+        orders,
+        microbatches,
+        transfer_seconds=seconds,
+        training=False,
+        optimizer=False,
+        one_queue=one_queue,
     )

@@ -27,7 +27,7 @@ PLACED = {
     "stored in parts": ((2,), "zero3"),
     "columns and rows": ((2,), "column_row"),
 }
-FIXED = {"stages of zero 3": "pipeline=2 data=2 zero=3", "one, then three": "groups=1,3"}
+FIXED = {"stages of zero 3": "pipeline=2 data=2 zero=3 queues=one", "one, then three": "groups=1,3"}
 """Pipelines on four ranks: what is fixed of them."""
 SIZES = (8, 1, 21)
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import InfeasibleError, UsageError
+from cost_models.errors import InfeasibleError, TimeLimitError, UsageError
 from cost_models.units import counted
 from passes.costs.costs import GraphCosts
 from passes.graph.blocks import block_of, regions_of_stages
@@ -80,7 +80,10 @@ class _Cut:
 def place_stages(
     graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: HybridRequest, judge: Judge
 ) -> Outcome:
-    """Plan what ``request`` fixes, filled in. Raises UsageError for what cannot hold, InfeasibleError if nothing fits."""
+    """Plan what ``request`` fixes, filled in.
+
+    Raises UsageError for what cannot hold, InfeasibleError if nothing fits, TimeLimitError if nothing that fits was found.
+    """
     started = time.perf_counter()
     search = _Hybrid(graph, costs, cluster, request, judge)
     tried = search.run()
@@ -115,7 +118,7 @@ class _Hybrid:
         self.counts = accepted_counts(graph, request.job.batch_size, counts)
         on_gpus = any(device.kind == "cuda" for device in cluster.devices)
         self.one_queue = on_gpus if self.fix.queues is None else self.fix.queues == "one"
-        self.refused: list[InfeasibleError] = []
+        self.refused: list[InfeasibleError | TimeLimitError] = []
         """The reasons of ways in which a stage cannot be sharded at all."""
         self._pins: dict[tuple[tuple[str, str], ...], Mapping[str, Pin]] = {}
         self._balanced_cuts: dict[tuple[int, RecomputeMode, bool], Mapping[str, int]] = {}
@@ -209,10 +212,10 @@ class _Hybrid:
         return [ways for ways in listed if ways]
 
     def _tried_if_possible(self, way: _Way, cut: _Cut) -> list[tuple[Simulated, dict[int, StageSharded]]]:
-        """Simulate a way; nothing, and the reason kept, where a stage does not fit however it is shared."""
+        """Simulate a way; nothing, and the reason kept, where no way to share a stage that fits is found."""
         try:
             return self._tried(way, cut)
-        except InfeasibleError as error:
+        except (InfeasibleError, TimeLimitError) as error:
             self.refused.append(error)
             return []
 
@@ -238,7 +241,7 @@ class _Hybrid:
             try:
                 simulated, sharded = self._simulated(way, cut, chosen)
                 more = set() if simulated.fits or not way.again else self._overflowing(simulated) - again
-            except InfeasibleError:  # a stage does not fit, however it is shared
+            except (InfeasibleError, TimeLimitError):  # a stage does not fit, however it is shared
                 more = everywhere - again if way.again else set()
                 if not more:
                     raise
@@ -338,8 +341,11 @@ class _Hybrid:
             search_seconds=seconds,
         )
 
-    def infeasible(self, tried: list[Simulated]) -> InfeasibleError:
-        """Say what is short in the plan that overflows least."""
+    def infeasible(self, tried: list[Simulated]) -> InfeasibleError | TimeLimitError:
+        """Say what is short in the plan that overflows least, or which stage's search was cut off."""
+        late = [error for error in self.refused if isinstance(error, TimeLimitError)]
+        if late:
+            return late[-1]
         if tried:
             least = min(tried, key=lambda s: s.overflow_bytes)
             because = [f"{Label.of_stages(least.candidate)}, simulated:"]

@@ -13,7 +13,7 @@ from torch import fx
 
 from cost_models.cluster import ClusterSpec
 from cost_models.conversion import local_share
-from cost_models.errors import InfeasibleError, UsageError
+from cost_models.errors import InfeasibleError, TimeLimitError, UsageError
 from cost_models.layout import Layout, Mesh, Replicate
 from cost_models.units import counted
 from passes.costs.costs import costs_of
@@ -96,7 +96,7 @@ class StageSearch:
             try:
                 shares = {n: returned_share(leaving.get(n), len(stage.group)) for n in _values_of(part)}
                 own = self._sharded(part, replace(stage, pins=pins), meshes.get(stage.group), shares)
-            except (UsageError, InfeasibleError) as error:
+            except (UsageError, InfeasibleError, TimeLimitError) as error:
                 because = [f"on {counted(len(stage.group), 'device')}: {error.what}", *error.because]
                 raise type(error)(f"cannot shard stage {number}", because, error.suggestions) from error
             found[number], whole = own, (Replicate(),) * len(own.placement.mesh.shape)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import InfeasibleError, UsageError
+from cost_models.errors import InfeasibleError, TimeLimitError, UsageError
 from cost_models.layout import Partial, Replicate, Shard
 from passes.compile import Compiled, compile_graph
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.lower.placed_graph import on_meshes
+from passes.search.feature.place import FeatureResult, place_features
+from passes.search.hybrid import stages
 from passes.search.hybrid.fix import read_fix
 from passes.search.hybrid.place import HybridRequest
 from passes.trace.trace import trace
@@ -188,3 +192,32 @@ def test_gpus_may_have_one_queue_for_everything(graph: OpGraph) -> None:
     assert not several.outcome.best.candidate.one_queue
     assert any("for everything" in rule for rule in one.proof.rules)
     assert not any("for everything" in rule for rule in several.proof.rules)
+
+
+def test_a_stage_whose_search_is_cut_off_is_named(graph: OpGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the stage fits is not known then, so nothing is said to be infeasible."""
+
+    def cut_off(*_: object) -> None:
+        raise TimeLimitError("no sharding that fits was found within 1 s", [], ["more time"])
+
+    monkeypatch.setattr(stages, "place_features", cut_off)
+    with pytest.raises(TimeLimitError, match="cannot shard stage 0") as caught:
+        planned(graph, "pipeline=2 tensor=2", 4)
+    assert "no sharding that fits was found within 1 s" in str(caught.value)
+    assert caught.value.suggestions == ("more time",)
+
+
+def test_a_way_whose_search_is_cut_off_leaves_the_others(
+    graph: OpGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+
+    def once_cut_off(*given: Any) -> FeatureResult:
+        asked.append(given[3].microbatches)
+        if len(set(asked)) == 1:
+            raise TimeLimitError("no sharding that fits was found within 1 s", [], ["more time"])
+        return place_features(*given)
+
+    monkeypatch.setattr(stages, "place_features", once_cut_off)
+    assert planned(graph, "pipeline=2 tensor=2", 4).outcome.best.fits
+    assert len(set(asked)) > 1
