@@ -99,6 +99,7 @@ FIXED = {
     "stages of zero 3": "pipeline=2 data=2 zero=3 borders=up",
     "one, then three": "groups=1,3 borders=up",
     "two, one, one": "groups=2,1,1 borders=up,head",
+    "one, two, one": "groups=1,2,1 borders=up,head",
 }
 """Pipelines on four ranks: what is fixed of them."""
 
