@@ -16,9 +16,11 @@ import math
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from benchmarks import feature_matrix
 from benchmarks.feature_matrix import load
@@ -75,8 +77,7 @@ class Found:
     """The outcome of a case."""
 
     model: str
-    fix: str
-    schedule: str
+    case: str
     outcome: str
     """passed, refused, differs or raised"""
     words: str
@@ -89,8 +90,11 @@ class Found:
         return self.outcome in ("differs", "raised")
 
     def __str__(self) -> str:
-        case = f"{self.model:10} {f'{self.fix} @ {self.schedule}':64}"
-        return f"{case} {self.outcome:8} {self.seconds:4.0f} s  {self.words}"
+        return f"{self.model:10} {self.case:64} {self.outcome:8} {self.seconds:4.0f} s  {self.words}"
+
+
+Cases: TypeAlias = Sequence[tuple[str, Callable[[], Plan]]]
+"""What each case is, and its plan."""
 
 
 def make_plan(graph: OpGraph, fix: str, schedule: str) -> Plan:
@@ -106,21 +110,23 @@ def make_plan(graph: OpGraph, fix: str, schedule: str) -> Plan:
     )
 
 
-def verify_hybrid(
-    fix: str, schedule: str, workload: Workload, graph: OpGraph, pool: WorkerPool
-) -> VerifyReport:
-    """Plan a case, and verify the plan as it comes back from its file."""
-    plan = Plan.from_json(make_plan(graph, fix, schedule).model_dump_json())
-    return verify_plan(plan, workload, pool=pool, graph=graph)
+def verify_from_file(plan: Plan, workload: Workload, graph: OpGraph, pool: WorkerPool) -> VerifyReport:
+    """Verify a plan as it comes back from its file."""
+    return verify_plan(Plan.from_json(plan.model_dump_json()), workload, pool=pool, graph=graph)
+
+
+def cases_of(graph: OpGraph) -> Cases:
+    """List the cases of a model."""
+    return [(f"{fix} @ {schedule}", partial(make_plan, graph, fix, schedule)) for fix, schedule in CASES]
 
 
 def try_case(
-    model: str, fix: str, schedule: str, workload: Workload, graph: OpGraph, pool: WorkerPool
+    model: str, case: str, make: Callable[[], Plan], workload: Workload, graph: OpGraph, pool: WorkerPool
 ) -> Found:
     """Plan and verify a case, whatever comes of it."""
     began = time.monotonic()
     try:
-        report = verify_hybrid(fix, schedule, workload, graph, pool)
+        report = verify_from_file(make(), workload, graph, pool)
     except (UsageError, InfeasibleError) as error:
         outcome, words = "refused", "; ".join([error.what, *error.because])
     except Exception:  # noqa: BLE001 the rest of the table is worth having
@@ -128,20 +134,21 @@ def try_case(
     else:
         worst = report.worst.severity if report.worst is not None else math.inf
         outcome, words = ("passed", f"{worst:.1e}") if report.passed else ("differs", str(report))
-    return Found(model, fix, schedule, outcome, words, time.monotonic() - began)
+    return Found(model, case, outcome, words, time.monotonic() - began)
 
 
-def run(models: Sequence[str], only: str, into: Path | None) -> int:
+def run(
+    models: Sequence[str], only: str, into: Path | None, cases: Callable[[OpGraph], Cases] = cases_of
+) -> int:
     """Print a line per case of ``models`` whose text has ``only`` in it; 1 if one differs or raised something."""
     began, counts = time.monotonic(), Counter[str]()
     with WorkerPool(WORLD) as pool:
         for model in models:
-            cases = [(fix, schedule) for fix, schedule in CASES if only in f"{model} {fix} @ {schedule}"]
-            if not cases:
-                continue
             workload, graph = load(model)
-            for fix, schedule in cases:
-                found = try_case(model, fix, schedule, workload, graph, pool)
+            for case, make in cases(graph):
+                if only not in f"{model} {case}":
+                    continue
+                found = try_case(model, case, make, workload, graph, pool)
                 counts[found.outcome] += 1
                 print(found, flush=True)
                 if into is not None:

@@ -4,6 +4,7 @@
         [--recompute full|auto]       auto: on workers with so little memory that blocks must be
     python -m benchmarks.verify_matrix --strategy feature [--models …] [--mesh …] [--patterns …]   feature_matrix.py
     python -m benchmarks.verify_matrix --strategy hybrid [--models …] [--only …] [--json FILE]      hybrid_matrix.py
+    python -m benchmarks.verify_matrix --strategy found [--models …] [--only …] [--json FILE]       found_matrix.py
 
 One worker pool and one trace per model serve all cases. Prints a row per model and number of ranks, a column per
 schedule: the largest error as a share of what is allowed (1.0 would be the limit), or what went wrong.
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks import feature_matrix, hybrid_matrix
+from benchmarks import feature_matrix, found_matrix, hybrid_matrix
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PartitionerError
 from partitioner import Plan, Workload, partition
@@ -117,7 +118,7 @@ def main() -> int:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--strategy", choices=("layer", "feature", "hybrid"), default="layer")
+    options.add_argument("--strategy", choices=("layer", "feature", "hybrid", "found"), default="layer")
     options.add_argument("--models", default="", help="all of the strategy's if not given")
     options.add_argument("--ranks", default=",".join(map(str, RANKS)))
     options.add_argument("--schedules", default=",".join(SCHEDULES_SHOWN))
@@ -128,9 +129,10 @@ def main() -> int:
     options.add_argument("--only", default="", help="of hybrid plans those in whose line this stands")
     options.add_argument("--json", type=Path, help="of hybrid plans a line per case, added to a file")
     chosen = options.parse_args()
-    if chosen.strategy == "hybrid":
+    if chosen.strategy in ("hybrid", "found"):
         models = chosen.models.split(",") if chosen.models else list(hybrid_matrix.MODELS)
-        return hybrid_matrix.run(models, chosen.only, chosen.json)
+        cases = {"hybrid": hybrid_matrix.cases_of, "found": found_matrix.cases_of}[chosen.strategy]
+        return hybrid_matrix.run(models, chosen.only, chosen.json, cases)
     if chosen.strategy == "feature":
         models = chosen.models.split(",") if chosen.models else list(feature_matrix.MODELS)
         meshes = list(feature_matrix.meshes_of(chosen.mesh))

@@ -32,6 +32,19 @@ class Label:
         return Label(text, (schedule, count))
 
     @staticmethod
+    def of_groups(candidate: Candidate) -> Label:
+        """Label a pipeline of sharded stages: ``4 groups of data 2 × tensor 2, 1f1b, 8 micro-batches``."""
+        plan, sharding = Label.of_stages(candidate), next(iter(candidate.shardings.values()), None)
+        groups = len(dict.fromkeys(candidate.groups))
+        if sharding is None:
+            return plan
+        mesh = " × ".join(
+            f"{axis} {size}" for axis, size in zip(sharding.mesh.axes, sharding.mesh.shape, strict=True)
+        )
+        head = f"{mesh}, " if groups == 1 else f"{counted(groups, 'group')} of {mesh}, "
+        return Label(f"{head}{plan}", (*plan.kind, groups, sharding.mesh.axes, sharding.mesh.shape))
+
+    @staticmethod
     def of_layer_wise(candidate: Candidate) -> Label:
         """Label the layer-wise plan that a free search began with."""
         plan = Label.of_stages(candidate)

@@ -47,6 +47,9 @@ class Recomputed:
     graph: OpGraph
     costs: GraphCosts
     again: Regions = ()
+    whole: bool = True
+    """The graph is all that its devices run, so that the block that saves most counts with all it saves; False: it is a
+    part, and who composes the parts counts that."""
 
     @cached_property
     def regions(self) -> tuple[tuple[int, ...], ...]:
@@ -81,6 +84,8 @@ class Recomputed:
     @cached_property
     def _largest(self) -> int:
         """The block that saves most; -1 without blocks."""
+        if not self.whole:
+            return -1
         samples = self.graph.example_batch_size
         sizes = [region_bytes(self.costs, region, samples) for region in self.regions]
         return sizes.index(max(sizes)) if sizes else -1

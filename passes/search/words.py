@@ -59,7 +59,9 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
         pinned_to="layout",
         options=frozenset({"fix", "schedule", "recompute"}),
         not_considered=(
-            "degrees and groups other than the fixed ones",
+            "unequal device groups and devices left out, unless fixed",
+            "shards over two mesh axes, or of sums that replicas leave, unless fixed",
+            "halves of backward apart, unless the schedule is given",
             "overlap of collectives with computing",
         ),
         best_of="any plan",

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from benchmarks.feature_matrix import load
-from benchmarks.hybrid_matrix import CASES, SMOKE, Found, make_plan, verify_hybrid
+from benchmarks.hybrid_matrix import CASES, SMOKE, Found, make_plan, verify_from_file
 from partitioner.verify.verify import verify_plan
 from runtime.mesh.sharding import Block
 from runtime.ranks.launch import WorkerPool
@@ -29,7 +29,8 @@ def test_a_real_model_computes_what_it_computed(
     model: str, fix: str, schedule: str, pool: WorkerPool
 ) -> None:
     assert (fix, schedule) in CASES
-    report = verify_hybrid(fix, schedule, *loaded(model), pool)
+    workload, graph = loaded(model)
+    report = verify_from_file(make_plan(graph, fix, schedule), workload, graph, pool)
     report.raise_if_different()
     assert report.compared["gradient"] > 10
 
@@ -60,7 +61,7 @@ def test_a_piece_of_other_samples_is_seen(fault: Callable[[], Any], mended: Work
 
 def test_a_fault_is_what_a_user_could_not_have_known() -> None:
     found = [
-        Found("gpt2", "groups=1,3", "1f1b", outcome, "")
+        Found("gpt2", "groups=1,3 @ 1f1b", outcome, "")
         for outcome in ("passed", "refused", "differs", "raised")
     ]
     assert [each.fault for each in found] == [False, False, True, True]

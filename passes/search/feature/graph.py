@@ -97,9 +97,14 @@ def feature_graph(
     choices: Chooser,
     marks: Mapping[str, str] | None = None,
     recomputed: Regions = (),
+    *,
+    whole: bool = True,
 ) -> FeatureGraph:
-    """Group ops, placeholders and values; O(ops · operands). ``marks``: nodes with unlike marks are in unlike units."""
-    again = Recomputed(graph, costs, recomputed)
+    """Group ops, placeholders and values; O(ops · operands). ``marks``: nodes with unlike marks are in unlike units.
+
+    ``whole``: of what is computed again, as ``Recomputed`` has it.
+    """
+    again = Recomputed(graph, costs, recomputed, whole)
     marks = marks or {}
     choices = _taking_shared_buffers_whole(graph, choices)
     unit_of: dict[str, int] = {}

@@ -41,7 +41,7 @@ from passes.search.feature.problem import (
     build_problem,
     least_saved_bytes,
 )
-from passes.search.feature.result import assemble, replicated_share
+from passes.search.feature.result import SolvedPart, assemble, origins_of
 from passes.search.feature.setting import PartPlace, Setting
 from passes.search.feature.solve import ProblemSearch, Solved
 from passes.search.feature.ties import with_split_batch
@@ -130,23 +130,10 @@ def place_features(
         cost,
         _certificate(search, cost, solved, request, time.perf_counter() - started),
         tuple(search.tried),
-        _origins(discovery, problem, options),
+        origins_of(discovery, [SolvedPart(problem, options, {})]),
         problem,
         options,
     )
-
-
-def _origins(discovery: Discovery, problem: FeatureProblem, options: Sequence[int]) -> ChoiceOrigins:
-    ops: dict[str, list[str]] = {"rule": [], "discovered": [], "replicated": []}
-    seconds = 0.0
-    for unit, numbers, option in zip(problem.space.units, problem.units, options, strict=True):
-        if unit.kind == "op":
-            how = discovery.find(problem.space.graph.nodes[unit.name]).how
-            ops[how] += unit.members
-            if how == "replicated":
-                seconds += float(numbers.seconds[numbers.index.tolist().index(option)])
-    share = replicated_share(problem, options)
-    return ChoiceOrigins(len(ops["rule"]), len(ops["discovered"]), tuple(ops["replicated"]), seconds, share)
 
 
 def check_agreement(

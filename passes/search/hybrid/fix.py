@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import get_args
 
+from cost_models.cluster import ClusterSpec
 from cost_models.errors import UsageError
 from passes.search.words import RecomputeMode
 
@@ -50,6 +51,11 @@ class Fix:
     queues: str | None = None
     """one: a device may have one queue for messages and collectives, more is not promised by NCCL; several: each makes
     progress. None: one on GPUs."""
+
+    def one_queue(self, cluster: ClusterSpec) -> bool:
+        """Tell whether devices may have one queue each for all that they communicate."""
+        on_gpus = any(device.kind == "cuda" for device in cluster.devices)
+        return on_gpus if self.queues is None else self.queues == "one"
 
     def __str__(self) -> str:
         given = ((f.name, getattr(self, f.name)) for f in fields(self))
@@ -146,3 +152,29 @@ def _borders(value: object) -> tuple[str, ...]:
 
 
 _READERS = {"zero": _zero, "recompute": _recompute, "groups": _groups, "borders": _borders, "queues": _queues}
+
+
+_STAGE = re.compile(r"stage (\d{1,6}):(.*)", re.DOTALL)
+
+
+def pins_of_stages(pins: Mapping[str, str], stages: int) -> list[dict[str, str]]:
+    """Per stage its pins: those of all stages, and its own before them. Raises UsageError."""
+    found: list[dict[str, str]] = [{} for _ in range(stages)]
+    problems = []
+    for own in (False, True):
+        for glob, text in pins.items():
+            read = _STAGE.fullmatch(glob)
+            if bool(read) != own:
+                continue
+            if read is None:
+                for each in found:
+                    each[glob] = text
+            elif int(read[1]) >= stages or not read[2]:
+                problems.append(
+                    f"{glob!r}: the plan has stages 0 to {stages - 1}" if read[2] else f"{glob!r}: no glob"
+                )
+            else:
+                found[int(read[1])][read[2]] = text
+    if problems:
+        raise UsageError("cannot use these pins", problems, ["write them as 'stage 0:*.mlp.*': layout"])
+    return found

@@ -11,7 +11,7 @@ micro-batches, ZeRO, recomputation                 a few candidates in order of 
 from __future__ import annotations
 
 import logging
-import re
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,9 @@ from passes.search.certificate import Certificate, relative_gap
 from passes.search.feature.pins import Pin, resolve
 from passes.search.hybrid.cuts import balanced_stages, stages_at_borders
 from passes.search.hybrid.degrees import Degrees, degrees_of, microbatch_counts
-from passes.search.hybrid.fix import Fix
+from passes.search.hybrid.fix import Fix, pins_of_stages
+from passes.search.hybrid.found import place_groups
+from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.stages import Axes, StageSearch, StageSharded, StageWish
 from passes.search.infeasible import shortfalls
 from passes.search.judge import Judge, Simulated
@@ -57,6 +59,12 @@ class HybridRequest(Request):
     fix: Fix = field(default_factory=Fix)
     recompute: RecomputeMode = "auto"
     """Used where ``fix`` says nothing of it."""
+
+    @property
+    def open(self) -> bool:
+        """Nothing is fixed but the queues."""
+        nothing = replace(self.fix, queues=None) == Fix() and not self.pins and self.recompute == "auto"
+        return nothing and self.schedule == "auto" and self.microbatches == "auto"
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,12 @@ def place_stages(
     Raises UsageError for what cannot hold, InfeasibleError if nothing fits, TimeLimitError if nothing that fits was found.
     """
     started = time.perf_counter()
+    if request.open:
+        limit = request.time_limit_seconds
+        deadline = math.inf if limit is None else started + limit
+        return place_groups(
+            GroupSearch(graph, costs, cluster, request.job), judge, request.fix.one_queue(cluster), deadline
+        )
     search = _Hybrid(graph, costs, cluster, request, judge)
     tried = search.run()
     fitting = [t for t in tried if t[0].fits]
@@ -113,11 +127,10 @@ class _Hybrid:
         if self.fix.borders is not None and self.fix.interleave is None and self.fix.pipeline is None:
             self.degrees = self._as_many_as_borders()
         self.schedule = self._schedule()
-        self.pins = _pins_of_stages(request.pins, self.degrees.stages)
+        self.pins = pins_of_stages(request.pins, self.degrees.stages)
         counts = microbatch_counts(self.fix, self.degrees, request.job.batch_size, request.microbatches)
         self.counts = accepted_counts(graph, request.job.batch_size, counts)
-        on_gpus = any(device.kind == "cuda" for device in cluster.devices)
-        self.one_queue = on_gpus if self.fix.queues is None else self.fix.queues == "one"
+        self.one_queue = self.fix.one_queue(cluster)
         self.refused: list[InfeasibleError | TimeLimitError] = []
         """The reasons of ways in which a stage cannot be sharded at all."""
         self._pins: dict[tuple[tuple[str, str], ...], Mapping[str, Pin]] = {}
@@ -365,29 +378,3 @@ class _Hybrid:
             because,
             ways,
         )
-
-
-_STAGE = re.compile(r"stage (\d{1,6}):(.*)", re.DOTALL)
-
-
-def _pins_of_stages(pins: Mapping[str, str], stages: int) -> list[dict[str, str]]:
-    """Per stage its pins: those of all stages, and its own before them. Raises UsageError."""
-    found: list[dict[str, str]] = [{} for _ in range(stages)]
-    problems = []
-    for own in (False, True):
-        for glob, text in pins.items():
-            read = _STAGE.fullmatch(glob)
-            if bool(read) != own:
-                continue
-            if read is None:
-                for each in found:
-                    each[glob] = text
-            elif int(read[1]) >= stages or not read[2]:
-                problems.append(
-                    f"{glob!r}: the plan has stages 0 to {stages - 1}" if read[2] else f"{glob!r}: no glob"
-                )
-            else:
-                found[int(read[1])][read[2]] = text
-    if problems:
-        raise UsageError("cannot use these pins", problems, ["write them as 'stage 0:*.mlp.*': layout"])
-    return found

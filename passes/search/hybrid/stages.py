@@ -102,7 +102,7 @@ class StageSearch:
             found[number], whole = own, (Replicate(),) * len(own.placement.mesh.shape)
             meshes[stage.group] = own.placement.mesh.shape
             for given in part.inputs:
-                if given.kind == "batch" and not _only_its_sizes(part, given.node):
+                if given.kind == "batch" and not only_its_sizes(part, given.node):
                     layout = own.placement.batch.get(given.name, whole)
                     settled["batch", given.name, stage.group] = layout, layout
             for name, layout in own.placement.values.items():
@@ -190,7 +190,7 @@ def _values_of(part: OpGraph) -> list[str]:
     return [given.name for given in part.inputs if given.kind == "value"]
 
 
-def _only_its_sizes(part: OpGraph, node: str) -> bool:
+def only_its_sizes(part: OpGraph, node: str) -> bool:
     """Tell whether a part reads nothing of a leaf but how large it is: any layout will do."""
     return all(is_size(user.meta.get("val")) for user in part.nodes[node].users)
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
 from passes.search.layer.devices import DeviceState, device_levels
-from passes.search.layer.problem import Held, LayerProblem
+from passes.search.layer.problem import Held, LayerProblem, StageSplit, evaluate
 from passes.search.layer.table import StageTable
 from passes.search.touches import BoolArray
 
@@ -38,6 +38,8 @@ class CutProgram:
 
     def __init__(self, problem: LayerProblem, table: StageTable) -> None:
         self.problem, self.table = problem, table
+        self.fill, self.bottleneck_weight = problem.fill, problem.bottleneck_weight
+        self.least_seconds = float(problem.seconds.min(axis=0).sum())
         self.levels = device_levels(problem)
         # kinds that differ by their links only share one class of costs; pairs of kinds with equal links one
         # array
@@ -277,7 +279,11 @@ class CutProgram:
     def _link_key(self, k: int, state: DeviceState, index: int) -> LinkKey:
         return self.link_class[state.kind, self.levels[k - 2][index].kind]
 
-    def trace_back(self, k: int, index: int) -> tuple[list[int], list[int], list[bool]]:
+    def trace(self, end: tuple[int, int]) -> StageSplit:
+        """The split that the last ``solve`` found for (k, state index)."""
+        return evaluate(self.problem, *self._trace_back(*end))
+
+    def _trace_back(self, k: int, index: int) -> tuple[list[int], list[int], list[bool]]:
         """The split that ``solve`` found for (k, state): stage of each unit, kind of each stage, and whether it
         computes its blocks again.
         """

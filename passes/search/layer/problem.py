@@ -188,6 +188,11 @@ class StageSplit:
     def stages(self) -> int:
         return len(self.kinds)
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Equal for equal splits over equal kinds."""
+        return self.stage_of, self.kinds
+
 
 def evaluate(
     problem: LayerProblem,

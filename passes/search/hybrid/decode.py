@@ -1,0 +1,167 @@
+"""A pipeline of the search as a candidate: the layouts of each stage's pieces put together.
+
+stage ─► its pieces, the layout at each joint ─► each piece's recipe, renamed to the piece ─► one placement of the stage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from cost_models.layout import Mesh
+from passes.lower.candidate import Candidate
+from passes.search.feature.result import SolvedPart, assemble
+from passes.search.hybrid.composed import Composed
+from passes.search.hybrid.joints import Pieces
+from passes.search.hybrid.options import GroupOption
+from passes.search.hybrid.program import Pipeline
+from passes.search.hybrid.ranges import Layouts
+from passes.search.hybrid.stages import only_its_sizes, renamed
+from passes.shard.words import FeaturePlacement, Placements
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class StageRecipe:
+    """One stage: pieces ``first`` … ``end`` - 1 on ``ranks``, by a column of their group's table."""
+
+    first: int
+    end: int
+    ranks: tuple[int, ...]
+    column: int
+
+
+@dataclass(frozen=True, eq=False)
+class Decoded:
+    """A pipeline as a candidate."""
+
+    candidate: Candidate
+    parts: Mapping[int, tuple[SolvedPart, ...]]
+    """The pieces of each stage that several devices share, solved."""
+
+
+def decoded(
+    composed: Sequence[Composed],
+    option: GroupOption,
+    pipeline: Pipeline,
+    columns: Sequence[int],
+    *,
+    one_queue: bool,
+) -> Decoded:
+    """Return the candidate. ``composed``, ``columns``: of each stage."""
+    pieces = composed[0].pieces
+    ends = [*pipeline.starts[1:], len(pieces)]
+    groups = tuple(option.ranks[place] for place in option.places)
+    stages = [
+        StageRecipe(first, end, ranks, column)
+        for first, end, ranks, column in zip(pipeline.starts, ends, groups, columns, strict=True)
+    ]
+    blocks = tuple(
+        tuple(dict.fromkeys(filter(None, pieces.blocks[s.first : s.end]))) if own.again(s.column) else ()
+        for s, own in zip(stages, composed, strict=True)
+    )
+    shared = {
+        number: _sharded(own, s)
+        for number, (own, s) in enumerate(zip(composed, stages, strict=True))
+        if len(s.ranks) > 1
+    }
+    candidate = Candidate(
+        stage_of={
+            op: number for number, s in enumerate(stages) for ops in pieces.ops[s.first : s.end] for op in ops
+        },
+        groups=groups,
+        microbatches=option.microbatches,
+        schedule=option.schedule,
+        recomputed_blocks=blocks if any(blocks) else (),
+        shardings=_with_batch(
+            pieces, stages, {number: placement for number, (placement, _) in shared.items()}
+        ),
+        one_queue=one_queue,
+    )
+    return Decoded(candidate, {number: parts for number, (_, parts) in shared.items()})
+
+
+def _sharded(composed: Composed, stage: StageRecipe) -> tuple[FeaturePlacement, tuple[SolvedPart, ...]]:
+    """Return how a stage is shared, and the solved pieces."""
+    pieces = composed.pieces
+    mode, price = divmod(stage.column, len(composed.prices))
+    recipes, ranges = composed.recipes[mode], composed.ranges[mode]
+    number = Layouts(recipes).number
+    joints = ranges.layouts(int(ranges.number[stage.first, stage.end]), price)
+    known: dict[tuple[int, ...], tuple[tuple[int, ...], FeaturePlacement]] = {}
+    found: list[FeaturePlacement] = []
+    parts: list[SolvedPart] = []
+    for at, piece in enumerate(range(stage.first, stage.end)):
+        kind, own = pieces.kind[piece], recipes[pieces.kind[piece]]
+        key = kind, joints[at], joints[at + 1]
+        if key not in known:
+            arriving, leaving = (
+                next(i for i, layout in enumerate(side) if number[layout] == joint)
+                for side, joint in ((own.arriving, joints[at]), (own.leaving, joints[at + 1]))
+            )
+            options = own.options(price, arriving, leaving)
+            known[key] = options, assemble(own.problem, options)
+        options, placement = known[key]
+        first, part = own.problem.space.graph, pieces.parts[piece]
+        names = {old.name: new.name for old, new in zip(first.graph.nodes, part.graph.nodes, strict=True)}
+        parts.append(SolvedPart(own.problem, options, names))
+        found.append(renamed(placement, first, part, stage.ranks))
+    whole, crossing = _joined(found), _crossing(pieces, stage)
+    values = {name: layout for name, layout in whole.values.items() if name in crossing}
+    return replace(whole, values=values), tuple(parts)
+
+
+def _with_batch(
+    pieces: Pieces, stages: Sequence[StageRecipe], placements: Mapping[int, FeaturePlacement]
+) -> dict[int, FeaturePlacement]:
+    """Return the placements with each part of the batch in the one layout in which it is read anywhere.
+
+    Stages that read nothing of it but its size take it as others do.
+    """
+    read: dict[str, Placements] = {}
+    for number, own in placements.items():
+        for part in pieces.parts[stages[number].first : stages[number].end]:
+            for given in part.inputs:
+                if given.kind == "batch" and not only_its_sizes(part, given.node):
+                    read.setdefault(given.name, own.batch[given.name])
+    return {
+        number: replace(own, batch={name: read.get(name, layout) for name, layout in own.batch.items()})
+        for number, own in placements.items()
+    }
+
+
+def _joined(parts: Sequence[FeaturePlacement]) -> FeaturePlacement:
+    """Put placements of pieces on one mesh together; of what several have, the first says how."""
+
+    def first_of(found: Iterable[Mapping[str, V]]) -> dict[str, V]:
+        joined: dict[str, V] = {}
+        for each in found:
+            for name, value in each.items():
+                joined.setdefault(name, value)
+        return joined
+
+    mesh: Mesh = parts[0].mesh
+    return FeaturePlacement(
+        mesh,
+        first_of(p.choices for p in parts),
+        first_of(p.stored for p in parts),
+        first_of(p.batch for p in parts),
+        parts[0].microbatches,
+        first_of(p.sharded_state for p in parts),
+        first_of(p.values for p in parts),
+    )
+
+
+def _crossing(pieces: Pieces, stage: StageRecipe) -> set[str]:
+    """Name the values that other stages make or read."""
+    inside = range(stage.first, stage.end)
+    found = set()
+    for piece in inside:
+        part = pieces.parts[piece]
+        found |= {x.name for x in part.inputs if x.kind == "value" and pieces.piece_of[x.name] not in inside}
+        found |= {
+            x.name for x in part.outputs if x.kind == "value" and pieces.last_reader[x.name] not in inside
+        }
+    return found

@@ -1,0 +1,212 @@
+"""The exact minimum of a feature-wise problem for many prices of memory at once, by eliminating one unit after another.
+
+    minimize    Σ_units (seconds[option] + price · bytes[option]) + Σ_wires Σ_distinct needs (seconds + price · copies)
+
+A unit that is eliminated leaves, for every combination of options of the units that it shares wires with, the least that it
+and its wires cost: min-sum elimination (Bertele & Brioschi, "Nonserial Dynamic Programming", 1972). What it takes is the
+size of the largest such table: small for a block of a model on one mesh axis, too much for several free axes. Units that
+are kept to the end span the answer: one minimum for each combination of their options.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.arrays import FloatArray
+from passes.search.feature.bound import WireTable
+from passes.search.feature.graph import Wire
+from passes.search.feature.problem import FeatureProblem
+
+MOST_ENTRIES = 1 << 24
+"""Entries of one table, prices counted: 128 MiB of float64. Blocks of transformers on one axis need 2·10⁵ a price."""
+KEPT_KINDS = ("parameter", "batch", "state")
+"""Units whose bytes are there all the time, and whose seconds count once per step."""
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """The amounts that choices of options take. Arrays of any one shape."""
+
+    seconds: FloatArray
+    """Per step, of everything that runs once per micro-batch."""
+    once_seconds: FloatArray
+    """Per step, of everything that runs once in it: gradient sums, updates, gathers after the update."""
+    state_bytes: FloatArray
+    """Held all the time: parameters, gradients, optimizer state, buffers, the batch."""
+    held_bytes: FloatArray
+    """Held per micro-batch in flight."""
+    buffer_bytes: FloatArray
+    """The largest buffer of any bridge."""
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Costs over the options of ``units``: shape [prices or 1, options of each unit]."""
+
+    units: tuple[int, ...]
+    cost: FloatArray
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One unit that was eliminated: its best option for each combination of options of ``units``. [prices, …]"""
+
+    unit: int
+    units: tuple[int, ...]
+    best: NDArray[np.intp]
+
+
+class TooWideError(Exception):
+    """The tables of an elimination would have more than ``MOST_ENTRIES``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Elimination:
+    """The minima of one problem. ``least``: [prices, options of each kept unit]."""
+
+    problem: FeatureProblem
+    tables: Sequence[WireTable]
+    kept: tuple[int, ...]
+    least: FloatArray
+    steps: tuple[_Step, ...]
+
+    def decode(self) -> NDArray[np.intp]:
+        """[units, prices, options of each kept unit] the option of every unit in each minimum."""
+        shape = self.least.shape
+        chosen = np.zeros((len(self.problem.units), *shape), dtype=np.intp)
+        grid = np.indices(shape)
+        for axis, unit in enumerate(self.kept, start=1):
+            chosen[unit] = grid[axis]
+        for step in reversed(self.steps):
+            prices = grid[0] if step.best.shape[0] > 1 else np.zeros(shape, dtype=np.intp)
+            chosen[step.unit] = step.best[(prices, *(chosen[unit] for unit in step.units))]
+        return chosen
+
+    def amounts(self, chosen: NDArray[np.intp]) -> Amounts:
+        """Return what choices [units, …] take."""
+        shape = chosen.shape[1:]
+        seconds, once, state, held, buffers = (np.zeros(shape) for _ in range(5))
+        for unit, numbers, option in zip(self.problem.space.units, self.problem.units, chosen, strict=True):
+            if unit.kind in KEPT_KINDS:
+                once += numbers.seconds[option]
+                state += numbers.bytes[option]
+            else:
+                seconds += numbers.seconds[option]
+                held += numbers.bytes[option]
+        for wire, known in zip(self.problem.space.wires, self.tables, strict=True):
+            row, columns = _codes(self.problem, wire, known)
+            at = row[chosen[wire.producer]]
+            needs = [need[chosen[u]] for need, (u, _) in zip(columns, wire.readers, strict=True)]
+            seconds += _over_needs(known.seconds, at, needs)
+            held += _over_needs(known.table.copies, at, needs)
+            buffers = np.maximum(buffers, _over_needs(known.table.buffers, at, needs))
+        return Amounts(seconds, once, state, held, buffers)
+
+
+def eliminate(
+    problem: FeatureProblem,
+    tables: Sequence[WireTable],
+    state_prices: FloatArray,
+    held_prices: FloatArray,
+    kept: Sequence[int],
+) -> Elimination:
+    """Find the minima of ``problem`` at prices of memory, for every combination of options of the units ``kept``.
+
+    ``state_prices``, ``held_prices``: [prices] seconds per byte of what is there all the time, and of what a micro-batch
+    holds. Raises ``TooWideError`` where the tables would be too large.
+    """
+    count = [len(unit.seconds) for unit in problem.units]
+    factors = [
+        *_of_units(problem, state_prices, held_prices),
+        *(_of_wire(problem, w, known, held_prices) for w, known in enumerate(tables)),
+    ]
+    factors = [f for f in factors if f.cost.any()]
+    steps: list[_Step] = []
+    open_units = set(range(len(count))) - set(kept)
+    while open_units:
+        unit, scope = _smallest(open_units, factors, count)
+        size = len(state_prices) * math.prod(count[u] for u in scope) * count[unit]
+        if size > MOST_ENTRIES:
+            raise TooWideError(f"{size} entries")
+        mine = [f for f in factors if unit in f.units]
+        total = _sum(mine, (*scope, unit), count)
+        best = total.argmin(axis=-1)
+        steps.append(_Step(unit, scope, best))
+        factors = [f for f in factors if unit not in f.units]
+        factors.append(_Table(scope, np.take_along_axis(total, best[..., None], axis=-1)[..., 0]))
+        open_units.remove(unit)
+    least = _sum(factors, tuple(kept), count)
+    least = np.broadcast_to(least, (len(state_prices), *(count[u] for u in kept)))
+    return Elimination(problem, tables, tuple(kept), least, tuple(steps))
+
+
+def _smallest(
+    open_units: set[int], factors: Sequence[_Table], count: Sequence[int]
+) -> tuple[int, tuple[int, ...]]:
+    """Choose the unit whose table is smallest, of equal ones the first; and the units of the table that it leaves."""
+    found: dict[int, set[int]] = {unit: set() for unit in open_units}
+    for factor in factors:
+        for unit in factor.units:
+            if unit in found:
+                found[unit].update(factor.units)
+    unit = min(open_units, key=lambda u: (math.prod(count[v] for v in found[u] | {u}), u))
+    return unit, tuple(sorted(found[unit] - {unit}))
+
+
+def _of_units(problem: FeatureProblem, state_prices: FloatArray, held_prices: FloatArray) -> Iterator[_Table]:
+    for unit, numbers in zip(problem.space.units, problem.units, strict=True):
+        price = state_prices if unit.kind in KEPT_KINDS else held_prices
+        yield _Table((unit.index,), numbers.seconds + price[:, None] * numbers.bytes)
+
+
+def _of_wire(problem: FeatureProblem, wire: int, known: WireTable, held_prices: FloatArray) -> _Table:
+    w = problem.space.wires[wire]
+    units = tuple(sorted({w.producer, *(unit for unit, _ in w.readers)}))
+    row, columns = _codes(problem, w, known)
+
+    def along(codes: NDArray[np.intp], unit: int) -> NDArray[np.intp]:
+        return codes.reshape([-1 if u == unit else 1 for u in units])
+
+    at = along(row, w.producer)
+    needs = [along(need, unit) for need, (unit, _) in zip(columns, w.readers, strict=True)]
+    seconds = _over_needs(known.seconds, at, needs)[None]
+    copies = _over_needs(known.table.copies, at, needs)[None]
+    if not copies.any():
+        return _Table(units, seconds)
+    return _Table(units, seconds + held_prices.reshape(-1, *[1] * len(units)) * copies)
+
+
+def _codes(
+    problem: FeatureProblem, wire: Wire, known: WireTable
+) -> tuple[NDArray[np.intp], list[NDArray[np.intp]]]:
+    """Return the row in a wire's table of each option of its producer, and the column of each option of each reader."""
+    made = problem.units[wire.producer].outputs[wire.output]
+    needs = [problem.units[unit].inputs[operand] for unit, operand in wire.readers]
+    return np.searchsorted(known.sources, made), [np.searchsorted(known.needs, need) for need in needs]
+
+
+def _over_needs(table: FloatArray, row: NDArray[np.intp], columns: Sequence[NDArray[np.intp]]) -> FloatArray:
+    """Sum a wire's table over the distinct needs of its readers; the shape is that of the indices together."""
+    total = np.zeros(np.broadcast_shapes(row.shape, *(c.shape for c in columns)))
+    for i, column in enumerate(columns):
+        own = table[row, column]
+        for other in columns[:i]:
+            own = np.where(column == other, 0.0, own)
+        total += own
+    return total
+
+
+def _sum(factors: Sequence[_Table], units: tuple[int, ...], count: Sequence[int]) -> FloatArray:
+    """Add tables up over ``units``, prices first."""
+    total = np.zeros((1, *(count[u] for u in units)))
+    for factor in factors:
+        order = sorted(range(len(factor.units)), key=lambda i: units.index(factor.units[i]))
+        cost = factor.cost.transpose(0, *(i + 1 for i in order))
+        own = {factor.units[i] for i in order}
+        total = total + cost.reshape(cost.shape[0], *(count[u] if u in own else 1 for u in units))
+    return total

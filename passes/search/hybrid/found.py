@@ -1,0 +1,142 @@
+"""The outcome of the search over pipelines of sharded stages: its best candidates simulated, the fastest that fits.
+
+While what is simulated overflows, the search is run again as if devices were smaller: its memory is an estimate.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cost_models.errors import InfeasibleError
+from passes.search.certificate import Certificate, relative_gap
+from passes.search.feature.result import origins_of
+from passes.search.hybrid.decode import Decoded
+from passes.search.hybrid.search import GroupSearch, SolvedOption, Survey
+from passes.search.infeasible import shortfalls
+from passes.search.judge import Judge, Simulated, memory_rounds
+from passes.search.outcome import Label, Outcome, RunnerUp, ShardingDetails
+
+log = logging.getLogger("partitioner")
+
+OBJECTIVE = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * longest stage or link"
+SIMULATIONS = 8
+"""Candidates simulated at most in each round, by hand: the surrogate ranks the best of them among its first three."""
+ERROR = 1.08
+"""Candidates above the best simulated step by this factor, by the surrogate, are not simulated: it is that far off."""
+ROOM_LEFT = 0.98
+"""Share of the room that was found too large by which another round plans beyond what overflowed. By hand."""
+GROWTH = (2.0, 4.0, 8.0, 16.0, 64.0, 1024.0)
+"""Times a device's memory at which a plan is looked for that says what is short."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """A candidate that was simulated."""
+
+    solved: SolvedOption
+    decoded: Decoded
+    simulated: Simulated
+
+
+def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: float) -> Outcome:
+    """Find the fastest pipeline of sharded stages.
+
+    Raises InfeasibleError if nothing fits.
+    """
+    started = time.perf_counter()
+    tried: list[Tried] = []
+    first: list[Survey] = []
+
+    def simulate(number: int, room: float) -> float | None:
+        survey = search.survey(deadline, room)
+        first.append(survey)
+        own: list[Tried] = []
+        for solved in survey.solved[:SIMULATIONS]:
+            best = _fastest(tried + own)
+            if solved.pipeline.objective_seconds > ERROR * best or (
+                time.perf_counter() > deadline and best < math.inf
+            ):
+                break
+            found = search.decode(solved, one_queue=one_queue)
+            own.append(Tried(solved, found, judge.simulate(found.candidate)))
+        tried.extend(own)
+        over = [t for t in own if not t.simulated.fits and t.simulated.step_seconds < _fastest(tried)]
+        if not over:
+            return None
+        least = min(over, key=lambda t: t.simulated.overflow_bytes)
+        return room * ROOM_LEFT * _share(judge, least.simulated)
+
+    memory_rounds(simulate, 1.0)
+    fitting = [t for t in tried if t.simulated.fits]
+    if not fitting:
+        raise _infeasible(search, judge, tried, one_queue)
+    best = min(fitting, key=lambda t: t.simulated.step_seconds)
+    details = ShardingDetails(
+        best.solved.pipeline.objective_seconds, (),
+        {stage: origins_of(search.piece_search.discovery, parts) for stage, parts in best.decoded.parts.items()},
+    )  # fmt: skip
+    runner_ups = tuple(
+        RunnerUp.of(Label.of_groups(t.decoded.candidate), t.simulated) for t in tried if t is not best
+    )
+    certificate = _certificate(search, first[0], best.solved, time.perf_counter() - started)
+    return Outcome(best.simulated, judge, certificate, runner_ups, details=details)
+
+
+def _fastest(tried: Sequence[Tried]) -> float:
+    return min((t.simulated.step_seconds for t in tried if t.simulated.fits), default=math.inf)
+
+
+def _share(judge: Judge, simulated: Simulated) -> float:
+    """Return the least share that a device has of what it needs."""
+    devices = judge.cluster.devices
+    return min(d.memory_bytes / peak for d, peak in zip(devices, simulated.peak_bytes, strict=True) if peak)
+
+
+def _certificate(search: GroupSearch, survey: Survey, best: SolvedOption, seconds: float) -> Certificate:
+    objective = best.pipeline.objective_seconds
+    bound = min(survey.bound_seconds, objective)
+    return Certificate(
+        objective=OBJECTIVE,
+        objective_seconds=objective,
+        bound_seconds=bound,
+        gap=relative_gap(objective, bound),
+        space=(
+            f"equal groups of {search.cluster.world_size} devices in the cluster's order, cut between {len(search.pieces)} "
+            f"pieces; shards inside a node, replicas around them; {survey.looked_at} of {survey.options} degrees and "
+            "micro-batch counts solved, the rest bounded"
+        ),
+        method="layouts by min-sum elimination, stages by a dynamic program, bottlenecks by branch and bound",
+        solver_status="time limit"
+        if survey.late
+        else "optimal"
+        if bound >= objective * (1 - 1e-2)
+        else "bounded",
+        search_seconds=seconds,
+    )
+
+
+def _infeasible(
+    search: GroupSearch, judge: Judge, tried: Sequence[Tried], one_queue: bool
+) -> InfeasibleError:
+    """Say what is short in the plan that overflows least."""
+    found = list(tried)
+    for growth in () if found else GROWTH:
+        survey = search.survey(math.inf, growth)
+        if survey.solved:
+            decoded = search.decode(survey.solved[0], one_queue=one_queue)
+            found.append(Tried(survey.solved[0], decoded, judge.simulate(decoded.candidate)))
+            break
+    because = ["no pipeline of sharded stages fits"]
+    if found:
+        least = min(found, key=lambda t: t.simulated.overflow_bytes)
+        because = [f"{Label.of_groups(least.decoded.candidate)}, simulated:"]
+        because += shortfalls(enumerate(map(int, least.simulated.peak_bytes)), judge.cluster.devices)
+    return InfeasibleError(
+        f"{search.graph.model_name} does not fit {judge.cluster.name}",
+        because,
+        ["more devices, or devices with more memory", "a smaller batch, or shorter samples"],
+    )

@@ -1,0 +1,232 @@
+"""The recipes of one piece on one kind of group: at every price of memory, for every pair of interfaces, the cheapest.
+
+piece ─► its feature-wise problem on the group's mesh ─► elimination ─► amounts [prices, arrives as, leaves as]
+
+On the axis of replicas every op is split by samples, so it adds no choices; how replicas keep parameters (whole, ZeRO-1,
+ZeRO-3) is each parameter's own choice. A value that lives over several joints has one layout at all of them: split by
+samples, else whole. A stream, which only the pieces at one joint know, has any layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.arrays import FloatArray
+from cost_models.cluster import ClusterSpec
+from cost_models.layout import Mesh, Replicate
+from passes.costs.costs import GraphCosts, costs_of
+from passes.graph.graph import OpGraph
+from passes.lower.job import Job
+from passes.search.feature.bound import wire_tables
+from passes.search.feature.bridges import Bridges
+from passes.search.feature.graph import FeatureGraph, Unit, feature_graph, leaving_name
+from passes.search.feature.options import Options
+from passes.search.feature.pins import Pin, pins_of_part, resolve, restricted
+from passes.search.feature.problem import FeatureProblem, UnitNumbers, build_problem
+from passes.search.feature.setting import PartPlace, Setting
+from passes.search.hybrid.eliminate import Amounts, eliminate
+from passes.search.hybrid.joints import Pieces
+from passes.shard.discover import Discovery
+from passes.shard.words import Placements
+
+
+@dataclass(frozen=True)
+class GroupKind:
+    """Equal groups of devices: replicas, each of devices that share its ops. ``ranks``: of the first such group."""
+
+    ranks: tuple[int, ...]
+    replicas: int
+    tensor: int
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """The name and size of each axis of the group's mesh, replicas outermost."""
+        found = tuple(a for a in (("data", self.replicas), ("tensor", self.tensor)) if a[1] > 1)
+        return found or (("tensor", 1),)
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the first group."""
+        return Mesh(self.ranks, tuple(size for _, size in self.axes), tuple(name for name, _ in self.axes))
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Prices of memory, in seconds per step and byte: of what is there all the time, of what a micro-batch holds."""
+
+    state: FloatArray
+    held: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+
+@dataclass(frozen=True, eq=False)
+class Recipes:
+    """The cheapest ways to run a piece. Arrays: [prices, ways to arrive, ways to leave]."""
+
+    problem: FeatureProblem
+    arriving: tuple[Placements | None, ...]
+    """Layouts of the stream in; one None where there is none."""
+    leaving: tuple[Placements | None, ...]
+    least: FloatArray
+    """Seconds per step and what memory costs at the prices."""
+    amounts: Amounts
+    chosen: NDArray[np.intp]
+    """[units, prices, ways to arrive, ways to leave] options."""
+
+    def options(self, price: int, arriving: int, leaving: int) -> tuple[int, ...]:
+        """Return the option of each unit, as ``assemble`` takes them."""
+        chosen = self.chosen[:, price, arriving, leaving].tolist()
+        return tuple(int(u.index[k]) for u, k in zip(self.problem.units, chosen, strict=True))
+
+
+@dataclass(eq=False)
+class PieceSearch:
+    """Finds the recipes of the classes of pieces."""
+
+    pieces: Pieces
+    cluster: ClusterSpec
+    shared: frozenset[str]
+    """Parameters and buffers that several pieces read: whole on every rank."""
+    discovery: Discovery = field(default_factory=Discovery.stored)
+    _spaces: dict[tuple[int, bool, bool, bool], tuple[FeatureGraph, dict[str, Pin]]] = field(
+        default_factory=dict
+    )
+    _costs: dict[int, GraphCosts] = field(default_factory=dict)
+    _bridges: dict[GroupKind, Bridges] = field(default_factory=dict)
+
+    @cached_property
+    def _by_samples(self) -> Mapping[str, Pin]:
+        """The pins of ops, values and the batch on the axis of replicas."""
+        found = resolve(self.pieces.graph, {"*": "data"})
+        return {node: pin for node, pin in found.items() if not self._is_parameter(node)}
+
+    def _is_parameter(self, node: str) -> bool:
+        given = self.pieces.graph.input_of.get(node)
+        return given is not None and given.kind == "parameter"
+
+    def part(self, kind: int) -> OpGraph:
+        """Return the first piece of a class."""
+        return self.pieces.parts[self.pieces.first[kind]]
+
+    def costs(self, kind: int) -> GraphCosts:
+        """Return the costs of the first piece of a class."""
+        if kind not in self._costs:
+            self._costs[kind] = costs_of(self.part(kind), self.cluster)
+        return self._costs[kind]
+
+    def recipes(
+        self, kind: int, group: GroupKind, job: Job, microbatches: int, prices: Prices, *, again: bool = False
+    ) -> Recipes:
+        """Find the recipes of a class of pieces. ``again``: its ops run again in backward."""
+        space, pins = self._space(kind, group, again=again)
+        names = tuple(name for name, _ in group.axes)
+        part = PartPlace(group.ranks, names, shared=self.shared.intersection(space.graph.parameters))
+        regions = self._regions(kind) if again else ()
+        setting = Setting(self.cluster, job, 0.0, regions, part)
+        if group not in self._bridges:
+            self._bridges[group] = Bridges(group.mesh.shape, setting.links(group.mesh))
+
+        def restrict(unit: Unit, numbers: UnitNumbers) -> UnitNumbers:
+            pin = pins.get(unit.name)
+            numbers = numbers if pin is None else restricted(unit, numbers, pin, len(names))
+            return self._at_joints(kind, group, unit, numbers)
+
+        problem = build_problem(space, group.mesh, microbatches, setting, self._bridges[group], restrict)
+        tables = wire_tables(problem)
+        ends = self._ends(kind, problem)
+        kept = tuple(unit for unit in ends if unit is not None)
+        found = eliminate(problem, tables, prices.state, prices.held, kept)
+        chosen = found.decode()
+        shape = (len(prices), *(1 if u is None else len(problem.units[u].seconds) for u in ends))
+        amounts = _reshaped(found.amounts(chosen), shape)
+        arriving, leaving = (
+            (None,) if unit is None else tuple(_layouts(problem.units[unit])) for unit in ends
+        )
+        least = found.least.reshape(shape)
+        return Recipes(problem, arriving, leaving, least, amounts, chosen.reshape(-1, *shape))
+
+    def saved(self, recipes: Sequence[Recipes]) -> FloatArray:
+        """[classes] the most that a block of each class saves; 0 of other pieces: they are never computed again."""
+        found = []
+        for own, first in zip(recipes, self.pieces.first, strict=True):
+            held = own.amounts.held_bytes.reshape(len(own.least), -1)
+            cheapest = own.least.reshape(len(own.least), -1).argmin(axis=1)
+            most = float(held[np.arange(len(held)), cheapest].max())
+            found.append(most if self.pieces.blocks[first] else 0.0)
+        return np.array(found)
+
+    def _regions(self, kind: int) -> tuple[tuple[str, ...], ...]:
+        piece = self.pieces.first[kind]
+        return (self.pieces.ops[piece],) if self.pieces.blocks[piece] else ()
+
+    def _space(self, kind: int, group: GroupKind, *, again: bool) -> tuple[FeatureGraph, dict[str, Pin]]:
+        key = (kind, again, group.replicas > 1, group.tensor > 1)
+        if key not in self._spaces:
+            part, pins = self.part(kind), dict[str, Pin]()
+            if group.replicas > 1:
+                free = (None,) if group.tensor > 1 else ()
+                found = pins_of_part(part, self._by_samples, {}, self.shared)
+                pins = {node: replace(pin, rules=(*pin.rules, *free)) for node, pin in found.items()}
+            marks = {node: pin.mark for node, pin in pins.items()}
+            regions = self._regions(kind) if again else ()
+            space = feature_graph(
+                part, self.costs(kind), self.discovery.choices, marks, regions, whole=not again
+            )
+            self._spaces[key] = space, pins
+        return self._spaces[key]
+
+    def _streams(self, kind: int) -> tuple[str | None, str | None]:
+        piece = self.pieces.first[kind]
+        return self.pieces.streams[piece], self.pieces.streams[piece + 1]
+
+    def _ends(self, kind: int, problem: FeatureProblem) -> tuple[int | None, int | None]:
+        """Return the units of the stream in and of the stream out."""
+        into, out = self._streams(kind)
+        left = None if out is None else problem.space.unit_of.get(leaving_name(out))
+        return (None if into is None else problem.space.unit_of.get(into)), left
+
+    def _at_joints(self, kind: int, group: GroupKind, unit: Unit, numbers: UnitNumbers) -> UnitNumbers:
+        """Leave a unit at a piece's border the layouts that it may have there."""
+        if unit.kind not in ("value", "leaving", "batch"):
+            return numbers
+        name = unit.name.removeprefix(leaving_name("")) if unit.kind == "leaving" else unit.name
+        layouts = _layouts(numbers)
+        keep = np.array([layout is not None for layout in layouts], dtype=bool)
+        crossing = unit.kind != "batch" and name in self._streams(kind)
+        if group.replicas > 1 and unit.kind != "batch":
+            rule = self._by_samples[name].rules[0] if name in self._by_samples else None
+            allowed = None if rule is None else rule.outputs
+            if allowed is None and not crossing:
+                allowed = frozenset({Replicate()})
+            split = np.array([allowed is None or (x is not None and x[0] in allowed) for x in layouts])
+            keep = keep & split if (keep & split).any() else keep
+        if not crossing:
+            inner = range(group.replicas > 1, len(group.axes))
+            keep &= np.array([x is not None and all(x[a] == Replicate() for a in inner) for x in layouts])
+        return numbers.keep(keep)
+
+
+def _layouts(numbers: UnitNumbers) -> list[Placements | None]:
+    """List the layout of each option of a unit at a piece's border; None: its gradient goes back in parts of a sum."""
+    detail = numbers.detail
+    if not isinstance(detail, Options):
+        ways = [detail[k] for k in numbers.index.tolist()]
+        return [
+            tuple(c.stored for c in way) if all(c.stored == c.state for c in way) else None for way in ways
+        ]
+    found: list[Placements | None] = []
+    for k in numbers.index.tolist():
+        choices = detail.per_axis(k)
+        found.append(tuple(c.inputs[0].placement if c.inputs else c.outputs[0] for c in choices))
+    return found
+
+
+def _reshaped(amounts: Amounts, shape: Sequence[int]) -> Amounts:
+    return Amounts(*(getattr(amounts, name).reshape(shape) for name in Amounts.__dataclass_fields__))

@@ -1,0 +1,168 @@
+"""Stages as ranges of pieces: what each costs at each price, by (min, +) products of its pieces' recipes.
+
+    least(B B B)[arrives, leaves] = min over the layouts between of least(B) + least(B) + least(B)
+
+Ranges of equal pieces are one: 80 equal layers between an embedding and a head make 241 unlike ranges, not 3,403. The
+amounts (seconds, bytes) of the cheapest way go along, and so does the way: which layout at which joint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.arrays import FloatArray, IntArray
+from passes.search.hybrid.pieces import Recipes
+from passes.shard.words import Placements
+
+SECONDS, ONCE, STATE, HELD, BUFFER, SAVED = range(6)
+"""Rows of the amounts of ranges. The last: the most that running one of the pieces again makes anew."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Grown:
+    """Ranges of one length. [ranges, prices, layouts at the end]; ``amounts`` with the rows first."""
+
+    least: FloatArray
+    amounts: FloatArray
+    before: NDArray[np.intp]
+    """The layout at the joint before the last piece."""
+    parent: IntArray
+    """[ranges] which range of the length before each continues."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """All ranges of pieces. ``number[first, last + 1]``: which of the unlike ranges it is, -1 where there is none."""
+
+    number: IntArray
+    amounts: FloatArray
+    """[rows, unlike ranges, prices]"""
+    _levels: tuple[_Grown, ...]
+    _place: tuple[tuple[int, int], ...]
+    """Per unlike range: its length, and its place among those of the length."""
+    _end: NDArray[np.intp]
+    """[unlike ranges, prices] the layout that it ends in."""
+
+    def layouts(self, range_number: int, price: int) -> list[int]:
+        """List the numbers of the layouts at the joints of a range: before its first piece, between, after its last."""
+        length, place = self._place[range_number]
+        at = int(self._end[range_number, price])
+        found = [at]
+        for level in reversed(self._levels[:length]):
+            at = int(level.before[place, price, at])
+            found.append(at)
+            place = int(level.parent[place])
+        return found[::-1]
+
+
+class Layouts:
+    """Numbers for the layouts at joints, one numbering for all pieces. 0: a joint without a stream."""
+
+    def __init__(self, recipes: Sequence[Recipes]) -> None:
+        found: dict[Placements | None, int] = {None: 0}
+        for own in recipes:
+            for layout in (*own.arriving, *own.leaving):
+                found.setdefault(layout, len(found))
+        self.number = found
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    def square(self, own: Recipes, values: FloatArray, missing: float) -> FloatArray:
+        """[prices, arrives, leaves] over all layouts, from an array over a recipe's own."""
+        rows, columns = ([self.number[x] for x in side] for side in (own.arriving, own.leaving))
+        found = np.full((len(values), len(self), len(self)), missing)
+        found[np.ix_(range(len(values)), rows, columns)] = values
+        return found
+
+
+def ranges_of(
+    kinds: Sequence[int],
+    recipes: Sequence[Recipes],
+    arriving_cost: FloatArray,
+    leaving_cost: FloatArray,
+    saved_bytes: FloatArray | None = None,
+) -> Ranges:
+    """Compose the ranges of pieces of ``kinds``, by the ``recipes`` of each kind.
+
+    ``arriving_cost``, ``leaving_cost``: [kinds, layouts] seconds per step that it costs a stage to begin, or to end, so.
+    ``saved_bytes``: [kinds] made anew while a piece of the kind is computed again; None: none is.
+    """
+    layouts = Layouts(recipes)
+    least = np.stack([layouts.square(own, own.least, np.inf) for own in recipes])
+    anew = np.zeros(len(recipes)) if saved_bytes is None else saved_bytes
+    rows = [
+        (
+            a.seconds,
+            a.once_seconds,
+            a.state_bytes,
+            a.held_bytes,
+            a.buffer_bytes,
+            np.full_like(a.seconds, saved),
+        )
+        for a, saved in zip((own.amounts for own in recipes), anew, strict=True)
+    ]
+    amounts = np.stack(
+        [
+            np.stack([layouts.square(own, values, 0.0) for values in each])
+            for own, each in zip(recipes, rows, strict=True)
+        ],
+        axis=1,
+    )  # [rows, kinds, prices, arrives, leaves]
+    count, prices = len(kinds), least.shape[1]
+    number = np.full((count + 1, count + 1), -1)
+    known: dict[tuple[int, int], int] = {}
+    levels: list[_Grown] = []
+    closed: list[FloatArray] = []
+    ends: list[NDArray[np.intp]] = []
+    place: list[tuple[int, int]] = []
+    at = [-1] * count  # the place of the range that begins here among those of the length before
+    for length in range(1, count + 1):
+        known = {}
+        for first in range(count - length + 1):
+            key = at[first], kinds[first + length - 1]
+            at[first] = known.setdefault(key, len(known))
+            number[first, first + length] = len(place) + at[first]
+        parents, added = (np.array(x) for x in zip(*known, strict=True))
+        grown = (
+            _first(least[added], amounts[:, added], arriving_cost[added])
+            if length == 1
+            else _next(levels[-1], parents, least[added], amounts[:, added])
+        )
+        levels.append(grown)
+        place += [(length, i) for i in range(len(known))]
+        total = grown.least + leaving_cost[added][:, None, :]
+        end = total.argmin(axis=-1)
+        ends.append(end)
+        closed.append(np.take_along_axis(grown.amounts, end[None, :, :, None], axis=-1)[..., 0])
+    assert prices == closed[0].shape[-1]
+    return Ranges(number, np.concatenate(closed, axis=1), tuple(levels), tuple(place), np.concatenate(ends))
+
+
+def _first(least: FloatArray, amounts: FloatArray, arriving: FloatArray) -> _Grown:
+    """Ranges of one piece. ``arriving``: [ranges, layouts]."""
+    total = least + arriving[:, None, :, None]
+    before = total.argmin(axis=2)
+    return _Grown(
+        np.take_along_axis(total, before[:, :, None], axis=2)[:, :, 0],
+        np.take_along_axis(amounts, before[None, :, :, None], axis=3)[:, :, :, 0],
+        before,
+        np.full(len(least), -1),
+    )
+
+
+def _next(shorter: _Grown, parents: IntArray, least: FloatArray, amounts: FloatArray) -> _Grown:
+    """Ranges of one more piece, which is added to ``shorter`` ones."""
+    total = shorter.least[parents][..., None] + least
+    before = total.argmin(axis=2)
+    index = before[None, :, :, None]
+    added = np.take_along_axis(amounts, index, axis=3)[:, :, :, 0]
+    so_far = np.take_along_axis(shorter.amounts[:, parents], before[None], axis=-1)
+    summed = so_far + added
+    summed[BUFFER] = np.maximum(so_far[BUFFER], added[BUFFER])
+    summed[SAVED] = np.maximum(so_far[SAVED], added[SAVED])
+    return _Grown(np.take_along_axis(total, before[:, :, None], axis=2)[:, :, 0], summed, before, parents)

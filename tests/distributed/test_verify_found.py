@@ -1,0 +1,35 @@
+"""Arrangements that the hybrid search compares, on real processes: a slice of ``benchmarks.found_matrix``."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from benchmarks.feature_matrix import load
+from benchmarks.found_matrix import cases_of
+from benchmarks.hybrid_matrix import verify_from_file
+from runtime.ranks.launch import WorkerPool
+from tests.support.matrix import thinned
+
+loaded = cache(load)
+
+SHOWN = [
+    ("gpt2", "2 groups, tensor 2, interleaved × 2, 4 × 6 samples: dear memory"),
+    ("t5", "2 groups, 2 replicas, interleaved × 2, 4 × 6 samples: computed again"),
+    ("unet", "1 group, 2 replicas, tensor 2, 1f1b, 4 × 6 samples: cheap memory"),
+]
+OTHERS = [
+    ("mixtral", "2 groups, 2 replicas, interleaved × 2, 4 × 6 samples: cheap memory"),
+    ("resnet50", "2 groups, tensor 2, 1f1b, 4 × 6 samples: cheap memory"),
+    ("llama-8b", "4 groups, 1f1b, 4 × 6 samples: computed again"),
+    ("vit", "1 group, tensor 4, 1f1b, 4 × 6 samples: dear memory"),
+]
+
+
+@pytest.mark.parametrize(("model", "case"), thinned([*SHOWN, *OTHERS], SHOWN))
+def test_it_computes_what_the_model_computes(model: str, case: str, pool: WorkerPool) -> None:
+    workload, graph = loaded(model)
+    report = verify_from_file(dict(cases_of(graph))[case](), workload, graph, pool)
+    report.raise_if_different()
+    assert report.compared["gradient"] > 10
