@@ -2,8 +2,8 @@
 
     python -m benchmarks.verify_matrix --strategy found [--models gpt2,unet] [--only 'tensor 2'] [--json FILE]
 
-The search is made to choose: an arrangement of groups, and a column of its tables (a price of memory, blocks computed again
-or not). A line per case, as in ``hybrid_matrix``.
+The search is made to choose: an arrangement of groups, and a way to run all stages (a price of memory, and how many blocks
+are computed again). A line per case, as in ``hybrid_matrix``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.hybrid_matrix import BATCH_SIZE, MICROBATCHES, WORLD, Cases
-from cost_models.arrays import FloatArray, IntArray
 from cost_models.cluster import ClusterSpec
 from partitioner import Plan, partition
 from passes.graph.graph import OpGraph
 from passes.search.hybrid import search
-from passes.search.hybrid.composed import Composed
+from passes.search.hybrid.composed import Composed, Fastest
 from passes.search.hybrid.joints import pieces_of
 from passes.search.hybrid.options import GroupOption, options
 from passes.search.hybrid.ranges import ONCE, SECONDS
 
 CLUSTER = ClusterSpec.local(WORLD)
-COLUMNS = ("cheap memory", "dear memory", "computed again")
+WAYS = ("cheap memory", "dear memory", "half computed again", "computed again")
 
 
 def arrangements(graph: OpGraph) -> list[GroupOption]:
@@ -36,18 +35,18 @@ def arrangements(graph: OpGraph) -> list[GroupOption]:
     return list(options(CLUSTER, BATCH_SIZE, [MICROBATCHES], len(pieces_of(graph))))
 
 
-def make_plan(graph: OpGraph, option: GroupOption, column: str) -> Plan:
+def make_plan(graph: OpGraph, option: GroupOption, way: str) -> Plan:
     """Plan the model as ``option`` has it."""
-    with _only(option), _in_column(column):
+    with _only(option), _in_way(way):
         return partition(graph, CLUSTER, strategy="hybrid", batch_size=BATCH_SIZE)
 
 
 def cases_of(graph: OpGraph) -> Cases:
     """List the cases of a model."""
     return [
-        (f"{option}: {column}", partial(make_plan, graph, option, column))
+        (f"{option}: {way}", partial(make_plan, graph, option, way))
         for option in arrangements(graph)
-        for column in COLUMNS
+        for way in WAYS
     ]
 
 
@@ -61,15 +60,13 @@ def _only(option: GroupOption) -> Iterator[None]:
 
 
 @contextmanager
-def _in_column(name: str) -> Iterator[None]:
-    def fastest(
-        self: Composed, microbatches: int, held: int, room_bytes: float
-    ) -> tuple[FloatArray, IntArray]:
-        prices = len(self.prices)
-        column = {"cheap memory": 0, "dear memory": prices - 1, "computed again": prices}[name]
-        column = min(column, self.amounts.shape[2] - 1)
-        seconds = (self.amounts[SECONDS, :, column] + self.amounts[ONCE, :, column]) / microbatches
-        return seconds, np.full(len(seconds), column)
+def _in_way(name: str) -> Iterator[None]:
+    def fastest(self: Composed, microbatches: int, held: int, room_bytes: float) -> Fastest:
+        price = len(self.prices) - 1 if name == "dear memory" else 0
+        share = {"half computed again": 0.5, "computed again": 1.0}.get(name, 0.0)
+        kept = self.ranges[0].amounts[:, :, price]
+        again = np.ceil(self.blocks * share).astype(np.int64)
+        return Fastest((kept[SECONDS] + kept[ONCE]) / microbatches, np.full(len(again), price), again)
 
     with mock.patch.object(Composed, "fastest", fastest):
         yield

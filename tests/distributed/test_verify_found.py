@@ -16,7 +16,7 @@ loaded = cache(load)
 
 SHOWN = [
     ("gpt2", "2 groups, tensor 2, interleaved × 2, 4 × 6 samples: dear memory"),
-    ("t5", "2 groups, 2 replicas, interleaved × 2, 4 × 6 samples: computed again"),
+    ("t5", "2 groups, 2 replicas, interleaved × 2, 4 × 6 samples: half computed again"),
     ("unet", "1 group, 2 replicas, tensor 2, 1f1b, 4 × 6 samples: cheap memory"),
 ]
 OTHERS = [

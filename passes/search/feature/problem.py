@@ -302,28 +302,31 @@ class _Builder:
         trained = unit.name in graph.needs_grad
         ways = stored_options(dims, trained, mesh.shape)
         shared = setting.part.shared if setting.part is not None else ()
-        if any(graph.input_of[node].name in shared for node in unit.members):
-            whole = Replicate()
-            ways = tuple(way for way in ways if all(c.stored == c.state == whole for c in way))
-        kept = [
-            ShardedParameter(
-                elements=math.prod(dims),
-                types=graph.types_of(graph.input_of[unit.name].name, setting.job.precision),
-                trained=trained,
-                mesh=mesh,
-                stored=tuple(c.stored for c in way),
-                state=tuple(c.state for c in way),
-                deferred=tuple(c.code == DEFERRED for c in way),
-            )
-            for way in ways
-        ]
+        whole = any(graph.input_of[node].name in shared for node in unit.members)
+        if whole:
+            ways = tuple(way for way in ways if all(c.stored == c.state == Replicate() for c in way))
+        types = graph.types_of(graph.input_of[unit.name].name, setting.job.precision)
         together_bytes = sum_bytes(graph, setting.job.precision)
-        numbers = [each.costs(self.problem.bridges.links, setting, together_bytes) for each in kept]
+        known, key = self.problem.bridges.parameters, (dims, trained, whole, types, together_bytes)
+        if key not in known:
+            kept = [
+                ShardedParameter(
+                    elements=math.prod(dims),
+                    types=types,
+                    trained=trained,
+                    mesh=mesh,
+                    stored=tuple(c.stored for c in way),
+                    state=tuple(c.state for c in way),
+                    deferred=tuple(c.code == DEFERRED for c in way),
+                )
+                for way in ways
+            ]
+            known[key] = [each.costs(self.problem.bridges.links, setting, together_bytes) for each in kept]
         codes = np.array([combine([c.code for c in way]) for way in ways], dtype=np.int64)
         count = len(unit.members)
         return UnitNumbers(
-            np.array([seconds for seconds, _ in numbers]) * count,
-            np.array([held for _, held in numbers]) * count,
+            np.array([seconds for seconds, _ in known[key]]) * count,
+            np.array([held for _, held in known[key]]) * count,
             (),
             (codes,),
             ways,

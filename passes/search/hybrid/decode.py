@@ -25,12 +25,14 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class StageRecipe:
-    """One stage: pieces ``first`` … ``end`` - 1 on ``ranks``, by a column of their group's table."""
+    """One stage: pieces ``first`` … ``end`` - 1 on ``ranks``, with the layouts of a price of memory."""
 
     first: int
     end: int
     ranks: tuple[int, ...]
-    column: int
+    price: int
+    again: int
+    """Blocks computed again: the first ones."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,22 +48,19 @@ def decoded(
     composed: Sequence[Composed],
     option: GroupOption,
     pipeline: Pipeline,
-    columns: Sequence[int],
+    ways: Sequence[tuple[int, int]],
     *,
     one_queue: bool,
 ) -> Decoded:
-    """Return the candidate. ``composed``, ``columns``: of each stage."""
+    """Return the candidate. ``composed``, ``ways`` (price, blocks computed again): of each stage."""
     pieces = composed[0].pieces
     ends = [*pipeline.starts[1:], len(pieces)]
     groups = tuple(option.ranks[place] for place in option.places)
     stages = [
-        StageRecipe(first, end, ranks, column)
-        for first, end, ranks, column in zip(pipeline.starts, ends, groups, columns, strict=True)
+        StageRecipe(first, end, ranks, *way)
+        for first, end, ranks, way in zip(pipeline.starts, ends, groups, ways, strict=True)
     ]
-    blocks = tuple(
-        tuple(dict.fromkeys(filter(None, pieces.blocks[s.first : s.end]))) if own.again(s.column) else ()
-        for s, own in zip(stages, composed, strict=True)
-    )
+    blocks = tuple(tuple(filter(None, pieces.blocks[s.first : s.end]))[: s.again] for s in stages)
     shared = {
         number: _sharded(own, s)
         for number, (own, s) in enumerate(zip(composed, stages, strict=True))
@@ -86,22 +85,23 @@ def decoded(
 def _sharded(composed: Composed, stage: StageRecipe) -> tuple[FeaturePlacement, tuple[SolvedPart, ...]]:
     """Return how a stage is shared, and the solved pieces."""
     pieces = composed.pieces
-    mode, price = divmod(stage.column, len(composed.prices))
-    recipes, ranges = composed.recipes[mode], composed.ranges[mode]
-    number = Layouts(recipes).number
-    joints = ranges.layouts(int(ranges.number[stage.first, stage.end]), price)
+    number = Layouts(composed.recipes[0]).number
+    joints = composed.ranges[0].layouts(int(composed.number[stage.first, stage.end]), stage.price)
+    left = stage.again
     known: dict[tuple[int, ...], tuple[tuple[int, ...], FeaturePlacement]] = {}
     found: list[FeaturePlacement] = []
     parts: list[SolvedPart] = []
     for at, piece in enumerate(range(stage.first, stage.end)):
-        kind, own = pieces.kind[piece], recipes[pieces.kind[piece]]
-        key = kind, joints[at], joints[at + 1]
+        kind, anew = pieces.kind[piece], bool(pieces.blocks[piece]) and left > 0
+        left -= anew
+        own = composed.recipes[anew][kind]
+        key = kind, anew, joints[at], joints[at + 1]
         if key not in known:
             arriving, leaving = (
                 next(i for i, layout in enumerate(side) if number[layout] == joint)
                 for side, joint in ((own.arriving, joints[at]), (own.leaving, joints[at + 1]))
             )
-            options = own.options(price, arriving, leaving)
+            options = own.options(stage.price, arriving, leaving)
             known[key] = options, assemble(own.problem, options)
         options, placement = known[key]
         first, part = own.problem.space.graph, pieces.parts[piece]

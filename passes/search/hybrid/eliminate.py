@@ -127,9 +127,7 @@ def eliminate(
     ]
     factors = [f for f in factors if f.cost.any()]
     steps: list[_Step] = []
-    open_units = set(range(len(count))) - set(kept)
-    while open_units:
-        unit, scope = _smallest(open_units, factors, count)
+    for unit, scope in _order(factors, count, kept):
         size = len(state_prices) * math.prod(count[u] for u in scope) * count[unit]
         if size > MOST_ENTRIES:
             raise TooWideError(f"{size} entries")
@@ -139,23 +137,32 @@ def eliminate(
         steps.append(_Step(unit, scope, best))
         factors = [f for f in factors if unit not in f.units]
         factors.append(_Table(scope, np.take_along_axis(total, best[..., None], axis=-1)[..., 0]))
-        open_units.remove(unit)
     least = _sum(factors, tuple(kept), count)
     least = np.broadcast_to(least, (len(state_prices), *(count[u] for u in kept)))
     return Elimination(problem, tables, tuple(kept), least, tuple(steps))
 
 
-def _smallest(
-    open_units: set[int], factors: Sequence[_Table], count: Sequence[int]
-) -> tuple[int, tuple[int, ...]]:
-    """Choose the unit whose table is smallest, of equal ones the first; and the units of the table that it leaves."""
-    found: dict[int, set[int]] = {unit: set() for unit in open_units}
+def _order(
+    factors: Sequence[_Table], count: Sequence[int], kept: Sequence[int]
+) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield the units in the order of their elimination, each with those of the table that it leaves.
+
+    The one whose table is smallest comes next, of equal ones the first.
+    """
+    beside: list[set[int]] = [{unit} for unit in range(len(count))]
     for factor in factors:
         for unit in factor.units:
-            if unit in found:
-                found[unit].update(factor.units)
-    unit = min(open_units, key=lambda u: (math.prod(count[v] for v in found[u] | {u}), u))
-    return unit, tuple(sorted(found[unit] - {unit}))
+            beside[unit].update(factor.units)
+    size = {u: math.prod(count[v] for v in beside[u]) for u in range(len(count)) if u not in kept}
+    while size:
+        unit = min(size, key=lambda u: (size[u], u))
+        del size[unit]
+        scope = beside[unit] - {unit}
+        yield unit, tuple(sorted(scope))
+        for other in scope:
+            beside[other] = (beside[other] | scope) - {unit}
+            if other in size:
+                size[other] = math.prod(count[v] for v in beside[other])
 
 
 def _of_units(problem: FeatureProblem, state_prices: FloatArray, held_prices: FloatArray) -> Iterator[_Table]:

@@ -15,7 +15,7 @@ from cost_models.errors import InfeasibleError
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.feature.result import origins_of
 from passes.search.hybrid.decode import Decoded
-from passes.search.hybrid.search import GroupSearch, SolvedOption, Survey
+from passes.search.hybrid.search import SLACK, GroupSearch, SolvedOption, Survey
 from passes.search.infeasible import shortfalls
 from passes.search.judge import Judge, Simulated, memory_rounds
 from passes.search.outcome import Label, Outcome, RunnerUp, ShardingDetails
@@ -25,8 +25,6 @@ log = logging.getLogger("partitioner")
 OBJECTIVE = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * longest stage or link"
 SIMULATIONS = 8
 """Candidates simulated at most in each round, by hand: the surrogate ranks the best of them among its first three."""
-ERROR = 1.08
-"""Candidates above the best simulated step by this factor, by the surrogate, are not simulated: it is that far off."""
 ROOM_LEFT = 0.98
 """Share of the room that was found too large by which another round plans beyond what overflowed. By hand."""
 GROWTH = (2.0, 4.0, 8.0, 16.0, 64.0, 1024.0)
@@ -57,7 +55,7 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
         own: list[Tried] = []
         for solved in survey.solved[:SIMULATIONS]:
             best = _fastest(tried + own)
-            if solved.pipeline.objective_seconds > ERROR * best or (
+            if solved.pipeline.objective_seconds > SLACK * best or (
                 time.perf_counter() > deadline and best < math.inf
             ):
                 break

@@ -228,5 +228,15 @@ def _layouts(numbers: UnitNumbers) -> list[Placements | None]:
     return found
 
 
+def cheaper(one: Recipes, other: Recipes) -> Recipes:
+    """Return the cheaper of two recipes in each place: what they take, not what they choose."""
+    better = other.least < one.least
+    amounts = (
+        np.where(better, getattr(other.amounts, name), getattr(one.amounts, name))
+        for name in Amounts.__dataclass_fields__
+    )
+    return replace(one, least=np.minimum(one.least, other.least), amounts=Amounts(*amounts))
+
+
 def _reshaped(amounts: Amounts, shape: Sequence[int]) -> Amounts:
     return Amounts(*(getattr(amounts, name).reshape(shape) for name in Amounts.__dataclass_fields__))

@@ -115,6 +115,15 @@ class PipelineProgram:
         return Pipeline(tuple(starts), objective, bottleneck)
 
 
+def least_sum(planes: Sequence[FloatArray]) -> float:
+    """Return the least sum of as many stages as there are ``planes``, the first of them the last stage's."""
+    rest = np.full(len(planes[0]), np.inf)
+    rest[-1] = 0.0
+    for plane in planes:
+        rest = (plane + rest).min(axis=1)
+    return float(rest[0])
+
+
 def _shortest_path(plane: FloatArray) -> float:
     """Return the least sum of stages, however many, that cover all pieces."""
     least = np.full(len(plane), np.inf)

@@ -143,6 +143,16 @@ def ranges_of(
     return Ranges(number, np.concatenate(closed, axis=1), tuple(levels), tuple(place), np.concatenate(ends))
 
 
+def whole_seconds(kinds: Sequence[int], recipes: Sequence[Recipes]) -> float:
+    """Return the least cost of all pieces in a row, at the first price."""
+    layouts = Layouts(recipes)
+    each = [layouts.square(own, own.least[:1], np.inf)[0] for own in recipes]
+    least = np.zeros(len(layouts))
+    for kind in kinds:
+        least = (least[:, None] + each[kind]).min(axis=0)
+    return float(least.min())
+
+
 def _first(least: FloatArray, amounts: FloatArray, arriving: FloatArray) -> _Grown:
     """Ranges of one piece. ``arriving``: [ranges, layouts]."""
     total = least + arriving[:, None, :, None]

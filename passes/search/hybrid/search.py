@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
-from cost_models.arrays import FloatArray, IntArray
+from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
@@ -25,14 +26,20 @@ from passes.search.hybrid.decode import Decoded, decoded
 from passes.search.hybrid.eliminate import TooWideError
 from passes.search.hybrid.joints import Pieces, pieces_of, value_bytes
 from passes.search.hybrid.options import GroupOption, options
-from passes.search.hybrid.pieces import GroupKind, PieceSearch
-from passes.search.hybrid.program import Pipeline, PipelineProgram
-from passes.search.layer.tuning import TUNING
+from passes.search.hybrid.pieces import GroupKind, PieceSearch, Prices
+from passes.search.hybrid.program import Pipeline, PipelineProgram, least_sum
+from passes.search.hybrid.ranges import whole_seconds
 from passes.search.microbatches import accepted_counts
-from passes.search.model import LayerModel, read_model
 
 log = logging.getLogger("partitioner")
 
+T = TypeVar("T")
+
+SLACK = 1.08
+"""Options whose bound is above the best surrogate by this factor are not solved: the surrogate was at most 4% off the
+simulated step on Llama-8B and 70B (docs/06g-hybrid.md), on either side."""
+MANY = 1 << 20
+"""Micro-batches of a step in which what happens once does not count."""
 GAP = 1e-3
 """Relative gap to which an option's surrogate is minimized: far below its error against the simulation."""
 
@@ -45,7 +52,8 @@ class SolvedOption:
     composed: tuple[Composed, ...]
     """The table of each stage."""
     pipeline: Pipeline
-    columns: tuple[int, ...]
+    ways: tuple[tuple[int, int], ...]
+    """The price whose layouts each stage takes, and its blocks computed again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +78,10 @@ class GroupSearch:
     cluster: ClusterSpec
     job: Job
     pieces: Pieces = field(init=False)
-    model: LayerModel = field(init=False)
     _composed: dict[object, Composed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pieces = pieces_of(self.graph)
-        self.model = read_model(self.graph, self.costs, self.job.optimizer, self.job.precision)
 
     @cached_property
     def piece_search(self) -> PieceSearch:
@@ -99,21 +105,44 @@ class GroupSearch:
         found = options(self.cluster, batch, counts, len(self.pieces))
         return sorted(found, key=lambda o: (self.floor_seconds(o), str(o)))
 
-    def work_seconds(self, samples: int) -> float:
-        """Seconds of one replica's micro-batch on one device, each op on the fastest."""
-        if samples not in self._work:
-            devices = {d.speed_alone: d for d in self.cluster.devices}.values()
-            fastest = np.minimum.reduce([self.model.seconds(samples, device) for device in devices])
-            self._work[samples] = float(fastest.sum())
-        return self._work[samples]
+    def work_seconds(self, tensor: int, samples: int) -> float:
+        """Seconds of one replica's micro-batch on ``tensor`` devices of a node, however much memory that takes.
+
+        No stages take less together: replicas, parameters kept in parts and the end of a step only add to it.
+        """
+        key = tensor, samples
+        if key not in self._work:
+            self._work[key] = min(self._work_on(ranks, samples) for ranks in self._nodes(tensor))
+        return self._work[key]
+
+    def _work_on(self, ranks: tuple[int, ...], samples: int) -> float:
+        job = replace(self.job, batch_size=samples * MANY)
+        free = Prices(np.zeros(1), np.zeros(1))
+        group, kinds = GroupKind(ranks, 1, len(ranks)), range(len(self.pieces.first))
+        try:
+            found = [self.piece_search.recipes(kind, group, job, MANY, free) for kind in kinds]
+        except TooWideError:
+            return 0.0
+        return whole_seconds(self.pieces.kind, found) / MANY
+
+    def _nodes(self, tensor: int) -> list[tuple[int, ...]]:
+        """List the first ``tensor`` devices of each kind of node."""
+        nodes: dict[int, list[int]] = {}
+        for device in self.cluster.devices:
+            nodes.setdefault(device.node, []).append(device.rank)
+        kinds: dict[object, tuple[int, ...]] = {}
+        for ranks in nodes.values():
+            devices = [self.cluster.devices[rank] for rank in ranks]
+            kinds.setdefault(tuple(d.speed_alone for d in devices), tuple(ranks[:tensor]))
+        return list(kinds.values())
 
     @cached_property
-    def _work(self) -> dict[int, float]:
+    def _work(self) -> dict[tuple[int, int], float]:
         return {}
 
     def floor_seconds(self, option: GroupOption) -> float:
-        """Seconds that the option's surrogate is not below: its work in equal shares, nothing sent."""
-        work = self.work_seconds(option.samples) / option.tensor
+        """Seconds that the option's surrogate is not below: its work in equal shares, nothing sent between groups."""
+        work = self.work_seconds(option.tensor, option.samples)
         share = work / option.stages
         return option.fill * work + (option.microbatches - option.fill) * option.chunks * share
 
@@ -128,9 +157,9 @@ class GroupSearch:
         for option in listed:
             floor = self.floor_seconds(option)
             late = time.perf_counter() > deadline and bool(found)
-            if late or floor > best * TUNING.slack:
+            if late or floor > best * SLACK:
                 return Survey(_ranked(found), min(bound, floor), len(listed), looked_at, late)
-            solved, own = self.solve(option, best * TUNING.slack, room)
+            solved, own = self.solve(option, best * SLACK, room)
             bound, looked_at = min(bound, max(floor, own)), looked_at + 1
             if solved is not None:
                 log.debug("%s: %.6g s, not below %.6g s", option, solved.pipeline.objective_seconds, own)
@@ -147,26 +176,53 @@ class GroupSearch:
         except TooWideError as error:
             log.info("%s: not searched, its tables would have %s", option, error)
             return None, 0.0
-        links = self._links(option)
-        least = [plane for plane, _ in self._planes(option, tables, room, bound=True)]
-        bound = _solved(PipelineProgram(option, least, links), cutoff_seconds).bound_seconds
+        links, m = self._links(option), option.microbatches
+        bound = self._least_together(option, tables, room)
+        if bound < cutoff_seconds:  # each stage fits its devices alone
+            whole = room * option.chunks
+            least = self._over_stages(
+                option, tables, lambda table, held, share: table.plane(table.least(m, held, share * whole))
+            )
+            program = PipelineProgram(option, least, links)
+            bound = max(bound, _solved(program, cutoff_seconds).bound_seconds)
         if bound >= cutoff_seconds:
             return None, bound
-        fast = self._planes(option, tables, room, bound=False)
-        found = _solved(PipelineProgram(option, [plane for plane, _ in fast], links), cutoff_seconds).found
-        if not found:
-            return None, bound
-        best = found[0]
-        ends = [*best.starts[1:], len(self.pieces)]
-        columns = tuple(
-            int(fast[option.stages - 1 - s][1][tables[s].number[a, b]])
-            for s, (a, b) in enumerate(zip(best.starts, ends, strict=True))
+        found = [
+            each
+            for equally in (True, False)[: option.chunks]
+            for each in self._fastest(option, tables, cutoff_seconds, room, equally=equally)
+        ]
+        return min(found, key=lambda s: s.pipeline.objective_seconds, default=None), bound
+
+    def _fastest(
+        self,
+        option: GroupOption,
+        tables: Sequence[Composed],
+        cutoff_seconds: float,
+        room: float,
+        *,
+        equally: bool,
+    ) -> list[SolvedOption]:
+        """Find the best pipeline of an option, if any is below ``cutoff_seconds``."""
+        m = option.microbatches
+        fast = self._over_stages(
+            option, tables, lambda table, held, share: table.fastest(m, held, share * room), equally=equally
         )
-        return SolvedOption(option, tuple(tables), best, columns), bound
+        planes = [table.plane(own.seconds) for table, own in zip(tables[::-1], fast, strict=True)]
+        found = _solved(PipelineProgram(option, planes, self._links(option)), cutoff_seconds).found
+        solved = []
+        for pipeline in found[:1]:
+            ends = [*pipeline.starts[1:], len(self.pieces)]
+            ways = []
+            for table, own, first, end in zip(tables, fast[::-1], pipeline.starts, ends, strict=True):
+                number = int(table.number[first, end])
+                ways.append((int(own.price[number]), int(own.again[number])))
+            solved.append(SolvedOption(option, tuple(tables), pipeline, tuple(ways)))
+        return solved
 
     def decode(self, solved: SolvedOption, *, one_queue: bool) -> Decoded:
         """Return the candidate that an option's best pipeline is."""
-        return decoded(solved.composed, solved.option, solved.pipeline, solved.columns, one_queue=one_queue)
+        return decoded(solved.composed, solved.option, solved.pipeline, solved.ways, one_queue=one_queue)
 
     def _of_group(self, option: GroupOption, ranks: tuple[int, ...]) -> Composed:
         devices = [self.cluster.devices[rank] for rank in ranks]
@@ -175,32 +231,54 @@ class GroupSearch:
         if key not in self._composed:
             group = GroupKind(ranks, option.replicas, option.tensor)
             most = min(option.microbatches, option.groups)
-            step = self.work_seconds(option.samples) * option.microbatches / (option.groups * option.tensor)
+            step = self.work_seconds(option.tensor, option.samples) * option.microbatches / option.groups
             self._composed[key] = composed(
                 self.piece_search, group, self.job, option.microbatches, most, step
             )
         return self._composed[key]
 
-    def _planes(
-        self, option: GroupOption, tables: Sequence[Composed], room: float, *, bound: bool
-    ) -> list[tuple[FloatArray, IntArray]]:
-        """Per stage from the end: seconds of the stage from each piece to each, and the column of each range."""
-        known: dict[tuple[int, int], tuple[FloatArray, IntArray]] = {}
+    def _over_stages(
+        self,
+        option: GroupOption,
+        tables: Sequence[Composed],
+        of_stage: Callable[[Composed, int, float], T],
+        *,
+        equally: bool = True,
+    ) -> list[T]:
+        """Per stage from the end: what ``of_stage`` says of its table, the micro-batches that it holds, and its memory.
+
+        ``equally``: stages of one device have equal shares of its memory; else they have as much as equal stages need.
+        """
+        known: dict[tuple[int, int, float], T] = {}
+        whole: dict[int, float] = {}
+        held = option.in_flight[::-1]
+        needs = [1.0 if equally else table.weight_bytes(h) for table, h in zip(tables, held, strict=True)]
+        for place, need in zip(option.places, needs, strict=True):
+            whole[place] = whole.get(place, 0.0) + need
         found = []
-        for table, place, held in zip(tables[::-1], option.places[::-1], option.in_flight, strict=True):
-            key = id(table), held
+        for table, place, own, need in zip(tables, option.places, held, needs, strict=True):
+            key = id(table), own, need / whole[place]
             if key not in known:
                 capacity = min(self.cluster.devices[rank].memory_bytes for rank in option.ranks[place])
-                share = capacity * room * (1 if bound else 1 / option.chunks)
-                columns = np.zeros(0, dtype=np.int64)
-                if bound:
-                    seconds = table.least(option.microbatches, held, share)
-                else:
-                    seconds, columns = table.fastest(option.microbatches, held, share)
-                plane = np.where(table.number >= 0, seconds[table.number], np.inf)
-                known[key] = plane, columns
+                known[key] = of_stage(table, own, capacity * key[2])
             found.append(known[key])
-        return found
+        return found[::-1]
+
+    def _least_together(self, option: GroupOption, tables: Sequence[Composed], room: float) -> float:
+        """Seconds that an option's surrogate is not below, at one price of memory for all stages.
+
+        Stages of one device fit it together; the longest stage is at least as long as they are on average.
+        """
+        m = option.microbatches
+        each = self._over_stages(
+            option, tables, lambda table, held, share: table.priced(m, held, share * room)
+        )
+        weight = option.fill + (m - option.fill) * option.chunks / option.stages
+        sums = [
+            least_sum([table.plane(own[:, scale]) for table, own in zip(tables[::-1], each, strict=True)])
+            for scale in range(each[0].shape[1])
+        ]
+        return weight * max(sums)
 
     def _links(self, option: GroupOption) -> list[FloatArray]:
         """Per stage from the end: [pieces + 1] seconds of the cut behind it, at each joint."""
