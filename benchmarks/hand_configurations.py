@@ -1,6 +1,8 @@
 """Hand-tuned configurations of public recipes, each planned with one ``fix`` line: what they take by our own prediction.
 
-    python -m benchmarks.hand_configurations [--only 70b] [--json rows.json]
+    python -m benchmarks.hand_configurations [--only 70b] [--search] [--json rows.json]
+
+With ``--search`` each row is planned with nothing fixed, too, and the table compares both.
 
 A row is a model, a cluster, a batch and a fix; what is short is said where it does not fit. Recipes that used FP8 are
 planned in bfloat16: only the structure is compared. Sources: torchtitan's and Megatron-LM's published configurations,
@@ -92,27 +94,34 @@ def traced(row: Row) -> OpGraph:
         return as_graph(load_workload(f"hf:{path}", settings={}, seq=row.seq, dtype="bfloat16"))
 
 
-def measured(rows: list[Row]) -> Iterator[dict[str, object]]:
-    """Plan the rows, and yield what each came to."""
+def measured(rows: list[Row], *, search: bool) -> Iterator[dict[str, object]]:
+    """Plan the rows, and yield what each came to; ``search``: then with nothing fixed."""
     for row in rows:
         graph = traced(row)
-        started = time.perf_counter()
         found: dict[str, object] = {
             "model": row.name,
             "devices": row.cluster,
             "batch": row.batch,
             "fix": row.fix,
+            **_planned(graph, row, row.fix),
         }
-        try:
-            plan = partition(
-                graph, ClusterSpec.parse(row.cluster), strategy="hybrid", fix=row.fix, batch_size=row.batch
-            )
-            found |= _figures(plan)
-        except PartitionerError as error:
-            found["refused"] = [error.what, *error.because]
-        found["planning_seconds"] = round(time.perf_counter() - started, 1)
-        found["resident_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+        if search:
+            found["found"] = _planned(graph, row, None)
         yield found
+
+
+def _planned(graph: OpGraph, row: Row, fix: str | None) -> dict[str, object]:
+    started = time.perf_counter()
+    found: dict[str, object] = {}
+    try:
+        cluster = ClusterSpec.parse(row.cluster)
+        plan = partition(graph, cluster, strategy="hybrid", fix=fix, batch_size=row.batch)
+        found |= _figures(plan)
+    except PartitionerError as error:
+        found["refused"] = [error.what, *error.because]
+    found["planning_seconds"] = round(time.perf_counter() - started, 1)
+    found["resident_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+    return found
 
 
 def _figures(plan: Plan) -> dict[str, object]:
@@ -123,6 +132,10 @@ def _figures(plan: Plan) -> dict[str, object]:
         "mfu": p.mfu,
         "peak_gib": max(p.peak_memory_bytes.values()) / 2**30,
         "bubble": p.bubble_fraction,
+        "gap": plan.certificate.gap,
+        "plan": next(row for row in str(plan).splitlines() if row.startswith("plan "))
+        .removeprefix("plan")
+        .strip(),
         "file_mb": len(plan.model_dump_json()) / 1e6,
     }
 
@@ -140,19 +153,36 @@ def line(row: dict[str, object]) -> str:
     )
 
 
+def compared(row: dict[str, object]) -> str:
+    """Write a row that compares the fixed plan with the found one."""
+    found = row["found"]
+    assert isinstance(found, dict)
+    head = f"| {row['model']} | {row['devices']} | {row['batch']} "
+    if "refused" in found:
+        return f"{head}| {'; '.join(found['refused'][:3])} | | | | | {found['planning_seconds']} |"
+    hand = row.get("step_seconds")
+    faster = "" if hand is None else f"{float(str(hand)) / found['step_seconds']:.2f}x"
+    fixed = "does not fit" if hand is None else f"{hand:.2f} s"
+    return (
+        f"{head}| {fixed} | {found['step_seconds']:.2f} s | {faster} | {found['mfu']:.1%} | "
+        f"{found['peak_gib']:.1f} GiB | {found['gap']:.1%} | {found['plan']} | {found['planning_seconds']} |"
+    )
+
+
 def main() -> None:
     """Print the table, row by row."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="rows whose model, devices or fix contain this")
+    parser.add_argument("--search", action="store_true", help="plan with nothing fixed, too")
     parser.add_argument("--json", type=Path, help="append a line of JSON per row")
     given = parser.parse_args()
     rows = [row for row in ROWS if given.only in f"{row.name} {row.cluster} {row.fix}"]
-    print(
-        "| model | devices | batch | fix | step | MFU | fullest device | bubble | planning, s |\n|"
-        + "---|" * 9
-    )
-    for found in measured(rows):
-        print(line(found), flush=True)
+    head = "model | devices | batch | fix | step | MFU | fullest device | bubble | planning, s"
+    if given.search:
+        head = "model | devices | batch | by hand | found | faster | MFU | fullest device | gap | plan | planning, s"
+    print(f"| {head} |\n|" + "---|" * (head.count("|") + 1))
+    for found in measured(rows, search=given.search):
+        print(compared(found) if given.search else line(found), flush=True)
         if given.json is not None:
             with given.json.open("a") as file:
                 file.write(json.dumps(found) + "\n")
