@@ -24,6 +24,7 @@ from partitioner.engine.engine import Engine
 from runtime.checkpoint import directory as checkpoint_directory
 from runtime.checkpoint import storage as checkpoint_storage
 from runtime.ranks.launch import WorkerPool
+from tests.support.matrix import thinned
 
 STEPS, SAVED_AFTER = 5, 3
 
@@ -370,7 +371,9 @@ def loaded(plan_json: str, folder: str) -> tuple[Any, int, list[str]]:
         return extra, step, sorted(p.name for p in Path(folder).glob("step-*"))
 
 
-@pytest.mark.parametrize(("where", "asynchronous"), [("tensors", True), ("latest", False)])
+@pytest.mark.parametrize(
+    ("where", "asynchronous"), thinned([("tensors", True), ("latest", False)], [("latest", False)])
+)
 def test_a_kill_while_saving_leaves_the_checkpoint_before(
     where: str, asynchronous: bool, plans: Any, pool: WorkerPool, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from partitioner.batches.part_batch import PartBatch
 from partitioner.models.as_graph import as_graph
 from passes.graph.graph import OpGraph
 from runtime.ranks.launch import WorkerPool
+from tests.support.matrix import thinned
 
 WORDS, WIDTH, LENGTH, SAMPLES, MICROBATCHES = 12, 8, 4, 8, 2
 ROWS = 22
@@ -170,7 +171,11 @@ def _sizes(samples: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "name", ["by samples", "by samples and columns", "by samples twice", "stages of replicas"]
+    "name",
+    thinned(
+        ["by samples", "by samples and columns", "by samples twice", "stages of replicas"],
+        ["by samples and columns", "stages of replicas"],
+    ),
 )
 def test_parts_train_as_whole_batches(pool: WorkerPool, name: str) -> None:
     """Also the inputs of a first stage and the labels of a last one."""

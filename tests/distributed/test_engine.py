@@ -382,7 +382,12 @@ def fail_before_sharing(plan_json: str, culprit: int, how: str) -> tuple[str, fl
     ("how", "culprit", "said"),
     [
         ("hangs", 1, "got no answer for `the loss`"),
-        ("raises", 0, "rank 0 reported: UsageError: error[usage]: the batch lacks inputs"),
+        pytest.param(
+            "raises",
+            0,
+            "rank 0 reported: UsageError: error[usage]: the batch lacks inputs",
+            marks=pytest.mark.matrix,
+        ),
     ],
 )
 def test_a_rank_that_fails_around_its_run_is_named_with_its_reason(

@@ -261,7 +261,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 @pytest.mark.parametrize(
     ("ranks", "courses", "pipelines"),
     [
-        pytest.param(2, COURSES, False, id="2 ranks"),
+        pytest.param(2, COURSES, False, id="2 ranks", marks=pytest.mark.matrix),
         pytest.param(4, COURSES[:1], False, id="4 ranks"),
         pytest.param(4, COURSES[1:], True, id="pipelines, maximum norm"),
     ],
@@ -451,6 +451,7 @@ def test_ranks_drop_alike_what_all_compute_and_shards_by_themselves(pool: Worker
             assert part != pytest.approx(other[name][0][1], rel=1e-6), "equal samples, other masks"
 
 
+@pytest.mark.matrix
 def test_stages_of_shards_and_replicas_drop_as_single_stages_do(pool: WorkerPool) -> None:
     """Shards of a stage drop what all of them compute alike, its replicas each by themselves; a seed repeats both."""
     cluster, made = ClusterSpec.local(4), gpt2()

@@ -312,7 +312,7 @@ def run_hf(plan_json: str, kind: str) -> Any:
         return evaluated, None, engine.eval_step(shorter)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), thinned([("llama", 2), ("gpt2", 2), ("t5", 2)], [("t5", 2)]))
+@pytest.mark.parametrize(("kind", "ranks"), thinned([("llama", 2), ("gpt2", 2), ("t5", 2)], []))
 def test_models_of_transformers(pool: WorkerPool, kind: str, ranks: int) -> None:
     made = hf_workload(kind)
     text = made_plan(made, ranks, "1f1b", HF_PINS[kind])

@@ -85,6 +85,7 @@ def kill_a_worker(torchrun: subprocess.Popen[str]) -> None:
     os.kill(next(w.pid for w in workers if "finetune_llama.py" in " ".join(w.cmdline())), signal.SIGKILL)
 
 
+@pytest.mark.matrix
 @pytest.mark.timeout(3 * SECONDS)
 def test_fine_tuning_goes_on_after_a_crash_as_if_there_had_been_none(
     pool: WorkerPool, tmp_path: Path

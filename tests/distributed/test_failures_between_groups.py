@@ -124,7 +124,7 @@ def four() -> Iterator[WorkerPool]:
     ("where", "how"),
     thinned(
         itertools.product(GROUPS, ["kill", "stop", "raise"]),
-        [("pieces", "kill"), ("collective", "stop"), ("computed again", "raise")],
+        [("pieces", "kill"), ("collective", "raise")],
     ),
 )
 def test_the_others_end_in_time_and_name_the_culprit(four: WorkerPool, where: str, how: str) -> None:

@@ -10,7 +10,7 @@ from runtime.ranks.launch import WorkerPool
 
 MODELS = (41,)
 """Any would do; this one couples its samples twice, which a reference once overlooked."""
-PLANS = 4
+PLANS = 2
 
 
 def test_random_partitions_compute_what_the_model_computes() -> None:

@@ -80,6 +80,7 @@ def test_trainer(pool: WorkerPool, tmp_path: Path) -> None:
         assert (tmp_path / folder / "model.safetensors").is_file()
 
 
+@pytest.mark.matrix
 def test_accelerate(pool: WorkerPool, tmp_path: Path) -> None:
     theirs = alone(tmp_path, "accelerate")["losses"]
     assert same(on_two(pool, tmp_path, "accelerate-ours")[0]["losses"], theirs)

@@ -87,9 +87,11 @@ def refusals(engine: Engine) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("good_steps", "method", "lacks", "culprit"),
     [
-        (0, "train_step", "label", 2),  # the others wait in the comparison of batches
+        pytest.param(
+            0, "train_step", "label", 2, marks=pytest.mark.matrix
+        ),  # the others wait in the comparison of batches
         (3, "train_step", "tokens", 0),  # in a receive, one of them on a rank that waits itself
-        (1, "eval_step", "label", 2),  # for the loss
+        pytest.param(1, "eval_step", "label", 2, marks=pytest.mark.matrix),  # for the loss
     ],
 )
 def test_the_others_end_soon_and_know_why(

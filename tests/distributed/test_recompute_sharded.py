@@ -31,9 +31,7 @@ CASES: tuple[tuple[str, Mesh, str], ...] = (
 )
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh", "pattern"), thinned(CASES, [case for case in CASES if case[0] == "gpt2"])
-)
+@pytest.mark.parametrize(("model", "mesh", "pattern"), thinned(CASES, [CASES[1], CASES[3]]))
 def test_a_real_model_computes_what_it_computed(
     model: str, mesh: Mesh, pattern: str, pool: WorkerPool
 ) -> None:

@@ -86,14 +86,14 @@ MASTER = Precision(parameters=torch.bfloat16, master=torch.float32)
         (net.workload, 3, {"schedule": "1f1b", "pins": net.PINS}),
         pytest.param(gpt, 2, {"min_stages": 2, "precision": MIXED}, marks=pytest.mark.matrix),
         pytest.param(gpt, 2, feature("column_row"), marks=pytest.mark.matrix),
-        (gpt, 2, feature("zero1", precision=MASTER)),
-        (gpt, 2, feature("zero3")),
+        pytest.param(gpt, 2, feature("zero1", precision=MASTER), marks=pytest.mark.matrix),
+        pytest.param(gpt, 2, feature("zero3"), marks=pytest.mark.matrix),
         (conv, 2, feature("data", optimizer_memory="momentum")),
         (dropping, 2, feature("column_row")),
         (gpt, 4, hybrid("groups=1,3", precision=MIXED)),
         pytest.param(gpt, 4, hybrid("pipeline=2 data=2 zero=3"), marks=pytest.mark.matrix),
         (gpt, 3, {"strategy": "free"}),
-        (gpt, 1, {}),
+        pytest.param(gpt, 1, {}, marks=pytest.mark.matrix),
     ],
     ids=[
         "layer",
@@ -250,28 +250,36 @@ class Faulty:
     ("fault", "options", "said"),
     [
         (norm_counts_copies_twice, feature("column_row"), "float64, step 1, gradient norm on rank 0: it is"),
-        (
+        pytest.param(
             parts_are_all_the_first,
             feature("data"),
             "of the batch's 4 samples 2 are missing, 2 were given twice",
+            marks=pytest.mark.matrix,
         ),
-        (
+        pytest.param(
             blocks_change_places,
             feature("column_row"),
             "float64, resumed under a plan for one device, after loading, step 2, parameter wte.weight",
+            marks=pytest.mark.matrix,
         ),
         (
             moments_are_mixed_up,
             feature("zero1"),
             "float64, resumed, after loading, step 2, optimizer state wte.weight.exp_avg on rank 0",
         ),
-        (
+        pytest.param(
             sums_are_of_16_bits,
             {"min_stages": 2, "precision": MIXED},
             "in compute=bfloat16, step 1, gradient wte.weight on rank 0: it is summed in torch.bfloat16",
+            marks=pytest.mark.matrix,
         ),
         (devices_are_played_in_reverse, {"min_stages": 2}, "float64, step 0, placement on rank 0"),
-        (schedulers_begin_anew, {"min_stages": 2}, "float64, resumed, step 4, learning rates on rank 0"),
+        pytest.param(
+            schedulers_begin_anew,
+            {"min_stages": 2},
+            "float64, resumed, step 4, learning rates on rank 0",
+            marks=pytest.mark.matrix,
+        ),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -94,9 +94,7 @@ PLACED = {
         itertools.product(["gpt2", "bert", "vit", "conv"], PLACED, MACHINES),
         [
             ("gpt2", "data and column row", "calibrated"),
-            ("gpt2", "searched", "roofline"),
             ("bert", "data", "roofline"),
-            ("vit", "searched", "calibrated"),
             ("conv", "data", "roofline"),
             ("conv", "searched", "calibrated"),
         ],

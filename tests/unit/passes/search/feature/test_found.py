@@ -122,7 +122,7 @@ def patterns(name: str, ranks: int, gigabytes_per_second: float) -> tuple[Featur
             ("gpt2", 4, 100),
             ("bert", 8, 1600),
         ],
-        [("llama-8b", 8, 100), ("vit", 4, 100), ("gpt2", 4, 100)],
+        [("llama-8b", 8, 100)],
     ),
 )
 def test_small_batch_and_fast_links_give_no_more_traffic_than_megatron(
@@ -201,7 +201,7 @@ def read_without_samples(graph: OpGraph) -> set[str]:
             for name in ("gpt2", "llama-8b", "vit", "bert")
             for links in ((1e7, (2, 2)), (1e9, (4,)))
         ],
-        [("gpt2", 1e9, (4,)), ("vit", 1e7, (2, 2)), ("bert", 1e9, (4,))],
+        [("gpt2", 1e9, (4,)), ("vit", 1e7, (2, 2))],
     ),
 )
 def test_large_batch_and_small_model_give_data_parallelism(
