@@ -61,7 +61,7 @@ def _only(option: GroupOption) -> Iterator[None]:
 
 @contextmanager
 def _in_way(name: str) -> Iterator[None]:
-    def fastest(self: Composed, microbatches: int, held: int, room_bytes: float) -> Fastest:
+    def fastest(self: Composed, microbatches: int, *_: Any) -> Fastest:
         price = len(self.prices) - 1 if name == "dear memory" else 0
         share = {"half computed again": 0.5, "computed again": 1.0}.get(name, 0.0)
         kept = self.ranges[0].amounts[:, :, price]

@@ -26,8 +26,8 @@ from passes.search.words import STRATEGY_WORDS, RecomputeMode
 from runtime.schedules import SCHEDULES
 
 STRATEGIES = (*STRATEGY_WORDS, "auto")
-SEARCHING = tuple(name for name in STRATEGY_WORDS if name != "hybrid")
-"""The strategies that "auto" compares: hybrid plans what is fixed, and searches no degrees."""
+SEARCHING = tuple(STRATEGY_WORDS)
+"""The strategies that "auto" compares."""
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 MOST_SAMPLES = 1 << 30

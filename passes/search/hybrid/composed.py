@@ -16,6 +16,7 @@ from passes.lower.job import Job
 from passes.search.hybrid.joints import Pieces
 from passes.search.hybrid.pieces import GroupKind, PieceSearch, Prices, Recipes, cheaper
 from passes.search.hybrid.ranges import BUFFER, HELD, ONCE, SAVED, SECONDS, STATE, Layouts, Ranges, ranges_of
+from passes.search.words import RecomputeMode
 
 SCALE = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
 """Prices of a whole device's memory, in steps: nothing, and from where it hardly counts to where it decides. By hand."""
@@ -64,27 +65,30 @@ class Composed:
         """[first piece, last + 1] seconds of each range; infinite where there is none."""
         return np.where(self.number >= 0, seconds[self.number], np.inf)
 
-    def fastest(self, microbatches: int, held: int, room_bytes: float) -> Fastest:
+    def fastest(
+        self, microbatches: int, held: int, room_bytes: float, recompute: RecomputeMode = "auto"
+    ) -> Fastest:
         """Find the fastest ways that fit. ``held``: micro-batches that the stage holds at once.
 
-        At each price as many blocks as must are computed again: time and memory between none and all of them go by
-        their number, which is exact where blocks are equal.
+        At each price as many blocks as must are computed again, or none, or all, if that is asked for: time and memory
+        between none and all of them go by their number, which is exact where blocks are equal.
         """
         kept = self.ranges[0].amounts
         seconds, needed = (kept[SECONDS] + kept[ONCE]) / microbatches, _needed(kept, held)
         again = np.zeros(seconds.shape)
-        if len(self.recipes) > 1:
-            whole = self.ranges[1].amounts
-            blocks = np.maximum(self.blocks, 1.0)[:, None]
-            saved = needed - _needed(whole, held)
-            short = np.maximum(needed + whole[SAVED] - room_bytes, 0.0)
+        if len(self.recipes) > 1 and recompute != "none":
+            whole, every = self.ranges[1].amounts, np.broadcast_to(self.blocks[:, None], again.shape)
+            blocks = np.maximum(every, 1.0)
+            saved = (needed - _needed(whole, held)) / blocks
+            short = needed + whole[SAVED] - room_bytes
             with np.errstate(divide="ignore", invalid="ignore"):
-                count = np.ceil(short * blocks / saved * (1 - ROUNDING))
-            able = (needed > room_bytes) & (saved > 0) & (count <= self.blocks[:, None])
-            again = np.where(able, np.maximum(count, 1.0), 0.0)
+                count = np.where(saved > 0, np.ceil(short / saved * (1 - ROUNDING)), np.inf)
+            again = np.where(needed > room_bytes, np.minimum(np.maximum(count, 1.0), every), 0.0)
+            again = every if recompute == "full" else again
+            needed = needed - again * saved + np.where(again > 0, whole[SAVED], 0.0)
             slower = (whole[SECONDS] + whole[ONCE]) / microbatches - seconds
             seconds = seconds + slower * again / blocks
-        seconds = np.where((needed <= room_bytes) | (again > 0), seconds, np.inf)
+        seconds = np.where(needed <= room_bytes * (1 + ROUNDING), seconds, np.inf)
         price = seconds.argmin(axis=1)
         at = np.arange(len(price)), price
         return Fastest(seconds[at], price, again[at].astype(np.int64))

@@ -46,6 +46,8 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
     Raises InfeasibleError if nothing fits.
     """
     started = time.perf_counter()
+    if not search.options():
+        raise _no_options(search)
     tried: list[Tried] = []
     first: list[Survey] = []
 
@@ -114,6 +116,18 @@ def _certificate(search: GroupSearch, survey: Survey, best: SolvedOption, second
         if bound >= objective * (1 - 1e-2)
         else "bounded",
         search_seconds=seconds,
+    )
+
+
+def _no_options(search: GroupSearch) -> InfeasibleError:
+    batch, wanted = search.job.batch_size, search.microbatches
+    equal = "equal micro-batches" if wanted == "auto" else f"{wanted} equal micro-batches"
+    return InfeasibleError(
+        f"no equal groups of {search.cluster.world_size} devices run {search.graph.model_name} on {batch} samples",
+        [
+            f"{batch} samples make no {equal} for any number of replicas and stages, of {len(search.pieces)} pieces at most"
+        ],
+        ["a batch size with more divisors, another number of micro-batches, or groups= of unequal sizes"],
     )
 
 

@@ -18,6 +18,8 @@ from runtime.schedules import SCHEDULES
 
 SCHEDULES_TRIED: tuple[tuple[str, int], ...] = (("1f1b", 1), ("interleaved", 2), ("interleaved", 4))
 """(name, stages per group). Schedules that part backward into halves need weight halves without collectives."""
+SEARCHED = ("1f1b", "interleaved", "gpipe")
+"""Schedules that the search knows, where one is asked for."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,10 @@ class GroupOption:
 
 
 def options(
-    cluster: ClusterSpec, batch_size: int, counts: Sequence[int], most_stages: int
+    cluster: ClusterSpec, batch_size: int, counts: Sequence[int], most_stages: int, schedule: str = "auto"
 ) -> Iterator[GroupOption]:
     """Yield the options on all devices of ``cluster``. ``counts``: numbers of micro-batches that the model allows."""
+    tried = [(name, v) for name, v in SCHEDULES_TRIED if schedule in ("auto", name)] or [(schedule, 1)]
     world = cluster.world_size
     node = math.gcd(*_node_sizes(cluster))
     for tensor in _divisors(node):
@@ -89,12 +92,12 @@ def options(
                 if batch_size % (replicas * m):
                     continue
                 samples = batch_size // (replicas * m)
-                for schedule, chunks in SCHEDULES_TRIED if groups > 1 else SCHEDULES_TRIED[:1]:
+                for name, chunks in tried if groups > 1 else [("1f1b", 1)]:
                     if groups * chunks > most_stages:
                         continue
-                    if SCHEDULES[schedule].check(groups * chunks, groups, m) is not None:
+                    if SCHEDULES[name].check(groups * chunks, groups, m) is not None:
                         continue
-                    yield GroupOption(groups, replicas, tensor, samples, m, schedule, chunks)
+                    yield GroupOption(groups, replicas, tensor, samples, m, name, chunks)
 
 
 def _node_sizes(cluster: ClusterSpec) -> list[int]:

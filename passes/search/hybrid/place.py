@@ -33,6 +33,7 @@ from passes.search.hybrid.cuts import balanced_stages, stages_at_borders
 from passes.search.hybrid.degrees import Degrees, degrees_of, microbatch_counts
 from passes.search.hybrid.fix import Fix, pins_of_stages
 from passes.search.hybrid.found import place_groups
+from passes.search.hybrid.options import SEARCHED
 from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.stages import Axes, StageSearch, StageSharded, StageWish
 from passes.search.infeasible import shortfalls
@@ -62,9 +63,9 @@ class HybridRequest(Request):
 
     @property
     def open(self) -> bool:
-        """Nothing is fixed but the queues."""
-        nothing = replace(self.fix, queues=None) == Fix() and not self.pins and self.recompute == "auto"
-        return nothing and self.schedule == "auto" and self.microbatches == "auto"
+        """Nothing is fixed about devices and layouts."""
+        nothing = replace(self.fix, queues=None, recompute=None) == Fix() and not self.pins
+        return nothing and self.schedule in ("auto", *SEARCHED)
 
 
 @dataclass(frozen=True)
@@ -96,9 +97,11 @@ def place_stages(
     if request.open:
         limit = request.time_limit_seconds
         deadline = math.inf if limit is None else started + limit
-        return place_groups(
-            GroupSearch(graph, costs, cluster, request.job), judge, request.fix.one_queue(cluster), deadline
+        recompute = request.fix.recompute or request.recompute
+        found = GroupSearch(
+            graph, costs, cluster, request.job, request.microbatches, request.schedule, recompute
         )
+        return place_groups(found, judge, request.fix.one_queue(cluster), deadline)
     search = _Hybrid(graph, costs, cluster, request, judge)
     tried = search.run()
     fitting = [t for t in tried if t[0].fits]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from passes.search.hybrid.pieces import GroupKind, PieceSearch, Prices
 from passes.search.hybrid.program import Pipeline, PipelineProgram, least_sum
 from passes.search.hybrid.ranges import whole_seconds
 from passes.search.microbatches import accepted_counts
+from passes.search.words import RecomputeMode
 
 log = logging.getLogger("partitioner")
 
@@ -77,6 +78,9 @@ class GroupSearch:
     costs: GraphCosts
     cluster: ClusterSpec
     job: Job
+    microbatches: int | Literal["auto"] = "auto"
+    schedule: str = "auto"
+    recompute: RecomputeMode = "auto"
     pieces: Pieces = field(init=False)
     _composed: dict[object, Composed] = field(default_factory=dict)
 
@@ -101,8 +105,9 @@ class GroupSearch:
     def options(self) -> list[GroupOption]:
         """List all options, by rising bound."""
         batch = self.job.batch_size
-        counts = accepted_counts(self.graph, batch, [m for m in range(1, batch + 1) if batch % m == 0])
-        found = options(self.cluster, batch, counts, len(self.pieces))
+        wanted = range(1, batch + 1) if self.microbatches == "auto" else [self.microbatches]
+        counts = [m for m in accepted_counts(self.graph, batch, wanted) if batch % m == 0]
+        found = options(self.cluster, batch, counts, len(self.pieces), self.schedule)
         return sorted(found, key=lambda o: (self.floor_seconds(o), str(o)))
 
     def work_seconds(self, tensor: int, samples: int) -> float:
@@ -206,7 +211,10 @@ class GroupSearch:
         """Find the best pipeline of an option, if any is below ``cutoff_seconds``."""
         m = option.microbatches
         fast = self._over_stages(
-            option, tables, lambda table, held, share: table.fastest(m, held, share * room), equally=equally
+            option,
+            tables,
+            lambda table, held, share: table.fastest(m, held, share * room, self.recompute),
+            equally=equally,
         )
         planes = [table.plane(own.seconds) for table, own in zip(tables[::-1], fast, strict=True)]
         found = _solved(PipelineProgram(option, planes, self._links(option)), cutoff_seconds).found

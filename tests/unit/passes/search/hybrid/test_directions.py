@@ -1,0 +1,129 @@
+"""The hybrid search turns where it should when links, memory or devices change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError
+from passes.compile import Compiled, compile_graph
+from passes.costs.costs import costs_of
+from passes.graph.graph import OpGraph
+from passes.lower.job import Job
+from passes.search.hybrid.place import HybridRequest
+from passes.search.hybrid.search import GroupSearch, SolvedOption
+from passes.trace.trace import trace
+
+SAMPLES = 16
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(256)
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())  # type: ignore[no-any-return]
+
+
+class Layers(nn.Module):
+    """Six equal layers, 13 MB of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@cache
+def graph() -> OpGraph:
+    torch.manual_seed(0)
+    return trace(Layers(), {"x": torch.randn(SAMPLES, 32, 256)}, loss_reduction="mean")
+
+
+def cluster(
+    between: float = 1e9, memory_bytes: float = 1e9, speeds: Sequence[float] = (1.0, 1.0), each: int = 4
+) -> ClusterSpec:
+    """Nodes of devices whose only costs are FLOPs and links; ``between`` nodes: bytes per second."""
+    nodes = [
+        {
+            "name": f"n{number}",
+            "count": each,
+            "device": {
+                "name": f"d{number}",
+                "kind": "cpu",
+                "memory": int(memory_bytes),
+                "memory_bandwidth": "10TB/s",
+                "flops": {"float32": 1e9 * speed},
+                "launch_overhead": "0us",
+            },
+            "links": {"default": {"bandwidth": 1e10, "latency": "0us"}},
+        }
+        for number, speed in enumerate(speeds)
+    ]
+    network = {"bandwidth": between, "latency": "0us", "per": "device"}
+    return ClusterSpec.from_dict({"name": "toys", "nodes": nodes, "network": network})
+
+
+def best(machine: ClusterSpec) -> SolvedOption:
+    costs = costs_of(graph(), machine)
+    return GroupSearch(graph(), costs, machine, Job(SAMPLES)).survey(math.inf).solved[0]
+
+
+def planned(machine: ClusterSpec, **further: float) -> Compiled:
+    return compile_graph(graph(), machine, HybridRequest(Job(SAMPLES), **further))  # type: ignore[arg-type]
+
+
+def test_slow_links_between_nodes_make_each_node_a_stage() -> None:
+    assert best(cluster(between=1e10)).option.groups == 1
+    slow = best(cluster(between=1e5)).option
+    assert slow.groups == 2
+    assert slow.size == 4
+
+
+def test_a_slow_node_gets_fewer_layers() -> None:
+    solved = best(cluster(between=1e5, speeds=(1.0, 3.0)))
+    assert solved.option.groups == 2
+    first, second = np.diff([*solved.pipeline.starts, len(solved.composed[0].pieces)])[:2]
+    assert first < second
+
+
+def test_less_memory_is_never_faster_until_nothing_fits() -> None:
+    needed = planned(cluster()).outcome.best.peak_bytes
+    steps = []
+    for share in (1.01, 0.8, 0.6, 0.48):
+        found = planned(cluster(memory_bytes=max(needed) * share)).outcome
+        assert max(found.best.peak_bytes) <= max(needed) * share
+        steps.append(found.certificate.bound_seconds)
+    assert steps == sorted(steps)
+    with pytest.raises(InfeasibleError) as raised:
+        planned(cluster(memory_bytes=max(needed) * 0.3))
+    assert any("short" in reason for reason in raised.value.because)
+
+
+def test_a_search_that_is_cut_off_returns_the_best_so_far() -> None:
+    found = planned(cluster(), time_limit_seconds=0.0)
+    assert found.outcome.certificate.solver_status == "time limit"
+    assert found.proof.instructions > 0
+    whole = planned(cluster())
+    assert whole.outcome.certificate.solver_status != "time limit"
+    assert whole.outcome.best.step_seconds <= found.outcome.best.step_seconds * (1 + 1e-9)
+
+
+def test_the_certificate_holds() -> None:
+    for machine in (cluster(), cluster(between=1e5), cluster(speeds=(1.0, 2.0, 1.0), each=2)):
+        certificate = planned(machine).outcome.certificate
+        assert 0 < certificate.bound_seconds <= certificate.objective_seconds
+        assert certificate.gap < 0.2
