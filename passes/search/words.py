@@ -81,5 +81,8 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
     ),
 }
 
-AUTO_NOT_CONSIDERED = ("unequal device groups, and groups that leave devices out", "overlap of collectives with computing")
+AUTO_NOT_CONSIDERED = (
+    "unequal device groups, and groups that leave devices out",
+    "overlap of collectives with computing",
+)
 """Techniques that none of the strategies looks at."""
