@@ -505,6 +505,7 @@ def precise(plans: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.matrix
 def test_masters_are_sharded_as_their_leaves_are(pool: WorkerPool) -> None:
     made, texts = workload(dtype=torch.float32), {}
     mixed, half = Precision(compute=torch.bfloat16), Precision(compute=torch.float16, loss_scale="dynamic")

@@ -146,6 +146,7 @@ def test_a_large_model_is_planned_from_a_cluster_file(tmp_path: Path) -> None:
     assert peaks["adamw", "float32"] > peaks["adamw", "bfloat16"] > peaks["sgd", "bfloat16"]
 
 
+@pytest.mark.matrix
 def test_strategies_are_compared_with_one_trace() -> None:
     header, *rows = run("examples/compare_strategies.py").splitlines()
     assert header.split() == [

@@ -186,6 +186,7 @@ def test_experts_on_devices_of_their_own(pool: WorkerPool) -> None:
     assert max(begin for begin, _ in first) < min(end for _, end in first), "all at the same time"
 
 
+@pytest.mark.matrix
 def test_neurons_split_sixty_to_forty_for_unlike_devices(pool: WorkerPool) -> None:
     """A device that is 1.5 times as fast has 60 of 100 neurons of each pair: both work for as long. Found as well."""
     net, graph = traced(mlp(inputs=32, hidden=100, pairs=2, classes=4, batch=8))

@@ -70,6 +70,7 @@ def same(losses: list[float], others: list[float]) -> bool:
     return losses == pytest.approx(others, rel=2e-5)
 
 
+@pytest.mark.matrix
 def test_trainer(pool: WorkerPool, tmp_path: Path) -> None:
     theirs = alone(tmp_path, "trainer")
     ours = on_two(pool, tmp_path, "trainer-ours")

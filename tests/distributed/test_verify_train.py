@@ -92,7 +92,7 @@ MASTER = Precision(parameters=torch.bfloat16, master=torch.float32)
         (dropping, 2, feature("column_row")),
         (gpt, 4, hybrid("groups=1,3", precision=MIXED)),
         pytest.param(gpt, 4, hybrid("pipeline=2 data=2 zero=3"), marks=pytest.mark.matrix),
-        (gpt, 3, {"strategy": "free"}),
+        pytest.param(gpt, 3, {"strategy": "free"}, marks=pytest.mark.matrix),
         pytest.param(gpt, 1, {}, marks=pytest.mark.matrix),
     ],
     ids=[
@@ -262,10 +262,11 @@ class Faulty:
             "float64, resumed under a plan for one device, after loading, step 2, parameter wte.weight",
             marks=pytest.mark.matrix,
         ),
-        (
+        pytest.param(
             moments_are_mixed_up,
             feature("zero1"),
             "float64, resumed, after loading, step 2, optimizer state wte.weight.exp_avg on rank 0",
+            marks=pytest.mark.matrix,
         ),
         pytest.param(
             sums_are_of_16_bits,

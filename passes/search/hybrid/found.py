@@ -1,6 +1,6 @@
 """The outcome of the search over pipelines of sharded stages: its best candidates simulated, the fastest that fits.
 
-While what is simulated overflows, the search is run again as if devices were smaller: its memory is an estimate.
+An option whose best candidate overflows is solved again as if devices were smaller: the search's memory is an estimate.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from passes.search.feature.result import origins_of
 from passes.search.hybrid.decode import Decoded
 from passes.search.hybrid.search import SLACK, GroupSearch, SolvedOption, Survey
 from passes.search.infeasible import shortfalls
-from passes.search.judge import Judge, Simulated, memory_rounds
+from passes.search.judge import MEMORY_ROUNDS, Judge, Simulated, memory_rounds
 from passes.search.outcome import Label, Outcome, RunnerUp, ShardingDetails
 
 log = logging.getLogger("partitioner")
@@ -25,8 +25,8 @@ log = logging.getLogger("partitioner")
 OBJECTIVE = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * longest stage or link"
 SIMULATIONS = 8
 """Candidates simulated at most in each round, by hand: the surrogate ranks the best of them among its first three."""
-ROOM_LEFT = 0.98
-"""Share of the room that was found too large by which another round plans beyond what overflowed. By hand."""
+ROOM_LEFT = 0.995
+"""Share of the memory that is planned with beyond what a simulation found too large. By hand."""
 GROWTH = (2.0, 4.0, 8.0, 16.0, 64.0, 1024.0)
 """Times a device's memory at which a plan is looked for that says what is short."""
 
@@ -49,28 +49,23 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
     if not search.options():
         raise _no_options(search)
     tried: list[Tried] = []
-    first: list[Survey] = []
+    surveys: list[Survey] = []
 
-    def simulate(number: int, room: float) -> float | None:
+    def round_of(number: int, room: float) -> float | None:
+        """Simulate the best of every option with this share of the memory; the share to go on with, if nothing fits."""
         survey = search.survey(deadline, room)
-        first.append(survey)
-        own: list[Tried] = []
+        surveys.append(survey)
         for solved in survey.solved[:SIMULATIONS]:
-            best = _fastest(tried + own)
-            if solved.pipeline.objective_seconds > SLACK * best or (
-                time.perf_counter() > deadline and best < math.inf
-            ):
+            best = _fastest(tried)
+            late = time.perf_counter() > deadline and best < math.inf
+            if solved.pipeline.objective_seconds > SLACK * best or late:
                 break
-            found = search.decode(solved, one_queue=one_queue)
-            own.append(Tried(solved, found, judge.simulate(found.candidate)))
-        tried.extend(own)
-        over = [t for t in own if not t.simulated.fits and t.simulated.step_seconds < _fastest(tried)]
-        if not over:
+            tried.extend(_until_it_fits(search, judge, solved, best, room, one_queue=one_queue))
+        if not tried or _fastest(tried) < math.inf:
             return None
-        least = min(over, key=lambda t: t.simulated.overflow_bytes)
-        return room * ROOM_LEFT * _share(judge, least.simulated)
+        return room * ROOM_LEFT * max(_share(judge, t.simulated) for t in tried)
 
-    memory_rounds(simulate, 1.0)
+    memory_rounds(round_of, 1.0)
     fitting = [t for t in tried if t.simulated.fits]
     if not fitting:
         raise _infeasible(search, judge, tried, one_queue)
@@ -82,8 +77,35 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
     runner_ups = tuple(
         RunnerUp.of(Label.of_groups(t.decoded.candidate), t.simulated) for t in tried if t is not best
     )
-    certificate = _certificate(search, first[0], best.solved, time.perf_counter() - started)
+    certificate = _certificate(search, surveys[0], best.solved, time.perf_counter() - started)
     return Outcome(best.simulated, judge, certificate, runner_ups, details=details)
+
+
+def _until_it_fits(
+    search: GroupSearch,
+    judge: Judge,
+    solved: SolvedOption,
+    best_seconds: float,
+    room: float,
+    *,
+    one_queue: bool,
+) -> list[Tried]:
+    """Simulate an option; while it overflows, solve it again as if its devices were smaller.
+
+    The search's memory is an estimate, off by much the same for all pipelines of an option.
+    """
+    tried: list[Tried] = []
+    while len(tried) < MEMORY_ROUNDS:
+        found = search.decode(solved, one_queue=one_queue)
+        tried.append(Tried(solved, found, judge.simulate(found.candidate)))
+        if tried[-1].simulated.fits or tried[-1].simulated.step_seconds > best_seconds:
+            break
+        room *= ROOM_LEFT * _share(judge, tried[-1].simulated)
+        smaller, _ = search.solve(solved.option, SLACK * best_seconds, room)
+        if smaller is None:
+            break
+        solved = smaller
+    return tried
 
 
 def _fastest(tried: Sequence[Tried]) -> float:

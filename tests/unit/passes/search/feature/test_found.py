@@ -122,7 +122,7 @@ def patterns(name: str, ranks: int, gigabytes_per_second: float) -> tuple[Featur
             ("gpt2", 4, 100),
             ("bert", 8, 1600),
         ],
-        [("llama-8b", 8, 100)],
+        [("vit", 4, 100)],
     ),
 )
 def test_small_batch_and_fast_links_give_no_more_traffic_than_megatron(
