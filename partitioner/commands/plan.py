@@ -133,11 +133,13 @@ def plan(
     if output is not None:
         made.save(output)
     emit(str(made), made.to_dict(), json)
-    if made.certificate.solver_status != "time limit":
+    status = made.certificate.solver_status
+    if status not in ("time limit", "interrupted"):
         return 0
+    stopped = "was interrupted" if status == "interrupted" else f"stopped after {time_limit:g} s"
     return report(
         TimeLimitError(
-            f"the search stopped after {time_limit:g} s with a plan that fits",
+            f"the search {stopped} with a plan that fits",
             because=[
                 f"it is within {percent(made.certificate.gap)} of the best "
                 + STRATEGY_WORDS[made.strategy].best_of

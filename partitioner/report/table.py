@@ -265,7 +265,7 @@ def _evidence(plan: PlanData) -> str:
         quality = f"{BY_HAND}, the rest filled in, in {seconds}"
     elif c.gap < PROVED:
         quality = f"optimal for the surrogate of the step time, in {seconds}"
-    elif c.solver_status == "time limit":
+    elif c.solver_status in ("time limit", "interrupted"):
         quality = f"stopped after {seconds} within {percent(c.gap)} of what the surrogate allows at best"
     else:
         quality = f"within {percent(c.gap)} of the surrogate's proved optimum, in {seconds}"

@@ -9,13 +9,13 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cost_models.errors import InfeasibleError
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.feature.result import origins_of
 from passes.search.hybrid.decode import Decoded
-from passes.search.hybrid.search import SLACK, GroupSearch, SolvedOption, Survey
+from passes.search.hybrid.search import GAP, SLACK, GroupSearch, SolvedOption, Survey
 from passes.search.infeasible import shortfalls
 from passes.search.judge import MEMORY_ROUNDS, Judge, Simulated, memory_rounds
 from passes.search.outcome import Label, Outcome, RunnerUp, ShardingDetails
@@ -41,9 +41,9 @@ class Tried:
 
 
 def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: float) -> Outcome:
-    """Find the fastest pipeline of sharded stages.
+    """Find the fastest pipeline of sharded stages; on Ctrl-C the fastest found so far.
 
-    Raises InfeasibleError if nothing fits.
+    Raises InfeasibleError if nothing fits, KeyboardInterrupt if nothing is found yet.
     """
     started = time.perf_counter()
     if not search.options():
@@ -57,15 +57,21 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
         surveys.append(survey)
         for solved in survey.solved[:SIMULATIONS]:
             best = _fastest(tried)
-            late = time.perf_counter() > deadline and best < math.inf
-            if solved.pipeline.objective_seconds > SLACK * best or late:
+            late = survey.stopped or time.perf_counter() > deadline
+            if solved.pipeline.objective_seconds > SLACK * best or (late and best < math.inf):
                 break
             tried.extend(_until_it_fits(search, judge, solved, best, room, one_queue=one_queue))
         if not tried or _fastest(tried) < math.inf:
             return None
         return room * ROOM_LEFT * max(_share(judge, t.simulated) for t in tried)
 
-    memory_rounds(round_of, 1.0)
+    interrupted = False
+    try:
+        memory_rounds(round_of, 1.0)
+    except KeyboardInterrupt:
+        if _fastest(tried) == math.inf:
+            raise
+        interrupted = True
     fitting = [t for t in tried if t.simulated.fits]
     if not fitting:
         raise _infeasible(search, judge, tried, one_queue)
@@ -77,7 +83,8 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
     runner_ups = tuple(
         RunnerUp.of(Label.of_groups(t.decoded.candidate), t.simulated) for t in tried if t is not best
     )
-    certificate = _certificate(search, surveys[0], best.solved, time.perf_counter() - started)
+    survey = replace(surveys[0], stopped="interrupted") if interrupted else surveys[0]
+    certificate = _certificate(search, survey, best.solved, time.perf_counter() - started)
     return Outcome(best.simulated, judge, certificate, runner_ups, details=details)
 
 
@@ -132,11 +139,7 @@ def _certificate(search: GroupSearch, survey: Survey, best: SolvedOption, second
             "micro-batch counts solved, the rest bounded"
         ),
         method="layouts by min-sum elimination, stages by a dynamic program, bottlenecks by branch and bound",
-        solver_status="time limit"
-        if survey.late
-        else "optimal"
-        if bound >= objective * (1 - 1e-2)
-        else "bounded",
+        solver_status=survey.stopped or ("optimal" if bound >= objective * (1 - GAP) else "bounded"),
         search_seconds=seconds,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from cost_models.cluster import ClusterSpec
 from cost_models.units import counted
@@ -50,17 +51,17 @@ class GroupOption:
         """Share of filling and draining that the schedule does not hide."""
         return self._alone.fill
 
-    @property
+    @cached_property
     def in_flight(self) -> tuple[int, ...]:
         """Micro-batches held at once by each stage, counted from the end."""
         return in_flight(self._alone, self.groups, self.stages)
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each group."""
         return tuple(tuple(range(g * self.size, (g + 1) * self.size)) for g in range(self.groups))
 
-    @property
+    @cached_property
     def places(self) -> tuple[int, ...]:
         """The group of each stage."""
         return tuple(SCHEDULES[self.schedule].positions(self.stages, self.groups))

@@ -66,8 +66,8 @@ class Survey:
     """No pipeline of any option is below, by the surrogate."""
     options: int
     looked_at: int
-    late: bool
-    """True where time ran out before the last."""
+    stopped: Literal["", "time limit", "interrupted"]
+    """The reason why not all were looked at, if it is none of theirs."""
 
 
 @dataclass(eq=False)
@@ -83,6 +83,8 @@ class GroupSearch:
     recompute: RecomputeMode = "auto"
     pieces: Pieces = field(init=False)
     _composed: dict[object, Composed] = field(default_factory=dict)
+    _number_of: dict[object, int] = field(default_factory=dict)
+    _number_at: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pieces = pieces_of(self.graph)
@@ -154,23 +156,32 @@ class GroupSearch:
     def survey(self, deadline: float, room: float = 1.0) -> Survey:
         """Solve every option whose bound leaves it a chance. ``room``: share of the memory to plan with.
 
-        ``deadline``: value of ``time.perf_counter`` to stop at, once something is found.
+        ``deadline``: value of ``time.perf_counter`` to stop at, once something is found. Ctrl-C stops it likewise.
         """
         found: list[SolvedOption] = []
         best, bound, looked_at = math.inf, math.inf, 0
         listed = self.options()
+        stopped: Literal["", "time limit", "interrupted"] = ""
         for option in listed:
             floor = self.floor_seconds(option)
-            late = time.perf_counter() > deadline and bool(found)
-            if late or floor > best * SLACK:
-                return Survey(_ranked(found), min(bound, floor), len(listed), looked_at, late)
-            solved, own = self.solve(option, best * SLACK, room)
+            if time.perf_counter() > deadline and found:
+                stopped = "time limit"
+            elif floor <= best * SLACK:
+                try:
+                    solved, own = self.solve(option, best * SLACK, room)
+                except KeyboardInterrupt:
+                    if not found:
+                        raise
+                    stopped = "interrupted"
+            if stopped or floor > best * SLACK:
+                bound = min(bound, floor)
+                break
             bound, looked_at = min(bound, max(floor, own)), looked_at + 1
             if solved is not None:
                 log.debug("%s: %.6g s, not below %.6g s", option, solved.pipeline.objective_seconds, own)
                 found.append(solved)
                 best = min(best, solved.pipeline.objective_seconds)
-        return Survey(_ranked(found), bound, len(listed), looked_at, False)
+        return Survey(_ranked(found), bound, len(listed), looked_at, stopped)
 
     def solve(
         self, option: GroupOption, cutoff_seconds: float, room: float = 1.0
@@ -233,9 +244,7 @@ class GroupSearch:
         return decoded(solved.composed, solved.option, solved.pipeline, solved.ways, one_queue=one_queue)
 
     def _of_group(self, option: GroupOption, ranks: tuple[int, ...]) -> Composed:
-        devices = [self.cluster.devices[rank] for rank in ranks]
-        alike = tuple((d.speed_alone, d.memory_bytes, d.node - devices[0].node) for d in devices)
-        key = option.replicas, option.tensor, option.samples, alike
+        key = option.replicas, option.tensor, option.samples, self._alike(ranks)
         if key not in self._composed:
             group = GroupKind(ranks, option.replicas, option.tensor)
             most = min(option.microbatches, option.groups)
@@ -244,6 +253,15 @@ class GroupSearch:
                 self.piece_search, group, self.job, option.microbatches, most, step
             )
         return self._composed[key]
+
+    def _alike(self, ranks: tuple[int, ...]) -> int:
+        """Number the groups by their devices: equal ones have one number."""
+        at = ranks[0], len(ranks)
+        if at not in self._number_at:
+            devices = [self.cluster.devices[rank] for rank in ranks]
+            alike = tuple((d.speed_alone, d.memory_bytes, d.node - devices[0].node) for d in devices)
+            self._number_at[at] = self._number_of.setdefault(alike, len(self._number_of))
+        return self._number_at[at]
 
     def _over_stages(
         self,
@@ -273,20 +291,36 @@ class GroupSearch:
         return found[::-1]
 
     def _least_together(self, option: GroupOption, tables: Sequence[Composed], room: float) -> float:
-        """Seconds that an option's surrogate is not below, at one price of memory for all stages.
+        """Seconds that an option's surrogate is not below, at one price of memory per group.
 
-        Stages of one device fit it together; the longest stage is at least as long as they are on average.
+        Stages of one group fit it together; the longest stage is at least as long as they are on average. The first
+        groups, which hold more, pay more: prices fall from the first to the last, both found by climbing.
         """
         m = option.microbatches
         each = self._over_stages(
             option, tables, lambda table, held, share: table.priced(m, held, share * room)
         )
-        weight = option.fill + (m - option.fill) * option.chunks / option.stages
-        sums = [
-            least_sum([table.plane(own[:, scale]) for table, own in zip(tables[::-1], each, strict=True)])
-            for scale in range(each[0].shape[1])
-        ]
-        return weight * max(sums)
+        behind, planes = option.places[::-1], dict[tuple[int, int], FloatArray]()
+        last_group, most = max(1, option.groups - 1), each[0].shape[1] - 1
+
+        def value(first: int, last: int) -> float:
+            found = []
+            for table, own, place in zip(tables[::-1], each, behind, strict=True):
+                key = id(own), round(first + (last - first) * place / last_group)
+                if key not in planes:
+                    planes[key] = table.plane(own[:, key[1]])
+                found.append(planes[key])
+            return least_sum(found)
+
+        best, at = max((value(scale, scale), (scale, scale)) for scale in range(most + 1))
+        better = option.chunks > 1
+        while better:
+            first, last = at
+            near = [(first + 1, last), (first - 1, last), (first, last + 1), (first, last - 1)]
+            found = max((value(*pair), pair) for pair in near if 0 <= min(pair) <= max(pair) <= most)
+            better = found[0] > best
+            best, at = max((best, at), found)
+        return (option.fill + (m - option.fill) * option.chunks / option.stages) * best
 
     def _links(self, option: GroupOption) -> list[FloatArray]:
         """Per stage from the end: [pieces + 1] seconds of the cut behind it, at each joint."""

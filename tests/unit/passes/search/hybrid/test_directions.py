@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -120,6 +123,27 @@ def test_a_search_that_is_cut_off_returns_the_best_so_far() -> None:
     whole = planned(cluster())
     assert whole.outcome.certificate.solver_status != "time limit"
     assert whole.outcome.best.step_seconds <= found.outcome.best.step_seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("call", [0, 3])
+def test_ctrl_c_takes_the_best_so_far_if_there_is_one(call: int) -> None:
+    calls = itertools.count()
+    solve = GroupSearch.solve
+
+    def interrupted(self: GroupSearch, *given: Any) -> Any:
+        if next(calls) == call:
+            raise KeyboardInterrupt
+        return solve(self, *given)
+
+    with mock.patch.object(GroupSearch, "solve", interrupted):
+        if call == 0:
+            with pytest.raises(KeyboardInterrupt):
+                planned(cluster())
+            return
+        found = planned(cluster()).outcome
+    assert found.certificate.solver_status == "interrupted"
+    assert found.best.fits
+    assert next(calls) == call + 1
 
 
 def test_the_certificate_holds() -> None:
