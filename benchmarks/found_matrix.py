@@ -24,6 +24,7 @@ from passes.search.hybrid import search
 from passes.search.hybrid.composed import Composed, Fastest
 from passes.search.hybrid.joints import pieces_of
 from passes.search.hybrid.options import GroupOption, options
+from passes.search.hybrid.pools import divisions
 from passes.search.hybrid.ranges import ONCE, SECONDS
 
 CLUSTER = ClusterSpec.local(WORLD)
@@ -32,7 +33,8 @@ WAYS = ("cheap memory", "dear memory", "half computed again", "computed again")
 
 def arrangements(graph: OpGraph) -> list[GroupOption]:
     """List the options for micro-batches of ``MICROBATCHES``."""
-    return list(options(CLUSTER, BATCH_SIZE, [MICROBATCHES], len(pieces_of(graph))))
+    pieces = len(pieces_of(graph))
+    return list(options(divisions(CLUSTER), BATCH_SIZE, [MICROBATCHES], pieces, lambda *_: 1.0))
 
 
 def make_plan(graph: OpGraph, option: GroupOption, way: str) -> Plan:

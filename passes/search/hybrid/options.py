@@ -1,19 +1,20 @@
 """The options of a hybrid search: device groups × shards × replicas × micro-batches × schedules.
 
-    groups · replicas · tensor = devices        samples · replicas · micro-batches = batch
+    groups · replicas · tensor = devices of a pool        samples · micro-batches = batch
 
-Shards are innermost, within a node; replicas around them; groups in the cluster's order, outermost.
+Each pool of equal nodes is arranged in its own way, or left out, and the pools follow each other in any order.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from cost_models.cluster import ClusterSpec
 from cost_models.units import counted
+from passes.search.hybrid.pools import Pool, Run, runs
 from passes.search.layer.options import ScheduleOption, in_flight
 from runtime.schedules import SCHEDULES
 
@@ -23,28 +24,35 @@ SEARCHED = ("1f1b", "interleaved", "gpipe")
 """Schedules that the search knows, where one is asked for."""
 
 
+MOST_ARRANGED = 4096
+"""Ways to arrange several pools at one number of micro-batches: beyond, each pool keeps its fastest ways only. By hand:
+three pools of 16 devices have 1,800 to 4,000."""
+MOST_ORDERS = 6
+"""Orders of the pools that are tried: all of three. Of more, the cluster's own and its reverse."""
+
+
 @dataclass(frozen=True)
 class GroupOption:
     """One way to arrange the devices and cut the batch."""
 
-    groups: int
-    replicas: int
-    tensor: int
+    runs: tuple[Run, ...]
+    """Groups in the pipeline's order."""
     samples: int
-    """Samples of a micro-batch on each replica."""
+    """Samples of a micro-batch."""
     microbatches: int
     schedule: str
     chunks: int
+    """Stages of each group."""
+
+    @cached_property
+    def groups(self) -> int:
+        """The number of groups."""
+        return sum(run.groups for run in self.runs)
 
     @property
     def stages(self) -> int:
         """The number of stages."""
         return self.groups * self.chunks
-
-    @property
-    def size(self) -> int:
-        """Devices of a group."""
-        return self.replicas * self.tensor
 
     @property
     def fill(self) -> float:
@@ -57,9 +65,14 @@ class GroupOption:
         return in_flight(self._alone, self.groups, self.stages)
 
     @cached_property
+    def members(self) -> tuple[tuple[Run, int], ...]:
+        """The run of each group, and its number there."""
+        return tuple((run, number) for run in self.runs for number in range(run.groups))
+
+    @cached_property
     def ranks(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each group."""
-        return tuple(tuple(range(g * self.size, (g + 1) * self.size)) for g in range(self.groups))
+        return tuple(run.ranks(number) for run, number in self.members)
 
     @cached_property
     def places(self) -> tuple[int, ...]:
@@ -71,42 +84,59 @@ class GroupOption:
         return ScheduleOption(self.microbatches, self.schedule, self.chunks)
 
     def __str__(self) -> str:
-        found = [counted(self.groups, "group")]
-        found += [f"{self.replicas} replicas"] if self.replicas > 1 else []
-        found += [f"tensor {self.tensor}"] if self.tensor > 1 else []
-        found.append(f"{self.schedule} × {self.chunks}" if self.chunks > 1 else self.schedule)
-        found.append(f"{self.microbatches} × {counted(self.samples * self.replicas, 'sample')}")
-        return ", ".join(found)
+        schedule = f"{self.schedule} × {self.chunks}" if self.chunks > 1 else self.schedule
+        runs = " + ".join(map(str, self.runs))
+        return f"{runs}, {schedule}, {self.microbatches} × {counted(self.samples, 'sample')}"
 
 
 def options(
-    cluster: ClusterSpec, batch_size: int, counts: Sequence[int], most_stages: int, schedule: str = "auto"
+    divisions: Sequence[Sequence[Pool]],
+    batch_size: int,
+    counts: Sequence[int],
+    most_stages: int,
+    rate: Callable[[Run, int], float],
+    schedule: str = "auto",
 ) -> Iterator[GroupOption]:
-    """Yield the options on all devices of ``cluster``. ``counts``: numbers of micro-batches that the model allows."""
+    """Yield the options on the pools of each of ``divisions``.
+
+    ``counts``: numbers of micro-batches that the model allows; ``rate``: of a run's groups and a micro-batch's samples,
+    how many of them they do per second, at most.
+    """
     tried = [(name, v) for name, v in SCHEDULES_TRIED if schedule in ("auto", name)] or [(schedule, 1)]
-    world = cluster.world_size
-    node = math.gcd(*_node_sizes(cluster))
-    for tensor in _divisors(node):
-        for replicas in _divisors(world // tensor):
-            groups = world // (tensor * replicas)
-            for m in counts:
-                if batch_size % (replicas * m):
-                    continue
-                samples = batch_size // (replicas * m)
-                for name, chunks in tried if groups > 1 else [("1f1b", 1)]:
-                    if groups * chunks > most_stages:
-                        continue
-                    if SCHEDULES[name].check(groups * chunks, groups, m) is not None:
-                        continue
-                    yield GroupOption(groups, replicas, tensor, samples, m, name, chunks)
+    for m in counts:
+        pooled = (_arrangements(pools, batch_size // m, most_stages, rate) for pools in divisions)
+        for arranged in itertools.chain.from_iterable(pooled):
+            groups = sum(run.groups for run in arranged)
+            for name, chunks in tried if groups > 1 else [("1f1b", 1)]:
+                if (
+                    groups * chunks <= most_stages
+                    and SCHEDULES[name].check(groups * chunks, groups, m) is None
+                ):
+                    for order in _orders(arranged):
+                        yield GroupOption(order, batch_size // m, m, name, chunks)
 
 
-def _node_sizes(cluster: ClusterSpec) -> list[int]:
-    sizes: dict[int, int] = {}
-    for device in cluster.devices:
-        sizes[device.node] = sizes.get(device.node, 0) + 1
-    return list(sizes.values())
+def _arrangements(
+    pools: Sequence[Pool], samples: int, most_groups: int, rate: Callable[[Run, int], float]
+) -> Iterator[tuple[Run, ...]]:
+    """Yield ways to arrange some pools; one that is alone may leave groups out."""
+    ways = [list(runs(pool, samples)) for pool in pools]
+    if math.prod(len(own) + 1 for own in ways) > MOST_ARRANGED:
+        most = max(1, int(MOST_ARRANGED ** (1 / len(pools))) - 1)
+        ways = [sorted(own, key=lambda run: -rate(run, samples))[:most] for own in ways]
+    unused = [None] if 2 ** len(pools) <= MOST_ARRANGED else []
+    for chosen in itertools.product(*([*unused, *own] for own in ways)):
+        arranged = tuple(run for run in chosen if run is not None)
+        if len(arranged) == 1:
+            arranged = (replace(arranged[0], groups=min(arranged[0].groups, most_groups)),)
+        if arranged and sum(run.groups for run in arranged) <= most_groups:
+            yield arranged
 
 
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
+def _orders(arranged: tuple[Run, ...]) -> Iterator[tuple[Run, ...]]:
+    """Yield the orders of runs to try, the cluster's first."""
+    if math.factorial(len(arranged)) <= MOST_ORDERS:
+        yield from itertools.permutations(arranged)
+    else:
+        yield arranged
+        yield arranged[::-1]

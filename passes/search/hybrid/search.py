@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeVar
 
@@ -24,11 +24,12 @@ from passes.search.bisect import Bisected, Bisection
 from passes.search.hybrid.composed import Composed, composed
 from passes.search.hybrid.decode import Decoded, decoded
 from passes.search.hybrid.eliminate import TooWideError
+from passes.search.hybrid.floors import Floors
 from passes.search.hybrid.joints import Pieces, pieces_of, value_bytes
 from passes.search.hybrid.options import GroupOption, options
-from passes.search.hybrid.pieces import GroupKind, PieceSearch, Prices
+from passes.search.hybrid.pieces import GroupKind, PieceSearch
+from passes.search.hybrid.pools import Run, divisions
 from passes.search.hybrid.program import Pipeline, PipelineProgram, least_sum
-from passes.search.hybrid.ranges import whole_seconds
 from passes.search.microbatches import accepted_counts
 from passes.search.words import RecomputeMode
 
@@ -39,8 +40,6 @@ T = TypeVar("T")
 SLACK = 1.05
 """Options whose bound is above the best surrogate by this factor are not solved: the surrogate was at most 4% off the
 simulated step on Llama-8B and 70B (docs/06g-hybrid.md), on either side."""
-MANY = 1 << 20
-"""Micro-batches of a step in which what happens once does not count."""
 GAP = 1e-3
 """Relative gap to which an option's surrogate is minimized: far below its error against the simulation."""
 
@@ -83,8 +82,6 @@ class GroupSearch:
     recompute: RecomputeMode = "auto"
     pieces: Pieces = field(init=False)
     _composed: dict[object, Composed] = field(default_factory=dict)
-    _number_of: dict[object, int] = field(default_factory=dict)
-    _number_at: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pieces = pieces_of(self.graph)
@@ -105,53 +102,17 @@ class GroupSearch:
         return frozenset(name for name, count in seen.items() if count > 1)
 
     def options(self) -> list[GroupOption]:
-        """List all options, by rising bound."""
+        """List all options."""
         batch = self.job.batch_size
         wanted = range(1, batch + 1) if self.microbatches == "auto" else [self.microbatches]
         counts = [m for m in accepted_counts(self.graph, batch, wanted) if batch % m == 0]
-        found = options(self.cluster, batch, counts, len(self.pieces), self.schedule)
-        return sorted(found, key=lambda o: (self.floor_seconds(o), str(o)))
-
-    def work_seconds(self, tensor: int, samples: int) -> float:
-        """Seconds of one replica's micro-batch on ``tensor`` devices of a node, however much memory that takes.
-
-        No stages take less together: replicas, parameters kept in parts and the end of a step only add to it.
-        """
-        key = tensor, samples
-        if key not in self._work:
-            self._work[key] = min(self._work_on(ranks, samples) for ranks in self._nodes(tensor))
-        return self._work[key]
-
-    def _work_on(self, ranks: tuple[int, ...], samples: int) -> float:
-        job = replace(self.job, batch_size=samples * MANY)
-        free = Prices(np.zeros(1), np.zeros(1))
-        group, kinds = GroupKind(ranks, 1, len(ranks)), range(len(self.pieces.first))
-        try:
-            found = [self.piece_search.recipes(kind, group, job, MANY, free) for kind in kinds]
-        except TooWideError:
-            return 0.0
-        return whole_seconds(self.pieces.kind, found) / MANY
-
-    def _nodes(self, tensor: int) -> list[tuple[int, ...]]:
-        """List the first ``tensor`` devices of each kind of node."""
-        nodes: dict[int, list[int]] = {}
-        for device in self.cluster.devices:
-            nodes.setdefault(device.node, []).append(device.rank)
-        kinds: dict[object, tuple[int, ...]] = {}
-        for ranks in nodes.values():
-            devices = [self.cluster.devices[rank] for rank in ranks]
-            kinds.setdefault(tuple(d.speed_alone for d in devices), tuple(ranks[:tensor]))
-        return list(kinds.values())
+        pools, pieces = divisions(self.cluster), len(self.pieces)
+        return list(options(pools, batch, counts, pieces, self.floors.rate, self.schedule))
 
     @cached_property
-    def _work(self) -> dict[tuple[int, int], float]:
-        return {}
-
-    def floor_seconds(self, option: GroupOption) -> float:
-        """Seconds that the option's surrogate is not below: its work in equal shares, nothing sent between groups."""
-        work = self.work_seconds(option.tensor, option.samples)
-        share = work / option.stages
-        return option.fill * work + (option.microbatches - option.fill) * option.chunks * share
+    def floors(self) -> Floors:
+        """The bounds of options that are not solved."""
+        return Floors(self.piece_search, self.job)
 
     def survey(self, deadline: float, room: float = 1.0) -> Survey:
         """Solve every option whose bound leaves it a chance. ``room``: share of the memory to plan with.
@@ -162,8 +123,7 @@ class GroupSearch:
         best, bound, looked_at = math.inf, math.inf, 0
         listed = self.options()
         stopped: Literal["", "time limit", "interrupted"] = ""
-        for option in listed:
-            floor = self.floor_seconds(option)
+        for floor, option in self.floors.by_floor(listed):
             if time.perf_counter() > deadline and found:
                 stopped = "time limit"
             elif floor <= best * SLACK:
@@ -188,10 +148,11 @@ class GroupSearch:
     ) -> tuple[SolvedOption | None, float]:
         """Find the best pipeline of an option, and a bound on all of them; None where none is below ``cutoff_seconds``."""
         try:
-            tables = [self._of_group(option, option.ranks[place]) for place in option.places]
+            groups = [self._of_group(option, run, number) for run, number in option.members]
         except TooWideError as error:
             log.info("%s: not searched, its tables would have %s", option, error)
             return None, 0.0
+        tables = [groups[place] for place in option.places]
         links, m = self._links(option), option.microbatches
         bound = self._least_together(option, tables, room)
         if bound < cutoff_seconds:  # each stage fits its devices alone
@@ -243,25 +204,17 @@ class GroupSearch:
         """Return the candidate that an option's best pipeline is."""
         return decoded(solved.composed, solved.option, solved.pipeline, solved.ways, one_queue=one_queue)
 
-    def _of_group(self, option: GroupOption, ranks: tuple[int, ...]) -> Composed:
-        key = option.replicas, option.tensor, option.samples, self._alike(ranks)
+    def _of_group(self, option: GroupOption, run: Run, number: int) -> Composed:
+        samples = option.samples // run.replicas
+        key = run.kind(number), samples
         if key not in self._composed:
-            group = GroupKind(ranks, option.replicas, option.tensor)
+            group = GroupKind(run.ranks(number), run.replicas, run.tensor)
             most = min(option.microbatches, option.groups)
-            step = self.work_seconds(option.tensor, option.samples) * option.microbatches / option.groups
+            step = self.floors.work_seconds(run, samples) * option.microbatches / option.groups
             self._composed[key] = composed(
                 self.piece_search, group, self.job, option.microbatches, most, step
             )
         return self._composed[key]
-
-    def _alike(self, ranks: tuple[int, ...]) -> int:
-        """Number the groups by their devices: equal ones have one number."""
-        at = ranks[0], len(ranks)
-        if at not in self._number_at:
-            devices = [self.cluster.devices[rank] for rank in ranks]
-            alike = tuple((d.speed_alone, d.memory_bytes, d.node - devices[0].node) for d in devices)
-            self._number_at[at] = self._number_of.setdefault(alike, len(self._number_of))
-        return self._number_at[at]
 
     def _over_stages(
         self,
@@ -324,12 +277,13 @@ class GroupSearch:
 
     def _links(self, option: GroupOption) -> list[FloatArray]:
         """Per stage from the end: [pieces + 1] seconds of the cut behind it, at each joint."""
-        sizes = self._cut_bytes(option.samples * option.replicas)
+        sizes = self._cut_bytes(option.samples)
         groups, places = option.ranks, option.places
         found = [np.zeros(len(sizes))]
         for before, behind in zip(places[-2::-1], places[:0:-1], strict=True):
             path = self.cluster.path(groups[before][-1], groups[behind][0])
-            rate = path.bandwidth_bytes_per_second * option.size
+            ports = min(len(groups[before]), len(groups[behind]))
+            rate = path.bandwidth_bytes_per_second * ports
             found.append(2 * path.latency_seconds + sizes / rate)
         return found
 
