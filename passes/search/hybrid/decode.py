@@ -12,12 +12,11 @@ from typing import TypeVar
 from cost_models.layout import Mesh
 from passes.lower.candidate import Candidate
 from passes.search.feature.result import SolvedPart, assemble
-from passes.search.hybrid.composed import Composed
 from passes.search.hybrid.joints import Pieces
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.program import Pipeline
-from passes.search.hybrid.ranges import Layouts
 from passes.search.hybrid.stages import only_its_sizes, renamed
+from passes.search.hybrid.walk import Step
 from passes.shard.words import FeaturePlacement, Placements
 
 V = TypeVar("V")
@@ -25,14 +24,12 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class StageRecipe:
-    """One stage: pieces ``first`` … ``end`` - 1 on ``ranks``, with the layouts of a price of memory."""
+    """One stage: pieces ``first`` … ``end`` - 1 on ``ranks``, each as ``steps`` have it."""
 
     first: int
     end: int
     ranks: tuple[int, ...]
-    price: int
-    again: int
-    """Blocks computed again: the first ones."""
+    steps: tuple[Step, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,27 +42,21 @@ class Decoded:
 
 
 def decoded(
-    composed: Sequence[Composed],
+    pieces: Pieces,
     option: GroupOption,
     pipeline: Pipeline,
-    ways: Sequence[tuple[int, int]],
+    stages_steps: Sequence[tuple[Step, ...]],
     *,
     one_queue: bool,
 ) -> Decoded:
-    """Return the candidate. ``composed``, ``ways`` (price, blocks computed again): of each stage."""
-    pieces = composed[0].pieces
+    """Return the candidate. ``stages_steps``: the pieces of each stage."""
     ends = [*pipeline.starts[1:], len(pieces)]
     groups = tuple(option.ranks[place] for place in option.places)
-    stages = [
-        StageRecipe(first, end, ranks, *way)
-        for first, end, ranks, way in zip(pipeline.starts, ends, groups, ways, strict=True)
-    ]
-    blocks = tuple(tuple(filter(None, pieces.blocks[s.first : s.end]))[: s.again] for s in stages)
-    shared = {
-        number: _sharded(own, s)
-        for number, (own, s) in enumerate(zip(composed, stages, strict=True))
-        if len(s.ranks) > 1
-    }
+    stages = [StageRecipe(*each) for each in zip(pipeline.starts, ends, groups, stages_steps, strict=True)]
+    blocks = tuple(
+        tuple(pieces.blocks[s.first + at] for at, step in enumerate(s.steps) if step.again) for s in stages
+    )
+    shared = {number: _sharded(pieces, s) for number, s in enumerate(stages) if len(s.ranks) > 1}
     candidate = Candidate(
         stage_of={
             op: number for number, s in enumerate(stages) for ops in pieces.ops[s.first : s.end] for op in ops
@@ -82,32 +73,20 @@ def decoded(
     return Decoded(candidate, {number: parts for number, (_, parts) in shared.items()})
 
 
-def _sharded(composed: Composed, stage: StageRecipe) -> tuple[FeaturePlacement, tuple[SolvedPart, ...]]:
+def _sharded(pieces: Pieces, stage: StageRecipe) -> tuple[FeaturePlacement, tuple[SolvedPart, ...]]:
     """Return how a stage is shared, and the solved pieces."""
-    pieces = composed.pieces
-    number = Layouts(composed.recipes[0]).number
-    joints = composed.ranges[0].layouts(int(composed.number[stage.first, stage.end]), stage.price)
-    left = stage.again
-    known: dict[tuple[int, ...], tuple[tuple[int, ...], FeaturePlacement]] = {}
+    known: dict[tuple[int, tuple[int, ...]], FeaturePlacement] = {}
     found: list[FeaturePlacement] = []
     parts: list[SolvedPart] = []
-    for at, piece in enumerate(range(stage.first, stage.end)):
-        kind, anew = pieces.kind[piece], bool(pieces.blocks[piece]) and left > 0
-        left -= anew
-        own = composed.recipes[anew][kind]
-        key = kind, anew, joints[at], joints[at + 1]
+    for piece, step in enumerate(stage.steps, start=stage.first):
+        problem, options = step.recipes.problem, step.options
+        key = id(problem), options
         if key not in known:
-            arriving, leaving = (
-                next(i for i, layout in enumerate(side) if number[layout] == joint)
-                for side, joint in ((own.arriving, joints[at]), (own.leaving, joints[at + 1]))
-            )
-            options = own.options(stage.price, arriving, leaving)
-            known[key] = options, assemble(own.problem, options)
-        options, placement = known[key]
-        first, part = own.problem.space.graph, pieces.parts[piece]
+            known[key] = assemble(problem, options)
+        first, part = problem.space.graph, pieces.parts[piece]
         names = {old.name: new.name for old, new in zip(first.graph.nodes, part.graph.nodes, strict=True)}
-        parts.append(SolvedPart(own.problem, options, names))
-        found.append(renamed(placement, first, part, stage.ranks))
+        parts.append(SolvedPart(problem, options, names))
+        found.append(renamed(known[key], first, part, stage.ranks))
     whole, crossing = _joined(found), _crossing(pieces, stage)
     values = {name: layout for name, layout in whole.values.items() if name in crossing}
     return replace(whole, values=values), tuple(parts)

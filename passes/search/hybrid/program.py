@@ -95,11 +95,14 @@ class PipelineProgram:
             start = int((np.where(row <= self._limit, row, np.inf) + self._rests[k - 1]).argmin())
         return self.valued(starts)
 
-    def valued(self, starts: Sequence[int]) -> Pipeline:
-        """Return the pipeline of stages that begin so, by the surrogate's definition."""
+    def valued(self, starts: Sequence[int], stage_seconds: Sequence[float] | None = None) -> Pipeline:
+        """Return the pipeline of stages that begin so, as the surrogate defines it.
+
+        ``stage_seconds``: per micro-batch, if not the table's.
+        """
         ends = [*starts[1:], self.pieces]
         count = len(starts)
-        seconds = [
+        seconds = stage_seconds or [
             float(self.seconds[count - 1 - s][a, b])
             for s, (a, b) in enumerate(zip(starts, ends, strict=True))
         ]

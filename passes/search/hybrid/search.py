@@ -21,7 +21,7 @@ from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.bisect import Bisected, Bisection
-from passes.search.hybrid.composed import Composed, composed
+from passes.search.hybrid.composed import Composed, composed, families_of
 from passes.search.hybrid.decode import Decoded, decoded
 from passes.search.hybrid.eliminate import TooWideError
 from passes.search.hybrid.floors import Floors
@@ -29,7 +29,9 @@ from passes.search.hybrid.joints import Pieces, pieces_of, value_bytes
 from passes.search.hybrid.options import GroupOption, options
 from passes.search.hybrid.pieces import GroupKind, PieceSearch
 from passes.search.hybrid.pools import Run, divisions
-from passes.search.hybrid.program import Pipeline, PipelineProgram, least_sum
+from passes.search.hybrid.program import Pipeline, PipelineProgram
+from passes.search.hybrid.together import Together
+from passes.search.hybrid.walk import Step, seconds_per_step, walk
 from passes.search.microbatches import accepted_counts
 from passes.search.words import RecomputeMode
 
@@ -52,8 +54,8 @@ class SolvedOption:
     composed: tuple[Composed, ...]
     """The table of each stage."""
     pipeline: Pipeline
-    ways: tuple[tuple[int, int], ...]
-    """The price whose layouts each stage takes, and its blocks computed again."""
+    steps: tuple[tuple[Step, ...], ...]
+    """The pieces of each stage, one by one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,15 +155,7 @@ class GroupSearch:
             log.info("%s: not searched, its tables would have %s", option, error)
             return None, 0.0
         tables = [groups[place] for place in option.places]
-        links, m = self._links(option), option.microbatches
-        bound = self._least_together(option, tables, room)
-        if bound < cutoff_seconds:  # each stage fits its devices alone
-            whole = room * option.chunks
-            least = self._over_stages(
-                option, tables, lambda table, held, share: table.plane(table.least(m, held, share * whole))
-            )
-            program = PipelineProgram(option, least, links)
-            bound = max(bound, _solved(program, cutoff_seconds).bound_seconds)
+        bound = self._bound(option, tables, cutoff_seconds, room)
         if bound >= cutoff_seconds:
             return None, bound
         found = [
@@ -170,6 +164,30 @@ class GroupSearch:
             for each in self._fastest(option, tables, cutoff_seconds, room, equally=equally)
         ]
         return min(found, key=lambda s: s.pipeline.objective_seconds, default=None), bound
+
+    def _bound(
+        self, option: GroupOption, tables: Sequence[Composed], cutoff_seconds: float, room: float
+    ) -> float:
+        """Seconds that no pipeline of an option is below; anything above the cutoff where it is above that."""
+        links, m, recompute = self._links(option), option.microbatches, self.recompute
+        rooms = self._rooms(option, tables, room)
+        priced = self._over_stages(
+            option, tables, rooms, lambda table, held, own: table.priced(m, held, own, recompute)
+        )
+        together = Together(option, tables[::-1], priced, links)
+        bound = together.quick_seconds()
+        if bound < cutoff_seconds:  # each stage fits its devices alone
+            least = self._over_stages(
+                option,
+                tables,
+                [own * option.chunks for own in rooms],
+                lambda table, held, own: table.plane(table.least(m, held, own, recompute)),
+            )
+            alone = _solved(PipelineProgram(option, least, links), cutoff_seconds)
+            bound = max(bound, alone.bound_seconds)
+            if bound < cutoff_seconds and option.chunks > 1:
+                bound = max(bound, together.seconds(least, cutoff_seconds))
+        return bound
 
     def _fastest(
         self,
@@ -182,37 +200,40 @@ class GroupSearch:
     ) -> list[SolvedOption]:
         """Find the best pipeline of an option, if any is below ``cutoff_seconds``."""
         m = option.microbatches
+        rooms = self._rooms(option, tables, room, equally=equally)
         fast = self._over_stages(
-            option,
-            tables,
-            lambda table, held, share: table.fastest(m, held, share * room, self.recompute),
-            equally=equally,
+            option, tables, rooms, lambda table, held, own: table.fastest(m, held, own, self.recompute)
         )
         planes = [table.plane(own.seconds) for table, own in zip(tables[::-1], fast, strict=True)]
-        found = _solved(PipelineProgram(option, planes, self._links(option)), cutoff_seconds).found
+        program = PipelineProgram(option, planes, self._links(option))
+        found = _solved(program, cutoff_seconds).found
         solved = []
         for pipeline in found[:1]:
             ends = [*pipeline.starts[1:], len(self.pieces)]
-            ways = []
-            for table, own, first, end in zip(tables, fast[::-1], pipeline.starts, ends, strict=True):
-                number = int(table.number[first, end])
-                ways.append((int(own.price[number]), int(own.again[number])))
-            solved.append(SolvedOption(option, tuple(tables), pipeline, tuple(ways)))
+            held = option.in_flight[::-1]
+            stages = zip(tables, fast[::-1], pipeline.starts, ends, held, rooms, strict=True)
+            steps = [
+                walk(table, first, end, table.mix(own, int(table.number[first, end])), in_flight, own_room)
+                for table, own, first, end, in_flight, own_room in stages
+            ]
+            seconds = [seconds_per_step(each) / m for each in steps]
+            valued = program.valued(pipeline.starts, seconds)
+            solved.append(SolvedOption(option, tuple(tables), valued, tuple(steps)))
         return solved
 
     def decode(self, solved: SolvedOption, *, one_queue: bool) -> Decoded:
         """Return the candidate that an option's best pipeline is."""
-        return decoded(solved.composed, solved.option, solved.pipeline, solved.ways, one_queue=one_queue)
+        return decoded(self.pieces, solved.option, solved.pipeline, solved.steps, one_queue=one_queue)
 
     def _of_group(self, option: GroupOption, run: Run, number: int) -> Composed:
         samples = option.samples // run.replicas
-        key = run.kind(number), samples
+        families = families_of(option.in_flight[-1])
+        key = run.kind(number), samples, families
         if key not in self._composed:
             group = GroupKind(run.ranks(number), run.replicas, run.tensor)
-            most = min(option.microbatches, option.groups)
             step = self.floors.work_seconds(run, samples) * option.microbatches / option.groups
             self._composed[key] = composed(
-                self.piece_search, group, self.job, option.microbatches, most, step
+                self.piece_search, group, self.job, option.microbatches, families, step
             )
         return self._composed[key]
 
@@ -220,60 +241,36 @@ class GroupSearch:
         self,
         option: GroupOption,
         tables: Sequence[Composed],
+        rooms: Sequence[float],
         of_stage: Callable[[Composed, int, float], T],
-        *,
-        equally: bool = True,
     ) -> list[T]:
-        """Per stage from the end: what ``of_stage`` says of its table, the micro-batches that it holds, and its memory.
-
-        ``equally``: stages of one device have equal shares of its memory; else they have as much as equal stages need.
-        """
+        """Per stage from the end: what ``of_stage`` says of its table, the micro-batches that it holds, and its room."""
         known: dict[tuple[int, int, float], T] = {}
+        found = []
+        for table, own, room_bytes in zip(tables, option.in_flight[::-1], rooms, strict=True):
+            key = id(table), own, room_bytes
+            if key not in known:
+                known[key] = of_stage(table, own, room_bytes)
+            found.append(known[key])
+        return found[::-1]
+
+    def _rooms(
+        self, option: GroupOption, tables: Sequence[Composed], room: float, *, equally: bool = True
+    ) -> list[float]:
+        """Per stage, its bytes of its devices' memory.
+
+        ``equally``: stages of one device have equal shares; else they have as much as equal stages need.
+        """
         whole: dict[int, float] = {}
         held = option.in_flight[::-1]
         needs = [1.0 if equally else table.weight_bytes(h) for table, h in zip(tables, held, strict=True)]
         for place, need in zip(option.places, needs, strict=True):
             whole[place] = whole.get(place, 0.0) + need
-        found = []
-        for table, place, own, need in zip(tables, option.places, held, needs, strict=True):
-            key = id(table), own, need / whole[place]
-            if key not in known:
-                capacity = min(self.cluster.devices[rank].memory_bytes for rank in option.ranks[place])
-                known[key] = of_stage(table, own, capacity * key[2])
-            found.append(known[key])
-        return found[::-1]
-
-    def _least_together(self, option: GroupOption, tables: Sequence[Composed], room: float) -> float:
-        """Seconds that an option's surrogate is not below, at one price of memory per group.
-
-        Stages of one group fit it together; the longest stage is at least as long as they are on average. The first
-        groups, which hold more, pay more: prices fall from the first to the last, both found by climbing.
-        """
-        m = option.microbatches
-        each = self._over_stages(
-            option, tables, lambda table, held, share: table.priced(m, held, share * room)
-        )
-        behind, planes = option.places[::-1], dict[tuple[int, int], FloatArray]()
-        last_group, most = max(1, option.groups - 1), each[0].shape[1] - 1
-
-        def value(first: int, last: int) -> float:
-            found = []
-            for table, own, place in zip(tables[::-1], each, behind, strict=True):
-                key = id(own), round(first + (last - first) * place / last_group)
-                if key not in planes:
-                    planes[key] = table.plane(own[:, key[1]])
-                found.append(planes[key])
-            return least_sum(found)
-
-        best, at = max((value(scale, scale), (scale, scale)) for scale in range(most + 1))
-        better = option.chunks > 1
-        while better:
-            first, last = at
-            near = [(first + 1, last), (first - 1, last), (first, last + 1), (first, last - 1)]
-            found = max((value(*pair), pair) for pair in near if 0 <= min(pair) <= max(pair) <= most)
-            better = found[0] > best
-            best, at = max((best, at), found)
-        return (option.fill + (m - option.fill) * option.chunks / option.stages) * best
+        capacity = [min(self.cluster.devices[rank].memory_bytes for rank in ranks) for ranks in option.ranks]
+        return [
+            room * capacity[place] * (need / whole[place])
+            for place, need in zip(option.places, needs, strict=True)
+        ]
 
     def _links(self, option: GroupOption) -> list[FloatArray]:
         """Per stage from the end: [pieces + 1] seconds of the cut behind it, at each joint."""

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.feature_matrix import load
 from cost_models.cluster import ClusterSpec
 from passes.lower.job import Job
-from passes.search.hybrid.composed import Composed, composed
+from passes.search.hybrid.composed import Composed, composed, families_of
 from passes.search.hybrid.joints import pieces_of
 from passes.search.hybrid.pieces import GroupKind, PieceSearch
 from passes.search.hybrid.ranges import HELD, STATE
@@ -20,7 +20,7 @@ from passes.search.hybrid.ranges import HELD, STATE
 @cache
 def table(model: str) -> Composed:
     search = PieceSearch(pieces_of(load(model)[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
-    return composed(search, GroupKind((0, 1, 2, 3), 2, 2), Job(16), 4, 4, 1e-3)
+    return composed(search, GroupKind((0, 1, 2, 3), 2, 2), Job(16), 4, families_of(4), 1e-3)
 
 
 def rooms(own: Composed) -> list[float]:
@@ -29,7 +29,7 @@ def rooms(own: Composed) -> list[float]:
 
 
 @pytest.mark.parametrize("model", ["gpt2", "t5"])
-@pytest.mark.parametrize("held", [1, 4])
+@pytest.mark.parametrize("held", [1, 3, 4, 9])
 def test_nothing_that_fits_is_below_the_bound(model: str, held: int) -> None:
     own = table(model)
     for room in rooms(own):

@@ -1,0 +1,124 @@
+"""Seconds that no pipeline is below whose stages share the memory of their group: Lagrange over groups.
+
+    least(T) = max over prices of   min over cuts of  Σ_s (t_s + x_s + price of its group · (bytes_s - its room))
+
+    t_s, x_s ≤ T        a stage of at most T seconds needs bytes ≥ (G(λ) - T) / λ at every price λ, G(λ) the least
+                        t + λ · bytes of its recipes; at price μ ≥ λ it costs T + (μ / λ) · (G(λ) - T) at least
+
+Groups whose stages hold more pay more: prices fall from the first group to the last, both found by climbing. The surrogate
+is at least ``fill · least(T) + w · T'`` for bottlenecks between T' and T; intervals are halved where that is least.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from cost_models.arrays import FloatArray
+from passes.search.hybrid.composed import SCALE, Composed
+from passes.search.hybrid.options import GroupOption
+
+CLOSE = 1e-3
+"""Bottlenecks nearer to each other than this are not told apart: as the gap of the search for pipelines."""
+
+
+class Together:
+    """The bound for one option. Lists are per stage, counted from the end."""
+
+    def __init__(
+        self,
+        option: GroupOption,
+        tables: Sequence[Composed],
+        priced: Sequence[Sequence[FloatArray]],
+        links: Sequence[FloatArray],
+    ) -> None:
+        """``priced``: of each stage, per kind of ways, seconds and what memory costs beyond its share of the group's."""
+        self.option, self.tables, self.priced, self.links = option, tables, priced, links
+        self.groups = option.places[::-1]
+        self.weight = (option.microbatches - option.fill) * option.chunks
+        self._at = (0, 0)
+        self._planes: dict[tuple[int, int, float], FloatArray] = {}
+
+    def quick_seconds(self) -> float:
+        """Return a bound at once: the longest stage is at least as long as they are on average."""
+        return (self.option.fill + self.weight / self.option.stages) * self.least(math.inf)
+
+    def seconds(self, alone: Sequence[FloatArray], cutoff_seconds: float) -> float:
+        """Return the bound, or one that is not below ``cutoff_seconds``.
+
+        ``alone``: planes of stages that have their devices for themselves; none takes less than there.
+        """
+        fill, weight = self.option.fill, self.weight
+        whole = self.least(math.inf)
+        lo = whole / self.option.stages
+        hi = max(lo, (cutoff_seconds - fill * whole) / weight if weight > 0 else math.inf)
+        if math.isinf(hi):
+            hi = max(float(x[np.isfinite(x)].max(initial=lo)) for x in (*alone, *self.links))
+        intervals = [(fill * self.least(hi, alone) + weight * lo, lo, hi)]
+        while True:
+            bound, lo, hi = heapq.heappop(intervals)
+            if bound >= cutoff_seconds or hi <= lo * (1 + CLOSE):
+                return bound
+            middle = (lo + hi) / 2
+            heapq.heappush(intervals, (fill * self.least(middle, alone) + weight * lo, lo, middle))
+            heapq.heappush(intervals, (bound + weight * (middle - lo), middle, hi))
+
+    def least(self, most_seconds: float, alone: Sequence[FloatArray] = ()) -> float:
+        """Return what the stages and cuts of a pipeline add up to at least, none longer than ``most_seconds``."""
+        self._planes.clear()
+        top = len(SCALE) - 1
+        known: dict[tuple[int, int], float] = {}
+
+        def value(first: int, last: int) -> float:
+            if (first, last) not in known:
+                known[first, last] = self._value(first, last, most_seconds, alone)
+            return known[first, last]
+
+        first, last = self._at
+        best = value(first, last)
+        step = 2
+        while step:
+            near = [(first + step, last + step), (first - step, last - step)]
+            near += [(first + step, last), (first - step, last), (first, last + step), (first, last - step)]
+            found = max((value(*pair), pair) for pair in near if 0 <= min(pair) <= max(pair) <= top)
+            if found[0] > best:
+                best, (first, last) = found
+            else:
+                step -= 1
+        self._at = first, last
+        return best
+
+    def _value(self, first: int, last: int, most_seconds: float, alone: Sequence[FloatArray]) -> float:
+        """[first group's price, last group's] the least sum over cuts."""
+        last_group = max(1, self.option.groups - 1)
+        rest = np.full(len(self.links[0]), np.inf)
+        rest[-1] = 0.0
+        for k, group in enumerate(self.groups):
+            if k:
+                link = self.links[k]
+                rest = rest + np.where(link <= most_seconds, link, np.inf)
+            scale = round(first + (last - first) * group / last_group)
+            rest = (self._plane(k, scale, most_seconds, alone) + rest).min(axis=1)
+        return float(rest[0])
+
+    def _plane(self, stage: int, scale: int, most_seconds: float, alone: Sequence[FloatArray]) -> FloatArray:
+        key = id(self.priced[stage]), scale, float(id(alone[stage])) if alone else 0.0
+        if key not in self._planes:
+            own = np.minimum.reduce([_at_most(each, scale, most_seconds) for each in self.priced[stage]])
+            plane = self.tables[stage].plane(own)
+            if alone:
+                plane = np.where(alone[stage] <= most_seconds, plane, np.inf)
+            self._planes[key] = plane
+        return self._planes[key]
+
+
+def _at_most(priced: FloatArray, scale: int, most_seconds: float) -> FloatArray:
+    """[ranges] seconds and what memory costs at least at one price, of ways of at most ``most_seconds``."""
+    if scale == 0 or math.isinf(most_seconds):
+        return priced[:, scale]
+    times = SCALE[scale] / np.array(SCALE[1 : scale + 1])
+    found: FloatArray = (times * priced[:, 1 : scale + 1] + (1 - times) * most_seconds).max(axis=1)
+    return found
