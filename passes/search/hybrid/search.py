@@ -63,12 +63,18 @@ class Survey:
     """All options, those that may still win solved. ``solved``: best first."""
 
     solved: tuple[SolvedOption, ...]
-    bound_seconds: float
-    """No pipeline of any option is below, by the surrogate."""
     options: int
-    looked_at: int
+    bounds: tuple[tuple[GroupOption, float], ...]
+    """Each option that was looked at, and the seconds that none of its pipelines is below."""
+    rest_seconds: float
+    """Seconds that no pipeline of any other option is below."""
     stopped: Literal["", "time limit", "interrupted"]
     """The reason why not all were looked at, if it is none of theirs."""
+
+    @property
+    def bound_seconds(self) -> float:
+        """No pipeline of any option is below, by the surrogate."""
+        return min([self.rest_seconds, *(seconds for _, seconds in self.bounds)])
 
 
 @dataclass(eq=False)
@@ -122,7 +128,8 @@ class GroupSearch:
         ``deadline``: value of ``time.perf_counter`` to stop at, once something is found. Ctrl-C stops it likewise.
         """
         found: list[SolvedOption] = []
-        best, bound, looked_at = math.inf, math.inf, 0
+        bounds: list[tuple[GroupOption, float]] = []
+        best, rest = math.inf, math.inf
         listed = self.options()
         stopped: Literal["", "time limit", "interrupted"] = ""
         for floor, option in self.floors.by_floor(listed):
@@ -136,14 +143,14 @@ class GroupSearch:
                         raise
                     stopped = "interrupted"
             if stopped or floor > best * SLACK:
-                bound = min(bound, floor)
+                rest = floor
                 break
-            bound, looked_at = min(bound, max(floor, own)), looked_at + 1
+            bounds.append((option, max(floor, own)))
             if solved is not None:
                 log.debug("%s: %.6g s, not below %.6g s", option, solved.pipeline.objective_seconds, own)
                 found.append(solved)
                 best = min(best, solved.pipeline.objective_seconds)
-        return Survey(_ranked(found), bound, len(listed), looked_at, stopped)
+        return Survey(_ranked(found), len(listed), tuple(bounds), rest, stopped)
 
     def solve(
         self, option: GroupOption, cutoff_seconds: float, room: float = 1.0
