@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -15,8 +15,20 @@ import numpy as np
 from cost_models.arrays import FloatArray, IntArray
 from passes.lower.job import Job
 from passes.search.hybrid.joints import Pieces
+from passes.search.hybrid.mixes import Mixes
 from passes.search.hybrid.pieces import GroupKind, PieceSearch, Prices, Recipes, cheaper
-from passes.search.hybrid.ranges import BUFFER, HELD, ONCE, SAVED, SECONDS, STATE, Layouts, Ranges, ranges_of
+from passes.search.hybrid.ranges import (
+    BUFFER,
+    HELD,
+    ONCE,
+    SAVED,
+    SECONDS,
+    STATE,
+    Layouts,
+    Ranges,
+    least_by_count,
+    ranges_of,
+)
 from passes.search.words import RecomputeMode
 
 SCALE = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
@@ -26,40 +38,6 @@ SCALE = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
 def families_of(most_held: int) -> tuple[int, ...]:
     """Return the numbers of micro-batches held that prices are made for: powers of two, the last not below."""
     return tuple(1 << i for i in range((most_held - 1).bit_length() + 1))
-
-
-@dataclass(frozen=True)
-class Mix:
-    """A way to run a stage: its first ``count`` blocks as one recipe says, everything else as another.
-
-    A recipe is a price of memory whose layouts are taken, and whether blocks are computed again in backward.
-    """
-
-    price: int
-    again: bool
-    first_price: int
-    first_again: bool
-    count: int
-
-    def of_piece(self, blocks_before: int, *, block: bool) -> tuple[int, bool]:
-        """Return price and recomputation of a piece behind so many blocks of its stage."""
-        if block and blocks_before < self.count:
-            return self.first_price, self.first_again
-        return self.price, self.again and block
-
-
-@dataclass(frozen=True, eq=False)
-class Fastest:
-    """The fastest ways to run stages that fit. Arrays: [unlike ranges]."""
-
-    seconds: FloatArray
-    """Seconds per micro-batch; infinite where nothing fits."""
-    rest: IntArray
-    """The recipe of most pieces: its place among ``Composed.ways``."""
-    first: IntArray
-    """The recipe of the first blocks."""
-    count: IntArray
-    """The number of blocks that follow it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +52,7 @@ class Composed:
     """Per class of pieces: keeping activations, and with the blocks computed again, where there are blocks."""
     ranges: tuple[Ranges, ...]
     """Ranges of either, and of the cheaper of both for each piece."""
+    _counted: dict[int, FloatArray] = field(default_factory=dict)
 
     @property
     def number(self) -> IntArray:
@@ -102,103 +81,89 @@ class Composed:
                 found.setdefault(own.amounts[:SAVED, :, price].tobytes(), (price, bool(again)))
         return tuple(found.values())
 
-    def mix(self, fastest: Fastest, number: int) -> Mix:
-        """Return the fastest way to run a range."""
-        rest, first = (self.ways[int(each[number])] for each in (fastest.rest, fastest.first))
-        return Mix(*rest, *first, int(fastest.count[number]))
-
-    def fastest(
-        self, microbatches: int, held: int, room_bytes: float, recompute: RecomputeMode = "auto"
-    ) -> Fastest:
-        """Find the fastest ways that fit. ``held``: micro-batches that the stage holds at once.
-
-        Every recipe alone, and any two, of which the leaner has as many blocks as it must: time and memory between them
-        go by the number of blocks, which is exact where blocks are equal.
-        """
+    def mixes(self, microbatches: int, held: int, recompute: RecomputeMode = "auto") -> Mixes:
+        """Return the ways to run stages that hold ``held`` micro-batches at once."""
         allowed = {"none": (False,), "full": (True,), "auto": (False, True)}[
             recompute if self._anew else "none"
         ]
-        ways = [w for w, (_, again) in enumerate(self.ways) if again in allowed]
-        amounts = np.stack([self.ranges[a].amounts[:, :, p] for p, a in (self.ways[w] for w in ways)], axis=2)
-        anew = np.array([self.ways[w][1] for w in ways]) & (self.blocks[:, None] > 0)
-        seconds = (amounts[SECONDS] + amounts[ONCE]) / microbatches
-        needed = amounts[STATE] + held * amounts[HELD] + amounts[BUFFER]
-        extra = self.ranges[-1].amounts[SAVED, :, :1]
-        fits = needed + extra * anew <= room_bytes * (1 + ROUNDING)
-        best = np.where(fits, seconds, np.inf)
-        rest = best.argmin(axis=1)
-        at = np.arange(len(best))
-        found, first, count = best[at, rest], rest.copy(), np.zeros(len(best), dtype=np.int64)
-        blocks = np.maximum(self.blocks[:, None], 1.0)
-        for w in range(len(ways)):  # as the first blocks, leaner than the rest
-            more = (needed - needed[:, w : w + 1]) / blocks
-            short = needed + extra * (anew | anew[:, w : w + 1]) - room_bytes
-            with np.errstate(divide="ignore", invalid="ignore"):
-                some = np.where(more > 0, np.maximum(np.ceil(short / more * (1 - ROUNDING)), 1.0), np.inf)
-            mixed = np.full(seconds.shape, np.inf)
-            may = some < self.blocks[:, None]
-            mixed[may] = (seconds + (seconds[:, w : w + 1] - seconds) * np.where(may, some, 0) / blocks)[may]
-            own = mixed.argmin(axis=1)
-            better = mixed[at, own] < found
-            found = np.where(better, mixed[at, own], found)
-            rest, first = np.where(better, own, rest), np.where(better, w, first)
-            count = np.where(better, np.where(may, some, 0)[at, own], count).astype(np.int64)
-        place = np.array(ways)
-        return Fastest(found, place[rest], place[first], count)
+        ways = tuple(way for way in self.ways if way[1] in allowed)
+        amounts = np.stack([self.ranges[again].amounts[:, :, price] for price, again in ways], axis=2)
+        return Mixes(
+            ways,
+            (amounts[SECONDS] + amounts[ONCE]) / microbatches,
+            amounts[STATE] + held * amounts[HELD] + amounts[BUFFER],
+            self.ranges[-1].amounts[SAVED, :, 0],
+            self.blocks,
+        )
 
     @property
     def _anew(self) -> bool:
         """True if there are blocks that can be computed again."""
         return len(self.recipes) > 1
 
-    def least(
-        self, microbatches: int, held: int, room_bytes: float, recompute: RecomputeMode = "auto"
+    def priced(
+        self,
+        microbatches: int,
+        held: int,
+        room_bytes: float,
+        recompute: RecomputeMode = "auto",
+        longest: int | None = None,
     ) -> FloatArray:
-        """[unlike ranges] seconds per micro-batch that no way that fits is below.
+        """[unlike ranges, kinds of ways, scales of prices] seconds + price · (bytes - room) of the cheapest way.
 
-        Lagrange: at any price, seconds + price · (bytes - room) of the cheapest way is a bound; the best price's is taken.
+        Per micro-batch. Lagrange: of each kind no way that fits is below any of them. Kinds: keeping everything, and
+        computing some blocks again, which takes room for one; or, of ranges of up to ``longest`` pieces if that is given,
+        computing exactly so many blocks again.
         """
-        each = self.priced(microbatches, held, room_bytes, recompute)
-        found: FloatArray = np.minimum.reduce([own.max(axis=1) for own in each])
+        least = self._least_of_kinds(recompute, longest)
+        again = self.ranges[-1].amounts[SAVED, :, 0][:, None] * (np.arange(least.shape[1]) > 0)
+        if recompute == "full" and longest is None:
+            again = self.ranges[-1].amounts[SAVED, :, 0][:, None]
+        cost = least + self.prices.state * (again[..., None] - room_bytes)
+        return self._at_held(cost, held) / microbatches
+
+    def longest(self, microbatches: int, most_seconds: float) -> int:
+        """Return the most pieces of a stage of at most ``most_seconds``, however much memory it takes."""
+        least = self._least(self.ranges[0].amounts)[:, 0] / microbatches
+        first, end = np.nonzero(self.plane(least) <= most_seconds)
+        return int((end - first).max(initial=1))
+
+    def _least_of_kinds(self, recompute: RecomputeMode, longest: int | None) -> FloatArray:
+        """[unlike ranges, kinds of ways, prices] what the cheapest way costs."""
+        if not self._anew or longest is None:
+            places = {"none": [0], "full": [1], "auto": [0, 2]}[recompute if self._anew else "none"]
+            return np.stack([self._least(self.ranges[place].amounts) for place in places], axis=1)
+        if longest not in self._counted:
+            kept, anew = self.recipes
+            blocks = [bool(self.pieces.blocks[first]) for first in self.pieces.first]
+            again = [own if block else None for own, block in zip(anew, blocks, strict=True)]
+            self._counted[longest] = least_by_count(self.ranges[0], self.pieces.kind, kept, again, longest)
+        found = self._counted[longest]
+        if recompute == "none":
+            return found[:, :1]
+        if recompute == "full":
+            every = self.blocks[:, None] == np.arange(found.shape[1])
+            return np.where(every[..., None], found, np.inf)
         return found
 
-    def priced(
-        self, microbatches: int, held: int, room_bytes: float, recompute: RecomputeMode = "auto"
-    ) -> list[FloatArray]:
-        """[unlike ranges, scales of prices] seconds + price · (bytes - room) of the cheapest way, per micro-batch.
-
-        One array for ways that keep everything, and one for those that compute some blocks again, which takes room too.
-        What the cheapest way costs is concave in the prices: between two that it is known for, it is not below the mean.
-        """
-        kept, anew, either = self.ranges[0], self.ranges[-2 % len(self.ranges)], self.ranges[-1]
-        each = {"none": [kept], "full": [anew], "auto": [kept, either]}[recompute if self._anew else "none"]
-        found = []
-        for a in (own.amounts for own in each):
-            cost = a[SECONDS] + a[ONCE] + self.prices.held * a[HELD]
-            cost = cost + self.prices.state * (a[STATE] + a[SAVED] - room_bytes)
-            found.append(self._at_held(cost, held) / microbatches)
+    def _least(self, a: FloatArray) -> FloatArray:
+        found: FloatArray = a[SECONDS] + a[ONCE] + self.prices.held * a[HELD] + self.prices.state * a[STATE]
         return found
 
     def _at_held(self, cost: FloatArray, held: int) -> FloatArray:
-        """[unlike ranges, scales of prices] from [unlike ranges, prices], where ``held`` micro-batches are held."""
+        """[…, scales of prices] from [..., prices], where ``held`` micro-batches are held.
+
+        What the cheapest way costs is concave in the prices: between two that it is known for, it is not below the mean.
+        """
         each = len(SCALE) - 1  # the first scale is no price, so that it stands there once
-        paid = [cost[:, 1 + each * f : 1 + each * (f + 1)] for f in range(len(self.families))]
+        paid = [cost[..., 1 + each * f : 1 + each * (f + 1)] for f in range(len(self.families))]
         above = bisect_left(self.families, held)
         between = paid[min(above, len(paid) - 1)]
-        if 0 < above < len(paid):
+        if 0 < above < len(paid) and held < self.families[above]:
             low, high = self.families[above - 1], self.families[above]
             share = (held - low) / (high - low)
             between = (1 - share) * paid[above - 1] + share * between
-        return np.concatenate([cost[:, :1], between], axis=1)
-
-    def weight_bytes(self, held: int) -> float:
-        """Bytes of a stage of all pieces, whose memory counts for nothing: the measure for sharing a device out."""
-        kept = self.ranges[0].amounts[:, int(self.number[0, len(self.pieces)]), 0]
-        return float(kept[STATE] + held * kept[HELD])
-
-
-ROUNDING = 1e-9
-"""Relative error that counts of blocks may have from rounding."""
+        return np.concatenate([cost[..., :1], between], axis=-1)
 
 
 def composed(

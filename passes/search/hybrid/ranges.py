@@ -143,6 +143,49 @@ def ranges_of(
     return Ranges(number, np.concatenate(closed, axis=1), tuple(levels), tuple(place), np.concatenate(ends))
 
 
+def least_by_count(
+    ranges: Ranges,
+    kinds: Sequence[int],
+    kept: Sequence[Recipes],
+    anew: Sequence[Recipes | None],
+    longest: int,
+) -> FloatArray:
+    """[unlike ranges, counts, prices] the least cost with exactly so many pieces computed again.
+
+    ``anew``: the recipes of each kind that may be computed again. Infinite for ranges of more than ``longest`` pieces, and
+    for counts that they have not.
+    """
+    layouts = Layouts([*kept, *filter(None, anew)])
+    keeping = [layouts.square(own, own.least, np.inf) for own in kept]
+    again = [None if own is None else layouts.square(own, own.least, np.inf) for own in anew]
+    count, prices = len(kinds), len(kept[0].least)
+    most = max(
+        sum(anew[kind] is not None for kind in kinds[first : first + longest]) for first in range(count)
+    )
+    found = np.full((int(ranges.number.max()) + 1, most + 1, prices), np.inf)
+    start = np.full((prices, len(layouts), most + 1), np.inf)
+    start[:, :, 0] = 0.0
+    states = [start] * count  # of the range that begins here, one piece shorter than now
+    for length in range(1, min(longest, count) + 1):
+        known: dict[int, FloatArray] = {}
+        for first in range(count - length + 1):
+            number, kind = int(ranges.number[first, first + length]), kinds[first + length - 1]
+            if number not in known:
+                known[number] = _counted(states[first], keeping[kind], again[kind])
+                found[number] = known[number].min(axis=1).T
+            states[first] = known[number]
+    return found
+
+
+def _counted(before: FloatArray, keeping: FloatArray, again: FloatArray | None) -> FloatArray:
+    """[prices, layouts at the end, counts] of one piece more."""
+    found: FloatArray = (before[:, :, None, :] + keeping[..., None]).min(axis=1)
+    if again is not None:
+        more = (before[:, :, None, :-1] + again[..., None]).min(axis=1)
+        found[:, :, 1:] = np.minimum(found[:, :, 1:], more)
+    return found
+
+
 def whole_seconds(kinds: Sequence[int], recipes: Sequence[Recipes]) -> float:
     """Return the least cost of all pieces in a row, at the first price."""
     layouts = Layouts(recipes)

@@ -26,11 +26,13 @@ from passes.search.hybrid.decode import Decoded, decoded
 from passes.search.hybrid.eliminate import TooWideError
 from passes.search.hybrid.floors import Floors
 from passes.search.hybrid.joints import Pieces, pieces_of, value_bytes
+from passes.search.hybrid.mixes import Fastest, Mixes
 from passes.search.hybrid.options import GroupOption, options
 from passes.search.hybrid.pieces import GroupKind, PieceSearch
 from passes.search.hybrid.pools import Run, divisions
 from passes.search.hybrid.program import Pipeline, PipelineProgram
-from passes.search.hybrid.together import Together
+from passes.search.hybrid.shared import SharedMemory
+from passes.search.hybrid.together import CLOSE, Together
 from passes.search.hybrid.walk import Step, seconds_per_step, walk
 from passes.search.microbatches import accepted_counts
 from passes.search.words import RecomputeMode
@@ -165,68 +167,115 @@ class GroupSearch:
         bound = self._bound(option, tables, cutoff_seconds, room)
         if bound >= cutoff_seconds:
             return None, bound
-        found = [
-            each
-            for equally in (True, False)[: option.chunks]
-            for each in self._fastest(option, tables, cutoff_seconds, room, equally=equally)
-        ]
-        return min(found, key=lambda s: s.pipeline.objective_seconds, default=None), bound
+        capacity = self._capacity(option, room)
+        found = self._fastest(option, tables, self._equal_rooms(option, capacity), cutoff_seconds)
+        if option.chunks > 1:
+            found = self._sharing(option, tables, capacity, found, cutoff_seconds)
+        return found, bound
 
     def _bound(
         self, option: GroupOption, tables: Sequence[Composed], cutoff_seconds: float, room: float
     ) -> float:
         """Seconds that no pipeline of an option is below; anything above the cutoff where it is above that."""
         links, m, recompute = self._links(option), option.microbatches, self.recompute
-        rooms = self._rooms(option, tables, room)
-        priced = self._over_stages(
-            option, tables, rooms, lambda table, held, own: table.priced(m, held, own, recompute)
-        )
-        together = Together(option, tables[::-1], priced, links)
-        bound = together.quick_seconds()
-        if bound < cutoff_seconds:  # each stage fits its devices alone
-            least = self._over_stages(
+        rooms = self._equal_rooms(option, self._capacity(option, room))
+        weight = (m - option.fill) * option.chunks
+
+        def together(longest: int | None) -> Together:
+            priced = self._over_stages(
+                option, tables, rooms, lambda table, held, own: table.priced(m, held, own, recompute, longest)
+            )
+            return Together(option, tables[::-1], priced, links)
+
+        def alone(longest: int | None) -> list[FloatArray]:
+            """Planes of stages that have their devices for themselves."""
+            whole = [own * option.chunks for own in rooms]
+            return self._over_stages(
                 option,
                 tables,
-                [own * option.chunks for own in rooms],
-                lambda table, held, own: table.plane(table.least(m, held, own, recompute)),
+                whole,
+                lambda table, held, own: table.plane(
+                    table.priced(m, held, own, recompute, longest).max(axis=-1).min(axis=1)
+                ),
             )
-            alone = _solved(PipelineProgram(option, least, links), cutoff_seconds)
-            bound = max(bound, alone.bound_seconds)
+
+        quick = together(None)
+        bound = quick.quick_seconds()
+        if bound < cutoff_seconds:
+            bound = max(
+                bound, _solved(PipelineProgram(option, alone(None), links), cutoff_seconds).bound_seconds
+            )
+        if bound < cutoff_seconds:
+            most = (cutoff_seconds - option.fill * quick.least(math.inf)) / weight if weight > 0 else math.inf
+            longest = max(table.longest(m, most) for table in tables)
+            planes = alone(longest)
+            bound = max(bound, _solved(PipelineProgram(option, planes, links), cutoff_seconds).bound_seconds)
             if bound < cutoff_seconds and option.chunks > 1:
-                bound = max(bound, together.seconds(least, cutoff_seconds))
+                bound = max(bound, together(longest).seconds(planes, cutoff_seconds))
         return bound
+
+    def _sharing(
+        self,
+        option: GroupOption,
+        tables: Sequence[Composed],
+        capacity: Sequence[float],
+        best: SolvedOption | None,
+        cutoff_seconds: float,
+    ) -> SolvedOption | None:
+        """Find a better pipeline, the memory of each group handed out to its stages as they need it."""
+        m = option.microbatches
+        behind, held = tables[::-1], option.in_flight
+        known: dict[tuple[int, int], Mixes] = {}
+        for table, own in zip(behind, held, strict=True):
+            if (id(table), own) not in known:
+                known[id(table), own] = table.mixes(m, own, self.recompute)
+        mixes = [known[id(table), own] for table, own in zip(behind, held, strict=True)]
+        memory = SharedMemory(option, behind, mixes, self._links(option), capacity)
+        weight = (m - option.fill) * option.chunks
+        least = min(float(own.seconds.min()) for own in mixes)
+        limit = cutoff_seconds if best is None else best.pipeline.objective_seconds
+        low, high = least, limit / (weight + option.fill)
+        while high > low * (1 + CLOSE):
+            middle = (low + high) / 2
+            rooms = memory.rooms(middle)
+            found = rooms and self._fastest(option, tables, rooms[::-1], limit)
+            if not found:
+                low = middle
+                continue
+            best, limit = found, found.pipeline.objective_seconds
+            high = min(middle, found.pipeline.bottleneck_seconds)
+        return best
 
     def _fastest(
         self,
         option: GroupOption,
         tables: Sequence[Composed],
+        rooms: Sequence[float],
         cutoff_seconds: float,
-        room: float,
-        *,
-        equally: bool,
-    ) -> list[SolvedOption]:
-        """Find the best pipeline of an option, if any is below ``cutoff_seconds``."""
-        m = option.microbatches
-        rooms = self._rooms(option, tables, room, equally=equally)
+    ) -> SolvedOption | None:
+        """Find the best pipeline of an option, if any is below ``cutoff_seconds``. ``rooms``: bytes of each stage."""
+        m, held = option.microbatches, option.in_flight[::-1]
         fast = self._over_stages(
-            option, tables, rooms, lambda table, held, own: table.fastest(m, held, own, self.recompute)
+            option,
+            tables,
+            rooms,
+            lambda table, own, room: _Ways.of(table.mixes(m, own, self.recompute), room),
         )
-        planes = [table.plane(own.seconds) for table, own in zip(tables[::-1], fast, strict=True)]
+        planes = [table.plane(own.fastest.seconds) for table, own in zip(tables[::-1], fast, strict=True)]
         program = PipelineProgram(option, planes, self._links(option))
         found = _solved(program, cutoff_seconds).found
-        solved = []
-        for pipeline in found[:1]:
-            ends = [*pipeline.starts[1:], len(self.pieces)]
-            held = option.in_flight[::-1]
-            stages = zip(tables, fast[::-1], pipeline.starts, ends, held, rooms, strict=True)
-            steps = [
-                walk(table, first, end, table.mix(own, int(table.number[first, end])), in_flight, own_room)
-                for table, own, first, end, in_flight, own_room in stages
-            ]
-            seconds = [seconds_per_step(each) / m for each in steps]
-            valued = program.valued(pipeline.starts, seconds)
-            solved.append(SolvedOption(option, tuple(tables), valued, tuple(steps)))
-        return solved
+        if not found:
+            return None
+        starts = found[0].starts
+        stages = zip(tables, fast[::-1], starts, [*starts[1:], len(self.pieces)], held, rooms, strict=True)
+        steps = [
+            walk(
+                table, first, end, own.mixes.mix(own.fastest, int(table.number[first, end])), in_flight, room
+            )
+            for table, own, first, end, in_flight, room in stages
+        ]
+        valued = program.valued(starts, [seconds_per_step(each) / m for each in steps])
+        return SolvedOption(option, tuple(tables), valued, tuple(steps))
 
     def decode(self, solved: SolvedOption, *, one_queue: bool) -> Decoded:
         """Return the candidate that an option's best pipeline is."""
@@ -261,23 +310,15 @@ class GroupSearch:
             found.append(known[key])
         return found[::-1]
 
-    def _rooms(
-        self, option: GroupOption, tables: Sequence[Composed], room: float, *, equally: bool = True
-    ) -> list[float]:
-        """Per stage, its bytes of its devices' memory.
+    def _capacity(self, option: GroupOption, room: float) -> list[float]:
+        """Return the bytes to plan with on each device of each group."""
+        devices = self.cluster.devices
+        return [room * min(devices[rank].memory_bytes for rank in ranks) for ranks in option.ranks]
 
-        ``equally``: stages of one device have equal shares; else they have as much as equal stages need.
-        """
-        whole: dict[int, float] = {}
-        held = option.in_flight[::-1]
-        needs = [1.0 if equally else table.weight_bytes(h) for table, h in zip(tables, held, strict=True)]
-        for place, need in zip(option.places, needs, strict=True):
-            whole[place] = whole.get(place, 0.0) + need
-        capacity = [min(self.cluster.devices[rank].memory_bytes for rank in ranks) for ranks in option.ranks]
-        return [
-            room * capacity[place] * (need / whole[place])
-            for place, need in zip(option.places, needs, strict=True)
-        ]
+    @staticmethod
+    def _equal_rooms(option: GroupOption, capacity: Sequence[float]) -> list[float]:
+        """Return equal shares of its devices' memory for each stage."""
+        return [capacity[place] / option.chunks for place in option.places]
 
     def _links(self, option: GroupOption) -> list[FloatArray]:
         """Per stage from the end: [pieces + 1] seconds of the cut behind it, at each joint."""
@@ -300,6 +341,18 @@ class GroupSearch:
                 2 if name in self.graph.needs_grad else 1
             )
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Ways:
+    """The ways to run stages, and the fastest of those that fit."""
+
+    mixes: Mixes
+    fastest: Fastest
+
+    @classmethod
+    def of(cls, mixes: Mixes, room_bytes: float) -> _Ways:
+        return cls(mixes, mixes.fastest(room_bytes))
 
 
 def _solved(program: PipelineProgram, cutoff_seconds: float) -> Bisected[Pipeline]:

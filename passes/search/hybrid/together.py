@@ -34,10 +34,10 @@ class Together:
         self,
         option: GroupOption,
         tables: Sequence[Composed],
-        priced: Sequence[Sequence[FloatArray]],
+        priced: Sequence[FloatArray],
         links: Sequence[FloatArray],
     ) -> None:
-        """``priced``: of each stage, per kind of ways, seconds and what memory costs beyond its share of the group's."""
+        """``priced``: of each stage, as ``Composed.priced`` with its share of the group's memory."""
         self.option, self.tables, self.priced, self.links = option, tables, priced, links
         self.groups = option.places[::-1]
         self.weight = (option.microbatches - option.fill) * option.chunks
@@ -118,7 +118,7 @@ class Together:
     def _plane(self, stage: int, scale: int, most_seconds: float, alone: Sequence[FloatArray]) -> FloatArray:
         key = id(self.priced[stage]), scale, float(id(alone[stage])) if alone else 0.0
         if key not in self._planes:
-            own = np.minimum.reduce([_at_most(each, scale, most_seconds) for each in self.priced[stage]])
+            own = _at_most(self.priced[stage], scale, most_seconds).min(axis=1)
             plane = self.tables[stage].plane(own)
             if alone:
                 plane = np.where(alone[stage] <= most_seconds, plane, np.inf)
@@ -127,9 +127,11 @@ class Together:
 
 
 def _at_most(priced: FloatArray, scale: int, most_seconds: float) -> FloatArray:
-    """[ranges] seconds and what memory costs at least at one price, of ways of at most ``most_seconds``."""
-    if scale == 0 or math.isinf(most_seconds):
-        return priced[:, scale]
+    """[ranges, kinds] seconds and what memory costs at least at one price, of ways of at most ``most_seconds``."""
+    if math.isinf(most_seconds):
+        return priced[..., scale]
+    if scale == 0:
+        return np.where(priced[..., 0] <= most_seconds, priced[..., 0], np.inf)
     times = SCALE[scale] / np.array(SCALE[1 : scale + 1])
-    found: FloatArray = (times * priced[:, 1 : scale + 1] + (1 - times) * most_seconds).max(axis=1)
-    return found
+    found: FloatArray = (times * priced[..., 1 : scale + 1] + (1 - times) * most_seconds).max(axis=-1)
+    return np.where(priced[..., 0] <= most_seconds, found, np.inf)

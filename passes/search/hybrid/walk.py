@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cost_models.arrays import FloatArray
-from passes.search.hybrid.composed import Composed, Mix
+from passes.search.hybrid.composed import Composed
+from passes.search.hybrid.mixes import Mix
 from passes.search.hybrid.pieces import Recipes
 from passes.search.hybrid.ranges import Layouts
 

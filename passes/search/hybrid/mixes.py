@@ -1,0 +1,137 @@
+"""Ways to run a stage: one recipe for all its pieces, or two, of which the leaner is that of its first blocks.
+
+    count · leaner recipe's blocks │ the rest as the faster recipe says
+
+A recipe is a price of memory whose layouts are taken, and whether blocks are computed again in backward. Time and memory of
+a mix go by its number of blocks, which is exact where blocks are equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.arrays import FloatArray, IntArray
+
+ROUNDING = 1e-9
+"""Relative error that counts of blocks may have from rounding."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A way to run a stage: its first ``count`` blocks as one recipe says, everything else as another."""
+
+    price: int
+    again: bool
+    first_price: int
+    first_again: bool
+    count: int
+
+    def of_piece(self, blocks_before: int, *, block: bool) -> tuple[int, bool]:
+        """Return price and recomputation of a piece behind so many blocks of its stage."""
+        if block and blocks_before < self.count:
+            return self.first_price, self.first_again
+        return self.price, self.again and block
+
+
+@dataclass(frozen=True, eq=False)
+class Fastest:
+    """The fastest ways that fit. Arrays: [unlike ranges]."""
+
+    seconds: FloatArray
+    """Seconds per micro-batch; infinite where nothing fits."""
+    rest: IntArray
+    """The recipe of most pieces: its place among the ways."""
+    first: IntArray
+    """The recipe of the first blocks."""
+    count: IntArray
+    """The number of blocks that follow it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Mixes:
+    """The recipes of all ranges of one kind of group, where stages hold some number of micro-batches at once."""
+
+    ways: tuple[tuple[int, bool], ...]
+    """The price of each recipe, and whether it computes blocks again."""
+    seconds: FloatArray
+    """[unlike ranges, ways] seconds per micro-batch."""
+    needed: FloatArray
+    """[unlike ranges, ways] bytes, but for what is made anew while a block is computed again."""
+    extra: FloatArray
+    """[unlike ranges] bytes that are made anew then."""
+    blocks: FloatArray
+    """[unlike ranges] how many blocks each has."""
+
+    def mix(self, fastest: Fastest, number: int) -> Mix:
+        """Return the fastest way to run a range."""
+        rest, first = (self.ways[int(each[number])] for each in (fastest.rest, fastest.first))
+        return Mix(*rest, *first, int(fastest.count[number]))
+
+    def fastest(self, room_bytes: float) -> Fastest:
+        """Find the fastest ways that fit: as few blocks as must are the leaner recipe's."""
+        at, blocks = np.arange(len(self.seconds)), np.maximum(self.blocks[:, None], 1.0)
+        fits = self._alone <= room_bytes * (1 + ROUNDING)
+        best = np.where(fits, self.seconds, np.inf)
+        rest = best.argmin(axis=1)
+        found, first, count = best[at, rest], rest.copy(), np.zeros(len(best), dtype=np.int64)
+        for w in range(len(self.ways)):
+            frees = (self.needed - self.needed[:, w : w + 1]) / blocks
+            slower = (self.seconds[:, w : w + 1] - self.seconds) / blocks
+            short = self.needed + self._extra_beside(w) - room_bytes
+            with np.errstate(divide="ignore", invalid="ignore"):
+                must = np.where(frees > 0, np.maximum(np.ceil(short / frees * (1 - ROUNDING)), 1.0), np.inf)
+            may = must < self.blocks[:, None]
+            must = np.where(may, must, 0.0)
+            mixed = np.where(may, self.seconds + slower * must, np.inf)
+            own = mixed.argmin(axis=1)
+            better = mixed[at, own] < found
+            found = np.where(better, mixed[at, own], found)
+            rest, first = np.where(better, own, rest), np.where(better, w, first)
+            count = np.where(better, must[at, own], count).astype(np.int64)
+        return Fastest(found, rest, first, count)
+
+    def cheapest(self, most_seconds: float, price: float) -> tuple[FloatArray, FloatArray]:
+        """[unlike ranges] seconds + price · bytes of the cheapest ways of at most ``most_seconds``, and their bytes.
+
+        As many blocks as the time allows are the leaner recipe's, or none: either is cheapest.
+        """
+        cost, size = np.full(len(self.seconds), np.inf), np.zeros(len(self.seconds))
+        may = np.flatnonzero(self.seconds.min(axis=1, initial=np.inf) <= most_seconds)
+        at, blocks = np.arange(len(may)), self.blocks[may, None]
+        seconds, needed = self.seconds[may], self.needed[may]
+        alone = np.where(seconds <= most_seconds, seconds + price * self._alone[may], np.inf)
+        own = alone.argmin(axis=1)
+        cost[may], size[may] = alone[at, own], self._alone[may][at, own]
+        for w in range(len(self.ways)):
+            frees = (needed - needed[:, w : w + 1]) / np.maximum(blocks, 1.0)
+            slower = (seconds[:, w : w + 1] - seconds) / np.maximum(blocks, 1.0)
+            mixes = (frees > 0) & (slower > 0) & (seconds <= most_seconds)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                many = np.floor((most_seconds - seconds) / slower * (1 + ROUNDING))
+            many = np.where(mixes, np.minimum(many, blocks - 1), 0.0)
+            bytes_of = needed + self._extra_beside(w)[may] - many * frees
+            mixed = np.where(many > 0, seconds + many * slower + price * bytes_of, np.inf)
+            own = mixed.argmin(axis=1)
+            better = mixed[at, own] < cost[may]
+            cost[may] = np.where(better, mixed[at, own], cost[may])
+            size[may] = np.where(better, bytes_of[at, own], size[may])
+        return cost, size
+
+    @property
+    def _again(self) -> NDArray[np.bool_]:
+        return np.array([again for _, again in self.ways], dtype=bool)
+
+    @property
+    def _alone(self) -> FloatArray:
+        """[unlike ranges, ways] bytes of one recipe for all pieces."""
+        found: FloatArray = self.needed + self._extra_beside(None)
+        return found
+
+    def _extra_beside(self, first: int | None) -> FloatArray:
+        """[unlike ranges, ways] bytes made anew, where the first blocks have a recipe of their own or none."""
+        again = self._again if first is None else self._again | self._again[first]
+        found: FloatArray = self.extra[:, None] * (again & (self.blocks[:, None] > 0))
+        return found

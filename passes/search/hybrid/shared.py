@@ -1,0 +1,90 @@
+"""Memory handed out to the stages that share a group, so that none of them is longer than a bottleneck.
+
+    T, a price per group ─► each range's cheapest way of at most T seconds ─► cuts ─► bytes of each group
+                                     prices rise where a group has too little, and fall where it has more
+
+Lagrange over groups, as in ``together``, over ways that can be run: where every group has enough, each of its stages gets
+what it needs and an equal share of what is left. Bottlenecks are halved between the least possible and the best known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cost_models.arrays import FloatArray
+from passes.search.hybrid.composed import Composed
+from passes.search.hybrid.mixes import Mixes
+from passes.search.hybrid.options import GroupOption
+
+ROUNDS = 12
+"""Times that prices are changed at one bottleneck, by hand: more of them found nothing more on Llama-70B and 405B."""
+MOST_CHANGE = 4.0
+"""Factor by which a price changes at most in a round. By hand."""
+
+
+class SharedMemory:
+    """The stages of one option. Lists are per stage, counted from the end."""
+
+    def __init__(
+        self,
+        option: GroupOption,
+        tables: Sequence[Composed],
+        mixes: Sequence[Mixes],
+        links: Sequence[FloatArray],
+        capacity_bytes: Sequence[float],
+    ) -> None:
+        """``capacity_bytes``: of each group."""
+        self.option, self.tables, self.mixes, self.links = option, tables, mixes, links
+        self.capacity = np.array(capacity_bytes)
+        self.groups = np.array(option.places[::-1])
+
+    def rooms(self, most_seconds: float) -> list[float] | None:
+        """Return the bytes of each stage, none longer than ``most_seconds``; None where no prices are found for that."""
+        price = np.full(self.option.groups, most_seconds * self.option.chunks) / self.capacity
+        best: tuple[float, FloatArray] | None = None
+        for _ in range(ROUNDS):
+            found = self._cut(most_seconds, price)
+            if found is None:
+                return None
+            seconds, needed = found
+            used = np.zeros(len(self.capacity))
+            np.add.at(used, self.groups, needed)
+            share = used / self.capacity
+            if share.max() <= 1.0 and (best is None or seconds < best[0]):
+                best = seconds, needed
+            price = price * np.clip(share * share, 1 / MOST_CHANGE, MOST_CHANGE)
+        if best is None:
+            return None
+        used = np.zeros(len(self.capacity))
+        np.add.at(used, self.groups, best[1])
+        left = (self.capacity - used) / self.option.chunks
+        return [float(size + left[group]) for size, group in zip(best[1], self.groups, strict=True)]
+
+    def _cut(self, most_seconds: float, price: FloatArray) -> tuple[float, FloatArray] | None:
+        """Return the seconds of the cheapest pipeline at these prices, and the bytes of its stages."""
+        known: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
+        planes, sizes = [], []
+        rest = np.full(len(self.links[0]), np.inf)
+        rest[-1] = 0.0
+        rests = []
+        for k, group in enumerate(self.groups.tolist()):
+            key = id(self.mixes[k]), group
+            if key not in known:
+                known[key] = self.mixes[k].cheapest(most_seconds, float(price[group]))
+            cost, size = known[key]
+            if k:
+                rest = rest + np.where(self.links[k] <= most_seconds, self.links[k], np.inf)
+            rests.append(rest)
+            planes.append(self.tables[k].plane(cost))
+            sizes.append(size)
+            rest = (planes[-1] + rest).min(axis=1)
+        if not np.isfinite(rest[0]):
+            return None
+        needed, start = np.zeros(len(planes)), 0
+        for k in reversed(range(len(planes))):
+            end = int((planes[k][start] + rests[k]).argmin())
+            needed[k] = sizes[k][self.tables[k].number[start, end]]
+            start = end
+        return float(rest[0] - (needed * price[self.groups]).sum()), needed
