@@ -36,7 +36,7 @@ def bounded(chunks: int, link: float, longer: float = 0.0) -> tuple[Together, Pi
     lengths = np.arange(1.0, PIECES + 1)
     table = cast(Any, SimpleNamespace(plane=plane))
     priced = lengths[:, None] + np.minimum(np.array(SCALE) * 1e3, longer)
-    together = Together(option, [table] * option.stages, [[priced]] * option.stages, links)
+    together = Together(option, [table] * option.stages, [priced[:, None]] * option.stages, links)
     return together, PipelineProgram(option, [plane(lengths + longer)] * option.stages, links)
 
 
