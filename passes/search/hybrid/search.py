@@ -31,9 +31,10 @@ from passes.search.hybrid.options import GroupOption, options
 from passes.search.hybrid.pieces import GroupKind, PieceSearch
 from passes.search.hybrid.pools import Run, divisions
 from passes.search.hybrid.program import Pipeline, PipelineProgram
+from passes.search.hybrid.ranges import SAVED
 from passes.search.hybrid.shared import SharedMemory
 from passes.search.hybrid.together import CLOSE, Together
-from passes.search.hybrid.walk import Step, seconds_per_step, walk
+from passes.search.hybrid.walk import Step, needed_bytes, seconds_per_step, walk
 from passes.search.microbatches import accepted_counts
 from passes.search.words import RecomputeMode
 
@@ -280,6 +281,18 @@ class GroupSearch:
     def decode(self, solved: SolvedOption, *, one_queue: bool) -> Decoded:
         """Return the candidate that an option's best pipeline is."""
         return decoded(self.pieces, solved.option, solved.pipeline, solved.steps, one_queue=one_queue)
+
+    def fits(self, solved: SolvedOption, room: float = 1.0) -> bool:
+        """Tell whether a pipeline fits as the search counts memory: what it takes piece by piece, not what a table says."""
+        option, starts = solved.option, solved.pipeline.starts
+        left = self._capacity(option, room * (1 + 1e-9))
+        ends, held = [*starts[1:], len(self.pieces)], option.in_flight[::-1]
+        stages = zip(solved.composed, solved.steps, starts, ends, held, option.places, strict=True)
+        for table, steps, first, end, own, place in stages:
+            again = any(step.again for step in steps)
+            anew = float(table.ranges[-1].amounts[SAVED, table.number[first, end], 0]) if again else 0.0
+            left[place] -= needed_bytes(steps, own) + anew
+        return min(left) >= 0
 
     def _of_group(self, option: GroupOption, run: Run, number: int) -> Composed:
         samples = option.samples // run.replicas
