@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 
 from passes.search.bisect import Bisected, Bisection
+from passes.search.hybrid.composed import Composed
 from passes.search.hybrid.program import Pipeline, PipelineProgram
-from passes.search.hybrid.staged import Staged
+from passes.search.hybrid.staged import Staged, Table
 from passes.search.hybrid.together import Together
 
 GAP = 1e-3
 """Relative gap to which an option's surrogate is minimized: far below its error against the simulation."""
 
 
-def quick_bound(staged: Staged, cutoff_seconds: float) -> float:
+def quick_bound(staged: Staged[Table], cutoff_seconds: float) -> float:
     """Return a bound on an option; anything above the cutoff where it is above that."""
     bound = Together(staged, staged.priced(staged.equal_rooms, None)).quick_seconds()
     if bound < cutoff_seconds:
@@ -25,7 +26,7 @@ def quick_bound(staged: Staged, cutoff_seconds: float) -> float:
     return bound
 
 
-def full_bound(staged: Staged, cutoff_seconds: float) -> float:
+def full_bound(staged: Staged[Composed], cutoff_seconds: float) -> float:
     """Return a better bound than ``quick_bound``, by how many blocks each stage computes again."""
     quick = Together(staged, staged.priced(staged.equal_rooms, None))
     longest = _longest(staged, quick.least(math.inf), cutoff_seconds)
@@ -43,7 +44,7 @@ def best_pipeline(program: PipelineProgram, cutoff_seconds: float) -> Bisected[P
     return Bisection(program, keep=1, relative_gap=GAP, cutoff_seconds=cutoff_seconds).run()
 
 
-def _longest(staged: Staged, total_seconds: float, cutoff_seconds: float) -> int:
+def _longest(staged: Staged[Composed], total_seconds: float, cutoff_seconds: float) -> int:
     """Return the most pieces of a stage of a pipeline below the cutoff, whose stages take ``total_seconds`` at least."""
     room = cutoff_seconds - staged.option.fill * total_seconds
     most = room / staged.weight if staged.weight > 0 else math.inf

@@ -186,15 +186,14 @@ def _counted(before: FloatArray, keeping: FloatArray, again: FloatArray | None) 
     return found
 
 
-def whole_seconds(kinds: Sequence[int], recipes: Sequence[Recipes]) -> FloatArray:
-    """[prices] the least cost of all pieces in a row."""
+def whole_seconds(kinds: Sequence[int], recipes: Sequence[Recipes]) -> float:
+    """Return the least cost of all pieces in a row, at the first price."""
     layouts = Layouts(recipes)
-    each = [layouts.square(own, own.least, np.inf) for own in recipes]
-    least = np.zeros((len(each[0]), len(layouts)))
+    each = [layouts.square(own, own.least[:1], np.inf)[0] for own in recipes]
+    least = np.zeros(len(layouts))
     for kind in kinds:
-        least = (least[:, :, None] + each[kind]).min(axis=1)
-    found: FloatArray = least.min(axis=1)
-    return found
+        least = (least[:, None] + each[kind]).min(axis=0)
+    return float(least.min())
 
 
 def _first(least: FloatArray, amounts: FloatArray, arriving: FloatArray) -> _Grown:

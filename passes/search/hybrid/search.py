@@ -1,6 +1,6 @@
 """The search over pipelines of sharded stages: every option bounded, the promising ones solved, by rising bound.
 
-options ─► floor ─► bound by larger micro-batches ─► recipes, ranges, dynamic program ─► candidates, best first
+options ─► floor ─► bound by one replica ─► bounds by its own tables ─► dynamic program ─► pipelines, best first
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.hybrid.bounds import full_bound, quick_bound
+from passes.search.hybrid.composed import Composed
+from passes.search.hybrid.cover import Covers
 from passes.search.hybrid.decode import Decoded, decoded
 from passes.search.hybrid.eliminate import TooWideError
 from passes.search.hybrid.floors import Floors
@@ -30,7 +32,7 @@ from passes.search.hybrid.options import GroupOption, options
 from passes.search.hybrid.pieces import PieceSearch
 from passes.search.hybrid.pools import divisions
 from passes.search.hybrid.solve import SolvedOption, fastest
-from passes.search.hybrid.staged import Staged
+from passes.search.hybrid.staged import Staged, Table
 from passes.search.hybrid.tables import Tables
 from passes.search.microbatches import accepted_counts
 from passes.search.words import RecomputeMode
@@ -40,9 +42,6 @@ log = logging.getLogger("partitioner")
 SLACK = 1.05
 """Options whose bound is above the best surrogate by this factor are not solved: the surrogate was at most 4% off the
 simulated step on Llama-8B and 70B (docs/06g-hybrid.md), on either side."""
-
-FIRST = 8
-"""Options that are bounded before the first is solved, which spares the others their better bounds. By hand."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +104,12 @@ class GroupSearch:
     @cached_property
     def floors(self) -> Floors:
         """The bounds of options before anything is composed for them."""
-        return Floors(self.piece_search, self.job, self.recompute)
+        return Floors(self.piece_search, self.job)
+
+    @cached_property
+    def covers(self) -> Covers:
+        """Tables that bound those of the groups."""
+        return Covers(self.piece_search, self.job, self.floors, self.recompute)
 
     @cached_property
     def tables(self) -> Tables:
@@ -133,13 +137,22 @@ class GroupSearch:
         ranked = tuple(sorted(search.found, key=lambda solved: solved.seconds))
         return Survey(ranked, min(search.proved, search.least_seconds), len(listed), search.solved, stopped)
 
-    def staged(self, option: GroupOption, room: float = 1.0) -> Staged | None:
+    def staged(self, option: GroupOption, room: float = 1.0) -> Staged[Composed] | None:
         """Return the option's stages; None where the tables of its groups would be too large."""
         try:
-            groups = self.tables.of_groups(option)
+            return self._staged(option, self.tables.of_groups(option), room)
         except TooWideError as error:
             log.info("%s: not searched, its tables would have %s", option, error)
             return None
+
+    def first_bound(self, option: GroupOption, cutoff_seconds: float, room: float = 1.0) -> float:
+        """Seconds that no pipeline of an option is below, without tables of its own."""
+        try:
+            return quick_bound(self._staged(option, self.covers.of_groups(option), room), cutoff_seconds)
+        except TooWideError:
+            return 0.0
+
+    def _staged(self, option: GroupOption, groups: Sequence[Table], room: float) -> Staged[Table]:
         devices = self.cluster.devices
         capacity = [room * min(devices[rank].memory_bytes for rank in ranks) for ranks in option.ranks]
         tables = [groups[place] for place in option.places[::-1]]
@@ -183,7 +196,7 @@ class GroupSearch:
 
 
 class _Survey:
-    """Options by their bounds: floor, quick bound, full bound; the least of all is bounded better next, or solved."""
+    """Options by their bounds, of four ranks; the option of the least bound gets the next, or is solved."""
 
     def __init__(self, search: GroupSearch, options: Sequence[GroupOption], room: float) -> None:
         self.search, self.options, self.room = search, options, room
@@ -192,42 +205,46 @@ class _Survey:
         self.proved = math.inf
         """No pipeline of an option that was solved is below."""
         self.solved = 0
-        self._bounded: list[tuple[float, int, bool, Staged]] = []
-        """Bound, number, whether that is the full bound, stages."""
-        self._floors = search.floors.by_floor(options)
-        self._coming = next(self._floors, None)
+        self._open: list[tuple[float, int, int]] = [
+            (floor, n, 0) for floor, n in search.floors.by_floor(options)
+        ]
+        """Bound, number, and how many further bounds led to it."""
+        heapq.heapify(self._open)
+        self._staged: dict[int, Staged[Composed]] = {}
 
     @property
     def least_seconds(self) -> float:
         """No pipeline of an option that is not solved is below."""
-        heads = [own[0] for own in (self._bounded[0] if self._bounded else None, self._coming) if own]
-        return min(heads, default=math.inf)
+        return self._open[0][0] if self._open else math.inf
 
     def advance(self) -> None:
         """Go on with the option of the least bound."""
-        early = not self.found and len(self._bounded) >= FIRST
-        if self._coming is not None and self._coming[0] <= self.least_seconds and not early:
-            self._begin(*self._coming)
-            self._coming = next(self._floors, None)
-            return
-        bound, number, full, staged = self._bounded[0]
+        bound, number, rank = self._open[0]
         cutoff = self.best_seconds * SLACK
-        if not full:
-            better = max(bound, full_bound(staged, cutoff))
-            heapq.heapreplace(self._bounded, (better, number, True, staged))
+        if rank == 0:
+            better = self.search.first_bound(self.options[number], cutoff, self.room)
+        elif rank == 1:
+            staged = self.search.staged(self.options[number], self.room)
+            if staged is None:
+                heapq.heappop(self._open)
+                self.proved = min(self.proved, bound)
+                return
+            self._staged[number] = staged
+            better = quick_bound(staged, cutoff)
+        elif rank == 2:
+            better = full_bound(self._staged[number], cutoff)
+        else:
+            self._solve()
             return
-        found = fastest(staged, cutoff, bound)
-        heapq.heappop(self._bounded)
+        heapq.heapreplace(self._open, (max(bound, better), number, rank + 1))
+
+    def _solve(self) -> None:
+        bound, number, _ = self._open[0]
+        found = fastest(self._staged[number], self.best_seconds * SLACK, bound)
+        heapq.heappop(self._open)
+        self._staged.pop(number)
         self.proved, self.solved = min(self.proved, bound), self.solved + 1
         if found is not None:
             log.debug("%s: %.6g s, not below %.6g s", found.option, found.seconds, bound)
             self.found.append(found)
             self.best_seconds = min(self.best_seconds, found.seconds)
-
-    def _begin(self, floor: float, number: int) -> None:
-        staged = self.search.staged(self.options[number], self.room)
-        if staged is None:
-            self.proved = min(self.proved, floor)
-        else:
-            bound = max(floor, quick_bound(staged, self.best_seconds * SLACK))
-            heapq.heappush(self._bounded, (bound, number, False, staged))

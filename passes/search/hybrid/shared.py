@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from cost_models.arrays import FloatArray
+from passes.search.hybrid.composed import Composed
 from passes.search.hybrid.mixes import Mixes
 from passes.search.hybrid.staged import Staged
 
@@ -26,7 +27,7 @@ MOST_CHANGE = 4.0
 class SharedMemory:
     """The stages of one option. Lists are per stage, counted from the end."""
 
-    def __init__(self, staged: Staged, mixes: Sequence[Mixes]) -> None:
+    def __init__(self, staged: Staged[Composed], mixes: Sequence[Mixes]) -> None:
         self.option, self.tables, self.mixes, self.links = staged.option, staged.tables, mixes, staged.links
         self.capacity = np.array(staged.capacity_bytes)
         self.groups = np.array(staged.groups)

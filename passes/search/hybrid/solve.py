@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.search.hybrid.bounds import GAP, best_pipeline
+from passes.search.hybrid.composed import Composed
 from passes.search.hybrid.mixes import Fastest, Mixes
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.program import Pipeline, PipelineProgram
@@ -29,7 +30,7 @@ class SolvedOption:
         return self.pipeline.objective_seconds
 
 
-def fastest(staged: Staged, cutoff_seconds: float, bound_seconds: float) -> SolvedOption | None:
+def fastest(staged: Staged[Composed], cutoff_seconds: float, bound_seconds: float) -> SolvedOption | None:
     """Find the best pipeline of an option, None if none is below the cutoff; none is below ``bound_seconds``.
 
     Stages that share a group have equal parts of its memory or, where that leaves something to gain, what they need: the
@@ -56,13 +57,13 @@ def fastest(staged: Staged, cutoff_seconds: float, bound_seconds: float) -> Solv
     return best
 
 
-def _mixes(staged: Staged) -> list[Mixes]:
+def _mixes(staged: Staged[Composed]) -> list[Mixes]:
     m, recompute = staged.option.microbatches, staged.recompute
     nothing = [0.0] * staged.option.stages
     return staged.each(nothing, lambda table, held, _: table.mixes(m, held, recompute))
 
 
-def _in_rooms(staged: Staged, rooms: Sequence[float], cutoff_seconds: float) -> SolvedOption | None:
+def _in_rooms(staged: Staged[Composed], rooms: Sequence[float], cutoff_seconds: float) -> SolvedOption | None:
     """Find the best pipeline below the cutoff. ``rooms``: bytes of each stage, from the end."""
     option, m = staged.option, staged.option.microbatches
 

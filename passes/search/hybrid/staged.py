@@ -4,22 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from cost_models.arrays import FloatArray
-from passes.search.hybrid.composed import Composed
 from passes.search.hybrid.options import GroupOption
 from passes.search.words import RecomputeMode
 
 T = TypeVar("T")
 
 
+class RangeTable(Protocol):
+    """Ranges of pieces, and what they cost at least: ``Composed``, or a ``Cover`` of it."""
+
+    def plane(self, seconds: FloatArray) -> FloatArray:
+        """[first piece, last + 1] seconds of each range; infinite where there is none."""
+
+    def priced(
+        self, microbatches: int, held: int, room_bytes: float, recompute: RecomputeMode, longest: int | None
+    ) -> FloatArray:
+        """[unlike ranges, kinds of ways, scales of prices] seconds + price · (bytes - room) of the cheapest way."""
+
+
+Table = TypeVar("Table", bound=RangeTable)
+
+
 @dataclass(frozen=True, eq=False)
-class Staged:
+class Staged(Generic[Table]):
     """Lists are per stage, counted from the end, if they do not say otherwise."""
 
     option: GroupOption
-    tables: Sequence[Composed]
+    tables: Sequence[Table]
     """The ranges that it is one of."""
     links: Sequence[FloatArray]
     """[pieces + 1] seconds of the cut behind it, at each joint."""
@@ -42,7 +56,7 @@ class Staged:
         """The bytes of each stage, if those of a group share its memory equally."""
         return [self.capacity_bytes[group] / self.option.chunks for group in self.groups]
 
-    def each(self, rooms: Sequence[float], of_stage: Callable[[Composed, int, float], T]) -> list[T]:
+    def each(self, rooms: Sequence[float], of_stage: Callable[[Table, int, float], T]) -> list[T]:
         """Ask about every stage: its table, the micro-batches that it holds, its bytes. Equal ones are asked about once."""
         known: dict[tuple[int, int, float], T] = {}
         found = []

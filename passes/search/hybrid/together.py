@@ -19,7 +19,7 @@ import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
 from passes.search.hybrid.composed import SCALE
-from passes.search.hybrid.staged import Staged
+from passes.search.hybrid.staged import Staged, Table
 
 CLOSE = 1e-3
 """Bottlenecks nearer to each other than this are not told apart: as the gap of the search for pipelines."""
@@ -28,7 +28,7 @@ CLOSE = 1e-3
 class Together:
     """The bound for one option. Lists are per stage, counted from the end."""
 
-    def __init__(self, staged: Staged, priced: Sequence[FloatArray]) -> None:
+    def __init__(self, staged: Staged[Table], priced: Sequence[FloatArray]) -> None:
         """``priced``: of each stage, as ``Composed.priced`` with its share of the group's memory."""
         self.option, self.tables, self.links = staged.option, staged.tables, staged.links
         self.groups, self.weight, self.priced = staged.groups, staged.weight, priced
