@@ -13,8 +13,9 @@ from torch import fx
 from cost_models.cluster import ClusterSpec
 from cost_models.precision import NAMES
 from cost_models.units import counted, format_bytes, percent
-from partitioner.record.base import CertificateRecord, package_version
+from partitioner.record.base import package_version
 from partitioner.record.data import PlanT
+from partitioner.record.describe_certificate import describe_certificate
 from partitioner.record.describe_sharding import describe_sharding
 from partitioner.record.modules import modules_of_stages
 from partitioner.record.records import (
@@ -90,7 +91,7 @@ def describe(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: 
         optimizer_seconds={str(r): s for r, s in enumerate(realized.step.optimizer_seconds)},
         attention_backend=compiled.costs.attention_backend,
         prediction=_prediction(graph, cluster, compiled),
-        certificate=CertificateRecord(**asdict(outcome.certificate)),
+        certificate=describe_certificate(outcome.certificate),
         alternatives=_alternatives(compiled),
         not_considered=STRATEGIES[request.strategy].words.not_considered,
         proof=ProofRecord.model_validate(compiled.proof, from_attributes=True),

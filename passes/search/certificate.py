@@ -17,6 +17,64 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
+class StageTerms:
+    """One stage of a pipeline, in the surrogate."""
+
+    microbatch_seconds: float
+    """Seconds of everything that runs in each micro-batch."""
+    once_seconds: float
+    """Seconds of what runs once per step: sums of gradients, updates, gathers."""
+    cut_seconds: float
+    """Seconds per micro-batch of the values that come from earlier stages, and of their gradients."""
+    in_flight: int
+    """Micro-batches that it holds at once."""
+
+
+@dataclass(frozen=True)
+class BoundTerm:
+    """An option, or several, and the seconds that none of its pipelines is below."""
+
+    option: str
+    options: int
+    bound_seconds: float | None
+    """None: nothing fits."""
+
+
+@dataclass(frozen=True)
+class PipelineTerms:
+    """The numbers that a pipeline's surrogate follows from, and those of its bound.
+
+        t_s = microbatch_seconds + once_seconds / microbatches         x_s = cut_seconds, in front of stage s
+        T   = max(t_s, x_s, what stage s may wait for / (in_flight_s · chunks), where in_flight_s < microbatches)
+        objective = fill · Σ (t_s + x_s) + (microbatches - fill) · chunks · T         bound = min over options
+
+    What stage s may wait for: t_s and everything behind it.
+    """
+
+    fill: float
+    """Share of filling and draining that the schedule does not hide."""
+    microbatches: int
+    chunks: int
+    """Stages of each device group."""
+    stages: tuple[StageTerms, ...]
+    options: tuple[BoundTerm, ...] = ()
+    """All options of the space, the lowest bounds by name."""
+
+    @property
+    def objective_seconds(self) -> float:
+        """The surrogate of a step."""
+        m, behind, longest = self.microbatches, 0.0, 0.0
+        for stage in reversed(self.stages):
+            own = stage.microbatch_seconds + stage.once_seconds / m
+            behind += own
+            longest = max(longest, own, stage.cut_seconds)
+            if stage.in_flight < m:
+                longest = max(longest, behind / (stage.in_flight * self.chunks))
+            behind += stage.cut_seconds
+        return self.fill * behind + (m - self.fill) * self.chunks * longest
+
+
+@dataclass(frozen=True)
 class Certificate:
     """The proof that comes with a plan.
 
@@ -37,6 +95,8 @@ class Certificate:
     whole_ops_bound_seconds: float = 0.0
     """Seconds that no plan of whole ops simulates below, in the numbers of micro-batches that the search may choose; 0
     where the search is about other plans."""
+    terms: PipelineTerms | None = None
+    """The numbers that objective and bound follow from, where the search is over pipelines of device groups."""
 
     def __post_init__(self) -> None:
         if self.bound_seconds > self.objective_seconds * (1 + ROUNDING):

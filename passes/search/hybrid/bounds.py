@@ -36,7 +36,7 @@ def full_bound(staged: Staged[Composed], cutoff_seconds: float) -> float:
     if bound < cutoff_seconds and staged.option.chunks > 1:
         together = Together(staged, staged.priced(staged.equal_rooms, longest))
         bound = max(bound, together.seconds(alone, cutoff_seconds))
-    return bound
+    return min(bound, cutoff_seconds)  # longer stages were left out: they are above the cutoff
 
 
 def best_pipeline(program: PipelineProgram, cutoff_seconds: float) -> Bisected[Pipeline]:

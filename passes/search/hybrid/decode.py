@@ -39,6 +39,11 @@ class Decoded:
     candidate: Candidate
     parts: Mapping[int, tuple[SolvedPart, ...]]
     """The pieces of each stage that several devices share, solved."""
+    values: Mapping[str, Placements]
+    """The layouts at joints inside stages."""
+    unlike: frozenset[str]
+    """Ops, parameters and leaves of the batch that pieces of a stage would place in unlike ways: the stage has one of them,
+    so that it costs something else than its pieces."""
 
 
 def decoded(
@@ -65,19 +70,32 @@ def decoded(
         microbatches=option.microbatches,
         schedule=option.schedule,
         recomputed_blocks=blocks if any(blocks) else (),
-        shardings=_with_batch(
-            pieces, stages, {number: placement for number, (placement, _) in shared.items()}
-        ),
+        shardings=_with_batch(pieces, stages, {n: own.placement for n, own in shared.items()}),
         one_queue=one_queue,
     )
-    return Decoded(candidate, {number: parts for number, (_, parts) in shared.items()})
+    return Decoded(
+        candidate,
+        {number: own.parts for number, own in shared.items()},
+        _first_of(own.values for own in shared.values()),
+        frozenset(name for own in shared.values() for name in own.unlike),
+    )
 
 
-def _sharded(pieces: Pieces, stage: StageRecipe) -> tuple[FeaturePlacement, tuple[SolvedPart, ...]]:
-    """Return how a stage is shared, and the solved pieces."""
+@dataclass(frozen=True, eq=False)
+class _Sharded:
+    """A stage put together from its pieces. ``values``: at all its joints; ``placement`` has those at its ends."""
+
+    placement: FeaturePlacement
+    parts: tuple[SolvedPart, ...]
+    values: Mapping[str, Placements]
+    unlike: set[str]
+
+
+def _sharded(pieces: Pieces, stage: StageRecipe) -> _Sharded:
     known: dict[tuple[int, tuple[int, ...]], FeaturePlacement] = {}
     found: list[FeaturePlacement] = []
     parts: list[SolvedPart] = []
+    read: list[Mapping[str, Placements]] = []
     for piece, step in enumerate(stage.steps, start=stage.first):
         problem, options = step.recipes.problem, step.options
         key = id(problem), options
@@ -86,10 +104,13 @@ def _sharded(pieces: Pieces, stage: StageRecipe) -> tuple[FeaturePlacement, tupl
         first, part = problem.space.graph, pieces.parts[piece]
         names = {old.name: new.name for old, new in zip(first.graph.nodes, part.graph.nodes, strict=True)}
         parts.append(SolvedPart(problem, options, names))
-        found.append(renamed(known[key], first, part, stage.ranks))
-    whole, crossing = _joined(found), _crossing(pieces, stage)
+        own = renamed(known[key], first, part, stage.ranks)
+        sizes = {given.name for given in part.inputs if only_its_sizes(part, given.node)}
+        read.append({name: layout for name, layout in own.batch.items() if name not in sizes})
+        found.append(own)
+    whole, crossing = _joined(found, read), _crossing(pieces, stage)
     values = {name: layout for name, layout in whole.values.items() if name in crossing}
-    return replace(whole, values=values), tuple(parts)
+    return _Sharded(replace(whole, values=values), tuple(parts), whole.values, _unlike(whole, found, read))
 
 
 def _with_batch(
@@ -111,26 +132,41 @@ def _with_batch(
     }
 
 
-def _joined(parts: Sequence[FeaturePlacement]) -> FeaturePlacement:
-    """Put placements of pieces on one mesh together; of what several have, the first says how."""
+def _joined(parts: Sequence[FeaturePlacement], read: Sequence[Mapping[str, Placements]]) -> FeaturePlacement:
+    """Put placements of pieces on one mesh together; of what several have, the first says how.
 
-    def first_of(found: Iterable[Mapping[str, V]]) -> dict[str, V]:
-        joined: dict[str, V] = {}
-        for each in found:
-            for name, value in each.items():
-                joined.setdefault(name, value)
-        return joined
-
+    ``read``: leaves of the batch of which each reads more than the sizes; others take them as these do.
+    """
     mesh: Mesh = parts[0].mesh
     return FeaturePlacement(
         mesh,
-        first_of(p.choices for p in parts),
-        first_of(p.stored for p in parts),
-        first_of(p.batch for p in parts),
+        _first_of(p.choices for p in parts),
+        _first_of(p.stored for p in parts),
+        _first_of([*read, *(p.batch for p in parts)]),
         parts[0].microbatches,
-        first_of(p.sharded_state for p in parts),
-        first_of(p.values for p in parts),
+        _first_of(p.sharded_state for p in parts),
+        _first_of(p.values for p in parts),
     )
+
+
+def _first_of(found: Iterable[Mapping[str, V]]) -> dict[str, V]:
+    joined: dict[str, V] = {}
+    for each in found:
+        for name, value in each.items():
+            joined.setdefault(name, value)
+    return joined
+
+
+def _unlike(
+    whole: FeaturePlacement, parts: Sequence[FeaturePlacement], read: Sequence[Mapping[str, Placements]]
+) -> set[str]:
+    """Name what a piece would place in another way than its stage has it."""
+    found = {name for own in read for name, layout in own.items() if whole.batch[name] != layout}
+    for own in parts:
+        found |= {name for name, choice in own.choices.items() if whole.choices[name] != choice}
+        found |= {name for name, layout in own.stored.items() if whole.stored[name] != layout}
+        found |= {name for name, layout in own.sharded_state.items() if whole.sharded_state[name] != layout}
+    return found
 
 
 def _crossing(pieces: Pieces, stage: StageRecipe) -> set[str]:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cost_models.errors import InfeasibleError
-from passes.search.certificate import Certificate, relative_gap
+from cost_models.errors import InfeasibleError, InternalError
+from passes.search.certificate import BoundTerm, Certificate, relative_gap
 from passes.search.feature.result import origins_of
 from passes.search.hybrid.bounds import GAP
 from passes.search.hybrid.decode import Decoded
+from passes.search.hybrid.evaluate import AGREEMENT, CandidateCost, PipelineCost, check_agreement
 from passes.search.hybrid.search import SLACK, GroupSearch, Survey
 from passes.search.hybrid.solve import SolvedOption
 from passes.search.infeasible import shortfalls
@@ -29,6 +30,8 @@ SIMULATIONS = 8
 """Candidates simulated at most in each round, by hand: the surrogate ranks the best of them among its first three."""
 ROOM_LEFT = 0.995
 """Share of the memory that is planned with beyond what a simulation found too large. By hand."""
+NAMED = 16
+"""Options that a certificate names, of those that were solved. By hand: more than anybody reads."""
 GROWTH = (2.0, 4.0, 8.0, 16.0, 64.0, 1024.0)
 """Times a device's memory at which a plan is looked for that says what is short."""
 
@@ -86,7 +89,11 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
         RunnerUp.of(Label.of_groups(t.decoded.candidate), t.simulated) for t in tried if t is not best
     )
     survey = replace(surveys[0], stopped="interrupted") if interrupted else surveys[0]
-    certificate = _certificate(search, survey, best.solved, time.perf_counter() - started)
+    cost = CandidateCost(search.pieces, search.cluster, search.job, search.piece_search.shared).evaluated(
+        best.decoded.candidate, best.decoded.values
+    )
+    check_agreement(cost, best.solved.seconds, best.decoded.unlike)
+    certificate = _certificate(search, survey, cost, time.perf_counter() - started)
     return Outcome(best.simulated, judge, certificate, runner_ups, details=details)
 
 
@@ -127,8 +134,13 @@ def _share(judge: Judge, simulated: Simulated) -> float:
     return min(d.memory_bytes / peak for d, peak in zip(devices, simulated.peak_bytes, strict=True) if peak)
 
 
-def _certificate(search: GroupSearch, survey: Survey, best: SolvedOption, seconds: float) -> Certificate:
-    objective = best.pipeline.objective_seconds
+def _certificate(search: GroupSearch, survey: Survey, cost: PipelineCost, seconds: float) -> Certificate:
+    objective = cost.objective_seconds
+    if survey.bound_seconds > objective * (1 + AGREEMENT):
+        raise InternalError(
+            "certify a pipeline: its own bound is broken",
+            [f"its surrogate is {objective!r} s, {survey.bound_seconds!r} s were proved for all of them"],
+        )
     bound = min(survey.bound_seconds, objective)
     return Certificate(
         objective=OBJECTIVE,
@@ -137,13 +149,25 @@ def _certificate(search: GroupSearch, survey: Survey, best: SolvedOption, second
         gap=relative_gap(objective, bound),
         space=(
             f"equal groups of {search.cluster.world_size} devices in the cluster's order, cut between {len(search.pieces)} "
-            f"pieces; shards inside a node, replicas around them; {survey.looked_at} of {survey.options} degrees and "
+            f"pieces; shards inside a node, replicas around them; {len(survey.bounds)} of {survey.options} degrees and "
             "micro-batch counts solved, the rest bounded"
         ),
         method="layouts by min-sum elimination, stages by a dynamic program, bottlenecks by branch and bound",
         solver_status=survey.stopped or ("optimal" if bound >= objective * (1 - GAP) else "bounded"),
         search_seconds=seconds,
+        terms=replace(cost.terms, options=tuple(_bound_terms(survey))),
     )
+
+
+def _bound_terms(survey: Survey) -> Iterator[BoundTerm]:
+    """Yield the bounds of all options: the lowest by name, then others that were looked at, then the rest."""
+    bounds = sorted(survey.bounds, key=lambda own: own[1])
+    for option, seconds in bounds[:NAMED]:
+        yield BoundTerm(str(option), 1, seconds if math.isfinite(seconds) else None)
+    if others := [seconds for _, seconds in bounds[NAMED:]]:
+        yield BoundTerm("others solved", len(others), others[0] if math.isfinite(others[0]) else None)
+    if rest := survey.options - len(bounds):
+        yield BoundTerm("others, bounded alone", rest, survey.rest_seconds)
 
 
 def _no_options(search: GroupSearch) -> InfeasibleError:

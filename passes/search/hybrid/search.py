@@ -49,12 +49,18 @@ class Survey:
     """All options, those that may still win solved. ``solved``: best first."""
 
     solved: tuple[SolvedOption, ...]
-    bound_seconds: float
-    """No pipeline of any option is below, by the surrogate."""
     options: int
-    looked_at: int
+    bounds: tuple[tuple[GroupOption, float], ...]
+    """Each option that was solved, and the seconds that none of its pipelines is below."""
+    rest_seconds: float
+    """Seconds that no pipeline of any other option is below."""
     stopped: Literal["", "time limit", "interrupted"]
     """The reason why not all were looked at, if it is none of theirs."""
+
+    @property
+    def bound_seconds(self) -> float:
+        """No pipeline of any option is below, by the surrogate."""
+        return min([self.rest_seconds, *(seconds for _, seconds in self.bounds)])
 
 
 @dataclass(eq=False)
@@ -135,7 +141,7 @@ class GroupSearch:
                 raise
             stopped = "interrupted"
         ranked = tuple(sorted(search.found, key=lambda solved: solved.seconds))
-        return Survey(ranked, min(search.proved, search.least_seconds), len(listed), search.solved, stopped)
+        return Survey(ranked, len(listed), tuple(search.bounds), search.least_seconds, stopped)
 
     def staged(self, option: GroupOption, room: float = 1.0) -> Staged[Composed] | None:
         """Return the option's stages; None where the tables of its groups would be too large."""
@@ -202,9 +208,8 @@ class _Survey:
         self.search, self.options, self.room = search, options, room
         self.found: list[SolvedOption] = []
         self.best_seconds = math.inf
-        self.proved = math.inf
-        """No pipeline of an option that was solved is below."""
-        self.solved = 0
+        self.bounds: list[tuple[GroupOption, float]] = []
+        """Options that are done with, and what none of their pipelines is below."""
         self._open: list[tuple[float, int, int]] = [
             (floor, n, 0) for floor, n in search.floors.by_floor(options)
         ]
@@ -227,7 +232,7 @@ class _Survey:
             staged = self.search.staged(self.options[number], self.room)
             if staged is None:
                 heapq.heappop(self._open)
-                self.proved = min(self.proved, bound)
+                self.bounds.append((self.options[number], bound))
                 return
             self._staged[number] = staged
             better = quick_bound(staged, cutoff)
@@ -243,7 +248,7 @@ class _Survey:
         found = fastest(self._staged[number], self.best_seconds * SLACK, bound)
         heapq.heappop(self._open)
         self._staged.pop(number)
-        self.proved, self.solved = min(self.proved, bound), self.solved + 1
+        self.bounds.append((self.options[number], bound))
         if found is not None:
             log.debug("%s: %.6g s, not below %.6g s", found.option, found.seconds, bound)
             self.found.append(found)

@@ -6,7 +6,8 @@
                         t + λ · bytes of its recipes; at price μ ≥ λ it costs T + (μ / λ) · (G(λ) - T) at least
 
 Groups whose stages hold more pay more: prices fall from the first group to the last, both found by climbing. The surrogate
-is at least ``fill · least(T) + w · T'`` for bottlenecks between T' and T; intervals are halved where that is least.
+is at least ``fill · least(T) + w · T'`` for bottlenecks between T' and T; intervals are halved where that is least. No
+bottleneck is below the mean of stages, cuts not counted, nor below its part of what the first may wait for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -30,6 +33,7 @@ class Together:
 
     def __init__(self, staged: Staged[Table], priced: Sequence[FloatArray]) -> None:
         """``priced``: of each stage, as ``Composed.priced`` with its share of the group's memory."""
+        self._staged = staged
         self.option, self.tables, self.links = staged.option, staged.tables, staged.links
         self.groups, self.weight, self.priced = staged.groups, staged.weight, priced
         self._at = (0, 0)
@@ -37,8 +41,8 @@ class Together:
         self._short: dict[int, tuple[IntArray, FloatArray]] = {}
 
     def quick_seconds(self) -> float:
-        """Return a bound at once: the longest stage is at least as long as they are on average."""
-        return (self.option.fill + self.weight / self.option.stages) * self.least(math.inf)
+        """Return a bound at once, as if the longest stage were as long as it has to be."""
+        return self.option.fill * self.least(math.inf) + self.weight * self._longest_seconds
 
     def seconds(self, alone: Sequence[FloatArray], cutoff_seconds: float) -> float:
         """Return the bound, or one that is not below ``cutoff_seconds``.
@@ -47,18 +51,27 @@ class Together:
         """
         fill, weight = self.option.fill, self.weight
         whole = self.least(math.inf)
-        lo = whole / self.option.stages
+        lo = self._longest_seconds
         hi = max(lo, (cutoff_seconds - fill * whole) / weight if weight > 0 else math.inf)
         if math.isinf(hi):
             hi = max(float(x[np.isfinite(x)].max(initial=lo)) for x in (*alone, *self.links))
+        longer = fill * whole + weight * hi  # what stages may be that are longer than they have to be
         intervals = [(fill * self.least(hi, alone) + weight * lo, lo, hi)]
         while True:
             bound, lo, hi = heapq.heappop(intervals)
             if bound >= cutoff_seconds or hi <= lo * (1 + CLOSE):
-                return bound
+                return min(bound, longer)
             middle = (lo + hi) / 2
             heapq.heappush(intervals, (fill * self.least(middle, alone) + weight * lo, lo, middle))
             heapq.heappush(intervals, (bound + weight * (middle - lo), middle, hi))
+
+    @cached_property
+    def _longest_seconds(self) -> float:
+        """Return what the longest stage takes at least: what they take on average, or what the first may wait for."""
+        option = self.option
+        free = Together(replace(self._staged, links=[np.zeros_like(x) for x in self.links]), self.priced)
+        mean, held = free.least(math.inf) / option.stages, option.in_flight[-1]
+        return max(mean, self.least(math.inf) / (held * option.chunks) if held < option.microbatches else 0.0)
 
     def least(self, most_seconds: float, alone: Sequence[FloatArray] = ()) -> float:
         """Return what the stages and cuts of a pipeline add up to at least, none longer than ``most_seconds``."""

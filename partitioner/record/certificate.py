@@ -1,0 +1,93 @@
+"""The certificate of a pipeline, added up again from the plan alone: no code of the search, only what the plan says.
+
+    t_s  = microbatch_seconds + once_seconds / m         x_s = cut_seconds, in front of stage s
+    D_s  = Σ_{r ≥ s} t_r + Σ_{r > s} x_r                 what stage s waits for until a micro-batch is back
+    T    = max over stages of  t_s,  x_s,  and D_s / (in_flight_s · chunks) where in_flight_s < m
+
+    objective = fill · Σ_s (t_s + x_s) + (m - fill) · chunks · T
+    bound     = least bound of any option, or the objective        gap = (objective - bound) / objective
+
+Schedules of groups: fill is 1 of 1f1b and gpipe, 1 / chunks of interleaved; in flight are all m micro-batches of gpipe, and
+of 1f1b as many as there are stages from here to the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from partitioner.record.base import CertificateRecord, PipelineTermsRecord
+
+if TYPE_CHECKING:
+    from partitioner.record.records import PlanFields
+
+ROUNDING = 1e-9
+"""Relative difference that sums in another order may make."""
+
+
+def added_up(terms: PipelineTermsRecord) -> tuple[float, float]:
+    """Return objective and bound in seconds; a bound is infinite where no option fits."""
+    m, chunks = terms.microbatches, terms.chunks
+    own = [
+        (row.microbatch_seconds + row.once_seconds / m, row.cut_seconds)
+        for row in terms.stages
+        for _ in range(row.stages)
+    ]
+    total = sum(stage + cut for stage, cut in own)
+    longest, before = 0.0, 0.0
+    for (stage, cut), held in zip(own, terms.in_flight, strict=True):
+        waits = (total - before - cut) / (held * chunks) if held < m else 0.0
+        longest = max(longest, stage, cut, waits)
+        before += stage + cut
+    bounds = [row.bound_seconds for row in terms.options if row.bound_seconds is not None]
+    return terms.fill * total + (m - terms.fill) * chunks * longest, min(bounds, default=float("inf"))
+
+
+def contradictions(plan: PlanFields) -> Iterator[str]:
+    """Yield where a certificate does not follow from its terms, or its terms are not those of the plan."""
+    certificate, terms = plan.certificate, plan.certificate.terms
+    if terms is None:
+        return
+    where, count = "certificate.terms", sum(row.stages for row in terms.stages)
+    if count != len(plan.stages) or len(terms.in_flight) != count:
+        yield f"{where}: {count} stages, {len(terms.in_flight)} of them in flight; the plan has {len(plan.stages)}"
+        return
+    if terms.microbatches != plan.microbatches:
+        yield f"{where}.microbatches: {terms.microbatches}, the plan has {plan.microbatches}"
+        return
+    if terms.chunks * len({stage.devices for stage in plan.stages}) != count:
+        yield f"{where}.chunks: {terms.chunks} stages of each group do not make {count}"
+    yield from _of_schedule(plan.schedule, terms)
+    yield from _sums(certificate, terms)
+
+
+def _of_schedule(schedule: str, terms: PipelineTermsRecord) -> Iterator[str]:
+    """Yield what the schedule says otherwise."""
+    where, m, count = "certificate.terms", terms.microbatches, len(terms.in_flight)
+    fill = 1 / terms.chunks if schedule == "interleaved" else 1.0
+    if abs(terms.fill - fill) > ROUNDING:
+        yield f"{where}.fill: {terms.fill!r}, {schedule} has {fill!r}"
+    expected = {"gpipe": [m] * count, "1f1b": [min(m, count - s) for s in range(count)]}.get(schedule)
+    if expected is not None and list(terms.in_flight) != expected:
+        yield f"{where}.in_flight: {list(terms.in_flight)}, {schedule} has {expected}"
+    elif max(terms.in_flight) > m:
+        yield f"{where}.in_flight: {max(terms.in_flight)} of {m} micro-batches"
+
+
+def _sums(certificate: CertificateRecord, terms: PipelineTermsRecord) -> Iterator[str]:
+    """Yield the sums that are not those of the terms."""
+    objective, least = added_up(terms)
+    bound = min(least, objective)
+    if _differ(objective, certificate.objective_seconds):
+        yield f"certificate.objective_seconds: {certificate.objective_seconds!r}, its terms make {objective!r}"
+    if least > objective * (1 + ROUNDING):
+        yield f"certificate.terms.options: none is below {least!r} s, and the plan has {objective!r} s"
+    if _differ(bound, certificate.bound_seconds):
+        yield f"certificate.bound_seconds: {certificate.bound_seconds!r}, its terms make {bound!r}"
+    gap = (objective - bound) / objective if objective else 0.0
+    if abs(gap - certificate.gap) > ROUNDING:
+        yield f"certificate.gap: {certificate.gap!r}, its terms make {gap!r}"
+
+
+def _differ(one: float, other: float) -> bool:
+    return abs(one - other) > ROUNDING * max(one, other)

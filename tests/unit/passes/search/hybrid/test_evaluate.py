@@ -1,0 +1,120 @@
+"""The surrogate as it is defined, op by op, against what the search says that its pipelines cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from benchmarks.feature_matrix import load
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InternalError
+from cost_models.layout import Shard
+from passes.costs.costs import costs_of
+from passes.lower.job import Job
+from passes.search.hybrid.bounds import full_bound, quick_bound
+from passes.search.hybrid.decode import Decoded
+from passes.search.hybrid.evaluate import CandidateCost, check_agreement
+from passes.search.hybrid.options import GroupOption
+from passes.search.hybrid.search import GroupSearch, SolvedOption
+from passes.search.hybrid.walk import needed_bytes
+from tests.support.matrix import thinned
+
+MODELS = ("gpt2", "llama-8b", "t5", "mixtral", "unet")
+KINDS = ("one", "replicas", "tensor", "both", "interleaved")
+"""Groups of one device; of replicas; of shards; of both; stages that go round and round."""
+ROOMS = (1.0, 1.1, 1.4)
+"""Times the least memory that a pipeline is found for."""
+SHOWN = [("gpt2", "both"), ("t5", "interleaved"), ("mixtral", "tensor"), ("unet", "replicas")]
+
+
+@cache
+def search(model: str) -> GroupSearch:
+    graph, cluster = load(model)[1], ClusterSpec.parse("dgx-h100:1")
+    return GroupSearch(graph, costs_of(graph, cluster), cluster, Job(16))
+
+
+@cache
+def options_of(model: str, kind: str) -> list[GroupOption]:
+    """The options of a kind with the fewest and the most micro-batches."""
+    found = []
+    for option in search(model).options():
+        (run,) = option.runs
+        its = (
+            "one"
+            if run.size == 1
+            else "replicas"
+            if run.tensor == 1
+            else "tensor"
+            if run.replicas == 1
+            else "both"
+        )
+        if kind == ("interleaved" if option.chunks > 1 else its):
+            found.append(option)
+    return [found[0], found[-1]]
+
+
+def decoded(model: str, option: GroupOption) -> Iterator[tuple[SolvedOption, Decoded]]:
+    """Solve an option with much memory, and with hardly enough."""
+    own, room = search(model), 1.0
+    while own.solve(option, math.inf, room / 1.05) is not None:
+        room /= 1.05
+    for more in (*ROOMS, 1 / room):
+        solved, staged = own.solve(option, math.inf, room * more), own.staged(option, room * more)
+        if solved is not None:
+            assert staged is not None
+            assert quick_bound(staged, math.inf) <= solved.seconds * (1 + 1e-9)
+            assert full_bound(staged, math.inf) <= solved.seconds * (1 + 1e-9)
+            assert own.first_bound(option, math.inf, room * more) <= solved.seconds * (1 + 1e-9)
+            yield solved, own.decode(solved, one_queue=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), thinned([(model, kind) for model in MODELS for kind in KINDS], SHOWN)
+)
+def test_the_search_s_objective_and_memory_are_those_of_every_op(model: str, kind: str) -> None:
+    own = search(model)
+    cost = CandidateCost(own.pieces, own.cluster, own.job, own.piece_search.shared)
+    tight = 0
+    for option in options_of(model, kind):
+        for solved, found in decoded(model, option):
+            assert not found.unlike
+            evaluated = cost.evaluated(found.candidate, found.values)
+            assert evaluated.objective_seconds == pytest.approx(solved.seconds, rel=1e-9)
+            check_agreement(evaluated, solved.seconds, found.unlike)
+            for steps, stage, held in zip(
+                solved.steps, evaluated.stages, option.in_flight[::-1], strict=True
+            ):
+                needed = stage.state_bytes + held * stage.held_bytes + stage.buffer_bytes
+                assert needed == pytest.approx(needed_bytes(steps, held), rel=1e-9)
+            kept = [
+                layout[0]
+                for sharding in found.candidate.shardings.values()
+                for layout in (*sharding.stored.values(), *sharding.sharded_state.values())
+            ]
+            zero = "data" in {a for s in found.candidate.shardings.values() for a in s.mesh.axes}
+            tight += bool(found.candidate.recomputed_blocks) or (
+                zero and any(isinstance(p, Shard) for p in kept)
+            )
+    assert tight, "short of memory, blocks are computed again, or replicas keep parts"
+
+
+def test_what_does_not_agree_is_refused() -> None:
+    option = options_of("gpt2", "both")[0]
+    own = search("gpt2")
+    solved, found = next(decoded("gpt2", option))
+    cost = CandidateCost(own.pieces, own.cluster, own.job, own.piece_search.shared)
+    (number, sharding), *_ = found.candidate.shardings.items()
+    whole = {
+        name: type(layout)((layout[0], *[layout[0]] * (len(layout) - 1)))
+        for name, layout in sharding.stored.items()
+    }
+    other = replace(
+        found.candidate,
+        shardings={**found.candidate.shardings, number: replace(sharding, stored=whole, sharded_state={})},
+    )
+    with pytest.raises(InternalError, match="not what the pipeline costs"):
+        check_agreement(cost.evaluated(other, found.values), solved.seconds, ())
