@@ -114,7 +114,7 @@ class EveryPipeline:
             yield (0, *cut)
 
     def _of_cut(self, option: GroupOption, starts: tuple[int, ...]) -> float:
-        groups = [self.search._of_group(option, run, number) for run, number in option.members]
+        groups = self.search.tables.of_groups(option)
         tables = [groups[place] for place in option.places]
         held = option.in_flight[::-1]
         capacity = [

@@ -35,11 +35,6 @@ SCALE = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0)
 """Prices of a whole device's memory, in steps: nothing, and from where it hardly counts to where it decides. By hand."""
 
 
-def families_of(most_held: int) -> tuple[int, ...]:
-    """Return the numbers of micro-batches held that prices are made for: powers of two, the last not below."""
-    return tuple(1 << i for i in range((most_held - 1).bit_length() + 1))
-
-
 @dataclass(frozen=True, eq=False)
 class Composed:
     """Stages on one kind of group at one number of samples."""
@@ -116,9 +111,8 @@ class Composed:
         computing exactly so many blocks again.
         """
         least = self._least_of_kinds(recompute, longest)
-        again = self.ranges[-1].amounts[SAVED, :, 0][:, None] * (np.arange(least.shape[1]) > 0)
-        if recompute == "full" and longest is None:
-            again = self.ranges[-1].amounts[SAVED, :, 0][:, None]
+        again = self.ranges[-1].amounts[SAVED, :, :1] * np.ones(least.shape[1])
+        again[:, : recompute != "full" or longest is not None] = 0.0  # the first kind keeps everything
         cost = least + self.prices.state * (again[..., None] - room_bytes)
         return self._at_held(cost, held) / microbatches
 
@@ -182,17 +176,19 @@ def composed(
     prices = Prices(state, np.concatenate([scale[:1], *[scale[1:] * held for held in families]]))
     kinds = range(len(search.pieces.first))
 
-    def recipes(*, again: bool) -> tuple[Recipes, ...]:
-        return tuple(search.recipes(k, group, job, microbatches, prices, again=again) for k in kinds)
-
     def ranges(own: Sequence[Recipes], saved_bytes: FloatArray | None = None) -> Ranges:
         free = np.zeros((len(own), len(Layouts(own))))
         return ranges_of(search.pieces.kind, own, free, free, saved_bytes)
 
-    kept = recipes(again=False)
+    kept = tuple(search.recipes(kind, group, job, microbatches, prices) for kind in kinds)
     if not any(search.pieces.blocks):
         return Composed(search.pieces, prices, families, (kept,), (ranges(kept),))
-    anew = recipes(again=True)
+    anew = tuple(
+        search.recipes(kind, group, job, microbatches, prices, again=True)
+        if search.pieces.blocks[first]
+        else own
+        for kind, first, own in zip(kinds, search.pieces.first, kept, strict=True)
+    )
     either = [cheaper(one, other) for one, other in zip(kept, anew, strict=True)]
     saved = search.saved(kept)
     found = ranges(kept), ranges(anew, saved), ranges(either, saved)

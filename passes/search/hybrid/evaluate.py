@@ -67,7 +67,7 @@ NOTHING = StageCost(0.0, 0.0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, eq=False)
 class PipelineCost:
-    """What a candidate costs."""
+    """The costs of a candidate."""
 
     stages: tuple[StageCost, ...]
     terms: PipelineTerms

@@ -1,12 +1,12 @@
-"""Seconds that no pipeline of an option is below: its work in the best shares, nothing sent between groups.
+"""Seconds that no pipeline of an option is below: its work in the best shares, nothing sent between groups, however much
+memory that takes.
 
-work     the least seconds of one replica's micro-batch on its shards, however much memory that takes
+work     the least seconds of one replica's whole batch on its shards, in proportion: fewer samples cost no less each
 floor    fill · Σ shares · work + (micro-batches - fill) · longest share · work, over shares that make a whole
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +25,7 @@ MANY = 1 << 20
 
 @dataclass(eq=False)
 class Floors:
-    """Bounds options before they are solved. ``job``: with the batch that options cut."""
+    """Bounds options before anything else is known of them. ``job``: with the batch that options cut."""
 
     search: PieceSearch
     job: Job
@@ -36,38 +36,23 @@ class Floors:
 
         No stages take less together: replicas, parameters kept in parts and the end of a step only add to it.
         """
-        key = run.pool.alike, run.tensor, samples
+        key = run.pool.alike, run.tensor
         if key not in self._work:
-            self._work[key] = min(self._work_on(ranks, samples) for ranks in run.pool.windows(run.tensor))
-        return self._work[key]
-
-    def rough_seconds(self, run: Run, samples: int) -> float:
-        """Bound ``work_seconds`` by the whole batch's, in proportion: fewer samples cost no less each."""
-        return self.work_seconds(run, self.job.batch_size) * samples / self.job.batch_size
+            self._work[key] = min(map(self._work_on, run.pool.windows(run.tensor)))
+        return self._work[key] * samples / self.job.batch_size
 
     def rate(self, run: Run, samples: int) -> float:
         """Return how many micro-batches of ``samples`` the run's groups do per second, at most."""
-        seconds = self.rough_seconds(run, samples // run.replicas)
+        seconds = self.work_seconds(run, samples // run.replicas)
         return run.groups / seconds if seconds else float("inf")
 
-    def of_option(self, option: GroupOption) -> float:
-        """Seconds that the option's surrogate is not below."""
-        return _floor(option, self.work_seconds)
+    def by_floor(self, found: Iterable[GroupOption]) -> Iterator[tuple[float, int]]:
+        """Yield (floor, number of the option), by rising floor."""
+        yield from sorted((_floor(option, self.work_seconds), number) for number, option in enumerate(found))
 
-    def by_floor(self, found: Iterable[GroupOption]) -> Iterator[tuple[float, GroupOption]]:
-        """Yield (floor, option), by rising floor; floors of those that are not asked for are only roughly computed."""
-        listed = list(found)
-        heap = [(_floor(option, self.rough_seconds), False, number) for number, option in enumerate(listed)]
-        heapq.heapify(heap)
-        while heap:
-            floor, exact, number = heapq.heappop(heap)
-            if exact:
-                yield floor, listed[number]
-            else:
-                heapq.heappush(heap, (max(floor, self.of_option(listed[number])), True, number))
-
-    def _work_on(self, ranks: tuple[int, ...], samples: int) -> float:
-        job = replace(self.job, batch_size=samples * MANY)
+    def _work_on(self, ranks: tuple[int, ...]) -> float:
+        """Seconds of the whole batch, as one of many micro-batches of its size."""
+        job = replace(self.job, batch_size=self.job.batch_size * MANY)
         free = Prices(np.zeros(1), np.zeros(1))
         group, kinds = GroupKind(ranks, 1, len(ranks)), range(len(self.search.pieces.first))
         try:

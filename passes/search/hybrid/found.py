@@ -14,9 +14,11 @@ from dataclasses import dataclass, replace
 from cost_models.errors import InfeasibleError, InternalError
 from passes.search.certificate import BoundTerm, Certificate, relative_gap
 from passes.search.feature.result import origins_of
+from passes.search.hybrid.bounds import GAP
 from passes.search.hybrid.decode import Decoded
 from passes.search.hybrid.evaluate import AGREEMENT, CandidateCost, PipelineCost, check_agreement
-from passes.search.hybrid.search import GAP, SLACK, GroupSearch, SolvedOption, Survey
+from passes.search.hybrid.search import SLACK, GroupSearch, Survey
+from passes.search.hybrid.solve import SolvedOption
 from passes.search.infeasible import shortfalls
 from passes.search.judge import MEMORY_ROUNDS, Judge, Simulated, memory_rounds
 from passes.search.outcome import Label, Outcome, RunnerUp, ShardingDetails
@@ -61,7 +63,7 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
         for solved in survey.solved[:SIMULATIONS]:
             best = _fastest(tried)
             late = survey.stopped or time.perf_counter() > deadline
-            if solved.pipeline.objective_seconds > SLACK * best or (late and best < math.inf):
+            if solved.seconds > SLACK * best or (late and best < math.inf):
                 break
             tried.extend(_until_it_fits(search, judge, solved, best, room, one_queue=one_queue))
         if not tried or _fastest(tried) < math.inf:
@@ -80,7 +82,7 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
         raise _infeasible(search, judge, tried, one_queue)
     best = min(fitting, key=lambda t: t.simulated.step_seconds)
     details = ShardingDetails(
-        best.solved.pipeline.objective_seconds, (),
+        best.solved.seconds, (),
         {stage: origins_of(search.piece_search.discovery, parts) for stage, parts in best.decoded.parts.items()},
     )  # fmt: skip
     runner_ups = tuple(
@@ -90,7 +92,7 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
     cost = CandidateCost(search.pieces, search.cluster, search.job, search.piece_search.shared).evaluated(
         best.decoded.candidate, best.decoded.values
     )
-    check_agreement(cost, best.solved.pipeline.objective_seconds, best.decoded.unlike)
+    check_agreement(cost, best.solved.seconds, best.decoded.unlike)
     certificate = _certificate(search, survey, best.solved, cost, time.perf_counter() - started)
     return Outcome(best.simulated, judge, certificate, runner_ups, details=details)
 
@@ -115,7 +117,7 @@ def _until_it_fits(
         if tried[-1].simulated.fits or tried[-1].simulated.step_seconds > best_seconds:
             break
         room *= ROOM_LEFT * _share(judge, tried[-1].simulated)
-        smaller, _ = search.solve(solved.option, SLACK * best_seconds, room)
+        smaller = search.solve(solved.option, SLACK * best_seconds, room)
         if smaller is None:
             break
         solved = smaller
@@ -170,7 +172,7 @@ def _bound_terms(survey: Survey) -> Iterator[BoundTerm]:
     if others := [seconds for _, seconds in bounds[NAMED:]]:
         yield BoundTerm("others solved", len(others), others[0] if math.isfinite(others[0]) else None)
     if rest := survey.options - len(bounds):
-        yield BoundTerm("others, by their work alone", rest, survey.rest_seconds)
+        yield BoundTerm("others, bounded alone", rest, survey.rest_seconds)
 
 
 def _no_options(search: GroupSearch) -> InfeasibleError:

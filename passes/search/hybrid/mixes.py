@@ -9,6 +9,7 @@ a mix go by its number of blocks, which is exact where blocks are equal.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,26 +106,28 @@ class Mixes:
         alone = np.where(seconds <= most_seconds, seconds + price * self._alone[may], np.inf)
         own = alone.argmin(axis=1)
         cost[may], size[may] = alone[at, own], self._alone[may][at, own]
-        for w in range(len(self.ways)):
-            frees = (needed - needed[:, w : w + 1]) / np.maximum(blocks, 1.0)
-            slower = (seconds[:, w : w + 1] - seconds) / np.maximum(blocks, 1.0)
-            mixes = (frees > 0) & (slower > 0) & (seconds <= most_seconds)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                many = np.floor((most_seconds - seconds) / slower * (1 + ROUNDING))
-            many = np.where(mixes, np.minimum(many, blocks - 1), 0.0)
-            bytes_of = needed + self._extra_beside(w)[may] - many * frees
-            mixed = np.where(many > 0, seconds + many * slower + price * bytes_of, np.inf)
-            own = mixed.argmin(axis=1)
-            better = mixed[at, own] < cost[may]
-            cost[may] = np.where(better, mixed[at, own], cost[may])
-            size[may] = np.where(better, bytes_of[at, own], size[may])
+        extra = self.extra[may, None, None] * ((self._again[:, None] | self._again) & (blocks > 0)[..., None])
+        frees = (needed[:, :, None] - needed[:, None]) / np.maximum(blocks, 1.0)[..., None]
+        slower = (seconds[:, None] - seconds[:, :, None]) / np.maximum(blocks, 1.0)[..., None]
+        left = (most_seconds - seconds)[..., None]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            many = np.minimum(np.floor(left / slower * (1 + ROUNDING)), (blocks - 1)[..., None])
+        mixes = (frees > 0) & (slower > 0) & (left >= 0) & (many > 0)
+        many = np.where(mixes, many, 0.0)
+        bytes_of = needed[..., None] + extra - many * frees
+        mixed = np.where(mixes, seconds[..., None] + many * slower + price * bytes_of, np.inf)
+        flat = mixed.reshape(len(may), -1)
+        pair = flat.argmin(axis=1)
+        better = flat[at, pair] < cost[may]
+        cost[may] = np.where(better, flat[at, pair], cost[may])
+        size[may] = np.where(better, bytes_of.reshape(len(may), -1)[at, pair], size[may])
         return cost, size
 
-    @property
+    @cached_property
     def _again(self) -> NDArray[np.bool_]:
         return np.array([again for _, again in self.ways], dtype=bool)
 
-    @property
+    @cached_property
     def _alone(self) -> FloatArray:
         """[unlike ranges, ways] bytes of one recipe for all pieces."""
         found: FloatArray = self.needed + self._extra_beside(None)

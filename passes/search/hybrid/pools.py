@@ -88,6 +88,11 @@ class Run:
             place = self.pool.marks_of(ranks)
         return self.pool.alike, self.replicas, self.tensor, place
 
+    def shards_kind(self, group: int) -> Hashable:
+        """Equal for groups whose first replicas are of equal devices and wired alike."""
+        marks = self.pool.marks_of(self.ranks(group)[: self.tensor]) if self.pool.marks else ()
+        return self.pool.alike, self.tensor, marks
+
     def __str__(self) -> str:
         parts = [f"{self.groups} group" + "s" * (self.groups > 1)]
         parts += [f"{self.replicas} replicas"] if self.replicas > 1 else []

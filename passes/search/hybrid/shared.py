@@ -16,7 +16,7 @@ import numpy as np
 from cost_models.arrays import FloatArray
 from passes.search.hybrid.composed import Composed
 from passes.search.hybrid.mixes import Mixes
-from passes.search.hybrid.options import GroupOption
+from passes.search.hybrid.staged import Staged
 
 ROUNDS = 12
 """Times that prices are changed at one bottleneck, by hand: more of them found nothing more on Llama-70B and 405B."""
@@ -27,18 +27,16 @@ MOST_CHANGE = 4.0
 class SharedMemory:
     """The stages of one option. Lists are per stage, counted from the end."""
 
-    def __init__(
-        self,
-        option: GroupOption,
-        tables: Sequence[Composed],
-        mixes: Sequence[Mixes],
-        links: Sequence[FloatArray],
-        capacity_bytes: Sequence[float],
-    ) -> None:
-        """``capacity_bytes``: of each group."""
-        self.option, self.tables, self.mixes, self.links = option, tables, mixes, links
-        self.capacity = np.array(capacity_bytes)
-        self.groups = np.array(option.places[::-1])
+    def __init__(self, staged: Staged[Composed], mixes: Sequence[Mixes]) -> None:
+        self.option, self.tables, self.mixes, self.links = staged.option, staged.tables, mixes, staged.links
+        self.capacity = np.array(staged.capacity_bytes)
+        self.groups = np.array(staged.groups)
+        each = {id(own): own for own in mixes}.values()
+        self.least_seconds = min(float(own.seconds.min()) for own in each)
+        """No stage is shorter."""
+        number = self.tables[0].number[0, -1]
+        self.most_seconds = max(float(own.seconds[number].max()) for own in each)
+        """All pieces in the slowest recipe."""
 
     def rooms(self, most_seconds: float) -> list[float] | None:
         """Return the bytes of each stage, none longer than ``most_seconds``; None where no prices are found for that."""

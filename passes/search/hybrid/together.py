@@ -15,13 +15,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
-from cost_models.arrays import FloatArray
-from passes.search.hybrid.composed import SCALE, Composed
-from passes.search.hybrid.options import GroupOption
+from cost_models.arrays import FloatArray, IntArray
+from passes.search.hybrid.composed import SCALE
+from passes.search.hybrid.staged import Staged, Table
 
 CLOSE = 1e-3
 """Bottlenecks nearer to each other than this are not told apart: as the gap of the search for pipelines."""
@@ -30,19 +31,14 @@ CLOSE = 1e-3
 class Together:
     """The bound for one option. Lists are per stage, counted from the end."""
 
-    def __init__(
-        self,
-        option: GroupOption,
-        tables: Sequence[Composed],
-        priced: Sequence[FloatArray],
-        links: Sequence[FloatArray],
-    ) -> None:
+    def __init__(self, staged: Staged[Table], priced: Sequence[FloatArray]) -> None:
         """``priced``: of each stage, as ``Composed.priced`` with its share of the group's memory."""
-        self.option, self.tables, self.priced, self.links = option, tables, priced, links
-        self.groups = option.places[::-1]
-        self.weight = (option.microbatches - option.fill) * option.chunks
+        self._staged = staged
+        self.option, self.tables, self.links = staged.option, staged.tables, staged.links
+        self.groups, self.weight, self.priced = staged.groups, staged.weight, priced
         self._at = (0, 0)
-        self._planes: dict[tuple[int, int, float], FloatArray] = {}
+        self._planes: dict[tuple[int, int, int], FloatArray] = {}
+        self._short: dict[int, tuple[IntArray, FloatArray]] = {}
 
     def quick_seconds(self) -> float:
         """Return a bound at once, as if the longest stage were as long as it has to be."""
@@ -73,13 +69,14 @@ class Together:
     def _longest_seconds(self) -> float:
         """Return what the longest stage takes at least: what they take on average, or what the first may wait for."""
         option = self.option
-        free = Together(option, self.tables, self.priced, [np.zeros_like(link) for link in self.links])
+        free = Together(replace(self._staged, links=[np.zeros_like(x) for x in self.links]), self.priced)
         mean, held = free.least(math.inf) / option.stages, option.in_flight[-1]
         return max(mean, self.least(math.inf) / (held * option.chunks) if held < option.microbatches else 0.0)
 
     def least(self, most_seconds: float, alone: Sequence[FloatArray] = ()) -> float:
         """Return what the stages and cuts of a pipeline add up to at least, none longer than ``most_seconds``."""
         self._planes.clear()
+        self._short.clear()
         top = len(SCALE) - 1
         known: dict[tuple[int, int], float] = {}
 
@@ -116,22 +113,32 @@ class Together:
         return float(rest[0])
 
     def _plane(self, stage: int, scale: int, most_seconds: float, alone: Sequence[FloatArray]) -> FloatArray:
-        key = id(self.priced[stage]), scale, float(id(alone[stage])) if alone else 0.0
+        """[first piece, last + 1] the cost of a stage at one price."""
+        priced = self.priced[stage]
+        key = id(priced), scale, id(alone[stage]) if alone else 0
         if key not in self._planes:
-            own = _at_most(self.priced[stage], scale, most_seconds).min(axis=1)
-            plane = self.tables[stage].plane(own)
+            plane = self.tables[stage].plane(self._cheapest(priced, scale, most_seconds))
             if alone:
                 plane = np.where(alone[stage] <= most_seconds, plane, np.inf)
             self._planes[key] = plane
         return self._planes[key]
 
-
-def _at_most(priced: FloatArray, scale: int, most_seconds: float) -> FloatArray:
-    """[ranges, kinds] seconds and what memory costs at least at one price, of ways of at most ``most_seconds``."""
-    if math.isinf(most_seconds):
-        return priced[..., scale]
-    if scale == 0:
-        return np.where(priced[..., 0] <= most_seconds, priced[..., 0], np.inf)
-    times = SCALE[scale] / np.array(SCALE[1 : scale + 1])
-    found: FloatArray = (times * priced[..., 1 : scale + 1] + (1 - times) * most_seconds).max(axis=-1)
-    return np.where(priced[..., 0] <= most_seconds, found, np.inf)
+    def _cheapest(self, priced: FloatArray, scale: int, most_seconds: float) -> FloatArray:
+        """[unlike ranges] seconds and what memory costs at least, of ways of at most ``most_seconds``."""
+        found = np.full(len(priced), np.inf)
+        if id(priced) not in self._short:
+            short = priced[..., 0] <= most_seconds
+            rows = np.flatnonzero(short.any(axis=1))
+            kinds = int(np.flatnonzero(short.any(axis=0)).max(initial=-1)) + 1
+            own = np.where(short[rows, :kinds, None], priced[rows, :kinds], np.inf)
+            self._short[id(priced)] = rows, own
+        rows, own = self._short[id(priced)]
+        if not own.size:
+            return found
+        if scale and math.isfinite(most_seconds):
+            times = SCALE[scale] / np.array(SCALE[1 : scale + 1])
+            cost = (times * own[..., 1 : scale + 1] + (1 - times) * most_seconds).max(axis=-1)
+        else:
+            cost = own[..., scale]
+        found[rows] = cost.min(axis=1)
+        return found

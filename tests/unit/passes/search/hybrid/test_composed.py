@@ -12,7 +12,7 @@ from benchmarks.feature_matrix import load
 from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from passes.lower.job import Job
-from passes.search.hybrid.composed import Composed, composed, families_of
+from passes.search.hybrid.composed import Composed, composed
 from passes.search.hybrid.joints import pieces_of
 from passes.search.hybrid.mixes import Mix
 from passes.search.hybrid.pieces import GroupKind, PieceSearch
@@ -24,7 +24,7 @@ from passes.search.words import RecomputeMode
 @cache
 def table(model: str) -> Composed:
     search = PieceSearch(pieces_of(load(model)[1]), ClusterSpec.parse("dgx-h100:1"), frozenset())
-    return composed(search, GroupKind((0, 1, 2, 3), 2, 2), Job(16), 4, families_of(4), 1e-3)
+    return composed(search, GroupKind((0, 1, 2, 3), 2, 2), Job(16), 4, (1, 2, 4), 1e-3)
 
 
 def rooms(own: Composed) -> list[float]:

@@ -17,7 +17,8 @@ from cost_models.cluster import ClusterSpec
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
-from passes.search.hybrid.search import GAP, SLACK, GroupSearch
+from passes.search.hybrid.bounds import GAP
+from passes.search.hybrid.search import SLACK, GroupSearch
 from passes.trace.trace import trace
 from tests.support.every_pipeline import EveryPipeline
 from tests.support.matrix import thinned

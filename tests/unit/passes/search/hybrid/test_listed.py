@@ -26,8 +26,8 @@ from passes.lower.job import Job
 from passes.search.feature.bound import bridges_used, price, wire_tables
 from passes.search.feature.options import Options
 from passes.search.feature.problem import FeatureProblem, build_problem
+from passes.search.hybrid import bounds as bounds_module
 from passes.search.hybrid import pieces as pieces_module
-from passes.search.hybrid import search as search_module
 from passes.search.hybrid.composed import Composed
 from passes.search.hybrid.eliminate import KEPT_KINDS
 from passes.search.hybrid.floors import MANY
@@ -164,7 +164,7 @@ CASES = [(model, seed) for seed in range(12) for model in ("gpt", "tied", "mixtr
 
 @pytest.mark.parametrize(("model", "seed"), thinned(CASES, [("gpt", 0), ("llama-8b", 2)]))
 def test_the_optimum_is_that_of_every_choice_listed(model: str, seed: int) -> None:
-    with thin(seed), mock.patch.object(search_module, "GAP", 1e-10):
+    with thin(seed), mock.patch.object(bounds_module, "GAP", 1e-10):
         own, every = listed(model, seed, tight=False)
         survey = own.survey(math.inf)
         least = min(every.least(option) for option in own.options())

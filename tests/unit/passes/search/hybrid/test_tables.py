@@ -11,7 +11,7 @@ from benchmarks.feature_matrix import MODELS, load
 from cost_models.cluster import ClusterSpec
 from passes.compile import compile_graph
 from passes.lower.job import Job
-from passes.search.hybrid.composed import Composed, composed, families_of
+from passes.search.hybrid.composed import Composed, composed
 from passes.search.hybrid.joints import Pieces, pieces_of
 from passes.search.hybrid.pieces import GroupKind, PieceSearch
 from passes.search.hybrid.place import HybridRequest
@@ -34,7 +34,7 @@ def table(model: str, group: tuple[int, int]) -> Composed:
     replicas, tensor = group
     search = PieceSearch(pieces(model), ClusterSpec.parse("dgx-h100:1"), frozenset())
     kind = GroupKind(tuple(range(replicas * tensor)), replicas, tensor)
-    return composed(search, kind, Job(SAMPLES), COUNT, families_of(8), 1e-3)
+    return composed(search, kind, Job(SAMPLES), COUNT, (1, 2, 4, 8), 1e-3)
 
 
 @pytest.mark.parametrize(("model", "group"), thinned(CASES, SHOWN))

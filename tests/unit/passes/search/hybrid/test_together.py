@@ -15,6 +15,7 @@ from passes.search.hybrid.composed import SCALE
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.pools import Pool, Run
 from passes.search.hybrid.program import PipelineProgram
+from passes.search.hybrid.staged import Staged
 from passes.search.hybrid.together import Together
 
 PIECES = 5
@@ -36,7 +37,8 @@ def bounded(chunks: int, link: float, longer: float = 0.0) -> tuple[Together, Pi
     lengths = np.arange(1.0, PIECES + 1)
     table = cast(Any, SimpleNamespace(plane=plane))
     priced = lengths[:, None] + np.minimum(np.array(SCALE) * 1e3, longer)
-    together = Together(option, [table] * option.stages, [priced[:, None]] * option.stages, links)
+    staged = Staged(option, [table] * option.stages, links, [1.0, 1.0], "none")
+    together = Together(staged, [priced[:, None]] * option.stages)
     return together, PipelineProgram(option, [plane(lengths + longer)] * option.stages, links)
 
 

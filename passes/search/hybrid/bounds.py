@@ -1,0 +1,52 @@
+"""Seconds that no pipeline of an option is below, by the surrogate: cheap bounds first, better ones while they may decide.
+
+together, at once ─► each stage alone on its devices ─► the same, by how many blocks are computed again ─► together
+"""
+
+from __future__ import annotations
+
+import math
+
+from passes.search.bisect import Bisected, Bisection
+from passes.search.hybrid.composed import Composed
+from passes.search.hybrid.program import Pipeline, PipelineProgram
+from passes.search.hybrid.staged import Staged, Table
+from passes.search.hybrid.together import Together
+
+GAP = 1e-3
+"""Relative gap to which an option's surrogate is minimized: far below its error against the simulation."""
+
+
+def quick_bound(staged: Staged[Table], cutoff_seconds: float) -> float:
+    """Return a bound on an option; anything above the cutoff where it is above that."""
+    bound = Together(staged, staged.priced(staged.equal_rooms, None)).quick_seconds()
+    if bound < cutoff_seconds:
+        program = PipelineProgram(staged.option, staged.alone(None), staged.links)
+        bound = max(bound, best_pipeline(program, cutoff_seconds).bound_seconds)
+    return bound
+
+
+def full_bound(staged: Staged[Composed], cutoff_seconds: float) -> float:
+    """Return a better bound than ``quick_bound``, by how many blocks each stage computes again."""
+    quick = Together(staged, staged.priced(staged.equal_rooms, None))
+    longest = _longest(staged, quick.least(math.inf), cutoff_seconds)
+    alone = staged.alone(longest)
+    program = PipelineProgram(staged.option, alone, staged.links)
+    bound = best_pipeline(program, cutoff_seconds).bound_seconds
+    if bound < cutoff_seconds and staged.option.chunks > 1:
+        together = Together(staged, staged.priced(staged.equal_rooms, longest))
+        bound = max(bound, together.seconds(alone, cutoff_seconds))
+    return min(bound, cutoff_seconds)  # longer stages were left out: they are above the cutoff
+
+
+def best_pipeline(program: PipelineProgram, cutoff_seconds: float) -> Bisected[Pipeline]:
+    """Search the best pipeline below the cutoff."""
+    return Bisection(program, keep=1, relative_gap=GAP, cutoff_seconds=cutoff_seconds).run()
+
+
+def _longest(staged: Staged[Composed], total_seconds: float, cutoff_seconds: float) -> int:
+    """Return the most pieces of a stage of a pipeline below the cutoff, whose stages take ``total_seconds`` at least."""
+    room = cutoff_seconds - staged.option.fill * total_seconds
+    most = room / staged.weight if staged.weight > 0 else math.inf
+    tables = {id(table): table for table in staged.tables}
+    return max(table.longest(staged.option.microbatches, most) for table in tables.values())

@@ -1,0 +1,135 @@
+"""Ranges on the shards of one replica, which bound those of any number of replicas: cheap tables for a first bound.
+
+No stage takes less for being replicated: gradients are summed, parameters kept in parts are gathered. Its state is kept in
+equal parts at best. So the least of seconds + price · bytes that a micro-batch holds, at a row of prices, bounds all
+options with so many shards and samples. It is concave in the price: between two, the line is below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from cost_models.arrays import FloatArray, IntArray
+from cost_models.memory import state_bytes
+from passes.lower.job import Job
+from passes.search.hybrid.composed import SCALE
+from passes.search.hybrid.eliminate import TooWideError
+from passes.search.hybrid.floors import MANY, Floors
+from passes.search.hybrid.options import GroupOption
+from passes.search.hybrid.pieces import GroupKind, PieceSearch, Prices, Recipes, cheaper
+from passes.search.hybrid.pools import Run
+from passes.search.hybrid.ranges import HELD, ONCE, SECONDS, Layouts, ranges_of
+from passes.search.words import RecomputeMode
+
+PRICES = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0, 2.0, 8.0)
+"""Prices of all that a micro-batch holds, in times of its work: computing blocks again costs about a third of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cover:
+    """The ranges of one number of shards and samples, for stages of ``devices`` of a group."""
+
+    number: IntArray
+    """[first piece, last + 1] which of the unlike ranges it is; -1: none."""
+    least: tuple[FloatArray, ...]
+    """Per kind of ways, [unlike ranges, prices] the least seconds and what held bytes cost, per micro-batch."""
+    prices: FloatArray
+    state: FloatArray
+    """[unlike ranges] bytes of parameters, gradients and optimizer state, on one device that has them all."""
+    devices: int
+    scale_seconds: float
+    """About what a stage takes: divided by its memory, the unit of ``SCALE``."""
+
+    def plane(self, seconds: FloatArray) -> FloatArray:
+        """[first piece, last + 1] seconds of each range; infinite where there is none."""
+        return np.where(self.number >= 0, seconds[self.number], np.inf)
+
+    def priced(
+        self,
+        microbatches: int,
+        held: int,
+        room_bytes: float,
+        recompute: RecomputeMode = "auto",
+        longest: int | None = None,
+    ) -> FloatArray:
+        """[unlike ranges, kinds of ways, scales of prices] as ``Composed.priced``, or less."""
+        price = np.array(SCALE) * self.scale_seconds / room_bytes
+        at = np.clip(price * held, 0.0, self.prices[-1])
+        right = np.clip(np.searchsorted(self.prices, at), 1, len(self.prices) - 1)
+        low, high = self.prices[right - 1], self.prices[right]
+        share = (at - low) / (high - low)
+        left = price * (self.state[:, None] / self.devices - room_bytes)
+        each = [(1 - share) * own[:, right - 1] + share * own[:, right] + left for own in self.least]
+        return np.stack(each, axis=1)
+
+
+@dataclass(eq=False)
+class Covers:
+    """Composes the tables of options, and keeps them."""
+
+    search: PieceSearch
+    job: Job
+    floors: Floors
+    recompute: RecomputeMode
+    _known: dict[Hashable, Cover] = field(default_factory=dict)
+
+    def of_groups(self, option: GroupOption) -> list[Cover]:
+        """Return a table for each group. Raises ``TooWideError``."""
+        found = []
+        for run, number in option.members:
+            samples = option.samples // run.replicas
+            key = run.shards_kind(number), samples
+            if key not in self._known:
+                self._known[key] = self._cover(run, number, samples)
+            own = self._known[key]
+            found.append(replace(own, devices=run.size, scale_seconds=own.scale_seconds / option.stages))
+        return found
+
+    def _cover(self, run: Run, number: int, samples: int) -> Cover:
+        ranks, kinds = run.ranks(number)[: run.tensor], self.search.pieces.kind
+        work = self.floors.work_seconds(run, samples)
+        if not work:
+            raise TooWideError("no known work")
+        saved = [sum(self.search.costs(k).storage_bytes(samples).values()) for k in range(max(kinds) + 1)]
+        prices = np.array(PRICES) * work / max(1.0, sum(saved[kind] for kind in kinds) / run.tensor)
+        each = self._recipes(GroupKind(ranks, 1, run.tensor), samples, prices)
+        nothing = np.zeros((len(each[0]), len(Layouts(each[0]))))
+        found = [ranges_of(kinds, own, nothing, nothing) for own in each]
+        least = [
+            (own.amounts[SECONDS] + own.amounts[ONCE]) / MANY + prices * own.amounts[HELD] for own in found
+        ]
+        return Cover(found[0].number, tuple(least), prices, self._state_bytes(found[0].number), 1, work)
+
+    def _recipes(self, group: GroupKind, samples: int, prices: FloatArray) -> list[list[Recipes]]:
+        """Return recipes per class of pieces, for each kind of ways."""
+        pieces, job = self.search.pieces, replace(self.job, batch_size=samples * MANY)
+        per_step = Prices(np.zeros(len(prices)), prices * MANY)
+        kept, either = [], []
+        for kind, first in enumerate(pieces.first):
+            own = self.search.recipes(kind, group, job, MANY, per_step)
+            kept.append(own)
+            if pieces.blocks[first] and self.recompute != "none":
+                anew = self.search.recipes(kind, group, job, MANY, per_step, again=True)
+                own = anew if self.recompute == "full" else cheaper(own, anew)
+            either.append(own)
+        return {"none": [kept], "full": [either], "auto": [kept, either]}[self.recompute]
+
+    def _state_bytes(self, number: IntArray) -> FloatArray:
+        """[unlike ranges] bytes of the parameters that a range alone reads, their gradients and optimizer state."""
+        graph, job = self.search.pieces.graph, self.job
+        before = [0]
+        for part in self.search.pieces.parts:
+            own = [
+                (spec.elements, graph.types_of(name, job.precision), name in graph.trained)
+                for name, spec in (*part.parameters.items(), *part.buffers.items())
+                if name not in self.search.shared
+            ]
+            before.append(before[-1] + state_bytes(own, job.optimizer).total)
+        found = np.zeros(int(number.max()) + 1)
+        first, end = np.nonzero(number >= 0)
+        sums = np.array(before, dtype=np.float64)
+        found[number[first, end]] = sums[end] - sums[first]
+        return found

@@ -1,0 +1,81 @@
+"""An option stage by stage: the table of each stage, the micro-batches that it holds, the cut behind it, its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from cost_models.arrays import FloatArray
+from passes.search.hybrid.options import GroupOption
+from passes.search.words import RecomputeMode
+
+T = TypeVar("T")
+
+
+class RangeTable(Protocol):
+    """Ranges of pieces, and what they cost at least: ``Composed``, or a ``Cover`` of it."""
+
+    def plane(self, seconds: FloatArray) -> FloatArray:
+        """[first piece, last + 1] seconds of each range; infinite where there is none."""
+
+    def priced(
+        self, microbatches: int, held: int, room_bytes: float, recompute: RecomputeMode, longest: int | None
+    ) -> FloatArray:
+        """[unlike ranges, kinds of ways, scales of prices] seconds + price · (bytes - room) of the cheapest way."""
+
+
+Table = TypeVar("Table", bound=RangeTable)
+
+
+@dataclass(frozen=True, eq=False)
+class Staged(Generic[Table]):
+    """Lists are per stage, counted from the end, if they do not say otherwise."""
+
+    option: GroupOption
+    tables: Sequence[Table]
+    """The ranges that it is one of."""
+    links: Sequence[FloatArray]
+    """[pieces + 1] seconds of the cut behind it, at each joint."""
+    capacity_bytes: Sequence[float]
+    """Per group, the bytes to plan with on each of its devices."""
+    recompute: RecomputeMode
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """The group of each stage."""
+        return self.option.places[::-1]
+
+    @property
+    def weight(self) -> float:
+        """The factor of the bottleneck in the surrogate."""
+        return (self.option.microbatches - self.option.fill) * self.option.chunks
+
+    @property
+    def equal_rooms(self) -> list[float]:
+        """The bytes of each stage, if those of a group share its memory equally."""
+        return [self.capacity_bytes[group] / self.option.chunks for group in self.groups]
+
+    def each(self, rooms: Sequence[float], of_stage: Callable[[Table, int, float], T]) -> list[T]:
+        """Ask about every stage: its table, the micro-batches that it holds, its bytes. Equal ones are asked about once."""
+        known: dict[tuple[int, int, float], T] = {}
+        found = []
+        for table, held, room in zip(self.tables, self.option.in_flight, rooms, strict=True):
+            key = id(table), held, room
+            if key not in known:
+                known[key] = of_stage(table, held, room)
+            found.append(known[key])
+        return found
+
+    def priced(self, rooms: Sequence[float], longest: int | None) -> list[FloatArray]:
+        """Return ``Composed.priced`` of every stage."""
+        m = self.option.microbatches
+        return self.each(
+            rooms, lambda table, held, room: table.priced(m, held, room, self.recompute, longest)
+        )
+
+    def alone(self, longest: int | None) -> list[FloatArray]:
+        """[first piece, last + 1] seconds that no stage is below which has its devices for itself."""
+        priced = self.priced([self.capacity_bytes[group] for group in self.groups], longest)
+        known = {id(own): own.max(axis=-1).min(axis=1) for own in priced}
+        return [table.plane(known[id(own)]) for table, own in zip(self.tables, priced, strict=True)]
