@@ -24,6 +24,7 @@ from passes.trace.batch import (
     open_dims,
     private_copy,
 )
+from passes.trace.code_on_demand import code_on_demand
 from passes.trace.draws import draws_restored, watch_draws
 from passes.trace.export import LossFunction
 from passes.trace.fingerprint import fingerprint
@@ -40,6 +41,7 @@ from passes.trace.watch import (
     watch_gradient_hooks,
 )
 from passes.trace.wrappers import refuse_data_parallel, unwrapped
+from runtime.collector import collector_paused
 from runtime.ops.opaque import Opaque
 
 __all__ = ["trace"]
@@ -47,6 +49,8 @@ __all__ = ["trace"]
 logger = logging.getLogger("partitioner")
 
 
+@collector_paused()
+@code_on_demand()
 def trace(
     model: nn.Module,
     example_inputs: object,
