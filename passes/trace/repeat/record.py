@@ -23,12 +23,16 @@ from torch import Tensor, fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from passes.graph.nodes import nodes_in, storage_key, symbolic, tensors_in, writes
+from passes.graph.nodes import WRITES_UNDECLARED, nodes_in, storage_key, symbolic, tensors_in, writes
 from passes.trace.repeat.sight import Place, Sight
 from passes.trace.repeat.values import PLAIN
 
-_SIZE_OPS = tuple(vars(operator).values())
-_UNREPEATABLE_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_SIZES = torch.ops.aten
+_SIZE_OPS = (
+    *(function for function in vars(operator).values() if isinstance(function, types.BuiltinFunctionType)),
+    *(torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_int, torch.sym_float),
+    *(_SIZES.sym_size.int, _SIZES.sym_stride.int, _SIZES.sym_numel.default, _SIZES.sym_storage_offset.default),
+)
 
 class NotRepeatable(Exception):
     """The reason why another block's run cannot be written down from this one's."""
@@ -174,8 +178,9 @@ def _outer_sizes(made: list[Made], given: set[fx.Node], sight: Sight) -> frozens
         if isinstance(size, torch.SymInt)
     }
     sizes = set()
+    given_memory = {storage_key(tensor) for node in given for tensor in tensors_in(node.meta.get("val"))}
     for each in made:
-        _refuse_unrepeatable(each.node)
+        _refuse_unrepeatable(each.node, given_memory)
         for source in nodes_in((each.node.args, each.node.kwargs)):
             if source in own or source in given:
                 continue
@@ -186,19 +191,24 @@ def _outer_sizes(made: list[Made], given: set[fx.Node], sight: Sight) -> frozens
     return frozenset(sizes)
 
 
-def _refuse_unrepeatable(node: fx.Node) -> None:
+def _refuse_unrepeatable(node: fx.Node, given_memory: set[int | None]) -> None:
     target, value = node.target, node.meta.get("val")
     if target is operator.getitem:
         return
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        if not isinstance(target, types.BuiltinFunctionType) or target not in _SIZE_OPS:
+        if target not in _SIZE_OPS:
             raise NotRepeatable(f"it asks for a size by {target}")
         return
-    plain = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    plain = isinstance(target, torch._ops.OpOverload) and target.namespace != "partitioner"  # ours: opaque parts
     if node.op != "call_function" or not plain or not tensors_in(value):
         raise NotRepeatable(f"{node.op} {target} is no operation on tensors")
-    if writes(node) or any(tag in target.tags for tag in _UNREPEATABLE_TAGS):  # type: ignore[union-attr]
-        raise NotRepeatable(f"{target} writes, or its result has as many elements as its values say")
+    if torch.Tag.data_dependent_output in target.tags:  # type: ignore[union-attr]
+        raise NotRepeatable(f"{target} gives Python a number")
+    if writes(node) and (
+        target._schema.name in WRITES_UNDECLARED  # type: ignore[union-attr]
+        or any(storage_key(t) in given_memory for n in node.all_input_nodes for t in tensors_in(n.meta.get("val")))
+    ):
+        raise NotRepeatable(f"{target} writes to what it is given")
 
 
 def _result(value: Any, tracer: Any, sight: Sight, own: set[fx.Node]) -> Any:
@@ -225,10 +235,13 @@ def _refuse_odd_memory(node: fx.Node, own: set[fx.Node]) -> None:
     """Refuse a result that is not all of its memory: a view of something larger, or of what the run was given."""
     value = node.meta["val"]
     key, elements = storage_key(value), 1
-    for size, stride in reversed(list(zip(value.shape, value.stride(), strict=True))):
-        if symbolic(stride) != elements:
-            raise NotRepeatable(f"it returns {node.name}, whose elements are in another order")
-        elements = elements * symbolic(size)
+    left = [(symbolic(size), symbolic(stride)) for size, stride in zip(value.shape, value.stride(), strict=True)]
+    while left:  # dense: each dimension steps over all elements of those inside it
+        inner = next((dim for dim in left if dim[1] == elements), None)
+        if inner is None:
+            raise NotRepeatable(f"it returns {node.name}, which has gaps")
+        left.remove(inner)
+        elements = elements * inner[0]
     for other in {source for made in own for source in (made, *made.all_input_nodes)}:
         for tensor in tensors_in(other.meta.get("val")):
             same_elements = prod(map(symbolic, tensor.shape)) == elements

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from passes.graph.nodes import storage_key
+from passes.graph.nodes import storage_key, symbolic
 from passes.trace.repeat.record import Argument, Made, NotRepeatable, Recorded, Returned, node_of
 from passes.trace.repeat.sight import Sight
 
@@ -154,6 +154,8 @@ def _result(returned: Returned, mode: FakeTensorMode) -> Tensor:
         return tensor
     with torch.enable_grad(), mode:
         made = tensor.requires_grad_().clone()
+    if list(map(symbolic, made.stride())) != list(map(symbolic, old.stride())):
+        raise NotRepeatable("a copy of what it returns is in another order")
     return made
 
 
