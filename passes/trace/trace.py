@@ -24,7 +24,7 @@ from passes.trace.batch import (
     open_dims,
     private_copy,
 )
-from passes.trace.code_on_demand import code_on_demand
+from passes.graph.code_on_demand import code_on_demand
 from passes.trace.draws import draws_restored, watch_draws
 from passes.trace.export import LossFunction
 from passes.trace.fingerprint import fingerprint
