@@ -28,6 +28,8 @@ def pass_table(times: Sequence[PassTime]) -> str:
     ]
     busy = sum(each.processor_seconds for each in times)
     peak = max((each.peak_bytes for each in times), default=0)
-    rows.append(["all", format_seconds(whole), "", format_seconds(busy), format_bytes(peak) if peak else "", ""])
+    rows.append(
+        ["all", format_seconds(whole), "", format_seconds(busy), format_bytes(peak) if peak else "", ""]
+    )
     heads = ("pass", "time", "share", "processor", "peak", "result")
     return printable(columns(heads, rows, left=("pass", "result")))

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError, UsageError
 from cost_models.precision import Precision
+from passes.graph.code_on_demand import code_on_demand
 from passes.graph.graph import OpGraph
 from passes.trace.attempts import Subject, trace_parts
 from passes.trace.batch import (
@@ -24,7 +25,6 @@ from passes.trace.batch import (
     open_dims,
     private_copy,
 )
-from passes.graph.code_on_demand import code_on_demand
 from passes.trace.draws import draws_restored, watch_draws
 from passes.trace.export import LossFunction
 from passes.trace.fingerprint import fingerprint

@@ -25,14 +25,20 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from passes.graph.nodes import WRITES_UNDECLARED, nodes_in, storage_key, symbolic, tensors_in, writes
 from passes.trace.repeat.sight import Place, Sight
-from passes.trace.repeat.values import PLAIN
+from passes.trace.repeat.values import PLAIN, own_attributes
 
 _SIZES = torch.ops.aten
 _SIZE_OPS = (
     *(function for function in vars(operator).values() if isinstance(function, types.BuiltinFunctionType)),
     *(torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_ite, torch.sym_int, torch.sym_float),
-    *(_SIZES.sym_size.int, _SIZES.sym_stride.int, _SIZES.sym_numel.default, _SIZES.sym_storage_offset.default),
+    *(
+        _SIZES.sym_size.int,
+        _SIZES.sym_stride.int,
+        _SIZES.sym_numel.default,
+        _SIZES.sym_storage_offset.default,
+    ),
 )
+
 
 class NotRepeatable(Exception):
     """The reason why another block's run cannot be written down from this one's."""
@@ -120,8 +126,8 @@ def record(
         renamed = {place: node for place, t in given.items() if (node := node_of(tracer, t)) in own}
         _refuse_kept(tracer, own, (result, list(given.values())))
         _refuse_strangers(tracer, path, made)
-    except NotRepeatable as reason:
-        return result, reason
+    except Exception as error:  # nothing was changed yet: the block has run, as ever
+        return result, error if isinstance(error, NotRepeatable) else NotRepeatable(repr(error))
     counted = {name: n - calls.get(name, 0) for name, n in tracer.num_calls.items() if n != calls.get(name)}
     depth = len(tracer.module_stack)
     return result, Recorded(path, tuple(made), arguments, state, sizes, renamed, described, counted, depth)
@@ -199,14 +205,20 @@ def _refuse_unrepeatable(node: fx.Node, given_memory: set[int | None]) -> None:
         if target not in _SIZE_OPS:
             raise NotRepeatable(f"it asks for a size by {target}")
         return
-    plain = isinstance(target, torch._ops.OpOverload) and target.namespace != "partitioner"  # ours: opaque parts
+    plain = (
+        isinstance(target, torch._ops.OpOverload) and target.namespace != "partitioner"
+    )  # ours: opaque parts
     if node.op != "call_function" or not plain or not tensors_in(value):
         raise NotRepeatable(f"{node.op} {target} is no operation on tensors")
     if torch.Tag.data_dependent_output in target.tags:  # type: ignore[union-attr]
         raise NotRepeatable(f"{target} gives Python a number")
     if writes(node) and (
         target._schema.name in WRITES_UNDECLARED  # type: ignore[union-attr]
-        or any(storage_key(t) in given_memory for n in node.all_input_nodes for t in tensors_in(n.meta.get("val")))
+        or any(
+            storage_key(t) in given_memory
+            for n in node.all_input_nodes
+            for t in tensors_in(n.meta.get("val"))
+        )
     ):
         raise NotRepeatable(f"{target} writes to what it is given")
 
@@ -220,6 +232,8 @@ def _result(value: Any, tracer: Any, sight: Sight, own: set[fx.Node]) -> Any:
         node = node_of(tracer, value)
         if node not in own:
             raise NotRepeatable(f"it returns {node.name}, which it has not computed")
+        if own_attributes(value):
+            raise NotRepeatable("it returns a tensor with attributes of its own")
         _refuse_odd_memory(node, own)
         return Returned(node, value)
     if type(value) in (tuple, list):
@@ -235,7 +249,9 @@ def _refuse_odd_memory(node: fx.Node, own: set[fx.Node]) -> None:
     """Refuse a result that is not all of its memory: a view of something larger, or of what the run was given."""
     value = node.meta["val"]
     key, elements = storage_key(value), 1
-    left = [(symbolic(size), symbolic(stride)) for size, stride in zip(value.shape, value.stride(), strict=True)]
+    left = [
+        (symbolic(size), symbolic(stride)) for size, stride in zip(value.shape, value.stride(), strict=True)
+    ]
     while left:  # dense: each dimension steps over all elements of those inside it
         inner = next((dim for dim in left if dim[1] == elements), None)
         if inner is None:

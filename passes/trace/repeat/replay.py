@@ -32,20 +32,19 @@ def replay(tracer: Any, recorded: Recorded, path: str, sight: Sight, mode: FakeT
     """
     inputs = _inputs(tracer, recorded, sight)
     with untraced():
-        results = {
-            each.node: _result(each, mode) for each in _returned(recorded.result) if each.node not in inputs
-        }
-        values = _Values(mode, inputs, {node: tensor.detach() for node, tensor in results.items()})
-        made = [values.of(each.node.meta["val"]) for each in recorded.nodes]  # all of them before any is written
+        try:
+            results = {each.node: _result(each, mode) for each in _returned(recorded.result)}
+            values = _Values(mode, inputs, {node: tensor.detach() for node, tensor in results.items()})
+            made = [values.of(each.node.meta["val"]) for each in recorded.nodes]
+        except RuntimeError as error:  # before anything is written
+            raise NotRepeatable(str(error)) from error
         here = dict(inputs)
         for each, value in zip(recorded.nodes, made, strict=True):
             here[each.node] = _write(tracer, recorded, each, path, here)
             here[each.node].meta["val"] = value
         with proxy_tensor._enable_thunkify(tracer):
             for node, tensor in results.items():
-                proxy_tensor.track_tensor(
-                    tensor, fx.Proxy(here[node], tracer), constant=None, tracer=tracer
-                )
+                proxy_tensor.track_tensor(tensor, fx.Proxy(here[node], tracer), constant=None, tracer=tracer)
     for place, node in recorded.renamed.items():
         tensor = sight.tensors[place] if isinstance(place, int) else sight.state[place]
         slot = proxy_tensor._ProxyTensor(fx.Proxy(here[node], tracer), None)
@@ -108,9 +107,7 @@ class _Values:
         return fake
 
 
-def _write(
-    tracer: Any, recorded: Recorded, made: Made, path: str, here: dict[fx.Node, fx.Node]
-) -> fx.Node:
+def _write(tracer: Any, recorded: Recorded, made: Made, path: str, here: dict[fx.Node, fx.Node]) -> fx.Node:
     """Make one node."""
     old = made.node
     args, kwargs = fx.map_arg((old.args, old.kwargs), here.__getitem__)

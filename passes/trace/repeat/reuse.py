@@ -26,15 +26,25 @@ from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from passes.graph.nodes import storage_key
 from passes.trace.repeat.record import NotRepeatable, Recorded, record
 from passes.trace.repeat.replay import replay, untraced
-from passes.trace.repeat.sight import Codes, Place, Sight, globals_seen, modes_now, sight, watch_code, watch_reads, watch_rest
-from passes.trace.repeat.values import Description, Unknown
+from passes.trace.repeat.sight import (
+    Codes,
+    Place,
+    Sight,
+    globals_seen,
+    modes_now,
+    sight,
+    watch_code,
+    watch_reads,
+    watch_rest,
+)
+from passes.trace.repeat.values import Description
 
 logger = logging.getLogger("partitioner")
 
 FEWEST_BLOCKS = 3
 """Blocks of one class in a container: the first two run anyway."""
 MOST_TRIES = 4
-"""Runs of one class of blocks, from one line of code, that turn out to be unlike, before no more is compared."""
+"""Runs of one class of blocks in one container that led to no record, before no more are compared."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +87,13 @@ class _Record:
         """Tell whether the call would do what this run did."""
         try:
             return self.seen.as_seen_by(seen, self.reads) and self.globals == call.globals(self.codes)
-        except Unknown:
+        except Exception:
             return False
 
 
 @dataclass
 class _Kind:
-    """Runs of blocks of one class."""
+    """Runs of blocks of one class in one container."""
 
     ran: list[tuple[Sight, Codes]] = field(default_factory=list)
     """Runs that were not recorded: what they saw, and the functions that they called."""
@@ -97,7 +107,7 @@ class Reuse:
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._blocks = {id(vars(module)): module for module in _blocks(model)}
+        self._blocks = {id(vars(block)): (block, container) for container, block in _blocks(model)}
         self._kinds: dict[Any, _Kind] = {}
         self._busy = False
         self.written: Counter[str] = Counter()
@@ -114,18 +124,23 @@ class Reuse:
     ) -> Any:
         """Call a module, or write what the call would do."""
         run = lambda: original(tracer, module, forward, args, kwargs)  # noqa: E731
-        block = self._blocks.get(id(object.__getattribute__(module, "__dict__")))
-        if block is None or self._busy:
+        known = self._blocks.get(id(object.__getattribute__(module, "__dict__")))
+        if known is None or self._busy:
             return run()
-        kind = self._kinds.setdefault(type(block), _Kind())
+        block, container = known
+        kind = self._kinds.setdefault((type(block), id(container)), _Kind())
         path = tracer.path_of_module(block if block is module else module)
         again = any(name == path or name.startswith(f"{path}.") for name in tracer.num_calls)
-        if kind.failures >= MOST_TRIES or again or sys.getprofile() is not None:
+        if (
+            kind.failures + len(kind.ran) - len(kind.records) >= MOST_TRIES
+            or again
+            or sys.getprofile() is not None
+        ):
             return run()
         call = _Call(tracer, block, path, run, args, kwargs)
         try:
             seen = call.look()
-        except Unknown as reason:
+        except Exception as reason:  # whatever the user's own objects raise when they are looked at
             return self._refused(kind, call, reason)
         self._busy = True
         try:
@@ -157,7 +172,7 @@ class Reuse:
         """Run a block as one before it has run, recorded."""
         try:
             before = call.globals(codes)
-        except Unknown as reason:
+        except Exception as reason:
             return self._refused(kind, call, reason)
         with watch_reads(call.block) as reads, watch_rest() as done, watch_code() as called:
             result, recorded = record(call.tracer, call.path, seen, self._mode, call.run)
@@ -167,11 +182,13 @@ class Reuse:
             if done:
                 raise NotRepeatable(f"it {done[0]}")
             if not called.keys() <= codes.keys():
-                raise NotRepeatable(f"it calls {next(iter(called.keys() - codes.keys())).co_qualname}, which the block before did not")
+                raise NotRepeatable(
+                    f"it calls {next(iter(called.keys() - codes.keys())).co_qualname}, which the block before did not"
+                )
             after = call.look()
             if (after.call, after.attributes, call.globals(codes)) != (seen.call, seen.attributes, before):
                 raise NotRepeatable("it changes what it sees")
-        except (NotRepeatable, Unknown) as reason:
+        except Exception as reason:
             kind.failures += 1
             logger.debug("%s runs every time: %s", call.path, reason)
         else:
@@ -179,8 +196,8 @@ class Reuse:
         return result
 
 
-def _blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of which a container holds several of one class, each with parameters and children of its own."""
+def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Yield (container, module) where it holds several of one class, each with parameters and children of its own."""
     places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     memory = Counter(storage_key(tensor) for module in model.modules() for tensor in _state(module))
     for container in model.modules():
@@ -193,7 +210,7 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
                 and all(places[id(module)] == 1 for module in block.modules())
                 and all(memory[storage_key(t)] == 1 for module in block.modules() for t in _state(module))
             ):
-                yield block
+                yield container, block
 
 
 def _state(module: nn.Module) -> list[Tensor]:

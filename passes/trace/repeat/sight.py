@@ -28,7 +28,7 @@ from passes.graph.user_code import OURS, TORCH
 from passes.trace.draws import states_of_generators
 from passes.trace.noted import same
 from passes.trace.python_state import names_in
-from passes.trace.repeat.values import Describer, Description, Same, Unknown, tensor_words
+from passes.trace.repeat.values import UNREAD, Describer, Description, Same, Unknown, tensor_words
 
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _SITE = "site-packages"
@@ -81,7 +81,7 @@ def sight(block: nn.Module, args: object, kwargs: object, modes: Description) ->
     describer = Describer(block)
     call = (describer.describe(args), describer.describe(kwargs), modes, _callers())
     tensors = tuple(describer.tensors)
-    describer.by_identity = True
+    describer.tensors_by_identity()
     attributes, state = _attributes(block, describer)
     return Sight(attributes, call, tensors, state)
 
@@ -124,7 +124,7 @@ def _class(kind: type, describer: Describer) -> Description:
         for base in kind.__mro__
         if base is not object and not _of_torch(base)
         for name, value in list(vars(base).items())
-        if not name.startswith("__") or name in ("__init__", "__call__")
+        if name not in UNREAD
     )
 
 
@@ -135,23 +135,23 @@ def _of_torch(cls: type) -> bool:
 def globals_seen(block: nn.Module, codes: Codes) -> Description:
     """Describe the globals that functions name, and what they may read of the classes and modules among these."""
     describer = Describer(block)
-    describer.by_identity = True
+    describer.tensors_by_identity()
     found: list[tuple[types.CodeType, str, Description]] = []
     seen: set[tuple[int, str]] = set()
     for code, table in codes.items():
-        names = tuple(names_in(code))
-        for name in globals_in(code):
-            if name not in table:
+        names = tuple(dict.fromkeys(names_in(code)))
+        pending: list[tuple[Mapping[str, Any], str]] = [(table, name) for name in globals_in(code)]
+        pending += [(vars(module), name) for module in _imported(code, table) for name in names]
+        while pending:
+            holder, name = pending.pop()
+            if name not in holder or (id(holder), name) in seen:
                 continue
-            value = table[name]
-            if (id(table), name) not in seen:
-                seen.add((id(table), name))
-                found.append((code, name, describer.describe(value)))
-            if isinstance(value, type | types.ModuleType) and not _is_torch(value):
-                for attribute in names:
-                    if attribute in vars(value) and (id(value), attribute) not in seen:
-                        seen.add((id(value), attribute))
-                        found.append((code, attribute, describer.describe(vars(value)[attribute])))
+            seen.add((id(holder), name))
+            value = holder[name]
+            found.append((code, name, describer.describe(value)))
+            for inside in value.__mro__ if isinstance(value, type) else (value,):
+                if isinstance(inside, type | types.ModuleType) and not _is_torch(inside):
+                    pending += [(vars(inside), attribute) for attribute in names]
     return tuple(found)
 
 
@@ -161,6 +161,20 @@ def globals_in(code: types.CodeType) -> tuple[str, ...]:
     own = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
     inner = [name for c in code.co_consts if isinstance(c, types.CodeType) for name in globals_in(c)]
     return tuple(dict.fromkeys([*own, *inner]))
+
+
+@lru_cache(maxsize=4096)
+def _imports_in(code: types.CodeType) -> tuple[str, ...]:
+    own = [i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME"]
+    inner = [name for c in code.co_consts if isinstance(c, types.CodeType) for name in _imports_in(c)]
+    return tuple(dict.fromkeys([*own, *inner]))
+
+
+def _imported(code: types.CodeType, table: Mapping[str, Any]) -> list[types.ModuleType]:
+    """Return the modules that code imports when it runs, torch's excepted."""
+    names = [full for name in _imports_in(code) for full in (name, f"{table.get('__package__')}.{name}")]
+    found = [sys.modules[name] for name in names if name in sys.modules]
+    return [module for module in found if not _is_torch(module)]
 
 
 def _is_torch(value: object) -> bool:

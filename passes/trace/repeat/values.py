@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import random
+import threading
 import types
 import weakref
 from collections import deque
@@ -20,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 Description: TypeAlias = Any
 """Nested tuples, compared with ``==``."""
@@ -37,16 +39,18 @@ _BY_IDENTITY = (
     types.ClassMethodDescriptorType,
     types.GetSetDescriptorType,
     types.MemberDescriptorType,
-    property,
-    staticmethod,
-    classmethod,
-    functools._lru_cache_wrapper,
+    type(threading.Lock()),
+    type(threading.RLock()),
 )
 _CHANGE_UNSEEN = (Iterator, torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_LIBRARIES = ("typing", "typing_extensions", "types", "logging", "re", "_thread", "threading", "abc", "operator", "torch")
-"""Packages whose objects count by identity: nothing of them is a switch that a model's own code turns."""
+_LIBRARIES = ("typing", "typing_extensions", "logging", "re", "operator", "torch._ops")
+"""Modules whose objects count by identity: types, loggers, patterns, ops. None is a switch that a model's code turns."""
 MOST_VALUES = 20_000
 """The most values in one description; what reaches more (a vocabulary) is not worth comparing at every block."""
+
+
+UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "_abc_impl"})
+"""Entries of classes that say nothing about what their code does."""
 
 
 class Unknown(Exception):
@@ -73,11 +77,20 @@ class Describer:
         # By the table of attributes: a tracer may show a module as a stand-in that shares it.
         self._paths = {id(vars(module)): path for path, module in block.named_modules()}
         self._within: dict[int, int] = {}
+        """The depths of the objects whose description is being made."""
+        self._outermost = MOST_VALUES
+        """The least depth of an object that the description being made refers to."""
         self._left = MOST_VALUES
         self.tensors: list[Tensor] = []
         """The tensors that were described, each once."""
-        self.by_identity = False
-        """True where every tensor is to count by identity."""
+        self._known: dict[int, tuple[Any, Description]] = {}
+        """Descriptions of objects, which are kept so that no other gets their ``id``."""
+        self._by_identity = False
+
+    def tensors_by_identity(self) -> None:
+        """Let every tensor count by identity from now on."""
+        self._by_identity = True
+        self._known.clear()
 
     def path(self, module: nn.Module) -> str:
         """Return a module's path in the block."""
@@ -105,12 +118,20 @@ class Describer:
         if isinstance(value, nn.Module):
             return nn.Module, self.path(value)
         if id(value) in self._within:
+            self._outermost = min(self._outermost, self._within[id(value)])
             return "again", self._within[id(value)]
-        self._within[id(value)] = len(self._within)
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        depth = self._within[id(value)] = len(self._within)
+        outermost, self._outermost = self._outermost, depth
         try:
-            return kind, self._parts(value)
+            description = kind, self._parts(value)
         finally:
             del self._within[id(value)]
+            below, self._outermost = self._outermost, min(outermost, self._outermost)
+        if below >= depth:  # it says nothing about objects around it
+            self._known[id(value)] = value, description
+        return description
 
     def table(self, table: Mapping[Any, Any]) -> Description:
         """Describe a dictionary's items, in order."""
@@ -139,6 +160,10 @@ class Describer:
             return self._function(value)
         if isinstance(value, types.MethodType):
             return self.describe(value.__func__), self.describe(value.__self__)
+        if isinstance(value, staticmethod | classmethod | functools._lru_cache_wrapper):
+            return self.describe(value.__wrapped__)
+        if isinstance(value, property):
+            return self.describe(value.fget), self.describe(value.fset)
         if isinstance(value, functools.partial):
             return self.describe(value.func), self.describe(value.args), self.describe(value.keywords)
         if isinstance(value, ContextVar):
@@ -149,11 +174,11 @@ class Describer:
             return value.shape, value.dtype, value.tobytes() if value.size < MOST_VALUES else Same(value)
         if isinstance(value, np.generic):
             return value.item()
-        if type(value).__module__.split(".")[0] in _LIBRARIES:
+        if type(value).__module__ in _LIBRARIES:
             return Same(value)
         if not hasattr(value, "__dict__") and not _slots(value):
             raise Unknown(f"a {type(value).__name__}")
-        return self._attributes(value)
+        return self._attributes(value), self._defaults(type(value))
 
     def _function(self, function: types.FunctionType) -> Description:
         cells = (cell.cell_contents for cell in function.__closure__ or () if _is_set(cell))
@@ -164,8 +189,17 @@ class Describer:
         slots = ((name, self.describe(getattr(value, name))) for name in _slots(value))
         return self.table(getattr(value, "__dict__", {})), tuple(slots)
 
+    def _defaults(self, kind: type) -> Description:
+        """Describe the plain values that a class keeps for its objects."""
+        return tuple(
+            (name, self.describe(item))
+            for base in kind.__mro__
+            for name, item in vars(base).items()
+            if isinstance(item, PLAIN) and name not in UNREAD
+        )
+
     def _tensor(self, tensor: Tensor) -> Description:
-        if self.by_identity:
+        if self._by_identity:
             return Same(tensor), tensor._version
         number = next((n for n, known in enumerate(self.tensors) if known is tensor), None)
         if number is not None:
@@ -174,12 +208,25 @@ class Describer:
         return Tensor, len(self.tensors) - 1, tensor_words(tensor)
 
 
+def own_attributes(tensor: Tensor) -> set[str]:
+    """Return the names of attributes that somebody has given a tensor."""
+    return vars(tensor).keys() - _fakes_attributes()
+
+
+@functools.cache
+def _fakes_attributes() -> frozenset[str]:
+    with FakeTensorMode() as mode:
+        return frozenset({*vars(mode.from_tensor(torch.empty(0))), "_is_param"})
+
+
 def tensor_words(tensor: Tensor) -> Description:
     """Describe all of a tensor but its values and its memory."""
+    if own := own_attributes(tensor):
+        raise Unknown(f"{', '.join(own)} of a tensor")
     if tensor.layout is not torch.strided:
         raise Unknown(f"a tensor in layout {tensor.layout}")
     sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-    flags = (tensor.requires_grad, tensor.is_leaf, tensor._is_view(), tensor.is_conj(), tensor.is_neg())
+    flags = (tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg())
     hooks = tuple(getattr(tensor, "_backward_hooks", None) or ())
     return type(tensor), tuple(map(size_word, sizes)), tensor.dtype, tensor.device, flags, hooks
 
@@ -201,6 +248,11 @@ def _is_set(cell: types.CellType) -> bool:
 
 
 def _slots(value: object) -> Iterable[str]:
-    named = (getattr(cls, "__slots__", ()) for cls in type(value).__mro__)
-    slots = [name for names in named for name in ([names] if isinstance(names, str) else names)]
-    return [name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+    return [name for name in _slot_names(type(value)) if hasattr(value, name)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _slot_names(kind: type) -> tuple[str, ...]:
+    named = (vars(cls).get("__slots__", ()) for cls in kind.__mro__)
+    slots = (name for names in named for name in ([names] if isinstance(names, str) else names))
+    return tuple(name for name in slots if name not in ("__dict__", "__weakref__"))
