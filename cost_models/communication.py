@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from cost_models.links import Path, fair_rates
+from cost_models.links import Path, least_fair_rate
 
 if TYPE_CHECKING:
     from cost_models.cluster import ClusterSpec  # imports torch, which takes seconds
@@ -90,4 +90,4 @@ def all_to_all_seconds(size_bytes: float, ranks: int, link: Connection) -> float
 def slowest_hop(rings: Sequence[Sequence[int]], cluster: ClusterSpec) -> AlphaBeta:
     """Find the hop that paces the rings while all of them run: largest latency, smallest fair share of bandwidth."""
     paths = [cluster.path(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
-    return AlphaBeta(max(path.latency_seconds for path in paths), min(fair_rates(paths, cluster.links)))
+    return AlphaBeta(max(path.latency_seconds for path in paths), least_fair_rate(paths, cluster.links))

@@ -109,6 +109,7 @@ class FlatPrograms:
     """Number of comers that start each reduction: its ranks, and the messages that a shared compute consumes."""
     queues: dict[tuple[int, str], int] = field(default_factory=dict)
     _paths: dict[tuple[int, int], Path] = field(default_factory=dict)
+    _rings: dict[tuple[int, ...], Path] = field(default_factory=dict)
 
     def flatten(
         self,
@@ -194,7 +195,7 @@ class FlatPrograms:
             together = dict.fromkeys(alike[own.parameters] if beside is None else (own, *beside.get(own, ())))
             for each in together:
                 if each not in rings:
-                    rings[each] = ring_path(each.ranks, self.links)
+                    rings[each] = self.ring(each.ranks)
             seconds = reduce_seconds(own) if beside is None else max(map(reduce_seconds, together))
             self.sum_flows[number] = sum_flow(
                 seconds, rings[own], [rings[each] for each in together], self.links, led=beside is not None
@@ -204,7 +205,7 @@ class FlatPrograms:
         """Return the places among ``loads`` of those that a compute keeps up; weight halves communicate nothing."""
         if kind is BackwardWeight or seconds <= 0.0:
             return ()
-        found = loads_of(self.graph.segments[segment], kind is not Forward, seconds, self.links)
+        found = loads_of(self.graph.segments[segment], kind is not Forward, seconds, self.ring)
         first = len(self.loads)
         self.loads.extend(found)
         return tuple(range(first, len(self.loads)))
@@ -231,6 +232,13 @@ class FlatPrograms:
             self.send_places.append(0)
             self.receive_places.append(0)
         return number
+
+    def ring(self, ranks: tuple[int, ...]) -> Path:
+        """Return the ring through ``ranks``."""
+        ring = self._rings.get(ranks)
+        if ring is None:
+            ring = self._rings[ranks] = ring_path(ranks, self.links)
+        return ring
 
     def path(self, ends: tuple[int, int]) -> Path:
         """Return the way from rank to rank."""

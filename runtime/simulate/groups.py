@@ -98,8 +98,12 @@ def simulate_groups(
         moved.append(_Moved(since, until, message, bundle, scale[message.microbatch]))
         for source, target, size_bytes in bundle.pieces:
             pair_bytes[source, target] += size_bytes * scale[message.microbatch]
-    rings = itertools.chain(_collectives(programs, graph, scale), _sums(groups, reduce_bytes or _nothing))
-    for ranks, given_bytes in rings:
+    rings: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for ranks, given_bytes in itertools.chain(
+        _collectives(programs, graph, scale), _sums(groups, reduce_bytes or _nothing)
+    ):
+        rings[ranks] += given_bytes
+    for ranks, given_bytes in rings.items():
         for pair in itertools.pairwise((*ranks, ranks[0])):
             pair_bytes[pair] += given_bytes
     link_bytes: defaultdict[str, float] = defaultdict(float)
