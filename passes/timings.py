@@ -18,11 +18,6 @@ from typing import ParamSpec, TypeVar
 
 from cost_models.units import format_seconds
 
-try:
-    import resource
-except ImportError:  # Windows has none
-    resource = None  # type: ignore[assignment]
-
 log = logging.getLogger("partitioner")
 
 P = ParamSpec("P")
@@ -74,7 +69,9 @@ def run_pass(
 
 def peak_memory_bytes() -> int:
     """Return the most memory that this process has had so far; 0 where the system does not say."""
-    if resource is None:
+    if sys.platform == "win32":  # which has no module resource
         return 0
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -32,7 +32,7 @@ def code_on_demand() -> Iterator[None]:
         if isinstance(codegen, _PyTreeCodeGen):
             module._in_spec, module._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
         module._code = UNWRITTEN
-        type(module).forward = first_call  # type: ignore[method-assign]  # a graph module's class is its own
+        type(module).forward = first_call  # a graph module's class is its own
 
     with mock.patch.object(GraphModule, "recompile", note):
         yield

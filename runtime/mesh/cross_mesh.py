@@ -70,7 +70,7 @@ def pieces(
     parts = [_Holders.of(shape, source, ranks) for ranks in _ranks_by_part(source)]
     sent: dict[int, int] = dict.fromkeys(source.ranks, 0)
     shared: dict[Block, list[tuple[Block, list[int]]]] = {}
-    """What blocks of the target have in common with the source's, and who has it."""
+    """The parts that a block of the target has in common with the source's, and the ranks that have them."""
     found: list[Piece] = []
     for rank in target.ranks:
         wanted = _block(shape, target, rank)

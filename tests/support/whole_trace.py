@@ -18,24 +18,11 @@ from passes.trace import attempts
 from passes.trace.repeat.reuse import Reuse, reuse_blocks
 from passes.trace.trace import trace
 
-_FIELDS = [
-    "inputs",
-    "outputs",
-    "parameters",
-    "buffers",
-    "aliases",
-    "views",
-    "batch",
-    "example_batch_size",
-    "example_shapes",
-    "notes",
-    "checkpointing",
-    "frozen_modules",
-    "token_counts",
-    "fingerprint",
-    "loss_reduction",
-    "opaque",
-]
+_FIELDS = (
+    *("inputs", "outputs", "parameters", "buffers", "aliases", "views", "batch", "example_batch_size"),
+    *("example_shapes", "notes", "checkpointing", "frozen_modules", "token_counts", "fingerprint"),
+    *("loss_reduction", "opaque"),
+)
 
 
 def differences(model: nn.Module, batch: object, **options: Any) -> tuple[list[Any], Counter[str]]:

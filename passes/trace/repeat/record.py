@@ -4,7 +4,8 @@
     recorded.nodes      every node, with the word that its name was made from
     recorded.inputs     the nodes of others that these read: arguments, parameters, buffers, sizes
 
-``NotRepeatable`` says why a run is more than its nodes: it makes sizes of its own, writes, draws, or keeps what it computed.
+``NotRepeatableError`` says why a run is more than its nodes: it makes sizes of its own, writes to what it is given, or
+keeps what it computed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _SIZE_OPS = (
 )
 
 
-class NotRepeatable(Exception):
+class NotRepeatableError(Exception):
     """The reason why another block's run cannot be written down from this one's."""
 
 
@@ -68,9 +69,9 @@ class Recorded:
     renamed: Mapping[int | Place, fx.Node]
     """The nodes that stand for an argument, or a parameter or buffer, from now on: ``x.to(x.dtype)`` is ``x`` itself."""
     result: Any
-    """What the run returned, its tensors as ``Returned`` or ``Argument``."""
+    """The value that the run returned, its tensors as ``Returned`` or ``Argument``."""
     calls: Mapping[str, int]
-    """How often each module of the block was called, by its path in the tracer's names."""
+    """Calls of each module of the block, by its path in the tracer's names."""
     depth: int
     """The number of modules around the block, the block not among them."""
 
@@ -91,24 +92,24 @@ class Argument:
 
 
 def node_of(tracer: Any, tensor: Tensor) -> fx.Node:
-    """Return the node whose value a tensor is in the trace. Raises NotRepeatable if it has none, or is a constant."""
+    """Return the node whose value a tensor is in the trace. Raises NotRepeatableError if it has none, or is a constant."""
     known = tracer.tensor_tracker.get(tensor)
     if known is None or known.constant is not None:
-        raise NotRepeatable("it is given a tensor that is a constant of the graph")
+        raise NotRepeatableError("it is given a tensor that is a constant of the graph")
     node: fx.Node = known.proxy.node
     return node
 
 
 def record(
     tracer: Any, path: str, sight: Sight, mode: FakeTensorMode, run: Callable[[], Any]
-) -> tuple[Any, Recorded | NotRepeatable]:
+) -> tuple[Any, Recorded | NotRepeatableError]:
     """Run a block; return its result, and the recording of the run or the reason why there is none."""
     shape_env = mode.shape_env
     assert shape_env is not None
     try:
         arguments = tuple(node_of(tracer, tensor) for tensor in sight.tensors)
         state = {place: node_of(tracer, tensor) for place, tensor in sight.state.items()}
-    except NotRepeatable as reason:
+    except NotRepeatableError as reason:
         return run(), reason
     known, calls = _known_sizes(tracer, shape_env), dict(tracer.num_calls)
     last = tracer.graph._root._prev
@@ -116,18 +117,19 @@ def record(
         result = run()
     try:
         if _known_sizes(tracer, shape_env) != known:
-            raise NotRepeatable("it makes sizes, or assumptions about sizes, of its own")
+            raise NotRepeatableError("it makes sizes, or assumptions about sizes, of its own")
         if _after(last) != [each.node for each in made]:
-            raise NotRepeatable("it changes the graph elsewhere than at its end")
+            raise NotRepeatableError("it changes the graph elsewhere than at its end")
         sizes = _outer_sizes(made, {*arguments, *state.values()}, sight)
         own = {each.node for each in made}
         described = _result(result, tracer, sight, own)
-        given: Mapping[int | Place, Tensor] = {**dict(enumerate(sight.tensors)), **sight.state}
+        given: dict[int | Place, Tensor] = dict(enumerate(sight.tensors))
+        given.update(sight.state.items())
         renamed = {place: node for place, t in given.items() if (node := node_of(tracer, t)) in own}
         _refuse_kept(tracer, own, (result, list(given.values())))
         _refuse_strangers(tracer, path, made)
-    except Exception as error:  # nothing was changed yet: the block has run, as ever
-        return result, error if isinstance(error, NotRepeatable) else NotRepeatable(repr(error))
+    except Exception as error:  # noqa: BLE001 (whatever it is: the block has run, as ever)
+        return result, error if isinstance(error, NotRepeatableError) else NotRepeatableError(repr(error))
     counted = {name: n - calls.get(name, 0) for name, n in tracer.num_calls.items() if n != calls.get(name)}
     depth = len(tracer.module_stack)
     return result, Recorded(path, tuple(made), arguments, state, sizes, renamed, described, counted, depth)
@@ -146,7 +148,7 @@ def _made(graph: fx.Graph) -> Iterator[list[Made]]:
         made.append(Made(node, name if name is not None else graph._target_to_str(target)))
         return node
 
-    graph.create_node = create_node  # type: ignore[method-assign]
+    graph.create_node = create_node  # type: ignore[method-assign, assignment]
     try:
         yield made
     finally:
@@ -192,7 +194,7 @@ def _outer_sizes(made: list[Made], given: set[fx.Node], sight: Sight) -> frozens
                 continue
             value = source.meta.get("val")
             if not isinstance(value, torch.SymInt) or id(value.node) not in symbols:
-                raise NotRepeatable(f"it reads {source.name}, which is none of its arguments")
+                raise NotRepeatableError(f"it reads {source.name}, which is none of its arguments")
             sizes.add(source)
     return frozenset(sizes)
 
@@ -203,15 +205,15 @@ def _refuse_unrepeatable(node: fx.Node, given_memory: set[int | None]) -> None:
         return
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         if target not in _SIZE_OPS:
-            raise NotRepeatable(f"it asks for a size by {target}")
+            raise NotRepeatableError(f"it asks for a size by {target}")
         return
     plain = (
         isinstance(target, torch._ops.OpOverload) and target.namespace != "partitioner"
     )  # ours: opaque parts
     if node.op != "call_function" or not plain or not tensors_in(value):
-        raise NotRepeatable(f"{node.op} {target} is no operation on tensors")
+        raise NotRepeatableError(f"{node.op} {target} is no operation on tensors")
     if torch.Tag.data_dependent_output in target.tags:  # type: ignore[union-attr]
-        raise NotRepeatable(f"{target} gives Python a number")
+        raise NotRepeatableError(f"{target} gives Python a number")
     if writes(node) and (
         target._schema.name in WRITES_UNDECLARED  # type: ignore[union-attr]
         or any(
@@ -220,7 +222,7 @@ def _refuse_unrepeatable(node: fx.Node, given_memory: set[int | None]) -> None:
             for t in tensors_in(n.meta.get("val"))
         )
     ):
-        raise NotRepeatable(f"{target} writes to what it is given")
+        raise NotRepeatableError(f"{target} writes to what it is given")
 
 
 def _result(value: Any, tracer: Any, sight: Sight, own: set[fx.Node]) -> Any:
@@ -231,9 +233,9 @@ def _result(value: Any, tracer: Any, sight: Sight, own: set[fx.Node]) -> Any:
                 return Argument(number)
         node = node_of(tracer, value)
         if node not in own:
-            raise NotRepeatable(f"it returns {node.name}, which it has not computed")
+            raise NotRepeatableError(f"it returns {node.name}, which it has not computed")
         if own_attributes(value):
-            raise NotRepeatable("it returns a tensor with attributes of its own")
+            raise NotRepeatableError("it returns a tensor with attributes of its own")
         _refuse_odd_memory(node, own)
         return Returned(node, value)
     if type(value) in (tuple, list):
@@ -241,7 +243,7 @@ def _result(value: Any, tracer: Any, sight: Sight, own: set[fx.Node]) -> Any:
     if type(value) is dict:
         return {key: _result(item, tracer, sight, own) for key, item in value.items()}
     if type(value) not in PLAIN:
-        raise NotRepeatable(f"it returns a {type(value).__name__}")
+        raise NotRepeatableError(f"it returns a {type(value).__name__}")
     return value
 
 
@@ -255,14 +257,14 @@ def _refuse_odd_memory(node: fx.Node, own: set[fx.Node]) -> None:
     while left:  # dense: each dimension steps over all elements of those inside it
         inner = next((dim for dim in left if dim[1] == elements), None)
         if inner is None:
-            raise NotRepeatable(f"it returns {node.name}, which has gaps")
+            raise NotRepeatableError(f"it returns {node.name}, which has gaps")
         left.remove(inner)
         elements = elements * inner[0]
     for other in {source for made in own for source in (made, *made.all_input_nodes)}:
         for tensor in tensors_in(other.meta.get("val")):
             same_elements = prod(map(symbolic, tensor.shape)) == elements
             if storage_key(tensor) == key and (other not in own or not same_elements):
-                raise NotRepeatable(f"it returns {node.name}, a view of {other.name}")
+                raise NotRepeatableError(f"it returns {node.name}, a view of {other.name}")
 
 
 def _refuse_kept(tracer: Any, own: set[fx.Node], known: Any) -> None:
@@ -275,7 +277,7 @@ def _refuse_kept(tracer: Any, own: set[fx.Node], known: Any) -> None:
     )  # autograd keeps some, unseen by Python
     keepers = [holder for holder in gc.get_referrers(*alive) if holder is not alive] if alive else []
     if any(not isinstance(holder, types.FrameType) for holder in keepers):
-        raise NotRepeatable(f"a {type(keepers[0]).__name__} keeps what it computed")
+        raise NotRepeatableError(f"a {type(keepers[0]).__name__} keeps what it computed")
 
 
 def _refuse_strangers(tracer: Any, path: str, made: list[Made]) -> None:
@@ -286,7 +288,7 @@ def _refuse_strangers(tracer: Any, path: str, made: list[Made]) -> None:
         names = [tracer.node_name_to_scope[node.name][0]]
         names += [name for key, (module, _) in stack for name in (key, module)]
         if not all(f"{name}.".startswith(f"{path}.") for name in names):
-            raise NotRepeatable(f"{node.name} was made by a module outside of it")
+            raise NotRepeatableError(f"{node.name} was made by a module outside of it")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

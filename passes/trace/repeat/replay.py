@@ -1,8 +1,8 @@
 """A recorded run of a block, written into the graph once more, for another block of the same model.
 
-Every node is made as the tracer would make it, so names and their numbers come as in a run: same op, same word for the name,
-its inputs those of this block, the origin with this block's path. Values are fake tensors of the same sizes in memory of
-their own, shared where the recorded run's share it.
+Every node is made as the tracer would make it, so names and their numbers come as in a run: same op, same word for the
+name, its inputs those of this block, the origin with this block's path. Values are fake tensors of the same sizes in
+memory of their own, shared where the recorded run's share it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from passes.graph.nodes import storage_key, symbolic
-from passes.trace.repeat.record import Argument, Made, NotRepeatable, Recorded, Returned, node_of
+from passes.trace.repeat.record import Argument, Made, NotRepeatableError, Recorded, Returned, node_of
 from passes.trace.repeat.sight import Sight
 
 
 def replay(tracer: Any, recorded: Recorded, path: str, sight: Sight, mode: FakeTensorMode) -> Any:
     """Write the nodes of a run of the block at ``path``, which sees ``sight``; return what the run would return.
 
-    Raises NotRepeatable, with nothing written, if its inputs do not fit.
+    Raises NotRepeatableError, with nothing written, if its inputs do not fit.
     """
     inputs = _inputs(tracer, recorded, sight)
     with untraced():
@@ -37,7 +37,7 @@ def replay(tracer: Any, recorded: Recorded, path: str, sight: Sight, mode: FakeT
             values = _Values(mode, inputs, {node: tensor.detach() for node, tensor in results.items()})
             made = [values.of(each.node.meta["val"]) for each in recorded.nodes]
         except RuntimeError as error:  # before anything is written
-            raise NotRepeatable(str(error)) from error
+            raise NotRepeatableError(str(error)) from error
         here = dict(inputs)
         for each, value in zip(recorded.nodes, made, strict=True):
             here[each.node] = _write(tracer, recorded, each, path, here)
@@ -62,7 +62,7 @@ def _inputs(tracer: Any, recorded: Recorded, sight: Sight) -> dict[fx.Node, fx.N
     inputs: dict[fx.Node, fx.Node] = {}
     for old, new in pairs:
         if inputs.setdefault(old, new) is not new:
-            raise NotRepeatable("tensors are one in one block and two in the other")
+            raise NotRepeatableError("tensors are one in one block and two in the other")
     return inputs
 
 
@@ -82,8 +82,8 @@ class _Values:
         self._mode = mode
         self._memory: dict[int | None, Tensor] = {}
         """A tensor of this block in the memory that stands for the recorded run's, by that one's key."""
-        for old, new in (*inputs.items(), *results.items()):
-            value = new if isinstance(new, Tensor) else new.meta.get("val")
+        values = {old: new.meta.get("val") for old, new in inputs.items()} | results
+        for old, value in values.items():
             if isinstance(value, Tensor):
                 self._memory[storage_key(old.meta["val"])] = value
 
@@ -152,7 +152,7 @@ def _result(returned: Returned, mode: FakeTensorMode) -> Tensor:
     with torch.enable_grad(), mode:
         made = tensor.requires_grad_().clone()
     if list(map(symbolic, made.stride())) != list(map(symbolic, old.stride())):
-        raise NotRepeatable("a copy of what it returns is in another order")
+        raise NotRepeatableError("a copy of what it returns is in another order")
     return made
 
 

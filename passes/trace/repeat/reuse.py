@@ -1,4 +1,4 @@
-"""Equal blocks of a model, traced once: while a model is exported, every further equal block's run is written from a record.
+"""Equal blocks of a model, traced once: in an export, the run of every further equal block is written from a record.
 
     layer 0    runs: which functions are called is noted
     layer 1    runs, recorded: nodes, what they read, which attributes the code asked for
@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 
 from passes.graph.nodes import storage_key
-from passes.trace.repeat.record import NotRepeatable, Recorded, record
+from passes.trace.repeat.record import NotRepeatableError, Recorded, record
 from passes.trace.repeat.replay import replay, untraced
 from passes.trace.repeat.sight import (
     Codes,
@@ -37,7 +37,7 @@ from passes.trace.repeat.sight import (
     watch_reads,
     watch_rest,
 )
-from passes.trace.repeat.values import Description
+from passes.trace.repeat.values import Description, UnknownError
 
 logger = logging.getLogger("partitioner")
 
@@ -45,6 +45,18 @@ FEWEST_BLOCKS = 3
 """Blocks of one class in a container: the first two run anyway."""
 MOST_TRIES = 4
 """Runs of one class of blocks in one container that led to no record, before no more are compared."""
+
+
+@contextlib.contextmanager
+def _looking() -> Iterator[None]:
+    """Look at values outside of the trace; whatever the user's own objects raise meanwhile is an UnknownError."""
+    try:
+        with untraced():
+            yield
+    except UnknownError:
+        raise
+    except Exception as error:
+        raise UnknownError(repr(error)) from error
 
 
 @dataclass(frozen=True)
@@ -61,12 +73,12 @@ class _Call:
     def look(self) -> Sight:
         """Look at what the block would see."""
         modes = modes_now()
-        with untraced():
+        with _looking():
             return sight(self.block, self.args, self.kwargs, modes)
 
     def globals(self, codes: Codes) -> Description:
         """Look at the globals of some functions."""
-        with untraced():
+        with _looking():
             return globals_seen(self.block, codes)
 
 
@@ -87,7 +99,7 @@ class _Record:
         """Tell whether the call would do what this run did."""
         try:
             return self.seen.as_seen_by(seen, self.reads) and self.globals == call.globals(self.codes)
-        except Exception:
+        except UnknownError:
             return False
 
 
@@ -123,13 +135,16 @@ class Reuse:
         kwargs: Any,
     ) -> Any:
         """Call a module, or write what the call would do."""
-        run = lambda: original(tracer, module, forward, args, kwargs)  # noqa: E731
+
+        def run() -> Any:
+            return original(tracer, module, forward, args, kwargs)
+
         known = self._blocks.get(id(object.__getattribute__(module, "__dict__")))
         if known is None or self._busy:
             return run()
         block, container = known
         kind = self._kinds.setdefault((type(block), id(container)), _Kind())
-        path = tracer.path_of_module(block if block is module else module)
+        path = tracer.path_of_module(module)
         again = any(name == path or name.startswith(f"{path}.") for name in tracer.num_calls)
         if (
             kind.failures + len(kind.ran) - len(kind.records) >= MOST_TRIES
@@ -140,7 +155,7 @@ class Reuse:
         call = _Call(tracer, block, path, run, args, kwargs)
         try:
             seen = call.look()
-        except Exception as reason:  # whatever the user's own objects raise when they are looked at
+        except UnknownError as reason:
             return self._refused(kind, call, reason)
         self._busy = True
         try:
@@ -154,10 +169,10 @@ class Reuse:
         return call.run()
 
     def _run(self, kind: _Kind, call: _Call, seen: Sight) -> Any:
-        for record in kind.records:
-            if record.serves(call, seen):
-                with contextlib.suppress(NotRepeatable):
-                    result = replay(call.tracer, record.run, call.path, seen, self._mode)
+        for known in kind.records:
+            if known.serves(call, seen):
+                with contextlib.suppress(NotRepeatableError):
+                    result = replay(call.tracer, known.run, call.path, seen, self._mode)
                     self.written[type(call.block).__name__] += 1
                     return result
         for before, codes in kind.ran:
@@ -172,23 +187,23 @@ class Reuse:
         """Run a block as one before it has run, recorded."""
         try:
             before = call.globals(codes)
-        except Exception as reason:
+        except UnknownError as reason:
             return self._refused(kind, call, reason)
         with watch_reads(call.block) as reads, watch_rest() as done, watch_code() as called:
             result, recorded = record(call.tracer, call.path, seen, self._mode, call.run)
         try:
-            if isinstance(recorded, NotRepeatable):
+            if isinstance(recorded, NotRepeatableError):
                 raise recorded
             if done:
-                raise NotRepeatable(f"it {done[0]}")
+                raise NotRepeatableError(f"it {done[0]}")
             if not called.keys() <= codes.keys():
-                raise NotRepeatable(
+                raise NotRepeatableError(
                     f"it calls {next(iter(called.keys() - codes.keys())).co_qualname}, which the block before did not"
                 )
             after = call.look()
             if (after.call, after.attributes, call.globals(codes)) != (seen.call, seen.attributes, before):
-                raise NotRepeatable("it changes what it sees")
-        except Exception as reason:
+                raise NotRepeatableError("it changes what it sees")
+        except (NotRepeatableError, UnknownError) as reason:
             kind.failures += 1
             logger.debug("%s runs every time: %s", call.path, reason)
         else:

@@ -28,7 +28,7 @@ from passes.graph.user_code import OURS, TORCH
 from passes.trace.draws import states_of_generators
 from passes.trace.noted import same
 from passes.trace.python_state import names_in
-from passes.trace.repeat.values import UNREAD, Describer, Description, Same, Unknown, tensor_words
+from passes.trace.repeat.values import UNREAD, Describer, Description, Same, UnknownError, tensor_words
 
 _STANDARD = sysconfig.get_paths()["stdlib"]
 _SITE = "site-packages"
@@ -47,10 +47,10 @@ Codes: TypeAlias = Mapping[types.CodeType, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Sight:
-    """What one run of a block can see."""
+    """Everything that one run of a block can see."""
 
     attributes: Mapping[Place, Description]
-    """By the module's path in the block and the attribute's name."""
+    """Descriptions by the module's path in the block and the attribute's name."""
     call: Description
     """The arguments, torch's modes, and the calls that lead here."""
     tensors: tuple[Tensor, ...]
@@ -77,7 +77,7 @@ class Sight:
 
 
 def sight(block: nn.Module, args: object, kwargs: object, modes: Description) -> Sight:
-    """Look at everything that a run of ``block`` can see now. Raises Unknown where that cannot be told."""
+    """Look at everything that a run of ``block`` can see now. Raises UnknownError where that cannot be told."""
     describer = Describer(block)
     call = (describer.describe(args), describer.describe(kwargs), modes, _callers())
     tensors = tuple(describer.tensors)
@@ -96,7 +96,7 @@ def _attributes(
     for path, module in block.named_modules():
         kind = type(module)
         if any("__getattribute__" in vars(base) for base in kind.__mro__ if base not in (object, nn.Module)):
-            raise Unknown(f"how {kind.__name__} reads its attributes")
+            raise UnknownError(f"how {kind.__name__} reads its attributes")
         if kind not in classes:
             classes[kind] = _class(kind, describer)
         children = tuple((name, child is None) for name, child in module._modules.items())
@@ -113,7 +113,7 @@ def _attributes(
             for hooks in vars(module)
             if hooks.endswith("hooks") and hooks.startswith("_")
         ):
-            raise Unknown(f"a hook of {path or 'the block'}")
+            raise UnknownError(f"a hook of {path or 'the block'}")
     return found, state
 
 
@@ -223,7 +223,7 @@ def _callers() -> Description:
 def watch_code() -> Iterator[dict[types.CodeType, Mapping[str, Any]]]:
     """Note which functions of the model's run, and with which globals: torch's own, Python's and ours excepted."""
     if sys.getprofile() is not None:
-        raise Unknown("a profiler that looks at every call already")
+        raise UnknownError("a profiler that looks at every call already")
     codes: dict[types.CodeType, Mapping[str, Any]] = {}
 
     def called(frame: types.FrameType, event: str, argument: object) -> None:

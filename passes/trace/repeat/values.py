@@ -1,7 +1,7 @@
 """Python values as descriptions: equal ones where code that reads the values cannot tell them apart.
 
-A description is made of types, plain values and objects that count by identity. ``Unknown`` is raised for what cannot be
-described (an iterator, a generator of random numbers): code that reads it may do something else every time.
+A description is made of types, plain values and objects that count by identity. ``UnknownError`` is raised for what cannot
+be described (an iterator, a generator of random numbers): code that reads it may do something else every time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ UNREAD = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__annot
 """Entries of classes that say nothing about what their code does."""
 
 
-class Unknown(Exception):
+class UnknownError(Exception):
     """A value that cannot be described."""
 
 
@@ -94,23 +94,23 @@ class Describer:
 
     def path(self, module: nn.Module) -> str:
         """Return a module's path in the block."""
-        path = self._paths.get(id(object.__getattribute__(module, "__dict__")))
+        path: str | None = self._paths.get(id(object.__getattribute__(module, "__dict__")))
         if path is None:
-            raise Unknown(f"a {type(module).__name__} outside of the block")
+            raise UnknownError(f"a {type(module).__name__} outside of the block")
         return path
 
     def describe(self, value: Any) -> Description:
-        """Return the description of a value. Raises Unknown."""
+        """Return the description of a value. Raises UnknownError."""
         self._left -= 1
         if self._left < 0:
-            raise Unknown("too many values")
+            raise UnknownError("too many values")
         kind = type(value)
         if kind in PLAIN or kind in _WORDS:
             return kind, value
         if isinstance(value, _BY_IDENTITY):
             return self._builtin(value)
         if isinstance(value, _CHANGE_UNSEEN):
-            raise Unknown(f"a {kind.__name__}")
+            raise UnknownError(f"a {kind.__name__}")
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
@@ -151,7 +151,7 @@ class Describer:
             return Same(value)
         if isinstance(value, (int, float, complex, str, bytes)):
             base = next(base for base in (int, float, complex, str, bytes) if isinstance(value, base))
-            return base.__repr__(value), self._attributes(value)  # type: ignore[arg-type]
+            return base.__repr__(value), self._attributes(value)
         if isinstance(value, Mapping):
             return self.table(value), self._attributes(value)
         if isinstance(value, list | tuple | deque | set | frozenset):
@@ -177,7 +177,7 @@ class Describer:
         if type(value).__module__ in _LIBRARIES:
             return Same(value)
         if not hasattr(value, "__dict__") and not _slots(value):
-            raise Unknown(f"a {type(value).__name__}")
+            raise UnknownError(f"a {type(value).__name__}")
         return self._attributes(value), self._defaults(type(value))
 
     def _function(self, function: types.FunctionType) -> Description:
@@ -222,9 +222,9 @@ def _fakes_attributes() -> frozenset[str]:
 def tensor_words(tensor: Tensor) -> Description:
     """Describe all of a tensor but its values and its memory."""
     if own := own_attributes(tensor):
-        raise Unknown(f"{', '.join(own)} of a tensor")
+        raise UnknownError(f"{', '.join(own)} of a tensor")
     if tensor.layout is not torch.strided:
-        raise Unknown(f"a tensor in layout {tensor.layout}")
+        raise UnknownError(f"a tensor in layout {tensor.layout}")
     sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
     flags = (tensor.requires_grad, tensor.is_leaf, tensor.is_conj(), tensor.is_neg())
     hooks = tuple(getattr(tensor, "_backward_hooks", None) or ())
@@ -247,12 +247,13 @@ def _is_set(cell: types.CellType) -> bool:
     return True
 
 
-def _slots(value: object) -> Iterable[str]:
-    return [name for name in _slot_names(type(value)) if hasattr(value, name)]
+def _slots(value: Any) -> Iterable[str]:
+    kind: Any = type(value)
+    return [name for name in _slot_names(kind) if hasattr(value, name)]
 
 
 @functools.lru_cache(maxsize=4096)
-def _slot_names(kind: type) -> tuple[str, ...]:
+def _slot_names(kind: Any) -> tuple[str, ...]:
     named = (vars(cls).get("__slots__", ()) for cls in kind.__mro__)
     slots = (name for names in named for name in ([names] if isinstance(names, str) else names))
     return tuple(name for name in slots if name not in ("__dict__", "__weakref__"))
