@@ -5,9 +5,9 @@
     input gradients   their sums along a tensor-parallel axis, beside weight gradients
     replica sums      sums of parameters' gradients over replicas, inside of the last backward
 
-Two Gloo processes hold the executor of each plan twice, with the overlap and without, and take turns, so that a drifting
-machine drifts for both. A step's time is the slowest rank's from a barrier on, a turn's the median of its steps; reported
-is the median of the paired ratios with / without, of time and of both ranks' processor time.
+Two Gloo processes (four for pipelines) hold the executor of each plan twice, with the overlap and without, and take turns,
+so that a drifting machine drifts for both. A step's time is the slowest rank's from a barrier on, a turn's the median of
+its steps; reported is the median of the paired ratios with / without, of time and of all ranks' processor time.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from pathlib import Path
 import torch
 
 from benchmarks.bootstrap import median_ratio
-from benchmarks.overlap_rank import prepare_both, take_turns
+from benchmarks.overlap_rank import prepare_both, take_turns, without
 from benchmarks.prediction import calibrated
 from benchmarks.prediction_hybrid import HybridCase
 from cost_models.calibration import VARIABLE
 from cost_models.cluster import ClusterSpec
 from runtime.ranks.launch import WorkerPool
 
-RANKS = 2
 HEAD = (
     f"{'overlap: plan':56}{'with':>10}{'without':>10}{'with / without [95 %]':>24}{'processor time':>24}"
     f"{'predicted':>11}{'without':>10}"
@@ -43,6 +42,7 @@ class Case:
 
     overlap: str
     plan: HybridCase
+    ranks: int
     seconds: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     processor: tuple[list[float], list[float]] = field(default_factory=lambda: ([], []))
     predicted: tuple[float, float] = (0.0, 0.0)
@@ -55,7 +55,7 @@ class Case:
 def cases() -> list[Case]:
     """All plans."""
     return [
-        Case(overlap, HybridCase(model, "1f1b", count, size, fix=fix))
+        Case(overlap, HybridCase(model, "1f1b", count, size, fix=fix), 2 if "pipeline=1" in fix else 4)
         for overlap, model, count, size, fix in (
             ("input gradients", "gpt2-small", 1, 8, "pipeline=1 tensor=2"),
             ("input gradients", "llama-small", 1, 8, "pipeline=1 tensor=2"),
@@ -64,6 +64,7 @@ def cases() -> list[Case]:
             ("replica sums", "gpt2-small", 1, 8, "pipeline=1 data=2"),
             ("replica sums", "llama-small", 2, 8, "pipeline=1 data=2"),
             ("replica sums", "mlp", 1, 256, "pipeline=1 data=2"),
+            ("replica sums", "mlp", 2, 256, "pipeline=2 data=2"),
         )
     ]
 
@@ -79,14 +80,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = [case for case in cases() if fnmatch.fnmatch(case.name, options.only)]
     torch.set_num_threads(1)
     os.environ[VARIABLE] = str(options.calibration or calibrated())
-    cluster = ClusterSpec.local(RANKS)
-    print(f"computing beside a message takes {cluster.host_costs.contention:.2f}x")
+    print(f"computing beside a message takes {ClusterSpec.local(2).host_costs.contention:.2f}x")
     load = os.getloadavg()[0]
     print(HEAD)
-    with WorkerPool(RANKS) as pool:
-        for case in chosen:
-            plan = case.plan.plan(cluster)
-            case.predicted = plan.prediction.step_seconds, 0.0
+    for case in chosen:
+        cluster = ClusterSpec.local(case.ranks)
+        plan = case.plan.plan(cluster)
+        with without(case.overlap):
+            apart = case.plan.plan(cluster)
+        case.predicted = plan.prediction.step_seconds, apart.prediction.step_seconds
+        with WorkerPool(case.ranks) as pool:
             pool.run(prepare_both, case.plan.task(plan), case.overlap)
             for pair in range(options.pairs):
                 _alternate(pool, case, options.steps, with_first=pair % 2 == 0)

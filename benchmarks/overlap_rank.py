@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -37,18 +37,33 @@ def _nothing(*_: Any) -> None:
     """Start nothing early."""
 
 
-WITHOUT: dict[str, tuple[str, Callable[..., Any]]] = {
-    "input gradients": ("runtime.execute.loaded.bind", _bind),
-    "replica sums": ("runtime.execute.bind.overlap", _nothing),
+def _no_layers(*_: Any) -> dict[str, tuple[str, ...]]:
+    return {}
+
+
+def _no_sums(*_: Any) -> tuple[int, list[int]]:
+    return -1, []
+
+
+WITHOUT: dict[str, tuple[tuple[str, Callable[..., Any]], ...]] = {
+    "input gradients": (
+        ("runtime.execute.loaded.bind", _bind),
+        ("passes.lower.costed.layers_beside", _no_layers),
+    ),
+    "replica sums": (
+        ("runtime.execute.bind.overlap", _nothing),
+        ("runtime.simulate.flatten.early_sums", _no_sums),
+    ),
 }
-"""Overlap -> the function that starts it, and another in its place that does not."""
+"""Overlap -> functions that start or charge it, and others in their places that do not."""
 
 
 @contextmanager
 def without(overlap: str) -> Iterator[None]:
-    """Build executors that do not overlap so."""
-    name, other = WITHOUT[overlap]
-    with patch(name, other):
+    """Build executors, and predict steps, that do not overlap so."""
+    with ExitStack() as stack:
+        for name, other in WITHOUT[overlap]:
+            stack.enter_context(patch(name, other))
         yield
 
 

@@ -142,7 +142,9 @@ def costed_segments(
             for ranks in item.groups:
                 tied.append(TiedGroup(item.parameters, ranks, item.sync.scattered))
                 sent_bytes = sum_bytes(sum(item.size_bytes), len(ranks), item.sync.scattered)
-                sums[item.parameters, tuple(sorted(ranks))] = SumCost(item.seconds, sent_bytes)
+                sums[item.parameters, tuple(sorted(ranks))] = SumCost(
+                    item.seconds, sent_bytes, own.segment.index, item.ready
+                )
         gradients |= own.summed_bytes
     if meshes:
         by_segments = {indices: _state_of(indices, meshes) for indices in set(held)}
@@ -199,13 +201,13 @@ def _on_mesh(
     ``regions``: the ops of the model that it computes again in backward, by block.
     """
     verify_graph(sharded.graph, after="shard")
-    segment, sent, links = _segment(sharded, cluster, size, regions, deferring)
+    segment, sent, links, backward = _segment(sharded, cluster, size, regions, deferring)
     summed_bytes = {
         name: gradient_bytes(sharded.graph, name, job.precision)
         for group in gradient_sums(sharded)
         for name in group.parameters
     }
-    sums = gradient_sum_costs(sharded, summed_bytes, cluster)
+    sums = gradient_sum_costs(sharded, summed_bytes, cluster, backward)
     gathers = update_gathers(graph, sharded, job.precision, cluster)
     return OnMesh(
         sharded, sent, links, sums, summed_bytes, gathers, replace(segment, index=index), _state(sharded, job)
@@ -218,8 +220,9 @@ def _segment(
     microbatch_size: int,
     regions: Sequence[Sequence[str]],
     deferring: bool,
-) -> tuple[Segment, tuple[Traffic, ...], dict[str, AxisLinks]]:
-    """Make the segment of a mesh, its ops on shards and its collectives; list these, and their links.
+) -> tuple[Segment, tuple[Traffic, ...], dict[str, AxisLinks], list[float]]:
+    """Make the segment of a mesh, its ops on shards and its collectives; list these, their links, and each op's seconds in
+    backward.
 
     A block that is computed again repeats its collectives: they are backward's too.
     """
@@ -249,7 +252,31 @@ def _segment(
         # The largest collective's result, while what it is made of is still there, beside what is computed again.
         transient_bytes=segment.cost.transient_bytes + max((item.whole_bytes for item in found), default=0),
     )
-    return replace(segment, cost=cost, collectives=collectives(found, sharded.mesh, links)), found, links
+    segment = replace(segment, cost=cost, collectives=collectives(found, sharded.mesh, links))
+    return segment, found, links, _backward_seconds(costs, cluster, sharded.mesh, units, found, links, own)
+
+
+def _backward_seconds(
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    mesh: Mesh,
+    units: int,
+    found: Sequence[Traffic],
+    links: Mapping[str, AxisLinks],
+    regions: Sequence[Sequence[str]],
+) -> list[float]:
+    """Return the seconds of each op in backward, with its collectives; of a block that is computed again, the last op's
+    include that."""
+    each = costs.seconds(units, cluster.devices[mesh.ranks[0]])
+    seconds = dict(zip(costs.ops, (each.backward_input + each.backward_weight).tolist(), strict=True))
+    last_of = {name: names[-1] for names in regions for name in names}
+    for name, forward in zip(costs.ops, each.forward.tolist(), strict=True):
+        if name in last_of:
+            seconds[last_of[name]] += forward
+    for item in found:
+        if item.backward:
+            seconds[item.node] += item.seconds(links[item.axis])
+    return list(seconds.values())
 
 
 def _hidden_seconds(
