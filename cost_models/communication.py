@@ -3,6 +3,7 @@
 Symbols
     n   bytes of the whole tensor that is reduced or gathered; for all-to-all, of what each rank holds
     p   ranks
+    c   factor by which computing slows down while something is sent (``HostSpec.contention``)
     g   ranks of a node, k = p / g nodes
     α   latency of a message, seconds
     β   seconds per byte (1 / bandwidth)
@@ -21,6 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
+from cost_models.arrays import FloatArray
 from cost_models.links import Path, least_fair_rate
 
 if TYPE_CHECKING:
@@ -85,6 +89,17 @@ def hierarchical_all_reduce_seconds(
 def all_to_all_seconds(size_bytes: float, ranks: int, link: Connection) -> float:
     """Return (p−1)·(α + n/p·β): each rank sends 1/p of its n bytes to every other, pairwise in p − 1 steps."""
     return (ranks - 1) * point_to_point_seconds(size_bytes / ranks, link)
+
+
+def hidden_seconds(
+    sending: float | FloatArray, computing: float | FloatArray, contention: float
+) -> FloatArray:
+    """Return the seconds less that both take beside each other than one after the other: ``min(computing, sending / c)``.
+
+    While something is sent computing goes on at 1 / c of its speed, so in s seconds it does s / c seconds of work.
+    """
+    hidden: FloatArray = np.minimum(computing, np.asarray(sending) / contention)
+    return hidden
 
 
 def slowest_hop(rings: Sequence[Sequence[int]], cluster: ClusterSpec) -> AlphaBeta:
