@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names = ", ".join(case.name for case in known)
         parser.error(f"--only {options.only!r} matches none of: {names}")
     torch.set_num_threads(1)
-    os.environ[VARIABLE] = str(options.calibration or _calibrated())
+    os.environ[VARIABLE] = str(options.calibration or calibrated())
     rows = [Row(case, case.plan(ClusterSpec.local(workers))) for case in cases]
     print(f"predictions rest on: {rows[0].plan.prediction.confidence}")
     load = os.getloadavg()
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.json.write_text(json.dumps([_as_data(row) for row in rows], indent=1))
 
 
-def _calibrated() -> Path:
+def calibrated() -> Path:
     """A calibration of this moment, next to the user's own but not in its place.
 
     With two workers, or one where there is one core: rates are those of a worker that has a core.

@@ -50,10 +50,17 @@ def prepare(number: int, task: VerificationTask) -> None:
     sharded = executor.sharded_owners(state)
     sharded.attach(optimizer)
     _ready[number] = _Ready(task, executor, state, optimizer, sharded)
-    _step(number)
+    step(number)
 
 
-def _step(number: int) -> None:
+def close() -> None:
+    """Close the executors that ``prepare`` has built."""
+    for ready in _ready.values():
+        ready.executor.close()
+    _ready.clear()
+
+
+def step(number: int) -> None:
     """One step as the engine does it: gradients of the last one are dropped first."""
     ready = _ready[number]
     for tensor in (*ready.state.leaves.values(), *ready.state.parameters.values()):
@@ -72,7 +79,7 @@ def measure_memory(number: int) -> int:
     held += [t for s in ready.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     with AliveBytes(held, ignored=ready.task.batch.values()) as tracker:
         del held
-        _step(number)
+        step(number)
     return tracker.peak_bytes
 
 
@@ -95,11 +102,11 @@ def time_steps(number: int, steps: int, niceness: int) -> RankSteps:
     found = RankSteps([], [], [])
     _set_priority(niceness)
     try:
-        _step(number)
+        step(number)
         for _ in range(steps):
             dist.barrier()
             busy, own, started = busy_seconds(), time.process_time(), time.perf_counter()
-            _step(number)
+            step(number)
             found.seconds.append(time.perf_counter() - started)
             found.own_seconds.append(time.process_time() - own)
             found.busy_seconds.append(busy_seconds() - busy)

@@ -266,7 +266,8 @@ class ClusterSpec(Section):
 
     def path(self, a: int, b: int) -> Path:
         """Return the way from rank ``a`` to rank ``b``; kept, so asking again is a dictionary look-up."""
-        if not (0 <= a < self.world_size and 0 <= b < self.world_size):
+        count = len(self.devices)
+        if not (0 <= a < count and 0 <= b < count):
             raise ClusterError(
                 f"there is no path from rank {a} to rank {b}",
                 [f"{self.name} has ranks 0 to {self.world_size - 1}"],

@@ -3,6 +3,7 @@
 Symbols
     n   bytes of the whole tensor that is reduced or gathered; for all-to-all, of what each rank holds
     p   ranks
+    c   factor by which computing slows down while something is sent (``HostSpec.contention``)
     g   ranks of a node, k = p / g nodes
     α   latency of a message, seconds
     β   seconds per byte (1 / bandwidth)
@@ -21,7 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from cost_models.links import Path, fair_rates
+import numpy as np
+
+from cost_models.arrays import FloatArray
+from cost_models.links import Path, least_fair_rate
 
 if TYPE_CHECKING:
     from cost_models.cluster import ClusterSpec  # imports torch, which takes seconds
@@ -87,7 +91,18 @@ def all_to_all_seconds(size_bytes: float, ranks: int, link: Connection) -> float
     return (ranks - 1) * point_to_point_seconds(size_bytes / ranks, link)
 
 
+def hidden_seconds(
+    sending: float | FloatArray, computing: float | FloatArray, contention: float
+) -> FloatArray:
+    """Return the seconds less that both take beside each other than one after the other: ``min(computing, sending / c)``.
+
+    While something is sent computing goes on at 1 / c of its speed, so in s seconds it does s / c seconds of work.
+    """
+    hidden: FloatArray = np.minimum(computing, np.asarray(sending) / contention)
+    return hidden
+
+
 def slowest_hop(rings: Sequence[Sequence[int]], cluster: ClusterSpec) -> AlphaBeta:
     """Find the hop that paces the rings while all of them run: largest latency, smallest fair share of bandwidth."""
     paths = [cluster.path(a, b) for ring in rings for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
-    return AlphaBeta(max(path.latency_seconds for path in paths), min(fair_rates(paths, cluster.links)))
+    return AlphaBeta(max(path.latency_seconds for path in paths), least_fair_rate(paths, cluster.links))

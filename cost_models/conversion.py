@@ -19,7 +19,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from cost_models.communication import (
@@ -229,6 +229,11 @@ def axis_links(mesh: Mesh, axis: int, cluster: ClusterSpec) -> AxisLinks:
 
 def group_links(groups: Sequence[Sequence[int]], cluster: ClusterSpec) -> AxisLinks:
     """Return the links of groups of ranks, equally large, that all talk at once."""
+    return _group_links(tuple(map(tuple, groups)), cluster)
+
+
+@lru_cache(maxsize=1024)
+def _group_links(groups: tuple[tuple[int, ...], ...], cluster: ClusterSpec) -> AxisLinks:
     size = len(groups[0])
     if size == 1:
         return AxisLinks(1, AlphaBeta(0.0, 1.0))

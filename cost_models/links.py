@@ -11,6 +11,7 @@ transfers compete exactly when they name the same link.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -83,3 +84,11 @@ def fair_rates(
                     users[used].discard(index)
                     left[used] = max(0.0, left[used] - rates[index])
     return tuple(rates)
+
+
+def least_fair_rate(paths: Sequence[Path], links: Mapping[str, Link]) -> float:
+    """Return the least of ``fair_rates``, transfers of one weight: that of the link that is full first. O(links)."""
+    users = Counter(link for path in paths for link in dict.fromkeys(path.links))
+    return min(
+        (links[link].bandwidth_bytes_per_second / count for link, count in users.items()), default=math.inf
+    )

@@ -8,6 +8,7 @@ print(times)        # costs 0.41 s, 1,234 ops · place 2.30 s, 4 stages, 1f1b, 8
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +32,10 @@ class PassTime:
     seconds: float
     result: str
     """The pass's result in a few words; empty where there is nothing to say."""
+    processor_seconds: float = 0.0
+    """Seconds of the process on all its cores: what is left of ``seconds`` was waited for, also for other processes."""
+    peak_bytes: int = 0
+    """The most memory that the process has had when the pass was done; 0 where the system does not say."""
 
 
 _collected: ContextVar[list[PassTime] | None] = ContextVar("pass_times", default=None)
@@ -51,11 +56,22 @@ def run_pass(
     name: str, say: Callable[[T], object], run: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Run a pass by its name; ``say`` puts its result in a few words, for the log and for timings."""
-    began = time.perf_counter()
+    began, busy = time.perf_counter(), time.process_time()
     result = run(*args, **kwargs)
-    done = PassTime(name, time.perf_counter() - began, str(say(result)))
+    seconds, processor_seconds = time.perf_counter() - began, time.process_time() - busy
+    done = PassTime(name, seconds, str(say(result)), processor_seconds, peak_memory_bytes())
     log.info("%s: %s, %s", done.name, format_seconds(done.seconds), done.result)
     times = _collected.get()
     if times is not None:
         times.append(done)
     return result
+
+
+def peak_memory_bytes() -> int:
+    """Return the most memory that this process has had so far; 0 where the system does not say."""
+    if sys.platform == "win32":  # which has no module resource
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -54,6 +54,7 @@ def describe_sharding(compiled: Compiled, stage: int) -> StageSharding:
                 scattered=item.sync.scattered,
                 size_bytes=item.size_bytes,
                 seconds=item.seconds,
+                ready=item.ready,
             )
             for item in own.sums
         ),

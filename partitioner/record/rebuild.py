@@ -87,17 +87,19 @@ def plan_tied(plan: PlanData, ranks: RankMap | None = None) -> tuple[TiedGroup, 
     for tied in plan.tied:
         holders = tied.ranks if ranks is None else tuple(sorted(ranks.ranks(tied.ranks)))
         groups.setdefault(holders, []).append(tied.name)
-    sums = (TiedGroup(item.parameters, group, item.scattered) for item, group in _sums(plan, ranks))
+    sums = (TiedGroup(item.parameters, group, item.scattered) for _, item, group in _sums(plan, ranks))
     return (*(TiedGroup(tuple(names), holders) for holders, names in groups.items()), *sums)
 
 
-def _sums(plan: PlanData, ranks: RankMap | None) -> Iterator[tuple[GradientSumRecord, tuple[int, ...]]]:
-    """Yield every group that sums gradients of a sharded stage, and what it sums."""
-    for stage in plan.stages:
+def _sums(plan: PlanData, ranks: RankMap | None) -> Iterator[tuple[int, GradientSumRecord, tuple[int, ...]]]:
+    """Yield every sharded stage's sums of gradients, with each group of ranks that makes them."""
+    for index, stage in enumerate(plan.stages):
         if stage.sharding is not None:
             mesh = stage.sharding.mesh(_group(stage, ranks))
             yield from (
-                (item, group) for item in stage.sharding.sums for group in all_ranks_along(mesh, item.axes)
+                (index, item, group)
+                for item in stage.sharding.sums
+                for group in all_ranks_along(mesh, item.axes)
             )
 
 
@@ -132,9 +134,9 @@ def simulate_plan(plan: PlanData) -> Simulation:
         tied_bytes={tied.name: tied.size_bytes for tied in plan.tied},
         sums={
             (item.parameters, tuple(sorted(group))): SumCost(
-                item.seconds, sum_bytes(sum(item.size_bytes), len(group), item.scattered)
+                item.seconds, sum_bytes(sum(item.size_bytes), len(group), item.scattered), index, item.ready
             )
-            for item, group in _sums(plan, None)
+            for index, item, group in _sums(plan, None)
         },
         gathers=tuple(gather for stage in plan.stages for gather in _gathers(stage)),
     )

@@ -64,6 +64,13 @@ class GradientSumRecord(Record):
         description="of each parameter's gradient on a device, as it begins"
     )
     seconds: Amount
+    ready: float = Field(
+        default=1.0,
+        ge=0.0,
+        le=1.0,
+        allow_inf_nan=False,
+        description="share of the stage's last backward after which the gradients are there, and the sum may start",
+    )
 
 
 class UpdateGatherRecord(Record):

@@ -330,7 +330,7 @@ def _sent(plan: PlanData, stage: Stage) -> str:
 
 
 def communication_share(plan: PlanData) -> float:
-    """Return the part of the step that collectives of sharded stages take, nothing overlapped.
+    """Return what collectives of sharded stages take, over the step's seconds; what runs beside computing counts too.
 
     Stages on other devices run at the same time, so it is that of the devices that communicate longest.
     """

@@ -121,6 +121,14 @@ class GraphCosts:
         phases = self.phases(batch_size, device)
         return SegmentSeconds(*(segment_seconds(phase, device, chosen) for phase in phases))
 
+    def weight_gradient_seconds(
+        self, op_indices: Sequence[int], batch_size: int, device: ComputeDevice
+    ) -> float:
+        """Compute seconds in which these ops' gradients of parameters are made, not yet added to what others left."""
+        ops = np.asarray(op_indices, dtype=np.intp)
+        phase = self.rates.rows(ops).weight_gradient_seconds(self.at(batch_size).rows(ops), device)
+        return segment_seconds(phase, device)
+
     def storage_bytes(self, batch_size: int) -> Mapping[str, int]:
         """Return the size of every storage that an op makes, for the names in this object's ``saved`` (see ``exact``)."""
         return self._storages.sizes(self._model.at(batch_size), batch_size)

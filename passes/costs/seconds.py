@@ -11,7 +11,7 @@ can be priced with several shares of its work.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -66,6 +66,15 @@ class OpRates:
         if times is not None:
             return tuple(self._measured(work, phase, device, times) for phase in PHASES)
         return tuple(self._bounded(work, phase, device) for phase in PHASES)
+
+    def weight_gradient_seconds(self, work: OpTable, device: ComputeDevice) -> PhaseSeconds:
+        """Compute seconds of each row's gradients of parameters, without adding them to those of earlier micro-batches."""
+        made = replace(
+            work,
+            backward_weight_bytes=work.backward_weight_bytes - self.extra.accumulated_bytes,
+            backward_weight_launches=work.backward_weight_launches - self.extra.parameters,
+        )
+        return self.phases(made, device)[PHASES.index("backward_weight")]
 
     def speed(self, device: ComputeDevice) -> tuple[object, ...]:
         """List all that seconds depend on: equal devices share what is computed for one of them."""

@@ -24,12 +24,13 @@ class FakeValues:
 
     The key of a value: the op, its operands' shapes, strides and types, its other arguments.
 
-    ``made``: values by these keys that were made before, in the same mode; new ones are put there.
+    ``made``: values by these keys that were made before, in the same mode; new ones are put there. By default all
+    that graphs of this mode have made: the stages of a pipeline have equal ops, too.
     """
 
     def __init__(self, mode: FakeTensorMode | None, made: dict[Hashable, Any] | None = None) -> None:
         self._mode = mode
-        self._made: dict[Hashable, Any] = {} if made is None else made
+        self._made = _made_in(mode) if made is None else made
         self._keys: dict[fx.Node, Hashable] = {}
 
     def of(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -63,6 +64,14 @@ class FakeValues:
 
     def _run(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return fake_call(self._mode, target, value_of(args), value_of(dict(kwargs)))
+
+
+def _made_in(mode: FakeTensorMode | None) -> dict[Hashable, Any]:
+    """Return the values that were made in a mode, kept as long as it: they hold it, so nothing else may hold them."""
+    if mode is None:
+        return {}
+    by_type: dict[torch.dtype, dict[Hashable, Any]] = vars(mode).setdefault("_partitioner_made", {})
+    return by_type.setdefault(torch.get_default_dtype(), {})
 
 
 def _described(value: Any) -> Hashable:

@@ -14,10 +14,12 @@ import torch
 from torch import fx
 
 from cost_models.errors import InternalError
+from passes.graph.code_on_demand import code_on_demand
 from passes.graph.graph import GraphInput, GraphOutput, OpGraph
 from passes.graph.nodes import new_module, writes
 
 
+@code_on_demand()
 def part_of(graph: OpGraph, ops: Collection[str], copied: Collection[str] = ()) -> OpGraph:
     """Return ``ops`` with what they read and the outputs that they make; ``graph`` itself where these are all its ops.
 

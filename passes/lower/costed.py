@@ -3,8 +3,8 @@
     segment on a rank     costs of the model's own graph
     segment on a mesh     its ops ─► shard_graph ─► costs of what one rank runs, and of the collectives
 
-Seconds of a segment on a mesh are those of its ops on shards, one after the other with its collectives: no overlap is
-assumed beside what the simulator knows of host and device.
+Seconds of a segment on a mesh are those of its ops on shards, one after the other with its collectives, but for sums of
+input gradients, which run beside weight gradients where the executor does it (``passes.shard.beside``).
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from cost_models.cluster import ClusterSpec
+from cost_models.communication import hidden_seconds
 from cost_models.compute import optimizer_seconds
 from cost_models.conversion import AxisLinks, group_links
+from cost_models.layout import Mesh
 from cost_models.memory import OPTIMIZERS, StateBytes, state_bytes
 from passes.costs.costs import GraphCosts, cost_graph
 from passes.costs.recompute import computed_again
@@ -34,6 +36,7 @@ from passes.lower.summarize import (
     tied_groups,
     trained_tensors,
 )
+from passes.shard.beside import layers_beside
 from passes.shard.regions import regions_on_shards
 from passes.shard.shard import ShardedGraph
 from passes.shard.state import (
@@ -139,7 +142,9 @@ def costed_segments(
             for ranks in item.groups:
                 tied.append(TiedGroup(item.parameters, ranks, item.sync.scattered))
                 sent_bytes = sum_bytes(sum(item.size_bytes), len(ranks), item.sync.scattered)
-                sums[item.parameters, tuple(sorted(ranks))] = SumCost(item.seconds, sent_bytes)
+                sums[item.parameters, tuple(sorted(ranks))] = SumCost(
+                    item.seconds, sent_bytes, own.segment.index, item.ready
+                )
         gradients |= own.summed_bytes
     if meshes:
         by_segments = {indices: _state_of(indices, meshes) for indices in set(held)}
@@ -196,13 +201,13 @@ def _on_mesh(
     ``regions``: the ops of the model that it computes again in backward, by block.
     """
     verify_graph(sharded.graph, after="shard")
-    segment, sent, links = _segment(sharded, cluster, size, regions, deferring)
+    segment, sent, links, backward = _segment(sharded, cluster, size, regions, deferring)
     summed_bytes = {
         name: gradient_bytes(sharded.graph, name, job.precision)
         for group in gradient_sums(sharded)
         for name in group.parameters
     }
-    sums = gradient_sum_costs(sharded, summed_bytes, cluster)
+    sums = gradient_sum_costs(sharded, summed_bytes, cluster, backward)
     gathers = update_gathers(graph, sharded, job.precision, cluster)
     return OnMesh(
         sharded, sent, links, sums, summed_bytes, gathers, replace(segment, index=index), _state(sharded, job)
@@ -215,8 +220,9 @@ def _segment(
     microbatch_size: int,
     regions: Sequence[Sequence[str]],
     deferring: bool,
-) -> tuple[Segment, tuple[Traffic, ...], dict[str, AxisLinks]]:
-    """Make the segment of a mesh, its ops on shards and its collectives one after the other; list these, and their links.
+) -> tuple[Segment, tuple[Traffic, ...], dict[str, AxisLinks], list[float]]:
+    """Make the segment of a mesh, its ops on shards and its collectives; list these, their links, and each op's seconds in
+    backward.
 
     A block that is computed again repeats its collectives: they are backward's too.
     """
@@ -227,7 +233,7 @@ def _segment(
     own = regions_on_shards(graph, regions)
     alone = replace(on_mesh(graph, sharded.mesh), regions=(own,) if own else ())
     (segment,) = segment_graph(graph, costs, alone, cluster, units, deferring=deferring).segments
-    found = traffic(sharded, microbatch_size)
+    found = once = traffic(sharded, microbatch_size)
     if segment.has_backward:
         found += repeated(found, _computed_again(costs, own, deferring))
     links = {
@@ -235,14 +241,68 @@ def _segment(
         for axis in {item.axis for item in found}
     }
     seconds = {back: sum(t.seconds(links[t.axis]) for t in found if t.backward == back) for back in (0, 1)}
+    hidden = (
+        0.0 if deferring else _hidden_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
+    )
     cost = replace(
         segment.cost,
         forward_seconds=segment.cost.forward_seconds + seconds[0],
         backward_input_seconds=segment.cost.backward_input_seconds + seconds[1],
+        backward_weight_seconds=max(0.0, segment.cost.backward_weight_seconds - hidden),
         # The largest collective's result, while what it is made of is still there, beside what is computed again.
         transient_bytes=segment.cost.transient_bytes + max((item.whole_bytes for item in found), default=0),
     )
-    return replace(segment, cost=cost, collectives=collectives(found, sharded.mesh, links)), found, links
+    segment = replace(segment, cost=cost, collectives=collectives(found, sharded.mesh, links))
+    return segment, found, links, _backward_seconds(costs, cluster, sharded.mesh, units, found, links, own)
+
+
+def _backward_seconds(
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    mesh: Mesh,
+    units: int,
+    found: Sequence[Traffic],
+    links: Mapping[str, AxisLinks],
+    regions: Sequence[Sequence[str]],
+) -> list[float]:
+    """Return the seconds of each op in backward, with its collectives; of a block that is computed again, the last op's
+    include that."""
+    each = costs.seconds(units, cluster.devices[mesh.ranks[0]])
+    seconds = dict(zip(costs.ops, (each.backward_input + each.backward_weight).tolist(), strict=True))
+    last_of = {name: names[-1] for names in regions for name in names}
+    for name, forward in zip(costs.ops, each.forward.tolist(), strict=True):
+        if name in last_of:
+            seconds[last_of[name]] += forward
+    for item in found:
+        if item.backward:
+            seconds[item.node] += item.seconds(links[item.axis])
+    return list(seconds.values())
+
+
+def _hidden_seconds(
+    graph: OpGraph,
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    mesh: Mesh,
+    units: int,
+    found: Sequence[Traffic],
+    links: Mapping[str, AxisLinks],
+    regions: Sequence[Sequence[str]],
+) -> float:
+    """Return the seconds of weight gradients that are computed while sums of input gradients are under way."""
+    beside = layers_beside(graph, regions)
+    if not beside:
+        return 0.0
+    index_of = {name: index for index, name in enumerate(costs.ops)}
+    devices = {cluster.devices[rank].speed_alone for rank in mesh.ranks}
+    total = 0.0
+    for item in found:
+        if item.backward and item.node in beside:
+            layers = [index_of[name] for name in beside[item.node]]
+            computing = max(costs.weight_gradient_seconds(layers, units, device) for device in devices)
+            sending = item.seconds(links[item.axis])
+            total += float(hidden_seconds(sending, computing, cluster.host_costs.contention))
+    return total
 
 
 def _computed_again(costs: GraphCosts, regions: Sequence[Sequence[str]], deferring: bool) -> set[str]:

@@ -31,10 +31,13 @@ SumKey: TypeAlias = tuple[tuple[str, ...], tuple[int, ...]]
 
 
 class SumCost(NamedTuple):
-    """``sent_bytes``: by each rank."""
+    """``sent_bytes``: by each rank. Its gradients are made by ``segment``, and are there after the share ``ready`` of its
+    backward."""
 
     seconds: float
     sent_bytes: float
+    segment: int = -1
+    ready: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,7 @@ def simulate_step(
         optimizer_seconds=step.optimizer_seconds,
         reduce_seconds=lambda reduction: cost(reduction).seconds,
         reduce_bytes=lambda reduction: cost(reduction).sent_bytes,
+        reduce_ready=lambda reduction: (cost(reduction).segment, cost(reduction).ready),
     )
     return _with_gathers(simulation, step.gathers, cluster) if step.gathers else simulation
 

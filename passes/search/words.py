@@ -49,7 +49,7 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
         not_considered=(
             "pipeline stages",
             "recomputing some blocks only, or where all fit without",
-            "overlap of communication with computing",
+            "overlap of communication with computing, but for sums of gradients",
         ),
         best_of="any sharding",
         stages="one mesh",
@@ -62,7 +62,7 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
             "unequal device groups and devices left out, unless fixed",
             "shards over two mesh axes, or of sums that replicas leave, unless fixed",
             "halves of backward apart, unless the schedule is given",
-            "overlap of collectives with computing",
+            "overlap of collectives with computing, but for sums of gradients",
         ),
         best_of="any plan",
         stages="groups",
@@ -83,6 +83,6 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
 
 AUTO_NOT_CONSIDERED = (
     "unequal device groups, and groups that leave devices out",
-    "overlap of collectives with computing",
+    "overlap of collectives with computing, but for sums of gradients",
 )
 """Techniques that none of the strategies looks at."""

@@ -35,11 +35,19 @@ class BridgeOp:
 def bridge_ops(produced: Placements, needed: Sequence[Need], mesh: Mesh) -> tuple[BridgeOp, ...]:
     """List the ops between a value produced so and a consumer's need of it; none if they agree."""
     produced, needed = _without_idle_axes(produced, needed, mesh)
-    there, back = steps(produced, needed, mesh)
-    pairs = _paired(there, back[::-1])
-    if pairs is None:
-        pairs = _turned_round(there, produced, needed)
+    pairs = _both_ways(*steps(produced, needed, mesh), produced, needed)
     return tuple(op for step, way_back in pairs for op in [_op(step, way_back, mesh)])
+
+
+def last_sum(there: Steps, back: Steps, produced: Placements, needed: Sequence[Need]) -> Step | None:
+    """Return the step back of a bridge's last op, if that sums a gradient and does not sum forward: consumers' gradients of
+    parameters may be computed beside it. ``there``, ``back``: the bridge's steps.
+    """
+    pairs = _both_ways(there, back, produced, needed)
+    step, way_back = pairs[-1] if pairs else (None, None)
+    if way_back is None or way_back.kind not in ("all_reduce", "reduce_scatter"):
+        return None
+    return way_back if step is None or step.kind == "all_gather" else None
 
 
 def first_gradient_op(axis: int, mesh: Mesh) -> BridgeOp:
@@ -59,6 +67,11 @@ def _without_idle_axes(
 
 
 BothWays = tuple[Step | None, Step | None]
+
+
+def _both_ways(there: Steps, back: Steps, produced: Placements, needed: Sequence[Need]) -> list[BothWays]:
+    pairs = _paired(there, back[::-1])
+    return _turned_round(there, produced, needed) if pairs is None else pairs
 
 
 def _paired(there: Steps, back: Steps) -> list[BothWays] | None:

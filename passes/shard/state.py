@@ -10,9 +10,10 @@ n bytes of one rank's gradients, p ranks        each rank sends
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cost_models.cluster import ClusterSpec
@@ -92,13 +93,19 @@ def _buckets(graph: OpGraph, parameters: tuple[str, ...]) -> Iterator[tuple[str,
 
 def _in_backward_order(graph: OpGraph, parameters: tuple[str, ...]) -> list[str]:
     """Order parameters as backward is done with them: those that are first read last come first."""
+    first_read = _first_reads(graph)
+    return sorted(parameters, key=lambda name: first_read.get(name, -1), reverse=True)
+
+
+def _first_reads(graph: OpGraph) -> dict[str, int]:
+    """Find the place of the first op that reads each parameter: its gradient is there when backward is done with that."""
     first_read: dict[str, int] = {}
     inputs = {given.node: given.name for given in graph.inputs if given.kind == "parameter"}
     for position, op in enumerate(graph.ops):
         for node in op.all_input_nodes:
             if node.name in inputs:
                 first_read.setdefault(inputs[node.name], position)
-    return sorted(parameters, key=lambda name: first_read.get(name, -1), reverse=True)
+    return first_read
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,8 @@ class GradientSum:
     groups: tuple[tuple[int, ...], ...]
     size_bytes: tuple[int, ...]
     seconds: float
+    ready: float = 1.0
+    """Share of the last backward after which its gradients are there."""
 
 
 @dataclass(frozen=True)
@@ -138,17 +147,27 @@ class UpdateGather:
 
 
 def gradient_sum_costs(
-    sharded: ShardedGraph, gradient_bytes: Mapping[str, int], cluster: ClusterSpec
+    sharded: ShardedGraph,
+    gradient_bytes: Mapping[str, int],
+    cluster: ClusterSpec,
+    backward_seconds: Sequence[float] = (),
 ) -> tuple[GradientSum, ...]:
-    """List every sum in the order in which they are made. ``gradient_bytes``: each parameter's, on a rank."""
+    """List every sum in the order in which they are made. ``gradient_bytes``: each parameter's, on a rank.
+
+    ``backward_seconds``: of each op of the graph, in order; what comes later in it is done earlier.
+    """
     found = []
+    first_read = _first_reads(sharded.graph)
+    later = [*itertools.accumulate(reversed(backward_seconds), initial=0.0)][::-1]
     parts = dict.fromkeys(gradient_bytes, 1)
     for sync, names in bucketed_syncs(sharded):
         groups = all_ranks_along(sharded.mesh, sync.axes)
         sizes = tuple(gradient_bytes[name] // parts[name] for name in names)
         links = group_links(groups, cluster)
         seconds = links.seconds("reduce_scatter" if sync.scattered else "all_reduce", sum(sizes))
-        found.append(GradientSum(sync, names, groups, sizes, seconds))
+        place = min((first_read.get(name, 0) for name in names), default=0)
+        ready = later[place] / later[0] if later[0] > 0.0 else 1.0
+        found.append(GradientSum(sync, names, groups, sizes, seconds, ready))
         if sync.scattered:
             parts |= {name: parts[name] * len(groups[0]) for name in names}
     return tuple(found)

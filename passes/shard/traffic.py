@@ -80,18 +80,12 @@ def collectives(
     found: Iterable[Traffic], mesh: Mesh, links: Mapping[str, AxisLinks]
 ) -> tuple[Collective, ...]:
     """List the same for every group of ranks of the mesh, as a segment has them. ``links``: those of each axis."""
-    return tuple(
-        Collective(
-            item.kind,
-            ranks,
-            item.sent_bytes(len(ranks)),
-            item.backward,
-            item.seconds(links[item.axis]),
-            item.axis,
-        )
-        for item in found
-        for ranks in all_ranks_along(mesh, item.axis.split(JOINT))
-    )
+    made = []
+    for item in found:
+        groups = all_ranks_along(mesh, item.axis.split(JOINT))
+        sent_bytes, seconds = item.sent_bytes(len(groups[0])), item.seconds(links[item.axis])
+        made += [Collective(item.kind, g, sent_bytes, item.backward, seconds, item.axis) for g in groups]
+    return tuple(made)
 
 
 def _of_bridge(node: fx.Node, differentiable: bool, symbols: Mapping[sympy.Symbol, int]) -> Iterator[Traffic]:

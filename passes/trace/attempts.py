@@ -49,6 +49,7 @@ from passes.trace.opaque.parts import Parts
 from passes.trace.opaque.refused import PartError
 from passes.trace.opaque.samples import samples_of
 from passes.trace.python_state import PythonState
+from passes.trace.repeat.reuse import reuse_blocks
 from passes.trace.users_lines import keep_lines
 from passes.trace.watch import (
     distributions_unchecked,
@@ -202,6 +203,7 @@ def _export(subject: Subject, guess: BatchDims) -> Exported:
             watch_growth(subject.model_name),
             watch_fixed(subject.model, fake_mode) as fixing,
             keep_lines(),
+            reuse_blocks(subject.model, fake_mode),
         ):
             program = export(module, leaves, symbolic, fake_mode)
     except (PartitionerError, NeedsSamplesError):

@@ -59,7 +59,7 @@ class Draws:
 def watch_draws() -> Iterator[Draws]:
     """Note the calls of ``random.*`` and ``numpy.random.*``, and whether these generators were advanced."""
     draws = Draws()
-    before = {name: read() for name, (_, read, _) in _generators().items()}
+    before = states_of_generators()
     undo: list[tuple[Any, str, Any]] = []
 
     def watched(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,13 +120,18 @@ def extreme_draws(high: bool) -> Iterator[None]:
 @contextlib.contextmanager
 def draws_restored() -> Iterator[None]:
     """Put both generators back to where they were."""
-    before = {name: read() for name, (_, read, _) in _generators().items()}
+    before = states_of_generators()
     try:
         yield
     finally:
         for name, (_, _, write) in _generators().items():
             if name in before:
                 write(before[name])
+
+
+def states_of_generators() -> dict[str, Any]:
+    """Return the states of the generators of both modules."""
+    return {name: read() for name, (_, read, _) in _generators().items()}
 
 
 def _generators() -> dict[str, tuple[Any, Callable[[], Any], Callable[[Any], Any]]]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cost_models.errors import ModelError, UsageError
 from cost_models.precision import Precision
+from passes.graph.code_on_demand import code_on_demand
 from passes.graph.graph import OpGraph
 from passes.trace.attempts import Subject, trace_parts
 from passes.trace.batch import (
@@ -40,6 +41,7 @@ from passes.trace.watch import (
     watch_gradient_hooks,
 )
 from passes.trace.wrappers import refuse_data_parallel, unwrapped
+from runtime.collector import collector_paused
 from runtime.ops.opaque import Opaque
 
 __all__ = ["trace"]
@@ -47,6 +49,8 @@ __all__ = ["trace"]
 logger = logging.getLogger("partitioner")
 
 
+@collector_paused()
+@code_on_demand()
 def trace(
     model: nn.Module,
     example_inputs: object,

@@ -17,6 +17,8 @@ class _Sum(NamedTuple):
     """Number of its set of ranks."""
     named: bool
     """True if its ranks are in order and its queue is theirs."""
+    among: frozenset[int]
+    """The same ranks, to look one up."""
     here: set[int]
     """The ranks that take part."""
 
@@ -32,25 +34,28 @@ def tied_summed(facts: Facts) -> Iterator[Fault]:
         for parameter in group.parameters
         if facts.training and len(ranks) > 1
     }
-    seen: set[tuple[int, str, int]] = set()
+    absent = {key: [r for r in found.ranks if r not in found.here] for key, found in sums.items()}
+    seen: dict[tuple[str, int], set[int]] = {}
+    """The ranks that sum a parameter over a set of ranks."""
     for place, reduction in facts.reductions:
         rank, index = place
         found = sums[id(reduction)]
-        if rank not in found.ranks:
+        if rank not in found.among:
             yield Fault(f"{facts.text(place)} sums over ranks that this one is not among", True)
         for parameter in reduction.parameters:
-            if (parameter, found.over, reduction.scattered) not in wanted:
+            key = parameter, found.over
+            if (*key, reduction.scattered) not in wanted:
                 yield Fault(f"{facts.text(place)} sums {parameter}, which is not tied over these ranks")
-            if (rank, parameter, found.over) in seen:
+            ranks_seen = seen.setdefault(key, set())
+            if rank in ranks_seen:
                 yield Fault(f"{facts.text(place)} sums {parameter} again")
-            seen.add((rank, parameter, found.over))
+            ranks_seen.add(rank)
         if not found.named:
             yield Fault(f"{facts.text(place)} uses queue {reduction.queue} and ranks in another order", True)
         if index < facts.last_backward.get(rank, -1):
             yield Fault(f"{facts.text(place)} sums before {facts.text((rank, facts.last_backward[rank]))}")
-        if not found.here.issuperset(found.ranks):
-            for other in (r for r in reduction.ranks if r not in found.here):
-                yield Fault(f"{facts.text(place)} waits for rank {other}, which does not take part", True)
+        for other in absent[id(reduction)]:
+            yield Fault(f"{facts.text(place)} waits for rank {other}, which does not take part", True)
     order = {
         (name, numbers.setdefault(ranks, len(numbers))): number
         for number, (ranks, group) in enumerate(tied)
@@ -59,7 +64,7 @@ def tied_summed(facts: Facts) -> Iterator[Fault]:
     yield from _in_order(facts, sums, order)
     for (parameter, over, _), ranks in sorted(wanted.items(), key=lambda item: (item[0][0], item[1])):
         for rank in ranks:
-            if (rank, parameter, over) not in seen:
+            if rank not in seen.get((parameter, over), ()):
                 yield Fault(
                     f"rank {rank}: the gradient of tied parameter {parameter} is never summed over {ranks}"
                 )
@@ -77,6 +82,7 @@ def _sums(facts: Facts, numbers: dict[tuple[int, ...], int]) -> dict[int, _Sum]:
                 ranks,
                 numbers.setdefault(ranks, len(numbers)),
                 reduction.ranks == ranks and reduction.queue == group_queue(ranks),
+                frozenset(ranks),
                 taking_part.setdefault(reduction, set()),
             )
         known.here.add(rank)
@@ -85,10 +91,11 @@ def _sums(facts: Facts, numbers: dict[tuple[int, ...], int]) -> dict[int, _Sum]:
 
 def _in_order(facts: Facts, sums: dict[int, _Sum], order: dict[tuple[str, int], int]) -> Iterator[Fault]:
     """Find sums of one parameter in another order than that of ``tied``: after a scatter, sums are of the parts."""
-    latest: dict[tuple[int, str], int] = {}
+    latest: dict[str, dict[int, int]] = {}
     for place, reduction in facts.reductions:
+        rank, over = place[0], sums[id(reduction)].over
         for name in reduction.parameters:
-            number = order.get((name, sums[id(reduction)].over), -1)
-            if number < latest.get((place[0], name), number):
+            number, known = order.get((name, over), -1), latest.setdefault(name, {})
+            if number < known.get(rank, number):
                 yield Fault(f"{facts.text(place)} sums {name} after a sum that is of its result", True)
-            latest[place[0], name] = number
+            known[rank] = number

@@ -70,7 +70,13 @@ class Binder:
             if isinstance(i, Send)
         }
         self.handlers = [self._bind(p, instruction) for p, instruction in enumerate(instructions)]
-        overlap(instructions, self.handlers, self.reductions)
+        overlap(
+            instructions,
+            self.handlers,
+            self.reductions,
+            context.graph,
+            lambda segment: context.codes[segment].held,
+        )
         for p, instruction in enumerate(instructions):
             if isinstance(instruction, Compute) and context.codes[instruction.segment].mesh is not None:
                 self.handlers[p] = shared_compute(context.monitor, shared, p, self.handlers[p])

@@ -160,10 +160,11 @@ class Loaded:
         axes = {
             name: axis_of(code.mesh, name, rank, self._channels, wait) for name in axes_of(code.module.graph)
         }
-        # Recomputing, compiling and splitting backward look for linear layers, and for nodes by their names.
-        plain = not code.recomputed and around.compile is None
-        split = any(isinstance(i, BackwardInput) for i in self.program.instructions)
-        return replace(code, module=bind(code.module, axes, fused=plain and not split))
+        # Compiling and splitting backward look for linear layers.
+        fused = around.compile is None and not any(
+            isinstance(i, BackwardInput) for i in self.program.instructions
+        )
+        return replace(code, module=bind(code.module, axes, fused=fused, regions=code.recomputed))
 
     def axis(self, sharding: Sharding, axis: int) -> Axis:
         """Return this rank's place on the axis of a sharding along which owners are parts of leaves."""

@@ -3,52 +3,45 @@
     last backward      … linear_9 ─ linear_8 ─ … ─ linear_0        a bucket starts when its last gradient is there,
     sums                   └─ bucket 0      └─ bucket 1            in the program's order on every rank
 
-Ranks run the same graph, so their gradients come in the same order. Only for programs without messages: starting a sum
-ahead of a send could break the one order of communications that was proved.
+Ranks run the same graph, so their gradients come in the same order. ``runtime.program.early`` says which sums may start so,
+and why the one order of communications that was proved still holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from runtime.execute.reduce import GradientReduction
-from runtime.program.program import Backward, Instruction, Recv, ReduceGradients, Send
-
-
-def overlapped(instructions: Sequence[Instruction]) -> tuple[int, list[int]]:
-    """Return the positions of the last backward and of the sums that may start in it; (-1, []) if there are none."""
-    sums = [p for p, i in enumerate(instructions) if isinstance(i, ReduceGradients)]
-    if not sums or any(isinstance(i, Send | Recv) for i in instructions):
-        return -1, []
-    last = sums[0] - 1
-    if last < 0 or not isinstance(instructions[last], Backward):
-        return -1, []
-    seen: set[str] = set()
-    early: list[int] = []
-    for position in sums:
-        instruction = instructions[position]
-        assert isinstance(instruction, ReduceGradients)
-        if not seen.isdisjoint(instruction.parameters):
-            break  # it continues an earlier sum, and would wait for it inside of backward
-        seen.update(instruction.parameters)
-        early.append(position)
-    return last, early
+from runtime.program.early import early_sums
+from runtime.program.program import Instruction, SegmentGraph
 
 
 def overlap(
     instructions: Sequence[Instruction],
     handlers: list[Callable[[], None]],
     reductions: Sequence[GradientReduction],
+    graph: SegmentGraph,
+    held: Callable[[int], Container[str]],
 ) -> None:
-    """Let the last backward among ``handlers`` start the sums that it may. ``reductions`` are in the program's order."""
-    last, early = overlapped(instructions)
-    if early:
-        parameters = [list(r.parameters.values()) for r in reductions[: len(early)]]
-        beside = Overlap(parameters, [handlers[position] for position in early])
+    """Let the last backward among ``handlers`` start the sums that it may. ``reductions`` are in the program's order.
+
+    held    tells which parameters a segment reads: sums of others start after it
+    """
+    last, early = early_sums(instructions, graph)
+    if last < 0:
+        return
+    own = held(instructions[last].segment)  # type: ignore[union-attr]  # it is a backward
+    count = next(
+        (n for n, r in enumerate(reductions[: len(early)]) if any(p not in own for p in r.parameters)),
+        len(early),
+    )
+    if count:
+        parameters = [list(r.parameters.values()) for r in reductions[:count]]
+        beside = Overlap(parameters, [handlers[position] for position in early[:count]])
         handlers[last] = partial(beside.around, handlers[last])
 
 

@@ -69,20 +69,25 @@ def pieces(
         raise InternalError("send a tensor to another mesh", [f"it would be a part of a sum on {target}"])
     parts = [_Holders.of(shape, source, ranks) for ranks in _ranks_by_part(source)]
     sent: dict[int, int] = dict.fromkeys(source.ranks, 0)
+    shared: dict[Block, list[tuple[Block, list[int]]]] = {}
+    """The parts that a block of the target has in common with the source's, and the ranks that have them."""
     found: list[Piece] = []
     for rank in target.ranks:
         wanted = _block(shape, target, rank)
-        for part in parts:
-            for block, ranks in part.near(wanted):
-                common = wanted.shared_with(block)
-                if common is None:
-                    continue
-                if rank in ranks:
-                    found.append(Piece(rank, rank, common))
-                    continue
-                nearest = min(ranks, key=lambda other: (seconds(other, rank), sent[other], other))
-                found.append(Piece(nearest, rank, common))
-                sent[nearest] += found[-1].elements
+        if wanted not in shared:
+            shared[wanted] = [
+                (common, ranks)
+                for part in parts
+                for block, ranks in part.near(wanted)
+                if (common := wanted.shared_with(block)) is not None
+            ]
+        for common, ranks in shared[wanted]:
+            if rank in ranks:
+                found.append(Piece(rank, rank, common))
+                continue
+            nearest = min(ranks, key=lambda other: (seconds(other, rank), sent[other], other))
+            found.append(Piece(nearest, rank, common))
+            sent[nearest] += found[-1].elements
     return tuple(found)
 
 

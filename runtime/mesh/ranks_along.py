@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
+import numpy as np
+
 from cost_models.layout import Mesh
 from runtime.mesh.axis import Axis, WaitFor, plainly
 from runtime.mesh.sharding import Sharding, coordinates
@@ -39,7 +41,11 @@ def all_ranks_along(mesh: Mesh, names: Sequence[str]) -> tuple[tuple[int, ...], 
 
 @lru_cache(maxsize=256)
 def _groups_along(mesh: Mesh, names: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(dict.fromkeys(ranks_along(mesh, names, rank) for rank in mesh.ranks))
+    inner = [mesh.axes.index(name) for name in names]
+    outer = [axis for axis in range(len(mesh.shape)) if axis not in inner]
+    ranks = np.array(mesh.ranks).reshape(mesh.shape).transpose(*outer, *inner)
+    groups = ranks.reshape(-1, math.prod(mesh.shape[axis] for axis in inner))
+    return tuple(map(tuple, groups.tolist()))
 
 
 def axis_of(

@@ -30,7 +30,7 @@ from torch._subclasses import FakeTensor
 
 from cost_models.errors import InternalError
 from runtime.mesh.axis import Axis
-from runtime.ops.fused_linear import fuse, linears_behind
+from runtime.ops.fused_linear import Regions, fuse, linears_behind
 from runtime.ops.local import run_local, with_axes
 from runtime.ops.products import PRODUCTS, multiplies
 
@@ -167,17 +167,19 @@ def bridge_function(node: fx.Node, axis: Axis) -> Callable[..., Tensor]:
     return run
 
 
-def bind(module: fx.GraphModule, axes: Mapping[str, Axis], *, fused: bool = False) -> fx.GraphModule:
-    """Return a copy of ``module`` whose bridges and local ops run on ``axes``.
+def bind(
+    module: fx.GraphModule, axes: Mapping[str, Axis], *, fused: bool = False, regions: Regions = ()
+) -> fx.GraphModule:
+    """Return a copy of ``module`` whose bridges and local ops run on ``axes``. Nodes keep their names.
 
-    ``fused``: sums in backward travel while linear layers compute (``runtime.ops.fused_linear``); else nodes keep their
-    names.
+    ``fused``: sums in backward travel while linear layers compute (``runtime.ops.fused_linear``).
+    ``regions``: nodes that backward computes again, by block.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, val_map={}))
     if fused:
-        summing = [node for node in graph.nodes if is_bridge(node) and _sums_gradient(node)]
-        fuse(graph, {node: _with_linears(node, axes[node.kwargs["axis"]]) for node in summing})
+        summing = [node for node in graph.nodes if is_bridge(node) and sums_gradient(node)]
+        fuse(graph, {node: _with_linears(node, axes[node.kwargs["axis"]]) for node in summing}, regions)
     for node in graph.nodes:
         if is_bridge(node):
             node.target = bridge_function(node, axes[node.kwargs["axis"]])
@@ -186,7 +188,7 @@ def bind(module: fx.GraphModule, axes: Mapping[str, Axis], *, fused: bool = Fals
     return fx.GraphModule(module, graph)
 
 
-def _sums_gradient(bridge: fx.Node) -> bool:
+def sums_gradient(bridge: fx.Node) -> bool:
     """Tell whether backward sums and nothing is summed forward."""
     return bridge.target is sum_gradient or (
         bridge.target is all_gather and bool(bridge.kwargs.get("partial"))
@@ -194,7 +196,7 @@ def _sums_gradient(bridge: fx.Node) -> bool:
 
 
 def _with_linears(bridge: fx.Node, axis: Axis) -> Callable[..., Any]:
-    """Make one function of ``bridge``, one of ``_sums_gradient``, and the linear layers behind it."""
+    """Make one function of ``bridge``, one of ``sums_gradient``, and the linear layers behind it."""
     if bridge.target is sum_gradient:
         return linears_behind("sum_gradient", None, given(axis.start_sum, reuse=True))
     dim: Any = bridge.args[1]

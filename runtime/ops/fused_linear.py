@@ -13,7 +13,7 @@ Shapes: x [..., in], w [out, in], b [out], y [..., out].
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +22,9 @@ from torch.nn import functional as F
 
 Start: TypeAlias = Callable[[Tensor], Callable[[], Tensor]]
 """A function that starts a sum over ranks and returns another that waits for it. May write into its argument."""
+
+Regions: TypeAlias = Sequence[Sequence[str]]
+"""Names of the nodes of each block that backward computes again."""
 
 aten = torch.ops.aten
 
@@ -84,40 +87,62 @@ def linears_behind(bridge: str, there: Callable[[Tensor], Tensor] | None, start:
     return run
 
 
-def fuse(graph: fx.Graph, runs: Mapping[fx.Node, Callable[..., Any]]) -> None:
-    """Put bridges and the layers behind them into one call each, where ``layers_behind`` finds some. In place."""
+def fuse(graph: fx.Graph, runs: Mapping[fx.Node, Callable[..., Any]], regions: Regions = ()) -> None:
+    """Put bridges and the layers behind them into one call each, where ``layers_run_with`` finds some. In place.
+
+    What other layers' parameters are made by (ZeRO-3 gathers them) comes before the first layer then. Calls and their
+    results have the names of what they replace.
+    """
+    region_of = _region_of(regions)
     for bridge, run in runs.items():
-        layers = layers_behind(bridge)
-        at = None if not layers else _place(layers)
-        if at is None:
+        layers = layers_run_with(bridge, regions)
+        if not layers:
             continue
+        for node in _late_sources(layers, region_of) or ():
+            layers[0].prepend(node)
         parameters = [
             p for layer in layers for p in (layer.args[1], layer.args[2] if len(layer.args) > 2 else None)
         ]
-        with graph.inserting_before(at):
+        with graph.inserting_before(layers[0]):
             call = graph.call_function(run, (bridge.args[0], *parameters))
             results = [graph.call_function(operator.getitem, (call, i)) for i in range(len(layers))]
         for layer, result in zip(layers, results, strict=True):
             layer.replace_all_uses_with(result)
-            graph.erase_node(layer)
-        graph.erase_node(bridge)
+        for old, new in zip((*layers, bridge), (*results, call), strict=True):
+            graph.erase_node(old)
+            new.name = old.name
 
 
-def layers_behind(bridge: fx.Node) -> list[fx.Node]:
-    """Return the linear layers that read ``bridge``, in order; none if anything else reads it too."""
+def layers_run_with(bridge: fx.Node, regions: Regions = ()) -> list[fx.Node]:
+    """Return the linear layers that run in one call with ``bridge``, in order; none if it runs by itself.
+
+    They do where nothing else reads it, and no layer is needed to make another's parameters. ``regions``: nodes that
+    backward computes again, by block; all of a call must be in one of them, or none.
+    """
     users = list(bridge.users)
     plain = all(
         user.target is aten.linear.default and not user.kwargs and bridge not in user.args[1:]
         for user in users
     )
-    return sorted(users) if plain else []
+    layers, region_of = sorted(users) if plain else [], _region_of(regions)
+    if not layers or len({region_of.get(node.name) for node in (bridge, *layers)}) > 1:
+        return []
+    return [] if _late_sources(layers, region_of) is None else layers
 
 
-def _place(layers: list[fx.Node]) -> fx.Node | None:
-    """Return the layer in whose place all can be computed: parameters are there, and nobody has read a result."""
-    first, last = layers[0], layers[-1]
-    if all(node < first for layer in layers for node in layer.all_input_nodes):
-        return first
-    if all(user > last for layer in layers for user in layer.users):
-        return last
-    return None
+def _region_of(regions: Regions) -> dict[str, int]:
+    return {name: number for number, names in enumerate(regions) for name in names}
+
+
+def _late_sources(layers: list[fx.Node], region_of: Mapping[str, int]) -> list[fx.Node] | None:
+    """List what layers read that comes after the first of them, in order; None if it cannot come before."""
+    first, found, todo = layers[0], set[fx.Node](), [s for layer in layers for s in layer.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node < first or node in found:
+            continue
+        if node in layers or region_of.get(node.name) != region_of.get(first.name):
+            return None
+        found.add(node)
+        todo += node.all_input_nodes
+    return sorted(found)

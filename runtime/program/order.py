@@ -288,17 +288,24 @@ def _tails(
     """List what each group does after its last compute: sums of tied gradients, then the optimizer step.
 
     A sum's time is the last end of any compute on its ranks, so every message of these ranks comes before it in the
-    one order, without merging; sums among themselves go by (time, place in ``tied``).
+    one order, without merging; sums among themselves go by (time, one group's before several groups', place in ``tied``):
+    those of one group may start early (``early``).
     """
     tails: list[list[Instruction]] = [[] for _ in range(graph.world_size)]
     last_end = [ends[-1] if ends else 0.0 for ends in timing.rank_ends]
     last_end += [0.0] * (graph.world_size - len(last_end))
     shared = [group._replace(ranks=tuple(sorted(set(group.ranks)))) for group in tied]
     shared = [group for group in shared if len(group.ranks) > 1]
-    for parameters, ranks, scattered in sorted(
-        shared, key=lambda group: max(last_end[led.leader_of[rank]] for rank in group.ranks)
-    ):
-        for leader in dict.fromkeys(led.leader_of[rank] for rank in ranks):
+
+    def leaders(group: TiedGroup) -> list[int]:
+        return list(dict.fromkeys(led.leader_of[rank] for rank in group.ranks))
+
+    def moment(group: TiedGroup) -> tuple[float, bool]:
+        return max(last_end[leader] for leader in leaders(group)), len(leaders(group)) > 1
+
+    for group in sorted(shared, key=moment):
+        parameters, ranks, scattered = group
+        for leader in leaders(group):
             tails[leader].append(ReduceGradients(parameters, ranks, group_queue(ranks), scattered))
     if optimizer:
         for leader in {s.rank for s in graph.segments if s.has_backward}:

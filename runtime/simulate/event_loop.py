@@ -10,6 +10,7 @@ Meaning of the instructions (the executor's and the checker's):
 A transfer takes its path's latency, then moves its bytes at the rate its links give it (``fair_share``); so do sums of
 gradients, and what computes communicate inside (``flows``). While a rank has a transfer under way, its computes, and those
 that others run together with it, take ``contention`` times longer; longer too while their own collectives wait for links.
+Sums that start while the last backward runs (``FlatPrograms.early``) are such transfers, one after the other.
 The first rank of a group (``leader_of``) keeps the time of what its ranks run together.
 """
 
@@ -25,7 +26,7 @@ from runtime.simulate.flatten import COMPUTE, RECV, REDUCE, SEND, TOGETHER, Flat
 
 NOT_YET = -1.0
 
-_COMPUTE_END, _BYTES_START, _BYTES_END, _GO_ON = range(4)
+_COMPUTE_END, _BYTES_START, _BYTES_END, _GO_ON, _SUM_DUE = range(5)
 
 
 class EventLoop:
@@ -61,6 +62,16 @@ class EventLoop:
         self._first_load = count + len(flat.reduction_ranks)
         """Numbers of flows: messages, sums of gradients (by reduction), loads."""
         self._version = [0] * self._first_load
+        self._due: dict[int, deque[tuple[float, list[int]]]] = {}
+        """Sums that start while the compute of a rank runs: seconds of it that are left then, and their numbers."""
+        self._ready: dict[int, deque[list[int]]] = {}
+        """Sums of a rank whose gradients are there: they run one after the other."""
+        self._under_way: dict[int, int] = {}
+        """Number of early sums of a rank that run."""
+        self._summing_for: dict[int, int] = {}
+        """The rank whose compute each of these belongs to."""
+        self._waiting: dict[int, list[int]] = {}
+        """Ranks that wait for the end of an early sum."""
         self._arrived = [0] * len(flat.reduction_ranks)
         self._shared_seconds = [0.0] * len(flat.reduction_ranks)
         """Seconds of each compute that several ranks run together."""
@@ -83,6 +94,7 @@ class EventLoop:
             _BYTES_START: self._bytes_start,
             _BYTES_END: self._bytes_end,
             _GO_ON: self._goes_on,
+            _SUM_DUE: self._sum_is_due,
         }
         events = self._events
         now = 0.0
@@ -124,6 +136,11 @@ class EventLoop:
                 if seconds:
                     self._at(now + seconds, _GO_ON, rank)
                     break
+            elif code == REDUCE and target in self.flat.early_sums:
+                if self.reduction_end[target] == NOT_YET:
+                    self._waiting.setdefault(target, []).append(rank)
+                    break
+                index += 1
             elif code in (REDUCE, TOGETHER):
                 self._shared_seconds[target] = seconds
                 self._comes(target, now)
@@ -144,6 +161,8 @@ class EventLoop:
     def _begin_compute(self, rank: int, node: int, seconds: float, now: float) -> None:
         self.start[node], self._running[rank] = now, node
         self._loads[rank] = self.flat.loads_of_rows[node // len(self.flat.scale)]
+        early = self.flat.early.get(node, ())
+        self._due[rank] = deque(((1.0 - share) * seconds, numbers) for share, numbers in early)
         self._time_compute(rank, seconds, now)
         for place in self._loads[rank]:
             load = self.flat.loads[place]
@@ -156,6 +175,7 @@ class EventLoop:
         self._slowdown[rank] = self._slowdown_now(rank)
         self._compute_version[rank] += 1
         self._at(now + seconds * self._slowdown[rank], _COMPUTE_END, rank, self._compute_version[rank])
+        self._time_sums(rank, now)
 
     def _slowdown_now(self, rank: int) -> float:
         slowdown = self.flat.contention if self._transfers_at[rank] > 0 else 1.0
@@ -170,14 +190,18 @@ class EventLoop:
         before = self._slowdown[rank]
         if self._running[rank] < 0 or before == self._slowdown_now(rank):
             return
-        left = max(0.0, self._work_left[rank] - (now - self._since[rank]) / before)
-        self._time_compute(rank, left, now)
+        self._time_compute(rank, self._left(rank, now), now)
+
+    def _left(self, rank: int, now: float) -> float:
+        """Return the seconds that the running compute of the rank has left, undisturbed."""
+        return max(0.0, self._work_left[rank] - (now - self._since[rank]) / self._slowdown[rank])
 
     def _compute_ends(self, rank: int, version: int, now: float) -> None:
         if version != self._compute_version[rank]:
             return  # the compute was slowed down or sped up since: another event ends it
         node, self._running[rank] = self._running[rank], -1
         self.end[node] = now
+        self._let_sums_start(rank, now)
         for place in self._loads[rank]:
             self._reschedule(self._share.leave(self._first_load + place, now), now)
         if node in self.flat.together:
@@ -191,6 +215,47 @@ class EventLoop:
         rank = self._leader_of[rank]
         self._transfers_at[rank] += change
         self._retime(rank, now)
+
+    # Sums beside a compute
+
+    def _time_sums(self, rank: int, now: float) -> None:
+        """Let the next sums that start while the rank's compute runs be due at the speed that it has now."""
+        if self._due[rank]:
+            ahead = max(0.0, self._left(rank, now) - self._due[rank][0][0])
+            self._at(now + ahead * self._slowdown[rank], _SUM_DUE, rank, self._compute_version[rank])
+
+    def _sum_is_due(self, rank: int, version: int, now: float) -> None:
+        if version != self._compute_version[rank] or not self._due[rank]:
+            return  # the compute goes at another speed since, and another event tells; or it has ended
+        self._ready.setdefault(rank, deque()).append(self._due[rank].popleft()[1])
+        self._time_sums(rank, now)
+        self._start_sums(rank, now)
+
+    def _let_sums_start(self, rank: int, now: float) -> None:
+        """Let all sums of the rank's compute start, since it has ended."""
+        if self._due[rank]:
+            self._ready.setdefault(rank, deque()).extend(numbers for _, numbers in self._due[rank])
+            self._due[rank].clear()
+            self._start_sums(rank, now)
+
+    def _start_sums(self, rank: int, now: float) -> None:
+        """Start the rank's next early sums, if none runs."""
+        if self._under_way.get(rank) or not self._ready.get(rank):
+            return
+        numbers = self._ready[rank].popleft()
+        self._under_way[rank] = len(numbers)
+        self._transfers_change(rank, 1, now)
+        for number in numbers:
+            self._summing_for[number], self.reduction_start[number] = rank, now
+            path, size_bytes, weight = self.flat.sum_flows[number]
+            self._reschedule(self._share.join(self._first_sum + number, path, size_bytes, now, weight), now)
+
+    def _early_sum_ends(self, number: int, now: float) -> None:
+        rank = self._summing_for[number]
+        self._under_way[rank] -= 1
+        if not self._under_way[rank]:
+            self._transfers_change(rank, -1, now)
+            self._start_sums(rank, now)
 
     # Transfers
 
@@ -271,7 +336,11 @@ class EventLoop:
     def _reduction_ends(self, reduction: int, now: float) -> None:
         self.reduction_end[reduction] = now
         self.finish_seconds = max(self.finish_seconds, now)
-        for rank in self.flat.reduction_ranks[reduction]:
+        ranks: Sequence[int] = self.flat.reduction_ranks[reduction]
+        if reduction in self.flat.early_sums:
+            self._early_sum_ends(reduction, now)
+            ranks = self._waiting.get(reduction, ())
+        for rank in ranks:
             self._next[rank] += 1
             self._advance(rank, now)
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cost_models.links import Path
+from runtime.program.early import early_sums
 from runtime.program.program import (
+    Backward,
     BackwardWeight,
     Forward,
     Message,
@@ -22,6 +24,9 @@ from runtime.program.timing import NODE_PLANE, compute_seconds
 from runtime.simulate.bundles import Bundle, BundleKey
 from runtime.simulate.fair_share import Links
 from runtime.simulate.flows import Flow, Load, loads_of, ring_path, sum_flow
+
+Ready = Callable[[ReduceGradients], tuple[int, float]]
+"""Function from a sum to the segment that makes its gradients, and the share of its backward after which they are there."""
 
 COMPUTE, SEND, RECV, REDUCE, STEP, TOGETHER = range(6)
 
@@ -105,10 +110,16 @@ class FlatPrograms:
     loads: list[Load] = field(default_factory=list)
     loads_of_rows: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Places among ``loads`` of those that a compute keeps up, by row: its node's number without its micro-batch."""
+    early: dict[int, list[tuple[float, list[int]]]] = field(default_factory=dict)
+    """The sums that start while a node, a last backward, runs: the share of it after which each may, and the numbers of the
+    reductions that run at once then, in order."""
+    early_sums: frozenset[int] = frozenset()
+    """The numbers of all these."""
     comers: list[int] = field(default_factory=list)
     """Number of comers that start each reduction: its ranks, and the messages that a shared compute consumes."""
     queues: dict[tuple[int, str], int] = field(default_factory=dict)
     _paths: dict[tuple[int, int], Path] = field(default_factory=dict)
+    _rings: dict[tuple[int, ...], Path] = field(default_factory=dict)
 
     def flatten(
         self,
@@ -117,8 +128,11 @@ class FlatPrograms:
         reduce_seconds: Callable[[ReduceGradients], float],
         device_queues: bool,
         beside: Mapping[ReduceGradients, Sequence[ReduceGradients]] | None = None,
+        ready: Ready | None = None,
+        whole: SegmentGraph | None = None,
     ) -> None:
-        """Fill the lists. ``beside``: the sums of other members that a leader's stands for."""
+        """Fill the lists. ``beside``: the sums of other members that a leader's stands for. ``ready``: when sums may start;
+        ``whole``: the graph of all ranks, where those of ``graph`` stand for their groups."""
         graph, scale = self.graph, self.scale
         durations = compute_seconds(graph)
         stride = len(scale)
@@ -179,6 +193,8 @@ class FlatPrograms:
                         operations.append(Operation(COMPUTE, node, seconds))
             self.operations.append(operations)
         self._add_sums(reduce_seconds, beside)
+        if ready is not None:
+            self._add_early(ready, whole or self.graph)
 
     def _add_sums(
         self,
@@ -194,17 +210,39 @@ class FlatPrograms:
             together = dict.fromkeys(alike[own.parameters] if beside is None else (own, *beside.get(own, ())))
             for each in together:
                 if each not in rings:
-                    rings[each] = ring_path(each.ranks, self.links)
+                    rings[each] = self.ring(each.ranks)
             seconds = reduce_seconds(own) if beside is None else max(map(reduce_seconds, together))
             self.sum_flows[number] = sum_flow(
                 seconds, rings[own], [rings[each] for each in together], self.links, led=beside is not None
             )
 
+    def _add_early(self, ready: Ready, graph: SegmentGraph) -> None:
+        """Note the sums that start while the last backward before them runs."""
+        stride, plane_size = len(self.scale), len(self.graph.segments) * len(self.scale)
+        found: dict[int, dict[tuple[str, ...], tuple[float, list[int]]]] = {}
+        for program in self.programs:
+            last, places = early_sums(program.instructions, graph)
+            backward = program.instructions[last] if last >= 0 else None
+            if not isinstance(backward, Backward):
+                continue
+            node = plane_size + backward.segment * stride + backward.microbatch
+            for place in places:
+                own = program.instructions[place]
+                assert isinstance(own, ReduceGradients)
+                segment, share = ready(own)
+                if segment != backward.segment:
+                    break
+                _, numbers = found.setdefault(node, {}).setdefault(own.parameters, (share, []))
+                if (number := self.reductions[own, 1]) not in numbers:
+                    numbers.append(number)
+        self.early = {node: list(sums.values()) for node, sums in found.items()}
+        self.early_sums = frozenset(n for sums in self.early.values() for _, own in sums for n in own)
+
     def _loads(self, kind: type, segment: int, seconds: float) -> tuple[int, ...]:
         """Return the places among ``loads`` of those that a compute keeps up; weight halves communicate nothing."""
         if kind is BackwardWeight or seconds <= 0.0:
             return ()
-        found = loads_of(self.graph.segments[segment], kind is not Forward, seconds, self.links)
+        found = loads_of(self.graph.segments[segment], kind is not Forward, seconds, self.ring)
         first = len(self.loads)
         self.loads.extend(found)
         return tuple(range(first, len(self.loads)))
@@ -231,6 +269,13 @@ class FlatPrograms:
             self.send_places.append(0)
             self.receive_places.append(0)
         return number
+
+    def ring(self, ranks: tuple[int, ...]) -> Path:
+        """Return the ring through ``ranks``."""
+        ring = self._rings.get(ranks)
+        if ring is None:
+            ring = self._rings[ranks] = ring_path(ranks, self.links)
+        return ring
 
     def path(self, ends: tuple[int, int]) -> Path:
         """Return the way from rank to rank."""

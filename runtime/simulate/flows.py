@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from cost_models.links import Path, fair_rates
@@ -64,7 +64,9 @@ def sum_flow(seconds: float, ring: Path, siblings: Sequence[Path], links: Links,
     return Flow(ring, seconds * rate)
 
 
-def loads_of(own: Segment, backward: bool, compute_seconds: float, links: Links) -> list[Load]:
+def loads_of(
+    own: Segment, backward: bool, compute_seconds: float, ring_of: Callable[[tuple[int, ...]], Path]
+) -> list[Load]:
     """List what a segment's collectives ask of links while it computes, by axis; its first rank's ring stands for all."""
     axes: dict[str, list[Collective]] = {}
     for item in own.collectives:
@@ -73,7 +75,7 @@ def loads_of(own: Segment, backward: bool, compute_seconds: float, links: Links)
     found = []
     for items in axes.values():
         seconds = sum(item.seconds for item in items if own.rank in item.ranks)
-        rings = {item.ranks: ring_path(item.ranks, links) for item in items}
+        rings = {item.ranks: ring_of(item.ranks) for item in items}
         ring = next(rings[ranks] for ranks in rings if own.rank in ranks)
         share = min(1.0, seconds / compute_seconds)
         if ring.links and share > 0.0:

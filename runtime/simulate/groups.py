@@ -37,7 +37,7 @@ from runtime.program.program import (
 from runtime.simulate.bundles import Bundle, BundleKey, bundles_of
 from runtime.simulate.event_loop import EventLoop
 from runtime.simulate.fair_share import Links
-from runtime.simulate.flatten import FlatPrograms, Overheads, count_microbatches
+from runtime.simulate.flatten import FlatPrograms, Overheads, Ready, count_microbatches
 from runtime.simulate.memory import MemoryCurve, MessageTimes, memory_curves
 from runtime.simulate.simulate import (
     Simulation,
@@ -65,6 +65,7 @@ def simulate_groups(
     overheads: Overheads = _NO_OVERHEADS,
     reduce_seconds: Callable[[ReduceGradients], float] | None = None,
     reduce_bytes: Callable[[ReduceGradients], float] | None = None,
+    reduce_ready: Ready | None = None,
 ) -> Simulation:
     """Run the programs of ``groups``, which must have passed a check, on paper. Arguments are those of ``simulate``.
 
@@ -85,7 +86,7 @@ def simulate_groups(
     quotient = on_leaders(graph).graph
     bundles = bundles_of(graph, links)
     flat = FlatPrograms(programs, quotient, links, scale, contention, bundles, frozenset(leader_of))
-    flat.flatten(overheads, slowest, reduce_seconds or _nothing, False, beside)
+    flat.flatten(overheads, slowest, reduce_seconds or _nothing, False, beside, reduce_ready, graph)
     run = EventLoop(flat, range(world)).run()
     refuse_stuck(programs, run)
     led_spans = [spans_of(program, flat, run) for program in programs]
@@ -98,8 +99,12 @@ def simulate_groups(
         moved.append(_Moved(since, until, message, bundle, scale[message.microbatch]))
         for source, target, size_bytes in bundle.pieces:
             pair_bytes[source, target] += size_bytes * scale[message.microbatch]
-    rings = itertools.chain(_collectives(programs, graph, scale), _sums(groups, reduce_bytes or _nothing))
-    for ranks, given_bytes in rings:
+    rings: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for ranks, given_bytes in itertools.chain(
+        _collectives(programs, graph, scale), _sums(groups, reduce_bytes or _nothing)
+    ):
+        rings[ranks] += given_bytes
+    for ranks, given_bytes in rings.items():
         for pair in itertools.pairwise((*ranks, ranks[0])):
             pair_bytes[pair] += given_bytes
     link_bytes: defaultdict[str, float] = defaultdict(float)

@@ -28,6 +28,7 @@ from runtime.simulate.flatten import (
     TOGETHER,
     FlatPrograms,
     Overheads,
+    Ready,
     count_microbatches,
 )
 from runtime.simulate.memory import MemoryCurve, MessageTimes, StepTimes, memory_curves
@@ -111,6 +112,7 @@ def simulate(
     overheads: Overheads = _NO_OVERHEADS,
     reduce_seconds: Callable[[ReduceGradients], float] | None = None,
     reduce_bytes: Callable[[ReduceGradients], float] | None = None,
+    reduce_ready: Ready | None = None,
     device_queues: bool = False,
 ) -> Simulation:
     """Run ``programs``, which must have passed ``check``, on paper.
@@ -121,6 +123,8 @@ def simulate(
     optimizer_seconds  seconds of an optimizer step on each rank
     reduce_seconds     time of a reduction once all its ranks have come
     reduce_bytes       bytes that each of its ranks sends to the next one meanwhile (default: not counted)
+    reduce_ready       segment that makes a reduction's gradients, and the share of its backward after which they are there
+                       (default: reductions start after the backward)
     device_queues      all point-to-point of a rank shares one queue (default: the queues that instructions name)
     """
     led = on_leaders(graph)
@@ -130,7 +134,8 @@ def simulate(
         programs, world, scale, microbatches, state_bytes or [0] * world, optimizer_seconds or [0] * world
     )
     flat = FlatPrograms(programs, graph, links, scale, contention)
-    flat.flatten(overheads, optimizer_seconds or [0.0] * world, reduce_seconds or _nothing, device_queues)
+    steps = optimizer_seconds or [0.0] * world
+    flat.flatten(overheads, steps, reduce_seconds or _nothing, device_queues, ready=reduce_ready)
     run = EventLoop(flat, led.leader_of).run()
     refuse_stuck(programs, run)
     return _report(programs, led.leader_of, flat, run, state_bytes or [0.0] * world, reduce_bytes or _nothing)
@@ -254,7 +259,11 @@ def spans_of(program: Program, flat: FlatPrograms, run: EventLoop) -> tuple[Span
         if code == COMPUTE:
             spans.append(Span(run.start[target], run.end[target], instruction))
         elif code in (REDUCE, TOGETHER):
-            spans.append(Span(run.reduction_start[target], run.reduction_end[target], instruction))
+            since, until = run.reduction_start[target], run.reduction_end[target]
+            if target in flat.early_sums:  # what of it is left after the backward
+                since = max(since, spans[-1].end_seconds)
+                until = max(since, until)
+            spans.append(Span(since, until, instruction))
         elif code == STEP:
             spans.append(Span(run.step_start[program.rank], run.step_end[program.rank], instruction))
     return tuple(spans)

@@ -11,8 +11,10 @@ import pytest
 
 from benchmarks.feature_matrix import load
 from benchmarks.hybrid_matrix import CASES, SMOKE, Found, make_plan, verify_from_file
+from partitioner.record.rebuild import plan_programs, plan_segments
 from partitioner.verify.verify import verify_plan
 from runtime.mesh.sharding import Block
+from runtime.program.early import early_sums
 from runtime.ranks.launch import WorkerPool
 from runtime.segment.code import Interface
 from tests.distributed.planted import nothing, plant
@@ -33,6 +35,16 @@ def test_a_real_model_computes_what_it_computed(
     report = verify_from_file(make_plan(graph, fix, schedule), workload, graph, pool)
     report.raise_if_different()
     assert report.compared["gradient"] > 10
+
+
+def test_first_stages_sum_while_their_last_backward_runs(pool: WorkerPool) -> None:
+    workload, graph = loaded("gpt2")
+    plan = make_plan(graph, "pipeline=2 data=2 zero=1", "1f1b")
+    programs, segments = plan_programs(plan), plan_segments(plan)
+    early = [early_sums(program.instructions, segments)[1] for program in programs]
+    assert early[0]
+    assert [bool(own) for own in early] == [True, True, False, False]
+    verify_plan(plan, workload, pool=pool, graph=graph).raise_if_different()
 
 
 def everybody_gets_the_first_rows() -> Any:

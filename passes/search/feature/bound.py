@@ -3,7 +3,7 @@
 Dual ascent on the relaxation that the program of ``passes.search.feature.ilp`` has: costs move between units and the wires
 that join them, as messages m, such that every choice costs what it did. Then
 
-    bound = Σ_units min_k (seconds[k] + Σ messages) + Σ_(wire, reader) min_(s,n) (part[s,n] − messages)
+    bound = Σ_units min_k (seconds[k] + Σ messages) + Σ_(wire, reader) min_(s,n) (part[s,n] − hidden[s,n] − messages)
 
 whatever the messages are. A wire with several readers gives each a part of its costs, Σ_readers part = seconds, since
 paying for a bridge once is paying at least Σ part·(the reader uses it). Units are visited in order and back again (TRW-S:
@@ -57,10 +57,12 @@ class _End:
 @dataclass(eq=False)
 class _DualEdge:
     """A wire and one of its readers. ``part``: this reader's part of the wire's costs, [sources, the reader's needs];
-    ``slack``: what messages left of it. ``columns``: of the wire's needs those of the reader."""
+    ``hidden``: what its work beside the bridge takes off them; ``slack``: what messages left of both. ``columns``: of the
+    wire's needs those of the reader."""
 
     wire: int
     part: FloatArray
+    hidden: FloatArray
     slack: FloatArray
     columns: NDArray[np.intp]
     producer: _End
@@ -89,11 +91,13 @@ class _DualEdge:
 
 @dataclass(eq=False)
 class WireTable:
-    """A wire's bridges between the codes that its units have now."""
+    """A wire's bridges between the codes that its units have now. ``hidden``: by reader, seconds that it computes while the
+    bridge's sum is under way, [sources, needs]; empty where nothing does."""
 
     sources: list[int]
     needs: list[int]
     table: BridgeTable
+    hidden: tuple[FloatArray, ...] = ()
 
     def part(self, sources: list[int], needs: list[int], largest_buffer_bytes: float) -> WireTable:
         """Make the table of some of the codes, without bridges that have larger buffers."""
@@ -104,7 +108,8 @@ class WireTable:
         own = self.table
         buffers = own.buffers[at]
         allowed = own.allowed[at] & (buffers <= largest_buffer_bytes)
-        return WireTable(sources, needs, BridgeTable(own.seconds[at], own.copies[at], buffers, allowed))
+        table = BridgeTable(own.seconds[at], own.copies[at], buffers, allowed)
+        return WireTable(sources, needs, table, tuple(hidden[at] for hidden in self.hidden))
 
     @property
     def seconds(self) -> FloatArray:
@@ -119,7 +124,8 @@ def wire_tables(problem: FeatureProblem, larger: Sequence[WireTable] | None = No
         sources = sorted(set(made.tolist()))
         needs = sorted({c for u, i in wire.readers for c in problem.units[u].inputs[i].tolist()})
         if larger is None:
-            found.append(WireTable(sources, needs, problem.table(w, sources, needs)))
+            table, hidden = problem.table(w, sources, needs), problem.hidden(w, sources, needs)
+            found.append(WireTable(sources, needs, table, hidden if any(map(np.any, hidden)) else ()))
         else:
             found.append(larger[w].part(sources, needs, problem.largest_buffer_bytes))
     return found
@@ -153,12 +159,15 @@ class DualBound:
             column = {code: i for i, code in enumerate(known.needs)}
             made = np.array([row[c] for c in problem.units[wire.producer].outputs[wire.output].tolist()])
             group = []
-            for unit, operand in wire.readers:
+            for number, (unit, operand) in enumerate(wire.readers):
                 code = np.array([column[c] for c in problem.units[unit].inputs[operand].tolist()])
                 present, own = np.unique(code, return_inverse=True)
                 part = whole[:, present] / len(wire.readers)
                 ends = _End.of(wire.producer, made), _End.of(unit, own.reshape(-1))
-                group.append(_DualEdge(w, part, part.copy(), present, *ends))
+                hidden = (
+                    time_weight * known.hidden[number][:, present] if known.hidden else np.zeros_like(part)
+                )
+                group.append(_DualEdge(w, part, hidden, part - hidden, present, *ends))
             self.edges += group
             self._of_wire[w] = group
             if len(group) > 1:
@@ -303,7 +312,8 @@ class DualBound:
                     total += end.message[end.code]
                     continue
                 fixed = other.code[chosen[other.unit]]
-                line = edge.part[:, fixed] if makes else edge.part[fixed, :]
+                cost = edge.part - edge.hidden
+                line = cost[:, fixed] if makes else cost[fixed, :]
                 total += line[end.code]
             chosen[unit] = int(np.argmin(total))
         return chosen
@@ -338,10 +348,20 @@ def price(problem: FeatureProblem, tables: Sequence[WireTable], chosen: Sequence
     buffer = 0.0
     for wire, known in zip(problem.space.wires, tables, strict=True):
         at = bridges_used(problem, wire, known, chosen)
-        seconds += float(known.seconds[at].sum())
+        seconds += bridge_seconds(problem, wire, known, chosen)
         held += float(known.table.copies[at].sum())
         buffer = max(buffer, float(known.table.buffers[at].sum()))
     return Priced(seconds, held + buffer)
+
+
+def bridge_seconds(problem: FeatureProblem, wire: Wire, known: WireTable, chosen: Sequence[int]) -> float:
+    """Seconds that the bridges of a wire take in a choice of one option per unit, but for what is computed beside them."""
+    source, needs = bridges_used(problem, wire, known, chosen)
+    hidden = sum(
+        float(own[source, known.needs.index(int(problem.units[u].inputs[i][chosen[u]]))])
+        for own, (u, i) in zip(known.hidden, wire.readers, strict=False)
+    )
+    return float(known.seconds[source, needs].sum()) - hidden
 
 
 def bridges_used(

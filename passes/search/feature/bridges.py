@@ -16,6 +16,7 @@ from cost_models.arrays import FloatArray
 from cost_models.conversion import (
     AxisLinks,
     Kind,
+    Step,
     Steps,
     buffer_share,
     expected_gradient,
@@ -25,6 +26,7 @@ from cost_models.conversion import (
 )
 from cost_models.layout import Partial, Placement, Replicate, Shard
 from passes.search.feature.codes import DEFERRED, WHOLE, digits, needs_of, source_placements
+from passes.shard.bridges import last_sum
 from passes.shard.words import Need, Placements
 
 
@@ -65,6 +67,7 @@ class Bridges:
     _pairs: dict[tuple[int, int], tuple[dict[int, int], dict[int, int], float, float, float, bool]] = field(
         default_factory=dict
     )
+    _sums: dict[tuple[int, int], Step | None] = field(default_factory=dict)
     _shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Shape] = field(default_factory=dict)
 
     def table(
@@ -91,6 +94,20 @@ class Bridges:
             (buffers * size_bytes).reshape(grid),
             (shape.allowed | (not gradient)).reshape(grid),
         )
+
+    def sum_seconds(self, sources: Sequence[int], needs: Sequence[int], size_bytes: float) -> FloatArray:
+        """[sources, needs] seconds of the sum of a value's gradient beside which readers of the bridge may compute."""
+        found = np.zeros((len(sources), len(needs)))
+        for column, need in enumerate(needs):
+            if all(not own.partial_gradient for own in needs_of(need, len(self.shape))):
+                continue
+            for row, source in enumerate(sources):
+                if (source, need) not in self._sums:
+                    self._sums[source, need] = last_sum_of(source, need, self.shape)
+                step = self._sums[source, need]
+                if step is not None:
+                    found[row, column] = self.links[step.axis].seconds(step.kind, step.share * size_bytes)
+        return found
 
     def growing(self, sources: Sequence[int], needs: Sequence[int]) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Tell per (source, need) whether a rank has more of a value once it is bridged."""
@@ -149,6 +166,27 @@ def bridge_steps(source: int, need: int, shape: tuple[int, ...]) -> tuple[Steps,
     given = given_gradient(needed)
     allowed = not any(d == WHOLE and isinstance(g, Partial) for d, g in zip(digit, given, strict=True))
     return there, back, allowed
+
+
+def last_sum_of(source: int, need: int, shape: tuple[int, ...]) -> Step | None:
+    """Return the step of a pair of codes that ``passes.shard.bridges.last_sum`` tells of."""
+    later = tuple(d == DEFERRED for d in digits(source, len(shape)))
+    produced, needed = source_placements(source, len(shape)), needs_of(need, len(shape))
+    return summed_beside(produced, needed, later, shape)
+
+
+def summed_beside(
+    produced: Placements, needed: Sequence[Need], deferred: Sequence[bool], shape: tuple[int, ...]
+) -> Step | None:
+    """Return the step back of the last op of a bridge, if it is a sum that runs beside what reads the bridge."""
+    settled = tuple(
+        Need(Replicate()) if size == 1 or (later and need.partial_gradient) else need
+        for later, need, size in zip(deferred, needed, shape, strict=True)
+    )
+    produced = tuple(Replicate() if size == 1 else p for p, size in zip(produced, shape, strict=True))
+    there = path(produced, tuple(n.placement for n in settled), shape)
+    back = path(given_gradient(settled), expected_gradient(produced), shape)
+    return last_sum(there, back, produced, settled)
 
 
 def steps_between(

@@ -16,6 +16,7 @@ import numpy as np
 import sympy
 from torch import fx
 
+from cost_models.communication import hidden_seconds
 from cost_models.conversion import (
     AxisLinks,
     buffer_share,
@@ -29,12 +30,21 @@ from cost_models.conversion import (
 from cost_models.layout import Partial, Placement, Replicate, Shard
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, tensor_specs
+from passes.search.feature.bridges import summed_beside
 from passes.search.feature.graph import ValueName, kept_operands, makes_values, value_name
 from passes.search.feature.local import local_cost
-from passes.search.feature.options import bytes_of, parts_of
+from passes.search.feature.options import bytes_of, parts_of, storage_share
 from passes.search.feature.parameters import ShardedParameter, sum_bytes
-from passes.search.feature.problem import storage_share
-from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds, trained_operands
+from passes.search.feature.seconds import (
+    LocalRows,
+    byte_shares,
+    layers_of,
+    local_seconds,
+    local_weight_seconds,
+    parts_of_sum,
+    trained_operands,
+    weight_rows,
+)
 from passes.search.feature.setting import Setting
 from passes.search.recomputed import BridgeUse, Reader, Recomputed
 from passes.shard.words import FeaturePlacement, Need, Placements, operands
@@ -65,6 +75,7 @@ def evaluate(graph: OpGraph, costs: GraphCosts, placement: FeaturePlacement, set
     whole = WholeGraph(graph, costs, placement, setting)
     seconds_of, saved = whole.ops()
     bridge_seconds, copies, buffer, sent, deferred = whole.bridges()
+    bridge_seconds -= whole.hidden_seconds()
     inside_seconds, inside_sent = whole.inside_ops()
     crossing_seconds = whole.crossing() * setting.crossing_seconds_per_byte
     parameter_seconds, kept, summed = whole.placeholders(deferred)
@@ -215,6 +226,12 @@ class WholeGraph:
 
     def uses(self) -> dict[ValueName, BridgeUse]:
         """Tell per value how backward has the copies that its bridges make."""
+        saved = kept_operands(self.graph, self.costs)
+        return {value: self.again.use(value[0], found, saved) for value, found in self._readers.items()}
+
+    @cached_property
+    def _readers(self) -> Mapping[ValueName, list[Reader]]:
+        """The (op, operand) that read each value."""
         readers: dict[ValueName, list[Reader]] = {}
         for node in self.graph.ops:
             if makes_values(node):
@@ -224,8 +241,7 @@ class WholeGraph:
             if output.kind not in ("loss", "metric"):
                 value = value_name(self.graph.nodes[output.node])
                 readers.setdefault(value, []).append((f"output {number}", 0))
-        saved = kept_operands(self.graph, self.costs)
-        return {value: self.again.use(value[0], found, saved) for value, found in readers.items()}
+        return readers
 
     def bridges(self) -> tuple[float, float, float, float, dict[str, tuple[bool, ...]]]:
         """(seconds and sent bytes of one micro-batch, bytes of kept copies, the largest buffer, axes on which each
@@ -263,6 +279,35 @@ class WholeGraph:
                 buffer += size * max((buffer_share(s, shape[s.axis]) for s in (*there, *back)), default=0.0)
             largest = max(largest, buffer)
         return seconds, copies, largest, sent, deferred
+
+    def hidden_seconds(self) -> float:
+        """Seconds of one micro-batch in which layers compute while a sum of their input's gradient is under way."""
+        shape, rows, sums = self.placement.mesh.shape, list[LocalRows](), list[float]()
+        index = {node.name: i for i, node in enumerate(self.graph.ops)}
+        needs = self.needs()
+        for value, readers in self._readers.items():
+            if not any(needs[value].values()):
+                continue
+            names = layers_of(self.graph, value[0], readers, self.again.region_of)
+            layers = [self.graph.nodes[name] for name in names]
+            size = float(bytes_of(tensor_specs(self.graph.nodes[value[0]])[value[1]], self.symbols))
+            given = self.graph.input_of.get(value[0])
+            parts = self.placement.returned.get(given.name) if given is not None else None
+            later = [isinstance(p, Partial) for p in parts or (Replicate(),) * len(shape)]
+            for layer, part in zip(layers, parts_of_sum(layers, (1,) * len(layers)), strict=True):
+                need = tuple(choice.inputs[0] for choice in self.placement.choices[layer.name])
+                step = summed_beside(self.produced(value), need, later, shape)
+                if step is not None:
+                    seconds = self.links[step.axis].seconds(step.kind, step.share * size)
+                    sums.append(seconds * part)
+                    rows.append(
+                        weight_rows(self.graph, layer, index[layer.name], [need], shape, self.symbols)
+                    )
+        if not rows:
+            return 0.0
+        computing = local_weight_seconds(self.costs, rows, self.samples, self.setting.devices)
+        contention = self.setting.cluster.host_costs.contention
+        return float(hidden_seconds(np.array(sums), computing, contention).sum())
 
     def placeholders(self, deferred: Mapping[str, tuple[bool, ...]]) -> tuple[float, float, float]:
         """(seconds per step, bytes, bytes sent to sum gradients and to gather what was updated)."""

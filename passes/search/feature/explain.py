@@ -22,12 +22,13 @@ from cost_models.layout import Mesh, Replicate
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.search.explain import Way
-from passes.search.feature.bound import WireTable, bridges_used, price, wire_tables
+from passes.search.feature.bound import WireTable, bridge_seconds, price, wire_tables
 from passes.search.feature.codes import DEFERRED, WHOLE
 from passes.search.feature.graph import FeatureGraph, Unit, UnitKind, feature_graph, leaving_name
 from passes.search.feature.options import Options, StoredChoice
-from passes.search.feature.problem import FeatureProblem, UnitNumbers, axes_of_parts, build_problem
+from passes.search.feature.problem import FeatureProblem, UnitNumbers, build_problem
 from passes.search.feature.setting import Setting
+from passes.search.feature.ties import axes_of_parts
 from passes.search.feature.tuning import TUNING
 from passes.shard.discover import Discovery
 from passes.shard.words import FeaturePlacement, Placements, choice_text, crossing_text, placements_text
@@ -281,7 +282,7 @@ def _near_seconds(
 ) -> float:
     """Seconds of a unit and the bridges at it."""
     bridges = [
-        float(known.seconds[bridges_used(problem, wire, known, chosen)].sum())
+        bridge_seconds(problem, wire, known, chosen)
         for wire, known in zip(problem.space.wires, tables, strict=True)
         if wire.producer == unit or any(u == unit for u, _ in wire.readers)
     ]

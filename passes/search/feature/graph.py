@@ -23,6 +23,7 @@ from cost_models.layout import Replicate
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph, once_per_graph, tensor_specs
 from passes.graph.signatures import op_classes
+from passes.search.feature.seconds import layers_of
 from passes.search.feature.twins import with_twins
 from passes.search.recomputed import BridgeUse, Recomputed, Regions
 from passes.shard.words import Choice, operands
@@ -60,7 +61,8 @@ class Wire:
     """Equal values: made by ``producer`` as its tensor ``output``, read by ``readers`` as (unit, operand).
 
     ``gradient``: whether a gradient comes back. ``use``: which copies made by bridges stay until backward, and which it
-    makes again.
+    makes again. ``layers``: the number of linear layers that each reader stands for, where the sum of the gradient runs
+    beside them (``seconds``).
     """
 
     producer: int
@@ -68,6 +70,7 @@ class Wire:
     readers: tuple[tuple[int, int], ...]
     gradient: bool
     use: BridgeUse
+    layers: tuple[int, ...]
     count: int
 
 
@@ -249,14 +252,17 @@ def leaving_name(value: str) -> str:
 
 def _wires(again: Recomputed, readers: Readers, unit_of: Mapping[str, int]) -> tuple[Wire, ...]:
     saved = kept_operands(again.graph, again.costs)
-    found: Counter[tuple[int, int, tuple[tuple[int, int], ...], bool, BridgeUse]] = Counter()
+    found: Counter[tuple[int, int, tuple[tuple[int, int], ...], bool, BridgeUse, tuple[int, ...]]] = Counter()
     for (name, output), used in readers.items():
         if name not in unit_of:
             continue
         ends = tuple(sorted({(unit_of[reader], position) for reader, position, _ in used}))
         gradient = any(flows for _, _, flows in used)
-        use = again.use(name, [(reader, position) for reader, position, _ in used], saved)
-        found[unit_of[name], output, ends, gradient, use] += 1
+        places = [(reader, position) for reader, position, _ in used]
+        use = again.use(name, places, saved)
+        beside = layers_of(again.graph, name, places, again.region_of) if gradient else ()
+        layers = Counter(unit_of[layer] for layer in beside)
+        found[unit_of[name], output, ends, gradient, use, tuple(layers[u] for u, _ in ends if layers)] += 1
     return tuple(Wire(*key, count) for key, count in found.items())
 
 

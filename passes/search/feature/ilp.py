@@ -5,7 +5,7 @@
     N[w,r,n]            = Σ x[reader r, k] over options that need it as n
     f[w,r,s,n] ≥ 0      Σ_n f = X[w,s],  Σ_s f = N[w,r,n]          which (source, need) reader r is an instance of
     z[w,s,n] ≥ f[w,r,s,n]                                          a bridge, once for all readers with the need
-    minimize            Σ seconds·x + Σ seconds·z
+    minimize            Σ seconds·x + Σ seconds·z − Σ hidden·f    what readers compute beside their bridge
     memory              Σ bytes·x + Σ copies·z + b ≤ capacity,     b ≥ Σ_{s,n} buffer·z per wire
 
 With x integral f and z are what they should be; the marginals make the relaxation as tight as pairwise costs allow. A wire
@@ -106,10 +106,10 @@ class FeatureProgram:
         table = known.table
         if self._is_free(table):
             return
-        rows = group(table, memory, by_source=True)
+        rows = group(known, memory, by_source=True)
         members = self._members(made, known.sources, rows, self.x[wire.producer])
         single = len(wire.readers) == 1
-        columns = group(table, memory, by_source=False) if single else np.arange(len(known.needs))
+        columns = group(known, memory, by_source=False) if single else np.arange(len(known.needs))
         reads = [
             self._members(codes, known.needs, columns, self.x[u])
             for codes, (u, _) in zip(taken, wire.readers, strict=True)
@@ -132,6 +132,10 @@ class FeatureProgram:
             if memory:
                 self.held[variable] = float(table.copies[at]) / self.byte_scale
                 buffers[variable] = -float(table.buffers[at]) / self.byte_scale
+        for hidden, flow in zip(known.hidden, flows, strict=False):
+            for (s, n), variable in flow.items():
+                less = float(hidden[first_row[s], first_column[n]]) / self.time_scale
+                self.objective[variable] = self.objective.get(variable, 0.0) - less
         if self.buffer is not None and any(buffers.values()):
             self.program.row({self.buffer: 1.0, **buffers}, ">=", 0.0)
 
@@ -188,9 +192,10 @@ class FeatureProgram:
         return bridges
 
 
-def group(table: BridgeTable, memory: bool, *, by_source: bool) -> NDArray[np.intp]:
+def group(known: WireTable, memory: bool, *, by_source: bool) -> NDArray[np.intp]:
     """Number rows (or columns) of the table such that equal ones have one number, in the order of appearance."""
-    parts = [table.seconds, table.allowed.astype(float)]
+    table = known.table
+    parts = [table.seconds, table.allowed.astype(float), *known.hidden]
     parts += [table.copies, table.buffers] if memory else []
     lines = np.concatenate(parts, axis=1) if by_source else np.concatenate([p.T for p in parts], axis=1)
     numbers: dict[bytes, int] = {}

@@ -130,6 +130,15 @@ def _combined(code: NDArray[np.int64], axes: IntArray) -> IntArray:
     return total
 
 
+def storage_share(storage: str, output_share: FloatArray, work_share: FloatArray) -> FloatArray:
+    """The part of a saved storage that a rank has: an output's; of what is hidden in the op, as much as of its work."""
+    if "~" in storage:
+        return work_share
+    _, _, number = storage.partition(".")
+    share: FloatArray = output_share[:, int(number) if number.isdecimal() else 0]
+    return share
+
+
 @dataclass(frozen=True)
 class StoredChoice:
     """One way to keep a parameter on one axis: stored, where its gradient and optimizer state are, and its code.

@@ -3,7 +3,7 @@
     OpGraph ─► units and wires (equal blocks once) ─► for every mesh × micro-batch count: numbers, bound, program
             ─► the cheapest that fits, evaluated anew on the whole graph ─► placement with its certificate
 
-Objective, in seconds per step, without overlap:
+Objective, in seconds per step, sums of input gradients beside weight gradients:
 
     micro-batches · (Σ ops on local shapes + Σ bridges forward and backward) + Σ parameters (summing gradients once, the
     update, gathering what was updated)
@@ -55,7 +55,7 @@ from passes.shard.words import FeaturePlacement
 
 log = logging.getLogger("partitioner")
 
-OBJECTIVE = "microbatches * (op seconds + bridge seconds) + parameter seconds, nothing overlapped"
+OBJECTIVE = "microbatches * (op seconds + bridge seconds) + parameter seconds"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The numbers of the feature-wise problem for one mesh and one micro-batch count.
 
     minimize    Σ_units seconds[option] + Σ_wires Σ_distinct needs seconds[source, need]          (per step)
+                − Σ_wires Σ_readers hidden[source, need of the reader]                             (``seconds``)
     subject to  Σ_units bytes[option] + Σ_wires Σ_distinct needs copies[source, need] + largest buffer ≤ capacity
 
 Seconds of ops and bridges count once per micro-batch and member; those of parameters (summing their gradients, gathering
@@ -20,10 +21,12 @@ import sympy
 from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray, IntArray
+from cost_models.communication import hidden_seconds
 from cost_models.conversion import local_share
+from cost_models.devices import Device
 from cost_models.layout import Mesh, Placement, Replicate, Shard
 from passes.search.feature.bridges import Bridges, BridgeTable
-from passes.search.feature.codes import DEFERRED, WHOLE, combine, digits, needs_of
+from passes.search.feature.codes import DEFERRED, combine, needs_of
 from passes.search.feature.graph import FeatureGraph, Unit
 from passes.search.feature.local import local_cost
 from passes.search.feature.options import (
@@ -34,10 +37,19 @@ from passes.search.feature.options import (
     options_of,
     parts_of,
     sizes_of,
+    storage_share,
     stored_options,
 )
 from passes.search.feature.parameters import ShardedParameter, sum_bytes
-from passes.search.feature.seconds import LocalRows, byte_shares, local_seconds, trained_operands
+from passes.search.feature.seconds import (
+    LocalRows,
+    byte_shares,
+    local_seconds,
+    local_weight_seconds,
+    parts_of_sum,
+    trained_operands,
+    weight_rows,
+)
 from passes.search.feature.setting import Setting
 from passes.shard.words import Choice, Need
 
@@ -81,6 +93,10 @@ class FeatureProblem:
     capacity_bytes: float
     bridges: Bridges
     symbols: dict[sympy.Symbol, int]
+    devices: tuple[Device, ...]
+    """One of each kind."""
+    contention: float
+    """Factor by which computing slows down while something is sent."""
     largest_buffer_bytes: float = math.inf
     """Bridges with larger buffers leave no room for the rest: they are not allowed."""
 
@@ -104,6 +120,30 @@ class FeatureProblem:
         allowed = found.allowed & (found.buffers <= self.largest_buffer_bytes)
         return BridgeTable(seconds * (w.count * self.microbatches), copies, found.buffers, allowed)
 
+    def hidden(self, wire: int, sources: Sequence[int], needs: Sequence[int]) -> tuple[FloatArray, ...]:
+        """Seconds per step that each reader computes while the bridge's sum is under way, [sources, needs]; or none."""
+        w = self.space.wires[wire]
+        if not w.layers:
+            return ()
+        graph = self.space.graph
+        size = bytes_of(self.space.units[w.producer].outputs[w.output], self.symbols)
+        sums = self.bridges.sum_seconds(sources, needs, size)
+        layers = [graph.nodes[self.space.units[u].name] for u, _ in w.readers]
+        if not sums.any():
+            return (np.zeros_like(sums),) * len(layers)
+        needed = [needs_of(code, len(self.mesh.shape)) for code in needs]
+        rows = [
+            weight_rows(graph, layer, self.space.op_index[layer.name], needed, self.mesh.shape, self.symbols)
+            for layer in layers
+        ]
+        computing = local_weight_seconds(self.space.costs, rows, self.samples, self.devices)
+        return tuple(
+            hidden_seconds(sums * part, each, self.contention) * (times * w.count * self.microbatches)
+            for part, each, times in zip(
+                parts_of_sum(layers, w.layers), np.split(computing, len(layers)), w.layers, strict=True
+            )
+        )
+
 
 def build_problem(
     space: FeatureGraph,
@@ -120,7 +160,19 @@ def build_problem(
     samples = setting.job.batch_size // microbatches
     symbols = {**space.graph.example_sizes, space.graph.batch.batch_symbol: samples}
     bridges = bridges or Bridges(mesh.shape, setting.links(mesh))
-    empty = FeatureProblem(space, mesh, microbatches, samples, (), setting.capacity_bytes, bridges, symbols)
+    contention = setting.cluster.host_costs.contention
+    empty = FeatureProblem(
+        space,
+        mesh,
+        microbatches,
+        samples,
+        (),
+        setting.capacity_bytes,
+        bridges,
+        symbols,
+        setting.devices,
+        contention,
+    )
     return replace(empty, units=_Builder(empty, setting, restrict).units())
 
 
@@ -332,55 +384,6 @@ class _Builder:
             ways,
             np.arange(len(ways)),
         )
-
-
-def axes_of_parts(problem: FeatureProblem, chosen: Sequence[int]) -> dict[int, frozenset[int]]:
-    """Mesh axes along which readers leave parts of the gradient of a parameter, or of a value of another part of the model,
-    by its unit; O(wires)."""
-    axes = len(problem.mesh.shape)
-    found: dict[int, frozenset[int]] = {}
-    for wire in problem.space.wires:
-        if problem.space.units[wire.producer].kind not in ("parameter", "value"):
-            continue
-        needs = [needs_of(int(problem.units[u].inputs[i][chosen[u]]), axes) for u, i in wire.readers]
-        parts = {axis for need in needs for axis in range(axes) if need[axis].partial_gradient}
-        found[wire.producer] = found.get(wire.producer, frozenset()) | parts
-    return found
-
-
-def without_needless_sums(problem: FeatureProblem, chosen: Sequence[int]) -> list[int]:
-    """``chosen``, where parameters are charged a sum at the step's end along those axes only that have parts to be summed;
-    and values of other parts of the model send no parts of sums back along others.
-
-    That a gradient is deferred is a parameter's way, that a reader leaves parts of it is the reader's: no pair of them says
-    that no reader does. The cheapest choice defers nothing needlessly, but one that is decoded from messages, or found as
-    time runs out, may. Ranks sum what is in parts (``passes.shard.syncs``), so such a choice costs less than it says.
-    """
-    parts = axes_of_parts(problem, chosen)
-    found = list(chosen)
-    for unit, numbers in zip(problem.space.units, problem.units, strict=True):
-        if unit.kind not in ("parameter", "value"):
-            continue
-        codes, k = numbers.outputs[0], found[unit.index]
-        summed = parts.get(unit.index, frozenset())
-        read = digits(int(codes[k]), len(problem.mesh.shape))
-        whole = WHOLE if unit.kind == "parameter" else 0
-        wanted = combine(
-            [whole if d == DEFERRED and axis not in summed else d for axis, d in enumerate(read)]
-        )
-        same = np.flatnonzero((codes == wanted) & (numbers.bytes <= numbers.bytes[k]))
-        if wanted != codes[k] and len(same):
-            found[unit.index] = int(same[np.argmin(numbers.seconds[same])])
-    return found
-
-
-def storage_share(storage: str, output_share: FloatArray, work_share: FloatArray) -> FloatArray:
-    """The part of a saved storage that a rank has: an output's; of what is hidden in the op, as much as of its work."""
-    if "~" in storage:
-        return work_share
-    _, _, number = storage.partition(".")
-    share: FloatArray = output_share[:, int(number) if number.isdecimal() else 0]
-    return share
 
 
 def undominated(own: UnitNumbers) -> NDArray[np.intp]:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from passes.search.feature.bound import DualBound, Priced, price, wire_tables
 from passes.search.feature.ilp import FeatureProgram
-from passes.search.feature.problem import FeatureProblem, without_needless_sums
+from passes.search.feature.problem import FeatureProblem
+from passes.search.feature.ties import without_needless_sums
 from passes.search.feature.tuning import TUNING
 
 

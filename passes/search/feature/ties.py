@@ -9,6 +9,8 @@ which of the two. But a rank loads only its part of a batch that arrives in part
 Batch leaves are looked at, and what is computed from them without gradients, from the last op back to the leaves.
 A unit changes to another of its ways if the step takes no longer, no more bytes are held, and each rank's tensors of the
 unit are smaller: so it ends.
+
+And sums that a choice is charged without need, of gradients of which no reader leaves parts (``without_needless_sums``).
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ import numpy as np
 
 from cost_models.arrays import FloatArray
 from passes.search.feature.bridges import BridgeTable
+from passes.search.feature.codes import DEFERRED, WHOLE, combine, digits, needs_of
 from passes.search.feature.graph import Unit
 from passes.search.feature.options import Options, bytes_of
-from passes.search.feature.problem import FeatureProblem, without_needless_sums
+from passes.search.feature.problem import FeatureProblem
 from passes.search.feature.tuning import TUNING
 
 
@@ -119,3 +122,43 @@ def _data(problem: FeatureProblem, unit: Unit) -> FloatArray:
     made = np.array([bytes_of(spec, problem.symbols) for spec in unit.outputs])
     found: FloatArray = numbers.detail.operand_share @ read + numbers.detail.output_share @ made
     return found[numbers.index]
+
+
+def axes_of_parts(problem: FeatureProblem, chosen: Sequence[int]) -> dict[int, frozenset[int]]:
+    """Mesh axes along which readers leave parts of the gradient of a parameter, or of a value of another part of the model,
+    by its unit; O(wires)."""
+    axes = len(problem.mesh.shape)
+    found: dict[int, frozenset[int]] = {}
+    for wire in problem.space.wires:
+        if problem.space.units[wire.producer].kind not in ("parameter", "value"):
+            continue
+        needs = [needs_of(int(problem.units[u].inputs[i][chosen[u]]), axes) for u, i in wire.readers]
+        parts = {axis for need in needs for axis in range(axes) if need[axis].partial_gradient}
+        found[wire.producer] = found.get(wire.producer, frozenset()) | parts
+    return found
+
+
+def without_needless_sums(problem: FeatureProblem, chosen: Sequence[int]) -> list[int]:
+    """``chosen``, where parameters are charged a sum at the step's end along those axes only that have parts to be summed;
+    and values of other parts of the model send no parts of sums back along others.
+
+    That a gradient is deferred is a parameter's way, that a reader leaves parts of it is the reader's: no pair of them says
+    that no reader does. The cheapest choice defers nothing needlessly, but one that is decoded from messages, or found as
+    time runs out, may. Ranks sum what is in parts (``passes.shard.syncs``), so such a choice costs less than it says.
+    """
+    parts = axes_of_parts(problem, chosen)
+    found = list(chosen)
+    for unit, numbers in zip(problem.space.units, problem.units, strict=True):
+        if unit.kind not in ("parameter", "value"):
+            continue
+        codes, k = numbers.outputs[0], found[unit.index]
+        summed = parts.get(unit.index, frozenset())
+        read = digits(int(codes[k]), len(problem.mesh.shape))
+        whole = WHOLE if unit.kind == "parameter" else 0
+        wanted = combine(
+            [whole if d == DEFERRED and axis not in summed else d for axis, d in enumerate(read)]
+        )
+        same = np.flatnonzero((codes == wanted) & (numbers.bytes <= numbers.bytes[k]))
+        if wanted != codes[k] and len(same):
+            found[unit.index] = int(same[np.argmin(numbers.seconds[same])])
+    return found

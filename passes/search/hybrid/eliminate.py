@@ -1,6 +1,7 @@
 """The exact minimum of a feature-wise problem for many prices of memory at once, by eliminating one unit after another.
 
     minimize    Σ_units (seconds[option] + price · bytes[option]) + Σ_wires Σ_distinct needs (seconds + price · copies)
+                − Σ_wires Σ_readers hidden
 
 A unit that is eliminated leaves, for every combination of options of the units that it shares wires with, the least that it
 and its wires cost: min-sum elimination (Bertele & Brioschi, "Nonserial Dynamic Programming", 1972). What it takes is the
@@ -102,7 +103,7 @@ class Elimination:
             row, columns = _codes(self.problem, wire, known)
             at = row[chosen[wire.producer]]
             needs = [need[chosen[u]] for need, (u, _) in zip(columns, wire.readers, strict=True)]
-            seconds += _over_needs(known.seconds, at, needs)
+            seconds += _seconds(known, at, needs)
             held += _over_needs(known.table.copies, at, needs)
             buffers = np.maximum(buffers, _over_needs(known.table.buffers, at, needs))
         return Amounts(seconds, once, state, held, buffers)
@@ -181,7 +182,7 @@ def _of_wire(problem: FeatureProblem, wire: int, known: WireTable, held_prices: 
 
     at = along(row, w.producer)
     needs = [along(need, unit) for need, (unit, _) in zip(columns, w.readers, strict=True)]
-    seconds = _over_needs(known.seconds, at, needs)[None]
+    seconds = _seconds(known, at, needs)[None]
     copies = _over_needs(known.table.copies, at, needs)[None]
     if not copies.any():
         return _Table(units, seconds)
@@ -195,6 +196,14 @@ def _codes(
     made = problem.units[wire.producer].outputs[wire.output]
     needs = [problem.units[unit].inputs[operand] for unit, operand in wire.readers]
     return np.searchsorted(known.sources, made), [np.searchsorted(known.needs, need) for need in needs]
+
+
+def _seconds(known: WireTable, row: NDArray[np.intp], columns: Sequence[NDArray[np.intp]]) -> FloatArray:
+    """Sum a wire's seconds over the distinct needs of its readers, without what these compute beside its bridges."""
+    total = _over_needs(known.seconds, row, columns)
+    for hidden, column in zip(known.hidden, columns, strict=False):
+        total = total - hidden[row, column]
+    return total
 
 
 def _over_needs(table: FloatArray, row: NDArray[np.intp], columns: Sequence[NDArray[np.intp]]) -> FloatArray:

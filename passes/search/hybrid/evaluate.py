@@ -161,7 +161,7 @@ def _cost(whole: WholeGraph) -> StageCost:
         for given in whole.graph.inputs
         if given.kind == "value" and (given.node, 0) in needs
     )
-    each = math.fsum(seconds.values()) + bridges + inside
+    each = math.fsum(seconds.values()) + bridges - whole.hidden_seconds() + inside
     return StageCost(each, once, kept - arriving, saved + copies + arriving, buffer)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from cost_models.cluster import ClusterSpec
 from cost_models.layout import Mesh
-from passes.costs.costs import costs_of
+from passes.costs.costs import cost_graph, costs_of
 from passes.graph.blocks import block_of
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
@@ -18,6 +18,7 @@ from passes.lower.costed import OnMesh
 from passes.lower.job import Job
 from passes.lower.realize import realize
 from passes.trace.trace import trace
+from runtime.ops.bridges import sum_gradient
 from tests.distributed.sharded_models import COLUMN_ROW, ZERO3, Forced, Gpt, gpt_batch, place
 
 MACHINE, SAMPLES = ClusterSpec.local(2), 8
@@ -94,9 +95,32 @@ def test_one_block_is_less_than_two() -> None:
 
 def test_halves_apart_run_the_last_product_again_too() -> None:
     """There it is a function of ours, which saves after it ran; and what weight halves need stays for them."""
-    together, apart = (on_mesh(COLUMN_ROW, BLOCKS, schedule) for schedule in ("1f1b", "zb-h1"))
-    assert apart.segment.cost.transient_bytes > together.segment.cost.transient_bytes
-    assert replace(apart.segment.cost, transient_bytes=0, backward_input_seconds=0.0) == replace(
-        together.segment.cost, transient_bytes=0, backward_input_seconds=0.0
+    together, apart = (on_mesh(COLUMN_ROW, BLOCKS, schedule).segment.cost for schedule in ("1f1b", "zb-h1"))
+    assert apart.transient_bytes > together.transient_bytes
+    assert apart.backward_weight_seconds > together.backward_weight_seconds  # nothing is hidden there
+    rest = {"transient_bytes": 0, "backward_input_seconds": 0.0, "backward_weight_seconds": 0.0}
+    assert replace(apart, **rest) == replace(together, **rest)
+
+
+@pytest.mark.parametrize("blocks", [(), BLOCKS])
+def test_sums_of_input_gradients_run_beside_weight_gradients(blocks: tuple[str, ...]) -> None:
+    """By hand, bridge by bridge: the executor's own rule names the layers."""
+    together, apart = (on_mesh(COLUMN_ROW, blocks, schedule) for schedule in ("1f1b", "zb-h1"))
+    own = together.sharded.graph
+    costs = cost_graph(own, only_size=SAMPLES // 2 // own.batch.multiple)
+    size, device = SAMPLES // 2 // own.batch.multiple, MACHINE.devices[0]
+    readers = {
+        node.name: [costs.ops.index(user.name) for user in node.users]
+        for node in own.ops
+        if node.target is sum_gradient and all("linear" in str(user.target) for user in node.users)
+    }
+    assert len(readers) >= 4
+    sums = [t for t in together.traffic if t.backward and t.node in readers and t.kind == "all_reduce"]
+    saved = sum(
+        min(t.seconds(together.links[t.axis]), costs.weight_gradient_seconds(readers[t.node], size, device))
+        for t in sums
     )
+    whole = apart.segment.cost.backward_weight_seconds
+    assert whole - together.segment.cost.backward_weight_seconds == pytest.approx(saved, rel=1e-9)
+    assert saved > 0.0
     assert set(block_of(graph()).values()) == set(BLOCKS)

@@ -95,6 +95,29 @@ def test_what_cannot_be_put_together_stays(kind: str) -> None:
     assert len(graph.find_nodes(op="call_function", target=aten.linear.default)) == 2
 
 
+REGION = ("sum_gradient", "linear_default", "mul_tensor", "linear_default_1")
+
+
+@pytest.mark.parametrize(
+    ("regions", "together"), [((), True), ((REGION,), True), ((("linear_default",),), False)]
+)
+def test_all_of_a_call_is_computed_again_or_nothing(
+    regions: tuple[tuple[str, ...], ...], together: bool
+) -> None:
+    graph = graph_of("a weight made between")
+    names = {node.name for node in graph.nodes}
+    fuse(graph, {bridge_of(graph): linears_behind("sum_gradient", None, tripled)}, regions)
+    graph.lint()
+    assert bool(graph.find_nodes(op="call_function", target=aten.linear.default)) is not together
+    assert {node.name for node in graph.nodes} == names
+
+
+def test_what_makes_a_later_weight_comes_first() -> None:
+    graph = fused(graph_of("a weight made between")).graph
+    order = [node.name for node in graph.nodes]
+    assert order.index("mul_tensor") < order.index("sum_gradient")
+
+
 def test_the_sum_travels_while_weights_gradients_are_computed() -> None:
     x, w, b, v = (torch.randn(shape, requires_grad=True) for shape in [(2, 4), (4, 4), (4,), (4, 4)])
     (y,) = fused(graph_of("two layers"))(x, w, b, v)

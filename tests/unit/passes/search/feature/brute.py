@@ -44,6 +44,8 @@ def every_cost(problem: FeatureProblem) -> tuple[np.ndarray, np.ndarray]:
             )
             held = held + np.where(used, table.copies[row, n], 0.0)
             at_once = at_once + np.where(used, table.buffers[row, n], 0.0)
+        for hidden, column in zip(problem.hidden(w, sources, needs), columns, strict=False):
+            seconds = seconds - hidden[row, column]
         buffer = np.maximum(buffer, at_once)
     return seconds, held + buffer
 

@@ -97,4 +97,6 @@ def _wire(problem: FeatureProblem, w: int) -> Term:
         for column in columns:
             used = used | (column == n)
         total = total + np.where(used, cost[row, n], 0.0)
+    for hidden, column in zip(problem.hidden(w, sources, needs), columns, strict=False):
+        total = total - hidden[row, column]
     return Term(units, total)

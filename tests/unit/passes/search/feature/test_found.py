@@ -280,4 +280,6 @@ def test_alexnet_splits_convolutions_by_batch_and_fully_connected_layers_by_feat
             if kind in str(node.target):
                 found.append(str(result.placement.choices[node.name][0]))
     assert ways["conv"] == ["S0 R~ R~ -> S0"] * 5
-    assert ways["linear"] == ["S1 S1 P -> P", "R~ S0 S0 -> S1", "S1 S1 P -> P"]
+    # Before the first, the parts of samples become parts of features, or all is gathered and the way back is hidden.
+    assert ways["linear"][0] in ("S1 S1 P -> P", "R~ S0 S0 -> S1")
+    assert ways["linear"][1:] == ["R~ S0 S0 -> S1", "S1 S1 P -> P"]

@@ -22,11 +22,11 @@ from passes.search.feature.evaluate import FeatureCost, evaluate
 from passes.search.feature.graph import feature_graph
 from passes.search.feature.ilp import FeatureProgram
 from passes.search.feature.place import check_agreement
-from passes.search.feature.problem import FeatureProblem, build_problem, without_needless_sums
+from passes.search.feature.problem import FeatureProblem, build_problem
 from passes.search.feature.result import assemble
 from passes.search.feature.setting import Setting
 from passes.search.feature.solve import ProblemSearch, Solved
-from passes.search.feature.ties import with_split_batch
+from passes.search.feature.ties import with_split_batch, without_needless_sums
 from passes.shard.discover import all_valid_choices
 from passes.shard.rules import choices as rule_choices
 from passes.shard.words import Choice, operands

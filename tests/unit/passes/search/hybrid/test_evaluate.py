@@ -99,8 +99,9 @@ def test_the_search_s_objective_and_memory_are_those_of_every_op(model: str, kin
             tight += bool(found.candidate.recomputed_blocks) or (
                 zero and any(isinstance(p, Shard) for p in kept)
             )
-    assert tight or kind in ("one", "interleaved"), (
-        "short of memory, blocks are computed again or kept in parts"
+    # stages that share a device may fit to the last without either
+    assert tight or kind == "interleaved", (
+        "short of memory, blocks are computed again, or replicas keep parts"
     )
 
 
