@@ -100,7 +100,9 @@ def test_the_search_s_objective_and_memory_are_those_of_every_op(model: str, kin
                 zero and any(isinstance(p, Shard) for p in kept)
             )
     # stages that share a device may fit to the last without either
-    assert tight or kind == "interleaved", "short of memory, blocks are computed again, or replicas keep parts"
+    assert tight or kind == "interleaved", (
+        "short of memory, blocks are computed again, or replicas keep parts"
+    )
 
 
 def test_what_does_not_agree_is_refused() -> None:
