@@ -31,9 +31,11 @@ from passes.search.hybrid.joints import Pieces, pieces_of, value_bytes
 from passes.search.hybrid.options import GroupOption, options
 from passes.search.hybrid.pieces import PieceSearch
 from passes.search.hybrid.pools import divisions
+from passes.search.hybrid.ranges import SAVED
 from passes.search.hybrid.solve import SolvedOption, fastest
 from passes.search.hybrid.staged import Staged, Table
 from passes.search.hybrid.tables import Tables
+from passes.search.hybrid.walk import needed_bytes
 from passes.search.microbatches import accepted_counts
 from passes.search.words import RecomputeMode
 
@@ -175,6 +177,23 @@ class GroupSearch:
     def decode(self, solved: SolvedOption, *, one_queue: bool) -> Decoded:
         """Return the candidate that an option's best pipeline is."""
         return decoded(self.pieces, solved.option, solved.pipeline, solved.steps, one_queue=one_queue)
+
+    def fits(self, solved: SolvedOption, room: float = 1.0) -> bool:
+        """Tell whether a pipeline fits as memory is counted: what it takes piece by piece, not what a table says."""
+        staged = self.staged(solved.option, room * (1 + 1e-9))
+        if staged is None:
+            return False
+        left, starts = list(staged.capacity_bytes), solved.pipeline.starts
+        ends = [*starts[1:], len(self.pieces)]
+        stages = zip(
+            staged.tables[::-1], solved.steps, starts, ends, solved.option.in_flight[::-1], staged.groups[::-1],
+            strict=True,
+        )  # fmt: skip
+        for table, steps, first, end, held, group in stages:
+            again = any(step.again for step in steps)
+            anew = float(table.ranges[-1].amounts[SAVED, table.number[first, end], 0]) if again else 0.0
+            left[group] -= needed_bytes(steps, held) + anew
+        return min(left) >= 0
 
     def _links(self, option: GroupOption) -> list[FloatArray]:
         """Per stage from the end: [pieces + 1] seconds of the cut behind it, at each joint."""
