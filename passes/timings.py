@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 from cost_models.units import format_seconds
+from passes.interrupts import heed_interrupt
+from passes.progress import report_phase
 
 log = logging.getLogger("partitioner")
 
@@ -51,6 +53,8 @@ def run_pass(
     name: str, say: Callable[[T], object], run: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
 ) -> T:
     """Run a pass by its name; ``say`` puts its result in a few words, for the log and for timings."""
+    heed_interrupt()
+    report_phase(name)
     began = time.perf_counter()
     result = run(*args, **kwargs)
     done = PassTime(name, time.perf_counter() - began, str(say(result)))

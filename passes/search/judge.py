@@ -21,6 +21,7 @@ from passes.lower.job import Job
 from passes.lower.realize import Realized, realize, segmented
 from passes.lower.segment import Segmentation
 from passes.lower.step import transfer_seconds
+from passes.progress import report_simulated
 from passes.search.infeasible import overflow_bytes
 from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
@@ -100,6 +101,7 @@ class Judge:
         """Remember what ``candidate`` became, if it fits and nothing faster is kept."""
         if fits and (self._kept is None or carried.seconds < self._kept[1].seconds):
             self._kept = candidate, carried
+            report_simulated(carried.seconds)
 
     def choose(self, carried: Carried) -> None:
         """Keep ``carried``, whatever was kept before: the search is over."""

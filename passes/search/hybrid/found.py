@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cost_models.errors import InfeasibleError
+from passes.interrupts import may_be_lost
+from passes.progress import report_simulating
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.feature.result import origins_of
 from passes.search.hybrid.decode import Decoded
@@ -60,7 +62,9 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
             late = survey.stopped or time.perf_counter() > deadline
             if solved.pipeline.objective_seconds > SLACK * best or (late and best < math.inf):
                 break
-            tried.extend(_until_it_fits(search, judge, solved, best, room, one_queue=one_queue))
+            report_simulating(solved.option)
+            with may_be_lost(best < math.inf):
+                tried.extend(_until_it_fits(search, judge, solved, best, room, one_queue=one_queue))
         if not tried or _fastest(tried) < math.inf:
             return None
         return room * ROOM_LEFT * max(_share(judge, t.simulated) for t in tried)

@@ -23,9 +23,11 @@ from cost_models.units import counted
 from passes.costs.costs import GraphCosts
 from passes.graph.blocks import block_of, regions_of_stages
 from passes.graph.graph import OpGraph
+from passes.interrupts import keep_from_here, may_be_lost
 from passes.lower.candidate import Candidate
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import shared_state
+from passes.progress import report_option
 from passes.search.any_plan import any_plan_bound
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.feature.pins import Pin, resolve
@@ -76,6 +78,10 @@ class _Way:
     zero: int
     again: bool
     """Stages that do not fit compute their blocks again in backward."""
+
+    def __str__(self) -> str:
+        again = ", blocks computed again" if self.again else ""
+        return f"{counted(self.microbatches, 'micro-batch')}, ZeRO-{self.zero}{again}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,16 +140,27 @@ class _Hybrid:
         counts = microbatch_counts(self.fix, self.degrees, request.job.batch_size, request.microbatches)
         self.counts = accepted_counts(graph, request.job.batch_size, counts)
         self.one_queue = self.fix.one_queue(cluster)
+        self.status = BY_HAND
         self.refused: list[InfeasibleError | TimeLimitError] = []
         """The reasons of ways in which a stage cannot be sharded at all."""
         self._pins: dict[tuple[tuple[str, str], ...], Mapping[str, Pin]] = {}
         self._balanced_cuts: dict[tuple[int, RecomputeMode, bool], Mapping[str, int]] = {}
 
     def run(self) -> list[tuple[Simulated, dict[int, StageSharded]]]:
-        """Simulate the ways of each number of micro-batches."""
+        """Simulate the ways of each number of micro-batches; on Ctrl-C no more, once one fits."""
         tried: list[tuple[Simulated, dict[int, StageSharded]]] = []
         for count in self.counts:
-            tried += self._filled_in(count)
+            found = any(simulated.fits for simulated, _ in tried)
+            try:
+                with may_be_lost(found):
+                    tried += self._filled_in(count)
+            except KeyboardInterrupt:
+                if not found:
+                    raise
+                self.status = "interrupted"
+                break
+            if any(simulated.fits for simulated, _ in tried):
+                keep_from_here()
             if self.degrees.stages == 1 and any(simulated.fits for simulated, _ in tried):
                 break  # more micro-batches cost no less where nothing is pipelined
         return tried
@@ -229,6 +246,7 @@ class _Hybrid:
 
     def _tried_if_possible(self, way: _Way, cut: _Cut) -> list[tuple[Simulated, dict[int, StageSharded]]]:
         """Simulate a way; nothing, and the reason kept, where no way to share a stage that fits is found."""
+        report_option(way)
         try:
             return self._tried(way, cut)
         except (InfeasibleError, TimeLimitError) as error:
@@ -353,7 +371,7 @@ class _Hybrid:
             gap=relative_gap(best.step_seconds, bound),
             space=f"any plan of the step; fixed: {self.fix or 'nothing'}",
             method="stages and layouts filled in by the layer-wise and feature-wise searches, simulated",
-            solver_status=BY_HAND,
+            solver_status=self.status,
             search_seconds=seconds,
         )
 

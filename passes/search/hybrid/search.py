@@ -19,7 +19,9 @@ from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
+from passes.interrupts import keep_from_here, may_be_lost
 from passes.lower.job import Job
+from passes.progress import report_found, report_option
 from passes.search.bisect import Bisected, Bisection
 from passes.search.hybrid.composed import Composed, composed
 from passes.search.hybrid.decode import Decoded, decoded
@@ -124,11 +126,13 @@ class GroupSearch:
         listed = self.options()
         stopped: Literal["", "time limit", "interrupted"] = ""
         for floor, option in self.floors.by_floor(listed):
+            report_option(option, min(bound, floor), len(found), looked_at, len(listed))
             if time.perf_counter() > deadline and found:
                 stopped = "time limit"
             elif floor <= best * SLACK:
                 try:
-                    solved, own = self.solve(option, best * SLACK, room)
+                    with may_be_lost():
+                        solved, own = self.solve(option, best * SLACK, room)
                 except KeyboardInterrupt:
                     if not found:
                         raise
@@ -140,7 +144,9 @@ class GroupSearch:
             if solved is not None:
                 log.debug("%s: %.6g s, not below %.6g s", option, solved.pipeline.objective_seconds, own)
                 found.append(solved)
+                keep_from_here()
                 best = min(best, solved.pipeline.objective_seconds)
+                report_found(best)
         return Survey(_ranked(found), bound, len(listed), looked_at, stopped)
 
     def solve(
