@@ -29,7 +29,8 @@ class Floors:
 
     search: PieceSearch
     job: Job
-    _work: dict[Hashable, float] = field(default_factory=dict)
+    known: dict[Hashable, float] = field(default_factory=dict)
+    """Seconds of work, known so far."""
 
     def work_seconds(self, run: Run, samples: int) -> float:
         """Seconds of a replica's micro-batch of ``samples`` on a run's shards.
@@ -37,9 +38,9 @@ class Floors:
         No stages take less together: replicas, parameters kept in parts and the end of a step only add to it.
         """
         key = run.pool.alike, run.tensor, samples
-        if key not in self._work:
-            self._work[key] = min(self._work_on(ranks, samples) for ranks in run.pool.windows(run.tensor))
-        return self._work[key]
+        if key not in self.known:
+            self.known[key] = min(self._work_on(ranks, samples) for ranks in run.pool.windows(run.tensor))
+        return self.known[key]
 
     def rough_seconds(self, run: Run, samples: int) -> float:
         """Bound ``work_seconds`` by the whole batch's, in proportion: fewer samples cost no less each."""

@@ -83,7 +83,8 @@ class GroupSearch:
     schedule: str = "auto"
     recompute: RecomputeMode = "auto"
     pieces: Pieces = field(init=False)
-    _composed: dict[object, Composed] = field(default_factory=dict)
+    tables: dict[object, Composed] = field(default_factory=dict)
+    """The ranges of each kind of group, composed so far."""
 
     def __post_init__(self) -> None:
         self.pieces = pieces_of(self.graph)
@@ -213,14 +214,12 @@ class GroupSearch:
     def _of_group(self, option: GroupOption, run: Run, number: int) -> Composed:
         samples = option.samples // run.replicas
         key = run.kind(number), samples
-        if key not in self._composed:
+        if key not in self.tables:
             group = GroupKind(run.ranks(number), run.replicas, run.tensor)
             most = min(option.microbatches, option.groups)
             step = self.floors.work_seconds(run, samples) * option.microbatches / option.groups
-            self._composed[key] = composed(
-                self.piece_search, group, self.job, option.microbatches, most, step
-            )
-        return self._composed[key]
+            self.tables[key] = composed(self.piece_search, group, self.job, option.microbatches, most, step)
+        return self.tables[key]
 
     def _over_stages(
         self,
