@@ -1,6 +1,6 @@
 """Ctrl-C sent to a search for a large cluster at random moments: a whole plan, or a clear word that there is none yet.
 
-    python -m benchmarks.interrupted [--moments 5] [--seed 0] [--seconds 60] [PLAN ARGUMENTS]
+    python -m benchmarks.interrupted [--moments 5] [--seed 0] [--seconds S] [PLAN ARGUMENTS]
 
 By default Llama-405B on 16,384 GPUs. A row per moment: seconds until Ctrl-C, until the process ended after it, its exit
 code, and the plan's step where one was written: loaded again, its programs proved and simulated anew.
@@ -48,8 +48,9 @@ class Row:
         """Say it in a row of the table."""
         step = format_seconds(self.plan.prediction.step_seconds) if self.plan else "no plan"
         gap = f"{self.plan.certificate.gap:.1%}" if self.plan else ""
-        ended = format_seconds(self.ending_seconds) if self.ending_seconds >= 0 else "before"
-        return [f"{self.moment_seconds:.1f} s", ended, str(self.code), step, gap, self.said]
+        ended = format_seconds(self.ending_seconds) if self.ending_seconds >= 0 else ""
+        moment = f"{self.moment_seconds:.1f} s" if ended else "never"
+        return [moment, ended, str(self.code), step, gap, self.said]
 
 
 def interrupted(arguments: list[str], moment_seconds: float) -> Row:
@@ -88,11 +89,16 @@ def main() -> int:
     )
     parser.add_argument("--moments", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60.0, help="the latest moment")
+    parser.add_argument("--seconds", type=float, help="the latest moment; by default as long as a run takes")
     known, arguments = parser.parse_known_args()
     draws = random.Random(known.seed)
-    moments = sorted(draws.uniform(1.0, known.seconds) for _ in range(known.moments))
     rows = []
+    latest = known.seconds
+    if latest is None:
+        began = time.monotonic()
+        rows.append(interrupted(arguments or ARGUMENTS, MOST_SECONDS))
+        latest = time.monotonic() - began
+    moments = sorted(draws.uniform(1.0, latest) for _ in range(known.moments))
     for moment in moments:
         rows.append(interrupted(arguments or ARGUMENTS, moment))
         print(*rows[-1].words(), sep=" | ", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cost_models.errors import InfeasibleError
 from passes.interrupts import may_be_lost
@@ -17,8 +18,8 @@ from passes.progress import report_simulating
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.feature.result import origins_of
 from passes.search.hybrid.decode import Decoded
+from passes.search.hybrid.infeasible import infeasible
 from passes.search.hybrid.search import GAP, SLACK, GroupSearch, SolvedOption, Survey
-from passes.search.infeasible import shortfalls
 from passes.search.judge import MEMORY_ROUNDS, Judge, Simulated, memory_rounds
 from passes.search.outcome import Label, Outcome, RunnerUp, ShardingDetails
 
@@ -29,8 +30,6 @@ SIMULATIONS = 8
 """Candidates simulated at most in each round, by hand: the surrogate ranks the best of them among its first three."""
 ROOM_LEFT = 0.995
 """Share of the memory that is planned with beyond what a simulation found too large. By hand."""
-GROWTH = (2.0, 4.0, 8.0, 16.0, 64.0, 1024.0)
-"""Times a device's memory at which a plan is looked for that says what is short."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +77,8 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
         interrupted = True
     fitting = [t for t in tried if t.simulated.fits]
     if not fitting:
-        raise _infeasible(search, judge, tried, one_queue)
+        simulated = [t.simulated for t in tried]
+        raise infeasible(search, judge, simulated, partial(_fitted, one_queue=one_queue), one_queue=one_queue)
     best = min(fitting, key=lambda t: t.simulated.step_seconds)
     details = ShardingDetails(
         best.solved.pipeline.objective_seconds, (),
@@ -119,6 +119,12 @@ def _until_it_fits(
     return tried
 
 
+def _fitted(
+    search: GroupSearch, judge: Judge, solved: SolvedOption, room: float, *, one_queue: bool
+) -> Simulated:
+    return _until_it_fits(search, judge, solved, math.inf, room, one_queue=one_queue)[-1].simulated
+
+
 def _fastest(tried: Sequence[Tried]) -> float:
     return min((t.simulated.step_seconds for t in tried if t.simulated.fits), default=math.inf)
 
@@ -157,27 +163,4 @@ def _no_options(search: GroupSearch) -> InfeasibleError:
             f"{batch} samples make no {equal} for any number of replicas and stages, of {len(search.pieces)} pieces at most"
         ],
         ["a batch size with more divisors, another number of micro-batches, or groups= of unequal sizes"],
-    )
-
-
-def _infeasible(
-    search: GroupSearch, judge: Judge, tried: Sequence[Tried], one_queue: bool
-) -> InfeasibleError:
-    """Say what is short in the plan that overflows least."""
-    found = list(tried)
-    for growth in () if found else GROWTH:
-        survey = search.survey(math.inf, growth)
-        if survey.solved:
-            decoded = search.decode(survey.solved[0], one_queue=one_queue)
-            found.append(Tried(survey.solved[0], decoded, judge.simulate(decoded.candidate)))
-            break
-    because = ["no pipeline of sharded stages fits"]
-    if found:
-        least = min(found, key=lambda t: t.simulated.overflow_bytes)
-        because = [f"{Label.of_groups(least.decoded.candidate)}, simulated:"]
-        because += shortfalls(enumerate(map(int, least.simulated.peak_bytes)), judge.cluster.devices)
-    return InfeasibleError(
-        f"{search.graph.model_name} does not fit {judge.cluster.name}",
-        because,
-        ["more devices, or devices with more memory", "a smaller batch, or shorter samples"],
     )

@@ -20,7 +20,7 @@ from passes.compile import Compiled, compile_graph
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
-from passes.search.hybrid.place import HybridRequest
+from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch, SolvedOption
 from passes.trace.trace import trace
 
