@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from typing import ParamSpec, TypeVar
 
 from cost_models.units import format_seconds
@@ -25,6 +26,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@dataclass
+class PhaseTime:
+    """A part of a pass that runs many times: its own seconds, without those of other phases inside it."""
+
+    name: str
+    seconds: float = 0.0
+    calls: int = 0
+
+
 @dataclass(frozen=True)
 class PassTime:
     """One pass that ran."""
@@ -33,8 +43,29 @@ class PassTime:
     seconds: float
     result: str
     """The pass's result in a few words; empty where there is nothing to say."""
+    phases: tuple[PhaseTime, ...] = ()
+    """The phases of a search, in the order in which they first ran; the rest of the seconds is the search's own."""
 
 
+class _Phases:
+    """The phases of the pass that runs."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, PhaseTime] = {}
+        self.inside = [0.0]
+        """Seconds of the phases inside each that runs, the innermost last."""
+
+    def begin(self) -> None:
+        self.inside.append(0.0)
+
+    def end(self, name: str, seconds: float) -> None:
+        own = seconds - self.inside.pop()
+        self.inside[-1] += seconds
+        time = self.times.setdefault(name, PhaseTime(name))
+        time.seconds, time.calls = time.seconds + own, time.calls + 1
+
+
+_phases: ContextVar[_Phases | None] = ContextVar("phases", default=None)
 _collected: ContextVar[list[PassTime] | None] = ContextVar("pass_times", default=None)
 
 
@@ -55,11 +86,38 @@ def run_pass(
     """Run a pass by its name; ``say`` puts its result in a few words, for the log and for timings."""
     heed_interrupt()
     report_phase(name)
-    began = time.perf_counter()
-    result = run(*args, **kwargs)
-    done = PassTime(name, time.perf_counter() - began, str(say(result)))
-    log.info("%s: %s, %s", done.name, format_seconds(done.seconds), done.result)
     times = _collected.get()
+    phases = _Phases() if times is not None else None
+    token = _phases.set(phases)
+    began = time.perf_counter()
+    try:
+        result = run(*args, **kwargs)
+    finally:
+        _phases.reset(token)
+    inner = tuple(phases.times.values()) if phases is not None else ()
+    done = PassTime(name, time.perf_counter() - began, str(say(result)), inner)
+    log.info("%s: %s, %s", done.name, format_seconds(done.seconds), done.result)
     if times is not None:
         times.append(done)
     return result
+
+
+def phase(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Count a function's seconds as those of a phase, while somebody collects."""
+
+    def of(run: Callable[P, T]) -> Callable[P, T]:
+        @wraps(run)
+        def timed(*args: P.args, **kwargs: P.kwargs) -> T:
+            phases = _phases.get()
+            if phases is None:
+                return run(*args, **kwargs)
+            phases.begin()
+            began = time.perf_counter()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                phases.end(name, time.perf_counter() - began)
+
+        return timed
+
+    return of

@@ -23,6 +23,7 @@ from passes.lower.segment import Segmentation
 from passes.lower.step import transfer_seconds
 from passes.progress import report_simulated
 from passes.search.infeasible import overflow_bytes
+from passes.timings import phase
 from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
 from runtime.segment.microbatch import microbatch_sizes
@@ -115,6 +116,7 @@ class Judge:
         """Return what ``candidate`` became; carried through again only if it is not the one that was kept."""
         return self.kept(candidate) or self.carry(candidate)
 
+    @phase("simulation")
     def carry(self, candidate: Candidate, segmentation: Segmentation | None = None) -> Carried:
         """Carry a candidate through to programs and their simulation. ``segmentation``: its segments, if known."""
         segmentation = segmentation or self.segmentation(candidate)

@@ -34,6 +34,7 @@ from passes.search.hybrid.pools import Run, divisions
 from passes.search.hybrid.program import Pipeline, PipelineProgram, least_sum
 from passes.search.microbatches import accepted_counts
 from passes.search.words import RecomputeMode
+from passes.timings import phase
 
 log = logging.getLogger("partitioner")
 
@@ -104,6 +105,7 @@ class GroupSearch:
                     seen[given.name] = seen.get(given.name, 0) + 1
         return frozenset(name for name, count in seen.items() if count > 1)
 
+    @phase("options")
     def options(self) -> list[GroupOption]:
         """List all options."""
         batch = self.job.batch_size
@@ -150,6 +152,7 @@ class GroupSearch:
                 report_found(best)
         return Survey(_ranked(found), bound, len(listed), looked_at, stopped)
 
+    @phase("program")
     def solve(
         self, option: GroupOption, cutoff_seconds: float, room: float = 1.0
     ) -> tuple[SolvedOption | None, float]:
