@@ -29,7 +29,7 @@ class Floors:
 
     search: PieceSearch
     job: Job
-    _work: dict[Hashable, float] = field(default_factory=dict)
+    _known: dict[Hashable, float] = field(default_factory=dict)
 
     def work_seconds(self, run: Run, samples: int) -> float:
         """Seconds of a replica's micro-batch of ``samples`` on a run's shards.
@@ -37,9 +37,9 @@ class Floors:
         No stages take less together: replicas, parameters kept in parts and the end of a step only add to it.
         """
         key = run.pool.alike, run.tensor
-        if key not in self._work:
-            self._work[key] = min(map(self._work_on, run.pool.windows(run.tensor)))
-        return self._work[key] * samples / self.job.batch_size
+        if key not in self._known:
+            self._known[key] = min(map(self._work_on, run.pool.windows(run.tensor)))
+        return self._known[key] * samples / self.job.batch_size
 
     def rate(self, run: Run, samples: int) -> float:
         """Return how many micro-batches of ``samples`` the run's groups do per second, at most."""

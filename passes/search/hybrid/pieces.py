@@ -35,6 +35,7 @@ from passes.search.hybrid.eliminate import Amounts, eliminate
 from passes.search.hybrid.joints import Pieces
 from passes.shard.discover import Discovery
 from passes.shard.words import Placements
+from passes.timings import phase
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class PieceSearch:
             self._costs[kind] = costs_of(self.part(kind), self.cluster)
         return self._costs[kind]
 
+    @phase("recipes")
     def recipes(
         self, kind: int, group: GroupKind, job: Job, microbatches: int, prices: Prices, *, again: bool = False
     ) -> Recipes:

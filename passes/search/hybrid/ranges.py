@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from cost_models.arrays import FloatArray, IntArray
 from passes.search.hybrid.pieces import Recipes
 from passes.shard.words import Placements
+from passes.timings import phase
 
 SECONDS, ONCE, STATE, HELD, BUFFER, SAVED = range(6)
 """Rows of the amounts of ranges. The last: the most that running one of the pieces again makes anew."""
@@ -82,6 +83,7 @@ class Layouts:
         return found
 
 
+@phase("ranges")
 def ranges_of(
     kinds: Sequence[int],
     recipes: Sequence[Recipes],

@@ -20,7 +20,8 @@ class Tables:
     search: PieceSearch
     job: Job
     floors: Floors
-    _known: dict[Hashable, Composed] = field(default_factory=dict)
+    known: dict[Hashable, Composed] = field(default_factory=dict)
+    """The ranges composed so far."""
 
     def of_groups(self, option: GroupOption) -> list[Composed]:
         """Return the table of each group. Raises ``TooWideError``."""
@@ -29,9 +30,9 @@ class Tables:
 
     def _composed(self, option: GroupOption, run: Run, number: int, families: tuple[int, ...]) -> Composed:
         key = run.kind(number), option.microbatches, families
-        if key not in self._known:
+        if key not in self.known:
             group = GroupKind(run.ranks(number), run.replicas, run.tensor)
             work = self.floors.work_seconds(run, option.samples // run.replicas)
             step = work * option.microbatches / option.groups
-            self._known[key] = composed(self.search, group, self.job, option.microbatches, families, step)
-        return self._known[key]
+            self.known[key] = composed(self.search, group, self.job, option.microbatches, families, step)
+        return self.known[key]
