@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from passes.lower.job import Job
-from passes.search.hybrid.eliminate import TooWideError
 from passes.search.hybrid.options import GroupOption
-from passes.search.hybrid.pieces import GroupKind, PieceSearch, Prices
 from passes.search.hybrid.pools import Run
-from passes.search.hybrid.ranges import whole_seconds
+from passes.search.hybrid.recipes.eliminate import TooWideError
+from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices
+from passes.search.hybrid.recipes.ranges import whole_seconds
 
 MANY = 1 << 20
 """Micro-batches of a step in which what happens once does not count."""

@@ -20,7 +20,7 @@ from passes.search.feature.result import origins_of
 from passes.search.hybrid.bounds import GAP
 from passes.search.hybrid.decode import Decoded
 from passes.search.hybrid.evaluate import AGREEMENT, CandidateCost, PipelineCost, check_agreement
-from passes.search.hybrid.infeasible import infeasible
+from passes.search.hybrid.relax.infeasible import infeasible
 from passes.search.hybrid.search import SLACK, GroupSearch, Survey
 from passes.search.hybrid.solve import SolvedOption
 from passes.search.judge import MEMORY_ROUNDS, Judge, Simulated, memory_rounds

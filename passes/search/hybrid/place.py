@@ -33,8 +33,8 @@ from passes.search.feature.pins import Pin, resolve
 from passes.search.hybrid.cuts import balanced_stages, stages_at_borders
 from passes.search.hybrid.degrees import Degrees, degrees_of, microbatch_counts
 from passes.search.hybrid.fix import pins_of_stages
-from passes.search.hybrid.fixed_infeasible import fixed_infeasible
 from passes.search.hybrid.found import place_groups
+from passes.search.hybrid.relax.fixed_infeasible import fixed_infeasible
 from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.stages import Axes, StageSearch, StageSharded, StageWish

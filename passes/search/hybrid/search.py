@@ -24,20 +24,20 @@ from passes.interrupts import keep_from_here, may_be_lost
 from passes.lower.job import Job
 from passes.progress import report_found, report_option
 from passes.search.hybrid.bounds import full_bound, quick_bound
-from passes.search.hybrid.composed import Composed
 from passes.search.hybrid.cover import Covers
 from passes.search.hybrid.decode import Decoded, decoded
-from passes.search.hybrid.eliminate import TooWideError
 from passes.search.hybrid.floors import Floors
-from passes.search.hybrid.joints import Pieces, pieces_of, value_bytes
 from passes.search.hybrid.options import GroupOption, options
-from passes.search.hybrid.pieces import PieceSearch
 from passes.search.hybrid.pools import divisions
-from passes.search.hybrid.ranges import SAVED
+from passes.search.hybrid.recipes.composed import Composed
+from passes.search.hybrid.recipes.eliminate import TooWideError
+from passes.search.hybrid.recipes.joints import Pieces, pieces_of, value_bytes
+from passes.search.hybrid.recipes.pieces import PieceSearch
+from passes.search.hybrid.recipes.ranges import SAVED
+from passes.search.hybrid.recipes.walk import needed_bytes
 from passes.search.hybrid.solve import SolvedOption, fastest
 from passes.search.hybrid.staged import Staged, Table
 from passes.search.hybrid.tables import Tables
-from passes.search.hybrid.walk import needed_bytes
 from passes.search.microbatches import accepted_counts
 from passes.search.words import RecomputeMode
 from passes.timings import phase

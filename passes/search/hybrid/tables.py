@@ -6,11 +6,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from passes.lower.job import Job
-from passes.search.hybrid.composed import Composed, composed
 from passes.search.hybrid.floors import Floors
 from passes.search.hybrid.options import GroupOption
-from passes.search.hybrid.pieces import GroupKind, PieceSearch
 from passes.search.hybrid.pools import Run
+from passes.search.hybrid.recipes.composed import Composed, composed
+from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch
 
 
 @dataclass(eq=False)

@@ -31,8 +31,8 @@ from passes.search.feature.pins import Pin, pins_of_part, resolve, restricted
 from passes.search.feature.problem import FeatureProblem, UnitNumbers, build_problem
 from passes.search.feature.setting import PartPlace, Setting
 from passes.search.feature.ties import without_needless_sums
-from passes.search.hybrid.eliminate import Amounts, eliminate
-from passes.search.hybrid.joints import Pieces
+from passes.search.hybrid.recipes.eliminate import Amounts, eliminate
+from passes.search.hybrid.recipes.joints import Pieces
 from passes.shard.discover import Discovery
 from passes.shard.words import Placements
 from passes.timings import phase
@@ -80,7 +80,7 @@ class Recipes:
     least: FloatArray
     """Seconds per step and what memory costs at the prices: no way is below."""
     amounts: Amounts
-    """What the ways take that are chosen."""
+    """The amounts of the ways that are chosen."""
     chosen: NDArray[np.intp]
     """[units, prices, ways to arrive, ways to leave] options."""
 

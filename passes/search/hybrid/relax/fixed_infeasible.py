@@ -16,7 +16,7 @@ from passes.interrupts import may_be_lost
 from passes.progress import report_phase
 from passes.search.hybrid.degrees import Degrees
 from passes.search.hybrid.fix import Fix
-from passes.search.hybrid.relaxed import NEAR, priced
+from passes.search.hybrid.relax.relaxed import NEAR, priced
 from passes.search.hybrid.request import HybridRequest
 from passes.search.infeasible import shortfalls
 from passes.search.judge import Judge, Simulated, fastest_fitting

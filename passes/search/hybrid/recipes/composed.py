@@ -14,10 +14,10 @@ import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
 from passes.lower.job import Job
-from passes.search.hybrid.joints import Pieces
-from passes.search.hybrid.mixes import Mixes
-from passes.search.hybrid.pieces import GroupKind, PieceSearch, Prices, Recipes, cheaper
-from passes.search.hybrid.ranges import (
+from passes.search.hybrid.recipes.joints import Pieces
+from passes.search.hybrid.recipes.mixes import Mixes
+from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices, Recipes, cheaper
+from passes.search.hybrid.recipes.ranges import (
     BUFFER,
     HELD,
     ONCE,

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray, IntArray
-from passes.search.hybrid.pieces import Recipes
+from passes.search.hybrid.recipes.pieces import Recipes
 from passes.shard.words import Placements
 from passes.timings import phase
 

@@ -17,8 +17,8 @@ from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.hybrid.fix import Fix, read_fix
-from passes.search.hybrid.infeasible import largest, smallest
 from passes.search.hybrid.place import place_stages
+from passes.search.hybrid.relax.infeasible import largest, smallest
 from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch
 from passes.search.judge import Judge, Simulated

@@ -20,7 +20,7 @@ from passes.interrupts import may_be_lost
 from passes.progress import report_phase
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.pools import Run
-from passes.search.hybrid.relaxed import NEAR, Allowance, Fit, Relaxed, priced
+from passes.search.hybrid.relax.relaxed import NEAR, Allowance, Fit, Relaxed, priced
 from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.solve import SolvedOption
 from passes.search.infeasible import shortfalls

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from cost_models.cluster import ClusterSpec
 from cost_models.units import format_seconds
 from passes.lower.job import Job
-from passes.search.hybrid.composed import Composed
 from passes.search.hybrid.options import GroupOption
+from passes.search.hybrid.recipes.composed import Composed
 from passes.search.hybrid.search import SLACK, GroupSearch
 from passes.search.hybrid.solve import SolvedOption
 from passes.search.judge import Judge, Simulated, fastest_fitting
