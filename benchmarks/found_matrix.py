@@ -21,11 +21,10 @@ from cost_models.cluster import ClusterSpec
 from partitioner import Plan, partition
 from passes.graph.graph import OpGraph
 from passes.search.hybrid import search
-from passes.search.hybrid.composed import Composed, Fastest
-from passes.search.hybrid.joints import pieces_of
 from passes.search.hybrid.options import GroupOption, options
 from passes.search.hybrid.pools import divisions
-from passes.search.hybrid.ranges import ONCE, SECONDS
+from passes.search.hybrid.recipes.joints import pieces_of
+from passes.search.hybrid.recipes.mixes import Fastest, Mixes
 
 CLUSTER = ClusterSpec.local(WORLD)
 WAYS = ("cheap memory", "dear memory", "half computed again", "computed again")
@@ -63,12 +62,14 @@ def _only(option: GroupOption) -> Iterator[None]:
 
 @contextmanager
 def _in_way(name: str) -> Iterator[None]:
-    def fastest(self: Composed, microbatches: int, *_: Any) -> Fastest:
-        price = len(self.prices) - 1 if name == "dear memory" else 0
-        share = {"half computed again": 0.5, "computed again": 1.0}.get(name, 0.0)
-        kept = self.ranges[0].amounts[:, :, price]
-        again = np.ceil(self.blocks * share).astype(np.int64)
-        return Fastest((kept[SECONDS] + kept[ONCE]) / microbatches, np.full(len(again), price), again)
+    def fastest(self: Mixes, _: float) -> Fastest:
+        kept = [way for way, (_, again) in enumerate(self.ways) if not again]
+        anew = [way for way, (_, again) in enumerate(self.ways) if again] or kept
+        rest = {"dear memory": kept[-1], "computed again": anew[0]}.get(name, kept[0])
+        first = anew[0] if name == "half computed again" else rest
+        count = np.ceil(self.blocks / 2).astype(np.int64)
+        every = np.full(len(count), rest), np.full(len(count), first)
+        return Fastest(self.seconds[:, rest], *every, count)
 
-    with mock.patch.object(Composed, "fastest", fastest):
+    with mock.patch.object(Mixes, "fastest", fastest):
         yield

@@ -3,6 +3,7 @@
     python -m benchmarks.overlap [--pairs N] [--steps N] [--only GLOB] [--calibration FILE]
 
     input gradients   their sums along a tensor-parallel axis, beside weight gradients
+    gathers           of parameters that replicas keep in parts, beside the ops in front of them
     replica sums      sums of parameters' gradients over replicas, inside of the last backward
 
 Two Gloo processes (four for pipelines) hold the executor of each plan twice, with the overlap and without, and take turns,
@@ -61,6 +62,8 @@ def cases() -> list[Case]:
             ("input gradients", "llama-small", 1, 8, "pipeline=1 tensor=2"),
             ("input gradients", "llama-small", 1, 8, "pipeline=1 sequence=2"),
             ("input gradients", "llama-small", 4, 32, "pipeline=1 tensor=2"),
+            ("gathers", "llama-small", 1, 8, "pipeline=1 data=2 zero=3"),
+            ("gathers", "mlp", 1, 128, "pipeline=1 data=2 zero=3"),
             ("replica sums", "gpt2-small", 1, 8, "pipeline=1 data=2"),
             ("replica sums", "llama-small", 2, 8, "pipeline=1 data=2"),
             ("replica sums", "mlp", 1, 256, "pipeline=1 data=2"),

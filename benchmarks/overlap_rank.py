@@ -41,6 +41,10 @@ def _no_layers(*_: Any) -> dict[str, tuple[str, ...]]:
     return {}
 
 
+def _no_gathers(*_: Any) -> tuple[()]:
+    return ()
+
+
 def _no_sums(*_: Any) -> tuple[int, list[int]]:
     return -1, []
 
@@ -49,6 +53,10 @@ WITHOUT: dict[str, tuple[tuple[str, Callable[..., Any]], ...]] = {
     "input gradients": (
         ("runtime.execute.loaded.bind", _bind),
         ("passes.lower.costed.layers_beside", _no_layers),
+    ),
+    "gathers": (
+        ("runtime.ops.bridges.start_ahead", _nothing),
+        ("passes.lower.costed.ops_beside_gathers", _no_gathers),
     ),
     "replica sums": (
         ("runtime.execute.bind.overlap", _nothing),

@@ -89,6 +89,14 @@ class TimeLimitError(PartitionerError):
     exit_code = 5
 
 
+class InterruptedSearchError(PartitionerError):
+    """The search was interrupted before it had found a plan that fits."""
+
+    kind = "interrupted"
+    exit_code = 130
+    """The code that shells give to a process ended by Ctrl-C: 128 + SIGINT."""
+
+
 class RankFailureError(PartitionerError):
     """A rank died or hung; names the rank and the instruction that was waited on."""
 

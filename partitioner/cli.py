@@ -2,7 +2,7 @@
 
 stdout is data, stderr is progress and errors. Exit codes:
     0 ok   1 internal   2 usage (bad files and flags)   3 model or trace   4 infeasible
-    5 time limit (plan still written)   6 rank failure   7 verification differs
+    5 time limit (plan still written)   6 rank failure   7 verification differs   130 interrupted, no plan
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ EPILOGUE = """\
 Start with `partitioner plan gpt2 --set size=tiny --cluster local:2 --batch-size 8`
 
 Exit codes: 0 ok, 1 internal error, 2 usage (bad files and flags), 3 model or trace, 4 does not fit,
-5 time limit (the plan is still written), 6 a rank failed, 7 verification differs.
+5 time limit (the plan is still written), 6 a rank failed, 7 verification differs, 130 interrupted without a plan.
 
 Everywhere: `--json` prints one JSON object on stdout; `--debug` adds tracebacks and logs on stderr."""
 

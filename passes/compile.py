@@ -18,6 +18,7 @@ from cost_models.units import counted, format_seconds
 from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
 from passes.graph.verify import verify_graph
+from passes.interrupts import keep_from_here
 from passes.lower.bridge import Bridge, bridges
 from passes.lower.candidate import Candidate
 from passes.lower.crossing import Crossings
@@ -59,6 +60,7 @@ def compile_graph(graph: OpGraph, cluster: ClusterSpec, request: Request) -> Com
     costs = run_pass("costs", _ops, costs_of, graph, cluster)
     judge = Judge(graph, costs, cluster, request.job)
     outcome = run_pass("place", _label, place, graph, costs, cluster, request, judge)
+    keep_from_here()
     outcome = run_pass("bound", _bound, bounded, outcome, judge)
     realized = outcome.carried.realized
     between = Crossings(outcome.judge.graph, realized.segmentation, realized.placements)

@@ -18,6 +18,7 @@ from cyclopts import Parameter
 
 from cost_models.errors import PartitionerError, UsageError
 from partitioner.report.text import printable
+from passes.progress import is_watched, report_phase
 
 if TYPE_CHECKING:  # these import torch, which takes seconds
     from cost_models.precision import Precision
@@ -95,12 +96,18 @@ NOTHING_GIVEN = PlannedModelOptions()
 
 
 @contextmanager
-def progress(what: str) -> Iterator[None]:
+def progress(what: str, *, quiet: bool = False) -> Iterator[None]:
     """Say on stderr what is being done, if it takes more than a second, and how long it took.
 
-    The prints of the work (of a user's factory, a library, a worker process) go to stderr: stdout is data.
+    The prints of the work (of a user's factory, a library, a worker process) go to stderr: stdout is data. Where a live
+    line is shown, that says it instead.
     """
     started = time.monotonic()
+    if is_watched():
+        report_phase(what)
+        with _stdout_to_stderr():
+            yield
+        return
     said = threading.Event()
     stderr = sys.stderr  # the work may redirect it for itself
 
@@ -110,7 +117,7 @@ def progress(what: str) -> Iterator[None]:
 
     timer = threading.Timer(SECONDS_BEFORE_PROGRESS, say)
     timer.daemon = True
-    if os.environ.get("RANK", "0") == "0":  # under torchrun, one voice is enough
+    if not quiet and os.environ.get("RANK", "0") == "0":  # under torchrun, one voice is enough
         timer.start()
     outcome = "stopped"
     try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 from cyclopts import Parameter
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import TimeLimitError
+from cost_models.errors import InterruptedSearchError, TimeLimitError
 from cost_models.units import percent
 from partitioner.api import partition
 from partitioner.commands import options
@@ -32,7 +34,9 @@ from partitioner.commands.options import (
 from partitioner.models.as_graph import Check, as_graph
 from partitioner.planning.option_table import with_command_help
 from partitioner.planning.options import PlanOptions
+from partitioner.report.live import live_line
 from partitioner.report.timings import pass_table
+from passes.interrupts import best_so_far_kept
 from passes.search.free.request import Objective
 from passes.search.words import STRATEGY_WORDS, RecomputeMode
 from passes.timings import pass_times
@@ -68,6 +72,7 @@ def plan(
     model_options: ModelOptions = NOTHING_GIVEN,
     output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
     timings: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
+    quiet: Annotated[bool, Parameter(negative=(), show_default=False)] = False,
     json: JsonFlag = False,
 ) -> int:
     """Plan how MODEL trains on a cluster.
@@ -84,6 +89,8 @@ def plan(
         The file to write the plan to; without it nothing is written.
     timings
         Also print, on stderr, each pass of the compile with its seconds and what came out.
+    quiet
+        Say nothing on stderr but errors: no live line on a terminal, no progress.
     json
         Print one JSON object: the plan.
     """
@@ -114,25 +121,26 @@ def plan(
     check_output(output)
     machines = ClusterSpec.parse(cluster)
     wanted.check_mesh(machines)
-    with progress(f"loading {model}"):
-        workload = model_options.load(model)
-    with pass_times() as times:
-        with progress(f"tracing {model}"):
-            traced = as_graph(
-                workload,
-                precision=types,
-                loss_reduction=reduction,
-                opaque=opaque,
-                check=cast("Check", check),
-                **dims,
-            )
-        with progress("searching"):
-            made = partition(traced, machines, precision=types, **vars(wanted))
-    if timings:
-        print(pass_table(times), file=sys.stderr)
-    if output is not None:
-        made.save(output)
-    emit(str(made), made.to_dict(), json)
+    with best_so_far_kept(), _or_no_plan():
+        with live_line(quiet=quiet), pass_times() as times:
+            with progress(f"loading {model}", quiet=quiet):
+                workload = model_options.load(model)
+            with progress(f"tracing {model}", quiet=quiet):
+                traced = as_graph(
+                    workload,
+                    precision=types,
+                    loss_reduction=reduction,
+                    opaque=opaque,
+                    check=cast("Check", check),
+                    **dims,
+                )
+            with progress("searching", quiet=quiet):
+                made = partition(traced, machines, precision=types, **vars(wanted))
+        if output is not None:
+            made.save(output)
+        if timings:
+            print(pass_table(times), file=sys.stderr)
+        emit(str(made), made.to_dict(), json)
     status = made.certificate.solver_status
     if status not in ("time limit", "interrupted"):
         return 0
@@ -150,3 +158,16 @@ def plan(
             suggestions=["use the plan as it is, or search on with a larger --time-limit"],
         )
     )
+
+
+@contextmanager
+def _or_no_plan() -> Iterator[None]:
+    """Say clearly that there is no plan where Ctrl-C ends the work before one was found."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise InterruptedSearchError(
+            "the search was interrupted",
+            ["no plan that fits was found until then; nothing is written"],
+            ["give it more time: from the first that is found on, Ctrl-C takes the best so far"],
+        ) from None

@@ -12,6 +12,7 @@ from partitioner.record.describe import describe
 from partitioner.record.records import Alternative
 from passes.compile import compile_graph
 from passes.graph.graph import OpGraph
+from passes.interrupts import may_be_lost
 from passes.search.request import Request
 from passes.search.strategies import STRATEGIES
 from passes.search.words import AUTO_NOT_CONSIDERED
@@ -21,15 +22,22 @@ from passes.timings import run_pass
 def best_plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]) -> PlanT:
     """Make the plan of the fastest strategy, of class ``kind``.
 
-    Raises what the only strategy raises, or InfeasibleError if none fits.
+    Raises what the only strategy raises, or InfeasibleError if none fits. On Ctrl-C: of those planned so far.
     """
     if len(requests) == 1:
         return _plan(kind, graph, cluster, requests[0])
     plans: list[PlanT] = []
     failures: dict[str, PartitionerError] = {}
+    stopped = False
     for request in requests:
         try:
-            plans.append(_plan(kind, graph, cluster, request))
+            with may_be_lost(bool(plans)):
+                plans.append(_plan(kind, graph, cluster, request))
+        except KeyboardInterrupt:
+            if not plans:
+                raise
+            stopped = True
+            break
         except (InfeasibleError, TimeLimitError) as error:
             failures[STRATEGIES[request.strategy].words.adverb] = error
     if not plans:
@@ -50,8 +58,13 @@ def best_plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests:
         )
         for name, error in failures.items()
     ]
+    status = "interrupted" if stopped else best.certificate.solver_status
     return best.model_copy(
-        update={"alternatives": (*others, *best.alternatives), "not_considered": AUTO_NOT_CONSIDERED}
+        update={
+            "alternatives": (*others, *best.alternatives),
+            "not_considered": AUTO_NOT_CONSIDERED,
+            "certificate": best.certificate.model_copy(update={"solver_status": status}),
+        }
     )
 
 

@@ -19,7 +19,7 @@ from passes.search.feature.place import FeatureRequest
 from passes.search.feature.tuning import TUNING
 from passes.search.free.request import FreeRequest, Objective
 from passes.search.hybrid.fix import read_fix
-from passes.search.hybrid.place import HybridRequest
+from passes.search.hybrid.request import HybridRequest
 from passes.search.layer.place import LayerRequest
 from passes.search.request import Request
 from passes.search.words import STRATEGY_WORDS, RecomputeMode

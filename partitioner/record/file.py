@@ -89,8 +89,9 @@ def write_text(target: Path, text: str) -> None:
         Path(temporary).chmod(0o644)
         Path(temporary).replace(target)
     except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
         raise PlanError(f"cannot write the plan to {target}", because=[_reason(error)]) from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)  # there only if it was not moved, for whatever reason
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

@@ -4,32 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cost_models.units import format_bytes, format_seconds, percent
+from cost_models.units import counted, format_bytes, format_seconds, percent
 from partitioner.report.text import columns, printable
 from passes.timings import PassTime
 
 
 def pass_table(times: Sequence[PassTime]) -> str:
-    """Render the passes in the order in which they ran, with each one's share of the whole.
+    """Render the passes in the order in which they ran, each with its phases, and with their shares of the whole.
 
     ``processor``: the process's own seconds, without those for which it waited; ``peak``: the most memory until then.
     """
     whole = sum(each.seconds for each in times)
-    rows = [
-        [
-            each.name,
-            format_seconds(each.seconds),
-            percent(each.seconds / whole) if whole else "",
-            format_seconds(each.processor_seconds),
-            format_bytes(each.peak_bytes) if each.peak_bytes else "",
-            each.result,
-        ]
-        for each in times
-    ]
-    busy = sum(each.processor_seconds for each in times)
-    peak = max((each.peak_bytes for each in times), default=0)
-    rows.append(
-        ["all", format_seconds(whole), "", format_seconds(busy), format_bytes(peak) if peak else "", ""]
-    )
+    rows = []
+    for each in times:
+        peak = format_bytes(each.peak_bytes) if each.peak_bytes else ""
+        busy = format_seconds(each.processor_seconds)
+        rows.append(
+            [each.name, format_seconds(each.seconds), _share(each.seconds, whole), busy, peak, each.result]
+        )
+        for phase in each.phases:
+            seconds, share = format_seconds(phase.seconds), _share(phase.seconds, whole)
+            rows.append([f"  {phase.name}", seconds, share, "", "", counted(phase.calls, "time")])
+    busy = format_seconds(sum(each.processor_seconds for each in times))
+    most = max((each.peak_bytes for each in times), default=0)
+    rows.append(["all", format_seconds(whole), "", busy, format_bytes(most) if most else "", ""])
     heads = ("pass", "time", "share", "processor", "peak", "result")
     return printable(columns(heads, rows, left=("pass", "result")))
+
+
+def _share(seconds: float, whole: float) -> str:
+    return percent(seconds / whole) if whole else ""

@@ -36,7 +36,7 @@ from passes.lower.summarize import (
     tied_groups,
     trained_tensors,
 )
-from passes.shard.beside import layers_beside
+from passes.shard.beside import layers_beside, ops_beside_gathers
 from passes.shard.regions import regions_on_shards
 from passes.shard.shard import ShardedGraph
 from passes.shard.state import (
@@ -244,9 +244,10 @@ def _segment(
     hidden = (
         0.0 if deferring else _hidden_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
     )
+    ahead = 0.0 if deferring else _ahead_seconds(graph, costs, cluster, sharded.mesh, units, once, links, own)
     cost = replace(
         segment.cost,
-        forward_seconds=segment.cost.forward_seconds + seconds[0],
+        forward_seconds=max(0.0, segment.cost.forward_seconds - ahead) + seconds[0],
         backward_input_seconds=segment.cost.backward_input_seconds + seconds[1],
         backward_weight_seconds=max(0.0, segment.cost.backward_weight_seconds - hidden),
         # The largest collective's result, while what it is made of is still there, beside what is computed again.
@@ -302,6 +303,29 @@ def _hidden_seconds(
             computing = max(costs.weight_gradient_seconds(layers, units, device) for device in devices)
             sending = item.seconds(links[item.axis])
             total += float(hidden_seconds(sending, computing, cluster.host_costs.contention))
+    return total
+
+
+def _ahead_seconds(
+    graph: OpGraph,
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    mesh: Mesh,
+    units: int,
+    found: Sequence[Traffic],
+    links: Mapping[str, AxisLinks],
+    regions: Sequence[Sequence[str]],
+) -> float:
+    """Return the seconds of forward that are computed while gathers of parameters are under way."""
+    sending = {t.node: t.seconds(links[t.axis]) for t in found if t.kind == "all_gather" and not t.backward}
+    index_of = {name: index for index, name in enumerate(costs.ops)}
+    devices = {cluster.devices[rank].speed_alone for rank in mesh.ranks}
+    total = 0.0
+    for gathers, beside in ops_beside_gathers(graph, regions) if sending else ():
+        ops = [index_of[name] for name in beside if name in index_of]
+        computing = max(costs.segment_seconds(ops, units, device).forward for device in devices)
+        sent = sum(sending.get(name, 0.0) for name in gathers)
+        total += float(hidden_seconds(sent, computing, cluster.host_costs.contention))
     return total
 
 

@@ -21,7 +21,9 @@ from passes.lower.job import Job
 from passes.lower.realize import Realized, realize, segmented
 from passes.lower.segment import Segmentation
 from passes.lower.step import transfer_seconds
+from passes.progress import report_simulated
 from passes.search.infeasible import overflow_bytes
+from passes.timings import phase
 from runtime.program.timing import quick_makespan
 from runtime.schedules import SCHEDULES
 from runtime.segment.microbatch import microbatch_sizes
@@ -100,6 +102,7 @@ class Judge:
         """Remember what ``candidate`` became, if it fits and nothing faster is kept."""
         if fits and (self._kept is None or carried.seconds < self._kept[1].seconds):
             self._kept = candidate, carried
+            report_simulated(carried.seconds)
 
     def choose(self, carried: Carried) -> None:
         """Keep ``carried``, whatever was kept before: the search is over."""
@@ -113,6 +116,7 @@ class Judge:
         """Return what ``candidate`` became; carried through again only if it is not the one that was kept."""
         return self.kept(candidate) or self.carry(candidate)
 
+    @phase("simulation")
     def carry(self, candidate: Candidate, segmentation: Segmentation | None = None) -> Carried:
         """Carry a candidate through to programs and their simulation. ``segmentation``: its segments, if known."""
         segmentation = segmentation or self.segmentation(candidate)

@@ -93,9 +93,13 @@ class Axis:
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the parts of all ranks joined along ``dim``."""
+        return self.start_whole(x, dim)()
+
+    def start_whole(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        """Start ``gather`` and return a function that waits for it."""
         parts = x.new_empty((self.size, *x.shape))
-        self.wait(self.start_gather(parts, x))
-        return self.joined(parts, dim)
+        work = self.start_gather(parts, x)
+        return lambda: self.joined(self._waited_for(work, parts), dim)
 
     def start_gather(self, parts: Tensor, x: Tensor) -> Any:
         """Start to fill ``parts`` [n, …] with ``x`` of every rank of the group; return the pending work."""

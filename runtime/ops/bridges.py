@@ -31,6 +31,7 @@ from torch._subclasses import FakeTensor
 from cost_models.errors import InternalError
 from runtime.mesh.axis import Axis
 from runtime.ops.fused_linear import Regions, fuse, linears_behind
+from runtime.ops.gather_ahead import gather_steps, start_ahead
 from runtime.ops.local import run_local, with_axes
 from runtime.ops.products import PRODUCTS, multiplies
 
@@ -172,7 +173,8 @@ def bind(
 ) -> fx.GraphModule:
     """Return a copy of ``module`` whose bridges and local ops run on ``axes``. Nodes keep their names.
 
-    ``fused``: sums in backward travel while linear layers compute (``runtime.ops.fused_linear``).
+    ``fused``: sums in backward travel while linear layers compute (``runtime.ops.fused_linear``), parameters are gathered
+    while the ops before compute (``runtime.ops.gather_ahead``).
     ``regions``: nodes that backward computes again, by block.
     """
     graph = fx.Graph()
@@ -180,6 +182,8 @@ def bind(
     if fused:
         summing = [node for node in graph.nodes if is_bridge(node) and sums_gradient(node)]
         fuse(graph, {node: _with_linears(node, axes[node.kwargs["axis"]]) for node in summing}, regions)
+        gathers = [node for node in graph.nodes if is_bridge(node) and node.target is all_gather]
+        start_ahead(graph, gather_steps(gathers, regions), given(_in_two, axes))
     for node in graph.nodes:
         if is_bridge(node):
             node.target = bridge_function(node, axes[node.kwargs["axis"]])
@@ -201,6 +205,24 @@ def _with_linears(bridge: fx.Node, axis: Axis) -> Callable[..., Any]:
         return linears_behind("sum_gradient", None, given(axis.start_sum, reuse=True))
     dim: Any = bridge.args[1]
     return linears_behind("all_gather", given(axis.gather, dim=dim), given(axis.start_sum_of_parts, dim=dim))
+
+
+def _in_two(
+    axes: Mapping[str, Axis], gather: fx.Node
+) -> tuple[Callable[[Tensor], Any], Callable[..., Tensor]]:
+    """Make a function that starts ``gather`` and one that waits for it; backward is the bridge's."""
+    axis: Axis = axes[str(gather.kwargs["axis"])]
+    dim: Any = gather.args[1]
+    _, back = _ways(gather, axis)
+
+    def start_gather(x: Tensor) -> Callable[[], Tensor]:
+        return axis.start_whole(x.detach(), dim)
+
+    def wait_for_gather(x: Tensor, whole: Callable[[], Tensor]) -> Tensor:
+        result: Tensor = _BridgeFunction.apply(x, lambda _: whole(), back)  # type: ignore[no-untyped-call]
+        return result
+
+    return start_gather, wait_for_gather
 
 
 def axes_of(graph: fx.Graph) -> tuple[str, ...]:

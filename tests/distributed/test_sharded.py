@@ -302,7 +302,7 @@ def count_bytes(task: Task) -> list[tuple[str, str, int]]:
     found: list[tuple[str, str, int]] = []
     kinds = {
         "start_sum": "all_reduce",
-        "gather": "all_gather",
+        "start_whole": "all_gather",
         "start_sum_of_parts": "reduce_scatter",
         "exchange": "all_to_all",
     }
@@ -311,7 +311,7 @@ def count_bytes(task: Task) -> list[tuple[str, str, int]]:
     def counted(name: str) -> Any:
         def run(self: Axis, x: Tensor, *args: Any, **options: Any) -> Any:
             if name != "all_reduce" or args[:1] == ("max",):  # other sums are counted as such
-                parts = self.size if name in ("gather", "exchange") else 1
+                parts = self.size if name in ("start_whole", "exchange") else 1
                 found.append((kinds.get(name, name), self.name, x.numel() * x.itemsize * parts))
             return own[name](self, x, *args, **options)
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from passes.search.hybrid.composed import Composed
 from passes.search.hybrid.options import GroupOption
+from passes.search.hybrid.recipes.composed import Composed
 from passes.search.hybrid.search import GroupSearch
 
 ROUNDING = 1e-9

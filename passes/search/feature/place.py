@@ -24,9 +24,11 @@ from typing import ClassVar
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InternalError, TimeLimitError, UsageError
 from cost_models.layout import Mesh
+from cost_models.units import counted
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
+from passes.progress import report_found, report_option
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.feature.bound import price, wire_tables
 from passes.search.feature.bridges import Bridges
@@ -185,6 +187,9 @@ class _MeshTrial:
     seconds: float = 0.0
     """Spent on it."""
 
+    def __str__(self) -> str:
+        return f"mesh {'×'.join(map(str, self.mesh.shape))}, {counted(self.counts[0], 'micro-batch')}"
+
     @property
     def bound(self) -> float:
         return self.floor_seconds if self.search is None else self.search.bound
@@ -217,6 +222,8 @@ class _MeshSearch:
             self._push(_MeshTrial(mesh, bridges, counts, 0.0))
         while self.open:
             _, _, trial = heapq.heappop(self.open)
+            solved = sum(math.isfinite(t.seconds) for t in self.tried)
+            report_option(trial, trial.bound, solved, len(self.tried))
             late = self.best is not None and time.perf_counter() > self.deadline
             began = time.perf_counter()
             search = trial.search
@@ -275,6 +282,7 @@ class _MeshSearch:
         self.least_bytes = min(self.least_bytes, search.least_bytes)
         if search.best is not None and search.best[0].seconds < self.known_seconds:
             self.best = search.problem, search.result(self.known_seconds)
+            report_found(self.known_seconds)
         # More micro-batches cost no less (docs/06c-feature-wise.md) but save memory: tried only where that is short.
         if search.short_of_memory or not search.possible:
             self._more_microbatches(trial, search.free_bound)

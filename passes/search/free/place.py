@@ -21,6 +21,7 @@ from cost_models.units import counted
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate, Origin, Trail
+from passes.progress import report_option
 from passes.search.bound import Bound, BoundMethod, PhaseTimes, whole_ops_bound
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.free.choices import counts_to_try, infeasible, resolved_pins, usable_starts
@@ -126,6 +127,7 @@ def _search(
     def look(count: int) -> None:
         if count in looked:
             return
+        report_option(counted(count, "micro-batch"))
         search = CountSearch(model, request.job.batch_size, count, tuning.seed, scale, tuning)
         for start in starts:
             search.offer(model.home_of(start.stage_of, search.problem), start.trail)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 
 from passes.search.bisect import Bisected, Bisection
-from passes.search.hybrid.composed import Composed
 from passes.search.hybrid.program import Pipeline, PipelineProgram
+from passes.search.hybrid.recipes.composed import Composed
 from passes.search.hybrid.staged import Staged, Table
 from passes.search.hybrid.together import Together
 

@@ -15,13 +15,13 @@ import numpy as np
 from cost_models.arrays import FloatArray, IntArray
 from cost_models.memory import state_bytes
 from passes.lower.job import Job
-from passes.search.hybrid.composed import SCALE
-from passes.search.hybrid.eliminate import TooWideError
 from passes.search.hybrid.floors import MANY, Floors
 from passes.search.hybrid.options import GroupOption
-from passes.search.hybrid.pieces import GroupKind, PieceSearch, Prices, Recipes, cheaper
 from passes.search.hybrid.pools import Run
-from passes.search.hybrid.ranges import HELD, ONCE, SECONDS, Layouts, ranges_of
+from passes.search.hybrid.recipes.composed import SCALE
+from passes.search.hybrid.recipes.eliminate import TooWideError
+from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices, Recipes, cheaper
+from passes.search.hybrid.recipes.ranges import Layouts, ranges_of
 from passes.search.words import RecomputeMode
 
 PRICES = (0.0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 3 / 16, 1 / 4, 3 / 8, 1 / 2, 1.0, 2.0, 8.0)
@@ -98,9 +98,7 @@ class Covers:
         each = self._recipes(GroupKind(ranks, 1, run.tensor), samples, prices)
         nothing = np.zeros((len(each[0]), len(Layouts(each[0]))))
         found = [ranges_of(kinds, own, nothing, nothing) for own in each]
-        least = [
-            (own.amounts[SECONDS] + own.amounts[ONCE]) / MANY + prices * own.amounts[HELD] for own in found
-        ]
+        least = [own.least / MANY for own in found]
         return Cover(found[0].number, tuple(least), prices, self._state_bytes(found[0].number), 1, work)
 
     def _recipes(self, group: GroupKind, samples: int, prices: FloatArray) -> list[list[Recipes]]:

@@ -12,11 +12,11 @@ from typing import TypeVar
 from cost_models.layout import Mesh
 from passes.lower.candidate import Candidate
 from passes.search.feature.result import SolvedPart, assemble
-from passes.search.hybrid.joints import Pieces
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.program import Pipeline
+from passes.search.hybrid.recipes.joints import Pieces
+from passes.search.hybrid.recipes.walk import Step
 from passes.search.hybrid.stages import only_its_sizes, renamed
-from passes.search.hybrid.walk import Step
 from passes.shard.words import FeaturePlacement, Placements
 
 V = TypeVar("V")

@@ -28,7 +28,7 @@ from passes.search.feature.evaluate import WholeGraph
 from passes.search.feature.graph import makes_values
 from passes.search.feature.options import bytes_of
 from passes.search.feature.setting import PartPlace, Setting
-from passes.search.hybrid.joints import Pieces, value_bytes
+from passes.search.hybrid.recipes.joints import Pieces, value_bytes
 from passes.search.layer.options import ScheduleOption, in_flight
 from passes.search.recomputed import Recomputed
 from passes.shard.words import Choice, FeaturePlacement, Need, Placements, operands

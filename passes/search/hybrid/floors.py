@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from passes.lower.job import Job
-from passes.search.hybrid.eliminate import TooWideError
 from passes.search.hybrid.options import GroupOption
-from passes.search.hybrid.pieces import GroupKind, PieceSearch, Prices
 from passes.search.hybrid.pools import Run
-from passes.search.hybrid.ranges import whole_seconds
+from passes.search.hybrid.recipes.eliminate import TooWideError
+from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices
+from passes.search.hybrid.recipes.ranges import whole_seconds
 
 MANY = 1 << 20
 """Micro-batches of a step in which what happens once does not count."""
@@ -29,7 +29,7 @@ class Floors:
 
     search: PieceSearch
     job: Job
-    _work: dict[Hashable, float] = field(default_factory=dict)
+    _known: dict[Hashable, float] = field(default_factory=dict)
 
     def work_seconds(self, run: Run, samples: int) -> float:
         """Seconds of a replica's micro-batch of ``samples`` on a run's shards.
@@ -37,9 +37,9 @@ class Floors:
         No stages take less together: replicas, parameters kept in parts and the end of a step only add to it.
         """
         key = run.pool.alike, run.tensor
-        if key not in self._work:
-            self._work[key] = min(map(self._work_on, run.pool.windows(run.tensor)))
-        return self._work[key] * samples / self.job.batch_size
+        if key not in self._known:
+            self._known[key] = min(map(self._work_on, run.pool.windows(run.tensor)))
+        return self._known[key] * samples / self.job.batch_size
 
     def rate(self, run: Run, samples: int) -> float:
         """Return how many micro-batches of ``samples`` the run's groups do per second, at most."""

@@ -10,16 +10,19 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cost_models.errors import InfeasibleError, InternalError
+from passes.interrupts import may_be_lost
+from passes.progress import report_simulating
 from passes.search.certificate import BoundTerm, Certificate, relative_gap
 from passes.search.feature.result import origins_of
 from passes.search.hybrid.bounds import GAP
 from passes.search.hybrid.decode import Decoded
 from passes.search.hybrid.evaluate import AGREEMENT, CandidateCost, PipelineCost, check_agreement
+from passes.search.hybrid.relax.infeasible import infeasible
 from passes.search.hybrid.search import SLACK, GroupSearch, Survey
 from passes.search.hybrid.solve import SolvedOption
-from passes.search.infeasible import shortfalls
 from passes.search.judge import MEMORY_ROUNDS, Judge, Simulated, memory_rounds
 from passes.search.outcome import Label, Outcome, RunnerUp, ShardingDetails
 
@@ -32,8 +35,6 @@ ROOM_LEFT = 0.995
 """Share of the memory that is planned with beyond what a simulation found too large. By hand."""
 NAMED = 16
 """Options that a certificate names, of those that were solved. By hand: more than anybody reads."""
-GROWTH = (2.0, 4.0, 8.0, 16.0, 64.0, 1024.0)
-"""Times a device's memory at which a plan is looked for that says what is short."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,9 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
             late = survey.stopped or time.perf_counter() > deadline
             if solved.seconds > SLACK * best or (late and best < math.inf):
                 break
-            tried.extend(_until_it_fits(search, judge, solved, best, room, one_queue=one_queue))
+            report_simulating(solved.option)
+            with may_be_lost(best < math.inf):
+                tried.extend(_until_it_fits(search, judge, solved, best, room, one_queue=one_queue))
         if not tried or _fastest(tried) < math.inf:
             return None
         return room * ROOM_LEFT * max(_share(judge, t.simulated) for t in tried)
@@ -79,7 +82,8 @@ def place_groups(search: GroupSearch, judge: Judge, one_queue: bool, deadline: f
         interrupted = True
     fitting = [t for t in tried if t.simulated.fits]
     if not fitting:
-        raise _infeasible(search, judge, tried, one_queue)
+        simulated = [t.simulated for t in tried]
+        raise infeasible(search, judge, simulated, partial(_fitted, one_queue=one_queue), one_queue=one_queue)
     best = min(fitting, key=lambda t: t.simulated.step_seconds)
     details = ShardingDetails(
         best.solved.seconds, (),
@@ -122,6 +126,12 @@ def _until_it_fits(
             break
         solved = smaller
     return tried
+
+
+def _fitted(
+    search: GroupSearch, judge: Judge, solved: SolvedOption, room: float, *, one_queue: bool
+) -> Simulated:
+    return _until_it_fits(search, judge, solved, math.inf, room, one_queue=one_queue)[-1].simulated
 
 
 def _fastest(tried: Sequence[Tried]) -> float:
@@ -184,27 +194,4 @@ def _no_options(search: GroupSearch) -> InfeasibleError:
             f"{batch} samples make no {equal} for any number of replicas and stages, of {len(search.pieces)} pieces at most"
         ],
         ["a batch size with more divisors, another number of micro-batches, or groups= of unequal sizes"],
-    )
-
-
-def _infeasible(
-    search: GroupSearch, judge: Judge, tried: Sequence[Tried], one_queue: bool
-) -> InfeasibleError:
-    """Say what is short in the plan that overflows least."""
-    found = list(tried)
-    for growth in () if found else GROWTH:
-        survey = search.survey(math.inf, growth)
-        if survey.solved:
-            decoded = search.decode(survey.solved[0], one_queue=one_queue)
-            found.append(Tried(survey.solved[0], decoded, judge.simulate(decoded.candidate)))
-            break
-    because = ["no pipeline of sharded stages fits"]
-    if found:
-        least = min(found, key=lambda t: t.simulated.overflow_bytes)
-        because = [f"{Label.of_groups(least.decoded.candidate)}, simulated:"]
-        because += shortfalls(enumerate(map(int, least.simulated.peak_bytes)), judge.cluster.devices)
-    return InfeasibleError(
-        f"{search.graph.model_name} does not fit {judge.cluster.name}",
-        because,
-        ["more devices, or devices with more memory", "a smaller batch, or shorter samples"],
     )

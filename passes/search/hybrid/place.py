@@ -14,8 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, TimeLimitError, UsageError
@@ -23,49 +22,31 @@ from cost_models.units import counted
 from passes.costs.costs import GraphCosts
 from passes.graph.blocks import block_of, regions_of_stages
 from passes.graph.graph import OpGraph
+from passes.interrupts import keep_from_here, may_be_lost
 from passes.lower.candidate import Candidate
 from passes.lower.segment import Segmentation
 from passes.lower.summarize import shared_state
+from passes.progress import report_option
 from passes.search.any_plan import any_plan_bound
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.feature.pins import Pin, resolve
 from passes.search.hybrid.cuts import balanced_stages, stages_at_borders
 from passes.search.hybrid.degrees import Degrees, degrees_of, microbatch_counts
-from passes.search.hybrid.fix import Fix, pins_of_stages
+from passes.search.hybrid.fix import pins_of_stages
 from passes.search.hybrid.found import place_groups
-from passes.search.hybrid.options import SEARCHED
+from passes.search.hybrid.relax.fixed_infeasible import fixed_infeasible
+from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.stages import Axes, StageSearch, StageSharded, StageWish
-from passes.search.infeasible import shortfalls
 from passes.search.judge import Judge, Simulated
 from passes.search.microbatches import accepted_counts
 from passes.search.outcome import Label, Outcome, RunnerUp, ShardingDetails
-from passes.search.request import Request
-from passes.search.words import BY_HAND, RecomputeMode, StrategyName
+from passes.search.words import BY_HAND, RecomputeMode
 from runtime.schedules import SCHEDULES
 
 log = logging.getLogger("partitioner")
 
 OBJECTIVE = "seconds of the simulated step"
-
-
-@dataclass(frozen=True)
-class HybridRequest(Request):
-    """A pipeline of sharded stages is wanted. ``pins``: layouts, for all stages or as ``stage 2:GLOB`` for one."""
-
-    strategy: ClassVar[StrategyName] = "hybrid"
-
-    pins: Mapping[str, str] = field(default_factory=dict)
-    schedule: str = "auto"
-    fix: Fix = field(default_factory=Fix)
-    recompute: RecomputeMode = "auto"
-    """Used where ``fix`` says nothing of it."""
-
-    @property
-    def open(self) -> bool:
-        """Nothing is fixed about devices and layouts."""
-        nothing = replace(self.fix, queues=None, recompute=None) == Fix() and not self.pins
-        return nothing and self.schedule in ("auto", *SEARCHED)
 
 
 @dataclass(frozen=True)
@@ -76,6 +57,10 @@ class _Way:
     zero: int
     again: bool
     """Stages that do not fit compute their blocks again in backward."""
+
+    def __str__(self) -> str:
+        again = ", blocks computed again" if self.again else ""
+        return f"{counted(self.microbatches, 'micro-batch')}, ZeRO-{self.zero}{again}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +91,10 @@ def place_stages(
     tried = search.run()
     fitting = [t for t in tried if t[0].fits]
     if not fitting:
-        raise search.infeasible([simulated for simulated, _ in tried])
+        raise fixed_infeasible(
+            request, judge, search.degrees, [s for s, _ in tried], search.refused,
+            lambda changed, by: [s for s, _ in _Hybrid(graph, costs, by.cluster, changed, by).run()],
+        )  # fmt: skip
     best, sharded = min(fitting, key=lambda t: t[0].step_seconds)
     seconds = sum(s.seconds for s in sharded.values())
     details = ShardingDetails(seconds, (), {number: s.origins for number, s in sharded.items()})
@@ -134,16 +122,27 @@ class _Hybrid:
         counts = microbatch_counts(self.fix, self.degrees, request.job.batch_size, request.microbatches)
         self.counts = accepted_counts(graph, request.job.batch_size, counts)
         self.one_queue = self.fix.one_queue(cluster)
+        self.status = BY_HAND
         self.refused: list[InfeasibleError | TimeLimitError] = []
         """The reasons of ways in which a stage cannot be sharded at all."""
         self._pins: dict[tuple[tuple[str, str], ...], Mapping[str, Pin]] = {}
         self._balanced_cuts: dict[tuple[int, RecomputeMode, bool], Mapping[str, int]] = {}
 
     def run(self) -> list[tuple[Simulated, dict[int, StageSharded]]]:
-        """Simulate the ways of each number of micro-batches."""
+        """Simulate the ways of each number of micro-batches; on Ctrl-C no more, once one fits."""
         tried: list[tuple[Simulated, dict[int, StageSharded]]] = []
         for count in self.counts:
-            tried += self._filled_in(count)
+            found = any(simulated.fits for simulated, _ in tried)
+            try:
+                with may_be_lost(found):
+                    tried += self._filled_in(count)
+            except KeyboardInterrupt:
+                if not found:
+                    raise
+                self.status = "interrupted"
+                break
+            if any(simulated.fits for simulated, _ in tried):
+                keep_from_here()
             if self.degrees.stages == 1 and any(simulated.fits for simulated, _ in tried):
                 break  # more micro-batches cost no less where nothing is pipelined
         return tried
@@ -229,6 +228,7 @@ class _Hybrid:
 
     def _tried_if_possible(self, way: _Way, cut: _Cut) -> list[tuple[Simulated, dict[int, StageSharded]]]:
         """Simulate a way; nothing, and the reason kept, where no way to share a stage that fits is found."""
+        report_option(way)
         try:
             return self._tried(way, cut)
         except (InfeasibleError, TimeLimitError) as error:
@@ -353,31 +353,6 @@ class _Hybrid:
             gap=relative_gap(best.step_seconds, bound),
             space=f"any plan of the step; fixed: {self.fix or 'nothing'}",
             method="stages and layouts filled in by the layer-wise and feature-wise searches, simulated",
-            solver_status=BY_HAND,
+            solver_status=self.status,
             search_seconds=seconds,
-        )
-
-    def infeasible(self, tried: list[Simulated]) -> InfeasibleError | TimeLimitError:
-        """Say what is short in the plan that overflows least, or which stage's search was cut off."""
-        late = [error for error in self.refused if isinstance(error, TimeLimitError)]
-        if late:
-            return late[-1]
-        if tried:
-            least = min(tried, key=lambda s: s.overflow_bytes)
-            because = [f"{Label.of_stages(least.candidate)}, simulated:"]
-            because += shortfalls(enumerate(map(int, least.peak_bytes)), self.cluster.devices)
-        else:
-            because = list(self.refused[-1].because)
-        ways = []
-        if self.recompute == "none":
-            ways.append("recompute=auto or full")
-        if self.fix.zero in (0, 1) and any(
-            (self.degrees.replicas(g) or 1) > 1 for g in range(len(self.degrees.groups))
-        ):
-            ways.append("zero=3: replicas keep parts of the parameters")
-        ways += ["a larger tensor= or pipeline=", "a smaller microbatch="]
-        return InfeasibleError(
-            f"{self.graph.model_name} does not fit {self.cluster.name} with {self.fix or 'nothing fixed'}",
-            because,
-            ways,
         )

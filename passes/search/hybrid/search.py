@@ -20,24 +20,27 @@ from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
+from passes.interrupts import keep_from_here, may_be_lost
 from passes.lower.job import Job
+from passes.progress import report_found, report_option
 from passes.search.hybrid.bounds import full_bound, quick_bound
-from passes.search.hybrid.composed import Composed
 from passes.search.hybrid.cover import Covers
 from passes.search.hybrid.decode import Decoded, decoded
-from passes.search.hybrid.eliminate import TooWideError
 from passes.search.hybrid.floors import Floors
-from passes.search.hybrid.joints import Pieces, pieces_of, value_bytes
 from passes.search.hybrid.options import GroupOption, options
-from passes.search.hybrid.pieces import PieceSearch
 from passes.search.hybrid.pools import divisions
-from passes.search.hybrid.ranges import SAVED
+from passes.search.hybrid.recipes.composed import Composed
+from passes.search.hybrid.recipes.eliminate import TooWideError
+from passes.search.hybrid.recipes.joints import Pieces, pieces_of, value_bytes
+from passes.search.hybrid.recipes.pieces import PieceSearch
+from passes.search.hybrid.recipes.ranges import SAVED
+from passes.search.hybrid.recipes.walk import needed_bytes
 from passes.search.hybrid.solve import SolvedOption, fastest
 from passes.search.hybrid.staged import Staged, Table
 from passes.search.hybrid.tables import Tables
-from passes.search.hybrid.walk import needed_bytes
 from passes.search.microbatches import accepted_counts
 from passes.search.words import RecomputeMode
+from passes.timings import phase
 
 log = logging.getLogger("partitioner")
 
@@ -104,6 +107,7 @@ class GroupSearch:
         wanted = range(1, batch + 1) if self.microbatches == "auto" else [self.microbatches]
         return sorted(m for m in accepted_counts(self.graph, batch, wanted) if batch % m == 0)
 
+    @phase("options")
     def options(self) -> list[GroupOption]:
         """List all options."""
         pools, pieces = divisions(self.cluster), len(self.pieces)
@@ -137,7 +141,9 @@ class GroupSearch:
                 if search.found and time.perf_counter() > deadline:
                     stopped = "time limit"
                     break
-                search.advance()
+                search.report()
+                with may_be_lost():
+                    search.advance()
         except KeyboardInterrupt:
             if not search.found:
                 raise
@@ -166,6 +172,7 @@ class GroupSearch:
         tables = [groups[place] for place in option.places[::-1]]
         return Staged(option, tables, self._links(option), capacity, self.recompute)
 
+    @phase("program")
     def solve(self, option: GroupOption, cutoff_seconds: float, room: float = 1.0) -> SolvedOption | None:
         """Find the best pipeline of an option; None where none is below ``cutoff_seconds``."""
         staged = self.staged(option, room)
@@ -241,6 +248,14 @@ class _Survey:
         """No pipeline of an option that is not solved is below."""
         return self._open[0][0] if self._open else math.inf
 
+    def report(self) -> None:
+        """Say what comes next."""
+        option = self.options[self._open[0][1]]
+        done = len(self.bounds)
+        proved = min([self.least_seconds, *(bound for _, bound in self.bounds)])
+        report_option(option, proved, len(self.found), done, len(self.options))
+
+    @phase("program")
     def advance(self) -> None:
         """Go on with the option of the least bound."""
         bound, number, rank = self._open[0]
@@ -271,4 +286,6 @@ class _Survey:
         if found is not None:
             log.debug("%s: %.6g s, not below %.6g s", found.option, found.seconds, bound)
             self.found.append(found)
+            keep_from_here()
             self.best_seconds = min(self.best_seconds, found.seconds)
+            report_found(self.best_seconds)

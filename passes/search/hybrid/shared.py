@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from cost_models.arrays import FloatArray
-from passes.search.hybrid.composed import Composed
-from passes.search.hybrid.mixes import Mixes
+from passes.search.hybrid.recipes.composed import Composed
+from passes.search.hybrid.recipes.mixes import Mixes
 from passes.search.hybrid.staged import Staged
 
 ROUNDS = 12

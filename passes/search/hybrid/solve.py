@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from passes.search.hybrid.bounds import GAP, best_pipeline
-from passes.search.hybrid.composed import Composed
-from passes.search.hybrid.mixes import Fastest, Mixes
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.program import Pipeline, PipelineProgram
+from passes.search.hybrid.recipes.composed import Composed
+from passes.search.hybrid.recipes.mixes import Fastest, Mixes
+from passes.search.hybrid.recipes.walk import Step, seconds_per_step, walk
 from passes.search.hybrid.shared import SharedMemory
 from passes.search.hybrid.staged import Staged
-from passes.search.hybrid.walk import Step, seconds_per_step, walk
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,11 +6,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from passes.lower.job import Job
-from passes.search.hybrid.composed import Composed, composed
 from passes.search.hybrid.floors import Floors
 from passes.search.hybrid.options import GroupOption
-from passes.search.hybrid.pieces import GroupKind, PieceSearch
 from passes.search.hybrid.pools import Run
+from passes.search.hybrid.recipes.composed import Composed, composed
+from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch
 
 
 @dataclass(eq=False)
@@ -20,7 +20,8 @@ class Tables:
     search: PieceSearch
     job: Job
     floors: Floors
-    _known: dict[Hashable, Composed] = field(default_factory=dict)
+    known: dict[Hashable, Composed] = field(default_factory=dict)
+    """The ranges composed so far."""
 
     def of_groups(self, option: GroupOption) -> list[Composed]:
         """Return the table of each group. Raises ``TooWideError``."""
@@ -29,9 +30,9 @@ class Tables:
 
     def _composed(self, option: GroupOption, run: Run, number: int, families: tuple[int, ...]) -> Composed:
         key = run.kind(number), option.microbatches, families
-        if key not in self._known:
+        if key not in self.known:
             group = GroupKind(run.ranks(number), run.replicas, run.tensor)
             work = self.floors.work_seconds(run, option.samples // run.replicas)
             step = work * option.microbatches / option.groups
-            self._known[key] = composed(self.search, group, self.job, option.microbatches, families, step)
-        return self._known[key]
+            self.known[key] = composed(self.search, group, self.job, option.microbatches, families, step)
+        return self.known[key]

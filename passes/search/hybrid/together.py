@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
-from passes.search.hybrid.composed import SCALE
+from passes.search.hybrid.recipes.composed import SCALE
 from passes.search.hybrid.staged import Staged, Table
 
 CLOSE = 1e-3

@@ -13,6 +13,7 @@ import numpy as np
 from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from cost_models.devices import Device
+from cost_models.units import counted
 from passes.search.layer.problem import Assignment, DevicePool, Held, Recompute
 from passes.search.layer.spaces import Space
 from passes.search.layer.tuning import TUNING
@@ -39,6 +40,9 @@ class ScheduleOption:
     microbatches: int
     schedule: str
     chunks: int
+
+    def __str__(self) -> str:
+        return f"{self.schedule}, {counted(self.microbatches, 'micro-batch')}"
 
     def size(self, batch_size: int) -> int:
         """Samples of the largest micro-batch."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from cost_models.arrays import IntArray
 from cost_models.cluster import ClusterSpec
+from passes.progress import report_found, report_option
 from passes.search.bound import whole_ops_bound
 from passes.search.layer.dp import DpResult, solve_dp
 from passes.search.layer.options import (
@@ -159,9 +160,11 @@ class LayerSearch:
             if floor > best * TUNING.slack or late:
                 results.append(OptionResult(option, (), floor, False, not late))
                 continue
+            report_option(option, 0.0, sum(bool(r.solved) for r in results), len(results), len(queue))
             result = self._solve_option(option, floor, deadline, best * TUNING.slack, capacity_scale)
             results.append(result)
             best = min([best, *(s.split.objective_seconds for s in result.solved)])
+            report_found(best)
         self._second_look(results, deadline)
         return results
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import pytest
 import torch
 from torch import nn
 
 from cost_models.cluster import ClusterSpec
+from partitioner.report.timings import pass_table
 from passes.compile import compile_graph
 from passes.lower.job import Job
 from passes.search.feature.place import FeatureRequest
 from passes.search.free.request import FreeRequest
+from passes.search.hybrid.request import HybridRequest
 from passes.search.layer.place import LayerRequest
 from passes.search.request import Request
-from passes.timings import pass_times, run_pass
+from passes.timings import pass_times, phase, run_pass
 from passes.trace.trace import trace
 
 TWO, JOB = ClusterSpec.local(2), Job(4)
@@ -62,6 +65,44 @@ def test_collectors_nest_and_the_inner_one_is_told() -> None:
     run_pass("after", str, double, 4)
     assert [(each.name, each.result) for each in outer] == [("first", "2"), ("third", "6")]
     assert [(each.name, each.result) for each in inner] == [("second", "4")]
+
+
+def test_phases_count_their_own_seconds_within_the_pass() -> None:
+    @phase("inner")
+    def inner() -> None:
+        time.sleep(0.02)
+
+    @phase("outer")
+    def outer() -> int:
+        time.sleep(0.01)
+        inner()
+        inner()
+        return 1
+
+    outer()  # nobody collects: it only runs
+    with pass_times() as times:
+        run_pass("search", str, outer)
+        run_pass("plain", str, double, 1)
+    search, plain = times
+    assert plain.phases == ()
+    seconds = {each.name: each.seconds for each in search.phases}
+    assert {each.name: each.calls for each in search.phases} == {"inner": 2, "outer": 1}
+    assert seconds["inner"] >= 0.04
+    assert 0.01 <= seconds["outer"] < search.seconds - 0.04 + 1e-9
+    assert sum(seconds.values()) <= search.seconds
+    lines = pass_table(times).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["search", "inner", "outer", "plain", "all"]
+    assert "2 times" in lines[2]
+
+
+def test_the_hybrid_search_has_phases() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    graph = trace(model, (torch.randn(2, 8),), loss_fn=lambda y, x: y.square().mean())
+    with pass_times() as times:
+        compile_graph(graph, TWO, HybridRequest(JOB))
+    (place,) = (each for each in times if each.name == "place")
+    assert {each.name for each in place.phases} == {"options", "recipes", "ranges", "program", "simulation"}
+    assert sum(each.seconds for each in place.phases) <= place.seconds
 
 
 def test_a_pass_that_fails_is_not_collected_and_collecting_ends() -> None:

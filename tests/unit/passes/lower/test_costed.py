@@ -124,3 +124,36 @@ def test_sums_of_input_gradients_run_beside_weight_gradients(blocks: tuple[str, 
     assert whole - together.segment.cost.backward_weight_seconds == pytest.approx(saved, rel=1e-9)
     assert saved > 0.0
     assert set(block_of(graph()).values()) == set(BLOCKS)
+
+
+def test_gathers_run_beside_the_ops_in_front_of_them() -> None:
+    """By hand: the gathers that follow each other are one step, beside what stands between them and the step before."""
+    ahead, apart = (on_mesh(ZERO3, (), schedule) for schedule in ("1f1b", "zb-h1"))
+    own, device = ahead.sharded.graph, MACHINE.devices[0]
+    size = SAMPLES // 2 // own.batch.multiple
+    costs = cost_graph(own, only_size=size)
+    gathers = {
+        t.node: t.seconds(ahead.links[t.axis])
+        for t in ahead.traffic
+        if not t.backward and t.kind == "all_gather" and t.node.startswith("p_")
+    }
+    steps: list[tuple[list[int], float]] = [([], 0.0)]
+    """Ops in front of each step, and its gathers' seconds."""
+    for op, name in enumerate(costs.ops):
+        ops, sending = steps[-1]
+        if name in gathers:
+            steps[-1] = ops, sending + gathers[name]
+        elif sending:
+            steps.append(([op], 0.0))
+        else:
+            ops.append(op)
+    saved = sum(
+        min(sending, costs.segment_seconds(ops, size, device).forward)
+        for ops, sending in steps[1:]
+        if sending
+    )
+    assert len(steps) > 5
+    assert apart.segment.cost.forward_seconds - ahead.segment.cost.forward_seconds == pytest.approx(
+        saved, rel=1e-9
+    )
+    assert saved > 0.0

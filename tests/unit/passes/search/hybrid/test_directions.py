@@ -21,7 +21,7 @@ from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.hybrid import search
-from passes.search.hybrid.place import HybridRequest
+from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.solve import SolvedOption, fastest
 from passes.trace.trace import trace

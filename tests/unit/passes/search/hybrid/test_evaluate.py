@@ -19,8 +19,8 @@ from passes.search.hybrid.bounds import full_bound, quick_bound
 from passes.search.hybrid.decode import Decoded
 from passes.search.hybrid.evaluate import CandidateCost, check_agreement
 from passes.search.hybrid.options import GroupOption
+from passes.search.hybrid.recipes.walk import needed_bytes
 from passes.search.hybrid.search import GroupSearch, SolvedOption
-from passes.search.hybrid.walk import needed_bytes
 from tests.support.matrix import thinned
 
 MODELS = ("gpt2", "llama-8b", "t5", "mixtral", "unet")

@@ -27,10 +27,10 @@ from passes.search.feature.bound import bridges_used, price, wire_tables
 from passes.search.feature.options import Options
 from passes.search.feature.problem import FeatureProblem, build_problem
 from passes.search.hybrid import bounds as bounds_module
-from passes.search.hybrid import pieces as pieces_module
-from passes.search.hybrid.composed import Composed
-from passes.search.hybrid.eliminate import KEPT_KINDS
 from passes.search.hybrid.floors import MANY
+from passes.search.hybrid.recipes import pieces as pieces_module
+from passes.search.hybrid.recipes.composed import Composed
+from passes.search.hybrid.recipes.eliminate import KEPT_KINDS
 from passes.search.hybrid.search import GroupSearch
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import Gpt, gpt_batch

@@ -19,7 +19,7 @@ from passes.lower.placed_graph import on_meshes
 from passes.search.feature.place import FeatureResult, place_features
 from passes.search.hybrid import stages
 from passes.search.hybrid.fix import read_fix
-from passes.search.hybrid.place import HybridRequest
+from passes.search.hybrid.request import HybridRequest
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import Gpt, gpt_batch
 

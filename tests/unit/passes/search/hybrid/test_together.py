@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from cost_models.arrays import FloatArray
-from passes.search.hybrid.composed import SCALE
 from passes.search.hybrid.options import GroupOption
 from passes.search.hybrid.pools import Pool, Run
 from passes.search.hybrid.program import PipelineProgram
+from passes.search.hybrid.recipes.composed import SCALE
 from passes.search.hybrid.staged import Staged
 from passes.search.hybrid.together import Together
 

@@ -24,15 +24,18 @@ from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.search.feature.bound import wire_tables
 from passes.search.feature.bridges import Bridges
+from passes.search.feature.codes import DEFERRED, digits
 from passes.search.feature.graph import FeatureGraph, Unit, feature_graph, leaving_name
 from passes.search.feature.options import Options
 from passes.search.feature.pins import Pin, pins_of_part, resolve, restricted
 from passes.search.feature.problem import FeatureProblem, UnitNumbers, build_problem
 from passes.search.feature.setting import PartPlace, Setting
-from passes.search.hybrid.eliminate import Amounts, eliminate
-from passes.search.hybrid.joints import Pieces
+from passes.search.feature.ties import without_needless_sums
+from passes.search.hybrid.recipes.eliminate import Amounts, eliminate
+from passes.search.hybrid.recipes.joints import Pieces
 from passes.shard.discover import Discovery
 from passes.shard.words import Placements
+from passes.timings import phase
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,9 @@ class Recipes:
     """Layouts of the stream in; one None where there is none."""
     leaving: tuple[Placements | None, ...]
     least: FloatArray
-    """Seconds per step and what memory costs at the prices."""
+    """Seconds per step and what memory costs at the prices: no way is below."""
     amounts: Amounts
+    """The amounts of the ways that are chosen."""
     chosen: NDArray[np.intp]
     """[units, prices, ways to arrive, ways to leave] options."""
 
@@ -121,6 +125,7 @@ class PieceSearch:
             self._costs[kind] = costs_of(self.part(kind), self.cluster)
         return self._costs[kind]
 
+    @phase("recipes")
     def recipes(
         self, kind: int, group: GroupKind, job: Job, microbatches: int, prices: Prices, *, again: bool = False
     ) -> Recipes:
@@ -143,7 +148,7 @@ class PieceSearch:
         ends = self._ends(kind, problem)
         kept = tuple(unit for unit in ends if unit is not None)
         found = eliminate(problem, tables, prices.state, prices.held, kept)
-        chosen = found.decode()
+        chosen = without_needless(problem, found.decode())
         shape = (len(prices), *(1 if u is None else len(problem.units[u].seconds) for u in ends))
         amounts = _reshaped(found.amounts(chosen), shape)
         arriving, leaving = (
@@ -236,6 +241,28 @@ def cheaper(one: Recipes, other: Recipes) -> Recipes:
         for name in Amounts.__dataclass_fields__
     )
     return replace(one, least=np.minimum(one.least, other.least), amounts=Amounts(*amounts))
+
+
+def without_needless(problem: FeatureProblem, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
+    """[units, …] choices without the needless sums of ``without_needless_sums``, which is asked where there may be some.
+
+    A sum over more axes may be charged less than over fewer. Parameters are summed along replicas; along other axes it is
+    needless unless a reader leaves parts there.
+    """
+    flat = chosen.reshape(len(chosen), -1)
+    axes = len(problem.mesh.shape)
+    inner = [a for a in range(axes) if problem.mesh.axes[a] != "data"]
+    may = np.zeros(flat.shape[1], dtype=bool)
+    for unit, numbers, row in zip(problem.space.units, problem.units, flat, strict=True):
+        if unit.kind == "parameter":
+            later = [any(digits(int(c), axes)[a] == DEFERRED for a in inner) for c in numbers.outputs[0]]
+            may |= np.array(later, dtype=bool)[row]
+    found = flat.copy()
+    columns, which = np.unique(flat[:, may], axis=1, return_inverse=True)
+    if columns.size:
+        mended = np.array([without_needless_sums(problem, column.tolist()) for column in columns.T]).T
+        found[:, may] = mended[:, which.reshape(-1)]
+    return found.reshape(chosen.shape)
 
 
 def _reshaped(amounts: Amounts, shape: Sequence[int]) -> Amounts:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cost_models.arrays import FloatArray
-from passes.search.hybrid.composed import Composed
-from passes.search.hybrid.mixes import Mix
-from passes.search.hybrid.pieces import Recipes
-from passes.search.hybrid.ranges import Layouts
+from passes.search.hybrid.recipes.composed import Composed
+from passes.search.hybrid.recipes.mixes import Mix
+from passes.search.hybrid.recipes.pieces import Recipes
+from passes.search.hybrid.recipes.ranges import Layouts
 
 
 @dataclass(frozen=True, eq=False)

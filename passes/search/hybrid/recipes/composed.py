@@ -14,10 +14,10 @@ import numpy as np
 
 from cost_models.arrays import FloatArray, IntArray
 from passes.lower.job import Job
-from passes.search.hybrid.joints import Pieces
-from passes.search.hybrid.mixes import Mixes
-from passes.search.hybrid.pieces import GroupKind, PieceSearch, Prices, Recipes, cheaper
-from passes.search.hybrid.ranges import (
+from passes.search.hybrid.recipes.joints import Pieces
+from passes.search.hybrid.recipes.mixes import Mixes
+from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch, Prices, Recipes, cheaper
+from passes.search.hybrid.recipes.ranges import (
     BUFFER,
     HELD,
     ONCE,
@@ -118,7 +118,7 @@ class Composed:
 
     def longest(self, microbatches: int, most_seconds: float) -> int:
         """Return the most pieces of a stage of at most ``most_seconds``, however much memory it takes."""
-        least = self._least(self.ranges[0].amounts)[:, 0] / microbatches
+        least = self.ranges[0].least[:, 0] / microbatches
         first, end = np.nonzero(self.plane(least) <= most_seconds)
         return int((end - first).max(initial=1))
 
@@ -126,7 +126,7 @@ class Composed:
         """[unlike ranges, kinds of ways, prices] what the cheapest way costs."""
         if not self._anew or longest is None:
             places = {"none": [0], "full": [1], "auto": [0, 2]}[recompute if self._anew else "none"]
-            return np.stack([self._least(self.ranges[place].amounts) for place in places], axis=1)
+            return np.stack([self.ranges[place].least for place in places], axis=1)
         if longest not in self._counted:
             kept, anew = self.recipes
             blocks = [bool(self.pieces.blocks[first]) for first in self.pieces.first]
@@ -138,10 +138,6 @@ class Composed:
         if recompute == "full":
             every = self.blocks[:, None] == np.arange(found.shape[1])
             return np.where(every[..., None], found, np.inf)
-        return found
-
-    def _least(self, a: FloatArray) -> FloatArray:
-        found: FloatArray = a[SECONDS] + a[ONCE] + self.prices.held * a[HELD] + self.prices.state * a[STATE]
         return found
 
     def _at_held(self, cost: FloatArray, held: int) -> FloatArray:

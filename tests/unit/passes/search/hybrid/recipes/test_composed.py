@@ -12,12 +12,12 @@ from benchmarks.feature_matrix import load
 from cost_models.arrays import FloatArray
 from cost_models.cluster import ClusterSpec
 from passes.lower.job import Job
-from passes.search.hybrid.composed import Composed, composed
-from passes.search.hybrid.joints import pieces_of
-from passes.search.hybrid.mixes import Mix
-from passes.search.hybrid.pieces import GroupKind, PieceSearch
-from passes.search.hybrid.ranges import HELD, STATE
-from passes.search.hybrid.walk import needed_bytes, seconds_per_step, walk
+from passes.search.hybrid.recipes.composed import Composed, composed
+from passes.search.hybrid.recipes.joints import pieces_of
+from passes.search.hybrid.recipes.mixes import Mix
+from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch
+from passes.search.hybrid.recipes.ranges import HELD, STATE
+from passes.search.hybrid.recipes.walk import needed_bytes, seconds_per_step, walk
 from passes.search.words import RecomputeMode
 
 

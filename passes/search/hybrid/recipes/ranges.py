@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray, IntArray
-from passes.search.hybrid.pieces import Recipes
+from passes.search.hybrid.recipes.pieces import Recipes
 from passes.shard.words import Placements
+from passes.timings import phase
 
 SECONDS, ONCE, STATE, HELD, BUFFER, SAVED = range(6)
 """Rows of the amounts of ranges. The last: the most that running one of the pieces again makes anew."""
@@ -39,8 +40,10 @@ class Ranges:
     """All ranges of pieces. ``number[first, last + 1]``: which of the unlike ranges it is, -1 where there is none."""
 
     number: IntArray
+    least: FloatArray
+    """[unlike ranges, prices] seconds per step and what memory costs: no way is below."""
     amounts: FloatArray
-    """[rows, unlike ranges, prices]"""
+    """[rows, unlike ranges, prices] of the ways that are chosen."""
     _levels: tuple[_Grown, ...]
     _place: tuple[tuple[int, int], ...]
     """Per unlike range: its length, and its place among those of the length."""
@@ -80,6 +83,7 @@ class Layouts:
         return found
 
 
+@phase("ranges")
 def ranges_of(
     kinds: Sequence[int],
     recipes: Sequence[Recipes],
@@ -119,6 +123,7 @@ def ranges_of(
     levels: list[_Grown] = []
     closed: list[FloatArray] = []
     ends: list[NDArray[np.intp]] = []
+    cheapest: list[FloatArray] = []
     place: list[tuple[int, int]] = []
     at = [-1] * count  # the place of the range that begins here among those of the length before
     for length in range(1, count + 1):
@@ -138,9 +143,17 @@ def ranges_of(
         total = grown.least + leaving_cost[added][:, None, :]
         end = total.argmin(axis=-1)
         ends.append(end)
+        cheapest.append(total.min(axis=-1))
         closed.append(np.take_along_axis(grown.amounts, end[None, :, :, None], axis=-1)[..., 0])
     assert prices == closed[0].shape[-1]
-    return Ranges(number, np.concatenate(closed, axis=1), tuple(levels), tuple(place), np.concatenate(ends))
+    return Ranges(
+        number,
+        np.concatenate(cheapest),
+        np.concatenate(closed, axis=1),
+        tuple(levels),
+        tuple(place),
+        np.concatenate(ends),
+    )
 
 
 def least_by_count(

@@ -17,9 +17,9 @@ from passes.search.feature.bound import bridges_used, price, wire_tables
 from passes.search.feature.graph import feature_graph
 from passes.search.feature.problem import FeatureProblem, build_problem
 from passes.search.feature.setting import PartPlace, Setting
-from passes.search.hybrid.eliminate import KEPT_KINDS, eliminate
-from passes.search.hybrid.joints import Pieces, pieces_of
-from passes.search.hybrid.pieces import GroupKind
+from passes.search.hybrid.recipes.eliminate import KEPT_KINDS, eliminate
+from passes.search.hybrid.recipes.joints import Pieces, pieces_of
+from passes.search.hybrid.recipes.pieces import GroupKind
 from passes.shard.discover import Discovery
 from tests.support.matrix import thinned
 

@@ -7,7 +7,7 @@ import pytest
 from benchmarks.feature_matrix import load
 from passes.graph.recomputed import recomputed_ops
 from passes.graph.state import colocated
-from passes.search.hybrid.joints import pieces_of
+from passes.search.hybrid.recipes.joints import pieces_of
 
 
 @pytest.mark.parametrize("model", ["gpt2", "t5", "unet", "mixtral", "resnet50", "lstm_seq2seq"])

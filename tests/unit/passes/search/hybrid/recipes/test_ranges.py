@@ -12,9 +12,9 @@ from numpy.random import Generator, default_rng
 
 from cost_models.arrays import FloatArray
 from cost_models.layout import Replicate, Shard
-from passes.search.hybrid.eliminate import Amounts
-from passes.search.hybrid.pieces import Recipes
-from passes.search.hybrid.ranges import (
+from passes.search.hybrid.recipes.eliminate import Amounts
+from passes.search.hybrid.recipes.pieces import Recipes
+from passes.search.hybrid.recipes.ranges import (
     BUFFER,
     HELD,
     ONCE,

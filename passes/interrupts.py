@@ -1,0 +1,99 @@
+"""Ctrl-C while a plan is made: what is found already is carried to a plan, and nothing is lost on the way there.
+
+                    first Ctrl-C                                                   second
+    nothing found   KeyboardInterrupt, at once                                     the process ends: SystemExit(130)
+    something found KeyboardInterrupt where work may be lost; elsewhere it waits   SystemExit(130)
+                    until such work would begin, which then does not
+
+Searches say from where on there is something (:func:`keep_from_here`) and which of their work the search can end without
+(:func:`may_be_lost`). Only between the two does an interrupt wait, so a plan is simulated, proved and written in peace.
+Without :func:`best_so_far_kept` around, Ctrl-C is Python's own.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from cost_models.errors import InterruptedSearchError
+from passes.progress import report_stopping
+
+INTERRUPTED = InterruptedSearchError.exit_code
+"""The exit code where nothing was found."""
+
+
+@dataclass
+class Interrupts:
+    """The interrupts of one compile."""
+
+    asked: bool = False
+    """True once Ctrl-C came."""
+    kept: bool = False
+    """True once something is found that a plan can be made of."""
+    losing: int = 0
+    """Depth of work that may be lost."""
+
+    def handle(self, *_: object) -> None:
+        """Take a signal."""
+        if self.asked:
+            raise SystemExit(INTERRUPTED)
+        self.asked = True
+        self.heed()
+
+    def heed(self) -> None:
+        """Raise KeyboardInterrupt where Ctrl-C came and nothing is lost by it."""
+        if self.asked and (self.losing or not self.kept):
+            raise KeyboardInterrupt
+        if self.asked:
+            report_stopping()
+
+
+_interrupts: ContextVar[Interrupts | None] = ContextVar("interrupts", default=None)
+
+
+@contextmanager
+def best_so_far_kept() -> Iterator[Interrupts]:
+    """Handle Ctrl-C as above within; in the main thread, and where nobody else handles it."""
+    own = Interrupts()
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield own
+        return
+    token = _interrupts.set(own)
+    signal.signal(signal.SIGINT, own.handle)
+    try:
+        yield own
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _interrupts.reset(token)
+
+
+def keep_from_here() -> None:
+    """Say that something is found: from here on the first Ctrl-C waits for work that may be lost."""
+    if own := _interrupts.get():
+        own.kept = True
+
+
+def heed_interrupt() -> None:
+    """End here if Ctrl-C came before anything was found, and was lost in code that swallows exceptions."""
+    if own := _interrupts.get():
+        own.heed()
+
+
+@contextmanager
+def may_be_lost(lost: bool = True) -> Iterator[None]:
+    """Let Ctrl-C end the work within, if it is ``lost``: its caller has, or may have, something to go on with."""
+    own = _interrupts.get()
+    if own is None or not lost:
+        yield
+        return
+    own.losing += 1
+    try:
+        own.heed()
+        yield
+    finally:
+        own.losing -= 1

@@ -1,0 +1,274 @@
+"""Nothing fits: what is short, and the smallest changes of the request with which it fits, each solved and simulated.
+
+what was asked for      recompute, schedule, micro-batches: left to the search
+the job                 an optimizer with less state, a smaller batch
+the devices             more memory in each, more nodes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from cost_models.errors import InfeasibleError
+from cost_models.grown import with_memory, with_more_nodes
+from cost_models.memory import OPTIMIZERS
+from cost_models.units import counted, format_bytes, percent
+from passes.graph.blocks import block_of
+from passes.interrupts import may_be_lost
+from passes.progress import report_phase
+from passes.search.hybrid.options import GroupOption
+from passes.search.hybrid.pools import Run
+from passes.search.hybrid.relax.relaxed import NEAR, Allowance, Fit, Relaxed, priced
+from passes.search.hybrid.search import GroupSearch
+from passes.search.hybrid.solve import SolvedOption
+from passes.search.infeasible import shortfalls
+from passes.search.judge import Judge, Simulated
+from passes.search.outcome import Label
+
+GROWTH = (1.0, 2.0, 4.0, 8.0, 16.0, 64.0, 1024.0)
+"""Times a device's memory at which a plan is looked for that says what is short."""
+LEANEST = 1.1
+"""Options that can be solved with this times the least memory are tried on changed jobs and clusters, by hand."""
+ARRANGEMENTS = 4
+"""The number of arrangements of the devices among these, by hand."""
+FEWEST_TABLES = 32
+"""Tables that may be composed for other jobs and clusters, however few the search itself made: a few seconds."""
+MOST_TIMES = 8
+"""Times the nodes that there are: further nodes are looked for up to here."""
+
+
+@dataclass(eq=False)
+class Relaxations:
+    """The changes that help a request that does not fit, the smallest first."""
+
+    given: Relaxed
+    one_queue: bool
+    leanest: list[GroupOption] = field(default_factory=list)
+    """Options that need the least memory, the fastest first."""
+
+    @property
+    def search(self) -> GroupSearch:
+        """The search that found nothing."""
+        return self.given.search
+
+    def growth(self) -> float | None:
+        """Return the first of the larger memories with which there is a pipeline."""
+        return next((room for room in GROWTH if self.given.surveyed(room)), None)
+
+    def at(self, room: float) -> Simulated:
+        """Simulate the fastest pipeline with this share of the memory, as if that were there."""
+        decoded = self.search.decode(self.given.surveyed(room)[0], one_queue=self.one_queue)
+        return self.given.judge.measure(decoded.candidate)
+
+    def ways(self, growth: float | None) -> Iterator[str]:
+        """Yield each change that helps, with its price."""
+        yield from self._recompute()
+        yield from self._schedule()
+        if growth is None:
+            return
+        least = self.given.least_room(growth)
+        self.leanest = [solved.option for solved in self.given.surveyed(least * LEANEST)]
+        yield from self._microbatches()
+        yield from self._optimizer()
+        yield from self._batch()
+        yield from self._memory(least)
+        yield from self._nodes()
+
+    def _recompute(self) -> Iterator[str]:
+        if self.search.recompute != "none" or not any(self.search.pieces.blocks):
+            return
+        allowing = self.given.allowing(recompute=True)
+        found = allowing.fastest(allowing.surveyed())
+        if found is not None:
+            again = sum(map(len, found.candidate.recomputed_blocks))
+            blocks = counted(len(set(block_of(self.search.graph).values())), "block")
+            slower = found.step_seconds / self.at(GROWTH[-1]).step_seconds - 1
+            yield (
+                f"recompute=auto: fits, {again} of {blocks} computed again, {priced(found)} "
+                f"({percent(max(0.0, slower))} above the same without the limit of memory)"
+            )
+
+    def _schedule(self) -> Iterator[str]:
+        if self.search.schedule == "auto":
+            return
+        allowing = self.given.allowing(schedule=True)
+        found = allowing.fastest(allowing.surveyed())
+        if found is not None:
+            yield f"schedule {found.candidate.schedule}: fits, {priced(found)}"
+
+    def _microbatches(self) -> Iterator[str]:
+        """Find the smallest larger number of micro-batches."""
+        asked = self.search.microbatches
+        if asked == "auto":
+            return
+        allowing, lean = self.given.allowing(microbatches=True), self._arrangements()
+        listed = [o for o in allowing.search.options() if (o.runs, o.schedule, o.chunks) in lean]
+        for count in sorted({o.microbatches for o in listed if o.microbatches > asked}):
+            found = allowing.fastest(allowing.solved([o for o in listed if o.microbatches == count]))
+            if found is not None:
+                yield f"{counted(count, 'micro-batch')} (of {asked}): fits, {priced(found)}"
+                return
+
+    def _optimizer(self) -> Iterator[str]:
+        """Find the optimizer with the most state that fits."""
+        job = self.search.job
+        for name in ("momentum", "sgd"):
+            if OPTIMIZERS[name].copies < OPTIMIZERS[job.optimizer].copies:
+                lean = self.given.doing(replace(job, optimizer=name))
+                found = lean.fastest(lean.solved(self.leanest))
+                if found is not None:
+                    # all options: with less state there may be room for more than the leanest
+                    found = lean.fastest(lean.surveyed()) or found
+                    yield f"optimizer_memory={name}, with less state than {job.optimizer}: fits, {priced(found)}"
+                    return
+
+    def _batch(self) -> Iterator[str]:
+        """Find the largest smaller batch for the leanest arrangements: whole samples for every replica."""
+        size, most = self.search.job.batch_size, 0
+        best: Simulated | None = None
+        fixed = self.search.microbatches
+        for runs, schedule, chunks in self._arrangements():
+            unit = runs[0].replicas * (1 if fixed == "auto" else fixed)
+
+            def solved(number: int, like: GroupOption, unit: int = unit) -> Solved | None:
+                smaller = self.given.doing(replace(self.search.job, batch_size=number * unit))
+                samples = unit if fixed == "auto" else number * unit // fixed
+                option = replace(like, samples=samples, microbatches=number * unit // samples)
+                return Solved.of(smaller, [option])
+
+            like = GroupOption(runs, unit, 1, schedule, chunks)
+            number, found = largest(partial(solved, like=like), -(-size // unit))
+            if found is not None and number * unit > most:
+                best, most = found, number * unit
+        if best is not None:
+            yield f"batch {most:,} (of {size:,}): fits, {priced(best)}"
+
+    def _arrangements(self) -> list[tuple[tuple[Run, ...], str, int]]:
+        """List the arrangements that need the least memory, the fastest first."""
+        return list(dict.fromkeys((o.runs, o.schedule, o.chunks) for o in self.leanest))[:ARRANGEMENTS]
+
+    def _memory(self, least: float) -> Iterator[str]:
+        """Say how much would do: what the search reckons with, or what the simulation needs, if that is more."""
+        found = self.at(least * NEAR)
+        devices = self.search.cluster.devices
+        needed = max(peak / d.memory_bytes for peak, d in zip(found.peak_bytes, devices, strict=True))
+        factor = max(least * NEAR, needed) * NEAR
+        if len({device.memory_bytes for device in devices}) > 1:
+            yield f"devices with {factor:.2f} times the memory: fits, {priced(found)}"
+            return
+        grown = with_memory(self.search.cluster, factor).devices[0].memory_bytes
+        yield (
+            f"devices with {format_bytes(grown)} of usable memory (of {format_bytes(devices[0].memory_bytes)}): "
+            f"fits, {priced(found)}"
+        )
+
+    def _nodes(self) -> Iterator[str]:
+        """Find the smallest number of further nodes."""
+        cluster = self.search.cluster
+        shapes = {(run.tensor, o.chunks) for o in self.leanest for run in o.runs}
+
+        def solved(count: int) -> Solved | None:
+            larger = with_more_nodes(cluster, count)
+            if larger is None:
+                return None
+            grown = self.given.on(larger)
+            alike = [
+                o
+                for o in grown.search.options()
+                if all((run.tensor, o.chunks) in shapes and run.replicas == o.samples for run in o.runs)
+            ]
+            return Solved.of(grown, alike)
+
+        count, found = smallest(solved, MOST_TIMES * len(cluster.ranks_per_node))
+        larger = with_more_nodes(cluster, count)
+        if found is not None and larger is not None:
+            # all options: where a node is added, there is more room than for the leanest
+            whole = self.given.on(larger)
+            found = whole.fastest(whole.surveyed()) or found
+            yield f"{counted(count, 'more node')}: fits, {priced(found)}"
+
+
+def infeasible(
+    search: GroupSearch, judge: Judge, tried: Sequence[Simulated], fit: Fit, *, one_queue: bool
+) -> InfeasibleError:
+    """Say what is short in the plan that overflows least, and what would do. ``tried``: what was simulated."""
+    report_phase("what would fit")
+    relaxations = Relaxations(
+        Relaxed(search, judge, fit, Allowance(max(FEWEST_TABLES, len(search.tables.known)))), one_queue
+    )
+    found, ways = list(tried), list[str]()
+    try:
+        with may_be_lost():
+            growth = relaxations.growth()
+            if growth is not None and not found:
+                found.append(relaxations.at(growth))
+            for way in relaxations.ways(growth):
+                ways.append(way)
+    except KeyboardInterrupt:
+        ways.append("(interrupted: more was not looked for)")
+    because = ["no pipeline of sharded stages fits"]
+    if found:
+        least = min(found, key=lambda s: s.overflow_bytes)
+        because = [f"{Label.of_groups(least.candidate)}, simulated:"]
+        because += shortfalls(enumerate(map(int, least.peak_bytes)), judge.cluster.devices)
+    return InfeasibleError(
+        f"{search.graph.model_name} does not fit {judge.cluster.name}",
+        because,
+        ways or ["another model: no single change of the job or the cluster was found with which it fits"],
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """Options that were solved on a changed job or cluster."""
+
+    relaxed: Relaxed
+    options: tuple[SolvedOption, ...]
+
+    @staticmethod
+    def of(relaxed: Relaxed, options: Sequence[GroupOption]) -> Solved | None:
+        """Solve them; None if nothing fits by the search's own count."""
+        found = relaxed.solved(options)
+        return Solved(relaxed, tuple(found)) if found else None
+
+    def simulated(self) -> Simulated | None:
+        """Simulate the best; None if nothing fits."""
+        return self.relaxed.fastest(self.options)
+
+
+def largest(solved: Callable[[int], Solved | None], end: int) -> tuple[int, Simulated | None]:
+    """Find the largest number below ``end`` that fits, if 1 does, by bisection; smaller where simulations overflow."""
+    low, high = 1, max(2, end)
+    best = solved(low) if end > 1 else None
+    middle = high - 1
+    while best is not None and high - low > 1:
+        other = solved(middle)
+        low, high, best = (low, middle, best) if other is None else (middle, high, other)
+        middle = (low + high) // 2
+    found = best.simulated() if best else None
+    while best is not None and found is None and low > 1:
+        low -= max(1, low // 16)
+        best = solved(low)
+        found = best.simulated() if best else None
+    return low, found
+
+
+def smallest(solved: Callable[[int], Solved | None], most: int) -> tuple[int, Simulated | None]:
+    """Find the smallest number that fits: twice as large each time, up to ``most``, then by bisection."""
+    low, high = 0, 1
+    best = solved(high)
+    while best is None and high < most:
+        low, high = high, min(2 * high, most)
+        best = solved(high)
+    while best is not None and high - low > 1:
+        middle = (low + high) // 2
+        other = solved(middle)
+        low, high, best = (middle, high, best) if other is None else (low, middle, other)
+    found = best.simulated() if best else None
+    while best is not None and found is None and high < most:
+        high += max(1, high // 16)
+        best = solved(high)
+        found = best.simulated() if best else None
+    return high, found

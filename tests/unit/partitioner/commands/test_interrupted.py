@@ -1,0 +1,65 @@
+"""Ctrl-C sent to ``partitioner plan`` at random moments: a whole plan, or a clear word that there is none; nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from partitioner import Plan
+
+ROOT = Path(__file__).parents[4]
+PLAN = ["plan", "gpt2", "--set", "size=tiny", "--cluster", "local:4", "--batch-size", "8", "--check", "off"]
+SECONDS = 5.0
+"""About as long as the command takes, torch imported."""
+
+
+def run(folder: Path, moments: list[list[float]], strategy: str) -> list[dict[str, Any]]:
+    """Run the command once per group of moments, plans in numbered folders."""
+    for number in range(len(moments)):
+        (folder / str(number)).mkdir()
+    text = ";".join(",".join(map(str, group)) for group in moments)
+    output = ["--strategy", strategy, "-o", str(folder / "NUMBER" / "plan.json")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.interrupted", text, *PLAN, *output],
+        cwd=ROOT, capture_output=True, text=True, timeout=280, check=True,
+    )  # fmt: skip
+    rows: list[dict[str, Any]] = json.loads(done.stdout)
+    return rows
+
+
+def check(folder: Path, row: dict[str, Any]) -> None:
+    """A plan that holds and its code, or no file and the word and code for that."""
+    files = [file.name for file in folder.iterdir()]
+    assert "Traceback" not in row["stderr"], row
+    if files:
+        assert files == ["plan.json"], row
+        assert row["code"] in (0, 5), row
+        assert ("error[time-limit]: the search was interrupted" in row["stderr"]) == (row["code"] == 5)
+        plan = Plan.load(folder / "plan.json")
+        assert plan.simulate().step_seconds == pytest.approx(plan.prediction.step_seconds)
+    else:
+        assert row["code"] == 130, row
+        assert "interrupted" in row["stderr"], row  # before the search: the bare word
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", pytest.param("auto", marks=pytest.mark.matrix)])
+def test_there_is_a_whole_plan_or_a_clear_word(strategy: str, tmp_path: Path) -> None:
+    draws = random.Random(7)
+    moments = [[0.05], *([round(draws.uniform(0.3, SECONDS), 3)] for _ in range(5))]
+    rows = run(tmp_path, moments, strategy)
+    for number, row in enumerate(rows):
+        check(tmp_path / str(number), row)
+    assert rows[0]["code"] == 130
+    assert not list((tmp_path / "0").iterdir())
+
+
+def test_the_second_ends_at_once(tmp_path: Path) -> None:
+    (row,) = run(tmp_path, [[2.5, 2.6]], "hybrid")
+    check(tmp_path / "0", row)
+    assert row["code"] == 130

@@ -1,0 +1,199 @@
+"""What helps a request that does not fit: every suggestion is planned really, and fits at about the said time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cost_models.cluster import ClusterSpec
+from cost_models.errors import InfeasibleError
+from cost_models.grown import with_memory, with_more_nodes
+from cost_models.units import parse_bytes
+from passes.costs.costs import costs_of
+from passes.graph.graph import OpGraph
+from passes.lower.job import Job
+from passes.search.hybrid.fix import Fix, read_fix
+from passes.search.hybrid.place import place_stages
+from passes.search.hybrid.relax.infeasible import largest, smallest
+from passes.search.hybrid.request import HybridRequest
+from passes.search.hybrid.search import GroupSearch
+from passes.search.judge import Judge, Simulated
+from tests.unit.passes.search.hybrid.test_directions import SAMPLES, cluster, graph
+
+ABOUT = 1.15
+"""Factor by which a suggestion may be slower than the plan of the whole search: it is made of the leanest options."""
+Planned = tuple[OpGraph, ClusterSpec, HybridRequest]
+
+
+def planned(model: OpGraph, machine: ClusterSpec, request: HybridRequest) -> Simulated:
+    judge = Judge(model, costs_of(model, machine), machine, request.job)
+    return place_stages(model, judge.costs, machine, request, judge).best
+
+
+def refused(model: OpGraph, machine: ClusterSpec, request: HybridRequest) -> InfeasibleError:
+    with pytest.raises(InfeasibleError) as raised:
+        planned(model, machine, request)
+    return raised.value
+
+
+def with_change(
+    words: str, machine: ClusterSpec, request: HybridRequest
+) -> tuple[ClusterSpec, HybridRequest]:
+    """Do what a suggestion says."""
+    if found := re.match(r"devices with ([\d.,]+ \w+) of usable memory \(of", words):
+        size = parse_bytes(found[1].replace(",", ""))
+        # three digits are written
+        return with_memory(machine, 1.005 * size / machine.devices[0].memory_bytes), request
+    if found := re.match(r"devices with ([\d.]+) times the memory", words):
+        return with_memory(machine, 1.005 * float(found[1])), request
+    if found := re.match(r"(\d+) more node", words):
+        larger = with_more_nodes(machine, int(found[1]))
+        assert larger is not None
+        return larger, request
+    if found := re.match(r"batch ([\d,]+) ", words):
+        size = int(found[1].replace(",", ""))
+        return machine, replace(request, job=replace(request.job, batch_size=size))
+    if found := re.match(r"optimizer_memory=(\w+),", words):
+        return machine, replace(request, job=replace(request.job, optimizer=found[1]))
+    if found := re.match(r"([\d,]+) micro-batch", words):
+        return machine, replace(request, microbatches=int(found[1]))
+    if found := re.match(r"schedule (\S+):", words):
+        return machine, replace(request, schedule=found[1])
+    if words.startswith("recompute=auto: "):
+        return machine, replace(request, recompute="auto")
+    changed = re.match(r"((?:\w+=\w+ ?)+)(?: \(of|: fits)", words)
+    assert changed, words
+    fix = {**{f: v for f, v in vars(request.fix).items() if v is not None}, **vars_of(changed[1])}
+    return machine, replace(request, fix=Fix(**fix))
+
+
+def vars_of(text: str) -> dict[str, Any]:
+    return {name: value for name, value in vars(read_fix(text)).items() if value is not None}
+
+
+def seconds_of(words: str) -> float:
+    found = re.search(r"step ([\d.,]+) (us|ms|s)\b", words)
+    assert found, words
+    return float(found[1].replace(",", "")) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
+
+
+def check(model: OpGraph, machine: ClusterSpec, request: HybridRequest) -> list[str]:
+    """Refuse a request, do what each suggestion says, and return them."""
+    error = refused(model, machine, request)
+    assert 1 <= len(error.suggestions) <= 6
+    for words in error.suggestions:
+        found = planned(model, *with_change(words, machine, request))
+        assert found.fits, words
+        assert found.step_seconds <= seconds_of(words) * 1.01, words
+        assert found.step_seconds >= seconds_of(words) / ABOUT, words
+    return list(error.suggestions)
+
+
+def begins(suggestions: list[str], *words: str) -> bool:
+    """Tell whether each of the words begins a suggestion, in this order."""
+    at = [next((i for i, each in enumerate(suggestions) if each.startswith(word)), -1) for word in words]
+    return -1 not in at and at == sorted(at)
+
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(
+    ("memory", "further", "expected"),
+    [
+        (5 * MIB, {}, ("optimizer_memory=", "devices with", "1 more node")),
+        (3 * MIB, {}, ("devices with", "4 more nodes")),
+        (
+            10 * MIB,
+            {"microbatches": 1, "recompute": "none"},
+            ("recompute=auto", "4 micro-batches (of 1)", "batch"),
+        ),
+        (7 * MIB, {"schedule": "gpipe", "recompute": "none"}, ("schedule", "devices with")),
+    ],
+    ids=["memory", "less memory", "micro-batches", "schedule"],
+)
+def test_each_suggestion_is_planned_and_fits(
+    memory: float, further: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    found = check(graph(), cluster(memory_bytes=memory), HybridRequest(Job(SAMPLES), **further))
+    assert begins(found, *expected), found
+
+
+def test_unlike_devices_are_suggested_in_times() -> None:
+    machine = cluster(speeds=(1.0, 2.0))
+    nodes = with_memory(machine, 0.005).nodes[0], with_memory(machine, 0.006).nodes[1]
+    machine = ClusterSpec.from_dict(machine.model_copy(update={"nodes": nodes}).to_dict())
+    assert any("times the memory" in words for words in check(graph(), machine, HybridRequest(Job(SAMPLES))))
+
+
+@pytest.mark.parametrize(
+    ("memory", "fix", "expected"),
+    [
+        (
+            16 * MIB,
+            "data=8 zero=0 recompute=none microbatch=1",
+            ("data=8 zero=3 microbatch=1", "devices with"),
+        ),
+        (30 * MIB, "data=8 zero=0 recompute=none microbatch=1", ("zero=3 (of 0)", "devices with")),
+        (6 * MIB, "pipeline=2 tensor=4 recompute=none", ("devices with",)),
+        (13 * MIB, "pipeline=2 tensor=2 data=2 zero=0 microbatch=4", ("zero=3 (of 0)", "devices with")),
+        (
+            13 * MIB,
+            "pipeline=2 tensor=2 data=2 zero=0 microbatch=2 recompute=none",
+            ("microbatch=1 (of 2)", "tensor=4 data=1", "pipeline=4 data=1", "devices with"),
+        ),
+    ],
+)
+def test_each_change_of_what_is_fixed_is_planned_and_fits(
+    memory: float, fix: str, expected: tuple[str, ...]
+) -> None:
+    request = HybridRequest(Job(SAMPLES), fix=read_fix(fix))
+    found = check(graph(), cluster(memory_bytes=memory), request)
+    assert begins(found, *expected), found
+
+
+@pytest.mark.parametrize("end", [1, 2, 3, 10, 100])
+def test_bisection_finds_the_border(end: int) -> None:
+    asked: list[int] = []
+
+    class Fitting:
+        def simulated(self) -> str:
+            return "found"
+
+    def below(most: int) -> Callable[[int], Any]:
+        return lambda n: asked.append(n) or (Fitting() if n <= most else None)  # type: ignore[func-returns-value]
+
+    for most in range(1, end):
+        assert largest(below(most), end) == (most, "found")
+    assert largest(below(0), end)[1] is None
+    for least in range(1, end):
+        assert smallest(lambda n, least=least: Fitting() if n >= least else None, end) == (least, "found")  # type: ignore[misc]
+    assert smallest(lambda n: None, end)[1] is None
+
+
+def test_where_simulations_overflow_the_next_is_taken() -> None:
+    class Overflowing:
+        def __init__(self, fits: bool) -> None:
+            self.fits = fits
+
+        def simulated(self) -> str | None:
+            return "found" if self.fits else None
+
+    assert largest(lambda n: Overflowing(n < 8) if n <= 10 else None, 20) == (7, "found")  # type: ignore[arg-type]
+    assert smallest(lambda n: Overflowing(n > 6) if n >= 5 else None, 20) == (7, "found")  # type: ignore[arg-type]
+
+
+def test_the_work_is_bounded_in_solved_options_and_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    solves: list[str] = []
+    solve = GroupSearch.solve
+    monkeypatch.setattr(
+        GroupSearch, "solve", lambda self, o, *g: (solves.append(str(o)), solve(self, o, *g))[1]
+    )
+    machine = cluster(memory_bytes=5 * MIB)
+    refused(graph(), machine, HybridRequest(Job(SAMPLES)))
+    options = len(GroupSearch(graph(), costs_of(graph(), machine), machine, Job(SAMPLES)).options())
+    assert len(solves) <= 12 * options
