@@ -48,6 +48,10 @@ SLACK = 1.05
 """Options whose bound is above the best surrogate by this factor are not solved: the surrogate was at most 4% off the
 simulated step on Llama-8B and 70B (docs/06g-hybrid.md), on either side."""
 
+FIRST = 64
+"""Steps after which one option is carried to its end if nothing is found yet: hundreds of thousands of options of unlike
+devices have bounds below the best. By hand."""
+
 
 @dataclass(frozen=True, eq=False)
 class Survey:
@@ -242,11 +246,14 @@ class _Survey:
         """Bound, number, and how many further bounds led to it."""
         heapq.heapify(self._open)
         self._staged: dict[int, Staged[Composed]] = {}
+        self._now: tuple[float, int, int] | None = None
+        """The option at work, which is not among the open ones meanwhile."""
+        self._steps = 0
 
     @property
     def least_seconds(self) -> float:
         """No pipeline of an option that is not solved is below."""
-        return self._open[0][0] if self._open else math.inf
+        return min(own[0] for own in (self._now, *self._open[:1], (math.inf,)) if own is not None)
 
     def report(self) -> None:
         """Say what comes next."""
@@ -257,32 +264,42 @@ class _Survey:
 
     @phase("program")
     def advance(self) -> None:
-        """Go on with the option of the least bound."""
-        bound, number, rank = self._open[0]
-        cutoff = self.best_seconds * SLACK
+        """Go on with the option of the least bound; while nothing is found for long, with the one that is nearest to it."""
+        self._steps += 1
+        if self.found or self._steps <= FIRST:
+            self._now = heapq.heappop(self._open)
+        else:
+            self._now = min(self._open, key=lambda own: (-own[2], own[0]))
+            self._open.remove(self._now)
+            heapq.heapify(self._open)
+        further = self._further(*self._now)
+        if further is None:
+            self.bounds.append((self.options[self._now[1]], self._now[0]))
+        else:
+            heapq.heappush(self._open, further)
+        self._now = None
+
+    def _further(self, bound: float, number: int, rank: int) -> tuple[float, int, int] | None:
+        """Bound an option better, or solve it; None where it is done with."""
+        cutoff, option = self.best_seconds * SLACK, self.options[number]
         if rank == 0:
-            better = self.search.first_bound(self.options[number], cutoff, self.room)
+            better = self.search.first_bound(option, cutoff, self.room)
         elif rank == 1:
-            staged = self.search.staged(self.options[number], self.room)
+            staged = self.search.staged(option, self.room)
             if staged is None:
-                heapq.heappop(self._open)
-                self.bounds.append((self.options[number], bound))
-                return
+                return None
             self._staged[number] = staged
             better = quick_bound(staged, cutoff)
         elif rank == 2:
             better = full_bound(self._staged[number], cutoff)
         else:
-            self._solve()
-            return
-        heapq.heapreplace(self._open, (max(bound, better), number, rank + 1))
+            self._solve(number, bound)
+            return None
+        return max(bound, better), number, rank + 1
 
-    def _solve(self) -> None:
-        bound, number, _ = self._open[0]
+    def _solve(self, number: int, bound: float) -> None:
         found = fastest(self._staged[number], self.best_seconds * SLACK, bound)
-        heapq.heappop(self._open)
         self._staged.pop(number)
-        self.bounds.append((self.options[number], bound))
         if found is not None:
             log.debug("%s: %.6g s, not below %.6g s", found.option, found.seconds, bound)
             self.found.append(found)
