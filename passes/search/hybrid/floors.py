@@ -7,7 +7,9 @@ floor    fill · Σ shares · work + (micro-batches - fill) · longest share · 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -30,25 +32,58 @@ class Floors:
     search: PieceSearch
     job: Job
     _known: dict[Hashable, float] = field(default_factory=dict)
+    _paces: dict[Hashable, list[tuple[float, int]]] = field(default_factory=dict)
 
     def work_seconds(self, run: Run, samples: int) -> float:
-        """Seconds of a replica's micro-batch of ``samples`` on a run's shards.
+        """Seconds of a replica's micro-batch of ``samples`` on a run's shards, in its fastest group.
 
         No stages take less together: replicas, parameters kept in parts and the end of a step only add to it.
         """
-        key = run.pool.alike, run.tensor
-        if key not in self._known:
-            self._known[key] = min(map(self._work_on, run.pool.windows(run.tensor)))
-        return self._known[key] * samples / self.job.batch_size
+        return min(seconds for seconds, _ in self.paces(run)) * samples / self.job.batch_size
 
     def rate(self, run: Run, samples: int) -> float:
         """Return how many micro-batches of ``samples`` the run's groups do per second, at most."""
-        seconds = self.work_seconds(run, samples // run.replicas)
-        return run.groups / seconds if seconds else float("inf")
+        share = samples / run.replicas / self.job.batch_size
+        return sum(count / (seconds * share) if seconds else math.inf for seconds, count in self.paces(run))
+
+    def paces(self, run: Run) -> list[tuple[float, int]]:
+        """List seconds of the whole batch on a replica, as slow as its group's slowest, with the groups of that pace."""
+        key = run.pool.first, run.pool.alike, run.replicas, run.tensor, run.groups
+        if key not in self._paces:
+            found: Counter[float] = Counter()
+            for number in range(run.groups) if run.pool.marks else [0]:
+                ranks = run.ranks(number)
+                replicas = range(0, run.size, run.tensor) if run.pool.marks else [0]
+                each = [self._on(run, ranks[at : at + run.tensor]) for at in replicas]
+                found[max(each)] += 1 if run.pool.marks else run.groups
+            self._paces[key] = sorted(found.items())
+        return self._paces[key]
+
+    def _on(self, run: Run, ranks: tuple[int, ...]) -> float:
+        key = run.pool.alike, run.tensor, run.pool.marks_of(ranks) if run.pool.marks else ()
+        if key not in self._known:
+            self._known[key] = self._work_on(ranks)
+        return self._known[key]
 
     def by_floor(self, found: Iterable[GroupOption]) -> Iterator[tuple[float, int]]:
         """Yield (floor, number of the option), by rising floor."""
-        yield from sorted((_floor(option, self.work_seconds), number) for number, option in enumerate(found))
+        yield from sorted((self._floor(option), number) for number, option in enumerate(found))
+
+    def _floor(self, option: GroupOption) -> float:
+        """Give each group its best share: the fastest ones full, for every number of them."""
+        m, fill, size = option.microbatches, option.fill, self.job.batch_size
+        each = sorted(
+            (seconds * option.samples / run.replicas / size, count)
+            for run in option.runs
+            for seconds, count in self.paces(run)
+        )
+        least, groups, rate = math.inf, 0, 0.0
+        for seconds, count in each:
+            if not seconds:
+                return 0.0
+            groups, rate = groups + count, rate + count / seconds
+            least = min(least, (fill * groups + m - fill) / rate)
+        return least
 
     def _work_on(self, ranks: tuple[int, ...]) -> float:
         """Seconds of the whole batch, as one of many micro-batches of its size."""
@@ -60,16 +95,3 @@ class Floors:
         except TooWideError:
             return 0.0
         return whole_seconds(self.search.pieces.kind, found) / MANY
-
-
-def _floor(option: GroupOption, work: Callable[[Run, int], float]) -> float:
-    """Give each group its best share: the fastest ones full, for every number of them."""
-    m, fill = option.microbatches, option.fill
-    each = sorted((work(run, option.samples // run.replicas), run.groups) for run in option.runs)
-    least, groups, rate = float("inf"), 0, 0.0
-    for seconds, count in each:
-        if not seconds:
-            return 0.0
-        groups, rate = groups + count, rate + count / seconds
-        least = min(least, (fill * groups + m - fill) / rate)
-    return least
