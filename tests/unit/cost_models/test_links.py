@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from cost_models.links import SAME_DEVICE, Link, Path, fair_rates
+from cost_models.links import SAME_DEVICE, Link, Path, fair_rates, least_fair_rate
 
 
 def test_a_path_is_its_narrowest_link_and_the_sum_of_latencies() -> None:
@@ -68,3 +68,14 @@ def test_rates_are_max_min_fair_on_random_networks() -> None:
                 max(r for r, other in zip(rates, routes, strict=True) if name in other) for name in full
             ]
             assert any(rate >= most * (1 - 1e-9) for most in fastest)
+
+
+def test_the_least_rate_is_that_of_the_link_that_is_full_first() -> None:
+    random_numbers = random.Random(1)
+    for _ in range(200):
+        links = {name: Link(name, random_numbers.choice([1.0, 2.0, 3.0, 7.5]), 0.0) for name in "abcdef"}
+        paths = [
+            Path(tuple(random_numbers.choices("abcdef", k=random_numbers.randint(0, 4))), 1.0, 0.0)
+            for _ in range(random_numbers.randint(1, 8))
+        ]
+        assert least_fair_rate(paths, links) == min(fair_rates(paths, links))

@@ -56,6 +56,19 @@ def test_a_pass_returns_what_it_makes_and_is_logged(caplog: pytest.LogCaptureFix
     assert record.getMessage().endswith(", 8 of them")
 
 
+def test_the_table_says_processor_seconds_and_the_peak_of_memory() -> None:
+    kept = []
+    with pass_times() as times:
+        run_pass("small", str, double, 1)
+        run_pass("large", lambda _: "64 MiB", lambda: kept.append(bytearray(2**26)))
+    small, large = times
+    assert 0 <= large.processor_seconds <= large.seconds + 0.1
+    assert 0 < small.peak_bytes <= large.peak_bytes
+    head, *rows = pass_table(times).splitlines()
+    assert head.split() == ["pass", "time", "share", "processor", "peak", "result"]
+    assert [row.split()[0] for row in rows] == ["small", "large", "all"]
+
+
 def test_collectors_nest_and_the_inner_one_is_told() -> None:
     with pass_times() as outer:
         run_pass("first", str, double, 1)
