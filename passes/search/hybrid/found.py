@@ -163,9 +163,9 @@ def _certificate(
         bound_seconds=bound,
         gap=relative_gap(objective, bound),
         space=(
-            f"equal groups of {search.cluster.world_size} devices in the cluster's order, cut between {len(search.pieces)} "
-            f"pieces; shards inside a node, replicas around them; {len(survey.bounds)} of {survey.options} degrees and "
-            "micro-batch counts solved, the rest bounded"
+            f"equal groups in each pool of equal nodes of {search.cluster.world_size} devices, pools in any order or left "
+            f"out, cut between {len(search.pieces)} pieces; shards inside a node, replicas around them; {len(survey.bounds)} "
+            f"of {survey.options} listed degrees and micro-batch counts solved, the rest bounded"
         ),
         method="layouts by min-sum elimination, stages by a dynamic program, bottlenecks by branch and bound",
         solver_status=survey.stopped or ("optimal" if bound >= objective * (1 - GAP) else "bounded"),
