@@ -164,8 +164,8 @@ def _certificate(
         gap=relative_gap(objective, bound),
         space=(
             f"equal groups in each pool of equal nodes of {search.cluster.world_size} devices, pools in any order or left "
-            f"out, cut between {len(search.pieces)} pieces; shards inside a node, replicas around them; {len(survey.bounds)} "
-            f"of {survey.options} listed degrees and micro-batch counts solved, the rest bounded"
+            f"out, cut between {len(search.pieces)} pieces; shards inside a node, replicas around them; "
+            f"{len(survey.bounds)} of {survey.options} listed degrees and micro-batch counts solved, the rest bounded"
         ),
         method="layouts by min-sum elimination, stages by a dynamic program, bottlenecks by branch and bound",
         solver_status=survey.stopped or ("optimal" if bound >= objective * (1 - GAP) else "bounded"),
