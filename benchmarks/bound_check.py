@@ -38,7 +38,7 @@ from passes.search.certificate import ROUNDING
 from passes.search.feature.place import FeatureRequest
 from passes.search.free.request import FreeRequest
 from passes.search.judge import Judge
-from passes.search.layer.place import LayerRequest
+from passes.search.layer.request import LayerRequest
 from passes.search.outcome import Outcome
 from passes.search.request import Request
 from passes.search.strategies import STRATEGIES

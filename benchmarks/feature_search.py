@@ -25,6 +25,7 @@ from partitioner.models.bundled import bundled
 from passes.costs.costs import GraphCosts, costs_of
 from passes.graph.graph import OpGraph
 from passes.lower.job import Job
+from passes.search.certificate import relative_gap
 from passes.search.feature.place import FeatureRequest, place_features
 from passes.trace.trace import trace
 
@@ -81,12 +82,11 @@ def _searched(
     except (InfeasibleError, TimeLimitError) as error:
         word = "does not fit: " + error.because[0] if isinstance(error, InfeasibleError) else "out of time"
         return f"{time.perf_counter() - began:.2f}", f"{time.process_time() - busy:.2f}", "", word, *[""] * 4
-    proof = found.certificate
     return (
         f"{time.perf_counter() - began:.2f}",
         f"{time.process_time() - busy:.2f}",
-        f"{proof.gap:.1e}",
-        proof.solver_status,
+        f"{relative_gap(found.cost.seconds, found.proof.bound_seconds):.1e}",
+        "time limit" if found.proof.late else "optimal",
         "×".join(map(str, found.placement.mesh.shape)),
         str(found.placement.microbatches),
         f"{found.cost.seconds:.3f}",

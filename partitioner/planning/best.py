@@ -1,18 +1,22 @@
-"""One plan out of several strategies: the fastest in simulation that fits; the others are its alternatives."""
+"""One plan out of the strategies: the hybrid search's, or a free placement that was started from it and is faster."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError, PartitionerError, TimeLimitError
-from cost_models.units import counted, percent
-from partitioner.record.data import PlanData, PlanT
+from cost_models.units import counted, format_seconds, percent
+from partitioner.record.data import PlanT
 from partitioner.record.describe import describe
 from partitioner.record.records import Alternative
-from passes.compile import compile_graph
+from passes.compile import Compiled, compile_graph
 from passes.graph.graph import OpGraph
 from passes.interrupts import may_be_lost
+from passes.search.free.request import FreeRequest
+from passes.search.judge import Simulated, fastest_fitting
+from passes.search.outcome import Outcome
 from passes.search.request import Request
 from passes.search.strategies import STRATEGIES
 from passes.search.words import AUTO_NOT_CONSIDERED
@@ -20,34 +24,35 @@ from passes.timings import run_pass
 
 
 def best_plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests: Sequence[Request]) -> PlanT:
-    """Make the plan of the fastest strategy, of class ``kind``.
+    """Make the plan of the fastest strategy, of class ``kind``. ``requests``: each starts from what was found before it.
 
     Raises what the only strategy raises, or InfeasibleError if none fits. On Ctrl-C: of those planned so far.
     """
     if len(requests) == 1:
-        return _plan(kind, graph, cluster, requests[0])
-    plans: list[PlanT] = []
+        return _plan(kind, graph, cluster, compile_graph(graph, cluster, requests[0]))
+    found: list[Compiled] = []
     failures: dict[str, PartitionerError] = {}
     stopped = False
     for request in requests:
         try:
-            with may_be_lost(bool(plans)):
-                plans.append(_plan(kind, graph, cluster, request))
+            with may_be_lost(bool(found)):
+                found.append(compile_graph(graph, cluster, _started(request, found)))
         except KeyboardInterrupt:
-            if not plans:
+            if not found:
                 raise
             stopped = True
             break
         except (InfeasibleError, TimeLimitError) as error:
             failures[STRATEGIES[request.strategy].words.adverb] = error
-    if not plans:
+    if not found:
         raise InfeasibleError(
             f"{graph.model_name} fits {cluster.name} by no strategy",
             [f"{name}: {reason}" for name, error in failures.items() for reason in error.because],
             [way for error in failures.values() for way in error.suggestions],
         )
-    best = min(plans, key=lambda plan: plan.prediction.step_seconds)
-    others = [_alternative(plan, best) for plan in plans if plan is not best]
+    best = min(found, key=lambda compiled: compiled.outcome.best.step_seconds)
+    plan = _plan(kind, graph, cluster, best)
+    others = [_alternative(compiled, best) for compiled in found if compiled is not best]
     others += [
         Alternative(
             strategy=name,
@@ -58,29 +63,96 @@ def best_plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, requests:
         )
         for name, error in failures.items()
     ]
-    status = "interrupted" if stopped else best.certificate.solver_status
-    return best.model_copy(
+    status = "interrupted" if stopped else plan.certificate.solver_status
+    return plan.model_copy(
         update={
-            "alternatives": (*others, *best.alternatives),
+            "alternatives": (*others, *plan.alternatives),
             "not_considered": AUTO_NOT_CONSIDERED,
-            "certificate": best.certificate.model_copy(update={"solver_status": status}),
+            "certificate": plan.certificate.model_copy(update={"solver_status": status}),
+            "notes": (*why_it_won(best, found), *plan.notes),
         }
     )
 
 
-def _plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, request: Request) -> PlanT:
-    compiled = compile_graph(graph, cluster, request)
+def _plan(kind: type[PlanT], graph: OpGraph, cluster: ClusterSpec, compiled: Compiled) -> PlanT:
     return run_pass(
         "describe", lambda plan: counted(len(plan.stages), "stage"), describe, kind, graph, cluster, compiled
     )
 
 
-def _alternative(plan: PlanData, best: PlanData) -> Alternative:
-    slower = plan.prediction.step_seconds / best.prediction.step_seconds - 1
+def _started(request: Request, found: Sequence[Compiled]) -> Request:
+    """Let a free search begin with the fastest pipeline of single devices that was simulated."""
+    if not found or not isinstance(request, FreeRequest):
+        return request
+    outcome = found[0].outcome
+    alone = fastest_fitting([s for s in outcome.judge.tried if not s.candidate.shardings])
+    return request if alone is None else replace(request, start=replace(outcome, best=alone))
+
+
+def _alternative(compiled: Compiled, best: Compiled) -> Alternative:
+    own = compiled.outcome.best
     return Alternative(
-        strategy=f"{STRATEGIES[plan.strategy].words.adverb}, the best found",
+        strategy=f"{STRATEGIES[compiled.request.strategy].words.adverb}, the best found",
         feasible=True,
-        reason=f"{percent(slower)} slower",
-        step_seconds=plan.prediction.step_seconds,
-        peak_memory_bytes=max(plan.prediction.peak_memory_bytes.values()),
+        reason=_slower(own, best.outcome.best),
+        step_seconds=own.step_seconds,
+        peak_memory_bytes=max(own.peak_bytes),
     )
+
+
+def _slower(other: Simulated, best: Simulated) -> str:
+    return f"{percent(other.step_seconds / best.step_seconds - 1)} slower"
+
+
+FAMILIES = {
+    "devices": "pipeline of single devices",
+    "mesh": "sharding over all devices",
+    "groups": "pipeline of device groups",
+}
+"""The kinds of plans that the hybrid search compares, in words."""
+
+
+def _family(simulated: Simulated) -> str:
+    candidate = simulated.candidate
+    if not candidate.shardings:
+        return "devices"
+    return "mesh" if len(candidate.groups) == 1 else "groups"
+
+
+def why_it_won(best: Compiled, found: Sequence[Compiled]) -> list[str]:
+    """Say in two sentences what the best is, and how much faster than the best of every other kind."""
+    first, others = found[0].outcome, list(found[1:])
+    won = best.outcome.best
+    what = f"{best.outcome.label} takes {format_seconds(won.step_seconds)} a step"
+    compared = [
+        f"the best {words} {_slower(own, won)}"
+        for family, words in FAMILIES.items()
+        if (best is not found[0] or family != _family(won))
+        and (own := _fastest_of(first, family)) is not None
+    ]
+    missing = [
+        words
+        for family, words in FAMILIES.items()
+        if _fastest_of(first, family) is None and (best is not found[0] or family != _family(won))
+    ]
+    sentences = [f"{what}: {', '.join(compared) or 'nothing else fits'}."]
+    if missing:
+        sentences[0] = (
+            f"{sentences[0][:-1]}; no {' and no '.join(missing)} fits or was near enough to be simulated."
+        )
+    for compiled in others:
+        own = compiled.outcome.best
+        adverb = STRATEGIES[compiled.request.strategy].words.adverb
+        if compiled is best:
+            sentences.append(
+                f"It is {adverb}: op by op, it beats the best pipeline that it was started from."
+            )
+        else:
+            sentences.append(
+                f"A {adverb} placement, op by op, was looked for from there: {_slower(own, won)}."
+            )
+    return sentences
+
+
+def _fastest_of(outcome: Outcome, family: str) -> Simulated | None:
+    return fastest_fitting([s for s in outcome.judge.tried if _family(s) == family])

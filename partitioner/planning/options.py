@@ -20,14 +20,14 @@ from passes.search.feature.tuning import TUNING
 from passes.search.free.request import FreeRequest, Objective
 from passes.search.hybrid.fix import read_fix
 from passes.search.hybrid.request import HybridRequest
-from passes.search.layer.place import LayerRequest
+from passes.search.layer.request import LayerRequest
 from passes.search.request import Request
 from passes.search.words import STRATEGY_WORDS, RecomputeMode
 from runtime.schedules import SCHEDULES
 
 STRATEGIES = (*STRATEGY_WORDS, "auto")
-SEARCHING = tuple(STRATEGY_WORDS)
-"""The strategies that "auto" compares."""
+SEARCHING = ("hybrid", "free")
+"""The strategies of "auto": the others are parts of the first, from which the second starts."""
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 RECOMPUTE_MODES: tuple[RecomputeMode, ...] = get_args(RecomputeMode)
 MOST_SAMPLES = 1 << 30

@@ -23,6 +23,15 @@ class Label:
         return self.text
 
     @staticmethod
+    def of(candidate: Candidate) -> Label:
+        """Label a pipeline, of single devices or of groups, or a sharding of all ops."""
+        if not candidate.shardings:
+            return Label.of_stages(candidate)
+        if len(candidate.groups) == 1:
+            return Label.of_mesh(candidate.shardings[0].mesh.shape, candidate.microbatches)
+        return Label.of_groups(candidate)
+
+    @staticmethod
     def of_stages(candidate: Candidate) -> Label:
         """Label a pipeline: ``8 stages, 1f1b, 32 micro-batches, 2 stages recompute``; splits of a schedule are alike."""
         schedule, count = candidate.schedule, candidate.microbatches
@@ -158,8 +167,6 @@ class Outcome:
     def label(self) -> Label:
         """The best candidate in a few words."""
         candidate = self.best.candidate
-        if len(candidate.groups) == len(candidate.shardings) == 1:
-            return Label.of_mesh(candidate.shardings[0].mesh.shape, candidate.microbatches)
-        if candidate.contiguous:
-            return Label.of_stages(candidate)
+        if candidate.contiguous or candidate.shardings:
+            return Label.of(candidate)
         return Label.of_variant(len(self.carried.realized.groups), candidate.microbatches, len(self.splits))

@@ -9,12 +9,10 @@ from typing import Any, TypeAlias
 from cost_models.cluster import ClusterSpec
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
-from passes.search.feature.outcome import place_sharded
 from passes.search.free.rounds import place_anywhere
-from passes.search.hybrid.place import place_stages
 from passes.search.judge import Judge
-from passes.search.layer.place import place_layers
 from passes.search.outcome import Outcome
+from passes.search.place import place_stages
 from passes.search.words import STRATEGY_WORDS, StrategyWords
 
 Place: TypeAlias = Callable[[OpGraph, GraphCosts, ClusterSpec, Any, Judge], Outcome]
@@ -30,8 +28,8 @@ class Strategy:
 
 
 STRATEGIES: Mapping[str, Strategy] = {
-    "layer": Strategy(place_layers, STRATEGY_WORDS["layer"]),
-    "feature": Strategy(place_sharded, STRATEGY_WORDS["feature"]),
+    "layer": Strategy(place_stages, STRATEGY_WORDS["layer"]),
+    "feature": Strategy(place_stages, STRATEGY_WORDS["feature"]),
     "hybrid": Strategy(place_stages, STRATEGY_WORDS["hybrid"]),
     "free": Strategy(place_anywhere, STRATEGY_WORDS["free"]),
 }

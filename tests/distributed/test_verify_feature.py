@@ -20,7 +20,7 @@ from cost_models.errors import PlanError
 from partitioner import Plan, Workload, partition
 from passes.lower.placed_graph import PlacedGraph
 from passes.search.feature.options import Options
-from passes.search.feature.place import FeatureResult, place_features
+from passes.search.feature.place import MeshSurvey, survey_meshes
 from passes.search.feature.result import assemble
 from runtime.ops import bridges
 from runtime.ranks.launch import WorkerPool
@@ -117,16 +117,18 @@ def test_any_placement_computes_what_the_model_computes(
     make, (mesh, seed) = ANY[name], MESHES[ranks]
     chance = random.Random(seed)
 
-    def placed(*arguments: Any) -> FeatureResult:
-        found = place_features(*arguments)
+    def placed(*arguments: Any, **more: Any) -> MeshSurvey:
+        survey = survey_meshes(*arguments, **more)
+        found = survey.best
+        assert found is not None
         ways = [
             unit.detail.count if isinstance(unit.detail, Options) else len(unit.detail)
             for unit in found.problem.units
         ]
         drawn = [chance.randrange(count) if count else 0 for count in ways]
-        return replace(found, placement=assemble(found.problem, drawn))
+        return replace(survey, best=replace(found, placement=assemble(found.problem, drawn)))
 
-    monkeypatch.setattr("passes.search.feature.outcome.place_features", placed)
+    monkeypatch.setattr("passes.search.feature.provider.survey_meshes", placed)
     workload = make()
     plan = partition(
         workload,

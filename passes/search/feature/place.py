@@ -1,7 +1,7 @@
 """The feature-wise search: on which mesh, in how many micro-batches, and how every op and parameter is sharded.
 
     OpGraph ─► units and wires (equal blocks once) ─► for every mesh × micro-batch count: numbers, bound, program
-            ─► the cheapest that fits, evaluated anew on the whole graph ─► placement with its certificate
+            ─► the cheapest that fits, evaluated anew on the whole graph ─► placement with its proof
 
 Objective, in seconds per step, sums of input gradients beside weight gradients:
 
@@ -22,14 +22,14 @@ from functools import partial
 from typing import ClassVar
 
 from cost_models.cluster import ClusterSpec
-from cost_models.errors import InternalError, TimeLimitError, UsageError
+from cost_models.errors import InfeasibleError, InternalError, TimeLimitError, UsageError
 from cost_models.layout import Mesh
 from cost_models.units import counted
 from passes.costs.costs import GraphCosts
 from passes.graph.graph import OpGraph
 from passes.graph.least_samples import least_samples
 from passes.progress import report_found, report_option
-from passes.search.certificate import Certificate, relative_gap
+from passes.search.certificate import relative_gap
 from passes.search.feature.bound import price, wire_tables
 from passes.search.feature.bridges import Bridges
 from passes.search.feature.evaluate import FeatureCost, evaluate
@@ -80,16 +80,38 @@ class FeatureRequest(Request):
 
 
 @dataclass(frozen=True, eq=False)
+class MeshProof:
+    """The meshes and numbers of micro-batches that were looked at, and the seconds that no sharding on any is below."""
+
+    tried: tuple[MeshTried, ...]
+    space: str
+    bound_seconds: float
+    """Infinite where nothing fits."""
+    late: bool
+    """True where time ended a search that might have found something better."""
+
+
+@dataclass(frozen=True, eq=False)
 class FeatureResult:
     """The sharding that costs least by the search's own count, how sure that is, and what else was looked at."""
 
     placement: FeaturePlacement
     cost: FeatureCost
-    certificate: Certificate
-    tried: tuple[MeshTried, ...]
+    proof: MeshProof
     origins: ChoiceOrigins
     problem: FeatureProblem = field(repr=False)
     options: tuple[int, ...] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class MeshSurvey:
+    """All meshes searched."""
+
+    proof: MeshProof
+    best: FeatureResult | None
+    """None where nothing that fits is below what was known."""
+    failure: InfeasibleError | TimeLimitError | None
+    """The reason, where nothing is known to fit."""
 
 
 def place_features(
@@ -101,11 +123,28 @@ def place_features(
     again: Regions = (),
     pins: Mapping[str, Pin] | None = None,
 ) -> FeatureResult:
+    """Return the cheapest sharding; as ``survey_meshes``. Raises InfeasibleError or TimeLimitError where there is none."""
+    survey = survey_meshes(graph, costs, cluster, request, discovery, again, pins)
+    if survey.failure is not None:
+        raise survey.failure
+    assert survey.best is not None
+    return survey.best
+
+
+def survey_meshes(
+    graph: OpGraph,
+    costs: GraphCosts,
+    cluster: ClusterSpec,
+    request: FeatureRequest,
+    discovery: Discovery | None = None,
+    again: Regions = (),
+    pins: Mapping[str, Pin] | None = None,
+    known_seconds: float = math.inf,
+) -> MeshSurvey:
     """Search all meshes and micro-batch counts, with the blocks of ``again`` computed again in backward.
 
     ``discovery``: where the choices of ops without a rule come from. ``pins``: the request's, where they are resolved.
-    Raises ``UsageError`` for what cannot hold, ``InfeasibleError`` where nothing fits, ``TimeLimitError`` if nothing that
-    fits was found in time.
+    ``known_seconds``: only what costs less is looked for. Raises ``UsageError`` for what cannot hold.
     """
     started = time.perf_counter()
     limit = request.time_limit_seconds
@@ -115,27 +154,21 @@ def place_features(
     marks = {node: pin.mark for node, pin in pins.items()}
     space = feature_graph(graph, costs, discovery.choices, marks, again)
     setting = Setting(cluster, request.job, request.reserved_bytes, again, request.part)
-    search = _MeshSearch(space, setting, pins, deadline)
+    search = _MeshSearch(space, setting, pins, deadline, known_seconds)
     counts = _counts(graph, request)
     best = search.run(meshes(cluster, request.max_axes, request.mesh, request.part), counts)
+    log.info("feature search: %d problems in %.2f s", len(search.tried), time.perf_counter() - started)
     if best is None:
-        raise search.failure(request)
+        return MeshSurvey(search.proof(request), None, search.failure(request))
     problem, solved = best
     assert solved.options is not None
     options = with_split_batch(problem, solved.options)
     placement = assemble(problem, options)
     cost = evaluate(graph, costs, placement, setting)
     check_agreement(problem, options, cost, solved)
-    log.info("feature search: %d problems in %.2f s", len(search.tried), time.perf_counter() - started)
-    return FeatureResult(
-        placement,
-        cost,
-        _certificate(search, cost, solved, request, time.perf_counter() - started),
-        tuple(search.tried),
-        origins_of(discovery, [SolvedPart(problem, options, {})]),
-        problem,
-        options,
-    )
+    proof = search.proof(request)
+    origins = origins_of(discovery, [SolvedPart(problem, options, {})])
+    return MeshSurvey(proof, FeatureResult(placement, cost, proof, origins, problem, options), None)
 
 
 def check_agreement(
@@ -199,8 +232,14 @@ class _MeshSearch:
     """All meshes and micro-batch counts, always on with what has the lowest bound."""
 
     def __init__(
-        self, space: FeatureGraph, setting: Setting, pins: Mapping[str, Pin], deadline: float
+        self,
+        space: FeatureGraph,
+        setting: Setting,
+        pins: Mapping[str, Pin],
+        deadline: float,
+        cutoff_seconds: float = math.inf,
     ) -> None:
+        self.cutoff_seconds = cutoff_seconds
         self.space, self.setting, self.pins, self.deadline = space, setting, pins, deadline
         self.capacity = setting.capacity_bytes
         self.tried: list[MeshTried] = []
@@ -214,7 +253,7 @@ class _MeshSearch:
 
     @property
     def known_seconds(self) -> float:
-        return math.inf if self.best is None else self.best[1].seconds
+        return self.cutoff_seconds if self.best is None else self.best[1].seconds
 
     def run(self, shapes: Sequence[Mesh], counts: Sequence[int]) -> tuple[FeatureProblem, Solved] | None:
         for mesh in shapes:
@@ -224,7 +263,7 @@ class _MeshSearch:
             _, _, trial = heapq.heappop(self.open)
             solved = sum(math.isfinite(t.seconds) for t in self.tried)
             report_option(trial, trial.bound, solved, len(self.tried))
-            late = self.best is not None and time.perf_counter() > self.deadline
+            late = self.known_seconds < math.inf and time.perf_counter() > self.deadline
             began = time.perf_counter()
             search = trial.search
             if search is None:
@@ -312,9 +351,28 @@ class _MeshSearch:
         pin = self.pins.get(unit.name)
         return numbers if pin is None else restricted(unit, numbers, pin, axes)
 
-    def failure(self, request: FeatureRequest) -> Exception:
-        if not self.started:
-            return UsageError(
+    def proof(self, request: FeatureRequest) -> MeshProof:
+        """Return what is proved about all meshes and micro-batch counts together."""
+        possible = [t.bound_seconds for t in self.tried if t.status != "infeasible"]
+        best = [] if self.best is None else [self.best[1].seconds]
+        bound = min([*best, *possible], default=math.inf)
+        text = ", ".join("×".join(map(str, shape)) for shape in dict.fromkeys(t.shape for t in self.tried))
+        again = "; all blocks computed again in backward" if self.setting.again else ""
+        space = (
+            f"every choice of the rules for every op and parameter, equal blocks alike; meshes {text}; "
+            f"micro-batches that divide {request.job.batch_size}; memory counted per device{again}"
+        )
+        proved = relative_gap(self.known_seconds, bound) < TUNING.proved
+        late = any(t.status == "time limit" for t in self.tried) and not proved
+        return MeshProof(tuple(self.tried), space, bound, late)
+
+    def failure(self, request: FeatureRequest) -> InfeasibleError | TimeLimitError | None:
+        """Return the reason why nothing is known to fit; None where something does, though not below what is known.
+
+        Raises ``UsageError`` where no mesh allows the pins.
+        """
+        if not self.started and self.broken:
+            raise UsageError(
                 "no mesh allows these pins",
                 [
                     f"on a mesh of {'×'.join(map(str, shape))}: {problem}"
@@ -326,6 +384,8 @@ class _MeshSearch:
                     '"S0?" holds where it can',
                 ],
             )
+        if any(t.status == "bounded" for t in self.tried):
+            return None
         if any(t.status == "time limit" for t in self.tried):
             return TimeLimitError(
                 f"no sharding that fits was found within {request.time_limit_seconds:g} s",
@@ -333,28 +393,3 @@ class _MeshSearch:
                 ["more time, or a fixed mesh="],
             )
         return does_not_fit(self.space.graph, self.setting, self.least_bytes)
-
-
-def _certificate(
-    search: _MeshSearch, cost: FeatureCost, solved: Solved, request: FeatureRequest, seconds: float
-) -> Certificate:
-    """About all meshes and micro-batch counts of the search together."""
-    bound = min([cost.seconds, *(t.bound_seconds for t in search.tried if t.status != "infeasible")])
-    gap = relative_gap(cost.seconds, bound)
-    optimal = gap < TUNING.proved or all(t.status != "time limit" for t in search.tried)
-    shapes = dict.fromkeys(t.shape for t in search.tried)
-    text = ", ".join("×".join(map(str, shape)) for shape in shapes)
-    again = "; all blocks computed again in backward" if search.setting.again else ""
-    return Certificate(
-        objective=OBJECTIVE,
-        objective_seconds=cost.seconds,
-        bound_seconds=bound,
-        gap=gap,
-        space=(
-            f"every choice of the rules for every op and parameter, equal blocks alike; meshes {text}; "
-            f"micro-batches that divide {request.job.batch_size}; memory counted per device{again}"
-        ),
-        method="dual ascent, then integer program over what it leaves",
-        solver_status="optimal" if optimal else "time limit",
-        search_seconds=seconds,
-    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from passes.search.free.tuning import DEFAULT, FreeTuning
+from passes.search.outcome import Outcome
 from passes.search.request import Request
 from passes.search.words import StrategyName
 
@@ -29,3 +30,5 @@ class FreeRequest(Request):
     """Glob over families of ``passes.split.families``, or an op's name -> sizes of its blocks; then no others are split."""
     tuning: FreeTuning = DEFAULT
     """Numbers that steer the search."""
+    start: Outcome | None = None
+    """The pipeline of single devices to begin with; None to plan it first."""

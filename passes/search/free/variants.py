@@ -23,9 +23,10 @@ from passes.search.free.place import place_free
 from passes.search.free.request import FreeRequest
 from passes.search.free.shapes import Shape
 from passes.search.judge import Carried, Judge
-from passes.search.layer.place import LayerRequest, place_layers
+from passes.search.layer.request import LayerRequest
 from passes.search.outcome import Label, Outcome
 from passes.search.pins import matches
+from passes.search.place import place_stages
 from passes.split.split import Split, split_neurons
 
 log = logging.getLogger("partitioner")
@@ -93,6 +94,8 @@ def layer_start(request: FreeRequest, judge: Judge) -> Outcome | None:
     """Plan the same request layer-wise; None where there is no such plan, or it breaks a pin."""
     if request.splits or not request.tuning.from_layer_wise:
         return None
+    if request.start is not None:
+        return request.start
     one_batch = request.objective == "latency" and request.microbatches == "auto"
     layers = LayerRequest(
         request.job,
@@ -100,7 +103,7 @@ def layer_start(request: FreeRequest, judge: Judge) -> Outcome | None:
         time_limit_seconds=request.time_limit_seconds,
     )
     try:
-        placed = place_layers(judge.graph, judge.costs, judge.cluster, layers, judge)
+        placed = place_stages(judge.graph, judge.costs, judge.cluster, layers, judge)
     except (InfeasibleError, TimeLimitError) as error:
         log.info("no layer-wise plan to start from: %s", error.what)
         return None

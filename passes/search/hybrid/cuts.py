@@ -24,8 +24,8 @@ from passes.lower.job import Job
 from passes.search.hybrid.degrees import Degrees
 from passes.search.layer.dp import solve_dp
 from passes.search.layer.options import DevicePlan, DeviceTable, ScheduleOption
-from passes.search.layer.place import LayerRequest, prepare
 from passes.search.layer.problem import DevicePool
+from passes.search.layer.request import LayerRequest, prepare
 from passes.search.layer.search import LayerSearch
 from passes.search.layer.spaces import Space, make_space
 from passes.search.layer.tuning import TUNING

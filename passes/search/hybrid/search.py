@@ -132,13 +132,14 @@ class GroupSearch:
         """The ranges of the kinds of groups."""
         return Tables(self.piece_search, self.job, self.floors)
 
-    def survey(self, deadline: float, room: float = 1.0) -> Survey:
+    def survey(self, deadline: float, room: float = 1.0, known_seconds: float = math.inf) -> Survey:
         """Solve every option whose bound leaves it a chance, by rising bound. ``room``: share of the memory to plan with.
 
         ``deadline``: value of ``time.perf_counter`` to stop at, once something is found. Ctrl-C stops it likewise.
+        ``known_seconds``: of another plan's step.
         """
         listed = self.options()
-        search = _Survey(self, listed, room)
+        search = _Survey(self, listed, room, known_seconds)
         stopped: Literal["", "time limit", "interrupted"] = ""
         try:
             while search.least_seconds <= search.best_seconds * SLACK and search.least_seconds < math.inf:
@@ -234,10 +235,12 @@ class GroupSearch:
 class _Survey:
     """Options by their bounds, of four ranks; the option of the least bound gets the next, or is solved."""
 
-    def __init__(self, search: GroupSearch, options: Sequence[GroupOption], room: float) -> None:
+    def __init__(
+        self, search: GroupSearch, options: Sequence[GroupOption], room: float, known_seconds: float
+    ) -> None:
         self.search, self.options, self.room = search, options, room
         self.found: list[SolvedOption] = []
-        self.best_seconds = math.inf
+        self.best_seconds = known_seconds
         self.bounds: list[tuple[GroupOption, float]] = []
         """Options that are done with, and what none of their pipelines is below."""
         self._open: list[tuple[float, int, int]] = [

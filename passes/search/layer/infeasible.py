@@ -14,11 +14,11 @@ from cost_models.errors import InfeasibleError
 from cost_models.units import counted, format_bytes
 from passes.search.infeasible import shortfalls
 from passes.search.layer.dp import solve_dp
-from passes.search.layer.judge import Judged
 from passes.search.layer.options import DevicePlan, ScheduleOption, microbatch_counts
 from passes.search.layer.problem import DevicePool, StageSplit
-from passes.search.layer.search import LayerSearch, device_overflow
+from passes.search.layer.search import LayerSearch, SolvedSplit, device_overflow
 from passes.search.layer.tuning import TUNING
+from passes.search.provider import Judged
 
 NO_WAY = (
     "devices with more memory; more micro-batches, a smaller batch, more devices or recompute do not help"
@@ -27,7 +27,7 @@ NO_SPLIT = "other pins, another number of stages or another schedule: together t
 
 
 def infeasible(
-    search: LayerSearch, auto_microbatches: bool, least: Judged | None, capacity_scale: float
+    search: LayerSearch, auto_microbatches: bool, least: Judged[SolvedSplit] | None, capacity_scale: float
 ) -> InfeasibleError:
     """The error for a request that does not fit, with the shortfall of the least-bad split and what would fit.
 
@@ -37,7 +37,7 @@ def infeasible(
     option = _leanest(search.options)
     no_way = NO_WAY
     if least is not None:
-        because = [f"{_words(search, least.solved.option)}, the least-bad split, simulated:"]
+        because = [f"{_words(search, least.proposal.solved.option)}, the least-bad split, simulated:"]
         because += shortfalls(enumerate(least.simulated.peak_bytes), devices)
     else:
         because = [f"{_words(search, option)}, the least-bad split:"]

@@ -44,6 +44,8 @@ class SolvedSplit:
     """Rank of each stage."""
     cautious: bool = False
     """Found with slower links than there are."""
+    every_block: bool = False
+    """Stages that compute blocks again do so with all of theirs, not as few as fit."""
 
     @property
     def stages(self) -> IntArray:
@@ -149,10 +151,12 @@ class LayerSearch:
         bottleneck = max(work / (world * option.chunks), float(fastest.max()))
         return option.fill * work + (option.microbatches - option.fill) * option.chunks * bottleneck
 
-    def solve(self, deadline: float, capacity_scale: float = 1.0) -> list[OptionResult]:
-        """Best splits of every option that may still matter, by rising bound."""
+    def solve(
+        self, deadline: float, capacity_scale: float = 1.0, known_seconds: float = math.inf
+    ) -> list[OptionResult]:
+        """Best splits of every option that may still matter, by rising bound. ``known_seconds``: of another plan's step."""
         queue = sorted((self.floor_seconds(option), index) for index, option in enumerate(self.options))
-        best = math.inf
+        best = known_seconds
         results = []
         for floor, index in queue:
             option = self.options[index]
@@ -161,7 +165,7 @@ class LayerSearch:
                 results.append(OptionResult(option, (), floor, False, not late))
                 continue
             report_option(option, 0.0, sum(bool(r.solved) for r in results), len(results), len(queue))
-            result = self._solve_option(option, floor, deadline, best * TUNING.slack, capacity_scale)
+            result = self.solve_option(option, floor, deadline, best * TUNING.slack, capacity_scale)
             results.append(result)
             best = min([best, *(s.split.objective_seconds for s in result.solved)])
             report_found(best)
@@ -190,9 +194,10 @@ class LayerSearch:
                     added = replace(first, split=real, ranks=ranks, cautious=True)
                     results[index] = replace(results[index], solved=(*known, added))
 
-    def _solve_option(
+    def solve_option(
         self, option: ScheduleOption, floor: float, deadline: float, cutoff: float, capacity_scale: float
     ) -> OptionResult:
+        """Find the best splits of an option below ``cutoff``, in seconds; none is below ``floor``."""
         solved: list[SolvedSplit] = []
         bound, optimal = math.inf, True
         for index, space in enumerate(self.spaces):

@@ -9,7 +9,7 @@ from passes import compile as compiler
 from passes.lower.candidate import Candidate
 from passes.lower.job import Job
 from passes.search.judge import Carried, Judge
-from passes.search.layer.place import LayerRequest
+from passes.search.layer.request import LayerRequest
 from runtime.segment.microbatch import microbatch_sizes
 from tests.support.traced_models import small_gpt2
 

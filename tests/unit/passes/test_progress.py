@@ -14,7 +14,7 @@ from passes.search.feature.place import FeatureRequest
 from passes.search.free.request import FreeRequest
 from passes.search.hybrid.fix import Fix
 from passes.search.hybrid.request import HybridRequest
-from passes.search.layer.place import LayerRequest
+from passes.search.layer.request import LayerRequest
 from passes.search.request import Request
 from tests.unit.passes.search.hybrid.test_directions import SAMPLES, cluster, graph, planned
 

@@ -16,7 +16,7 @@ from passes.lower.job import Job
 from passes.search.feature.place import FeatureRequest
 from passes.search.free.request import FreeRequest
 from passes.search.hybrid.request import HybridRequest
-from passes.search.layer.place import LayerRequest
+from passes.search.layer.request import LayerRequest
 from passes.search.request import Request
 from passes.timings import pass_times, phase, run_pass
 from passes.trace.trace import trace

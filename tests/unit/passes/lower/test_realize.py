@@ -17,10 +17,10 @@ from passes.graph.recomputed import recomputed_ops
 from passes.lower.candidate import Candidate, anywhere
 from passes.lower.job import Job
 from passes.lower.realize import Realized, realize
-from passes.search.feature.outcome import sharded_candidate
 from passes.search.feature.place import FeatureRequest
+from passes.search.feature.provider import sharded_candidate
 from passes.search.free.request import FreeRequest
-from passes.search.layer.place import LayerRequest
+from passes.search.layer.request import LayerRequest
 from passes.search.request import Request
 from passes.trace.trace import trace
 from runtime.check.check import check

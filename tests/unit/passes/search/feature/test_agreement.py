@@ -22,8 +22,8 @@ from passes.graph.graph import OpGraph
 from passes.lower.job import Job
 from passes.lower.realize import realize
 from passes.search.feature.evaluate import WholeGraph
-from passes.search.feature.outcome import sharded_candidate
 from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
+from passes.search.feature.provider import sharded_candidate
 from passes.search.feature.setting import Setting
 from passes.shard.shard import shard_graph
 from passes.trace.trace import trace
@@ -178,7 +178,7 @@ def test_blocks_computed_again_cost_what_the_local_graph_says(name: str, how: st
     found = planned(graph, devices, {"*": pins} if pins else {}, mesh, blocks)
     assert found.cost.seconds > 1.1 * kept.cost.seconds
     assert found.cost.memory_bytes < kept.cost.memory_bytes
-    assert "computed again" in found.certificate.space
+    assert "computed again" in found.proof.space
     step, peak = [], []
     for placement, own in ((kept.placement, ()), (found.placement, blocks)):
         candidate = sharded_candidate(graph, placement, own)

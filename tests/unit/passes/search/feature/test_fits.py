@@ -14,8 +14,8 @@ from passes.compile import Compiled, compile_graph
 from passes.lower.candidate import Candidate
 from passes.lower.job import Job
 from passes.lower.realize import Realized
-from passes.search.feature import outcome as sharding
-from passes.search.feature.place import FeatureRequest, FeatureResult, place_features
+from passes.search.feature import provider
+from passes.search.feature.place import FeatureRequest, FeatureResult, MeshSurvey, survey_meshes
 from passes.search.judge import Judge, Simulated
 from passes.trace.trace import trace
 from tests.distributed.sharded_models import Mlp
@@ -32,10 +32,16 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[Compiled,
 
     def run(extra_bytes: int) -> tuple[Compiled, list[Search]]:
         def seen(
-            graph: object, costs: object, cluster: object, request: FeatureRequest, *rest: object
-        ) -> object:
-            found = place_features(graph, costs, cluster, request, *rest)  # type: ignore[arg-type]
-            searches.append((request.reserved_bytes, found))
+            graph: object,
+            costs: object,
+            cluster: object,
+            request: FeatureRequest,
+            *rest: object,
+            **more: object,
+        ) -> MeshSurvey:
+            found = survey_meshes(graph, costs, cluster, request, *rest, **more)  # type: ignore[arg-type]
+            if found.best is not None:
+                searches.append((request.reserved_bytes, found.best))
             return found
 
         def heavier(self: Judge, candidate: Candidate, realized: Realized) -> Simulated:
@@ -43,7 +49,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[Compiled,
             return replace(found, overflow_bytes=found.overflow_bytes + extra_bytes)
 
         searches.clear()
-        monkeypatch.setattr(sharding, "place_features", seen)
+        monkeypatch.setattr(provider, "survey_meshes", seen)
         monkeypatch.setattr(Judge, "simulated", heavier)
         tight = ClusterSpec.local(2, memory=MEMORY_BYTES)
         return compile_graph(GRAPH, tight, FeatureRequest(Job(512))), searches

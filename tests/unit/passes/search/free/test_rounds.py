@@ -26,8 +26,9 @@ from passes.search.free.splits import automatic_families
 from passes.search.free.tuning import FreeTuning
 from passes.search.free.variants import Attempt, TimeBudget, Variant
 from passes.search.judge import Carried, Judge
-from passes.search.layer.place import LayerRequest, place_layers
+from passes.search.layer.request import LayerRequest
 from passes.search.outcome import Outcome
+from passes.search.place import place_stages
 from tests.unit.passes.search.free.test_shapes import JOB, cluster, graph
 
 __all__ = ["graph"]
@@ -39,7 +40,7 @@ def request(limit: float, **others: Any) -> FreeRequest:
 
 def layers(graph: OpGraph, machine: ClusterSpec) -> Outcome:
     costs = costs_of(graph, machine)
-    return place_layers(graph, costs, machine, LayerRequest(JOB), Judge(graph, costs, machine, JOB))
+    return place_stages(graph, costs, machine, LayerRequest(JOB), Judge(graph, costs, machine, JOB))
 
 
 def rounds(graph: OpGraph, machine: ClusterSpec, limit: float) -> free_rounds._Rounds:

@@ -11,11 +11,11 @@ from benchmarks.feature_matrix import MODELS, load
 from cost_models.cluster import ClusterSpec
 from passes.compile import compile_graph
 from passes.lower.job import Job
-from passes.search.hybrid.place import HybridRequest
 from passes.search.hybrid.recipes.composed import Composed, composed
 from passes.search.hybrid.recipes.joints import Pieces, pieces_of
 from passes.search.hybrid.recipes.pieces import GroupKind, PieceSearch
 from passes.search.hybrid.recipes.ranges import HELD, STATE
+from passes.search.hybrid.request import HybridRequest
 from tests.support.matrix import thinned
 
 GROUPS = [(1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2)]

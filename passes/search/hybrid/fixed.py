@@ -11,7 +11,6 @@ micro-batches, ZeRO, recomputation                 a few candidates in order of 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,10 +32,8 @@ from passes.search.feature.pins import Pin, resolve
 from passes.search.hybrid.cuts import balanced_stages, stages_at_borders
 from passes.search.hybrid.degrees import Degrees, degrees_of, microbatch_counts
 from passes.search.hybrid.fix import pins_of_stages
-from passes.search.hybrid.found import place_groups
 from passes.search.hybrid.relax.fixed_infeasible import fixed_infeasible
 from passes.search.hybrid.request import HybridRequest
-from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.stages import Axes, StageSearch, StageSharded, StageWish
 from passes.search.judge import Judge, Simulated
 from passes.search.microbatches import accepted_counts
@@ -71,7 +68,7 @@ class _Cut:
     stages: StageSearch
 
 
-def place_stages(
+def place_fixed(
     graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: HybridRequest, judge: Judge
 ) -> Outcome:
     """Plan what ``request`` fixes, filled in.
@@ -79,14 +76,6 @@ def place_stages(
     Raises UsageError for what cannot hold, InfeasibleError if nothing fits, TimeLimitError if nothing that fits was found.
     """
     started = time.perf_counter()
-    if request.open:
-        limit = request.time_limit_seconds
-        deadline = math.inf if limit is None else started + limit
-        recompute = request.fix.recompute or request.recompute
-        found = GroupSearch(
-            graph, costs, cluster, request.job, request.microbatches, request.schedule, recompute
-        )
-        return place_groups(found, judge, request.fix.one_queue(cluster), deadline)
     search = _Hybrid(graph, costs, cluster, request, judge)
     tried = search.run()
     fitting = [t for t in tried if t[0].fits]

@@ -1,0 +1,221 @@
+"""The fastest pipeline of all providers: their proposals simulated, the fastest that fits, with one certificate.
+
+    provider by provider: proposals, best first ─► cannot win, or simulated ─► fits, or solved again with less memory
+
+The surrogate ranks, the simulation decides. A provider is told the fastest step so far, and solves only what may beat it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from passes.interrupts import keep_from_here, may_be_lost
+from passes.progress import report_simulating
+from passes.search.certificate import Certificate, relative_gap
+from passes.search.judge import MEMORY_ROUNDS, Judge, Simulated, memory_rounds
+from passes.search.outcome import Label, Outcome, RunnerUp
+from passes.search.provider import Judged, Proposal, Provider, SolvedT, Valued
+
+log = logging.getLogger("partitioner")
+
+ROOM_LEFT = 0.995
+"""Share of the memory that is planned with beyond what a simulation found too large. By hand."""
+OPTIMAL = 1e-3
+"""Gap up to which a pipeline is called optimal: bottlenecks are told apart to so much (``passes.search.hybrid.bounds``)."""
+
+
+def fastest_of(providers: Sequence[Provider[Any]], judge: Judge, deadline: float) -> Outcome:
+    """Return the fastest pipeline that fits; on Ctrl-C, or at the deadline, the fastest found so far.
+
+    Raises what the first provider says if nothing fits, KeyboardInterrupt if nothing is found yet.
+    """
+    search, interrupted = _Search(judge, time.perf_counter(), deadline), False
+    try:
+        for number, provider in enumerate(providers):
+            search.run(provider, others=len(providers) - 1 - number)
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        interrupted = True
+    if search.best is None:
+        first = search.ran[0]
+        raise first.refusal([j for p, j in search.tried if p is first], search.rooms[0])
+    return search.outcome(interrupted=interrupted)
+
+
+def until_it_fits(
+    provider: Provider[SolvedT],
+    judge: Judge,
+    proposal: Proposal[SolvedT],
+    room: float,
+    seen: set[Hashable],
+    best_seconds: float = math.inf,
+    known_seconds: float = math.inf,
+) -> list[Judged[SolvedT]]:
+    """Simulate a proposal; while it overflows and may win, the same solved again as if devices were smaller.
+
+    A search's memory is an estimate, off by much the same for all pipelines of an option. ``seen``: identities of what was
+    simulated, and is not again; ``best_seconds``: of the fastest step so far; ``known_seconds``: of surrogates, likewise.
+    """
+    tried: list[Judged[SolvedT]] = []
+    while len(tried) < MEMORY_ROUNDS and proposal.identity not in seen:
+        if proposal.identity is not None:
+            seen.add(proposal.identity)
+        tried.append(Judged(proposal, judge.simulate(provider.candidate(proposal))))
+        if tried[-1].simulated.fits or tried[-1].simulated.step_seconds >= best_seconds:
+            break
+        smaller = provider.leaner(tried[-1], room, known_seconds)
+        if smaller is None:
+            break
+        proposal, room = smaller
+    return tried
+
+
+def share_of_need(judge: Judge, simulated: Simulated) -> float:
+    """Return the least share that a device has of what it needs."""
+    devices = judge.cluster.devices
+    return min(d.memory_bytes / peak for d, peak in zip(devices, simulated.peak_bytes, strict=True) if peak)
+
+
+class _Search:
+    """The providers that ran so far, and what was simulated of theirs."""
+
+    def __init__(self, judge: Judge, started: float, deadline: float) -> None:
+        self.judge, self.started, self.deadline = judge, started, deadline
+        self.ran: list[Provider[Any]] = []
+        self.rooms: list[float] = []
+        """The share of the memory that each provider that ran planned with last."""
+        self.tried: list[tuple[Provider[Any], Judged[Any]]] = []
+        self.bounded: list[RunnerUp] = []
+        """Proposals that were proved to be slower."""
+        self._seen: set[Hashable] = set()
+
+    @property
+    def best(self) -> tuple[Provider[Any], Judged[Any]] | None:
+        """The fastest that fits."""
+        fitting = [own for own in self.tried if own[1].simulated.fits]
+        return min(fitting, key=lambda own: own[1].simulated.step_seconds, default=None)
+
+    @property
+    def best_seconds(self) -> float:
+        """Its simulated step; infinite without any."""
+        return math.inf if self.best is None else self.best[1].simulated.step_seconds
+
+    @property
+    def known_seconds(self) -> float:
+        """The seconds that surrogates of others are compared with: its own surrogate, if that is above its simulation."""
+        return math.inf if self.best is None else max(self.best_seconds, self.best[1].proposal.seconds)
+
+    def run(self, provider: Provider[Any], others: int) -> None:
+        """Simulate what a provider proposes: half of the time left to solve, then half of the rest if ``others`` follow."""
+        solve_until = _later(self.deadline, 1 / 2)
+        until = _later(self.deadline, 3 / 4) if others else self.deadline
+        self.ran.append(provider)
+        self.rooms.append(1.0)
+
+        def round_of(_: int, room: float) -> float | None:
+            """Simulate what is best with this share of the memory; the share to go on with, if nothing fits."""
+            self.rooms[-1] = room
+            tried = self._simulated(
+                provider, provider.proposals(self.known_seconds, room, solve_until), room, until
+            )
+            if not tried or self.best is not None:
+                return None
+            smaller = room * ROOM_LEFT * max(share_of_need(self.judge, own.simulated) for own in tried)
+            log.info("nothing fits; searching again with %.0f%% of the memory", 100 * smaller)
+            return smaller
+
+        memory_rounds(round_of, 1.0)
+
+    def _simulated(
+        self, provider: Provider[Any], proposals: Sequence[Proposal[Any]], room: float, until: float
+    ) -> list[Judged[Any]]:
+        """Simulate the proposals that may win; return what was simulated."""
+        tried: list[Judged[Any]] = []
+        waiting: list[Proposal[Any]] = []
+        overflowing: set[object] = set()
+        for proposal in proposals:
+            if self.best is not None and time.perf_counter() > until:
+                break
+            if proposal.seconds > provider.slack * self.known_seconds or self._is_slower(provider, proposal):
+                continue
+            if proposal.option in overflowing:
+                waiting.append(proposal)
+                continue
+            found = self._judged(provider, proposal, room)
+            tried += found
+            if found and not found[-1].simulated.fits:
+                overflowing.add(proposal.option)
+        for proposal in waiting:
+            if self.best is not None:
+                break
+            tried += self._judged(provider, proposal, room)
+        return tried
+
+    def _judged(self, provider: Provider[Any], proposal: Proposal[Any], room: float) -> list[Judged[Any]]:
+        report_simulating(proposal.option)
+        with may_be_lost(self.best is not None):
+            found = until_it_fits(
+                provider, self.judge, proposal, room, self._seen, self.best_seconds, self.known_seconds
+            )
+        self.tried += [(provider, own) for own in found]
+        if self.best is not None:
+            keep_from_here()
+        return found
+
+    def _is_slower(self, provider: Provider[Any], proposal: Proposal[Any]) -> bool:
+        """Tell if a proposal is proved slower than the best: sharded ones cost as much to bound as to simulate."""
+        bound, best = proposal.least_seconds, self.best_seconds
+        if math.isinf(best):
+            return False
+        candidate = provider.candidate(proposal)
+        if bound < best and not candidate.shardings:
+            bound = max(bound, self.judge.lower_bound_seconds(candidate))
+        if bound < best:
+            return False
+        self.bounded.append(RunnerUp(Label.of(candidate), bound, proposal.peak_bytes, bounded=True))
+        return True
+
+    def outcome(self, *, interrupted: bool) -> Outcome:
+        """Return the best, with its certificate."""
+        assert self.best is not None
+        provider, best = self.best
+        valued = provider.valued(best.proposal)
+        certificate = self._certificate(provider, valued, interrupted=interrupted)
+        others = [own.runner_up for _, own in self.tried if own is not best] + self.bounded
+        runner_ups = tuple(sorted(others, key=lambda runner_up: runner_up.step_seconds))
+        return Outcome(best.simulated, self.judge, certificate, runner_ups, details=valued.details)
+
+    def _certificate(self, provider: Provider[Any], valued: Valued, *, interrupted: bool) -> Certificate:
+        """About the families of all providers that ran."""
+        proved = [own.proved() for own in self.ran]
+        objective = valued.objective_seconds
+        bound = min([objective, *(own.bound_seconds for own in proved)])
+        stopped = "interrupted" if interrupted else next((own.stopped for own in proved if own.stopped), "")
+        terms = valued.terms
+        if terms is not None:
+            terms = replace(terms, options=tuple(term for own in proved for term in own.options))
+        whole = [own.whole_ops_bound_seconds for own in proved if own.whole_ops_bound_seconds]
+        return Certificate(
+            objective=provider.objective,
+            objective_seconds=objective,
+            bound_seconds=bound,
+            gap=relative_gap(objective, bound),
+            whole_ops_bound_seconds=min(whole, default=0.0),
+            space="; or ".join(own.space for own in proved),
+            method="; ".join(dict.fromkeys(own.method for own in proved)),
+            solver_status=stopped or ("optimal" if bound >= objective * (1 - OPTIMAL) else "bounded"),
+            search_seconds=time.perf_counter() - self.started,
+            terms=terms,
+        )
+
+
+def _later(deadline: float, share: float) -> float:
+    """Return the moment when this share of the time until the deadline is gone."""
+    now = time.perf_counter()
+    return deadline if math.isinf(deadline) else now + share * (deadline - now)

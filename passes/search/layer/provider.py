@@ -1,0 +1,198 @@
+"""Pipelines of single devices, cut anywhere, as proposals: splits of every schedule and number of micro-batches.
+
+OpGraph ─► units ─► for every micro-batch count × schedule: the surrogate's exact minimum and other good splits
+        ─► the best of all, the best of each schedule that is nearly as good, a cautious one, one without cuts
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from cost_models.errors import PartitionerError
+from passes.lower.candidate import Candidate
+from passes.search.certificate import BoundTerm
+from passes.search.judge import Judge
+from passes.search.layer.infeasible import infeasible
+from passes.search.layer.lean import all_blocks, fewest_blocks
+from passes.search.layer.request import LayerRequest, prepare
+from passes.search.layer.search import LayerSearch, OptionResult, SolvedSplit, busiest_seconds
+from passes.search.layer.tuning import TUNING
+from passes.search.provider import Judged, Proposal, Proved, Valued
+
+STAGES_RECOMPUTE = {
+    "auto": "a stage that does not fit computes all its blocks again (the plan then keeps what fits)",
+    "full": "every stage computes its blocks again",
+}
+"""The part of recompute in the surrogate, in words for the certificate."""
+NAMED = 16
+"""Options that a certificate names. By hand: more than anybody reads."""
+
+
+@dataclass(eq=False)
+class LayerProvider:
+    """Proposes pipelines whose stages run on one device each."""
+
+    judge: Judge
+    request: LayerRequest
+    objective = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * largest"
+    slack = TUNING.one_of_each
+    _results: list[Sequence[OptionResult]] = field(default_factory=list)
+
+    @cached_property
+    def search(self) -> LayerSearch:
+        """The search of the request."""
+        judge = self.judge
+        return prepare(judge.graph, judge.costs, judge.cluster, self.request)
+
+    @cached_property
+    def _floor_seconds(self) -> float:
+        """Seconds that no pipeline of single devices is below: no more of them work than there are places to cut."""
+        costs, devices = self.judge.costs, {d.speed_alone: d for d in self.judge.cluster.devices}.values()
+        batch = self.request.job.batch_size
+        each = [costs.seconds(batch, device) for device in devices]
+        work = min(float((s.forward + s.backward_input + s.backward_weight).sum()) for s in each)
+        return work / min(self.judge.cluster.world_size, TUNING.most_intervals, len(costs.ops))
+
+    def proposals(
+        self, known_seconds: float, room: float, deadline: float
+    ) -> Sequence[Proposal[SolvedSplit]]:
+        """Return the splits that are worth a simulation; see ``Provider``."""
+        if math.isfinite(known_seconds) and self._floor_seconds > known_seconds * self.slack:
+            return []
+        results = self.search.solve(deadline, room, known_seconds)
+        self._results.append(results)
+        ranked = _ranked(results, self.request.simulations)
+        if not any(len(solved.ranks) == 1 for solved in ranked):
+            ranked += self._on_one_device(room, deadline)
+        return [self._proposal(solved) for solved in ranked]
+
+    def _on_one_device(self, room: float, deadline: float) -> list[SolvedSplit]:
+        """Return the best without cuts: messages that cost more than they save, only the simulation sees."""
+        plain = [option for option in self.search.options if option.chunks == 1]
+        if self.search.pins or self.search.min_stages > 1 or not plain:
+            return []
+        one_schedule = [option for option in plain if option.schedule == plain[0].schedule]
+        alone = replace(self.search, max_stages=1, options=one_schedule, _plans={})
+        solved = [s for result in alone.solve(deadline, room) for s in result.solved]
+        return sorted(solved, key=lambda s: s.split.objective_seconds)[:1]
+
+    def _proposal(self, solved: SolvedSplit) -> Proposal[SolvedSplit]:
+        split = solved.split
+        return Proposal(
+            solved,
+            split.objective_seconds,
+            option=solved.option,
+            identity=(
+                solved.option,
+                solved.ranks,
+                solved.stages.tobytes(),
+                split.recomputed,
+                solved.every_block,
+            ),
+            least_seconds=busiest_seconds(self.search, solved),
+            peak_bytes=round(max(self._estimated_bytes(solved))),
+        )
+
+    def candidate(self, proposal: Proposal[SolvedSplit]) -> Candidate:
+        """Make the split a placement of the model's ops, with as few blocks computed again as fit."""
+        search, solved = self.search, proposal.solved
+        return Candidate(
+            stage_of=dict(zip(search.model.names, solved.stages.tolist(), strict=True)),
+            groups=tuple((rank,) for rank in solved.ranks),
+            microbatches=solved.option.microbatches,
+            schedule=solved.option.schedule,
+            recomputed_blocks=(all_blocks if solved.every_block else fewest_blocks)(search, solved),
+        )
+
+    def leaner(
+        self, judged: Judged[SolvedSplit], room: float, known_seconds: float
+    ) -> tuple[Proposal[SolvedSplit], float] | None:
+        """Compute all blocks of stages that recompute again; after that, solve the option with less memory."""
+        solved = judged.proposal.solved
+        if judged.simulated.candidate.recomputed_blocks != all_blocks(self.search, solved):
+            return self._proposal(replace(solved, every_block=True)), room
+        room = TUNING.room_left * self._estimated_share(judged)
+        result = self.search.solve_option(solved.option, 0.0, math.inf, known_seconds * self.slack, room)
+        return (self._proposal(result.solved[0]), room) if result.solved else None
+
+    def _estimated_bytes(self, solved: SolvedSplit) -> list[float]:
+        """Bytes that each rank holds, as the surrogate counts them."""
+        held = [0.0] * len(self.search.cluster.devices)
+        for rank, size in zip(solved.ranks, solved.split.memory_bytes, strict=True):
+            held[rank] += size
+        return held
+
+    def _estimated_share(self, judged: Judged[SolvedSplit]) -> float:
+        """Estimated / simulated bytes, the least of all devices that overflow."""
+        ranks = zip(
+            self._estimated_bytes(judged.proposal.solved), judged.simulated.peak_bytes, self.search.cluster.devices,
+            strict=True,
+        )  # fmt: skip
+        return min(held / peak for held, peak, device in ranks if peak > device.memory_bytes)
+
+    def proved(self) -> Proved:
+        """Return the bound over all options, and each option's, the lowest by name."""
+        if not self._results:
+            return Proved(
+                "stages on single devices, bounded together", "work / devices", self._floor_seconds, ()
+            )
+        search, results = self.search, self._results[0]
+        space = "; and ".join(s.name for s in search.spaces)
+        if search.min_stages > 1:
+            space += f"; {search.min_stages} devices or more"
+        if search.recompute != "none" and search.model.blocks:
+            space += f"; {STAGES_RECOMPUTE[search.recompute]}"
+        solved = sum(result.looked_at for result in results)
+        space += (
+            f"; {search.plan(search.options[0]).text}; {solved} of {len(results)} schedules and micro-batch counts "
+            f"solved, the rest bounded"
+        )
+        return Proved(
+            space,
+            "dynamic program over cuts, branch and bound over bottlenecks",
+            min((result.bound_seconds for result in results), default=math.inf),
+            tuple(_bound_terms(results)),
+            "" if all(result.optimal for result in results) else "time limit",
+            search.lower_bound_seconds(),
+        )
+
+    def valued(self, proposal: Proposal[SolvedSplit]) -> Valued:
+        """Return the surrogate as the search has it: ``passes.search.layer.problem.evaluate`` valued it already."""
+        return Valued(proposal.seconds)
+
+    def refusal(self, tried: Sequence[Judged[SolvedSplit]], room: float) -> PartitionerError:
+        """Say what is short in the split that overflows least, and what would fit."""
+        least = min(tried, key=lambda own: own.simulated.overflow_bytes, default=None)
+        return infeasible(self.search, self.request.microbatches == "auto", least, room)
+
+
+def _ranked(results: Sequence[OptionResult], count: int) -> list[SolvedSplit]:
+    """Best first by surrogate, after the best of every schedule that is nearly as good and one cautious
+    split."""
+    solved = sorted((s for r in results for s in r.solved), key=lambda s: s.split.objective_seconds)
+    if not solved:
+        return []
+    worth = solved[0].split.objective_seconds * TUNING.one_of_each
+    first: dict[tuple[str, int], SolvedSplit] = {}
+    for s in solved:
+        if s.split.objective_seconds <= worth:
+            first.setdefault((s.option.schedule, s.option.chunks), s)
+    leaders = list(first.values())
+    leaders += [s for s in solved if s.cautious and s not in leaders][:1]
+    return [*leaders, *(s for s in solved if s not in leaders)][:count]
+
+
+def _bound_terms(results: Iterable[OptionResult]) -> Iterable[BoundTerm]:
+    """Yield the bounds of all options, the lowest by name, the others together."""
+    bounds = sorted(results, key=lambda result: result.bound_seconds)
+    for result in bounds[:NAMED]:
+        seconds = result.bound_seconds
+        option = f"single devices, {result.option}"
+        yield BoundTerm(option, 1, seconds if math.isfinite(seconds) else None)
+    if others := [result.bound_seconds for result in bounds[NAMED:]]:
+        yield BoundTerm(
+            "single devices, others", len(others), others[0] if math.isfinite(others[0]) else None
+        )

@@ -1,0 +1,68 @@
+"""One search for stages: on single devices, on device groups, and one that all devices share.
+
+strategy    families of pipelines (``passes.search.provider``)
+layer       stages on single devices, cut anywhere
+feature     one stage, sharded over all devices in any way
+hybrid      stages on device groups; then both of the above, as far as they may be faster
+hybrid, something fixed        what is fixed, filled in (``passes.search.hybrid.fixed``)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from cost_models.cluster import ClusterSpec
+from passes.costs.costs import GraphCosts
+from passes.graph.graph import OpGraph
+from passes.search.fastest import fastest_of
+from passes.search.feature.place import FeatureRequest
+from passes.search.feature.provider import MeshProvider
+from passes.search.hybrid.fixed import place_fixed
+from passes.search.hybrid.provider import GroupsProvider
+from passes.search.hybrid.request import HybridRequest
+from passes.search.hybrid.search import GroupSearch
+from passes.search.judge import Judge
+from passes.search.layer.provider import LayerProvider
+from passes.search.layer.request import LayerRequest
+from passes.search.outcome import Outcome
+from passes.search.provider import Provider
+
+MOST_DEVICES_OF_A_MESH = 64
+"""Devices up to which the hybrid search looks at one stage on general meshes too, shards across nodes included: beyond, a
+mesh takes seconds to price (docs/06c-feature-wise.md), and sharding across many nodes does not win."""
+
+StagesRequest = LayerRequest | FeatureRequest | HybridRequest
+
+
+def place_stages(
+    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: StagesRequest, judge: Judge
+) -> Outcome:
+    """Return the fastest pipeline of the request's families that fits, in simulation, with its certificate.
+
+    Raises UsageError for what cannot hold, InfeasibleError with ways out if nothing fits, TimeLimitError if nothing was
+    found in time.
+    """
+    limit = request.time_limit_seconds
+    deadline = math.inf if limit is None else time.perf_counter() + limit
+    if isinstance(request, HybridRequest) and not request.open:
+        return place_fixed(graph, costs, cluster, request, judge)
+    return fastest_of(_providers(graph, costs, cluster, request, judge), judge, deadline)
+
+
+def _providers(
+    graph: OpGraph, costs: GraphCosts, cluster: ClusterSpec, request: StagesRequest, judge: Judge
+) -> list[Provider[Any]]:
+    if isinstance(request, LayerRequest):
+        return [LayerProvider(judge, request)]
+    if isinstance(request, FeatureRequest):
+        return [MeshProvider(judge, request)]
+    job, counts, recompute = request.job, request.microbatches, request.fix.recompute or request.recompute
+    groups = GroupSearch(graph, costs, cluster, job, counts, request.schedule, recompute)
+    found: list[Provider[Any]] = [GroupsProvider(groups, judge, request.fix.one_queue(cluster))]
+    single = LayerRequest(job, microbatches=counts, schedule=request.schedule, recompute=recompute)
+    found.append(LayerProvider(judge, single))
+    if groups.counts and request.schedule == "auto" and 1 < cluster.world_size <= MOST_DEVICES_OF_A_MESH:
+        found.append(MeshProvider(judge, FeatureRequest(job, microbatches=counts, recompute=recompute)))
+    return found

@@ -1,0 +1,115 @@
+"""Providers: families of pipelines, each with an exact solver of its own, behind one interface.
+
+    stages on single devices, cut anywhere            passes.search.layer
+    stages on device groups, sharded inside           passes.search.hybrid
+    one stage, sharded over all devices in any way    passes.search.feature
+
+A provider proposes pipelines, best first by its surrogate, and proves a bound on its whole family;
+``passes.search.fastest`` simulates the proposals of all providers and takes the fastest that fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, Protocol, TypeVar
+
+from cost_models.errors import PartitionerError
+from passes.lower.candidate import Candidate
+from passes.search.certificate import BoundTerm, PipelineTerms
+from passes.search.judge import Simulated
+from passes.search.outcome import Label, RunnerUp, ShardingDetails
+
+Solved_co = TypeVar("Solved_co", covariant=True)
+SolvedT = TypeVar("SolvedT")
+
+
+@dataclass(frozen=True, eq=False)
+class Proposal(Generic[Solved_co]):
+    """A pipeline that is worth a simulation."""
+
+    solved: Solved_co
+    """The provider's own record of it."""
+    seconds: float
+    """The surrogate of its step."""
+    option: Hashable = None
+    """Equal for pipelines that are much alike: after one that overflows, the others wait until nothing else fits."""
+    identity: Hashable = None
+    """Equal for equal pipelines, none of which is simulated twice; None: not known."""
+    least_seconds: float = 0.0
+    """Seconds that its simulation cannot be below."""
+    peak_bytes: int = 0
+    """Bytes on the fullest device, as the provider estimates them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Judged(Generic[Solved_co]):
+    """A proposal and what its simulation said."""
+
+    proposal: Proposal[Solved_co]
+    simulated: Simulated
+
+    @property
+    def runner_up(self) -> RunnerUp:
+        """It as one of those that were not chosen."""
+        return RunnerUp.of(Label.of(self.simulated.candidate), self.simulated)
+
+
+@dataclass(frozen=True, eq=False)
+class Proved:
+    """The bound of a provider on its family."""
+
+    space: str
+    """The family in words, for the certificate."""
+    method: str
+    bound_seconds: float
+    """No pipeline of the family has a surrogate below; infinite where none fits."""
+    options: tuple[BoundTerm, ...]
+    """The options of the family, the lowest bounds by name."""
+    stopped: Literal["", "time limit", "interrupted"] = ""
+    """The reason why the bound is not as good as it could be, if there is one."""
+    whole_ops_bound_seconds: float = 0.0
+    """Seconds that no pipeline of single devices simulates below; 0 where the family has none."""
+
+
+@dataclass(frozen=True, eq=False)
+class Valued:
+    """The surrogate of a chosen pipeline, valued by its definition."""
+
+    objective_seconds: float
+    terms: PipelineTerms | None = None
+    """The numbers that it follows from."""
+    details: ShardingDetails | None = None
+
+
+class Provider(Protocol[SolvedT]):
+    """A family of pipelines with its solver."""
+
+    objective: str
+    """The surrogate, as a formula."""
+    slack: float
+    """Proposals whose surrogate is above that of the fastest step so far by this factor are not simulated."""
+
+    def proposals(self, known_seconds: float, room: float, deadline: float) -> Sequence[Proposal[SolvedT]]:
+        """Solve all options that may be faster than ``known_seconds`` by surrogate; return what to simulate, in that order.
+
+        ``room``: share of the memory to plan with; ``deadline``: value of ``time.perf_counter`` to stop at, once
+        something is found. Ctrl-C stops it likewise.
+        """
+
+    def candidate(self, proposal: Proposal[SolvedT]) -> Candidate:
+        """Return the placement that a proposal is."""
+
+    def leaner(
+        self, judged: Judged[SolvedT], room: float, known_seconds: float
+    ) -> tuple[Proposal[SolvedT], float] | None:
+        """Return a proposal like one that overflows, with less memory, and the room it was solved with."""
+
+    def proved(self) -> Proved:
+        """Return the bound of the first call of ``proposals``."""
+
+    def valued(self, proposal: Proposal[SolvedT]) -> Valued:
+        """Value a proposal that is chosen."""
+
+    def refusal(self, tried: Sequence[Judged[SolvedT]], room: float) -> PartitionerError:
+        """Return the error for a family of which nothing fits. ``room``: that of the last proposals."""
