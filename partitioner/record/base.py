@@ -59,6 +59,9 @@ class PipelineTermsRecord(Record):
         description="micro-batches that each stage holds at once"
     )
     options: tuple[BoundTermRecord, ...]
+    in_turn: bool = Field(
+        default=False, description="cuts delay one of their two stages: both directions share one queue"
+    )
 
 
 class CertificateRecord(Record):

@@ -2,18 +2,20 @@
 
     t_s  = microbatch_seconds + once_seconds / m         x_s = cut_seconds, in front of stage s
     D_s  = Σ_{r ≥ s} t_r + Σ_{r > s} x_r                 what stage s waits for until a micro-batch is back
-    T    = max over stages of  t_s,  x_s,  and D_s / (in_flight_s · chunks) where in_flight_s < m
+    T    = max over stages of  t_s,  x_s,  and D_s / (in_flight_s · chunks) where in_flight_s < m; and q
+    q    = where stages run in turn: max over stages of t_s and the cuts charged to s; a cut behind a stage with
+           in_flight < m is charged to the stage before or behind it, whichever way makes q least
 
     objective = fill · Σ_s (t_s + x_s) + (m - fill) · chunks · T
     bound     = least bound of any option, or the objective        gap = (objective - bound) / objective
 
-Schedules of groups: fill is 1 of 1f1b and gpipe, 1 / chunks of interleaved; in flight are all m micro-batches of gpipe, and
-of 1f1b as many as there are stages from here to the end.
+Fill is 1 of 1f1b and gpipe, 1 / chunks of interleaved, 1/3 of zb-h1 and zb-h2, 1/6 of zb-v; in flight are all m
+micro-batches of gpipe, and of 1f1b as many as there are stages from here to the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from partitioner.record.base import CertificateRecord, PipelineTermsRecord
@@ -39,8 +41,24 @@ def added_up(terms: PipelineTermsRecord) -> tuple[float, float]:
         waits = (total - before - cut) / (held * chunks) if held < m else 0.0
         longest = max(longest, stage, cut, waits)
         before += stage + cut
+    if terms.in_turn:
+        longest = max(longest, _charged(own, terms.in_flight, m))
     bounds = [row.bound_seconds for row in terms.options if row.bound_seconds is not None]
     return terms.fill * total + (m - terms.fill) * chunks * longest, min(bounds, default=float("inf"))
+
+
+def _charged(own: Sequence[tuple[float, float]], in_flight: Sequence[int], microbatches: int) -> float:
+    """Return the least longest stage, over all ways to charge each cut to the stage before or behind it."""
+    found = {0.0: 0.0}  # what the stage at hand pays for the cut in front of it -> the longest stage before
+    for number, (seconds, _) in enumerate(own):
+        behind = own[number + 1][1] if number + 1 < len(own) and in_flight[number] < microbatches else 0.0
+        paying: dict[float, float] = {}
+        for paid, longest in found.items():
+            for mine in (0.0, behind):  # the rest of the cut behind is the next stage's
+                total = max(longest, seconds + paid + mine)
+                paying[behind - mine] = min(total, paying.get(behind - mine, float("inf")))
+        found = paying
+    return min(found.values())
 
 
 def contradictions(plan: PlanFields) -> Iterator[str]:
@@ -64,7 +82,7 @@ def contradictions(plan: PlanFields) -> Iterator[str]:
 def _of_schedule(schedule: str, terms: PipelineTermsRecord) -> Iterator[str]:
     """Yield what the schedule says otherwise."""
     where, m, count = "certificate.terms", terms.microbatches, len(terms.in_flight)
-    fill = 1 / terms.chunks if schedule == "interleaved" else 1.0
+    fill = {"interleaved": 1 / terms.chunks, "zb-h1": 1 / 3, "zb-h2": 1 / 3, "zb-v": 1 / 6}.get(schedule, 1.0)
     if abs(terms.fill - fill) > ROUNDING:
         yield f"{where}.fill: {terms.fill!r}, {schedule} has {fill!r}"
     expected = {"gpipe": [m] * count, "1f1b": [min(m, count - s) for s in range(count)]}.get(schedule)

@@ -34,5 +34,6 @@ def describe_certificate(found: Certificate) -> CertificateRecord:
             ),
             in_flight=tuple(stage.in_flight for stage in found.terms.stages),
             options=tuple(BoundTermRecord(**vars(term)) for term in found.terms.options),
+            in_turn=found.terms.in_turn,
         )
     return CertificateRecord(**fields)

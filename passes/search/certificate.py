@@ -45,10 +45,11 @@ class PipelineTerms:
     """The numbers that a pipeline's surrogate follows from, and those of its bound.
 
         t_s = microbatch_seconds + once_seconds / microbatches         x_s = cut_seconds, in front of stage s
-        T   = max(t_s, x_s, what stage s may wait for / (in_flight_s · chunks), where in_flight_s < microbatches)
+        T   = max(t_s, x_s, what stage s may wait for / (in_flight_s · chunks), where in_flight_s < microbatches, q)
         objective = fill · Σ (t_s + x_s) + (microbatches - fill) · chunks · T         bound = min over options
 
-    What stage s may wait for: t_s and everything behind it.
+    What stage s may wait for: t_s and everything behind it. q, of stages that run in turn: each x_s behind a stage with
+    in_flight < microbatches is charged to one of its two stages, the cheapest way; q is the longest t_s with its charges.
     """
 
     fill: float
@@ -59,10 +60,12 @@ class PipelineTerms:
     stages: tuple[StageTerms, ...]
     options: tuple[BoundTerm, ...] = ()
     """All options of the space, the lowest bounds by name."""
+    in_turn: bool = False
+    """Stages run one forward and one backward in turn, and q counts: of single devices, whose messages share one queue."""
 
     @property
     def objective_seconds(self) -> float:
-        """The surrogate of a step."""
+        """The surrogate of a step, q left out."""
         m, behind, longest = self.microbatches, 0.0, 0.0
         for stage in reversed(self.stages):
             own = stage.microbatch_seconds + stage.once_seconds / m
@@ -96,7 +99,7 @@ class Certificate:
     """Seconds that no plan of whole ops simulates below, in the numbers of micro-batches that the search may choose; 0
     where the search is about other plans."""
     terms: PipelineTerms | None = None
-    """The numbers that objective and bound follow from, where the search is over pipelines of device groups."""
+    """The numbers that objective and bound follow from, where the search is over pipelines."""
 
     def __post_init__(self) -> None:
         if self.bound_seconds > self.objective_seconds * (1 + ROUNDING):

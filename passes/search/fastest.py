@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from passes.interrupts import keep_from_here, may_be_lost
-from passes.progress import report_simulating
+from passes.progress import report_phase, report_simulating
 from passes.search.certificate import Certificate, relative_gap
 from passes.search.judge import MEMORY_ROUNDS, Judge, Simulated, memory_rounds
 from passes.search.outcome import Label, Outcome, RunnerUp
@@ -113,6 +113,7 @@ class _Search:
 
     def run(self, provider: Provider[Any], others: int) -> None:
         """Simulate what a provider proposes: half of the time left to solve, then half of the rest if ``others`` follow."""
+        report_phase(provider.words)
         solve_until = _later(self.deadline, 1 / 2)
         until = _later(self.deadline, 3 / 4) if others else self.deadline
         self.ran.append(provider)

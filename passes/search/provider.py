@@ -85,6 +85,8 @@ class Valued:
 class Provider(Protocol[SolvedT]):
     """A family of pipelines with its solver."""
 
+    words: str
+    """Its stages in a few words, for who watches the search."""
     objective: str
     """The surrogate, as a formula."""
     slack: float

@@ -39,7 +39,7 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
         pinned_to="stage",
         options=frozenset({"schedule", "min_stages", "max_stages", "recompute"}),
         not_considered=("data parallelism", "tensor parallelism", "ZeRO sharding"),
-        best_of="its schedule",
+        best_of="any pipeline of single devices",
         stages="devices",
     ),
     "feature": StrategyWords(
@@ -59,9 +59,9 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
         pinned_to="layout",
         options=frozenset({"fix", "schedule", "recompute"}),
         not_considered=(
-            "unequal device groups and devices left out, unless fixed",
-            "shards over two mesh axes, or of sums that replicas leave, unless fixed",
-            "halves of backward apart, unless the schedule is given",
+            "unequal device groups among equal nodes, unless fixed",
+            "shards over two mesh axes in a pipeline, unless fixed",
+            "halves of backward apart on device groups, unless the schedule is given",
             "overlap of collectives with computing, but for sums of gradients",
         ),
         best_of="any plan",
@@ -82,7 +82,7 @@ STRATEGY_WORDS: Mapping[str, StrategyWords] = {
 }
 
 AUTO_NOT_CONSIDERED = (
-    "unequal device groups, and groups that leave devices out",
+    "unequal device groups among equal nodes",
     "overlap of collectives with computing, but for sums of gradients",
 )
 """Techniques that none of the strategies looks at."""

@@ -19,7 +19,7 @@ from cost_models.units import counted, format_bytes
 from passes.graph.blocks import block_of, regions_of
 from passes.graph.graph import OpGraph
 from passes.lower.candidate import Candidate
-from passes.search.certificate import BoundTerm
+from passes.search.certificate import BoundTerm, PipelineTerms, StageTerms
 from passes.search.feature.place import OBJECTIVE, FeatureRequest, FeatureResult, MeshSurvey, survey_meshes
 from passes.search.feature.tuning import TUNING
 from passes.search.judge import Judge
@@ -50,6 +50,7 @@ class MeshProvider:
 
     judge: Judge
     request: FeatureRequest
+    words = "one stage on all devices"
     objective = OBJECTIVE
     slack = SLACK
     _surveys: list[MeshSurvey] = field(default_factory=list)
@@ -135,8 +136,10 @@ class MeshProvider:
     def valued(self, proposal: Proposal[Sharded]) -> Valued:
         """Return the sum over the whole graph, which the search was checked by (``feature.place.check_agreement``)."""
         result = proposal.solved.result
-        details = ShardingDetails(result.cost.seconds, result.proof.tried, {0: result.origins})
-        return Valued(result.cost.seconds, None, details)
+        cost, m = result.cost, result.placement.microbatches
+        details = ShardingDetails(cost.seconds, result.proof.tried, {0: result.origins})
+        stage = StageTerms((cost.op_seconds + cost.bridge_seconds) / m, cost.parameter_seconds, 0.0, 1)
+        return Valued(cost.seconds, PipelineTerms(1.0, m, 1, (stage,)), details)
 
     def refusal(self, tried: Sequence[Judged[Sharded]], room: float) -> PartitionerError:
         """Say why no sharding fits."""

@@ -39,7 +39,7 @@ def _unbeaten(start: Outcome, found: Sequence[Attempt]) -> Certificate:
     """Certify the layer-wise plan among all placements: its own certificate is about contiguous ones only."""
     whole = next((attempt.search.certificate for attempt in found if not attempt.variant.splits), None)
     if whole is None:
-        return replace(start.certificate, space=f"nothing found beats: {start.certificate.space}")
+        return replace(start.certificate, space=f"nothing found beats: {start.certificate.space}", terms=None)
     seconds = start.best.step_seconds
     lower = min(whole.whole_ops_bound_seconds, start.certificate.whole_ops_bound_seconds)
     bound = min(lower, seconds)

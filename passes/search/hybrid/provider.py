@@ -32,6 +32,7 @@ class GroupsProvider:
     search: GroupSearch
     judge: Judge
     one_queue: bool
+    words = "stages on device groups"
     objective = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * longest stage or link"
     slack = SLACK
     _surveys: list[Survey] = field(default_factory=list)

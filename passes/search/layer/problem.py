@@ -206,23 +206,11 @@ def evaluate(
     ``recomputed``: which stages compute their blocks again; by default those that would not fit otherwise.
     """
     p = len(kinds)
-    rows = [problem.kinds[kind].row for kind in kinds]
-    seconds = np.zeros(p)
-    for unit, stage in enumerate(stage_of):
-        seconds[stage] += problem.seconds[rows[stage], unit]
-    forward, gradient = cut_bytes(problem, stage_of, p)
-    link = np.zeros(p)
-    for s in range(1, p):
-        a, b = kinds[s - 1], kinds[s]
-        link[s] = (
-            problem.link_latency_seconds[a, b]
-            + (forward[s] + gradient[s]) * problem.link_seconds_per_byte[a, b]
-        )
+    _, gradient = cut_bytes(problem, stage_of, p)
     memory = _memory(problem, stage_of, gradient, again=False)
     again = _recomputed(problem, kinds, memory) if recomputed is None else list(recomputed)
+    seconds, link = stage_and_link_seconds(problem, stage_of, kinds, again)
     if problem.recompute is not None and any(again):
-        for unit, stage in enumerate(stage_of):
-            seconds[stage] += again[stage] * problem.recompute.seconds[rows[stage], unit]
         memory = np.where(again, _memory(problem, stage_of, gradient, again=True), memory)
     round_trip = _round_trips(problem, seconds, link).max()
     bottleneck = float(max(seconds.max(), link.max(), round_trip, _charged(problem, seconds, link)))
@@ -237,6 +225,28 @@ def evaluate(
         tuple(map(float, memory)),
         tuple(map(bool, again)),
     )
+
+
+def stage_and_link_seconds(
+    problem: LayerProblem, stage_of: Sequence[int], kinds: Sequence[int], again: Sequence[bool]
+) -> tuple[FloatArray, FloatArray]:
+    """[p] t_s, and [p] x_s, by their definitions. ``again``: per stage, whether it computes its blocks again."""
+    p = len(kinds)
+    rows = [problem.kinds[kind].row for kind in kinds]
+    seconds = np.zeros(p)
+    for unit, stage in enumerate(stage_of):
+        seconds[stage] += problem.seconds[rows[stage], unit]
+        if problem.recompute is not None and again and again[stage]:
+            seconds[stage] += problem.recompute.seconds[rows[stage], unit]
+    forward, gradient = cut_bytes(problem, stage_of, p)
+    link = np.zeros(p)
+    for s in range(1, p):
+        a, b = kinds[s - 1], kinds[s]
+        link[s] = (
+            problem.link_latency_seconds[a, b]
+            + (forward[s] + gradient[s]) * problem.link_seconds_per_byte[a, b]
+        )
+    return seconds, link
 
 
 def _recomputed(problem: LayerProblem, kinds: Sequence[int], memory: FloatArray) -> list[bool]:

@@ -13,10 +13,11 @@ from functools import cached_property
 
 from cost_models.errors import PartitionerError
 from passes.lower.candidate import Candidate
-from passes.search.certificate import BoundTerm
+from passes.search.certificate import BoundTerm, PipelineTerms, StageTerms
 from passes.search.judge import Judge
 from passes.search.layer.infeasible import infeasible
 from passes.search.layer.lean import all_blocks, fewest_blocks
+from passes.search.layer.problem import stage_and_link_seconds
 from passes.search.layer.request import LayerRequest, prepare
 from passes.search.layer.search import LayerSearch, OptionResult, SolvedSplit, busiest_seconds
 from passes.search.layer.tuning import TUNING
@@ -37,6 +38,7 @@ class LayerProvider:
 
     judge: Judge
     request: LayerRequest
+    words = "stages on single devices"
     objective = "fill * sum(stage + link seconds) + (microbatches - fill) * chunks * largest"
     slack = TUNING.one_of_each
     _results: list[Sequence[OptionResult]] = field(default_factory=list)
@@ -160,8 +162,19 @@ class LayerProvider:
         )
 
     def valued(self, proposal: Proposal[SolvedSplit]) -> Valued:
-        """Return the surrogate as the search has it: ``passes.search.layer.problem.evaluate`` valued it already."""
-        return Valued(proposal.seconds)
+        """Value the split by its definition (``passes.search.layer.problem``), stage by stage."""
+        solved = proposal.solved
+        problem, split = solved.problem, solved.split
+        seconds, link = stage_and_link_seconds(problem, split.stage_of, split.kinds, split.recomputed)
+        held = problem.in_flight[: split.stages][::-1]
+        stages = [
+            StageTerms(float(own), 0.0, float(cut), count)
+            for own, cut, count in zip(seconds, link, held, strict=True)
+        ]
+        m, turn = problem.microbatches, problem.alternating
+        return Valued(
+            proposal.seconds, PipelineTerms(problem.fill, m, problem.chunks, tuple(stages), in_turn=turn)
+        )
 
     def refusal(self, tried: Sequence[Judged[SolvedSplit]], room: float) -> PartitionerError:
         """Say what is short in the split that overflows least, and what would fit."""

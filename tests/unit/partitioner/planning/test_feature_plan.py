@@ -96,17 +96,18 @@ def test_unequal_devices_are_planned_by_the_slowest_and_that_is_said() -> None:
     assert "pace        all devices have equal parts, so the slowest of" in str(plan)
 
 
-def test_auto_takes_the_fastest_and_names_the_others() -> None:
-    plan = partition(GRAPH, ClusterSpec.parse("A100-40GB:2"), batch_size=8, strategy="auto")
-    names = {"layer": "layer-wise", "feature": "feature-wise", "free": "free"}
-    others = plan.alternatives[:2]
-    assert {other.strategy for other in others} == {
-        f"{name}, the best found" for strategy, name in names.items() if strategy != plan.strategy
-    }
-    for other in others:
-        assert other.step_seconds is not None
-        assert other.step_seconds >= plan.prediction.step_seconds
-        assert other.reason.endswith("slower")
+def test_auto_is_hybrid_then_free_and_says_in_two_sentences_why() -> None:
+    plan = partition(GRAPH, ClusterSpec.parse("A100-40GB:2"), batch_size=8, strategy="auto", time_limit_seconds=10)
+    other = plan.alternatives[0]
+    assert {plan.strategy, other.strategy.split(",")[0]} == {"hybrid", "free"}
+    assert other.strategy.endswith(", the best found")
+    assert other.step_seconds is not None
+    assert other.step_seconds >= plan.prediction.step_seconds
+    assert other.reason.endswith("slower")
+    first, second = plan.notes[:2]
+    assert first.endswith(".")
+    assert "the best pipeline of single devices" in first or "no pipeline of single devices" in first
+    assert "free" in second
     assert "tensor parallelism" not in str(plan)
 
 
