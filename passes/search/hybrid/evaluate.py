@@ -14,6 +14,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 
 from cost_models.cluster import ClusterSpec
 from cost_models.conversion import local_share
@@ -26,6 +27,7 @@ from passes.lower.job import Job
 from passes.search.certificate import PipelineTerms, StageTerms
 from passes.search.feature.evaluate import WholeGraph
 from passes.search.feature.graph import makes_values
+from passes.search.feature.local import joined_links
 from passes.search.feature.options import bytes_of
 from passes.search.feature.setting import PartPlace, Setting
 from passes.search.hybrid.recipes.joints import Pieces, value_bytes
@@ -88,6 +90,7 @@ class CandidateCost:
     shared: frozenset[str]
     """Parameters and buffers of several pieces: whole on every rank."""
     _known: dict[object, StageCost] = field(default_factory=dict)
+    _hardware: dict[Mesh, object] = field(default_factory=dict)
 
     def evaluated(self, candidate: Candidate, values: Mapping[str, Placements]) -> PipelineCost:
         """Return what ``candidate`` costs; O(ops · operands) of the pieces that differ. ``values``: at joints in stages."""
@@ -117,13 +120,28 @@ class CandidateCost:
     ) -> StageCost:
         part, group = self.pieces.parts[piece], candidate.groups[number]
         placed = _placed(part, candidate, number, values)
-        key = self.pieces.kind[piece], placed.mesh, again, candidate.microbatches, _in_order(part, placed)
+        key = (
+            self.pieces.kind[piece],
+            self._hardware_of(placed.mesh),
+            again,
+            candidate.microbatches,
+            _in_order(part, placed),
+        )
         if key not in self._known:
             place = PartPlace(group, placed.mesh.axes, shared=self.shared.intersection(part.parameters))
             regions = (self.pieces.ops[piece],) if again else ()
             setting = Setting(self.cluster, self.job, 0.0, regions, place)
             self._known[key] = _cost(_Piece(part, costs_of(part, self.cluster), placed, setting))
         return self._known[key]
+
+    def _hardware_of(self, mesh: Mesh) -> object:
+        """Return all of a mesh that costs follow from: its axes, their links, by themselves and together, its devices."""
+        if mesh not in self._hardware:
+            axes = range(len(mesh.shape))
+            together = (some for count in axes for some in combinations(axes, count + 1))
+            links = tuple(joined_links(mesh, some, self.cluster) for some in together)
+            self._hardware[mesh] = mesh.shape, mesh.axes, links, self.cluster.unlike(mesh.ranks)
+        return self._hardware[mesh]
 
     def _cut_seconds(self, candidate: Candidate, number: int) -> float:
         """Seconds of the cut in front of a stage; 0 of the first."""
