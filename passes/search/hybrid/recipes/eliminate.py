@@ -25,8 +25,8 @@ from passes.search.feature.graph import Wire
 from passes.search.feature.problem import FeatureProblem
 
 AT_ONCE = 1 << 14
-"""Entries of a table that are added up at once, by hand: 128 KiB stay in a processor's cache. Of larger tables, those of one
-option of the unit that goes."""
+"""Entries of a table that are added up at once, by hand: 128 KiB stay in a processor's cache. Of larger tables, those of
+one option of the unit that goes."""
 MOST_ENTRIES = 1 << 24
 """Entries of one table, prices counted: 128 MiB of float64. Blocks of transformers on one axis need 2·10⁵ a price."""
 KEPT_KINDS = ("parameter", "batch", "state")
