@@ -109,7 +109,9 @@ class _Holders(NamedTuple):
             holders[_block(shape, source, rank)].append(rank)
         blocks = sorted(holders.items(), key=lambda item: item[0].offsets)
         rows = [block.offsets[0] if shape else 0 for block, _ in blocks]
-        return cls(blocks, rows, max((block.shape[0] if shape else 1 for block, _ in blocks), default=0), holders)
+        return cls(
+            blocks, rows, max((block.shape[0] if shape else 1 for block, _ in blocks), default=0), holders
+        )
 
     def near(self, wanted: Block) -> list[tuple[Block, list[int]]]:
         """Return the blocks that may have rows in common with ``wanted``: itself alone, if it is one of them."""

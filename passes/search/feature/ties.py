@@ -148,7 +148,9 @@ def without_needless_sums(problem: FeatureProblem, chosen: Sequence[int]) -> lis
     that no reader does. The cheapest choice defers nothing needlessly, but one that is decoded from messages, or found as
     time runs out, may. Ranks sum what is in parts (``passes.shard.syncs``), so such a choice costs less than it says.
     """
-    return [int(k) for k in each_without_needless_sums(problem, np.array(chosen, dtype=np.intp)[:, None])[:, 0]]
+    return [
+        int(k) for k in each_without_needless_sums(problem, np.array(chosen, dtype=np.intp)[:, None])[:, 0]
+    ]
 
 
 def each_without_needless_sums(problem: FeatureProblem, chosen: NDArray[np.intp]) -> NDArray[np.intp]:

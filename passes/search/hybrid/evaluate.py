@@ -11,7 +11,7 @@ Ops that every piece runs a copy of, and gradients that are summed together, are
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -103,8 +103,11 @@ class CandidateCost:
         chunks = len(stages) // groups
         alone = ScheduleOption(candidate.microbatches, candidate.schedule, chunks)
         held = in_flight(alone, groups, len(stages))[::-1]
+        sizes = self._cut_bytes(candidate)
         terms = tuple(
-            StageTerms(own.microbatch_seconds, own.once_seconds, self._cut_seconds(candidate, number), count)
+            StageTerms(
+                own.microbatch_seconds, own.once_seconds, self._cut_seconds(candidate, number, sizes), count
+            )
             for number, (own, count) in enumerate(zip(stages, held, strict=True))
         )
         return PipelineCost(tuple(stages), PipelineTerms(alone.fill, candidate.microbatches, chunks, terms))
@@ -143,20 +146,27 @@ class CandidateCost:
             self._hardware[mesh] = mesh.shape, mesh.axes, links, self.cluster.unlike(mesh.ranks)
         return self._hardware[mesh]
 
-    def _cut_seconds(self, candidate: Candidate, number: int) -> float:
-        """Seconds of the cut in front of a stage; 0 of the first."""
-        if number == 0:
-            return 0.0
-        graph, stage_of, size = self.pieces.graph, candidate.stage_of, 0.0
+    def _cut_bytes(self, candidate: Candidate) -> list[int]:
+        """Return the bytes that cross in front of each stage, values and gradients."""
+        graph, stage_of = self.pieces.graph, candidate.stage_of
+        found = [0] * len(candidate.groups)
         for node in graph.ops:
             readers = [stage_of[user.name] for user in node.users if user.name in stage_of]
-            if node.name in stage_of and stage_of[node.name] < number <= max(readers, default=-1):
-                own = value_bytes(graph, node.name, self.job.batch_size // candidate.microbatches)
-                size += own * (2 if node.name in graph.needs_grad else 1)
+            crossed = range(stage_of.get(node.name, len(found)) + 1, max(readers, default=-1) + 1)
+            if crossed:
+                size = value_bytes(graph, node.name, self.job.batch_size // candidate.microbatches)
+                for number in crossed:
+                    found[number] += size * (2 if node.name in graph.needs_grad else 1)
+        return found
+
+    def _cut_seconds(self, candidate: Candidate, number: int, sizes: Sequence[int]) -> float:
+        """Seconds of the cut in front of a stage, where ``sizes`` bytes cross; 0 of the first."""
+        if number == 0:
+            return 0.0
         before, behind = candidate.groups[number - 1 : number + 1]
         path = self.cluster.path(before[-1], behind[0])
         rate = path.bandwidth_bytes_per_second * min(len(before), len(behind))
-        return 2 * path.latency_seconds + size / rate
+        return 2 * path.latency_seconds + sizes[number] / rate
 
 
 class _Piece(WholeGraph):

@@ -107,7 +107,8 @@ class _Step:
         total: FloatArray | float = 0.0
         for part in self.parts:
             at = [
-                chosen[unit] if size > 1 else 0 for unit, size in zip(self.units, part.shape[1:-1], strict=True)
+                chosen[unit] if size > 1 else 0
+                for unit, size in zip(self.units, part.shape[1:-1], strict=True)
             ]
             total = total + part[(slice(None), *at, prices if part.shape[-1] > 1 else np.zeros_like(prices))]
         found: NDArray[np.intp] = np.asarray(total).argmin(axis=0)
@@ -183,7 +184,9 @@ def eliminate(
         size = len(state_prices) * math.prod(count[u] for u in scope) * count[unit]
         if size > MOST_ENTRIES:
             raise TooWideError(f"{size} entries")
-        steps.append(_Step.of(unit, scope, [f for f in factors if unit in f.units] or [_nothing(unit, count)]))
+        steps.append(
+            _Step.of(unit, scope, [f for f in factors if unit in f.units] or [_nothing(unit, count)])
+        )
         factors = [f for f in factors if unit not in f.units]
         factors.append(_Table(scope, steps[-1].least()))
     units = tuple(kept)
