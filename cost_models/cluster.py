@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path as FilePath
@@ -229,6 +229,17 @@ class ClusterSpec(Section):
                 ]
                 node_index += 1
         return tuple(found)
+
+    @cached_property
+    def _alone(self) -> tuple[Device, ...]:
+        """The device of each rank without its place and memory: one object for all that compute alike."""
+        known: dict[Device, Device] = {}
+        return tuple(known.setdefault(alone, alone) for alone in (d.speed_alone for d in self.devices))
+
+    def unlike(self, ranks: Iterable[int]) -> tuple[Device, ...]:
+        """Return one device of each kind that computes unlike the others among ``ranks``, without place and memory."""
+        alone = self._alone
+        return tuple({id(alone[rank]): alone[rank] for rank in ranks}.values())
 
     @property
     def world_size(self) -> int:

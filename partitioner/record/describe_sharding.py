@@ -132,10 +132,10 @@ def _parameters(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> Ite
 def _products(graph: OpGraph, sharded: ShardedGraph, costs: GraphCosts) -> Iterator[tuple[str, LayoutRow]]:
     """Yield matrix products, convolutions and attention between activations, named by their modules."""
     for i, node in enumerate(graph.ops):
-        reads = [graph.input_of.get(source.name) for source in node.all_input_nodes]
-        if costs.op_class(i) == "memory" or any(given and given.kind == "parameter" for given in reads):
+        if node.name not in sharded.placement.choices or costs.op_class(i) == "memory":
             continue
-        if node.name in sharded.placement.choices:
+        reads = [graph.input_of.get(source.name) for source in node.all_input_nodes]
+        if not any(given and given.kind == "parameter" for given in reads):
             path = str(node.meta.get("module_path", "")) or node.name
             read = _reading(graph, sharded, node, "")
             yield node.name, LayoutRow(name=path, count=1, size_bytes=0, stored="", state="", **read)

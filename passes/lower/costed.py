@@ -295,7 +295,7 @@ def _hidden_seconds(
     if not beside:
         return 0.0
     index_of = {name: index for index, name in enumerate(costs.ops)}
-    devices = {cluster.devices[rank].speed_alone for rank in mesh.ranks}
+    devices = cluster.unlike(mesh.ranks)
     total = 0.0
     for item in found:
         if item.backward and item.node in beside:
@@ -319,7 +319,7 @@ def _ahead_seconds(
     """Return the seconds of forward that are computed while gathers of parameters are under way."""
     sending = {t.node: t.seconds(links[t.axis]) for t in found if t.kind == "all_gather" and not t.backward}
     index_of = {name: index for index, name in enumerate(costs.ops)}
-    devices = {cluster.devices[rank].speed_alone for rank in mesh.ranks}
+    devices = cluster.unlike(mesh.ranks)
     total = 0.0
     for gathers, beside in ops_beside_gathers(graph, regions) if sending else ():
         ops = [index_of[name] for name in beside if name in index_of]

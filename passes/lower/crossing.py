@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
 from cost_models.cluster import ClusterSpec
@@ -123,20 +123,23 @@ def crossing_value(
     there: list[PieceBytes] = []
     back: list[PieceBytes] = []
 
-    def between(source: Layout, target: Layout) -> list[PieceBytes]:
-        found = pieces(extent.shape, source, target, lambda a, b: cluster.path(a, b).transfer_seconds(1))
-        return [PieceBytes(p.source, p.target, p.elements * extent.element_bytes) for p in found]
-
     for group in dict.fromkeys(sides[consumer].layout.ranks for consumer in consumers):
         if group == leaving.ranks or len(group) == len(leaving.ranks) == 1:
             continue
         own = [sides[consumer] for consumer in consumers if sides[consumer].layout.ranks == group]
         arriving = arriving_side(name, own)
-        there += between(leaving, arriving.layout)
-        back += between(arriving.gradient, leaving) if needs_grad else []
+        there += _between(extent, leaving, arriving.layout, cluster)
+        back += _between(extent, arriving.gradient, leaving, cluster) if needs_grad else ()
     made = block_of(extent.shape, leaving.placements, leaving.mesh, leaving.ranks[0])
     size_bytes = math.prod(made.shape) * extent.element_bytes
     return Value(name, producer, tuple(consumers), size_bytes, needs_grad, tuple(there), tuple(back))
+
+
+@lru_cache(maxsize=256)
+def _between(extent: Extent, source: Layout, target: Layout, cluster: ClusterSpec) -> tuple[PieceBytes, ...]:
+    """Return the pieces between two groups; kept, for stages that go round share theirs."""
+    found = pieces(extent.shape, source, target, lambda a, b: cluster.path(a, b).transfer_seconds(1))
+    return tuple(PieceBytes(p.source, p.target, p.elements * extent.element_bytes) for p in found)
 
 
 def arriving_side(value: str, sides: Sequence[Side]) -> Side:

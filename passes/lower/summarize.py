@@ -51,7 +51,7 @@ def segment_graph(
     segments = []
     for index, ranks in enumerate(segmentation.ranks):
         indices = ops_of[index]
-        devices = {cluster.devices[rank].speed_alone for rank in ranks}
+        devices = cluster.unlike(ranks)
         seconds = _slowest([costs.segment_seconds(indices, microbatch_size, device) for device in devices])
         sent = sent_by[index]
         regions = [[index_of[name] for name in names] for names in segmentation.regions_of(index)]

@@ -32,9 +32,10 @@ from cost_models.units import counted, listed
 from passes.graph.graph import OpGraph, once_per_graph
 from passes.graph.nodes import argument, is_size, op_name, symbolic, tensors_of
 from passes.graph.recomputed import draws_random_numbers
+from passes.graph.signatures import op_classes
 from passes.shard.discover import Discovery
 from passes.shard.rules import makes_tensors
-from passes.shard.words import Need, operands
+from passes.shard.words import Choice, Need, operands
 
 aten = torch.ops.aten
 
@@ -108,6 +109,10 @@ class _Walk:
     def __init__(self, graph: OpGraph) -> None:
         self._graph = graph
         self._discovery = Discovery.stored()
+        ops, members = graph.ops, op_classes(graph).members
+        self._first = {ops[i]: ops[alike[0]] for alike in members for i in alike}
+        """The first op of each op's class: equal ops have equal choices."""
+        self._choices: dict[fx.Node, tuple[Choice, ...]] = {}
         self._states: dict[fx.Node, tuple[State, ...]] = {}
         made = graph.token_counts.made if graph.token_counts is not None else frozenset()
         for node in graph.graph.nodes:
@@ -211,7 +216,10 @@ class _Walk:
         if len(kinds) > 1:
             return None  # one has its samples in another order than the other
         joined = True in kinds
-        for choice in self._discovery.choices(node):
+        first = self._first[node]
+        if first not in self._choices:
+            self._choices[first] = self._discovery.choices(first)
+        for choice in self._choices[first]:
             if choice.local in _TALK or len(choice.inputs) != len(given):
                 continue
             if all(map(self._takes, choice.inputs, given, states)):

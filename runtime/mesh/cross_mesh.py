@@ -99,6 +99,8 @@ class _Holders(NamedTuple):
     """The first row of each block."""
     most: int
     """Rows of the largest block."""
+    ranks_of: dict[Block, list[int]]
+    """The ranks that have each block; blocks have nothing in common."""
 
     @classmethod
     def of(cls, shape: Sequence[int], source: Layout, ranks: Sequence[int]) -> _Holders:
@@ -107,10 +109,14 @@ class _Holders(NamedTuple):
             holders[_block(shape, source, rank)].append(rank)
         blocks = sorted(holders.items(), key=lambda item: item[0].offsets)
         rows = [block.offsets[0] if shape else 0 for block, _ in blocks]
-        return cls(blocks, rows, max((block.shape[0] if shape else 1 for block, _ in blocks), default=0))
+        return cls(
+            blocks, rows, max((block.shape[0] if shape else 1 for block, _ in blocks), default=0), holders
+        )
 
     def near(self, wanted: Block) -> list[tuple[Block, list[int]]]:
-        """Return the blocks that may have rows in common with ``wanted``."""
+        """Return the blocks that may have rows in common with ``wanted``: itself alone, if it is one of them."""
+        if wanted in self.ranks_of:
+            return [(wanted, self.ranks_of[wanted])]
         begin, length = (wanted.offsets[0], wanted.shape[0]) if wanted.shape else (0, 1)
         first = bisect_left(self.rows, begin - self.most + 1)
         return self.blocks[first : bisect_left(self.rows, begin + length)]

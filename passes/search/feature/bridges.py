@@ -68,6 +68,9 @@ class Bridges:
         default_factory=dict
     )
     _sums: dict[tuple[int, int], Step | None] = field(default_factory=dict)
+    _seconds: dict[float, FloatArray] = field(default_factory=dict)
+    """Seconds of every kind of step for a value of so many bytes."""
+    _tables: dict[object, BridgeTable] = field(default_factory=dict)
     _shapes: dict[tuple[tuple[int, ...], tuple[int, ...]], _Shape] = field(default_factory=dict)
 
     def table(
@@ -75,18 +78,22 @@ class Bridges:
     ) -> BridgeTable:
         """Make the table for a value of ``size_bytes`` as a whole; without a gradient only the forward steps."""
         key = (tuple(sources), tuple(needs))
-        if key not in self._shapes:
-            self._shapes[key] = self._shape(*key)
-        shape = self._shapes[key]
+        known = self._tables.get((key, size_bytes, gradient))
+        if known is None:
+            if key not in self._shapes:
+                self._shapes[key] = self._shape(*key)
+            known = self._table(self._shapes[key], (len(sources), len(needs)), size_bytes, gradient)
+            self._tables[key, size_bytes, gradient] = known
+        return known
+
+    def _table(self, shape: _Shape, grid: tuple[int, int], size_bytes: float, gradient: bool) -> BridgeTable:
         width = shape.forward.shape[1]
-        each = np.array(
-            [
-                self.links[axis].seconds(kind, share * size_bytes)
-                for kind, axis, share in list(self._kinds)[:width]
-            ]
-        )
+        each = self._seconds.get(size_bytes)
+        if each is None or len(each) < width:
+            steps = [self.links[axis].seconds(kind, share * size_bytes) for kind, axis, share in self._kinds]
+            each = self._seconds[size_bytes] = np.array(steps)
+        each = each[:width]
         count = shape.forward + shape.backward if gradient else shape.forward
-        grid = (len(sources), len(needs))
         buffers = np.maximum(shape.forward_buffers, shape.backward_buffers if gradient else 0.0)
         return BridgeTable(
             (count @ each).reshape(grid),

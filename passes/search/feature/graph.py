@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, TypeAlias
 
@@ -35,6 +35,8 @@ UnitKind: TypeAlias = Literal["op", "parameter", "batch", "state", "value", "out
 Chooser: TypeAlias = Callable[[fx.Node], tuple[Choice, ...]]
 ValueName: TypeAlias = tuple[str, int]
 """(name of the node that makes it, which of its tensors)."""
+Readers: TypeAlias = dict[ValueName, list[tuple[str, int, bool]]]
+"""Per value: (reading op, operand, whether a gradient comes back)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,12 @@ class FeatureGraph:
     wires: tuple[Wire, ...]
     unit_of: Mapping[str, int]
     again: Recomputed
+    readers: Readers
+
+    def recomputing(self, recomputed: Regions, *, whole: bool = True) -> FeatureGraph:
+        """Return the same units with other blocks that backward computes again."""
+        again = Recomputed(self.graph, self.costs, recomputed, whole)
+        return replace(self, again=again, wires=_wires(again, self.readers, self.unit_of))
 
     def gradient_comes_back(self, unit: Unit) -> bool:
         """Tell whether a gradient flows along the wires that end in ``unit``."""
@@ -128,7 +136,8 @@ def feature_graph(
     readers, order = _readers(graph, unit_of)
     _add_placeholders(graph, readers, unit_of, units, marks)
     _add_outputs(graph, readers, order, unit_of, units)
-    return FeatureGraph(graph, costs, tuple(units), _wires(again, readers, unit_of), unit_of, again)
+    wires = _wires(again, readers, unit_of)
+    return FeatureGraph(graph, costs, tuple(units), wires, unit_of, again, readers)
 
 
 def _taking_shared_buffers_whole(graph: OpGraph, choices: Chooser) -> Chooser:
@@ -176,10 +185,6 @@ def value_name(node: fx.Node) -> ValueName:
         items = source.meta["val"]
         return source.name, sum(isinstance(item, torch.Tensor) for item in items[:element])
     return node.name, 0
-
-
-Readers: TypeAlias = dict[ValueName, list[tuple[str, int, bool]]]
-"""Per value: (reading op, operand, whether a gradient comes back)."""
 
 
 def _readers(graph: OpGraph, unit_of: Mapping[str, int]) -> tuple[Readers, list[ValueName]]:

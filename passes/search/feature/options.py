@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import sympy
@@ -17,9 +18,11 @@ from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray, IntArray
 from cost_models.layout import Partial, Placement, Replicate, Shard
+from passes.graph.graph import OpGraph
 from passes.graph.signatures import concrete
 from passes.search.feature.codes import BITS, DEFERRED, WHOLE, need_code, source_code
 from passes.search.feature.graph import Unit
+from passes.search.feature.seconds import ByteShares, byte_shares, trained_operands
 from passes.shard.words import Choice, short
 from runtime.segment.code import Dim, TensorSpec
 
@@ -41,10 +44,44 @@ class Options:
     operand_share: FloatArray
     output_share: FloatArray
     work_share: FloatArray
+    _traffic: dict[tuple[int, ...], ByteShares] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
         return len(self.axes)
+
+    def traffic_of(self, unit: Unit, graph: OpGraph, symbols: Mapping[sympy.Symbol, int]) -> ByteShares:
+        """Return the shares of the memory traffic of ``unit``, an op, that a rank has."""
+        sizes = tuple(symbols.values())
+        if sizes not in self._traffic:
+            node = graph.nodes[unit.name]
+            self._traffic[sizes] = byte_shares(
+                node.target,
+                [bytes_of(spec, symbols) for spec in unit.operands],
+                [bytes_of(spec, symbols) for spec in unit.outputs],
+                self.operand_share,
+                self.output_share,
+                trained_operands(graph, node),
+            )
+        return self._traffic[sizes]
+
+    def keep(self, chosen: NDArray[np.bool_]) -> Options:
+        """Return those options alone."""
+        return Options(
+            self.choices,
+            self.axes[chosen],
+            tuple(codes[chosen] for codes in self.inputs),
+            tuple(codes[chosen] for codes in self.outputs),
+            self.operand_share[chosen],
+            self.output_share[chosen],
+            self.work_share[chosen],
+        )
+
+    @cached_property
+    def unlike(self) -> bool:
+        """True if no two options have the same codes."""
+        codes = [c.tolist() for c in (*self.inputs, *self.outputs)]
+        return self.count < 2 or (bool(codes) and len(set(zip(*codes, strict=True))) == self.count)
 
     def per_axis(self, option: int) -> tuple[Choice, ...]:
         return tuple(self.choices[i] for i in self.axes[option])
@@ -70,42 +107,80 @@ def bytes_of(spec: TensorSpec, symbols: Mapping[sympy.Symbol, int]) -> int:
 def options_of(
     unit: Unit, choices: Sequence[Choice], shape: Sequence[int], symbols: Mapping[sympy.Symbol, int]
 ) -> Options:
-    """Every combination of ``choices`` over the axes of a mesh of ``shape`` that divides every dimension it splits."""
-    tensors = [sizes_of(spec, symbols) for spec in (*unit.operands, *unit.outputs)]
-    dims = [(t, d) for t, sizes in enumerate(tensors) for d in range(len(sizes))]
-    column = {at: i for i, at in enumerate(dims)}
-    extent = np.array([tensors[t][d] for t, d in dims], dtype=np.int64)
-    ways = len(choices)
-    axes = np.array(list(itertools.product(range(ways), repeat=len(shape))), dtype=np.int64)
-    split = np.ones((len(axes), len(dims)), dtype=np.int64)
-    work = np.ones(len(axes))
-    for axis, size in enumerate(shape):
-        factor = np.ones((ways, len(dims)), dtype=np.int64)
-        busy = np.ones(ways)
-        for k, choice in enumerate(choices):
-            for t, placement in enumerate(_placements(choice)):
-                if isinstance(placement, Shard):
-                    factor[k, column[t, placement.dim]] = size
-                    busy[k] = 1 / size
-        split *= factor[axes[:, axis]]
-        work *= busy[axes[:, axis]]
-    whole = split == 1  # an empty dimension, too
-    divides = (whole | ((extent[None, :] % split == 0) & (extent[None, :] >= split))).all(axis=1)
-    divides &= _counts_divide(choices, axes, shape)
-    axes, split, work = axes[divides], split[divides], work[divides]
-    share = np.ones((len(axes), len(tensors)))
-    for i, (t, _) in enumerate(dims):
-        share[:, t] /= split[:, i]
-    inputs = tuple(
-        _combined(np.array([need_code(choice.inputs[i]) for choice in choices]), axes)
-        for i in range(len(unit.operands))
-    )
-    outputs = tuple(
-        _combined(np.array([source_code(choice.outputs[o]) for choice in choices]), axes)
-        for o in range(len(unit.outputs))
-    )
-    read = len(unit.operands)
-    return Options(tuple(choices), axes, inputs, outputs, share[:, :read], share[:, read:], work)
+    """Every combination of ``choices`` over the axes of a mesh of ``shape`` that divides every dimension it splits.
+
+    Numbers of samples that the same combinations divide have the same options, and one object.
+    """
+    known, key = _products.setdefault(unit, {}), tuple(shape)
+    if key not in known or known[key].every.choices != tuple(choices):
+        known[key] = _Products.of(unit, tuple(choices), key)
+    return known[key].options(unit, symbols)
+
+
+@dataclass(frozen=True, eq=False)
+class _Products:
+    """Every combination of a unit's choices over the axes of a mesh, whatever the sizes are."""
+
+    every: Options
+    split: IntArray
+    """[combinations, dimensions of the tensors read and made] the parts that each is split into."""
+    counted: NDArray[np.bool_]
+    """The combinations that divide the counts that choices name."""
+    by_sizes: dict[tuple[int, ...], Options] = field(default_factory=dict)
+    by_combinations: dict[bytes, Options] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, unit: Unit, choices: tuple[Choice, ...], shape: tuple[int, ...]) -> _Products:
+        """Combine the choices."""
+        specs = (*unit.operands, *unit.outputs)
+        dims = [(t, d) for t, spec in enumerate(specs) for d in range(len(spec.shape))]
+        column = {at: i for i, at in enumerate(dims)}
+        ways = len(choices)
+        axes = np.array(list(itertools.product(range(ways), repeat=len(shape))), dtype=np.int64)
+        split = np.ones((len(axes), len(dims)), dtype=np.int64)
+        work = np.ones(len(axes))
+        for axis, size in enumerate(shape):
+            factor = np.ones((ways, len(dims)), dtype=np.int64)
+            busy = np.ones(ways)
+            for k, choice in enumerate(choices):
+                for t, placement in enumerate(_placements(choice)):
+                    if isinstance(placement, Shard):
+                        factor[k, column[t, placement.dim]] = size
+                        busy[k] = 1 / size
+            split *= factor[axes[:, axis]]
+            work *= busy[axes[:, axis]]
+        share = np.ones((len(axes), len(specs)))
+        for i, (t, _) in enumerate(dims):
+            share[:, t] /= split[:, i]
+        inputs = tuple(
+            _combined(np.array([need_code(choice.inputs[i]) for choice in choices]), axes)
+            for i in range(len(unit.operands))
+        )
+        outputs = tuple(
+            _combined(np.array([source_code(choice.outputs[o]) for choice in choices]), axes)
+            for o in range(len(unit.outputs))
+        )
+        read = len(unit.operands)
+        every = Options(choices, axes, inputs, outputs, share[:, :read], share[:, read:], work)
+        return cls(every, split, _counts_divide(choices, axes, shape))
+
+    def options(self, unit: Unit, symbols: Mapping[sympy.Symbol, int]) -> Options:
+        """Return the combinations that divide what they split."""
+        numbers = tuple(symbols.values())
+        found = self.by_sizes.get(numbers)
+        if found is None:
+            specs = (*unit.operands, *unit.outputs)
+            extent = np.array([size for spec in specs for size in sizes_of(spec, symbols)], dtype=np.int64)
+            whole = self.split == 1  # an empty dimension, too
+            divides = (whole | ((extent % self.split == 0) & (extent >= self.split))).all(axis=1)
+            divides &= self.counted
+            found = self.by_combinations.setdefault(divides.tobytes(), self.every.keep(divides))
+            self.by_sizes[numbers] = found
+        return found
+
+
+_products: WeakKeyDictionary[Unit, dict[tuple[int, ...], _Products]] = WeakKeyDictionary()
+"""By unit, what its choices are together on a mesh."""
 
 
 def _counts_divide(choices: Sequence[Choice], axes: IntArray, shape: Sequence[int]) -> NDArray[np.bool_]:

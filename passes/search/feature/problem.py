@@ -43,11 +43,9 @@ from passes.search.feature.options import (
 from passes.search.feature.parameters import ShardedParameter, sum_bytes
 from passes.search.feature.seconds import (
     LocalRows,
-    byte_shares,
     local_seconds,
     local_weight_seconds,
     parts_of_sum,
-    trained_operands,
     weight_rows,
 )
 from passes.search.feature.setting import Setting
@@ -212,7 +210,7 @@ class _Builder:
                 own = self._fixed(unit)
             if self.restrict is not None:  # before the rest is dropped: what is pinned need not be the best
                 own = self.restrict(unit, own)
-            found.append(own.keep(undominated(own)))
+            found.append(_undominated(own))
         return tuple(found)
 
     def _op_seconds(self, ops: Sequence[Unit], options: dict[int, Options]) -> dict[int, FloatArray]:
@@ -221,16 +219,7 @@ class _Builder:
         pieces: list[tuple[int, int]] = []  # (unit, how many members) of each run of rows
         for unit in ops:
             o = options[unit.index]
-            graph = self.problem.space.graph
-            node = graph.nodes[unit.name]
-            traffic = byte_shares(
-                node.target,
-                [bytes_of(spec, self.problem.symbols) for spec in unit.operands],
-                [bytes_of(spec, self.problem.symbols) for spec in unit.outputs],
-                o.operand_share,
-                o.output_share,
-                trained_operands(graph, node),
-            )
+            traffic = o.traffic_of(unit, self.problem.space.graph, self.problem.symbols)
             for member, count in self._unlike_members(unit).items():
                 twice = self.problem.space.graph.ops[member].name in self.problem.space.again.twice
                 rows.append(LocalRows(np.full(o.count, member), o.work_share, traffic, 2 if twice else 1))
@@ -384,6 +373,11 @@ class _Builder:
             ways,
             np.arange(len(ways)),
         )
+
+
+def _undominated(own: UnitNumbers) -> UnitNumbers:
+    unlike = isinstance(own.detail, Options) and own.detail.unlike
+    return own if unlike else own.keep(undominated(own))
 
 
 def undominated(own: UnitNumbers) -> NDArray[np.intp]:

@@ -66,7 +66,7 @@ class Setting:
     @cached_property
     def devices(self) -> tuple[Device, ...]:
         """One of each kind of device: ops take what they take on the slowest."""
-        return tuple({device.speed_alone: device for device in self.sharing}.values())
+        return self.cluster.unlike(device.rank for device in self.sharing)
 
     def links(self, mesh: Mesh) -> tuple[AxisLinks, ...]:
         """The links along each axis of a mesh of the cluster."""

@@ -16,15 +16,17 @@ And sums that a choice is charged without need, of gradients of which no reader 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cost_models.arrays import FloatArray
 from passes.search.feature.bridges import BridgeTable
 from passes.search.feature.codes import DEFERRED, WHOLE, combine, digits, needs_of
 from passes.search.feature.graph import Unit
 from passes.search.feature.options import Options, bytes_of
-from passes.search.feature.problem import FeatureProblem
+from passes.search.feature.problem import FeatureProblem, UnitNumbers
 from passes.search.feature.tuning import TUNING
 
 
@@ -146,19 +148,42 @@ def without_needless_sums(problem: FeatureProblem, chosen: Sequence[int]) -> lis
     that no reader does. The cheapest choice defers nothing needlessly, but one that is decoded from messages, or found as
     time runs out, may. Ranks sum what is in parts (``passes.shard.syncs``), so such a choice costs less than it says.
     """
-    parts = axes_of_parts(problem, chosen)
-    found = list(chosen)
+    return [
+        int(k) for k in each_without_needless_sums(problem, np.array(chosen, dtype=np.intp)[:, None])[:, 0]
+    ]
+
+
+def each_without_needless_sums(problem: FeatureProblem, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
+    """[units, choices] many choices, each as ``without_needless_sums`` has it."""
+    axes = len(problem.mesh.shape)
+    parts: dict[int, NDArray[np.intp]] = {}
+    for wire in problem.space.wires:
+        if problem.space.units[wire.producer].kind in ("parameter", "value"):
+            for unit, operand in wire.readers:
+                needs = problem.units[unit].inputs[operand].tolist()
+                left = np.array([_left_in_parts(code, axes) for code in needs], dtype=np.intp)[chosen[unit]]
+                parts[wire.producer] = parts.get(wire.producer, np.zeros_like(left)) | left
+    found = chosen.copy()
     for unit, numbers in zip(problem.space.units, problem.units, strict=True):
-        if unit.kind not in ("parameter", "value"):
-            continue
-        codes, k = numbers.outputs[0], found[unit.index]
-        summed = parts.get(unit.index, frozenset())
-        read = digits(int(codes[k]), len(problem.mesh.shape))
-        whole = WHOLE if unit.kind == "parameter" else 0
-        wanted = combine(
-            [whole if d == DEFERRED and axis not in summed else d for axis, d in enumerate(read)]
-        )
-        same = np.flatnonzero((codes == wanted) & (numbers.bytes <= numbers.bytes[k]))
-        if wanted != codes[k] and len(same):
-            found[unit.index] = int(same[np.argmin(numbers.seconds[same])])
+        if unit.kind in ("parameter", "value"):
+            left = parts.get(unit.index, np.zeros_like(chosen[unit.index]))
+            pairs, which = np.unique(left * len(numbers.seconds) + chosen[unit.index], return_inverse=True)
+            whole = WHOLE if unit.kind == "parameter" else 0
+            mended = [_mended(numbers, whole, axes, *divmod(p, len(numbers.seconds))) for p in pairs.tolist()]
+            found[unit.index] = np.array(mended, dtype=np.intp)[which.reshape(-1)]
     return found
+
+
+@cache
+def _left_in_parts(need: int, axes: int) -> int:
+    """Return the axes along which a reader leaves parts of a gradient, as bits."""
+    return sum(1 << axis for axis, own in enumerate(needs_of(need, axes)) if own.partial_gradient)
+
+
+def _mended(numbers: UnitNumbers, whole: int, axes: int, summed: int, k: int) -> int:
+    """Return the option that defers what option ``k`` does, along axes of ``summed`` (bits) alone."""
+    codes = numbers.outputs[0]
+    read = digits(int(codes[k]), axes)
+    wanted = combine([whole if d == DEFERRED and not summed >> a & 1 else d for a, d in enumerate(read)])
+    same = np.flatnonzero((codes == wanted) & (numbers.bytes <= numbers.bytes[k]))
+    return int(same[np.argmin(numbers.seconds[same])]) if wanted != codes[k] and len(same) else k

@@ -11,9 +11,10 @@ Ops that every piece runs a copy of, and gradients that are summed together, are
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import combinations
 
 from cost_models.cluster import ClusterSpec
 from cost_models.conversion import local_share
@@ -26,6 +27,7 @@ from passes.lower.job import Job
 from passes.search.certificate import PipelineTerms, StageTerms
 from passes.search.feature.evaluate import WholeGraph
 from passes.search.feature.graph import makes_values
+from passes.search.feature.local import joined_links
 from passes.search.feature.options import bytes_of
 from passes.search.feature.setting import PartPlace, Setting
 from passes.search.hybrid.recipes.joints import Pieces, value_bytes
@@ -88,6 +90,7 @@ class CandidateCost:
     shared: frozenset[str]
     """Parameters and buffers of several pieces: whole on every rank."""
     _known: dict[object, StageCost] = field(default_factory=dict)
+    _hardware: dict[Mesh, object] = field(default_factory=dict)
 
     def evaluated(self, candidate: Candidate, values: Mapping[str, Placements]) -> PipelineCost:
         """Return what ``candidate`` costs; O(ops · operands) of the pieces that differ. ``values``: at joints in stages."""
@@ -100,8 +103,11 @@ class CandidateCost:
         chunks = len(stages) // groups
         alone = ScheduleOption(candidate.microbatches, candidate.schedule, chunks)
         held = in_flight(alone, groups, len(stages))[::-1]
+        sizes = self._cut_bytes(candidate)
         terms = tuple(
-            StageTerms(own.microbatch_seconds, own.once_seconds, self._cut_seconds(candidate, number), count)
+            StageTerms(
+                own.microbatch_seconds, own.once_seconds, self._cut_seconds(candidate, number, sizes), count
+            )
             for number, (own, count) in enumerate(zip(stages, held, strict=True))
         )
         return PipelineCost(tuple(stages), PipelineTerms(alone.fill, candidate.microbatches, chunks, terms))
@@ -117,7 +123,13 @@ class CandidateCost:
     ) -> StageCost:
         part, group = self.pieces.parts[piece], candidate.groups[number]
         placed = _placed(part, candidate, number, values)
-        key = self.pieces.kind[piece], placed.mesh, again, candidate.microbatches, _in_order(part, placed)
+        key = (
+            self.pieces.kind[piece],
+            self._hardware_of(placed.mesh),
+            again,
+            candidate.microbatches,
+            _in_order(part, placed),
+        )
         if key not in self._known:
             place = PartPlace(group, placed.mesh.axes, shared=self.shared.intersection(part.parameters))
             regions = (self.pieces.ops[piece],) if again else ()
@@ -125,20 +137,36 @@ class CandidateCost:
             self._known[key] = _cost(_Piece(part, costs_of(part, self.cluster), placed, setting))
         return self._known[key]
 
-    def _cut_seconds(self, candidate: Candidate, number: int) -> float:
-        """Seconds of the cut in front of a stage; 0 of the first."""
-        if number == 0:
-            return 0.0
-        graph, stage_of, size = self.pieces.graph, candidate.stage_of, 0.0
+    def _hardware_of(self, mesh: Mesh) -> object:
+        """Return all of a mesh that costs follow from: its axes, their links, by themselves and together, its devices."""
+        if mesh not in self._hardware:
+            axes = range(len(mesh.shape))
+            together = (some for count in axes for some in combinations(axes, count + 1))
+            links = tuple(joined_links(mesh, some, self.cluster) for some in together)
+            self._hardware[mesh] = mesh.shape, mesh.axes, links, self.cluster.unlike(mesh.ranks)
+        return self._hardware[mesh]
+
+    def _cut_bytes(self, candidate: Candidate) -> list[int]:
+        """Return the bytes that cross in front of each stage, values and gradients."""
+        graph, stage_of = self.pieces.graph, candidate.stage_of
+        found = [0] * len(candidate.groups)
         for node in graph.ops:
             readers = [stage_of[user.name] for user in node.users if user.name in stage_of]
-            if node.name in stage_of and stage_of[node.name] < number <= max(readers, default=-1):
-                own = value_bytes(graph, node.name, self.job.batch_size // candidate.microbatches)
-                size += own * (2 if node.name in graph.needs_grad else 1)
+            crossed = range(stage_of.get(node.name, len(found)) + 1, max(readers, default=-1) + 1)
+            if crossed:
+                size = value_bytes(graph, node.name, self.job.batch_size // candidate.microbatches)
+                for number in crossed:
+                    found[number] += size * (2 if node.name in graph.needs_grad else 1)
+        return found
+
+    def _cut_seconds(self, candidate: Candidate, number: int, sizes: Sequence[int]) -> float:
+        """Seconds of the cut in front of a stage, where ``sizes`` bytes cross; 0 of the first."""
+        if number == 0:
+            return 0.0
         before, behind = candidate.groups[number - 1 : number + 1]
         path = self.cluster.path(before[-1], behind[0])
         rate = path.bandwidth_bytes_per_second * min(len(before), len(behind))
-        return 2 * path.latency_seconds + size / rate
+        return 2 * path.latency_seconds + sizes[number] / rate
 
 
 class _Piece(WholeGraph):

@@ -54,6 +54,14 @@ class GroupOption:
         """The number of stages."""
         return self.groups * self.chunks
 
+    def joints(self, stage: int, pieces: int) -> tuple[slice, slice]:
+        """Return the joints at which a stage, counted from the end, may begin, and those at which it may end.
+
+        Every stage has a piece at least, of all the ``pieces``.
+        """
+        first, spare = self.stages - 1 - stage, pieces - self.stages
+        return slice(first, first + spare + 1), slice(first + 1, first + spare + 2)
+
     @property
     def fill(self) -> float:
         """Share of filling and draining that the schedule does not hide."""

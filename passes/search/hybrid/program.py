@@ -52,11 +52,14 @@ class PipelineProgram:
         self.pieces = len(seconds[0]) - 1
         self.fill = option.fill
         self.bottleneck_weight = (option.microbatches - option.fill) * option.chunks
-        self.least_seconds = _shortest_path(np.minimum.reduce(list(seconds)))
+        unlike = {id(plane): plane for plane in seconds}
+        self.least_seconds = _shortest_path(np.minimum.reduce(list(unlike.values())))
 
     def range(self) -> tuple[float, float]:
         """Between which bottlenecks the optimum lies."""
-        finite = [float(plane[np.isfinite(plane)].max(initial=0.0)) for plane in self.seconds]
+        unlike = {id(plane): plane for plane in self.seconds}
+        longest = {key: float(plane[np.isfinite(plane)].max(initial=0.0)) for key, plane in unlike.items()}
+        finite = [longest[id(plane)] for plane in self.seconds]
         least = self.least_seconds / self.option.stages
         links = [float(link.max()) for link in self.links]
         top = max([*finite, *links, sum(finite) + sum(links)])
@@ -65,19 +68,20 @@ class PipelineProgram:
     def solve(self, threshold: float) -> list[tuple[float, int, int]]:
         """(f, stages, 0), or nothing where no pipeline has so short a bottleneck."""
         limit = threshold * (1 + 1e-12)
-        rest = np.full(self.pieces + 1, np.inf)
+        rest = np.full(self.pieces - self.option.stages + 1, np.inf)
         rest[-1] = 0.0
         self._limit = limit
         self._rests: list[FloatArray] = []
         planes: dict[int, FloatArray] = {}
         for k, plane in enumerate(self.seconds, start=1):
+            begin, end = self.option.joints(k - 1, self.pieces)
             if k > 1:
-                link = self.links[k - 1]
+                link = self.links[k - 1][end]
                 rest = rest + np.where(link <= limit, link, np.inf)
             self._rests.append(rest)
             if id(plane) not in planes:
                 planes[id(plane)] = np.where(plane <= limit, plane, np.inf)
-            rest = (planes[id(plane)] + rest).min(axis=1)
+            rest = (planes[id(plane)][begin, end] + rest).min(axis=1)
             held = self.option.in_flight[k - 1]
             if held < self.option.microbatches:
                 rest[rest > held * self.option.chunks * limit] = np.inf
@@ -91,8 +95,11 @@ class PipelineProgram:
         start, starts = 0, []
         for k in range(end[0], 0, -1):
             starts.append(start)
-            row = self.seconds[k - 1][start]
-            start = int((np.where(row <= self._limit, row, np.inf) + self._rests[k - 1]).argmin())
+            _, ends = self.option.joints(k - 1, self.pieces)
+            row = self.seconds[k - 1][start, ends]
+            start = ends.start + int(
+                (np.where(row <= self._limit, row, np.inf) + self._rests[k - 1]).argmin()
+            )
         return self.valued(starts)
 
     def valued(self, starts: Sequence[int], stage_seconds: Sequence[float] | None = None) -> Pipeline:

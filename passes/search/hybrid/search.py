@@ -142,7 +142,9 @@ class GroupSearch:
         search = _Survey(self, listed, room, known_seconds)
         stopped: Literal["", "time limit", "interrupted"] = ""
         try:
-            while search.least_seconds <= search.best_seconds * SLACK and search.least_seconds < math.inf:
+            while (
+                search.least_seconds < search.best_seconds * SLACK
+            ):  # a bound may be said to reach that, no more
                 if search.found and time.perf_counter() > deadline:
                     stopped = "time limit"
                     break

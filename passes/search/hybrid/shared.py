@@ -64,25 +64,30 @@ class SharedMemory:
         """Return the seconds of the cheapest pipeline at these prices, and the bytes of its stages."""
         known: dict[tuple[int, int], tuple[FloatArray, FloatArray]] = {}
         planes, sizes = [], []
-        rest = np.full(len(self.links[0]), np.inf)
+        pieces = len(self.links[0]) - 1
+        rest = np.full(pieces - self.option.stages + 1, np.inf)
         rest[-1] = 0.0
         rests = []
         for k, group in enumerate(self.groups.tolist()):
             key = id(self.mixes[k]), group
             if key not in known:
-                known[key] = self.mixes[k].cheapest(most_seconds, float(price[group]))
-            cost, size = known[key]
+                cost, size = self.mixes[k].cheapest(most_seconds, float(price[group]))
+                known[key] = self.tables[k].plane(cost), size
+            plane, size = known[key]
+            begin, end = self.option.joints(k, pieces)
             if k:
-                rest = rest + np.where(self.links[k] <= most_seconds, self.links[k], np.inf)
+                link = self.links[k][end]
+                rest = rest + np.where(link <= most_seconds, link, np.inf)
             rests.append(rest)
-            planes.append(self.tables[k].plane(cost))
+            planes.append(plane[begin, end])
             sizes.append(size)
             rest = (planes[-1] + rest).min(axis=1)
         if not np.isfinite(rest[0]):
             return None
         needed, start = np.zeros(len(planes)), 0
         for k in reversed(range(len(planes))):
-            end = int((planes[k][start] + rests[k]).argmin())
+            begin, ends = self.option.joints(k, pieces)
+            end = ends.start + int((planes[k][start - begin.start] + rests[k]).argmin())
             needed[k] = sizes[k][self.tables[k].number[start, end]]
             start = end
         return float(rest[0] - (needed * price[self.groups]).sum()), needed

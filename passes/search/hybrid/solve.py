@@ -74,7 +74,9 @@ def _in_rooms(staged: Staged[Composed], rooms: Sequence[float], cutoff_seconds: 
         rooms,
         lambda table, held, room: of_stage(table.mixes(m, held, staged.recompute), room),
     )
-    planes = [table.plane(own.seconds) for table, (_, own) in zip(staged.tables, ways, strict=True)]
+    pairs = {id(own): (table, own) for table, (_, own) in zip(staged.tables, ways, strict=True)}
+    known = {key: table.plane(own.seconds) for key, (table, own) in pairs.items()}
+    planes = [known[id(own)] for _, own in ways]
     program = PipelineProgram(option, planes, staged.links)
     found = best_pipeline(program, cutoff_seconds).found
     if not found:

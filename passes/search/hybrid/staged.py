@@ -77,5 +77,6 @@ class Staged(Generic[Table]):
     def alone(self, longest: int | None) -> list[FloatArray]:
         """[first piece, last + 1] seconds that no stage is below which has its devices for itself."""
         priced = self.priced([self.capacity_bytes[group] for group in self.groups], longest)
-        known = {id(own): own.max(axis=-1).min(axis=1) for own in priced}
-        return [table.plane(known[id(own)]) for table, own in zip(self.tables, priced, strict=True)]
+        pairs = {id(own): (table, own) for table, own in zip(self.tables, priced, strict=True)}
+        known = {key: table.plane(own.max(axis=-1).min(axis=1)) for key, (table, own) in pairs.items()}
+        return [known[id(own)] for own in priced]

@@ -101,15 +101,16 @@ class Together:
 
     def _value(self, first: int, last: int, most_seconds: float, alone: Sequence[FloatArray]) -> float:
         """[first group's price, last group's] the least sum over cuts."""
-        last_group = max(1, self.option.groups - 1)
-        rest = np.full(len(self.links[0]), np.inf)
+        last_group, pieces = max(1, self.option.groups - 1), len(self.links[0]) - 1
+        rest = np.full(pieces - self.option.stages + 1, np.inf)
         rest[-1] = 0.0
         for k, group in enumerate(self.groups):
+            begin, end = self.option.joints(k, pieces)
             if k:
-                link = self.links[k]
+                link = self.links[k][end]
                 rest = rest + np.where(link <= most_seconds, link, np.inf)
             scale = round(first + (last - first) * group / last_group)
-            rest = (self._plane(k, scale, most_seconds, alone) + rest).min(axis=1)
+            rest = (self._plane(k, scale, most_seconds, alone)[begin, end] + rest).min(axis=1)
         return float(rest[0])
 
     def _plane(self, stage: int, scale: int, most_seconds: float, alone: Sequence[FloatArray]) -> FloatArray:

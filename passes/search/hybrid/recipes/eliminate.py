@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,9 @@ from passes.search.feature.bound import WireTable
 from passes.search.feature.graph import Wire
 from passes.search.feature.problem import FeatureProblem
 
+AT_ONCE = 1 << 14
+"""Entries of a table that are added up at once, by hand: 128 KiB stay in a processor's cache. Of larger tables, those of
+one option of the unit that goes."""
 MOST_ENTRIES = 1 << 24
 """Entries of one table, prices counted: 128 MiB of float64. Blocks of transformers on one axis need 2·10⁵ a price."""
 KEPT_KINDS = ("parameter", "batch", "state")
@@ -47,19 +51,68 @@ class Amounts:
 
 @dataclass(frozen=True)
 class _Table:
-    """Costs over the options of ``units``: shape [prices or 1, options of each unit]."""
+    """Costs over the options of ``units``: shape [options of each unit, prices or 1]."""
 
     units: tuple[int, ...]
     cost: FloatArray
 
+    def over(self, units: tuple[int, ...]) -> FloatArray:
+        """Return a view with an axis for each of ``units``, of length 1 where it does not matter, and one for prices."""
+        order = sorted(range(len(self.units)), key=lambda i: units.index(self.units[i]))
+        cost = self.cost.transpose(*order, -1)
+        length = {self.units[i]: self.cost.shape[i] for i in order}
+        return cost.reshape(*(length.get(unit, 1) for unit in units), cost.shape[-1])
+
 
 @dataclass(frozen=True)
 class _Step:
-    """One unit that was eliminated: its best option for each combination of options of ``units``. [prices, …]"""
+    """One unit that was eliminated, and those whose options decide about its own.
+
+    ``parts`` [options of the unit, options of each of ``units``, prices] add up to what these cost together.
+    """
 
     unit: int
     units: tuple[int, ...]
-    best: NDArray[np.intp]
+    parts: tuple[FloatArray, ...]
+
+    @classmethod
+    def of(cls, unit: int, units: tuple[int, ...], factors: Sequence[_Table]) -> _Step:
+        """Add up ``factors``, but for the last to a table that is too large."""
+        first, *rest = sorted((f.over((unit, *units)) for f in factors), key=lambda cost: cost.size)
+        parts = [first]
+        for cost in rest:
+            if np.broadcast(parts[-1], cost).size <= AT_ONCE:
+                parts[-1] = parts[-1] + cost
+            else:
+                parts.append(cost)
+        return cls(unit, units, tuple(parts))
+
+    def least(self) -> FloatArray:
+        """Return the least over the unit's options."""
+        if len(self.parts) == 1:
+            return np.minimum.reduce(self.parts[0], axis=0)
+        found = sum(part[0] for part in self.parts)
+        assert isinstance(found, np.ndarray)
+        own = np.empty_like(found)
+        for option in range(1, len(self.parts[0])):
+            first, second, *rest = (part[option] for part in self.parts)
+            np.add(first, second, out=own)
+            for part in rest:
+                np.add(own, part, out=own)
+            np.minimum(found, own, out=found)
+        return found
+
+    def best(self, chosen: NDArray[np.intp], prices: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return the unit's cheapest option beside those that are ``chosen`` of others."""
+        total: FloatArray | float = 0.0
+        for part in self.parts:
+            at = [
+                chosen[unit] if size > 1 else 0
+                for unit, size in zip(self.units, part.shape[1:-1], strict=True)
+            ]
+            total = total + part[(slice(None), *at, prices if part.shape[-1] > 1 else np.zeros_like(prices))]
+        found: NDArray[np.intp] = np.asarray(total).argmin(axis=0)
+        return found
 
 
 class TooWideError(Exception):
@@ -84,8 +137,7 @@ class Elimination:
         for axis, unit in enumerate(self.kept, start=1):
             chosen[unit] = grid[axis]
         for step in reversed(self.steps):
-            prices = grid[0] if step.best.shape[0] > 1 else np.zeros(shape, dtype=np.intp)
-            chosen[step.unit] = step.best[(prices, *(chosen[unit] for unit in step.units))]
+            chosen[step.unit] = step.best(chosen, grid[0])
         return chosen
 
     def amounts(self, chosen: NDArray[np.intp]) -> Amounts:
@@ -128,48 +180,55 @@ def eliminate(
     ]
     factors = [f for f in factors if f.cost.any()]
     steps: list[_Step] = []
-    for unit, scope in _order(factors, count, kept):
+    for unit, scope in _order(tuple(f.units for f in factors), tuple(count), tuple(kept)):
         size = len(state_prices) * math.prod(count[u] for u in scope) * count[unit]
         if size > MOST_ENTRIES:
             raise TooWideError(f"{size} entries")
-        mine = [f for f in factors if unit in f.units]
-        total = _sum(mine, (*scope, unit), count)
-        best = total.argmin(axis=-1)
-        steps.append(_Step(unit, scope, best))
+        steps.append(
+            _Step.of(unit, scope, [f for f in factors if unit in f.units] or [_nothing(unit, count)])
+        )
         factors = [f for f in factors if unit not in f.units]
-        factors.append(_Table(scope, np.take_along_axis(total, best[..., None], axis=-1)[..., 0]))
-    least = _sum(factors, tuple(kept), count)
-    least = np.broadcast_to(least, (len(state_prices), *(count[u] for u in kept)))
-    return Elimination(problem, tables, tuple(kept), least, tuple(steps))
+        factors.append(_Table(scope, steps[-1].least()))
+    units = tuple(kept)
+    least = sum(f.over(units) for f in factors)
+    least = np.broadcast_to(np.asarray(least), (*(count[u] for u in kept), len(state_prices)))
+    return Elimination(problem, tables, units, np.moveaxis(least, -1, 0).copy(), tuple(steps))
 
 
+def _nothing(unit: int, count: Sequence[int]) -> _Table:
+    return _Table((unit,), np.zeros((count[unit], 1)))
+
+
+@lru_cache(maxsize=256)
 def _order(
-    factors: Sequence[_Table], count: Sequence[int], kept: Sequence[int]
-) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the units in the order of their elimination, each with those of the table that it leaves.
+    scopes: tuple[tuple[int, ...], ...], count: tuple[int, ...], kept: tuple[int, ...]
+) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """Return the units in the order of their elimination, each with those of the table that it leaves.
 
-    The one whose table is smallest comes next, of equal ones the first.
+    The one whose table is smallest comes next, of equal ones the first. ``scopes``: the units of each table.
     """
+    found = []
     beside: list[set[int]] = [{unit} for unit in range(len(count))]
-    for factor in factors:
-        for unit in factor.units:
-            beside[unit].update(factor.units)
+    for scope in scopes:
+        for unit in scope:
+            beside[unit].update(scope)
     size = {u: math.prod(count[v] for v in beside[u]) for u in range(len(count)) if u not in kept}
     while size:
         unit = min(size, key=lambda u: (size[u], u))
         del size[unit]
-        scope = beside[unit] - {unit}
-        yield unit, tuple(sorted(scope))
-        for other in scope:
-            beside[other] = (beside[other] | scope) - {unit}
+        others = beside[unit] - {unit}
+        found.append((unit, tuple(sorted(others))))
+        for other in others:
+            beside[other] = (beside[other] | others) - {unit}
             if other in size:
                 size[other] = math.prod(count[v] for v in beside[other])
+    return tuple(found)
 
 
 def _of_units(problem: FeatureProblem, state_prices: FloatArray, held_prices: FloatArray) -> Iterator[_Table]:
     for unit, numbers in zip(problem.space.units, problem.units, strict=True):
         price = state_prices if unit.kind in KEPT_KINDS else held_prices
-        yield _Table((unit.index,), numbers.seconds + price[:, None] * numbers.bytes)
+        yield _Table((unit.index,), numbers.seconds[:, None] + numbers.bytes[:, None] * price)
 
 
 def _of_wire(problem: FeatureProblem, wire: int, known: WireTable, held_prices: FloatArray) -> _Table:
@@ -182,11 +241,11 @@ def _of_wire(problem: FeatureProblem, wire: int, known: WireTable, held_prices: 
 
     at = along(row, w.producer)
     needs = [along(need, unit) for need, (unit, _) in zip(columns, w.readers, strict=True)]
-    seconds = _seconds(known, at, needs)[None]
-    copies = _over_needs(known.table.copies, at, needs)[None]
+    seconds = _seconds(known, at, needs)[..., None]
+    copies = _over_needs(known.table.copies, at, needs)[..., None]
     if not copies.any():
         return _Table(units, seconds)
-    return _Table(units, seconds + held_prices.reshape(-1, *[1] * len(units)) * copies)
+    return _Table(units, seconds + copies * held_prices)
 
 
 def _codes(
@@ -214,15 +273,4 @@ def _over_needs(table: FloatArray, row: NDArray[np.intp], columns: Sequence[NDAr
         for other in columns[:i]:
             own = np.where(column == other, 0.0, own)
         total += own
-    return total
-
-
-def _sum(factors: Sequence[_Table], units: tuple[int, ...], count: Sequence[int]) -> FloatArray:
-    """Add tables up over ``units``, prices first."""
-    total = np.zeros((1, *(count[u] for u in units)))
-    for factor in factors:
-        order = sorted(range(len(factor.units)), key=lambda i: units.index(factor.units[i]))
-        cost = factor.cost.transpose(0, *(i + 1 for i in order))
-        own = {factor.units[i] for i in order}
-        total = total + cost.reshape(cost.shape[0], *(count[u] if u in own else 1 for u in units))
     return total

@@ -30,7 +30,7 @@ from passes.search.feature.options import Options
 from passes.search.feature.pins import Pin, pins_of_part, resolve, restricted
 from passes.search.feature.problem import FeatureProblem, UnitNumbers, build_problem
 from passes.search.feature.setting import PartPlace, Setting
-from passes.search.feature.ties import without_needless_sums
+from passes.search.feature.ties import each_without_needless_sums
 from passes.search.hybrid.recipes.eliminate import Amounts, eliminate
 from passes.search.hybrid.recipes.joints import Pieces
 from passes.shard.discover import Discovery
@@ -173,6 +173,9 @@ class PieceSearch:
 
     def _space(self, kind: int, group: GroupKind, *, again: bool) -> tuple[FeatureGraph, dict[str, Pin]]:
         key = (kind, again, group.replicas > 1, group.tensor > 1)
+        if key not in self._spaces and again:
+            kept, pins = self._space(kind, group, again=False)
+            self._spaces[key] = kept.recomputing(self._regions(kind), whole=False), pins
         if key not in self._spaces:
             part, pins = self.part(kind), dict[str, Pin]()
             if group.replicas > 1:
@@ -180,10 +183,7 @@ class PieceSearch:
                 found = pins_of_part(part, self._by_samples, {}, self.shared)
                 pins = {node: replace(pin, rules=(*pin.rules, *free)) for node, pin in found.items()}
             marks = {node: pin.mark for node, pin in pins.items()}
-            regions = self._regions(kind) if again else ()
-            space = feature_graph(
-                part, self.costs(kind), self.discovery.choices, marks, regions, whole=not again
-            )
+            space = feature_graph(part, self.costs(kind), self.discovery.choices, marks)
             self._spaces[key] = space, pins
         return self._spaces[key]
 
@@ -260,8 +260,7 @@ def without_needless(problem: FeatureProblem, chosen: NDArray[np.intp]) -> NDArr
     found = flat.copy()
     columns, which = np.unique(flat[:, may], axis=1, return_inverse=True)
     if columns.size:
-        mended = np.array([without_needless_sums(problem, column.tolist()) for column in columns.T]).T
-        found[:, may] = mended[:, which.reshape(-1)]
+        found[:, may] = each_without_needless_sums(problem, columns)[:, which.reshape(-1)]
     return found.reshape(chosen.shape)
 
 
