@@ -6,8 +6,8 @@ The search is made to choose: an arrangement of groups, and a way to run all sta
 are computed again). A line per case, as in ``hybrid_matrix``.
 
     4 equal devices     every arrangement in every way
-    2 + 2, 1 + 3        unlike devices (``unlike_clusters``): arrangements of all four whose groups are unlike or have unlike
-                        devices, in one way each; which groups come first is in brackets
+    2 + 2, 1 + 3        unlike workers (``unlike_clusters``): arrangements of all four whose groups are unlike, or mixed, in
+                        one way each; the ranks of the first group are in brackets
     found               nothing is made: the search decides, with memory enough, and with devices that have less of it
 """
 
