@@ -225,9 +225,10 @@ def _sizes_from_batch(graph: OpGraph) -> Iterator[str]:
 
 
 def _is_part(graph: OpGraph) -> bool:
-    """Tell whether a graph takes values of other parts of a model, or computes of parameters alone."""
+    """Tell whether a graph takes or makes values of other parts of a model, or computes of parameters alone."""
     kinds = {entry.kind for entry in graph.inputs}
-    return "value" in kinds or "batch" not in kinds
+    makes = {entry.kind for entry in graph.outputs}
+    return "value" in kinds | makes or "batch" not in kinds
 
 
 def _batch_known(graph: OpGraph) -> Iterator[str]:

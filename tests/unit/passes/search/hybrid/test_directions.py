@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cost_models.cluster import ClusterSpec
 from cost_models.errors import InfeasibleError
+from cost_models.layout import Shard
 from passes.compile import Compiled, compile_graph
 from passes.costs.costs import costs_of
 from passes.graph.graph import OpGraph
@@ -24,6 +25,7 @@ from passes.search.hybrid import search
 from passes.search.hybrid.request import HybridRequest
 from passes.search.hybrid.search import GroupSearch
 from passes.search.hybrid.solve import SolvedOption, fastest
+from passes.search.judge import Simulated
 from passes.trace.trace import trace
 
 SAMPLES = 16
@@ -122,6 +124,45 @@ def test_less_memory_is_never_faster_until_nothing_fits() -> None:
     with pytest.raises(InfeasibleError) as raised:
         planned(cluster(memory_bytes=max(needed) * 0.3))
     assert any("short" in reason for reason in raised.value.because)
+
+
+def test_more_micro_batches_prefer_fewer_replicas() -> None:
+    """Sums of gradients over slow links cost as much whatever the number; filling and draining is its share."""
+    machine = cluster(between=3e6, speeds=(1.0,) * 4, each=1)
+    replicas = []
+    for count in (1, 4, 16, 32):
+        search = GroupSearch(graph(), costs_of(graph(), machine), machine, Job(128), microbatches=count)
+        (run,) = search.survey(math.inf).solved[0].option.runs
+        assert run.replicas * run.groups == machine.world_size
+        replicas.append(run.replicas)
+    assert replicas == sorted(replicas, reverse=True)
+    assert replicas[0] == 4 > replicas[-1]
+
+
+def test_less_memory_brings_zero_then_recomputation_then_stages() -> None:
+    """ZeRO-1 is there from the beginning: it sends what a sum sends, and updates less."""
+
+    def on(memory_bytes: float) -> Simulated:
+        machine = cluster(between=2e7, memory_bytes=memory_bytes, speeds=(1.0,) * 4, each=1)
+        request = HybridRequest(Job(64), microbatches=4, schedule="1f1b")
+        return compile_graph(graph(), machine, request).outcome.best
+
+    most, first = max(on(1e9).peak_bytes), dict[str, float]()
+    shares = [1.1, 1.0, 0.9, 0.8, 0.75, 0.7, 0.65, 0.6]
+    for share in shares:
+        candidate = on(most * share).candidate
+        kept = [own.stored.values() for own in candidate.shardings.values()]
+        seen = {
+            "zero 1": any(own.sharded_state for own in candidate.shardings.values()),
+            "zero 3": any(isinstance(axis, Shard) for own in kept for layout in own for axis in layout),
+            "recomputation": any(candidate.recomputed_blocks),
+            "stages": len(candidate.groups) > 1,
+        }
+        for name, there in seen.items():
+            if there:
+                first.setdefault(name, share)
+    assert list(first) == ["zero 1", "zero 3", "recomputation", "stages"]
+    assert len(set(first.values())) == len(first), first
 
 
 def test_a_search_that_is_cut_off_returns_the_best_so_far() -> None:
