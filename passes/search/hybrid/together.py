@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -24,6 +25,29 @@ from cost_models.arrays import FloatArray, IntArray
 from passes.search.hybrid.recipes.composed import SCALE
 from passes.search.hybrid.staged import Staged, Table
 
+LADDER = (
+    0.0,
+    1 / 32,
+    3 / 64,
+    1 / 16,
+    3 / 32,
+    1 / 8,
+    3 / 16,
+    1 / 4,
+    3 / 8,
+    1 / 2,
+    3 / 4,
+    1.0,
+    1.5,
+    2.0,
+    4.0,
+    8.0,
+    16.0,
+    32.0,
+)
+"""Prices that are tried: those of the tables, one between two of them, and higher ones, at which only memory counts."""
+PRICED = LADDER.index(SCALE[-1])
+"""The last of them up to which the cost of the cheapest ways is known."""
 CLOSE = 1e-3
 """Bottlenecks nearer to each other than this are not told apart: as the gap of the search for pipelines."""
 
@@ -77,7 +101,7 @@ class Together:
         """Return what the stages and cuts of a pipeline add up to at least, none longer than ``most_seconds``."""
         self._planes.clear()
         self._short.clear()
-        top = len(SCALE) - 1
+        top = PRICED if math.isinf(most_seconds) else len(LADDER) - 1
         known: dict[tuple[int, int], float] = {}
 
         def value(first: int, last: int) -> float:
@@ -85,9 +109,9 @@ class Together:
                 known[first, last] = self._value(first, last, most_seconds, alone)
             return known[first, last]
 
-        first, last = self._at
+        first, last = (min(at, top) for at in self._at)
         best = value(first, last)
-        step = 2
+        step = 4
         while step:
             near = [(first + step, last + step), (first - step, last - step)]
             near += [(first + step, last), (first - step, last), (first, last + step), (first, last - step)]
@@ -95,7 +119,7 @@ class Together:
             if found[0] > best:
                 best, (first, last) = found
             else:
-                step -= 1
+                step //= 2
         self._at = first, last
         return best
 
@@ -136,10 +160,16 @@ class Together:
         rows, own = self._short[id(priced)]
         if not own.size:
             return found
+        price = LADDER[scale]
+        right = bisect_left(SCALE, price)  # the first price of the tables that is not below
+        cost = own[..., min(right, len(SCALE) - 1)]
+        if right < len(SCALE) and SCALE[right] > price:  # what the cheapest way costs is concave in the price
+            share = (price - SCALE[right - 1]) / (SCALE[right] - SCALE[right - 1])
+            cost = (1 - share) * own[..., right - 1] + share * cost
         if scale and math.isfinite(most_seconds):
-            times = SCALE[scale] / np.array(SCALE[1 : scale + 1])
-            cost = (times * own[..., 1 : scale + 1] + (1 - times) * most_seconds).max(axis=-1)
-        else:
-            cost = own[..., scale]
+            below = right if right < len(SCALE) and SCALE[right] > price else min(right + 1, len(SCALE))
+            times = price / np.array(SCALE[1:below])
+            dear = (times * own[..., 1:below] + (1 - times) * most_seconds).max(axis=-1, initial=-math.inf)
+            cost = dear if scale > PRICED else np.maximum(cost, dear)
         found[rows] = cost.min(axis=1)
         return found

@@ -42,7 +42,7 @@ def test_the_hybrid_search_tells_its_options_and_bounds() -> None:
     best = [p.found_seconds for p in searching if math.isfinite(p.found_seconds)]
     assert best == sorted(best, reverse=True)
     certificate = found.certificate
-    assert min(best) == pytest.approx(min(certificate.objective_seconds, min(best)))
+    assert min(best) >= certificate.bound_seconds * (1 - 1e-9)
     for p in searching:
         assert p.bound_seconds <= certificate.bound_seconds * (1 + 1e-9)
         assert p.bound_seconds <= p.found_seconds
