@@ -180,7 +180,7 @@ class _Products:
 
 
 _products: WeakKeyDictionary[Unit, dict[tuple[int, ...], _Products]] = WeakKeyDictionary()
-"""By unit, what its choices are together on a mesh."""
+"""The products of the choices of each unit, by the shape of the mesh."""
 
 
 def _counts_divide(choices: Sequence[Choice], axes: IntArray, shape: Sequence[int]) -> NDArray[np.bool_]:

@@ -159,9 +159,9 @@ def each_without_needless_sums(problem: FeatureProblem, chosen: NDArray[np.intp]
     parts: dict[int, NDArray[np.intp]] = {}
     for wire in problem.space.wires:
         if problem.space.units[wire.producer].kind in ("parameter", "value"):
-            for unit, operand in wire.readers:
-                needs = problem.units[unit].inputs[operand].tolist()
-                left = np.array([_left_in_parts(code, axes) for code in needs], dtype=np.intp)[chosen[unit]]
+            for reader, operand in wire.readers:
+                needs = problem.units[reader].inputs[operand].tolist()
+                left = np.array([_left_in_parts(code, axes) for code in needs], dtype=np.intp)[chosen[reader]]
                 parts[wire.producer] = parts.get(wire.producer, np.zeros_like(left)) | left
     found = chosen.copy()
     for unit, numbers in zip(problem.space.units, problem.units, strict=True):

@@ -60,6 +60,8 @@ class Together:
         self._staged = staged
         self.option, self.tables, self.links = staged.option, staged.tables, staged.links
         self.groups, self.weight, self.priced = staged.groups, staged.weight, priced
+        pieces = len(self.links[0]) - 1
+        self._joints = [self.option.joints(k, pieces) for k in range(self.option.stages)]
         self._at = (0, 0)
         self._planes: dict[tuple[int, int, int], FloatArray] = {}
         self._short: dict[int, tuple[IntArray, FloatArray]] = {}
@@ -103,10 +105,12 @@ class Together:
         self._short.clear()
         top = PRICED if math.isinf(most_seconds) else len(LADDER) - 1
         known: dict[tuple[int, int], float] = {}
+        cuts = [link[end] for link, (_, end) in zip(self.links, self._joints, strict=True)]
+        links = [np.where(link <= most_seconds, link, np.inf) for link in cuts]
 
         def value(first: int, last: int) -> float:
             if (first, last) not in known:
-                known[first, last] = self._value(first, last, most_seconds, alone)
+                known[first, last] = self._value(first, last, most_seconds, alone, links)
             return known[first, last]
 
         first, last = (min(at, top) for at in self._at)
@@ -123,16 +127,21 @@ class Together:
         self._at = first, last
         return best
 
-    def _value(self, first: int, last: int, most_seconds: float, alone: Sequence[FloatArray]) -> float:
-        """[first group's price, last group's] the least sum over cuts."""
-        last_group, pieces = max(1, self.option.groups - 1), len(self.links[0]) - 1
-        rest = np.full(pieces - self.option.stages + 1, np.inf)
+    def _value(
+        self,
+        first: int,
+        last: int,
+        most_seconds: float,
+        alone: Sequence[FloatArray],
+        links: Sequence[FloatArray],
+    ) -> float:
+        """[first group's price, last group's] the least sum over cuts. ``links``: seconds of those at each stage's ends."""
+        last_group = max(1, self.option.groups - 1)
+        rest = np.full_like(links[0], np.inf)
         rest[-1] = 0.0
-        for k, group in enumerate(self.groups):
-            begin, end = self.option.joints(k, pieces)
+        for k, (group, (begin, end)) in enumerate(zip(self.groups, self._joints, strict=True)):
             if k:
-                link = self.links[k][end]
-                rest = rest + np.where(link <= most_seconds, link, np.inf)
+                rest = rest + links[k]
             scale = round(first + (last - first) * group / last_group)
             rest = (self._plane(k, scale, most_seconds, alone)[begin, end] + rest).min(axis=1)
         return float(rest[0])

@@ -90,9 +90,9 @@ class _Step:
     def least(self) -> FloatArray:
         """Return the least over the unit's options."""
         if len(self.parts) == 1:
-            return np.minimum.reduce(self.parts[0], axis=0)
-        found = sum(part[0] for part in self.parts)
-        assert isinstance(found, np.ndarray)
+            least: FloatArray = self.parts[0].min(axis=0)
+            return least
+        found: FloatArray = np.asarray(sum(part[0] for part in self.parts))
         own = np.empty_like(found)
         for option in range(1, len(self.parts[0])):
             first, second, *rest = (part[option] for part in self.parts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -117,29 +118,21 @@ def ranges_of(
         ],
         axis=1,
     )  # [rows, kinds, prices, arrives, leaves]
-    count, prices = len(kinds), least.shape[1]
-    number = np.full((count + 1, count + 1), -1)
-    known: dict[tuple[int, int], int] = {}
+    prices = least.shape[1]
+    number, unlike = _unlike(tuple(kinds))
     levels: list[_Grown] = []
     closed: list[FloatArray] = []
     ends: list[NDArray[np.intp]] = []
     cheapest: list[FloatArray] = []
     place: list[tuple[int, int]] = []
-    at = [-1] * count  # the place of the range that begins here among those of the length before
-    for length in range(1, count + 1):
-        known = {}
-        for first in range(count - length + 1):
-            key = at[first], kinds[first + length - 1]
-            at[first] = known.setdefault(key, len(known))
-            number[first, first + length] = len(place) + at[first]
-        parents, added = (np.array(x) for x in zip(*known, strict=True))
+    for length, (parents, added) in enumerate(unlike, start=1):
         grown = (
             _first(least[added], amounts[:, added], arriving_cost[added])
             if length == 1
             else _next(levels[-1], parents, least[added], amounts[:, added])
         )
         levels.append(grown)
-        place += [(length, i) for i in range(len(known))]
+        place += [(length, i) for i in range(len(added))]
         total = grown.least + leaving_cost[added][:, None, :]
         end = total.argmin(axis=-1)
         ends.append(end)
@@ -154,6 +147,29 @@ def ranges_of(
         tuple(place),
         np.concatenate(ends),
     )
+
+
+@lru_cache(maxsize=16)
+def _unlike(kinds: tuple[int, ...]) -> tuple[IntArray, tuple[tuple[IntArray, IntArray], ...]]:
+    """Number the unlike ranges of pieces of ``kinds``: [first, last + 1] of each range, -1: none.
+
+    And by length, of each unlike range its place among those of one piece less, and the kind of its last piece.
+    """
+    count, before = len(kinds), 0
+    number = np.full((count + 1, count + 1), -1)
+    levels = []
+    at = [-1] * count  # the place of the range that begins here among those of the length before
+    for length in range(1, count + 1):
+        known: dict[tuple[int, int], int] = {}
+        for first in range(count - length + 1):
+            key = at[first], kinds[first + length - 1]
+            at[first] = known.setdefault(key, len(known))
+            number[first, first + length] = before + at[first]
+        before += len(known)
+        parents, added = (np.array(x, dtype=np.int64) for x in zip(*known, strict=True))
+        levels.append((parents, added))
+    number.setflags(write=False)
+    return number, tuple(levels)
 
 
 def least_by_count(
